@@ -1,0 +1,34 @@
+"""What an engine is. An engine samples tokens; it knows nothing of messages, rewards or learning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from rl_core.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Engine(Protocol):
+    policy_version: int  # of the weights that it holds
+    capacity: int  # requests that it can decode at once
+
+    async def generate(
+        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = ""
+    ) -> Completion:
+        """One completion. The same (weights, prompt, params, seed) give the same tokens up to floating-point noise,
+        whatever else is in the batch. `session` names a conversation whose next prompt will extend this one."""
+        ...
+
+    def end_session(self, session: str) -> None:
+        """Frees what is kept for the next turn of a conversation; unknown names are ignored."""
+        ...
+
+    async def update_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Loads (Hugging Face name, full tensor) pairs and drops every cached key and value. Raises on a name or shape
+        that the model does not have, and on a parameter that did not arrive."""
+        ...
+
+    async def close(self) -> None: ...

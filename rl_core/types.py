@@ -1,0 +1,101 @@
+"""What flows through the code, with shapes. L tokens of one sequence, T tokens of a packed batch, N sequences in it."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Message = dict[str, Any]  # {"role": "user", "content": "..."} and whatever else the chat template reads
+
+
+def counter_seed(*parts: int | str) -> int:
+    """A seed in [0, 2^32) from counters such as (run seed, step, task id, index): crc32 of them joined by '/'."""
+    return zlib.crc32("/".join(map(str, parts)).encode())
+
+
+@dataclass(kw_only=True, slots=True)
+class Task:
+    id: str  # unique in its data set and equal in every epoch, e.g. "train/17"
+    env: str  # name of the environment it belongs to
+    row: dict[str, Any]  # every column of the data set
+    messages: list[Message]  # the conversation before anybody speaks
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SamplingParams:
+    max_tokens: int
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # 1 is off
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0  # 0 is off
+    stop: tuple[str, ...] = ()  # strings that end the completion; they stay in its tokens and its text
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end it; they stay in its tokens
+
+
+@dataclass(kw_only=True, slots=True)
+class Completion:
+    token_ids: list[int]  # [L] as sampled, the end token included if it was sampled
+    logprobs: list[float]  # [L] nats, of the distribution that each token was drawn from
+    text: str  # decoded without special tokens
+    finish_reason: str  # "stop" or "length"
+    policy_version: int  # of the weights that sampled it
+
+
+@dataclass(kw_only=True, slots=True)
+class Turn:
+    prompt_ids: list[int]  # everything the actor saw before it spoke, from the first token on
+    completion: Completion
+
+
+@dataclass(kw_only=True, slots=True)
+class Trajectory:
+    task_id: str
+    env: str
+    group_id: str  # trajectories with one (env, group_id, actor, seat) share a baseline
+    index: int = 0  # which sample of its group
+    actor: str = "policy"
+    seat: str = ""
+    messages: list[Message] = field(default_factory=list)  # as the hooks see them
+    turns: list[Turn] = field(default_factory=list)
+    reward: float | None = None  # None: not scored, because the episode failed
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    status: str = "ok"  # "ok", "truncated" (a turn or the episode hit a length limit) or "failed"
+    error: str = ""  # why it failed
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(turn.completion.token_ids) for turn in self.turns)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainingSample:
+    token_ids: list[int]  # [L]
+    loss_mask: list[int]  # [L] 1 where the token was sampled by the actor (or is to be imitated)
+    rollout_logprobs: list[float]  # [L] nats, 0 where loss_mask is 0
+    policy_versions: list[int]  # [L] -1 where loss_mask is 0
+    advantages: list[float]  # [L] 0 where loss_mask is 0
+    group_id: str = ""
+    old_logprobs: list[float] | None = None  # [L] of the learner before its first update on this batch
+
+
+@dataclass(kw_only=True, slots=True)
+class PackedBatch:
+    """One microbatch: N sequences end to end, nothing padded. Index i of every [T] array describes the prediction of
+    labels[i], the token after input_ids[i]: packing.py shifts once, so that nobody else has to."""
+
+    input_ids: Tensor  # [T] int64
+    labels: Tensor  # [T] int64, the next token, -100 where nothing is trained
+    position_ids: Tensor  # [T] int64, from 0 in each sequence
+    cu_seqlens: Tensor  # [N+1] int32, where each sequence starts
+    loss_mask: Tensor  # [T] bool, labels != -100
+    rollout_logprobs: Tensor  # [T] fp32, of labels
+    old_logprobs: Tensor | None  # [T] fp32, of labels
+    advantages: Tensor  # [T] fp32, of labels
+    policy_versions: Tensor  # [T] int64, of labels
+    sample_indices: list[int]  # [N] which of the step's samples each sequence is
