@@ -1,0 +1,110 @@
+"""Values that add up over ranks, and where they are written: metrics.jsonl and the progress line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.distributed import Ranks, all_gather_json
+
+
+@dataclass(slots=True)
+class Mean:
+    total: float = 0.0
+    count: float = 1.0
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count if self.count else math.nan
+
+
+@dataclass(slots=True)
+class Sum:
+    value: float = 0.0
+
+    def __add__(self, other: Sum) -> Sum:
+        return Sum(self.value + other.value)
+
+
+@dataclass(slots=True)
+class Max:
+    value: float = -math.inf
+
+    def __add__(self, other: Max) -> Max:
+        return Max(max(self.value, other.value))
+
+
+Metric = Mean | Sum | Max
+KINDS = {"Mean": Mean, "Sum": Sum, "Max": Max}
+
+
+def add_metrics(into: dict[str, Metric], more: dict[str, Metric], prefix: str = "") -> None:
+    for name, metric in more.items():
+        name = prefix + name
+        into[name] = into[name] + metric if name in into else metric
+
+
+def reduce_metrics(metrics: dict[str, Metric], ranks: Ranks) -> dict[str, float]:
+    """Name -> value over all ranks; a rank may lack names that others have."""
+    fields = {k: [type(m).__name__, *(float(getattr(m, f)) for f in m.__slots__)] for k, m in metrics.items()}
+    merged: dict[str, Metric] = {}
+    for part in all_gather_json(fields, ranks):
+        add_metrics(merged, {name: KINDS[kind](*values) for name, (kind, *values) in part.items()})
+    return {name: merged[name].value for name in sorted(merged)}
+
+
+class RunLog:
+    """metrics.jsonl, one object a line, and one line on the terminal for each step. Only rank 0 writes."""
+
+    def __init__(self, out: Path, ranks: Ranks, num_steps: int, resume_step: int):
+        self.ranks, self.num_steps, self.started = ranks, num_steps, time.monotonic()
+        self.first_step, self.path = resume_step, out / "metrics.jsonl"
+        if ranks.rank == 0 and self.path.exists():
+            keep_lines_before(self.path, resume_step)
+
+    def write(self, step: int, metrics: dict[str, Metric]) -> dict[str, float]:
+        values = reduce_metrics(metrics, self.ranks)
+        if self.ranks.rank == 0:
+            clean = {k: None if math.isnan(v) else v for k, v in values.items()}
+            with open(self.path, "a") as file:
+                file.write(json.dumps({"step": step, **clean}) + "\n")
+        return values
+
+    def say(self, text: str) -> None:
+        if self.ranks.rank == 0:
+            print(text, flush=True)
+
+    def progress(self, step: int, values: dict[str, float]) -> None:
+        """step 12/200  reward 0.412  tokens 24.1  loss 0.0123  1.4 s (generate 0.9, learn 0.5)  ETA 4:23"""
+        shown = [f"step {step + 1:>{len(str(self.num_steps))}}/{self.num_steps}"]
+        for label, name in (("reward", "reward_mean"), ("tokens", "length_mean"), ("loss", "loss"), ("failed", "failed")):
+            found = [v for k, v in values.items() if k.startswith(("rollout/", "learn/")) and k.endswith(f"/{name}")]
+            shown += [f"{label} {found[0]:.4g}"] if found and not (name == "failed" and not found[0]) else []
+        phases = [f"{p} {values[f'time/{p}_s']:.2f}" for p in ("generate", "learn", "sync") if values.get(f"time/{p}_s")]
+        shown.append(f"{values['time/step_s']:.2f} s ({', '.join(phases)})")
+        done = step + 1 - self.first_step
+        eta = int((time.monotonic() - self.started) / done * (self.num_steps - step - 1))
+        self.say("  ".join([*shown, f"ETA {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}"]))
+
+
+def keep_lines_before(path: Path, step: int) -> None:
+    """Drops what a run wrote after the checkpoint that it goes on from, and a line cut short by its end."""
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            row: dict[str, Any] = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if row["step"] < step:
+            kept.append(line + "\n")
+    beside = path.with_suffix(".tmp")
+    beside.write_text("".join(kept))
+    os.replace(beside, path)
