@@ -1,0 +1,52 @@
+"""What rl_core needs. Everything that needs a GPU is an extra, so that a laptop installs in a minute."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def version() -> str:
+    # Read, not imported: the package's dependencies are not installed yet.
+    return re.search(r'^__version__ = "(.+)"$', (ROOT / "rl_core/__init__.py").read_text(), re.MULTILINE)[1]
+
+
+def long_description() -> str:
+    readme = ROOT / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.exists() else ""
+
+
+EXTRAS = {
+    "math": ["math-verify>=0.8"],
+    "flash-attn": ["flash-attn>=2.8"],
+    "liger": ["liger-kernel>=0.6"],
+    "sglang": ["sglang>=0.5.15"],
+}
+EXTRAS["test"] = [*EXTRAS["math"], "accelerate", "pytest>=8", "ruff", "trl==1.16.0"]
+
+setup(
+    name="rl_core",
+    version=version(),
+    description="Reinforcement learning for language models with torchrun and nothing else",
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["rl_core", "rl_core.*"]),
+    install_requires=[
+        "torch>=2.11",
+        "transformers>=5.12,<6",
+        "datasets>=4.0",
+        "docstring-parser>=0.16",  # jsonargparse reads the flags' help lines with it
+        "jinja2>=3.1",
+        "jsonargparse>=4.40",
+        "numpy>=1.26",
+        "pyyaml>=6.0",
+        "rich>=13.0",
+        "safetensors>=0.4",
+        "zstandard>=0.22",
+    ],
+    extras_require=EXTRAS,
+)
