@@ -80,8 +80,7 @@ class TrainingSample:
     rollout_logprobs: list[float]  # [L] nats, 0 where loss_mask is 0
     policy_versions: list[int]  # [L] -1 where loss_mask is 0
     advantages: list[float]  # [L] 0 where loss_mask is 0
-    group_id: str = ""
-    old_logprobs: list[float] | None = None  # [L] of the learner before its first update on this batch
+    group_id: str = ""  # samples of one group stay in one minibatch
 
 
 @dataclass(kw_only=True, slots=True)
@@ -92,10 +91,9 @@ class PackedBatch:
     input_ids: Tensor  # [T] int64
     labels: Tensor  # [T] int64, the next token, -100 where nothing is trained
     position_ids: Tensor  # [T] int64, from 0 in each sequence
-    cu_seqlens: Tensor  # [N+1] int32, where each sequence starts
+    cu_seqlens: Tensor  # [N+1] int32 on the host, where each sequence starts
     loss_mask: Tensor  # [T] bool, labels != -100
     rollout_logprobs: Tensor  # [T] fp32, of labels
-    old_logprobs: Tensor | None  # [T] fp32, of labels
     advantages: Tensor  # [T] fp32, of labels
     policy_versions: Tensor  # [T] int64, of labels
-    sample_indices: list[int]  # [N] which of the step's samples each sequence is
+    old_logprobs: Tensor | None = None  # [M] fp32, of the M trained labels, by the learner before its first update

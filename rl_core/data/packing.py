@@ -1,0 +1,70 @@
+"""TrainingSamples -> PackedBatches of equal work. The one shift by one of the whole project happens here."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import torch
+
+from rl_core.types import PackedBatch, TrainingSample
+
+Bins = list[list[int]]  # indices of samples
+
+
+def trained_span(loss_mask: Sequence[int]) -> int:
+    """Tokens that a forward needs: up to the one before the last trained token; what follows teaches nothing."""
+    last = len(loss_mask) - 1
+    while last > 0 and not loss_mask[last]:
+        last -= 1
+    return last
+
+
+def balanced_bins(lengths: Sequence[int], max_tokens: int, multiple: int = 1) -> Bins:
+    """Bins of nearly equal token counts, each at most max_tokens (a longer sample stands alone), their number a multiple
+    of `multiple`, some empty where there are fewer samples. Longest first into the emptiest bin: deterministic, so that
+    every rank computes the same (Graham 1969; at most 4/3 of the best largest bin)."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    num = -(-sum(lengths) // max_tokens)
+    while True:
+        num = max(multiple, -(-num // multiple) * multiple)
+        heap = [(0, b) for b in range(num)]
+        bins: Bins = [[] for _ in range(num)]
+        for i in order:
+            size, b = heap[0]
+            if bins[b] and size + lengths[i] > max_tokens:
+                break
+            heapq.heapreplace(heap, (size + lengths[i], b))
+            bins[b].append(i)
+        else:
+            return bins
+        num += 1
+
+
+def fill_frac(bins: Bins, lengths: Sequence[int]) -> tuple[int, int]:
+    """(tokens, tokens that would fit if every bin were as full as the fullest): bins run in step across the ranks."""
+    sizes = [sum(lengths[i] for i in b) for b in bins]
+    return sum(sizes), max(sizes) * len(sizes)
+
+
+def pack_samples(samples: Sequence[TrainingSample]) -> PackedBatch:
+    """The samples end to end, shortest first, each without its last token (nothing follows it). No samples at all give
+    one untrained token, for a rank that must keep step with the others."""
+    chosen = sorted(samples, key=lambda s: len(s.token_ids)) or [TrainingSample(
+        token_ids=[0, 0], loss_mask=[0, 0], rollout_logprobs=[0, 0], policy_versions=[-1, -1], advantages=[0, 0])]
+
+    def shifted(name: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([x for s in chosen for x in getattr(s, name)[1:]], dtype=dtype)
+
+    loss_mask = shifted("loss_mask", torch.bool)
+    lengths = [len(s.token_ids) - 1 for s in chosen]
+    return PackedBatch(
+        input_ids=torch.tensor([t for s in chosen for t in s.token_ids[:-1]]),
+        labels=shifted("token_ids", torch.int64).masked_fill_(~loss_mask, -100),
+        position_ids=torch.cat([torch.arange(n) for n in lengths]),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
+        loss_mask=loss_mask,
+        rollout_logprobs=shifted("rollout_logprobs", torch.float32),
+        advantages=shifted("advantages", torch.float32),
+        policy_versions=shifted("policy_versions", torch.int64),
+    )

@@ -1,0 +1,150 @@
+"""A policy's weights: load, shard, forward, stream by name, export."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from rl_core.distributed import Ranks
+from rl_core.learning import attention
+from rl_core.learning.logprobs import fused_logprobs
+from rl_core.types import PackedBatch
+
+EXPORT_SHARD_BYTES = 4 << 30
+# Between the last hidden state and the logits these do something that a product with the head's weight leaves out.
+LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "mup_width_multiplier")
+
+
+def load_model_config(path: str) -> PretrainedConfig:
+    """The model's config.json, read before any weight. Raises ValueError for a folder without one and for a model whose
+    logits are not hidden states times the head's weight."""
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model {path!r} cannot be loaded: {str(error).splitlines()[0]}") from None
+    changes = [k for k in LOGIT_CHANGES if getattr(config, k, None) not in (None, 1.0)]
+    if changes:
+        raise ValueError(f"model {path!r} sets {changes[0]}={getattr(config, changes[0])}, which its logprobs here would "
+                         "leave out; take a model whose logits are hidden states times the head's weight")
+    return config
+
+
+def load_hf_model(path: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The whole model on this rank's device, with attention over packed batches. Weights come from safetensors alone."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=attention.NAME, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model {path!r} cannot be loaded: {str(error).splitlines()[0]}") from None
+    return model.to(device)
+
+
+class PolicyModel(nn.Module):
+    """A causal language model that gives logprobs of a packed batch. The head is applied in here, so that sharded weights
+    are whole when it is."""
+
+    def __init__(self, hf: nn.Module, export_dtype: torch.dtype):
+        super().__init__()
+        self.hf, self.export_dtype = hf, export_dtype
+
+    def forward(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """(logprobs, entropy), both [M] fp32, of the M trained tokens of the batch in their order."""
+        lengths = batch.cu_seqlens.diff().tolist()
+        hidden_TD = self.hf.base_model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.position_ids[None],
+            use_cache=False,
+            blocks=attention.attention_blocks(lengths, batch.input_ids.device),
+        ).last_hidden_state[0]
+        trained = batch.loss_mask.nonzero()[:, 0]
+        head = self.hf.get_output_embeddings()
+        return fused_logprobs(hidden_TD[trained], head.weight, batch.labels[trained], temperature)
+
+
+def make_policy(path: str, dtype: torch.dtype, ranks: Ranks, activation_checkpointing: bool) -> PolicyModel:
+    """fp32 weights on this rank, sharded over all ranks if there are several or compute is not in fp32."""
+    came_in = load_model_config(path).dtype
+    policy = PolicyModel(load_hf_model(path, torch.float32, ranks.device), came_in or torch.float32)
+    policy.train()
+    if activation_checkpointing:
+        policy.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if ranks.size > 1 or dtype != torch.float32:
+        shard_policy(policy, dtype, ranks)
+    return policy
+
+
+def shard_policy(policy: PolicyModel, dtype: torch.dtype, ranks: Ranks) -> None:
+    """Each block, then the rest, split over all ranks (FSDP2); compute in `dtype`, sums of gradients in fp32."""
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("dp",))
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in policy.hf.base_model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=dataclasses.replace(precision, output_dtype=torch.float32))
+
+
+def is_sharded(policy: PolicyModel) -> bool:
+    return any(isinstance(p, DTensor) for p in policy.parameters())
+
+
+def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor), one whole tensor at a time; a tied weight comes once. Every rank must exhaust it."""
+    for name, parameter in policy.hf.named_parameters():
+        value = parameter.detach()
+        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def export_policy(policy: PolicyModel, tokenizer, folder: Path, ranks: Ranks) -> None:
+    """A Hugging Face folder that from_pretrained loads, in the dtype that the model came in. Written beside its place and
+    renamed, so that an old export stays whole until the new one is."""
+    beside = folder.with_name(folder.name + ".tmp")
+    if ranks.rank == 0:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+    part, size, weight_map = {}, 0, {}
+
+    def flush() -> None:
+        nonlocal part, size
+        file = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
+        save_file(part, beside / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, file))
+        part, size = {}, 0
+
+    for name, value in named_weights(policy):
+        if ranks.rank == 0:
+            part[name] = value.to("cpu", policy.export_dtype).contiguous()
+            size += part[name].nbytes
+            if size >= EXPORT_SHARD_BYTES:
+                flush()
+    if ranks.rank > 0:
+        return
+    if part:
+        flush()
+    config = copy.deepcopy(policy.hf.config)
+    config.dtype = policy.export_dtype
+    config.save_pretrained(beside)
+    if policy.hf.generation_config is not None:
+        policy.hf.generation_config.save_pretrained(beside)
+    tokenizer.save_pretrained(beside)
+    if len(files := set(weight_map.values())) == 1:
+        os.rename(beside / files.pop(), beside / "model.safetensors")
+    else:
+        (beside / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(beside, folder)
+    shutil.rmtree(old, ignore_errors=True)
