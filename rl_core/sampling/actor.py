@@ -1,0 +1,78 @@
+"""A named speaker. An Actor lasts for the run, a Speaker for one episode, a Conversation is what a Speaker sees of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from rl_core.data.chat import Chat, TokenStream
+from rl_core.sampling.engine import Engine
+from rl_core.types import Completion, Message, SamplingParams, Task, Trajectory, Turn, counter_seed
+
+
+@dataclass(kw_only=True, slots=True)
+class Actor:
+    name: str
+    engine: Engine
+    chat: Chat
+    max_turns: int  # of one episode
+    max_context_tokens: int  # of one conversation
+
+
+class Speaker:
+    """An actor in one episode. The same seed gives the same replies."""
+
+    def __init__(self, actor: Actor, params: SamplingParams, seed: int, session: str):
+        self.actor, self.params, self.seed, self.session = actor, params, seed, session
+        self.name, self.max_turns = actor.name, actor.max_turns
+        self.sessions: list[str] = []
+
+    def converse(self, messages: list[Message], tools: list | None = None) -> Conversation:
+        """A conversation that begins with these messages. Raises ValueError if the chat template refuses them."""
+        self.sessions.append(f"{self.session}/{len(self.sessions)}")
+        return Conversation(self, messages, tools, self.sessions[-1])
+
+    def close(self) -> None:
+        for session in self.sessions:
+            self.actor.engine.end_session(session)
+
+
+class Conversation:
+    """Messages and, beside them, the tokens that the actor saw and sampled. The tokens only grow, but where the chat
+    template rewrites history."""
+
+    def __init__(self, speaker: Speaker, messages: list[Message], tools: list | None, session: str):
+        self.speaker, self.session = speaker, session
+        self.messages = list(messages)
+        self.turns: list[Turn] = []
+        self.truncated = False  # a turn hit max_tokens, or the context is full
+        self.stream = TokenStream(speaker.actor.chat, self.messages, tools)
+
+    async def respond(self) -> Completion:
+        """The actor's next message. It is appended to `messages`. Raises ValueError if no token fits in the context."""
+        speaker, prompt_ids = self.speaker, self.stream.prompt_ids
+        room = speaker.actor.max_context_tokens - len(prompt_ids)
+        if room < 1:
+            raise ValueError(f"a prompt of {len(prompt_ids)} tokens fills the context of {speaker.actor.max_context_tokens}; "
+                             "raise --max_prompt_tokens")
+        completion = await speaker.actor.engine.generate(
+            prompt_ids, dataclasses.replace(speaker.params, max_tokens=min(room, speaker.params.max_tokens)),
+            seed=counter_seed(speaker.seed, self.session, len(self.turns)), session=self.session)
+        self.turns.append(Turn(prompt_ids=prompt_ids, completion=completion))
+        self.messages.append({"role": "assistant", "content": completion.text})
+        self.truncated = completion.finish_reason == "length"
+        return completion
+
+    def add(self, messages: list[Message]) -> bool:
+        """What others say to the actor. False if the next turn has no room left in the context."""
+        last = self.turns[-1].completion
+        self.messages.extend(messages)
+        self.stream.append(last.token_ids, last.text, messages)
+        self.truncated = len(self.stream.prompt_ids) >= self.speaker.actor.max_context_tokens
+        return not self.truncated
+
+    def trajectory(self, task: Task, *, reward: float, reward_parts: dict[str, float], metrics: dict[str, float]) -> Trajectory:
+        """This conversation as it stands, scored; who asked for it fills in group and index."""
+        return Trajectory(
+            task_id=task.id, env=task.env, group_id="", actor=self.speaker.name, messages=self.messages, turns=self.turns,
+            reward=reward, reward_parts=reward_parts, metrics=metrics, status="truncated" if self.truncated else "ok")
