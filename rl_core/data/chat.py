@@ -1,0 +1,326 @@
+"""Messages <-> token ids. The only file that knows chat templates.
+
+Tokens in, tokens out: a TokenStream keeps every sampled token as it was sampled and appends what the template puts
+after it. The template's text ("the rendering") is kept beside the ids only to see whether the template rewrote history.
+
+User text never becomes a special token: `render` puts a mark inside each special token's string that stands in a
+message, and `encode` reads the text around a mark as ordinary text and removes the mark.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from rl_core.types import Completion, Message, Turn
+
+_MARK = "\ufdd0"  # Unicode keeps these two for internal use, so templates and tokenizers have no rule for them
+_PROBE = "\ufdd1"
+_NOT_USER_TEXT = ("role", "type")  # keys whose values templates compare or put into a token's name
+
+
+class _PlainText:
+    """Keeps the strings of special tokens in messages apart from the special tokens that a template writes."""
+
+    def __init__(self, tokenizer: Any, special_ids: dict[str, int]):
+        self._tokenizer = tokenizer
+        self.special_ids = set(special_ids.values())
+        longest_first = sorted(special_ids, key=len, reverse=True)
+        # One character has no inside: its mark stands behind it.
+        literal = [re.escape(s) for s in [*longest_first, _MARK]]
+        self._literal = re.compile("|".join(literal))
+        self._first_characters = {s[0] for s in special_ids} | {_MARK}
+        self._real = re.compile("|".join(_real_pattern(tokenizer, special_ids[s], s) for s in longest_first) or "(?!)")
+        self._heads = {s[:k] for s in special_ids for k in range(1, len(s))}
+        self._tails = {s[k:] for s in special_ids for k in range(1, len(s))}
+        self._all = "\n".join(special_ids)
+        self._longest = max(map(len, special_ids), default=0)
+        self._newline_ids = tokenizer.encode("\n", add_special_tokens=False)
+
+    def mark(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._mark_text(value)
+        if isinstance(value, dict):
+            return {k: v if k in _NOT_USER_TEXT else self.mark(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.mark(v) for v in value]
+        return value
+
+    def _mark_text(self, text: str) -> str:
+        if any(c in text for c in self._first_characters):
+            text = self._literal.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
+        # A template's own text may complete what begins or ends a message: '<' + 's>'. Templates also trim, so the
+        # mark goes beside the first or last character that is not a space.
+        core = text.strip()
+        reach = range(1, min(len(core), self._longest) + 1)
+        if any(core[:k] in self._tails for k in reach) or (0 < len(core) <= self._longest and core in self._all):
+            text = text[: len(text) - len(text.lstrip())] + _MARK + text.lstrip()
+        if any(core[-k:] in self._heads for k in reach):
+            text = text.rstrip() + _MARK + text[len(text.rstrip()) :]
+        return text
+
+    def encode(self, text: str, continues: bool) -> list[int]:
+        """Token ids of a marked text; `continues`: it follows other tokens, so that it is not the start of a text."""
+        if _MARK not in text:
+            return self._encode(text, continues)
+        ids: list[int] = []
+        done = begin = 0  # text[:done] is in ids; text[begin:end] lies between two special tokens
+        for end, after in [*(m.span() for m in self._real.finditer(text)), (len(text), len(text))]:
+            if _MARK in text[begin:end]:
+                ids += self._encode(text[done:begin], continues or done > 0)
+                ids += self._encode_literal(text[begin:end], continues or begin > 0)
+                done = end
+            begin = after
+        return ids + self._encode(text[done:], continues or done > 0)
+
+    def _encode_literal(self, marked: str, continues: bool) -> list[int]:
+        ids = self._encode(unmarked(marked), continues, split_special_tokens=True)
+        if self.special_ids.isdisjoint(ids):
+            return ids
+        # A vocabulary may hold the string as an ordinary piece too, or the token is not flagged special: break it.
+        pieces = [p for p in marked.split(_MARK) if p]
+        return [i for n, p in enumerate(pieces) for i in self._encode(p, continues or n > 0, split_special_tokens=True)]
+
+    def _encode(self, text: str, continues: bool, **kwargs: Any) -> list[int]:
+        if not text:
+            return []
+        if continues:
+            # SentencePiece puts a space before the start of a text; behind a newline it does not.
+            ids = self._tokenizer.encode("\n" + text, add_special_tokens=False, **kwargs)
+            if ids[: len(self._newline_ids)] == self._newline_ids:
+                return ids[len(self._newline_ids) :]
+        return self._tokenizer.encode(text, add_special_tokens=False, **kwargs)
+
+
+class Chat:
+    """A tokenizer and its chat template. A template given here becomes the tokenizer's: an export then carries it."""
+
+    def __init__(self, tokenizer: Any, chat_template: str | None = None):
+        if chat_template is not None:
+            tokenizer.chat_template = chat_template
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"tokenizer {tokenizer.name_or_path!r} has no chat template: an actor needs one to read messages; "
+                "give one with --actors.NAME.chat_template FILE"
+            )
+        self.tokenizer = tokenizer
+        self._wants_parts = not self._reads(_PROBE) and self._reads([{"type": "text", "text": _PROBE}])
+        added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
+        self.end_token_id = self._find_end_token(added)
+        special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        special |= {s: i for s, i in added.items() if i == self.end_token_id}
+        self._plain = _PlainText(tokenizer, special)
+        stops = dict.fromkeys(i for i in (tokenizer.eos_token_id, self.end_token_id) if i is not None)
+        self.stop_token_ids: tuple[int, ...] = tuple(stops)
+        self._stop_texts = {s: i for s, i in {**added, **special}.items() if i in stops}
+
+    def render(self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True) -> str:
+        """The template's text, to be given to `encode`: it is marked where messages hold special tokens' strings.
+        Raises ValueError if the template refuses the messages."""
+        tools = self._plain.mark(tools) if tools else None
+        return self._apply([self._plain.mark(self._in_form(m)) for m in messages], tools, add_generation_prompt)
+
+    def encode(self, text: str, continues: bool = False) -> list[int]:
+        """Token ids of a rendering, or of a part of one that `continues` others."""
+        return self._plain.encode(text, continues)
+
+    def prompt_ids(self, messages: list[Message], tools: list | None = None) -> list[int]:
+        return self.encode(self.render(messages, tools))
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def rendered_content(self, text: str) -> str:
+        """An assistant's text as it stands in a rendering that does not change it."""
+        return self._plain.mark(text)
+
+    def encode_after(self, token_ids: list[int], suffix: str) -> list[int]:
+        """Token ids of the template's text behind an assistant's tokens, without the end tokens that they end in."""
+        ids = self.encode(suffix.lstrip(), continues=True)
+        for k in (2, 1):  # some templates end a turn with two tokens
+            if ids[:k] == token_ids[-k:] and self._plain.special_ids.issuperset(ids[:k]):
+                return ids[k:]
+        return self.encode(suffix, continues=True)
+
+    def split_end(self, text: str) -> tuple[str, int | None]:
+        """(a rendered turn up to its end token, the end token's id or None): the first of those that only other stop
+        tokens and whitespace follow."""
+        rest, said, end = text.rstrip(), text, None
+        while token := next((s for s in self._stop_texts if rest.endswith(s)), None):
+            rest = said = rest[: -len(token)]
+            end = self._stop_texts[token]
+            rest = rest.rstrip()
+        return said, end
+
+    def _in_form(self, message: Message) -> Message:
+        """String content for templates that read strings, a list of parts for those that read only lists."""
+        content = message.get("content")
+        if isinstance(content, str) and self._wants_parts:
+            return {**message, "content": [{"type": "text", "text": content}]}
+        if isinstance(content, list) and not self._wants_parts and all(p.get("type") == "text" for p in content):
+            return {**message, "content": "".join(p["text"] for p in content)}
+        return message
+
+    def _apply(self, messages: list[Message], tools: list | None, add_generation_prompt: bool) -> str:
+        from jinja2 import TemplateError  # imported with the first tokenizer, not with the command line
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            roles = " ".join(str(m.get("role")) for m in messages)
+            raise ValueError(
+                f"the chat template refuses messages with roles [{roles}]: {' '.join(str(error).split())}; change the "
+                "messages, or give another template with --actors.NAME.chat_template FILE"
+            ) from error
+
+    def _reads(self, content: Any) -> bool:
+        try:
+            return _PROBE in self._apply([{"role": "user", "content": content}], None, True)
+        except ValueError:
+            return False
+
+    def _find_end_token(self, added: dict[str, int]) -> int | None:
+        """The token that the template puts behind an assistant's content; where it is the next speaker's header
+        that ends a turn, that one."""
+        talk = [
+            self._in_form({"role": r, "content": c}) for r, c in (("user", "x"), ("assistant", _PROBE), ("user", "x"))
+        ]
+        for messages in (talk[:2], talk):
+            try:
+                text = self._apply(messages, None, False).rpartition(_PROBE)[2].lstrip()
+            except ValueError:
+                continue
+            for token in sorted(added, key=len, reverse=True):
+                if text.startswith(token):
+                    return added[token]
+        return None
+
+
+class TokenStream:
+    """The tokens of one conversation as one actor sees it. They only grow, unless the template rewrites history."""
+
+    def __init__(self, chat: Chat, messages: list[Message], tools: list | None = None):
+        self._chat = chat
+        self._tools = tools
+        self.messages = list(messages)
+        self.rendered = chat.render(messages, tools)
+        self.prompt_ids = chat.encode(self.rendered)  # what the engine is to be given now
+
+    def append(self, token_ids: list[int], text: str, new_messages: list[Message]) -> bool:
+        """The actor sampled token_ids (decoded: text), then others said new_messages; prompt_ids then ends with the
+        generation prompt for the next turn. False if the template rewrote history, so that prompt_ids begins anew."""
+        messages = [*self.messages, {"role": "assistant", "content": text}, *new_messages]
+        return self.extend(token_ids, self._chat.rendered_content(text), messages)
+
+    def extend(self, token_ids: list[int], said: str, messages: list[Message]) -> bool:
+        """As append, for a turn that the template renders as `said`, and with all messages so far."""
+        rendered = self._chat.render(messages, self._tools)
+        suffix = _text_after(rendered, self.rendered, said)
+        self.messages, self.rendered = messages, rendered
+        if suffix is None:
+            self.prompt_ids = self._chat.encode(rendered)
+            return False
+        self.prompt_ids = [*self.prompt_ids, *token_ids, *self._chat.encode_after(token_ids, suffix)]
+        return True
+
+
+def load_chat(path: str, chat_template: str | None = None) -> Chat:
+    """The tokenizer at path (a folder or a hub name); chat_template is a file's path, or the template itself."""
+    from transformers import AutoTokenizer  # seconds to import, which --help need not wait for
+
+    if chat_template is not None and "{" not in chat_template:
+        if not Path(chat_template).is_file():
+            raise ValueError(f"chat_template={chat_template!r} is neither a file nor a Jinja template; check the path")
+        chat_template = Path(chat_template).read_text(encoding="utf-8")
+    return Chat(AutoTokenizer.from_pretrained(path, trust_remote_code=False), chat_template)
+
+
+def imitation_turns(chat: Chat, messages: list[Message], tools: list | None = None) -> list[Turn]:
+    """Every assistant message as if it had been sampled, its end token included. A message with "train": False is
+    only context. The prompt is the one that an engine would be given there, so earlier turns may look different in it
+    than when they were said; then it does not extend the turn before."""
+    chosen = [i for i, m in enumerate(messages) if m.get("role") == "assistant" and m.get("train") is not False]
+    if not chosen:
+        return []
+    stream, said = TokenStream(chat, messages[: chosen[0]], tools), ""
+    turns: list[Turn] = []
+    for i in chosen:
+        if turns:
+            stream.extend(turns[-1].completion.token_ids, said, messages[:i])
+        said, end_id = _imitated_text(chat, stream.rendered, messages[: i + 1], tools)
+        token_ids = chat.encode(said, continues=True) + ([] if end_id is None else [end_id])
+        completion = Completion(
+            token_ids=token_ids,
+            logprobs=[0.0] * len(token_ids),
+            text=unmarked(said),
+            finish_reason="stop",
+            policy_version=0,
+        )
+        turns.append(Turn(prompt_ids=stream.prompt_ids, completion=completion))
+    return turns
+
+
+def unmarked(text: str) -> str:
+    """A rendering as people read it."""
+    return re.sub(f"{_MARK}({_MARK}?)", r"\1", text) if _MARK in text else text
+
+
+def _imitated_text(chat: Chat, prompt: str, messages: list[Message], tools: list | None) -> tuple[str, int | None]:
+    """(marked text of the last message as the template renders it behind `prompt`, id of the token that ends it)."""
+    rendered = chat.render(messages, tools, add_generation_prompt=False)
+    default_end = chat.end_token_id if chat.end_token_id is not None else chat.tokenizer.eos_token_id
+    if rendered.startswith(prompt):
+        said, end = chat.split_end(rendered[len(prompt) :])
+        return said, default_end if end is None else end
+    message = messages[-1]
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content)
+    if message.get("tool_calls") or not content:
+        raise ValueError(
+            f"message {len(messages) - 1} cannot be imitated: the template renders it so that the generation prompt "
+            f'{unmarked(prompt)[-40:]!r} is not before it; give its text as "content", or "train": false'
+        )
+    return _without_repeat(prompt, chat.rendered_content(content)), default_end
+
+
+def _without_repeat(prompt: str, content: str) -> str:
+    """content less its beginning that the prompt ends with already, as '<think>' in some generation prompts."""
+    opening = re.search(r"<[^<>|]+>\s*\Z", prompt)
+    if opening and content.lstrip().startswith(opening[0].strip()):
+        return content.lstrip()[len(opening[0].strip()) :].lstrip()
+    return content
+
+
+def _text_after(rendered: str, seen: str, said: str) -> str | None:
+    """What follows seen + said in rendered; whitespace does not count, because templates trim. None if rendered does
+    not begin with them."""
+    rest, start = rendered, seen + said
+    if rendered.startswith(seen):
+        rest, start = rendered[len(seen) :], said
+    if rest.startswith(start):
+        return rest[len(start) :]
+    wanted = "".join(start.split())
+    if not "".join(rest.split()).startswith(wanted):
+        return None
+    left = len(wanted)
+    position = 0
+    for word in re.finditer(r"\S+", rest):
+        if left <= 0:
+            break
+        position = word.start() + min(left, len(word[0]))
+        left -= len(word[0])
+    suffix = rest[position:]
+    return suffix.lstrip() if start[-1:].isspace() else suffix
+
+
+def _real_pattern(tokenizer: Any, token_id: int, text: str) -> str:
+    token = tokenizer.added_tokens_decoder.get(token_id)
+    before = r"\s*" if token is not None and token.lstrip else ""
+    after = r"\s*" if token is not None and token.rstrip else ""
+    inside = f"(?!{_MARK})" if len(text) == 1 else ""
+    return f"{before}{re.escape(text)}{inside}{after}"
