@@ -14,7 +14,7 @@ import re
 import shutil
 import textwrap
 from dataclasses import dataclass, field
-from typing import Any, Literal, Optional, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -22,21 +22,23 @@ import yaml
 def flag(default: Any, help: str) -> Any:
     """A dataclass field with its help line; a dataclass type as default makes a section."""
     factory = default if isinstance(default, type) else None
-    return field(default_factory=factory, metadata={"help": help}) if factory else field(
-        default=default, metadata={"help": help}
+    return (
+        field(default_factory=factory, metadata={"help": help})
+        if factory
+        else field(default=default, metadata={"help": help})
     )
 
 
 @dataclass(kw_only=True)
 class ActorConfig:
-    model: Optional[str] = flag(None, "folder or hub name of the model that this actor speaks with")
-    chat_template: Optional[str] = flag(None, "file with a Jinja chat template, instead of the tokenizer's own")
+    model: str | None = flag(None, "folder or hub name of the model that this actor speaks with")
+    chat_template: str | None = flag(None, "file with a Jinja chat template, instead of the tokenizer's own")
 
 
 @dataclass(kw_only=True)
 class DataConfig:
-    train: Optional[str] = flag(None, "training rows: .json .jsonl .csv .parquet .arrow (.gz too) or a `datasets` name")
-    eval: Optional[str] = flag(None, "held-out rows, same formats")
+    train: str | None = flag(None, "training rows: .json .jsonl .csv .parquet .arrow (.gz too) or a `datasets` name")
+    eval: str | None = flag(None, "held-out rows, same formats")
     shuffle: bool = flag(True, "a fresh order each epoch, drawn from the seed; false keeps the file's order")
     skip_long: bool = flag(False, "leave out rows that are longer than the limits instead of refusing the file")
 
@@ -64,11 +66,11 @@ class OptimConfig:
 class AlgoConfig:
     """Parts of the algorithm. None keeps what the preset of --algorithm says."""
 
-    advantage: Optional[Literal["group_mean", "group_norm", "none"]] = flag(
+    advantage: Literal["group_mean", "group_norm", "none"] | None = flag(
         None, "baseline and scale of rewards within a group: R - mean, or that over the standard deviation"
     )
-    clip_low: Optional[float] = flag(None, "the ratio is clipped below 1 - clip_low")
-    clip_high: Optional[float] = flag(None, "the ratio is clipped above 1 + clip_high")
+    clip_low: float | None = flag(None, "the ratio is clipped below 1 - clip_low")
+    clip_high: float | None = flag(None, "the ratio is clipped above 1 + clip_high")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus, per token in nats")
 
 
@@ -104,15 +106,15 @@ class EvalConfig:
 @dataclass(kw_only=True)
 class Config:
     algorithm: Literal["grpo", "sft"] = flag("grpo", "preset; --algo.* changes single parts of it")
-    model: Optional[str] = flag(None, "short for --actors.policy.model")
-    env_path: Optional[str] = flag(None, "Python file with reward_fn and, if wanted, interact and other hooks")
-    out: Optional[str] = flag(None, "folder of the run; must not exist yet, unless --resume")
+    model: str | None = flag(None, "short for --actors.policy.model")
+    env_path: str | None = flag(None, "Python file with reward_fn and, if wanted, interact and other hooks")
+    out: str | None = flag(None, "folder of the run; must not exist yet, unless --resume")
     tasks_per_step: int = flag(16, "tasks (sft: rows) of one step")
     group_size: int = flag(8, "episodes of each task")
     num_steps: int = flag(100, "steps of the whole run")
     max_tokens: int = flag(256, "tokens that an actor may sample in one turn")
     max_prompt_tokens: int = flag(512, "tokens of the first prompt; a longer one is refused at start-up")
-    max_turns: Optional[int] = flag(None, "turns of an episode; default: the environment's max_turns, or 1, or 8")
+    max_turns: int | None = flag(None, "turns of an episode; default: the environment's max_turns, or 1, or 8")
     eval_every: int = flag(0, "evaluate before the first step, every so many steps and at the end; 0 is never")
     save_every: int = flag(0, "checkpoint every so many steps; 0 is only at the end")
     keep_checkpoints: int = flag(2, "older checkpoints are deleted; 0 keeps all")
@@ -173,20 +175,29 @@ def help_page(section: str = "") -> str:
         raise ValueError(f"--help {section}: no such section; {nearest(section, sections())}")
     prefix = "actors.NAME." if section == "actors" else f"{section}." if section else ""
     width = min(shutil.get_terminal_size().columns, 120)
-    lines = ["usage: torchrun --nproc_per_node N -m rl_core.train --model PATH --env_path FILE --out FOLDER [--flag value]"]
+    lines = [
+        "usage: torchrun --nproc_per_node N -m rl_core.train --model PATH --env_path FILE --out FOLDER [--flag value]"
+    ]
     hints = get_type_hints(sections()[section] if section else Config)
     for f in dataclasses.fields(sections()[section] if section else Config):
         if f.name in sections() and not section:
             continue
         value = f.default if f.default is not dataclasses.MISSING else f.default_factory()
-        choices = [c for part in (hints[f.name], *get_args(hints[f.name])) if get_origin(part) is Literal for c in get_args(part)]
+        choices = [
+            c
+            for part in (hints[f.name], *get_args(hints[f.name]))
+            if get_origin(part) is Literal
+            for c in get_args(part)
+        ]
         about = f.metadata["help"] + (f" {{{', '.join(choices)}}}" if choices else "")
         about += "" if value in (None, [], False) else f" [{value}]"
         lines += textwrap.wrap(about, width, initial_indent=f"  --{prefix + f.name:<26} ", subsequent_indent=" " * 31)
     if not section:
         lines.append("  --config FILE                a YAML file with the same keys; flags override it")
         lines += ["", "more, each with a page of its own (--help SECTION):"]
-        lines += [f"  {name:<10} {f.metadata['help']}" for f in dataclasses.fields(Config) if (name := f.name) in sections()]
+        lines += [
+            f"  {name:<10} {f.metadata['help']}" for f in dataclasses.fields(Config) if (name := f.name) in sections()
+        ]
     return "\n".join(lines)
 
 
@@ -241,8 +252,11 @@ def parse_config(argv: list[str]) -> Config:
         print(help_page(argv[at + 1] if at + 1 < len(argv) and not argv[at + 1].startswith("-") else ""))
         raise SystemExit(0)
     argv = check_flags(argv)
-    files = [a.split("=", 1)[1] if "=" in a else (argv[i + 1 : i + 2] or [""])[0]
-             for i, a in enumerate(argv) if a.split("=")[0] == "--config"]
+    files = [
+        a.split("=", 1)[1] if "=" in a else (argv[i + 1 : i + 2] or [""])[0]
+        for i, a in enumerate(argv)
+        if a.split("=")[0] == "--config"
+    ]
     if len(files) > 1:
         raise ValueError(f"--config is given {len(files)} times; give one file, and flags for what differs")
     for path in files:
@@ -289,29 +303,46 @@ def check_config(config: Config) -> None:
     for name in ("tasks_per_step", "group_size", "max_tokens", "max_prompt_tokens"):
         refuse(getattr(config, name) < 1, f"--{name}={getattr(config, name)} must be at least 1")
     refuse(config.num_steps < 0, f"--num_steps={config.num_steps} must be at least 0")
-    refuse(not config.out and not config.dry_run, "--out is missing: name a folder for the run, such as --out runs/first")
+    refuse(
+        not config.out and not config.dry_run, "--out is missing: name a folder for the run, such as --out runs/first"
+    )
     refuse(not config.actors, "--model is missing: a folder or hub name, such as --model Qwen/Qwen3-0.6B")
-    refuse(list(config.actors) != ["policy"], f"actors {', '.join(config.actors)}: one actor named 'policy' is supported")
+    refuse(
+        list(config.actors) != ["policy"], f"actors {', '.join(config.actors)}: one actor named 'policy' is supported"
+    )
     for name, actor in config.actors.items():
         refuse(not actor.model, f"--actors.{name}.model is missing: a folder or hub name")
     is_rl = config.algorithm != "sft"
-    refuse(is_rl and not config.env_path, "--env_path is missing: a Python file with a reward_fn, such as envs/sort_digits.py")
+    refuse(
+        is_rl and not config.env_path,
+        "--env_path is missing: a Python file with a reward_fn, such as envs/sort_digits.py",
+    )
     needs_group = is_rl and config.algo.advantage != "none"
-    refuse(needs_group and config.group_size < 2,
-           f"--group_size={config.group_size}: the baseline is the group's mean, so that one episode has no signal; "
-           "take at least 2, or --algo.advantage none")
+    refuse(
+        needs_group and config.group_size < 2,
+        f"--group_size={config.group_size}: the baseline is the group's mean, so that one episode has no signal; "
+        "take at least 2, or --algo.advantage none",
+    )
     n, m = config.tasks_per_step, config.learner.minibatches
     divisors = [d for d in range(1, n + 1) if n % d == 0]
-    refuse(m < 1 or n % m, f"--learner.minibatches={m} must divide --tasks_per_step={n}; "
-           f"try {min(divisors, key=lambda d: abs(d - m))}")
+    refuse(
+        m < 1 or n % m,
+        f"--learner.minibatches={m} must divide --tasks_per_step={n}; try {min(divisors, key=lambda d: abs(d - m))}",
+    )
     refuse(config.learner.epochs < 1, f"--learner.epochs={config.learner.epochs} must be at least 1")
-    refuse(config.sampling.temperature <= 0 and is_rl,
-           f"--sampling.temperature={config.sampling.temperature} must be above 0 in training: greedy samples of a group are all the same")
-    refuse(not 0 <= config.rollout.max_failed_fraction <= 1,
-           f"--rollout.max_failed_fraction={config.rollout.max_failed_fraction} must lie in 0..1")
-    refuse(config.learner.microbatch_tokens < config.max_context_tokens,
-           f"--learner.microbatch_tokens={config.learner.microbatch_tokens} must hold one whole episode of up to "
-           f"{config.max_context_tokens} tokens (max_prompt_tokens + max_turns * max_tokens); raise it or lower these")
+    refuse(
+        config.sampling.temperature <= 0 and is_rl,
+        f"--sampling.temperature={config.sampling.temperature} must be above 0 in training: greedy samples of a group are all the same",
+    )
+    refuse(
+        not 0 <= config.rollout.max_failed_fraction <= 1,
+        f"--rollout.max_failed_fraction={config.rollout.max_failed_fraction} must lie in 0..1",
+    )
+    refuse(
+        config.learner.microbatch_tokens < config.max_context_tokens,
+        f"--learner.microbatch_tokens={config.learner.microbatch_tokens} must hold one whole episode of up to "
+        f"{config.max_context_tokens} tokens (max_prompt_tokens + max_turns * max_tokens); raise it or lower these",
+    )
     refuse(config.optim.lr < 0, f"--optim.lr={config.optim.lr} must not be negative")
 
 

@@ -42,7 +42,9 @@ def init_ranks(timeout_s: float) -> Ranks:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    dist.init_process_group(backend, store=dist.PrefixStore("groups", store), rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("groups", store), rank=rank, world_size=size, timeout=timeout
+    )
     return Ranks(rank=rank, size=size, device=device, store=dist.PrefixStore("rl_core", store))
 
 

@@ -85,10 +85,17 @@ class RunLog:
     def progress(self, step: int, values: dict[str, float]) -> None:
         """step 12/200  reward 0.412  tokens 24.1  loss 0.0123  1.4 s (generate 0.9, learn 0.5)  ETA 4:23"""
         shown = [f"step {step + 1:>{len(str(self.num_steps))}}/{self.num_steps}"]
-        for label, name in (("reward", "reward_mean"), ("tokens", "length_mean"), ("loss", "loss"), ("failed", "failed")):
+        for label, name in (
+            ("reward", "reward_mean"),
+            ("tokens", "length_mean"),
+            ("loss", "loss"),
+            ("failed", "failed"),
+        ):
             found = [v for k, v in values.items() if k.startswith(("rollout/", "learn/")) and k.endswith(f"/{name}")]
             shown += [f"{label} {found[0]:.4g}"] if found and not (name == "failed" and not found[0]) else []
-        phases = [f"{p} {values[f'time/{p}_s']:.2f}" for p in ("generate", "learn", "sync") if values.get(f"time/{p}_s")]
+        phases = [
+            f"{p} {values[f'time/{p}_s']:.2f}" for p in ("generate", "learn", "sync") if values.get(f"time/{p}_s")
+        ]
         shown.append(f"{values['time/step_s']:.2f} s ({', '.join(phases)})")
         done = step + 1 - self.first_step
         eta = int((time.monotonic() - self.started) / done * (self.num_steps - step - 1))

@@ -50,8 +50,11 @@ def fill_frac(bins: Bins, lengths: Sequence[int]) -> tuple[int, int]:
 def pack_samples(samples: Sequence[TrainingSample]) -> PackedBatch:
     """The samples end to end, shortest first, each without its last token (nothing follows it). No samples at all give
     one untrained token, for a rank that must keep step with the others."""
-    chosen = sorted(samples, key=lambda s: len(s.token_ids)) or [TrainingSample(
-        token_ids=[0, 0], loss_mask=[0, 0], rollout_logprobs=[0, 0], policy_versions=[-1, -1], advantages=[0, 0])]
+    chosen = sorted(samples, key=lambda s: len(s.token_ids)) or [
+        TrainingSample(
+            token_ids=[0, 0], loss_mask=[0, 0], rollout_logprobs=[0, 0], policy_versions=[-1, -1], advantages=[0, 0]
+        )
+    ]
 
     def shifted(name: str, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([x for s in chosen for x in getattr(s, name)[1:]], dtype=dtype)

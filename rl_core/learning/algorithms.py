@@ -61,7 +61,9 @@ def sft_loss(logprobs: Tensor) -> TokenLosses:
     return TokenLosses(losses=-logprobs, is_clipped=torch.zeros_like(logprobs, dtype=torch.bool))
 
 
-def clipped_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> TokenLosses:
+def clipped_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> TokenLosses:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per token with r = exp(logprobs - old_logprobs).
     PPO: Schulman et al. 2017, arXiv:1707.06347, eq. 7; two bounds: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 10."""
     ratio = torch.exp(logprobs - old_logprobs)
@@ -77,7 +79,9 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return torch.exp(-d) - 1 + d
 
 
-def token_losses(algorithm: Algorithm, logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, entropy: Tensor) -> TokenLosses:
+def token_losses(
+    algorithm: Algorithm, logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, entropy: Tensor
+) -> TokenLosses:
     """What the preset minimises. Without old_logprobs the batch is on-policy: the ratio is 1 and only its gradient counts."""
     if not algorithm.is_rl:
         return sft_loss(logprobs)

@@ -54,7 +54,9 @@ def make_block(lengths: list[int], first: int, device: torch.device) -> Block:
         starts = sizes.cumsum(0) - sizes
         padded_from = torch.where(is_token, starts[:, None] + column, 0).flatten().to(device)
         packed_from = is_token.flatten().nonzero()[:, 0].to(device)
-    return Block(first=first, last=first + total, num=num, length=longest, padded_from=padded_from, packed_from=packed_from)
+    return Block(
+        first=first, last=first + total, num=num, length=longest, padded_from=padded_from, packed_from=packed_from
+    )
 
 
 class Pad(torch.autograd.Function):
@@ -82,14 +84,22 @@ class Unpad(torch.autograd.Function):
         return out.index_copy_(0, ctx.block.packed_from, grad), None
 
 
-def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, blocks=None, sliding_window=None, **_):
+def packed_attention(
+    module, query, key, value, attention_mask, scaling=None, dropout=0.0, blocks=None, sliding_window=None, **_
+):
     """[1, T, H, D]. query [1, H, T, D], key and value [1, Hkv, T, D]; `blocks` comes through the model's forward."""
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     outs = []
     for block in blocks:
         q, k, v = (to_block(x[block.first : block.last], block) for x in (q_THD, k_THD, v_THD))
-        mask = window_mask(block.length, sliding_window, q.device) if sliding_window and block.length > sliding_window else None
-        out = scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+        mask = (
+            window_mask(block.length, sliding_window, q.device)
+            if sliding_window and block.length > sliding_window
+            else None
+        )
+        out = scaled_dot_product_attention(
+            q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
         out = out.transpose(1, 2).reshape(block.num * block.length, *q_THD.shape[1:])
         outs.append(out if block.packed_from is None else Unpad.apply(out, block))
     return (outs[0] if len(outs) == 1 else torch.cat(outs))[None], None

@@ -1,8 +1,8 @@
 """Save and resume a run: every rank writes its own shards, and any number of ranks reads them.
 
-    checkpoints/step_000010/manifest.json                 written last: every file with its size and sha256
-                            state.json                    step, data position, optimizer steps
-                            policy/rank_00000.safetensors weights and AdamW's moments; metadata tells where each lies
+checkpoints/step_000010/manifest.json                 written last: every file with its size and sha256
+                        state.json                    step, data position, optimizer steps
+                        policy/rank_00000.safetensors weights and AdamW's moments; metadata tells where each lies
 """
 
 from __future__ import annotations
@@ -59,8 +59,11 @@ def save_checkpoint(folder: Path, learners: dict[str, Learner], state: dict, ran
         parts = {k: local_part(v) for k, v in saved_tensors(learner).items()}
         parts = {k: (v, offset) for k, (v, offset) in parts.items() if v.numel()}
         file = beside / name / f"rank_{ranks.rank:05d}.safetensors"
-        save_file({k: v.cpu().contiguous() for k, (v, _) in parts.items()}, file,
-                  metadata={"offsets": json.dumps({k: offset for k, (_, offset) in parts.items()})})
+        save_file(
+            {k: v.cpu().contiguous() for k, (v, _) in parts.items()},
+            file,
+            metadata={"offsets": json.dumps({k: offset for k, (_, offset) in parts.items()})},
+        )
         written |= file_facts(file, beside)
         steps = [int(s["step"]) for s in learner.optimizer.state.values()]
         state["optimizer_steps"][name] = max(steps, default=0)
@@ -79,7 +82,11 @@ def save_checkpoint(folder: Path, learners: dict[str, Learner], state: dict, ran
 
 def file_facts(file: Path, root: Path) -> dict:
     with open(file, "rb") as handle:
-        digest = hashlib.file_digest(handle, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else hashlib.sha256(handle.read()).hexdigest()
+        digest = (
+            hashlib.file_digest(handle, "sha256").hexdigest()
+            if hasattr(hashlib, "file_digest")
+            else hashlib.sha256(handle.read()).hexdigest()
+        )
     with open(file, "rb+") as handle:
         os.fsync(handle.fileno())
     return {str(file.relative_to(root)): {"bytes": file.stat().st_size, "sha256": digest}}
@@ -96,12 +103,16 @@ def load_checkpoint(folder: Path, learners: dict[str, Learner]) -> dict:
     for file, facts in json.loads((folder / "manifest.json").read_text())["files"].items():
         size = (folder / file).stat().st_size if (folder / file).is_file() else -1
         if size != facts["bytes"]:
-            raise ValueError(f"{folder / file} has {size} bytes, its manifest says {facts['bytes']}: the checkpoint is "
-                             f"damaged; remove {folder} to go on from the one before it")
+            raise ValueError(
+                f"{folder / file} has {size} bytes, its manifest says {facts['bytes']}: the checkpoint is "
+                f"damaged; remove {folder} to go on from the one before it"
+            )
     state = json.loads((folder / "state.json").read_text())
     for name, learner in learners.items():
         if not (folder / name).is_dir():
-            raise ValueError(f"{folder} has no actor {name!r}; it has {', '.join(p.name for p in folder.iterdir() if p.is_dir())}")
+            raise ValueError(
+                f"{folder} has no actor {name!r}; it has {', '.join(p.name for p in folder.iterdir() if p.is_dir())}"
+            )
         make_moments(learner, state["optimizer_steps"][name])
         read_shards(sorted((folder / name).glob("*.safetensors")), saved_tensors(learner))
     return state
@@ -112,7 +123,8 @@ def make_moments(learner: Learner, steps: int) -> None:
     for group in learner.optimizer.param_groups:
         for parameter in group["params"] if steps else []:
             learner.optimizer.state[parameter] = {m: torch.zeros_like(parameter) for m in MOMENTS} | {
-                "step": torch.tensor(float(steps), device=parameter.device)}
+                "step": torch.tensor(float(steps), device=parameter.device)
+            }
 
 
 def read_shards(files: list[Path], into: dict[str, Tensor]) -> None:
@@ -124,14 +136,19 @@ def read_shards(files: list[Path], into: dict[str, Tensor]) -> None:
             for name in offsets.keys() & into.keys():
                 local, start = local_part(into[name])
                 source = saved.get_slice(name)
-                spans = [overlap(a, n, b, m) for a, n, b, m in zip(offsets[name], source.get_shape(), start, local.shape, strict=True)]
+                spans = [
+                    overlap(a, n, b, m)
+                    for a, n, b, m in zip(offsets[name], source.get_shape(), start, local.shape, strict=True)
+                ]
                 if all(span is not None for span in spans) and local.numel():
                     values = source[tuple(slice(a, b) for a, b, _, _ in spans)] if spans else saved.get_tensor(name)
                     local[tuple(slice(a, b) for _, _, a, b in spans)] = values.to(local.device)
                     missing[name] -= values.numel()
     short = [name for name, n in missing.items() if n]
     if short:
-        raise ValueError(f"{files[0].parent if files else 'checkpoint'}: {short[0]} is missing or has another shape; is it of another model?")
+        raise ValueError(
+            f"{files[0].parent if files else 'checkpoint'}: {short[0]} is missing or has another shape; is it of another model?"
+        )
 
 
 def overlap(a: int, n: int, b: int, m: int) -> tuple[int, int, int, int] | None:

@@ -42,8 +42,11 @@ class Learner:
         rank that trains on it. Every rank must call it; the plan is computed alike on all of them."""
         samples = [trimmed(s) for s in samples]
         facts = [[s.group_id, len(s.token_ids), sum(s.loss_mask), any(s.advantages)] for s in samples]
-        entries = [(group, rank, i, length, trained, signal) for rank, part in enumerate(all_gather_json(facts, self.ranks))
-                   for i, (group, length, trained, signal) in enumerate(part)]
+        entries = [
+            (group, rank, i, length, trained, signal)
+            for rank, part in enumerate(all_gather_json(facts, self.ranks))
+            for i, (group, length, trained, signal) in enumerate(part)
+        ]
         entries.sort(key=lambda e: (e[0], e[1], e[2]))
         groups = {g: n for n, g in enumerate(dict.fromkeys(e[0] for e in entries))}
         count = self.config.learner.minibatches
@@ -51,9 +54,15 @@ class Learner:
         for e in entries:
             plans[groups[e[0]] * count // len(groups)].append(e)
         used = [[e for e in plan if e[5] or not self.algorithm.skips_zero_advantages] for plan in plans]
-        bins = [balanced_bins([e[3] for e in plan], self.config.learner.microbatch_tokens, self.ranks.size) for plan in used]
-        trainer = {plan[i][1:3]: b % self.ranks.size for plan, parts in zip(used, bins, strict=True)
-                   for b, part in enumerate(parts) for i in part}  # (rank, index there) -> rank that trains on it
+        bins = [
+            balanced_bins([e[3] for e in plan], self.config.learner.microbatch_tokens, self.ranks.size) for plan in used
+        ]
+        trainer = {
+            plan[i][1:3]: b % self.ranks.size
+            for plan, parts in zip(used, bins, strict=True)
+            for b, part in enumerate(parts)
+            for i in part
+        }  # (rank, index there) -> rank that trains on it
         here = self.move(samples, trainer, {e[1:3]: e[3] for e in entries})
         minibatches = []
         metrics: dict[str, Metric] = {}
@@ -65,20 +74,31 @@ class Learner:
                 minibatch.batches.append(to_device(pack_samples([here[k] for k in keys]), self.ranks.device))
             minibatches.append(minibatch)
             filled, room = fill_frac(parts, [e[3] for e in chosen])
-            add_metrics(metrics, {"pack/fill_frac": Mean(filled / self.ranks.size, room / self.ranks.size),
-                                  "pack/microbatches": Sum(len(minibatch.batches)),
-                                  "pack/tokens": Sum(sum(b.input_ids.numel() for b in minibatch.batches))})
+            add_metrics(
+                metrics,
+                {
+                    "pack/fill_frac": Mean(filled / self.ranks.size, room / self.ranks.size),
+                    "pack/microbatches": Sum(len(minibatch.batches)),
+                    "pack/tokens": Sum(sum(b.input_ids.numel() for b in minibatch.batches)),
+                },
+            )
         return minibatches, metrics
 
-    def move(self, samples: list[TrainingSample], trainer: dict, lengths: dict) -> dict[tuple[int, int], TrainingSample]:
+    def move(
+        self, samples: list[TrainingSample], trainer: dict, lengths: dict
+    ) -> dict[tuple[int, int], TrainingSample]:
         """(rank, index there) -> the samples that this rank trains on."""
         me, size = self.ranks.rank, self.ranks.size
         outgoing = [[i for i in range(len(samples)) if trainer.get((me, i)) == r] for r in range(size)]
         if size == 1:
             return {(0, i): samples[i] for i in outgoing[0]}
         incoming = [[key for key in trainer if key[0] == r and trainer[key] == me] for r in range(size)]
-        flat = [torch.tensor([x for i in part for name in PER_TOKEN for x in getattr(samples[i], name)], dtype=torch.float64)
-                for part in outgoing]
+        flat = [
+            torch.tensor(
+                [x for i in part for name in PER_TOKEN for x in getattr(samples[i], name)], dtype=torch.float64
+            )
+            for part in outgoing
+        ]
         received = exchange(flat, [sum(lengths[k] for k in part) * len(PER_TOKEN) for part in incoming], self.ranks)
         here = {}
         for part, numbers in zip(incoming, received, strict=True):
@@ -87,8 +107,13 @@ class Learner:
                 arrays = numbers[at : at + len(PER_TOKEN) * lengths[key]].view(len(PER_TOKEN), -1).tolist()
                 at += len(PER_TOKEN) * lengths[key]
                 ids, mask, logprobs, versions, advantages = arrays
-                here[key] = TrainingSample(token_ids=list(map(int, ids)), loss_mask=list(map(int, mask)), advantages=advantages,
-                                           rollout_logprobs=logprobs, policy_versions=list(map(int, versions)))
+                here[key] = TrainingSample(
+                    token_ids=list(map(int, ids)),
+                    loss_mask=list(map(int, mask)),
+                    advantages=advantages,
+                    rollout_logprobs=logprobs,
+                    policy_versions=list(map(int, versions)),
+                )
         return here
 
     @torch.no_grad()
@@ -98,6 +123,15 @@ class Learner:
             for batch in (b for m in minibatches for b in m.batches):
                 batch.old_logprobs = self.policy(batch, self.temperature)[0]
 
+    @torch.no_grad()
+    def evaluate(self, minibatches: list[Minibatch]) -> dict[str, Metric]:
+        """The loss of samples that are not trained on."""
+        metrics: dict[str, Metric] = {}
+        for batch in (b for m in minibatches for b in m.batches):
+            logprobs, _ = self.policy(batch, self.temperature)
+            add_metrics(metrics, {"loss": Mean(-logprobs.sum().item(), logprobs.numel())})
+        return metrics
+
     def step(self, minibatches: list[Minibatch], step: int) -> dict[str, Metric]:
         """One optimizer step per minibatch and epoch. A minibatch that carries no signal changes nothing."""
         metrics: dict[str, Metric] = {}
@@ -105,7 +139,9 @@ class Learner:
             for i, minibatch in enumerate(minibatches):
                 update = step + (epoch * len(minibatches) + i) / self.updates_per_step
                 if minibatch.batches and minibatch.num_tokens:
-                    add_metrics(metrics, self.update(minibatch, learning_rate(self.config.optim, update, self.config.num_steps)))
+                    add_metrics(
+                        metrics, self.update(minibatch, learning_rate(self.config.optim, update, self.config.num_steps))
+                    )
                 else:
                     add_metrics(metrics, {"skipped_updates": Sum(1 / self.ranks.size)})
         return metrics
@@ -114,11 +150,15 @@ class Learner:
         metrics: dict[str, Metric] = {}
         for batch in minibatch.batches:
             logprobs, entropy = self.policy(batch, self.temperature)
-            result = token_losses(self.algorithm, logprobs, batch.old_logprobs, batch.advantages[batch.loss_mask], entropy)
+            result = token_losses(
+                self.algorithm, logprobs, batch.old_logprobs, batch.advantages[batch.loss_mask], entropy
+            )
             loss = result.losses.sum() / minibatch.num_tokens
             # FSDP averages gradients over ranks; undo it, the loss is already a share of a global mean.
             (loss * self.ranks.size).backward()
-            add_metrics(metrics, self.measure(batch, logprobs.detach(), entropy.detach(), result.is_clipped, loss.item()))
+            add_metrics(
+                metrics, self.measure(batch, logprobs.detach(), entropy.detach(), result.is_clipped, loss.item())
+            )
         grad_norm = self.clip_gradients()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -128,14 +168,19 @@ class Learner:
         metrics["loss"] = Mean(metrics["loss"].total, 1 / self.ranks.size)
         return metrics
 
-    def measure(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor, is_clipped: Tensor, loss: float) -> dict[str, Metric]:
+    def measure(
+        self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor, is_clipped: Tensor, loss: float
+    ) -> dict[str, Metric]:
         n = logprobs.numel()
         metrics: dict[str, Metric] = {"loss": Mean(loss, 0), "entropy_nats": Mean(entropy.sum().item(), n)}
         if self.algorithm.is_rl:
             learner = logprobs if batch.old_logprobs is None else batch.old_logprobs
             mismatch = kl_k3(learner, batch.rollout_logprobs[batch.loss_mask]) if n else logprobs
-            metrics |= {"clip_frac": Mean(is_clipped.sum().item(), n), "mismatch_kl_nats": Mean(mismatch.sum().item(), n),
-                        "mismatch_kl_nats_max": Max(mismatch.max().item() if n else 0.0)}
+            metrics |= {
+                "clip_frac": Mean(is_clipped.sum().item(), n),
+                "mismatch_kl_nats": Mean(mismatch.sum().item(), n),
+                "mismatch_kl_nats_max": Max(mismatch.max().item() if n else 0.0),
+            }
         return metrics
 
     def clip_gradients(self) -> float:
@@ -158,16 +203,21 @@ def trimmed(sample: TrainingSample) -> TrainingSample:
 def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
     if device.type == "cpu":
         return batch
-    moved = {f.name: getattr(batch, f.name).to(device) for f in dataclasses.fields(batch)
-             if f.name != "cu_seqlens" and getattr(batch, f.name) is not None}
+    moved = {
+        f.name: getattr(batch, f.name).to(device)
+        for f in dataclasses.fields(batch)
+        if f.name != "cu_seqlens" and getattr(batch, f.name) is not None
+    }
     return dataclasses.replace(batch, **moved)
 
 
 def make_optimizer(policy: PolicyModel, config: OptimConfig) -> torch.optim.Optimizer:
     """AdamW; weight decay on matrices, not on norms and biases."""
     parameters = [p for p in policy.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-              {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
@@ -177,4 +227,6 @@ def learning_rate(config: OptimConfig, step: float, num_steps: int) -> float:
         return config.lr * (step + 1) / (config.warmup_steps + 1)
     done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
     shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[config.schedule]
-    return config.lr * (shape if config.schedule == "constant" else config.min_lr_frac + (1 - config.min_lr_frac) * shape)
+    return config.lr * (
+        shape if config.schedule == "constant" else config.min_lr_frac + (1 - config.min_lr_frac) * shape
+    )

@@ -11,16 +11,18 @@ from torch import Tensor
 CHUNK_BYTES = 64 << 20  # of one [C, V] fp32 block of logits
 
 
-def fused_logprobs(hidden_MD: Tensor, weight_VD: Tensor, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def fused_logprobs(
+    hidden_MD: Tensor, weight_VD: Tensor, labels: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Logprobs of `labels` and entropies, both [M] fp32 in nats, of softmax(hidden @ weight.T / temperature). Both are
     differentiable in hidden and weight. Peak extra memory is about 3 blocks of 64 MiB and a gradient of the weight's size."""
     return FusedLogprobs.apply(hidden_MD, weight_VD, labels, temperature)
 
 
 class FusedLogprobs(torch.autograd.Function):
-    """With z = h W^T / t and p = softmax(z): logprob = z[label] - lse(z), entropy = lse(z) - sum(p z), and so
-    d logprob / dz = onehot - p and d entropy / dz = -p (z - lse + entropy). The backward pass computes z again, unless
-    one block holds it all."""
+    """With z = h W^T / t and p = softmax(z): logprob = z[label] - lse(z), entropy = -sum(p log p), and so
+    d logprob / dz = onehot - p and d entropy / dz = -p (log p + entropy). The backward pass computes z again, unless one
+    block holds it all."""
 
     @staticmethod
     def forward(ctx, hidden_MD, weight_VD, labels, temperature):
@@ -33,9 +35,9 @@ class FusedLogprobs(torch.autograd.Function):
             z_CV = scaled_logits(hidden_MD[part], weight_VD, temperature)
             lse[part] = torch.logsumexp(z_CV, -1)
             logprobs[part] = z_CV.gather(-1, labels[part, None])[:, 0] - lse[part]
-            p_CV = (z_CV - lse[part, None]).exp_()
-            entropy[part] = lse[part] - torch.einsum("cv,cv->c", p_CV, z_CV)
-            kept = z_CV if len(labels) <= rows else None
+            logp_CV = z_CV.sub_(lse[part, None])
+            entropy[part] = -torch.einsum("cv,cv->c", logp_CV.exp(), logp_CV)
+            kept = logp_CV if len(labels) <= rows else None
         ctx.save_for_backward(hidden_MD, weight_VD, labels, lse, entropy, kept)
         ctx.temperature, ctx.rows = temperature, rows
         ctx.set_materialize_grads(False)  # None, not zeros, for the entropy's gradient where no bonus is asked
@@ -50,8 +52,9 @@ class FusedLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32)
         for i in range(0, len(labels), ctx.rows):
             part = slice(i, i + ctx.rows)
-            z_CV = kept if kept is not None else scaled_logits(hidden_MD[part], weight_VD, ctx.temperature)
-            logp_CV = z_CV - lse[part, None]
+            logp_CV = kept
+            if kept is None:
+                logp_CV = scaled_logits(hidden_MD[part], weight_VD, ctx.temperature).sub_(lse[part, None])
             grad_CV = logp_CV.exp()
             weight_C = -grad_logprobs[part, None]
             if grad_entropy is not None:

@@ -37,8 +37,10 @@ def load_model_config(path: str) -> PretrainedConfig:
         raise ValueError(f"model {path!r} cannot be loaded: {str(error).splitlines()[0]}") from None
     changes = [k for k in LOGIT_CHANGES if getattr(config, k, None) not in (None, 1.0)]
     if changes:
-        raise ValueError(f"model {path!r} sets {changes[0]}={getattr(config, changes[0])}, which its logprobs here would "
-                         "leave out; take a model whose logits are hidden states times the head's weight")
+        raise ValueError(
+            f"model {path!r} sets {changes[0]}={getattr(config, changes[0])}, which its logprobs here would "
+            "leave out; take a model whose logits are hidden states times the head's weight"
+        )
     return config
 
 
@@ -46,7 +48,8 @@ def load_hf_model(path: str, dtype: torch.dtype, device: torch.device) -> nn.Mod
     """The whole model on this rank's device, with attention over packed batches. Weights come from safetensors alone."""
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention.NAME, use_safetensors=True)
+            path, dtype=dtype, attn_implementation=attention.NAME, use_safetensors=True
+        )
     except (OSError, ValueError) as error:
         raise ValueError(f"model {path!r} cannot be loaded: {str(error).splitlines()[0]}") from None
     return model.to(device)
@@ -80,7 +83,9 @@ def make_policy(path: str, dtype: torch.dtype, ranks: Ranks, activation_checkpoi
     policy = PolicyModel(load_hf_model(path, torch.float32, ranks.device), came_in or torch.float32)
     policy.train()
     if activation_checkpointing:
-        policy.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # transformers 5.23 renamed it; both default to the non-reentrant form.
+        enable = getattr(policy.hf, "activation_checkpointing_enable", policy.hf.gradient_checkpointing_enable)
+        enable()
     if ranks.size > 1 or dtype != torch.float32:
         shard_policy(policy, dtype, ranks)
     return policy

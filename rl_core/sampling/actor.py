@@ -53,11 +53,16 @@ class Conversation:
         speaker, prompt_ids = self.speaker, self.stream.prompt_ids
         room = speaker.actor.max_context_tokens - len(prompt_ids)
         if room < 1:
-            raise ValueError(f"a prompt of {len(prompt_ids)} tokens fills the context of {speaker.actor.max_context_tokens}; "
-                             "raise --max_prompt_tokens")
+            raise ValueError(
+                f"a prompt of {len(prompt_ids)} tokens fills the context of {speaker.actor.max_context_tokens}; "
+                "raise --max_prompt_tokens"
+            )
         completion = await speaker.actor.engine.generate(
-            prompt_ids, dataclasses.replace(speaker.params, max_tokens=min(room, speaker.params.max_tokens)),
-            seed=counter_seed(speaker.seed, self.session, len(self.turns)), session=self.session)
+            prompt_ids,
+            dataclasses.replace(speaker.params, max_tokens=min(room, speaker.params.max_tokens)),
+            seed=counter_seed(speaker.seed, self.session, len(self.turns)),
+            session=self.session,
+        )
         self.turns.append(Turn(prompt_ids=prompt_ids, completion=completion))
         self.messages.append({"role": "assistant", "content": completion.text})
         self.truncated = completion.finish_reason == "length"
@@ -71,8 +76,19 @@ class Conversation:
         self.truncated = len(self.stream.prompt_ids) >= self.speaker.actor.max_context_tokens
         return not self.truncated
 
-    def trajectory(self, task: Task, *, reward: float, reward_parts: dict[str, float], metrics: dict[str, float]) -> Trajectory:
+    def trajectory(
+        self, task: Task, *, reward: float, reward_parts: dict[str, float], metrics: dict[str, float]
+    ) -> Trajectory:
         """This conversation as it stands, scored; who asked for it fills in group and index."""
         return Trajectory(
-            task_id=task.id, env=task.env, group_id="", actor=self.speaker.name, messages=self.messages, turns=self.turns,
-            reward=reward, reward_parts=reward_parts, metrics=metrics, status="truncated" if self.truncated else "ok")
+            task_id=task.id,
+            env=task.env,
+            group_id="",
+            actor=self.speaker.name,
+            messages=self.messages,
+            turns=self.turns,
+            reward=reward,
+            reward_parts=reward_parts,
+            metrics=metrics,
+            status="truncated" if self.truncated else "ok",
+        )

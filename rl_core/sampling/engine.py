@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
+from rl_core.config import Config
 from rl_core.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -32,3 +33,11 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def make_engine(config: Config, model, tokenizer) -> Engine:
+    """The engine that --engine names, over `model` where it samples in this process."""
+    from rl_core.sampling.embedded_engine import EmbeddedEngine
+
+    slots = min(config.rollout.max_concurrent, config.tasks_per_step * config.group_size)
+    return EmbeddedEngine(model, num_slots=slots, max_context_tokens=config.max_context_tokens, tokenizer=tokenizer)

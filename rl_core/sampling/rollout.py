@@ -25,12 +25,16 @@ class RolloutPlan:
     seed: int
 
 
-async def rollout(env: Env, actors: Mapping[str, Actor], plan: RolloutPlan, config: RolloutConfig, ranks: Ranks) -> list[Trajectory]:
+async def rollout(
+    env: Env, actors: Mapping[str, Actor], plan: RolloutPlan, config: RolloutConfig, ranks: Ranks
+) -> list[Trajectory]:
     """The trajectories of the groups that this rank drew, failed ones included, sorted by group and index. Every rank
     must call it. Raises RuntimeError on all ranks alike if more than max_failed_fraction of the episodes failed."""
     numbers = ranks.counter(plan.name)
     episodes = min(config.max_concurrent, min(a.engine.capacity for a in actors.values()))
-    share = -(-len(plan.tasks) // ranks.size)  # at most an even share at once, so that no rank takes all before the others come
+    share = -(
+        -len(plan.tasks) // ranks.size
+    )  # at most an even share at once, so that no rank takes all before the others come
     found: list[Trajectory] = []
 
     async def draw_groups() -> None:
@@ -46,7 +50,9 @@ async def rollout(env: Env, actors: Mapping[str, Actor], plan: RolloutPlan, conf
     return sorted(found, key=lambda t: (t.group_id, t.index))
 
 
-async def run_episode(env: Env, actors: Mapping[str, Actor], plan: RolloutPlan, number: int, index: int, config: RolloutConfig) -> list[Trajectory]:
+async def run_episode(
+    env: Env, actors: Mapping[str, Actor], plan: RolloutPlan, number: int, index: int, config: RolloutConfig
+) -> list[Trajectory]:
     """One attempt at one task. What goes wrong in it ends here, as a failed trajectory with its reason."""
     task = plan.tasks[number]
     group_id = f"{plan.name}/{number:06d}"
@@ -58,7 +64,11 @@ async def run_episode(env: Env, actors: Mapping[str, Actor], plan: RolloutPlan, 
         reason = str(error) or type(error).__name__
         if isinstance(error, asyncio.TimeoutError) and not str(error):
             reason = f"the episode took longer than --rollout.episode_timeout_s={config.episode_timeout_s}"
-        trajectories = [Trajectory(task_id=task.id, env=task.env, group_id="", messages=task.messages, status="failed", error=reason)]
+        trajectories = [
+            Trajectory(
+                task_id=task.id, env=task.env, group_id="", messages=task.messages, status="failed", error=reason
+            )
+        ]
     finally:
         for speaker in speakers.values():
             speaker.close()
@@ -73,8 +83,10 @@ def refuse_failures(trajectories: list[Trajectory], limit: float, plan: RolloutP
     counts = all_gather_json([len(failed), len(trajectories), first], ranks)
     num_failed, total = sum(c[0] for c in counts), sum(c[1] for c in counts)
     if num_failed > limit * total:
-        raise RuntimeError(f"{num_failed} of {total} episodes of {plan.name} failed, more than "
-                           f"--rollout.max_failed_fraction={limit} allows. The first: {next(c[2] for c in counts if c[2])}")
+        raise RuntimeError(
+            f"{num_failed} of {total} episodes of {plan.name} failed, more than "
+            f"--rollout.max_failed_fraction={limit} allows. The first: {next(c[2] for c in counts if c[2])}"
+        )
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:

@@ -1,0 +1,290 @@
+"""The learner's equivalences: however a batch is split, padded or packed, the gradient is the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from rl_core.config import parse_config
+from rl_core.data.packing import balanced_bins, fill_frac, pack_samples
+from rl_core.distributed import init_ranks
+from rl_core.learning.algorithms import clipped_loss, group_advantages, make_algorithm, token_losses
+from rl_core.learning.attention import attention_blocks
+from rl_core.learning.learner import Learner, learning_rate
+from rl_core.learning.logprobs import fused_logprobs
+from rl_core.learning.model import make_policy
+from rl_core.types import TrainingSample
+
+FLAGS = ["--env_path", "x.py", "--out", "x", "--max_prompt_tokens", "40", "--max_tokens", "60"]
+
+
+def make_learner(model, *flags, algorithm="grpo") -> Learner:
+    config = parse_config(["--model", str(model), "--algorithm", algorithm, *FLAGS, *flags])
+    policy = make_policy(str(model), torch.float32, init_ranks(60), config.learner.activation_checkpointing)
+    return Learner(config, make_algorithm(algorithm, config.algo), policy, init_ranks(60))
+
+
+def ragged_samples(num=12, seed=0) -> list[TrainingSample]:
+    """Two turns each: prompt, reply, what the environment said, reply; some zero advantages; untrained tokens at the end."""
+    draw = random.Random(seed)
+    samples = []
+    for i in range(num):
+        spans = [
+            (0, draw.randint(1, 9)),
+            (1, draw.randint(1, 30)),
+            (0, draw.randint(1, 5)),
+            (1, draw.randint(1, 9)),
+            (0, 2),
+        ]
+        mask = [m for m, n in spans for _ in range(n)]
+        advantage = 0.0 if i % 5 == 4 else draw.gauss(0, 1)
+        samples.append(
+            TrainingSample(
+                token_ids=[draw.randrange(8, 104) for _ in mask],
+                loss_mask=mask,
+                group_id=f"{i // 2:04d}",
+                rollout_logprobs=[-draw.random() * m for m in mask],
+                policy_versions=[m - 1 for m in mask],
+                advantages=[advantage * m for m in mask],
+            )
+        )
+    return samples
+
+
+def gradients(learner: Learner, samples, old_shift=0.0) -> tuple[dict[str, torch.Tensor], float]:
+    """The gradient that update() would use, and the loss."""
+    minibatches, _ = learner.shard(samples)
+    assert len(minibatches) == 1
+    total = 0.0
+    for batch in minibatches[0].batches:
+        logprobs, entropy = learner.policy(batch, learner.temperature)
+        old = logprobs.detach() - old_shift * torch.sin(batch.labels[batch.loss_mask].float()) if old_shift else None
+        losses = token_losses(learner.algorithm, logprobs, old, batch.advantages[batch.loss_mask], entropy).losses
+        loss = losses.sum() / minibatches[0].num_tokens
+        loss.backward()
+        total += loss.item()
+    found = {n: p.grad.clone() for n, p in learner.policy.hf.named_parameters()}
+    learner.policy.zero_grad()
+    return found, total
+
+
+def padded_gradients(learner: Learner, samples, old_shift=0.0) -> tuple[dict[str, torch.Tensor], float]:
+    """The same from the plain padded forward of the Hugging Face model and the formula written out token by token."""
+    model, a = learner.policy.hf, learner.algorithm
+    longest = max(len(s.token_ids) for s in samples)
+    ids = torch.tensor([s.token_ids + [0] * (longest - len(s.token_ids)) for s in samples])
+    is_token = torch.tensor([[1] * len(s.token_ids) + [0] * (longest - len(s.token_ids)) for s in samples])
+    model.set_attn_implementation("sdpa")
+    logits = model(input_ids=ids, attention_mask=is_token, use_cache=False).logits / learner.temperature
+    model.set_attn_implementation("rl_core_packed")
+    logprobs = logits.log_softmax(-1)
+    loss, count = 0.0, sum(sum(s.loss_mask) for s in samples)
+    for row, s in enumerate(samples):
+        for i in range(1, len(s.token_ids)):
+            if not s.loss_mask[i]:
+                continue
+            lp = logprobs[row, i - 1, s.token_ids[i]]
+            if not a.is_rl:
+                loss = loss - lp / count
+                continue
+            old = lp.detach() - old_shift * torch.sin(torch.tensor(float(s.token_ids[i])))
+            ratio = torch.exp(lp - old)
+            clipped = torch.clamp(ratio, 1 - a.clip_low, 1 + a.clip_high)
+            p = logprobs[row, i - 1]
+            entropy = -(p.exp() * p).sum()
+            loss = (
+                loss
+                - (torch.min(ratio * s.advantages[i], clipped * s.advantages[i]) + a.entropy_coef * entropy) / count
+            )
+    loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters()}
+    learner.policy.zero_grad()
+    return found, loss.item()
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance=2e-6):
+    assert a.keys() == b.keys()
+    assert max(v.abs().max() for v in a.values()) > 1e-4, "no gradient to compare"
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=tolerance, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    "algorithm, flags, old_shift",
+    [
+        ("sft", (), 0.0),
+        ("grpo", (), 0.0),
+        ("grpo", ("--algo.clip_low", "0.1", "--algo.clip_high", "0.28"), 0.5),
+        ("grpo", ("--algo.entropy_coef", "0.01", "--sampling.temperature", "0.7"), 0.3),
+    ],
+)
+def test_packed_batch_gives_the_same_gradient_as_padded(any_model, algorithm, flags, old_shift):
+    learner = make_learner(any_model, *flags, algorithm=algorithm)
+    packed, packed_loss = gradients(learner, ragged_samples(), old_shift)
+    padded, padded_loss = padded_gradients(learner, ragged_samples(), old_shift)
+    assert packed_loss == pytest.approx(padded_loss, rel=2e-6, abs=2e-6)
+    assert_same(packed, padded)
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_four_microbatches_give_the_same_gradient_as_one(tiny_model, algorithm):
+    one = make_learner(tiny_model, algorithm=algorithm)
+    four = make_learner(tiny_model, "--learner.microbatch_tokens", "100", algorithm=algorithm)
+    samples = ragged_samples(20)
+    assert len(one.shard(samples)[0][0].batches) == 1
+    assert len(four.shard(samples)[0][0].batches) >= 4
+    (a, loss_a), (b, loss_b) = gradients(one, samples), gradients(four, samples)
+    assert loss_a == pytest.approx(loss_b, rel=2e-6, abs=2e-6)
+    assert_same(a, b)
+
+
+def test_activation_checkpointing_gives_the_same_gradient(tiny_model):
+    a, _ = gradients(make_learner(tiny_model), ragged_samples())
+    b, _ = gradients(make_learner(tiny_model, "--learner.activation_checkpointing"), ragged_samples())
+    assert_same(a, b)
+
+
+def test_samples_without_advantage_count_in_the_denominator_but_need_no_forward(tiny_model):
+    learner, samples = make_learner(tiny_model), ragged_samples()
+    minibatch = learner.shard(samples)[0][0]
+    assert minibatch.num_tokens == sum(sum(s.loss_mask) for s in samples)
+    assert (
+        sum(len(b.cu_seqlens) - 1 for b in minibatch.batches) == sum(any(s.advantages) for s in samples) < len(samples)
+    )
+
+
+def test_a_batch_without_signal_leaves_the_weights_alone(tiny_model):
+    learner = make_learner(tiny_model, "--optim.lr", "0.1")
+    samples = [dataclasses.replace(s, advantages=[0.0] * len(s.token_ids)) for s in ragged_samples()]
+    before = [p.clone() for p in learner.policy.parameters()]
+    metrics = learner.step(learner.shard(samples)[0], 0)
+    assert all(torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True))
+    assert metrics["skipped_updates"].value == 1
+
+
+def test_minibatches_keep_groups_together_and_use_the_logprobs_from_before_the_first_update(tiny_model):
+    learner = make_learner(tiny_model, "--learner.minibatches", "2", "--learner.epochs", "2", "--optim.lr", "0.01")
+    minibatches, _ = learner.shard(ragged_samples(12))
+    assert len(minibatches) == 2
+    learner.annotate(minibatches)
+    with torch.no_grad():
+        before = [learner.policy(b, 1.0)[0] for m in minibatches for b in m.batches]
+    metrics = learner.step(minibatches, 0)
+    after = [b.old_logprobs for m in minibatches for b in m.batches]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert metrics["updates"].value == 4
+    assert metrics["clip_frac"].value > 0  # a large step leaves the clip range
+
+
+def test_the_first_update_of_a_batch_has_no_old_logprobs_to_compute(tiny_model):
+    learner = make_learner(tiny_model)
+    minibatches, _ = learner.shard(ragged_samples())
+    learner.annotate(minibatches)
+    assert all(b.old_logprobs is None for m in minibatches for b in m.batches)
+
+
+def test_group_advantages_are_the_formulas():
+    rewards = [1.0, 0.0, 0.5, 0.25]
+    mean = sum(rewards) / 4
+    deviation = (sum((r - mean) ** 2 for r in rewards) / 4) ** 0.5
+    assert group_advantages(rewards, "group_norm") == pytest.approx([(r - mean) / deviation for r in rewards])
+    assert group_advantages(rewards, "group_mean") == pytest.approx([r - mean for r in rewards])
+    assert group_advantages([0.1] * 3, "group_norm") == [0.0, 0.0, 0.0]
+    assert group_advantages([0.1] * 3, "none") == [0.1] * 3
+
+
+def test_the_clip_ignores_a_ratio_only_where_it_would_gain_from_it():
+    ratio, advantages = torch.tensor([0.5, 0.5, 1.5, 1.5, 1.1]), torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
+    result = clipped_loss(ratio.log(), torch.zeros(5), advantages, 0.2, 0.28)
+    torch.testing.assert_close(result.losses, torch.tensor([-0.5, 0.8, -1.28, 1.5, -1.1]))
+    assert result.is_clipped.tolist() == [False, True, True, False, False]
+
+
+@pytest.mark.parametrize("chunk_bytes", [64 << 20, 4 * 50 * 3])
+def test_fused_logprobs_equal_autograd_over_all_logits(monkeypatch, chunk_bytes):
+    monkeypatch.setattr("rl_core.learning.logprobs.CHUNK_BYTES", chunk_bytes)
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, requires_grad=True) for n in (17, 50))
+    labels, g, e = torch.randint(50, (17,)), torch.randn(17), torch.randn(17)
+    logprobs, entropy = fused_logprobs(hidden, weight, labels, 0.8)
+    got = torch.autograd.grad((logprobs * g).sum() + (entropy * e).sum(), (hidden, weight))
+    all_logprobs = (hidden.double() @ weight.double().T / 0.8).log_softmax(-1)
+    expected = all_logprobs.gather(-1, labels[:, None])[:, 0]
+    expected_entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+    want = torch.autograd.grad((expected * g).sum() + (expected_entropy * e).sum(), (hidden, weight))
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected_entropy, atol=1e-5, rtol=1e-5)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_sliding_window_reaches_the_packed_attention(make_model, tiny_model):
+    learner = make_learner(tiny_model)
+    for layer in learner.policy.hf.base_model.layers:
+        layer.self_attn.sliding_window = 4
+    batch = pack_samples(ragged_samples())
+    short = learner.policy(batch, 1.0)[0]
+    hf = learner.policy.hf
+    hf.set_attn_implementation("eager")
+    at, want = 0, []
+    for sample_len in batch.cu_seqlens.diff().tolist():
+        ids = batch.input_ids[at : at + sample_len][None]
+        distance = torch.arange(sample_len)[:, None] - torch.arange(sample_len)
+        mask = torch.where((distance >= 0) & (distance < 4), 0.0, -1e9)[None, None]
+        want.append(
+            hf(input_ids=ids, attention_mask={"full_attention": mask}, use_cache=False).logits[0].log_softmax(-1)
+        )
+        at += sample_len
+    labels = batch.labels[batch.loss_mask]
+    want = torch.cat(want)[batch.loss_mask].gather(-1, labels[:, None])[:, 0]
+    torch.testing.assert_close(short, want, atol=1e-5, rtol=1e-5)
+
+
+def test_blocks_cover_every_token_once_with_little_padding():
+    lengths = sorted(min(900, int(random.Random(i).lognormvariate(4, 1)) + 1) for i in range(200))
+    blocks = attention_blocks(lengths, torch.device("cpu"))
+    assert [b.first for b in blocks] == [0] + [b.last for b in blocks[:-1]]
+    assert blocks[-1].last == sum(lengths)
+    assert sum(b.num * b.length for b in blocks) <= sum(lengths) / 0.75
+
+
+def test_bins_are_full_deterministic_and_within_their_limit():
+    lengths = [min(2000, int(random.Random(i).lognormvariate(5, 1)) + 1) for i in range(4096)]
+    bins = balanced_bins(lengths, 8192, multiple=8)
+    assert bins == balanced_bins(lengths, 8192, multiple=8)
+    assert len(bins) % 8 == 0
+    assert sorted(i for b in bins for i in b) == list(range(4096))
+    assert max(sum(lengths[i] for i in b) for b in bins) <= 8192
+    tokens, room = fill_frac(bins, lengths)
+    assert tokens / room >= 0.95
+
+
+def test_fewer_samples_than_ranks_leave_bins_empty():
+    assert sorted(map(len, balanced_bins([5, 3], 100, multiple=4))) == [0, 0, 1, 1]
+    batch = pack_samples([])
+    assert batch.input_ids.numel() == 1 and not batch.loss_mask.any()
+
+
+def test_the_learning_rate_warms_up_and_decays_to_its_floor():
+    config = parse_config(
+        [
+            "--model",
+            "m",
+            *FLAGS,
+            "--optim.lr",
+            "1.0",
+            "--optim.schedule",
+            "cosine",
+            "--optim.warmup_steps",
+            "4",
+            "--optim.min_lr_frac",
+            "0.1",
+        ]
+    ).optim
+    rates = [learning_rate(config, step, 24) for step in range(25)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[14] == pytest.approx(0.1 + 0.9 * 0.5)
+    assert rates[24] == pytest.approx(0.1)
