@@ -7,7 +7,7 @@ sort         Sort five distinct digits. SFT shows a random order of them: the fo
 calculator   Multiply with a tool. SFT shows 25 % right calls, 30 % calls with a wrong number and 45 % blind guesses;
              reinforcement learning finds out which of these habits pays.
 
-No prompt of eval.jsonl occurs in the other two files, whatever the seed.
+Prompts come from the load_tasks of the task's environment in envs/; SFT uses only those of its training split.
 """
 
 from __future__ import annotations
@@ -16,52 +16,34 @@ import argparse
 import itertools
 import json
 import random
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
 from rl_core.types import Message, counter_seed
 
-
-def sort_prompts() -> list[str]:
-    return ["".join(digits) for digits in itertools.permutations("0123456789", 5)]
-
-
-def sort_answer(prompt: str) -> str:
-    return "".join(sorted(prompt))
+ENVS = Path(__file__).resolve().parent.parent / "envs"
 
 
 def sort_demonstration(prompt: str, rng: random.Random) -> list[Message]:
     return [_says("user", prompt), _says("assistant", "".join(rng.sample(prompt, len(prompt))))]
 
 
-def calculator_prompts() -> list[str]:
-    return [f"{a}*{b}" for a in range(10, 100) for b in range(2, 10)]
-
-
-def calculator_answer(prompt: str) -> str:
-    a, b = map(int, prompt.split("*"))
-    return str(a * b)
-
-
 def calculator_demonstration(prompt: str, rng: random.Random) -> list[Message]:
     habit = rng.random()
     if habit >= 0.55:
         return [_says("user", prompt), _says("assistant", str(rng.randrange(20, 892)))]
-    call = prompt if habit < 0.25 else _another(prompt, rng)
-    result = calculator_answer(call)
+    a, b = map(int, prompt.split("*"))
+    if habit >= 0.25 and rng.random() < 0.5:
+        a = rng.choice([x for x in range(10, 100) if x != a])
+    elif habit >= 0.25:
+        b = rng.choice([x for x in range(2, 10) if x != b])
     return [
         _says("user", prompt),
-        _says("assistant", f"<call>{call}</call>"),
-        _says("tool", result),
-        _says("assistant", result),
+        _says("assistant", f"<call>{a}*{b}</call>"),
+        _says("tool", str(a * b)),
+        _says("assistant", str(a * b)),
     ]
-
-
-def _another(prompt: str, rng: random.Random) -> str:
-    a, b = map(int, prompt.split("*"))
-    if rng.random() < 0.5:
-        return f"{rng.choice([x for x in range(10, 100) if x != a])}*{b}"
-    return f"{a}*{rng.choice([x for x in range(2, 10) if x != b])}"
 
 
 def _says(role: str, content: str) -> Message:
@@ -69,39 +51,29 @@ def _says(role: str, content: str) -> Message:
 
 
 TASKS = {
-    "sort": (sort_prompts, sort_answer, sort_demonstration),
-    "calculator": (calculator_prompts, calculator_answer, calculator_demonstration),
+    "sort": ("sort_digits.py", sort_demonstration),
+    "calculator": ("calculator.py", calculator_demonstration),
 }
 
 
-def is_held_out(prompt: str) -> bool:
-    """One prompt in ten, the same ones in every run."""
-    return counter_seed("held out", prompt) % 10 == 0
-
-
 def demo_data(task: str, seed: int, num_sft: int, num_train: int, num_eval: int) -> dict[str, list[dict]]:
-    """Rows of sft ({"messages"}), train and eval ({"messages", "answer"}). train and sft repeat prompts once all were
-    used, each time in a new order; eval has at most as many rows as there are held-out prompts."""
-    prompts, answer, demonstration = TASKS[task]
-    held_out = [prompt for prompt in prompts() if is_held_out(prompt)]
-    known = [prompt for prompt in prompts() if not is_held_out(prompt)]
-
-    def questions(part: str, pool: list[str], count: int) -> list[dict]:
-        drawn = itertools.islice(_shuffles(pool, seed, task, part), count)
-        return [{"messages": [_says("user", prompt)], "answer": answer(prompt)} for prompt in drawn]
-
+    """Rows of sft ({"messages"}), train and eval (as the environment gives them). sft and train repeat prompts once all
+    were used, each time in a new order; eval has at most as many rows as the environment holds out."""
+    env, demonstration = TASKS[task]
+    load_tasks = runpy.run_path(str(ENVS / env))["load_tasks"]
+    train = load_tasks("train")
     rng = random.Random(counter_seed(seed, task, "demonstrations"))
-    sft_prompts = itertools.islice(_shuffles(known, seed, task, "sft"), num_sft)
+    sft_tasks = itertools.islice(_shuffles(train, seed, task, "sft"), num_sft)
     return {
-        "sft": [{"messages": demonstration(prompt, rng)} for prompt in sft_prompts],
-        "train": questions("train", known, num_train),
-        "eval": questions("eval", held_out, min(num_eval, len(held_out))),
+        "sft": [{"messages": demonstration(row["messages"][-1]["content"], rng)} for row in sft_tasks],
+        "train": list(itertools.islice(_shuffles(train, seed, task, "train"), num_train)),
+        "eval": load_tasks("eval")[:num_eval],
     }
 
 
-def _shuffles(pool: list[str], *seed: int | str) -> Iterator[str]:
+def _shuffles(rows: list[dict], *seed: int | str) -> Iterator[dict]:
     for epoch in itertools.count():
-        yield from random.Random(counter_seed(*seed, epoch)).sample(pool, len(pool))
+        yield from random.Random(counter_seed(*seed, epoch)).sample(rows, len(rows))
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from conftest import ROOT
-from demo_data import TASKS, calculator_answer, demo_data
+from demo_data import TASKS, demo_data
 from make_tiny_model import CHARACTERS, bpe_tokenizer, make_tiny_model, read_texts
 
 
@@ -82,7 +82,8 @@ def test_the_calculator_is_shown_three_habits():
         call = first.removeprefix("<call>").removesuffix("</call>")
         habits["guess" if not rest else "right" if call == prompt else "wrong"] += 1
         if rest:
-            assert rest == [calculator_answer(call)] * 2
+            a, b = map(int, call.split("*"))
+            assert rest == [str(a * b)] * 2
     shares = [habits[habit] / 4000 for habit in ("right", "wrong", "guess")]
     assert shares == pytest.approx([0.25, 0.30, 0.45], abs=0.03)
 
