@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.data.chat import Chat, TokenStream
+from rl_core.data.chat import Chat, TokenStream, imitation_turns, load_chat
 from rl_core.data.samples import samples_from_turns
 from rl_core.types import Completion, Turn
 
@@ -17,6 +17,7 @@ pytest.importorskip("trl")
 TEMPLATES = sorted(
     (Path(importlib.util.find_spec("trl").submodule_search_locations[0]) / "chat_templates").glob("*.jinja")
 )
+TAKE_ONLY_PARTS = {p.read_text() for p in TEMPLATES if p.stem.startswith(("idefics3", "llava_next", "smolvlm"))}
 EOS = "<|a stop that no template writes|>"
 WORDS = "the quick brown fox answers 42 because it can hello world think tool result"
 CHATML = (
@@ -29,7 +30,7 @@ every_template = pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.stem
 def special_strings() -> list[str]:
     text = "".join(p.read_text() for p in TEMPLATES)
     found = set(re.findall(r"<\|[a-zA-Z_/▁]+\|>|<｜[^｜]+｜>|<\|turn>|<turn\|>|<(?:start|end)_of_\w+>|</?s>", text))
-    return sorted(found | {"[INST]", "[/INST]", "[gMASK]", "<sop>", "<bos>", EOS})
+    return sorted(found | {"<s>", "[INST]", "[/INST]", "[gMASK]", "<sop>", "<bos>", EOS})
 
 
 @lru_cache
@@ -60,12 +61,13 @@ def in_parts(messages):
 
 def reference_ids(chat, messages):
     """What the library itself makes of the messages."""
-    try:
-        reads_strings = "hello" in chat.tokenizer.apply_chat_template([user("hello")], tokenize=False)
-    except Exception:
-        reads_strings = False
-    messages = messages if reads_strings else in_parts(messages)
-    return chat.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+    def ids(messages):
+        return chat.tokenizer.apply_chat_template(
+            messages, chat_template=chat.chat_template, add_generation_prompt=True, return_dict=False
+        )
+
+    return ids(in_parts(messages) if chat.chat_template in TAKE_ONLY_PARTS else messages)
 
 
 def user(text):
@@ -76,29 +78,24 @@ def words(rng, low=1, high=6):
     return " ".join(rng.choice(WORDS.split()) for _ in range(rng.randint(low, high)))
 
 
-def accepts(chat, messages) -> bool:
+def reads(chat, messages, text) -> bool:
     try:
-        return messages[-1]["content"] in chat.render(messages)
+        return text in chat.render(messages)
     except ValueError:
         return False
 
 
 def opening(chat, text):
-    """System message where the template takes one, else the user's alone."""
-    system = {"role": "system", "content": "system words " + text}
-    return [system, user(text)] if accepts(chat, [system]) or takes_system(chat, system) else [user(text)]
+    """A system message where the template takes one, and the user's."""
+    system = {"role": "system", "content": "system words"}
+    takes_system = reads(chat, [system, user("hello")], "system words")
+    return [{**system, "content": text}, user(text)] if takes_system else [user(text)]
 
 
-def takes_system(chat, system) -> bool:
-    try:
-        return system["content"] in chat.render([system, user("hello")])
-    except ValueError:
-        return False
-
-
-def next_role(chat, messages, text):
-    tool = {"role": "tool", "content": "tool result " + text}
-    return tool if accepts(chat, [*messages, tool]) else user(text)
+def next_message(chat, messages, text):
+    """A tool's result where the template takes one from a turn without tool calls, else the user's words."""
+    takes_tools = reads(chat, [*messages, {"role": "tool", "content": "tool words"}], "tool words")
+    return {"role": "tool", "content": text} if takes_tools else user(text)
 
 
 def sampled_text(rng):
@@ -138,17 +135,17 @@ def talk(chat, rng, num_turns):
         text = chat.decode(token_ids)
         turns.append(turn_of(before, token_ids, text, finish_reason, len(turns)))
         messages = [*messages, {"role": "assistant", "content": text}]
-        new = [next_role(chat, messages, words(rng))] if rng.random() < 0.4 else [user(words(rng))]
+        new = [next_message(chat, messages, words(rng))] if rng.random() < 0.4 else [user(words(rng))]
         messages = messages + new
         grown.append(stream.append(token_ids, text, new))
         stops.append(token_ids[-1] == chat.tokenizer.eos_token_id)
         if grown[-1]:
             assert stream.prompt_ids[: len(before) + len(token_ids)] == before + token_ids
             decoded = chat.tokenizer.decode(stream.prompt_ids)
-            reference = chat.tokenizer.decode(reference_ids(chat, messages))
+            reference = chat.tokenizer.decode(reference_ids(chat, stream.messages))
             assert without_space(decoded.replace(EOS, "")) == without_space(reference)
         else:
-            assert stream.prompt_ids == reference_ids(chat, messages)
+            assert stream.prompt_ids == reference_ids(chat, stream.messages)
     return turns, grown
 
 
@@ -187,3 +184,184 @@ def test_every_template_was_exercised_and_both_kinds_occur():
     assert {"qwen3", "qwen3_5_think", "deepseekv3", "glm4moe"} <= cuts
     assert cuts.isdisjoint({"qwen2_5", "llama3", "llama3_1", "gemma3", "phi3", "smolvlm", "qwen3_instruct_2507"})
     assert 10 < len(cuts) < len(TEMPLATES) - 10
+
+
+def count_special(chat, ids):
+    special = set(chat.tokenizer.all_special_ids) | {
+        i for i, t in chat.tokenizer.added_tokens_decoder.items() if t.special
+    }
+    return sum(i in special for i in ids)
+
+
+@every_template
+def test_user_text_never_becomes_a_special_token(path):
+    chat = chat_of(path)
+    hostile = " ".join(special_strings())
+    harmless = "hello world"
+    opening_of = {text: opening(chat, text) for text in (hostile, harmless)}
+    assert len(opening_of[hostile]) == len(opening_of[harmless])
+    streams = {text: TokenStream(chat, messages) for text, messages in opening_of.items()}
+    end, grown = chat.stop_token_ids[-1], []
+    for text, stream in streams.items():
+        prompt = chat.tokenizer.decode(stream.prompt_ids)
+        assert prompt.count(text) == len(opening_of[text])
+        answer_ids = chat.tokenizer.encode("the answer", add_special_tokens=False)
+        reply = next_message(chat, [*opening_of[text], {"role": "assistant", "content": "the answer"}], text)
+        grown.append(stream.append([*answer_ids, end], "the answer", [reply]))
+        assert chat.tokenizer.decode(stream.prompt_ids).count(text) == 1 + len(opening_of[text])
+    counts = [count_special(chat, s.prompt_ids) for s in streams.values()]
+    assert counts[0] == counts[1] > 0
+    assert grown[0] == grown[1]
+
+
+@pytest.mark.parametrize("content", ["s>", " s> and", "|im_end|>", "<|im_end|", "a <", "im_end", "\ufdd0", "<\ufdd0s>"])
+def test_a_template_cannot_complete_a_special_token_that_user_text_begins(content):
+    around = "{% for m in messages %}<{{ m.content | trim }}>{{ m.content }}|{{ m.content }}|><s>{% endfor %}"
+    chat = Chat(make_tokenizer(), around)
+    ids = chat.prompt_ids([user(content)])
+    assert count_special(chat, ids) == 1
+    assert chat.tokenizer.decode(ids) == f"<{content.strip()}>{content}|{content}|><s>"
+
+
+def test_special_tokens_that_swallow_spaces_do_so_beside_hostile_text():
+    from tokenizers import AddedToken
+
+    lru_free = make_tokenizer.__wrapped__()
+    lru_free.add_special_tokens({"additional_special_tokens": [AddedToken("<mask>", lstrip=True, rstrip=True)]})
+    template = "{% for m in messages %}{{ m.content }}  <mask>  \n{% endfor %}<s>"
+    chat = Chat(lru_free, template)
+    hostile, harmless = chat.prompt_ids([user("a <s> b")]), chat.prompt_ids([user("a b")])
+    assert harmless == chat.tokenizer.encode("a b  <mask>  \n<s>", add_special_tokens=False)
+    assert hostile[-2:] == harmless[-2:]
+    assert count_special(chat, hostile) == 2
+    assert chat.tokenizer.decode(hostile) == "a <s> b<mask><s>"
+
+
+def sentencepiece_like_tokenizer():
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])
+    text = [WORDS, "[INST] </s> <s>", "user assistant\n\n", "".join(map(chr, range(32, 127)))]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, show_progress=False, special_tokens=[f"<0x{i:02X}>" for i in range(256)]
+    )
+    tokenizer.train_from_iterator(text * 3, trainer)
+    tokenizer.add_special_tokens([AddedToken(s, normalized=False) for s in ("<s>", "</s>")])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def test_no_space_creeps_in_where_a_tokenizer_puts_one_before_a_text():
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}</s>{% else %}"
+        "[INST]{{ m.content }}[/INST]{% endif %}{% endfor %}"
+    )
+    chat = Chat(sentencepiece_like_tokenizer(), template)
+    for question in ("hello", "the <s> fox"):
+        stream = TokenStream(chat, [user(question)])
+        ids = chat.encode("the answer", continues=True)
+        assert stream.append([*ids, chat.end_token_id], "the answer", [user(question)])
+        assert (
+            chat.tokenizer.decode(stream.prompt_ids)
+            == f"<s>[INST]{question}[/INST]the answer</s>[INST]{question}[/INST]"
+        )
+        assert count_special(chat, stream.prompt_ids) == 2
+    assert stream.prompt_ids.count(chat.end_token_id) == 1
+
+
+def test_a_list_of_texts_reads_as_their_string():
+    for name in ("qwen2_5", "llama3", "gemma3", "smolvlm"):
+        chat = chat_of(next(p for p in TEMPLATES if p.stem == name))
+        assert chat.prompt_ids(in_parts([user("hello <s> world")])) == chat.prompt_ids([user("hello <s> world")])
+
+
+def test_special_tokens_strings_in_tools_are_text():
+    chat = chat_of(next(p for p in TEMPLATES if p.stem == "qwen2_5"))
+    tool = {"type": "function", "function": {"name": "add", "description": "adds <|im_end|>", "parameters": {}}}
+    ids = chat.prompt_ids([user("hello")], [tool])
+    assert "adds <|im_end|>" in chat.tokenizer.decode(ids)
+    assert ids.count(chat.end_token_id) == 2
+
+
+def answer(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def test_imitation_trains_what_is_said_and_the_end_token_and_nothing_else():
+    chat = Chat(make_tokenizer(), CHATML)
+    messages = [user("hello"), answer("the fox"), user("because"), answer("42")]
+    turns = imitation_turns(chat, messages)
+    (sample,) = samples_from_turns(turns, 1.0)
+    decode = chat.tokenizer.decode
+    trained = [t for t, m in zip(sample.token_ids, sample.loss_mask, strict=True) if m]
+    assert decode(trained) == "the fox<|im_end|>42<|im_end|>"
+    whole = chat.render(messages, add_generation_prompt=False)
+    assert decode(sample.token_ids) == whole.removesuffix("\n")
+    assert sample.token_ids == chat.encode(whole)[: len(sample.token_ids)]
+
+
+def test_imitation_leaves_out_messages_that_are_only_context():
+    chat = Chat(make_tokenizer(), CHATML)
+    turns = imitation_turns(chat, [user("hello"), answer("the fox", train=False), user("because"), answer("42")])
+    assert [t.completion.text for t in turns] == ["42"]
+    assert "the fox<|im_end|>\n" in chat.tokenizer.decode(turns[0].prompt_ids)
+
+
+@every_template
+def test_imitated_turns_are_prompted_as_an_engine_would_be(path):
+    chat = chat_of(path)
+    thought = "<think>\nthe fox\n</think>\n\nthe answer"
+    for said in ("the answer", thought):
+        messages = [user("hello"), answer(said), user("because"), answer(said), user("hello"), answer(said)]
+        turns = imitation_turns(chat, messages)
+        assert len(turns) == 3
+        for i, turn in enumerate(turns):
+            prompt = chat.tokenizer.decode(turn.prompt_ids)
+            reference = chat.tokenizer.decode(reference_ids(chat, messages[: 2 * i + 1]))
+            prompt = prompt.replace("<|return|>", "")  # what was said stays, though history would not show it
+            assert without_space(prompt) == without_space(reference)
+            assert turn.completion.token_ids[-1] in chat.stop_token_ids
+            text = chat.tokenizer.decode(turn.completion.token_ids[:-1])
+            assert text.endswith("the answer")
+            assert count_special(chat, turn.completion.token_ids) == 1 or path.stem.startswith(("gptoss", "muse"))
+
+
+def test_imitation_renders_tool_calls():
+    path = next(p for p in TEMPLATES if p.stem == "qwen2_5")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"x": 42}}}
+    turns = imitation_turns(chat_of(path), [user("hello"), {"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert '"name": "add", "arguments": {"x": 42}' in turns[0].completion.text
+
+
+def test_stop_tokens_are_the_tokenizers_and_the_templates():
+    ends = {
+        "qwen3": "<|im_end|>",
+        "llama3": "<|eot_id|>",
+        "gemma3": "<end_of_turn>",
+        "glm4moe": "<|user|>",
+        "phi3": "<|end|>",
+    }
+    for name, end in ends.items():
+        chat = chat_of(next(p for p in TEMPLATES if p.stem == name))
+        assert chat.tokenizer.convert_ids_to_tokens(list(chat.stop_token_ids)) == [EOS, end]
+
+
+def test_a_tokenizer_without_a_template_is_refused_and_load_chat_reads_one_from_a_file(tmp_path):
+    tokenizer = make_tokenizer.__wrapped__()
+    with pytest.raises(ValueError, match=r"no chat template.*--actors\.NAME\.chat_template FILE"):
+        Chat(tokenizer)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "mine.jinja").write_text(CHATML)
+    chat = load_chat(str(tmp_path), str(tmp_path / "mine.jinja"))
+    assert chat.decode(chat.prompt_ids([user("hello")])) == "user\nhello\nassistant\n"
+    with pytest.raises(ValueError, match="neither a file"):
+        load_chat(str(tmp_path), str(tmp_path / "missing.jinja"))
+
+
+def test_what_a_template_refuses_is_an_error_of_one_line():
+    chat = chat_of(next(p for p in TEMPLATES if p.stem == "gemma3"))
+    with pytest.raises(ValueError, match=r"roles \[user user\].*must alternate") as error:
+        chat.prompt_ids([user("hello"), user("hello")])
+    assert "\n" not in str(error.value)

@@ -17,6 +17,7 @@ from rl_core.types import Completion, Message, Turn
 
 _MARK = "\ufdd0"  # Unicode keeps these two for internal use, so templates and tokenizers have no rule for them
 _PROBE = "\ufdd1"
+_UNSEEN, _SEEN = re.compile(rf"[\s{_MARK}]+"), re.compile(rf"[^\s{_MARK}]+")
 _NOT_USER_TEXT = ("role", "type")  # keys whose values templates compare or put into a token's name
 
 
@@ -27,9 +28,7 @@ class _PlainText:
         self._tokenizer = tokenizer
         self.special_ids = set(special_ids.values())
         longest_first = sorted(special_ids, key=len, reverse=True)
-        # One character has no inside: its mark stands behind it.
-        literal = [re.escape(s) for s in [*longest_first, _MARK]]
-        self._literal = re.compile("|".join(literal))
+        self._literal = re.compile("|".join(map(re.escape, [*longest_first, _MARK])))
         self._first_characters = {s[0] for s in special_ids} | {_MARK}
         self._real = re.compile("|".join(_real_pattern(tokenizer, special_ids[s], s) for s in longest_first) or "(?!)")
         self._heads = {s[:k] for s in special_ids for k in range(1, len(s))}
@@ -105,6 +104,7 @@ class Chat:
                 "give one with --actors.NAME.chat_template FILE"
             )
         self.tokenizer = tokenizer
+        self.chat_template = tokenizer.chat_template  # one tokenizer may serve chats with different templates
         self._wants_parts = not self._reads(_PROBE) and self._reads([{"type": "text", "text": _PROBE}])
         added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
         self.end_token_id = self._find_end_token(added)
@@ -114,7 +114,8 @@ class Chat:
         self._plain = _PlainText(tokenizer, special)
         stops = dict.fromkeys(i for i in (tokenizer.eos_token_id, self.end_token_id) if i is not None)
         self.stop_token_ids: tuple[int, ...] = tuple(stops)
-        self._stop_texts = {s: i for s, i in {**added, **special}.items() if i in stops}
+        self._special_ids = special
+        self._special_texts = tuple(sorted(special, key=len, reverse=True))
 
     def render(self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True) -> str:
         """The template's text, to be given to `encode`: it is marked where messages hold special tokens' strings.
@@ -132,8 +133,8 @@ class Chat:
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def rendered_content(self, text: str) -> str:
-        """An assistant's text as it stands in a rendering that does not change it."""
+    def marked(self, text: str) -> str:
+        """Text for `encode` in which no special token's string is a special token."""
         return self._plain.mark(text)
 
     def encode_after(self, token_ids: list[int], suffix: str) -> list[int]:
@@ -145,14 +146,24 @@ class Chat:
         return self.encode(suffix, continues=True)
 
     def split_end(self, text: str) -> tuple[str, int | None]:
-        """(a rendered turn up to its end token, the end token's id or None): the first of those that only other stop
-        tokens and whitespace follow."""
-        rest, said, end = text.rstrip(), text, None
-        while token := next((s for s in self._stop_texts if rest.endswith(s)), None):
-            rest = said = rest[: -len(token)]
-            end = self._stop_texts[token]
+        """(a rendered turn up to its end token, the end token's id or None): of the special tokens and whitespace
+        that the text ends in, the first that an engine stops at."""
+        rest, said, end_id = text.rstrip(), text, None
+        while rest.endswith(self._special_texts):
+            token = next(s for s in self._special_texts if rest.endswith(s))
+            rest = rest[: -len(token)]
+            if self._special_ids[token] in self.stop_token_ids:
+                said, end_id = rest, self._special_ids[token]
             rest = rest.rstrip()
-        return said, end
+        return said, end_id
+
+    def assistant_message(self, text: str) -> Message:
+        """What an actor said as the template's history wants it: thinking apart if the template reads it so."""
+        thinking, closed, answer = text.partition("</think>")
+        if not closed or "reasoning_content" not in str(self.chat_template):
+            return {"role": "assistant", "content": text}
+        thinking = thinking.rpartition("<think>")[2].strip("\n")
+        return {"role": "assistant", "content": answer.lstrip("\n"), "reasoning_content": thinking}
 
     def _in_form(self, message: Message) -> Message:
         """String content for templates that read strings, a list of parts for those that read only lists."""
@@ -168,7 +179,11 @@ class Chat:
 
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+                messages,
+                tools=tools,
+                chat_template=self.chat_template if isinstance(self.chat_template, str) else None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             roles = " ".join(str(m.get("role")) for m in messages)
@@ -213,8 +228,8 @@ class TokenStream:
     def append(self, token_ids: list[int], text: str, new_messages: list[Message]) -> bool:
         """The actor sampled token_ids (decoded: text), then others said new_messages; prompt_ids then ends with the
         generation prompt for the next turn. False if the template rewrote history, so that prompt_ids begins anew."""
-        messages = [*self.messages, {"role": "assistant", "content": text}, *new_messages]
-        return self.extend(token_ids, self._chat.rendered_content(text), messages)
+        messages = [*self.messages, self._chat.assistant_message(text), *new_messages]
+        return self.extend(token_ids, text, messages)
 
     def extend(self, token_ids: list[int], said: str, messages: list[Message]) -> bool:
         """As append, for a turn that the template renders as `said`, and with all messages so far."""
@@ -273,9 +288,10 @@ def _imitated_text(chat: Chat, prompt: str, messages: list[Message], tools: list
     """(marked text of the last message as the template renders it behind `prompt`, id of the token that ends it)."""
     rendered = chat.render(messages, tools, add_generation_prompt=False)
     default_end = chat.end_token_id if chat.end_token_id is not None else chat.tokenizer.eos_token_id
-    if rendered.startswith(prompt):
-        said, end = chat.split_end(rendered[len(prompt) :])
-        return said, default_end if end is None else end
+    said = _text_after(rendered, prompt, "")
+    if said is not None:
+        said, end_id = chat.split_end(said)
+        return said, default_end if end_id is None else end_id
     message = messages[-1]
     content = message.get("content") or ""
     if isinstance(content, list):
@@ -285,7 +301,7 @@ def _imitated_text(chat: Chat, prompt: str, messages: list[Message], tools: list
             f"message {len(messages) - 1} cannot be imitated: the template renders it so that the generation prompt "
             f'{unmarked(prompt)[-40:]!r} is not before it; give its text as "content", or "train": false'
         )
-    return _without_repeat(prompt, chat.rendered_content(content)), default_end
+    return _without_repeat(prompt, chat.marked(content)), default_end
 
 
 def _without_repeat(prompt: str, content: str) -> str:
@@ -297,19 +313,18 @@ def _without_repeat(prompt: str, content: str) -> str:
 
 
 def _text_after(rendered: str, seen: str, said: str) -> str | None:
-    """What follows seen + said in rendered; whitespace does not count, because templates trim. None if rendered does
-    not begin with them."""
+    """What follows seen + said in rendered; whitespace does not count, because templates trim, and marks do not. None
+    if rendered does not begin with them."""
     rest, start = rendered, seen + said
     if rendered.startswith(seen):
         rest, start = rendered[len(seen) :], said
     if rest.startswith(start):
         return rest[len(start) :]
-    wanted = "".join(start.split())
-    if not "".join(rest.split()).startswith(wanted):
+    wanted = _UNSEEN.sub("", start)
+    if not _UNSEEN.sub("", rest).startswith(wanted):
         return None
-    left = len(wanted)
-    position = 0
-    for word in re.finditer(r"\S+", rest):
+    left, position = len(wanted), 0
+    for word in _SEEN.finditer(rest):
         if left <= 0:
             break
         position = word.start() + min(left, len(word[0]))
@@ -322,5 +337,5 @@ def _real_pattern(tokenizer: Any, token_id: int, text: str) -> str:
     token = tokenizer.added_tokens_decoder.get(token_id)
     before = r"\s*" if token is not None and token.lstrip else ""
     after = r"\s*" if token is not None and token.rstrip else ""
-    inside = f"(?!{_MARK})" if len(text) == 1 else ""
+    inside = f"(?!{_MARK})" if len(text) == 1 else ""  # one character has no inside: its mark stands behind it
     return f"{before}{re.escape(text)}{inside}{after}"
