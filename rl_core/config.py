@@ -332,7 +332,7 @@ def check_config(config: Config) -> None:
     refuse(config.learner.epochs < 1, f"--learner.epochs={config.learner.epochs} must be at least 1")
     refuse(
         config.sampling.temperature <= 0 and is_rl,
-        f"--sampling.temperature={config.sampling.temperature} must be above 0 in training: greedy samples of a group are all the same",
+        f"--sampling.temperature={config.sampling.temperature} must be above 0: greedy samples of a group are all the same",
     )
     refuse(
         not 0 <= config.rollout.max_failed_fraction <= 1,

@@ -68,7 +68,7 @@ class RunLog:
         self.ranks, self.num_steps, self.started = ranks, num_steps, time.monotonic()
         self.first_step, self.path = resume_step, out / "metrics.jsonl"
         if ranks.rank == 0 and self.path.exists():
-            keep_lines_before(self.path, resume_step)
+            keep_lines_until(self.path, resume_step)
 
     def write(self, step: int, metrics: dict[str, Metric]) -> dict[str, float]:
         values = reduce_metrics(metrics, self.ranks)
@@ -83,8 +83,8 @@ class RunLog:
             print(text, flush=True)
 
     def progress(self, step: int, values: dict[str, float]) -> None:
-        """step 12/200  reward 0.412  tokens 24.1  loss 0.0123  1.4 s (generate 0.9, learn 0.5)  ETA 4:23"""
-        shown = [f"step {step + 1:>{len(str(self.num_steps))}}/{self.num_steps}"]
+        """step 12/200  reward 0.412  tokens 24.1  loss 0.0123  1.4 s (generate 0.9, learn 0.5)  ETA 0:04:23"""
+        shown = [f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}"]
         for label, name in (
             ("reward", "reward_mean"),
             ("tokens", "length_mean"),
@@ -97,12 +97,12 @@ class RunLog:
             f"{p} {values[f'time/{p}_s']:.2f}" for p in ("generate", "learn", "sync") if values.get(f"time/{p}_s")
         ]
         shown.append(f"{values['time/step_s']:.2f} s ({', '.join(phases)})")
-        done = step + 1 - self.first_step
-        eta = int((time.monotonic() - self.started) / done * (self.num_steps - step - 1))
+        done = step - self.first_step
+        eta = int((time.monotonic() - self.started) / done * (self.num_steps - step))
         self.say("  ".join([*shown, f"ETA {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}"]))
 
 
-def keep_lines_before(path: Path, step: int) -> None:
+def keep_lines_until(path: Path, step: int) -> None:
     """Drops what a run wrote after the checkpoint that it goes on from, and a line cut short by its end."""
     kept = []
     for line in path.read_text().splitlines():
@@ -110,7 +110,7 @@ def keep_lines_before(path: Path, step: int) -> None:
             row: dict[str, Any] = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if row["step"] < step:
+        if row["step"] <= step:
             kept.append(line + "\n")
     beside = path.with_suffix(".tmp")
     beside.write_text("".join(kept))

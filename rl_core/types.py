@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 Message = dict[str, Any]  # {"role": "user", "content": "..."} and whatever else the chat template reads
 
 
+class RunError(Exception):
+    """The run cannot go on; the message says why and what to do. Raised on every rank alike."""
+
+
 def counter_seed(*parts: int | str) -> int:
     """A seed in [0, 2^32) from counters such as (run seed, step, task id, index): crc32 of them joined by '/'."""
     return zlib.crc32("/".join(map(str, parts)).encode())

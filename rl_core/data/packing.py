@@ -21,9 +21,9 @@ def trained_span(loss_mask: Sequence[int]) -> int:
 
 
 def balanced_bins(lengths: Sequence[int], max_tokens: int, multiple: int = 1) -> Bins:
-    """Bins of nearly equal token counts, each at most max_tokens (a longer sample stands alone), their number a multiple
-    of `multiple`, some empty where there are fewer samples. Longest first into the emptiest bin: deterministic, so that
-    every rank computes the same (Graham 1969; at most 4/3 of the best largest bin)."""
+    """Bins of nearly equal token counts, each at most max_tokens (a longer sample stands alone). Their number is a
+    multiple of `multiple`; some are empty where there are fewer samples. Longest first into the emptiest bin:
+    deterministic, so that every rank computes the same (Graham 1969; at most 4/3 of the best largest bin)."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     num = -(-sum(lengths) // max_tokens)
     while True:

@@ -26,7 +26,8 @@ class Algorithm:
 
 
 PRESETS = {
-    "grpo": Algorithm(),  # Shao et al. 2024, arXiv:2402.03300; averaged over all tokens as in DAPO, and without a KL term
+    # Shao et al. 2024, arXiv:2402.03300; averaged over all tokens as in DAPO, and without a KL term
+    "grpo": Algorithm(),
     "sft": Algorithm(is_rl=False, advantage="none"),
 }
 
@@ -37,8 +38,8 @@ def make_algorithm(preset: str, parts: AlgoConfig) -> Algorithm:
 
 
 def group_advantages(rewards: list[float], kind: str) -> list[float]:
-    """[G] rewards -> [G] advantages. group_mean: R - mean(R). group_norm: that over the population's standard deviation,
-    and exactly 0 in a group whose rewards are all equal. none: R itself."""
+    """[G] rewards -> [G] advantages. group_mean: R - mean(R). group_norm: that over the population's standard
+    deviation. Both are exactly 0 in a group whose rewards are all equal. none: R itself."""
     values = torch.tensor(rewards, dtype=torch.float64)
     if kind == "none":
         return values.tolist()
@@ -82,7 +83,7 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def token_losses(
     algorithm: Algorithm, logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, entropy: Tensor
 ) -> TokenLosses:
-    """What the preset minimises. Without old_logprobs the batch is on-policy: the ratio is 1 and only its gradient counts."""
+    """What the preset minimises. Without old_logprobs the batch is on-policy: the ratio is 1, only its gradient counts."""
     if not algorithm.is_rl:
         return sft_loss(logprobs)
     old = logprobs.detach() if old_logprobs is None else old_logprobs

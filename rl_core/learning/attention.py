@@ -1,7 +1,7 @@
 """Attention over a packed batch as a transformers attention implementation, registered by name.
 
-Sequences of similar length are padded to one block and go through torch's own kernel, causal and without a mask, so that
-no work is done between sequences and none of it needs a mask of [T, T]. H heads, D head dim, T tokens, N sequences.
+Sequences of similar length are padded to one block and go through torch's own kernel, causal and without a mask, so
+that no work is done between sequences and nothing has the size [T, T]. H heads, D head dim, T tokens, N sequences.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Block:
 
 
 def attention_blocks(lengths: list[int], device: torch.device) -> list[Block]:
-    """Blocks that cover the sequences in their order. Sequences sorted by length give few blocks with little padding."""
+    """Blocks that cover the sequences in their order. If they are sorted by length, blocks are few and padding is little."""
     blocks, start, first = [], 0, 0
     while start < len(lengths):
         end, longest, total = start, 0, 0
@@ -60,7 +60,7 @@ def make_block(lengths: list[int], first: int, device: torch.device) -> Block:
 
 
 class Pad(torch.autograd.Function):
-    """[tokens, ...] -> [N * length, ...]. What stands in a padded place reaches no real token, so it has no gradient."""
+    """[tokens, ...] -> [N * length, ...]. What stands in a padded place reaches no token, so it has no gradient."""
 
     @staticmethod
     def forward(ctx, x, block):

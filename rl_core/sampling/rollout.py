@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import zstandard
 
 from rl_core.config import RolloutConfig
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.metrics import Mean, Metric, Sum
 from rl_core.sampling.actor import Actor, Speaker
 from rl_core.sampling.env import Env
-from rl_core.types import SamplingParams, Task, Trajectory, counter_seed
+from rl_core.types import RunError, SamplingParams, Task, Trajectory, counter_seed
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,7 +35,7 @@ async def rollout(
     env: Env, actors: Mapping[str, Actor], plan: RolloutPlan, config: RolloutConfig, ranks: Ranks
 ) -> list[Trajectory]:
     """The trajectories of the groups that this rank drew, failed ones included, sorted by group and index. Every rank
-    must call it. Raises RuntimeError on all ranks alike if more than max_failed_fraction of the episodes failed."""
+    must call it. Raises RunError on all ranks alike if more than max_failed_fraction of the episodes failed."""
     numbers = ranks.counter(plan.name)
     episodes = min(config.max_concurrent, min(a.engine.capacity for a in actors.values()))
     share = -(
@@ -83,7 +89,7 @@ def refuse_failures(trajectories: list[Trajectory], limit: float, plan: RolloutP
     counts = all_gather_json([len(failed), len(trajectories), first], ranks)
     num_failed, total = sum(c[0] for c in counts), sum(c[1] for c in counts)
     if num_failed > limit * total:
-        raise RuntimeError(
+        raise RunError(
             f"{num_failed} of {total} episodes of {plan.name} failed, more than "
             f"--rollout.max_failed_fraction={limit} allows. The first: {next(c[2] for c in counts if c[2])}"
         )
@@ -110,3 +116,12 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
             values = [getattr(t, kind)[name] for t in done if name in getattr(t, kind)]
             metrics[f"{'reward/' if kind == 'reward_parts' else ''}{name}"] = Mean(sum(values), len(values))
     return metrics
+
+
+def write_trajectories(folder: Path, name: str, trajectories: list[Trajectory], ranks: Ranks) -> None:
+    """rollouts/NAME.jsonl.zst; with several ranks each writes its own file, so that nothing is sent to be written."""
+    suffix = f".rank_{ranks.rank:05d}" if ranks.size > 1 else ""
+    lines = "".join(json.dumps(dataclasses.asdict(t), default=str) + "\n" for t in trajectories)
+    beside = folder / f".{name}{suffix}.tmp"
+    beside.write_bytes(zstandard.ZstdCompressor(level=3).compress(lines.encode()))
+    os.replace(beside, folder / f"{name}{suffix}.jsonl.zst")
