@@ -78,6 +78,12 @@ TRL_SETTINGS = {
 }
 
 
+OUR_SETTINGS = {
+    "grpo": {"": {"learner.microbatch_tokens": 2048}},
+    "sft": {"": {"learner.microbatch_tokens": 2048}},
+}
+
+
 def letters(work: Work, count: int, *parts: int | str) -> str:
     return "".join(random.Random(counter_seed(work.seed, *parts)).choices(LETTERS, k=count))
 
@@ -132,7 +138,7 @@ def run_here(work: Work, side: str, setting: str, model: str) -> Measured:
         return run_trl(work, TRL_SETTINGS[work.algorithm][setting], model)
     from bench_ours import run_ours
 
-    return run_ours(work, model)
+    return run_ours(work, OUR_SETTINGS[work.algorithm][setting], model)
 
 
 def run_apart(work: Work, side: str, setting: str, model: str) -> Measured:
@@ -236,7 +242,8 @@ def main() -> None:
         for name in args.only:
             work = replace(WORKS[name], hidden=args.hidden, layers=args.layers)
             work = replace(work, steps=2, warmup=1) if args.quick else replace(work, steps=args.steps or work.steps)
-            settings = [("rl_core", "")] + [("trl", setting) for setting in TRL_SETTINGS[work.algorithm]]
+            settings = [("rl_core", setting) for setting in OUR_SETTINGS[work.algorithm]]
+            settings += [("trl", setting) for setting in TRL_SETTINGS[work.algorithm]]
             for side, setting in settings:
                 if side in args.sides:
                     print(f"{name}: {side} {setting}", file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ ROOMS = {
     "sampling": ["sampling"],
     "learning": ["learning"],
     "serving": ["serving"],
-    "roof": ["train", "cli"],
+    "roof": ["train", "build", "loop", "cli"],
 }
 BELOW = {
     "ground": set(),

@@ -1,0 +1,139 @@
+"""rl_core's half of bench_cpu.py: the trainer's own loop, measured from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+from bench_cpu import (
+    GROUP_SIZE,
+    LEARNING_RATE,
+    NUM_PROMPTS,
+    NUM_ROWS,
+    NUM_SAMPLES,
+    Measured,
+    Work,
+    completion_length,
+    rl_prompts,
+    sft_rows,
+)
+
+from rl_core.build import Run, build, make_plan
+from rl_core.config import parse_config
+from rl_core.distributed import close_ranks, init_ranks
+from rl_core.loop import train
+
+ENVIRONMENT = """
+from bench_cpu import reward_of
+
+def reward_fn(messages):
+    return reward_of(messages[-1]["content"])
+"""
+
+
+class Meter:
+    """Stands between a run and its log, engine and model."""
+
+    def __init__(self, work: Work, run: Run):
+        self.work, self.log = work, run.log
+        self.calls = self.answers = 0
+        self.began = 0.0
+        self.measured = Measured(
+            cpu_s=[],
+            generate_cpu_s=[0.0],
+            generated_tokens=[0],
+            learned_tokens=[0],
+            computed_tokens=[0],
+            start_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            peak_mib=0,
+        )
+        run.log = self
+        run.learner.policy.register_forward_pre_hook(self.count_tokens)
+        if run.engine is not None:
+            self.generate = run.engine.generate
+            run.engine.generate = self.generate_at_length
+        self.mark = time.process_time()
+
+    async def generate_at_length(self, prompt_ids, params, **kwargs):
+        step, index = divmod(self.calls, NUM_SAMPLES)
+        self.calls += 1
+        if index == 0:
+            self.began = time.process_time()
+        length = completion_length(self.work, step, index)
+        completion = await self.generate(
+            prompt_ids, dataclasses.replace(params, max_tokens=length, stop_token_ids=()), **kwargs
+        )
+        assert len(completion.token_ids) == length
+        self.measured.generated_tokens[-1] += length
+        self.answers += 1
+        if self.answers % NUM_SAMPLES == 0:
+            self.measured.generate_cpu_s[-1] += time.process_time() - self.began
+        return completion
+
+    def count_tokens(self, policy, args):
+        # A packed sequence comes without its last token, which is only a label.
+        tokens = args[0].input_ids.numel() + len(args[0].cu_seqlens) - 1
+        self.measured.learned_tokens[-1] += tokens
+        self.measured.computed_tokens[-1] += tokens
+
+    def write(self, step: int, metrics: dict) -> dict:
+        values = self.log.write(step, metrics)
+        now = time.process_time()
+        self.measured.cpu_s.append(now - self.mark)
+        self.mark = now
+        if len(self.measured.cpu_s) < self.work.all_steps:
+            for name in ("generate_cpu_s", "generated_tokens", "learned_tokens", "computed_tokens"):
+                getattr(self.measured, name).append(0)
+        return values
+
+    def progress(self, step: int, values: dict) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+
+def run_ours(work: Work, setting: dict, model: str) -> Measured:
+    with tempfile.TemporaryDirectory() as folder:
+        config = parse_config(flags(work, setting, model, Path(folder)))
+        ranks = init_ranks(config.timeout_s)
+        run = build(make_plan(config), ranks)
+        meter = Meter(work, run)
+        asyncio.run(train(run))
+        close_ranks(ranks)
+    meter.measured.peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return meter.measured
+
+
+def flags(work: Work, setting: dict, model: str, folder: Path) -> list[str]:
+    is_rl = work.algorithm == "grpo"
+    if is_rl:
+        rows = [{"messages": [_says("user", prompt)]} for prompt in rl_prompts(work)]
+    else:
+        rows = [{"messages": [_says("user", p), _says("assistant", r)]} for p, r in sft_rows(work)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "env.py").write_text(ENVIRONMENT)
+    values = {
+        "algorithm": work.algorithm,
+        "model": model,
+        "out": folder / "run",
+        "data.train": folder / "rows.jsonl",
+        "data.shuffle": "false",
+        "num_steps": work.all_steps,
+        "tasks_per_step": NUM_PROMPTS if is_rl else NUM_ROWS,
+        "max_prompt_tokens": 2 * work.prompt + 3,
+        "max_tokens": work.longest,
+        "optim.lr": LEARNING_RATE,
+        "seed": work.seed,
+        "rollout.save": "false",
+    }
+    if is_rl:
+        values |= {"env_path": folder / "env.py", "group_size": GROUP_SIZE}
+    return [f"--{name}={value}" for name, value in (values | setting).items()]
+
+
+def _says(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
