@@ -1,6 +1,6 @@
 """The in-process engine: continuous batching over a Hugging Face model's own forward, with its weights read in place.
 
-Legend: n rows (requests in a forward), S new tokens per row, L cached tokens, H heads, K key-value heads, D head dim, V vocab.
+Legend: n requests in a forward, S new tokens of each, V vocab.
 
 Row i of the KV cache belongs to the i-th active request, so a forward always reads the first rows as one view and never
 gathers. A row holds the keys and values of every token before the newest one.
@@ -17,118 +17,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface
 
+from rl_core.sampling.slot_cache import ATTENTION, ForwardPlan, SlotCache, Snapshot
 from rl_core.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-ATTENTION = "rl_core_slots"
 PREFILL_TOKENS = 8192  # padded tokens in one prefill forward: bounds its activations
 REFILL_STEPS = 8  # waiting requests are admitted at the latest this many decode steps after the last ones
 LOGIT_RULES = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
 
-Snapshot = list[tuple[Tensor, Tensor]]  # per layer, keys and values [K, L, D] of one row
-
-
-class SlotCache:
-    """Keys and values, per layer [num_slots, K, max_tokens + 1, D]; the last column takes what padding writes."""
-
-    def __init__(self, num_slots: int, max_tokens: int) -> None:
-        self.num_slots, self.max_tokens = num_slots, max_tokens
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        if index not in self.layers:
-            # Zeros, because what a mask hides still has to be finite.
-            self.layers[index] = tuple(
-                x.new_zeros(self.num_slots, x.shape[1], self.max_tokens + 1, x.shape[3]) for x in (key, value)
-            )
-        return self.layers[index]
-
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        for pair in self.layers.values():
-            for cache in pair:
-                cache[target, :, :length] = cache[source, :, :length]
-
-    def snapshot(self, row: int, length: int) -> Snapshot:
-        return [(k[row, :, :length].clone(), v[row, :, :length].clone()) for k, v in self.layers.values()]
-
-    def restore(self, row: int, kept: Snapshot, length: int) -> None:
-        for pair, kept_pair in zip(self.layers.values(), kept, strict=True):
-            for cache, kept_cache in zip(pair, kept_pair, strict=True):
-                cache[row, :, :length] = kept_cache[:, :length]
-
-
-@dataclass(kw_only=True, slots=True)
-class ForwardPlan:
-    """Where one forward's tokens go in the cache and what they see. It reaches slot_attention as a model argument."""
-
-    cache: SlotCache
-    rows: slice
-    length: int  # L, the longest of its rows with the new tokens
-    fresh: bool  # nothing is cached before these tokens
-    positions: Tensor  # [n, S] column that each token is written to; [1, S] if fresh
-    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window, built once for all layers
-    write_index: Tensor | None = None  # [n * K] decode only
-
-    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores [n, K, S, D] keys and values and returns views of the caches [n, K, L, D]."""
-        caches = self.cache.layer(layer, key, value)
-        for cache, new in zip(caches, (key, value), strict=True):
-            if self.fresh:
-                cache[self.rows, :, : self.length] = new
-            elif new.shape[2] == 1:
-                num_heads, size = cache.shape[1], cache.shape[2]
-                if self.write_index is None or len(self.write_index) != len(new) * num_heads:
-                    heads = torch.arange(self.rows.start * num_heads, self.rows.stop * num_heads, device=new.device)
-                    self.write_index = heads * size + self.positions.repeat_interleave(num_heads)
-                cache.view(-1, cache.shape[3]).index_copy_(0, self.write_index, new.reshape(-1, new.shape[3]))
-            else:
-                rows = torch.arange(self.rows.start, self.rows.stop, device=new.device)[:, None]
-                cache[rows, :, self.positions] = new.transpose(1, 2)
-        return tuple(cache[self.rows, :, : self.length] for cache in caches)
-
-    def mask(self, window: int | None) -> Tensor:
-        """[n, 1, S, L] bool, True where a query sees a key."""
-        if window not in self.masks:
-            keys = torch.arange(self.length, device=self.positions.device)
-            queries = self.positions[:, None, :, None]
-            seen = keys <= queries
-            self.masks[window] = seen if window is None else seen & (keys > queries - window)
-        return self.masks[window]
-
-
-def slot_attention(
-    module: torch.nn.Module,
-    query: Tensor,  # [n, H, S, D]
-    key: Tensor,  # [n, K, S, D]
-    value: Tensor,
-    attention_mask: None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    slot_plan: ForwardPlan | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attention output [n, S, H, D] over the slots, after the new keys and values were written into them."""
-    keys, values = slot_plan.write(module.layer_idx, key, value)
-    if slot_plan.fresh and (sliding_window is None or slot_plan.length <= sliding_window):
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    else:
-        mask = slot_plan.mask(sliding_window)
-        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2), None
-
-
-# No mask function is registered under this name, which is how transformers is told to build no mask.
-AttentionInterface.register(ATTENTION, slot_attention)
-
 
 def truncated_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Logits [n, V] with -inf for what top-k, then top-p of the rest, then min-p exclude; the [n] limits are per row."""
+    """Logits [n, V] with -inf where top-k, then top-p of the rest, then min-p exclude; limits [n] are per row."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     ordered = ordered.masked_fill((rank >= top_k[:, None]) & (top_k[:, None] > 0), -torch.inf)
@@ -218,12 +121,13 @@ class EmbeddedEngine:
         self._prompts: dict[tuple[int, ...], SharedPrompt] = {}
         self._parked: dict[str, Parked] = {}  # oldest first
         self._steps_since_refill = 0
+        self._is_checked = False
         self._task: asyncio.Task[None] | None = None
 
     async def generate(
         self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = ""
     ) -> Completion:
-        """One completion; see Engine. ValueError if the prompt leaves no room in the context or params are impossible."""
+        """One completion; see Engine. ValueError if the prompt leaves no room in the context or params make no sense."""
         self._check_request(prompt_ids, params)
         prompt = tuple(prompt_ids)
         request = Request(
@@ -246,8 +150,11 @@ class EmbeddedEngine:
 
     async def update_weights(self, named_weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
         """None means that the weights were changed in place. Otherwise each is copied into the model; see Engine."""
-        if self._waiting or self._active:
-            raise RuntimeError(f"weights changed under {len(self._waiting) + len(self._active)} running requests")
+        running = [r for r in (*self._waiting, *self._active) if not r.future.done()]
+        if running:
+            raise RuntimeError(f"{len(running)} requests are running; await or cancel them before the weights change")
+        if self._task is not None and not self._task.done():
+            await asyncio.wait([self._task])  # it drops requests that were cancelled
         self._parked.clear()
         if named_weights is not None:
             load_weights(self.model, named_weights)
@@ -278,9 +185,25 @@ class EmbeddedEngine:
             raise ValueError(f"stop={params.stop} needs a tokenizer; give the engine one or use stop_token_ids")
 
     async def _run(self) -> None:
-        while self._waiting or self._active:
-            self._step()
-            await asyncio.sleep(0)
+        with self._eval_mode():
+            while True:
+                self._step()
+                # Left without another await, so that nobody who was answered finds the model in the wrong mode.
+                if not self._waiting and not self._active:
+                    return
+                await asyncio.sleep(0)
+
+    @contextlib.contextmanager
+    def _eval_mode(self) -> Iterator[None]:
+        """For as long as requests run, because going over the modules at every step is not free."""
+        training = [module for module in self.model.modules() if module.training]
+        for module in training:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
 
     def _on_stopped(self, task: asyncio.Task[None]) -> None:
         """Nobody waits for ever: what ended the loop is raised in every generate() that it has not answered."""
@@ -300,28 +223,41 @@ class EmbeddedEngine:
     def _step(self) -> None:
         for request in [r for r in self._active if r.future.done()][::-1]:
             self._leave(request)
-        for request in [r for r in self._waiting if r.future.done()]:
-            self._waiting.remove(request)
-            self._leave(request)
-        with self._borrowed_model():
+        if not self._is_checked:
+            self._check_decoder()
+        with self._attention(ATTENTION):
             if self._is_time_to_refill():
                 self._admit()
             if self._active:
                 self._decode()
 
     @contextlib.contextmanager
-    def _borrowed_model(self) -> Iterator[None]:
-        config, training = self._decoder.config, [m for m in self.model.modules() if m.training]
+    def _attention(self, name: str) -> Iterator[None]:
+        config = self._decoder.config
         implementation = config._attn_implementation
-        config._attn_implementation = ATTENTION
-        for module in training:
-            module.training = False
+        config._attn_implementation = name
         try:
             yield
         finally:
             config._attn_implementation = implementation
-            for module in training:
-                module.training = True
+
+    def _check_decoder(self) -> None:
+        """ValueError, at the first step, for a decoder that does more than this engine's attention and head."""
+        token_ids = [token % self.model.config.vocab_size for token in (1, 2, 3)]
+        with self._attention("eager"):
+            tokens = torch.tensor([token_ids], device=self.model.device)
+            expected = self.model(input_ids=tokens, use_cache=False).logits[0, -1].float()
+        with self._attention(ATTENTION):
+            self._forward(slice(0, 1), [0], [token_ids[:2]])
+            hidden = self._forward(slice(0, 1), [2], [token_ids[2:]])
+        logits = self.model.get_output_embeddings()(hidden[0, -1]).float()
+        tolerance = (1e-3 if self.model.dtype == torch.float32 else 0.1) * expected.abs().max()
+        if (logits - expected).abs().max() > tolerance:
+            raise ValueError(
+                f"the embedded engine's logits differ from {type(self.model).__name__}'s own: it has an attention or a "
+                "head that this engine does not apply; use another engine for this model"
+            )
+        self._is_checked = True
 
     def _is_time_to_refill(self) -> bool:
         """A prefill costs a forward however small it is, so wait for company, but not for long."""
@@ -333,8 +269,18 @@ class EmbeddedEngine:
 
     def _admit(self) -> None:
         self._steps_since_refill = 0
-        num_new = min(len(self._waiting), self.capacity - len(self._active))
-        admitted = [self._waiting.popleft() for _ in range(num_new)]
+        admitted: list[Request] = []
+        while self._waiting and len(self._active) + len(admitted) < self.capacity:
+            request = self._waiting.popleft()
+            if request.future.done():  # cancelled
+                self._leave(request)
+            else:
+                admitted.append(request)
+        if admitted:
+            self._start(admitted)
+
+    def _start(self, admitted: list[Request]) -> None:
+        """Prefills each prompt that is not in the cache yet, once, and samples everybody's first token."""
         leaders: dict[tuple[int, ...], Request] = {}
         for request in admitted:
             if self._prompts[request.prompt].hidden is None and request.prompt not in leaders:
@@ -345,8 +291,8 @@ class EmbeddedEngine:
         for request in admitted:
             if request.row < 0:
                 self._share_prompt(request)
-        hidden = torch.stack([self._prompts[r.prompt].hidden for r in self._active[-num_new:]])
-        self._sample(self._active[-num_new:], hidden)
+        started = self._active[-len(admitted) :]
+        self._sample(started, torch.stack([self._prompts[r.prompt].hidden for r in started]))
 
     def _reusable_tokens(self, request: Request) -> int:
         parked = self._parked.get(request.session) if request.session else None
@@ -369,12 +315,12 @@ class EmbeddedEngine:
             if request.num_cached:
                 self._cache.restore(request.row, parked.kept, request.num_cached)
         rows = slice(first_row, len(self._active))
-        starts = [r.num_cached for r in requests]
         width = max(len(r.prompt) - r.num_cached for r in requests)
         # More than one piece only if a single prompt is longer than PREFILL_TOKENS.
-        for first in range(0, width, PREFILL_TOKENS):
-            pieces = [list(r.prompt[s + first : s + first + PREFILL_TOKENS]) for r, s in zip(requests, starts, strict=True)]
-            hidden = self._forward(rows, [s + first for s in starts], pieces)
+        for done in range(0, width, PREFILL_TOKENS):
+            starts = [r.num_cached + done for r in requests]
+            pieces = [list(r.prompt[s : s + PREFILL_TOKENS]) for r, s in zip(requests, starts, strict=True)]
+            hidden = self._forward(rows, starts, pieces)
         last = torch.tensor([len(piece) - 1 for piece in pieces], device=hidden.device)
         for request, row in zip(requests, hidden[torch.arange(len(last), device=hidden.device), last], strict=True):
             self._prompts[request.prompt].hidden = row
@@ -435,7 +381,7 @@ class EmbeddedEngine:
         limits = [(p.top_k, p.top_p, p.min_p) if p.temperature else (0, 1.0, 0.0) for p in params]
         if any(limit != (0, 1.0, 0.0) for limit in limits):
             logits = truncated_logits(logits, *torch.tensor(limits, device=device).unbind(1))
-        uniforms = torch.tensor([r.random_bits(24) * 2.0**-24 for r in requests], device=device)
+        uniforms = torch.tensor([r.random_bits(24) * 2.0**-24 for r in requests], dtype=torch.float32, device=device)
         greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
         tokens, logprobs = sample_tokens(logits, uniforms, greedy)
         # One transfer for both; token ids are exact in fp32.

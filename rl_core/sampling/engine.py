@@ -27,9 +27,10 @@ class Engine(Protocol):
         """Frees what is kept for the next turn of a conversation; unknown names are ignored."""
         ...
 
-    async def update_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def update_weights(self, named_weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
         """Loads (Hugging Face name, full tensor) pairs and drops every cached key and value. Raises on a name or shape
-        that the model does not have, and on a parameter that did not arrive."""
+        that the model does not have, and on a parameter that did not arrive. None: the engine reads the learner's own
+        parameters, which changed in place."""
         ...
 
     async def close(self) -> None: ...
