@@ -47,6 +47,7 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, greedy: Tensor) -> tuple[Ten
     cdf = logprobs.exp().cumsum(-1)
     # Scaled by the last entry, a uniform below 1 stays below it: rounding can never pick an excluded token.
     drawn = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)
+    drawn = drawn.clamp(max=logits.shape[-1] - 1)  # NaN ends up behind the last token; the caller sees its logprob
     tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), drawn)
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
 

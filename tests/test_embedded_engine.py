@@ -1,0 +1,477 @@
+"""What every engine promises (tokens, logprobs, seeds, stops, weights), and how the embedded one keeps it cheap."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rl_core.sampling import embedded_engine
+from rl_core.sampling.embedded_engine import EmbeddedEngine, truncated_logits
+from rl_core.types import SamplingParams
+
+VOCAB_SIZE = 104
+
+
+@pytest.fixture
+def model(tiny_model):
+    return load(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
+
+
+def make(model, num_slots=8, max_context_tokens=128, **kwargs) -> EmbeddedEngine:
+    return EmbeddedEngine(model, num_slots=num_slots, max_context_tokens=max_context_tokens, **kwargs)
+
+
+def random_prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+
+
+def run(engine, prompts, params, first_seed: int = 0):
+    """Completions of all prompts at once; params is one for all or a list."""
+    params = params if isinstance(params, list) else [params] * len(prompts)
+
+    async def gather():
+        return await asyncio.gather(
+            *(engine.generate(p, q, seed=first_seed + i) for i, (p, q) in enumerate(zip(prompts, params, strict=True)))
+        )
+
+    return asyncio.run(gather())
+
+
+async def has_decoded(engine, num_steps):
+    while engine.stats.decode_steps < num_steps:  # noqa: ASYNC110 - an event in the engine would serve tests alone
+        await asyncio.sleep(0)
+
+
+@torch.no_grad()
+def forward_logits(model, prompt, completion, temperature=1.0):
+    """[L, V] logits from which each token of the completion was sampled, by one plain forward."""
+    logits = model(input_ids=torch.tensor([prompt + completion.token_ids]), use_cache=False).logits[0].float()
+    return logits[len(prompt) - 1 : -1] / temperature
+
+
+def assert_logprobs(model, prompt, completion, temperature=1.0):
+    expected = forward_logits(model, prompt, completion, temperature).log_softmax(-1)
+    expected = expected.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+
+
+# What is sampled
+
+
+def test_greedy_tokens_are_those_of_model_generate(any_model):
+    model = load(any_model)
+    prompts = random_prompts(12)
+    completions = run(make(model, num_slots=5), prompts, SamplingParams(max_tokens=20, temperature=0))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        tokens = torch.tensor([prompt])
+        # With an explicit mask, as a prompt may hold the padding token.
+        expected = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=20, do_sample=False, eos_token_id=None
+        )
+        assert completion.token_ids == expected[0, len(prompt) :].tolist()
+        assert_logprobs(model, prompt, completion)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_equal_a_plain_forward_with_fewer_slots_than_requests(any_model, temperature):
+    model = load(any_model)
+    prompts = random_prompts(30, seed=1)
+    params = [SamplingParams(max_tokens=1 + i % 17, temperature=temperature) for i in range(30)]
+    for prompt, completion in zip(prompts, run(make(model, num_slots=7), prompts, params), strict=True):
+        assert_logprobs(model, prompt, completion, temperature)
+
+
+def test_logprobs_equal_a_plain_forward_over_the_turns_of_a_session(any_model):
+    model = load(any_model)
+    engine = make(model, num_slots=3)
+
+    async def converse(index: int):
+        prompt, turns = random_prompts(1, seed=index)[0], []
+        for turn in range(3):
+            params = SamplingParams(max_tokens=5 + index % 4)
+            completion = await engine.generate(prompt, params, seed=10 * index + turn, session=f"s{index}")
+            turns.append((prompt, completion))
+            prompt = prompt + completion.token_ids + random_prompts(1, seed=100 + index, longest=9)[0]
+        return turns
+
+    async def converse_all():
+        return await asyncio.gather(*(converse(i) for i in range(7)))
+
+    for turns in asyncio.run(converse_all()):
+        for prompt, completion in turns:
+            assert_logprobs(model, prompt, completion)
+
+
+def test_a_sliding_window_is_honoured(tiny_model):
+    config = AutoModelForCausalLM.from_pretrained(tiny_model).config
+    config.layer_types, config.sliding_window = ["sliding_attention", "full_attention"], 6
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    prompts = random_prompts(6)
+    completions = run(make(model), prompts, SamplingParams(max_tokens=12))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert_logprobs(model, prompt, completion)
+
+
+def test_samples_do_not_depend_on_the_rest_of_the_batch_or_on_the_number_of_slots(model):
+    prompts, params = random_prompts(31, seed=2), SamplingParams(max_tokens=24)
+    together = [c.token_ids for c in run(make(model, num_slots=31), prompts, params)]
+    refilled = [c.token_ids for c in run(make(model, num_slots=4), prompts, params)]
+    assert together == refilled
+    alone = [run(make(model), prompts[i : i + 1], params, first_seed=i)[0].token_ids for i in (0, 13, 30)]
+    assert alone == [together[i] for i in (0, 13, 30)]
+
+
+def test_another_seed_gives_another_sample(model):
+    prompts = random_prompts(1) * 4
+    assert len({tuple(c.token_ids) for c in run(make(model), prompts, SamplingParams(max_tokens=16))}) == 4
+
+
+@pytest.mark.parametrize(
+    "limits", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 8, "top_p": 0.7, "min_p": 0.1}]
+)
+def test_samples_follow_the_softmax_of_the_tokens_that_the_limits_leave(model, limits):
+    """Chi-square over 3000 first tokens; six standard deviations is beyond chance."""
+    prompt, temperature, count = [5, 17, 40], 1.5, 3000
+    params = SamplingParams(max_tokens=1, temperature=temperature, **limits)
+    completions = run(make(model, num_slots=500), [prompt] * count, params)
+    probs = expected_probs(forward_logits(model, prompt, completions[0], temperature)[0], **limits)
+    counts = torch.zeros(VOCAB_SIZE)
+    for completion in completions:
+        token = completion.token_ids[0]
+        counts[token] += 1
+        assert completion.logprobs[0] == pytest.approx(probs[token].log().item(), abs=1e-5)
+    allowed = probs > 0
+    assert counts[~allowed].sum() == 0
+    expected = count * probs[allowed]
+    chi_square = ((counts[allowed] - expected) ** 2 / expected).sum().item()
+    freedom = int(allowed.sum()) - 1
+    assert abs(chi_square - freedom) < 6 * (2 * freedom) ** 0.5 + 6, (chi_square, freedom)
+
+
+def expected_probs(logits, top_k=0, top_p=1.0, min_p=0.0):
+    """The definition, one token at a time: top-k, top-p of what is left, min-p of the most likely."""
+    ranked = sorted(range(len(logits)), key=lambda token: -logits[token].item())[: top_k or None]
+    probs = logits[ranked].softmax(0).tolist()
+    kept, total = [], 0.0
+    for token, prob in zip(ranked, probs, strict=True):
+        if total >= top_p or prob < min_p * probs[0]:
+            break
+        kept.append(token)
+        total += prob
+    return torch.zeros_like(logits).index_copy_(0, torch.tensor(kept), logits[kept].softmax(0))
+
+
+def test_one_requests_limits_leave_the_others_alone(model):
+    prompts = random_prompts(3)
+    plain = SamplingParams(max_tokens=10)
+    alone = run(make(model), prompts, plain)
+    mixed = [plain, SamplingParams(max_tokens=10, top_k=1), SamplingParams(max_tokens=10, temperature=0, top_k=3)]
+    first, narrow, greedy = run(make(model), prompts, mixed)
+    assert first.token_ids == alone[0].token_ids
+    assert first.logprobs == pytest.approx(alone[0].logprobs, abs=1e-5)
+    assert narrow.logprobs == pytest.approx([0.0] * 10, abs=1e-6)
+    assert_logprobs(model, prompts[2], greedy)
+
+
+def test_limits_always_leave_the_most_likely_token():
+    logits = torch.tensor([[0.0, 3.0, 1.0]])
+    kept = truncated_logits(logits, torch.tensor([0.0]), torch.tensor([1e-9]), torch.tensor([1.0]))
+    assert kept.isfinite().tolist() == [[False, True, False]]
+
+
+# Where it ends
+
+
+def test_a_stop_token_ends_the_completion_and_stays_in_it(model):
+    prompts = random_prompts(8, seed=3)
+    free = run(make(model), prompts, SamplingParams(max_tokens=20))
+    stop = free[0].token_ids[6]
+    params = SamplingParams(max_tokens=20, stop_token_ids=(stop,))
+    for before, after in zip(free, run(make(model), prompts, params), strict=True):
+        end = before.token_ids.index(stop) + 1 if stop in before.token_ids else None
+        assert after.token_ids == before.token_ids[:end]
+        assert after.finish_reason == ("length" if end is None else "stop")
+        assert len(after.logprobs) == len(after.token_ids)
+
+
+def test_a_stop_string_ends_the_completion_and_stays_in_its_text(model, tokenizer):
+    prompts = random_prompts(1, seed=4)
+    [free] = run(make(model, tokenizer=tokenizer), prompts, SamplingParams(max_tokens=40))
+    stop = tokenizer.decode(free.token_ids[9:12])
+    end = next(i for i in range(1, 41) if stop in tokenizer.decode(free.token_ids[:i]))
+    [cut] = run(make(model, tokenizer=tokenizer), prompts, SamplingParams(max_tokens=40, stop=("\0", stop)))
+    assert (cut.token_ids, cut.finish_reason) == (free.token_ids[:end], "stop")
+    assert cut.text == tokenizer.decode(cut.token_ids, skip_special_tokens=True)
+
+
+def test_text_is_empty_without_a_tokenizer_and_stop_strings_are_refused(model):
+    assert run(make(model), [[1]], SamplingParams(max_tokens=2))[0].text == ""
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        run(make(model), [[1]], SamplingParams(max_tokens=2, stop=("x",)))
+
+
+def test_a_completion_fills_the_context_and_no_more(model):
+    prompt = random_prompts(1)[0]
+    limit = len(prompt) + 7
+    [completion] = run(make(model, max_context_tokens=limit), [prompt], SamplingParams(max_tokens=50))
+    assert (len(completion.token_ids), completion.finish_reason) == (7, "length")
+    assert_logprobs(model, prompt, completion)
+    with pytest.raises(ValueError, match=f"prompt of {limit} tokens"):
+        run(make(model, max_context_tokens=limit), [[1] * limit], SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 1.5}])
+def test_impossible_params_are_refused(model, wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        run(make(model), [[1]], SamplingParams(**{"max_tokens": 4, **wrong}))
+
+
+# What it costs
+
+
+def test_a_groups_prompt_is_prefilled_once_even_if_it_outlives_its_first_owner(model):
+    prompts = [prompt for prompt in random_prompts(3, seed=5) for _ in range(8)]
+    engine = make(model, num_slots=5)
+    params = [SamplingParams(max_tokens=1 + i % 9) for i in range(24)]
+    for prompt, completion in zip(prompts, run(engine, prompts, params), strict=True):
+        assert_logprobs(model, prompt, completion)
+    assert engine.stats.prefill_tokens == sum(map(len, prompts[::8]))
+    assert not engine._prompts
+
+
+def test_a_session_prefills_only_what_its_prompt_adds(model):
+    engine, first = make(model), [3] * 20
+
+    async def two_turns(second_of):
+        params = SamplingParams(max_tokens=6)
+        one = await engine.generate(first, params, seed=1, session="s")
+        before = engine.stats.prefill_tokens
+        second = second_of(one)
+        two = await engine.generate(second, params, seed=2, session="s")
+        assert_logprobs(model, second, two)
+        engine.end_session("s")
+        engine.end_session("never seen")
+        assert not engine._parked
+        return engine.stats.prefill_tokens - before
+
+    # The last sampled token's keys were never computed.
+    assert asyncio.run(two_turns(lambda one: first + one.token_ids + [7] * 5)) == 6
+    assert asyncio.run(two_turns(lambda one: first[:12] + [9] * 4)) == 4
+    assert asyncio.run(two_turns(lambda one: [9] * 4)) == 4
+
+
+def test_the_oldest_session_is_forgotten_first_when_more_is_kept_than_the_slots_hold(model):
+    engine = make(model, num_slots=2, max_context_tokens=32)
+
+    async def open_sessions():
+        for name in "abcd":
+            await engine.generate([1] * 20, SamplingParams(max_tokens=2), seed=0, session=name)
+
+    asyncio.run(open_sessions())
+    assert list(engine._parked) == ["b", "c", "d"]
+
+
+def test_long_and_ragged_prompts_are_prefilled_in_bounded_pieces(model, monkeypatch):
+    monkeypatch.setattr(embedded_engine, "PREFILL_TOKENS", 32)
+    prompts = [*random_prompts(9, seed=6, longest=30), [*range(100)]]
+    widths = []
+    handle = model.get_input_embeddings().register_forward_hook(lambda _m, args, _o: widths.append(args[0].numel()))
+    completions = run(make(model, num_slots=10), prompts, SamplingParams(max_tokens=5))
+    handle.remove()
+    assert max(widths) <= 32
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert_logprobs(model, prompt, completion)
+
+
+def test_late_requests_are_admitted_while_others_decode(model):
+    engine = make(model, num_slots=8)
+
+    async def join():
+        slow = asyncio.create_task(engine.generate([1, 2], SamplingParams(max_tokens=100), seed=0))
+        await has_decoded(engine, 5)
+        quick = await engine.generate([3, 4, 5], SamplingParams(max_tokens=3), seed=1)
+        assert not slow.done()
+        return await slow, quick
+
+    slow, quick = asyncio.run(join())
+    assert_logprobs(model, [1, 2], slow)
+    assert_logprobs(model, [3, 4, 5], quick)
+
+
+# Its life
+
+
+def test_new_weights_in_place_change_the_samples_and_drop_what_was_cached(model):
+    engine, prompt, params = make(model), [3] * 20, SamplingParams(max_tokens=8)
+
+    async def before_and_after():
+        old = await engine.generate(prompt, params, seed=1, session="s")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        await engine.update_weights(None, version=4)
+        second = prompt + old.token_ids
+        return old, second, await engine.generate(second, params, seed=1, session="s")
+
+    old, second, new = asyncio.run(before_and_after())
+    assert (old.policy_version, new.policy_version) == (0, 4)
+    assert_logprobs(model, second, new)
+
+
+def test_streamed_weights_replace_the_models(model, make_model):
+    other = load(make_model(seed=1))
+    engine, prompts, params = make(model), random_prompts(4), SamplingParams(max_tokens=8)
+    old = run(engine, prompts, params)
+    # Parameters are named once, so the tied head is not among them.
+    asyncio.run(engine.update_weights(((n, p.detach().clone()) for n, p in other.named_parameters()), version=1))
+    new = run(engine, prompts, params)
+    assert [c.token_ids for c in new] == [c.token_ids for c in run(make(other), prompts, params)]
+    assert [c.token_ids for c in new] != [c.token_ids for c in old]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda weights: weights.pop("model.norm.weight"), "did not arrive, such as 'model.norm.weight'"),
+        (lambda weights: weights.update({"model.norm.weight": torch.ones(3)}), r"has shape \[3\], not \[64\]"),
+        (lambda weights: weights.update({"model.nrom.weight": torch.ones(64)}), "'model.nrom.weight' is not in"),
+    ],
+)
+def test_weights_that_do_not_fit_are_an_error(model, change, error):
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    change(weights)
+    engine = make(model)
+    with pytest.raises(ValueError, match=error):
+        asyncio.run(engine.update_weights(weights.items(), version=1))
+    assert engine.policy_version == 0
+
+
+def test_weights_do_not_change_under_a_running_request(model):
+    engine = make(model)
+
+    async def update():
+        task = asyncio.create_task(engine.generate([1], SamplingParams(max_tokens=20), seed=0))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="1 requests are running"):
+            await engine.update_weights(None, version=1)
+        task.cancel()
+        await asyncio.sleep(0)
+        await engine.update_weights(None, version=2)
+
+    asyncio.run(update())
+    assert engine.policy_version == 2
+
+
+def test_cancelling_frees_the_slot_and_disturbs_nobody(model):
+    engine, prompts, params = make(model, num_slots=3), random_prompts(6, seed=7), SamplingParams(max_tokens=30)
+    expected = run(make(model), prompts, params)
+
+    async def cancel_some():
+        tasks = [asyncio.create_task(engine.generate(p, params, seed=i)) for i, p in enumerate(prompts)]
+        await has_decoded(engine, 4)
+        for i in (0, 4):  # one decodes, one waits
+            tasks[i].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    results = asyncio.run(cancel_some())
+    assert [i for i, r in enumerate(results) if isinstance(r, asyncio.CancelledError)] == [0, 4]
+    assert all(results[i].token_ids == expected[i].token_ids for i in (1, 2, 3, 5))
+    assert not engine._active and not engine._waiting and not engine._prompts
+    # The four that ended took 29 steps each after their first token, the cancelled one the few before.
+    assert engine.stats.decode_tokens <= 4 * 29 + 5
+
+
+def test_the_model_is_given_back_as_it_was(model):
+    model.train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    seen = set()
+    hook = model.model.layers[1].register_forward_hook(
+        lambda module, *_: seen.add((module.training, model.config._attn_implementation))
+    )
+    engine = make(model)
+
+    async def generate():
+        await engine.generate([1, 2], SamplingParams(max_tokens=3), seed=0)
+        return [module.training for module in model.modules()], model.config._attn_implementation
+
+    assert asyncio.run(generate()) == (modes, "sdpa")
+    hook.remove()
+    assert seen == {(False, "eager"), (False, "rl_core_slots")}
+    model(input_ids=torch.tensor([[1, 2]])).logits.sum().backward()
+
+
+def test_an_error_reaches_everybody_who_waits_and_the_engine_goes_on(model):
+    engine, prompts, params = make(model, num_slots=2), random_prompts(5), SamplingParams(max_tokens=8)
+    expected = run(engine, prompts, params)
+
+    def fail(*_):
+        raise ZeroDivisionError("broken layer")
+
+    async def gather():
+        calls = (engine.generate(p, params, seed=i) for i, p in enumerate(prompts))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    handle = model.model.norm.register_forward_hook(fail)
+    assert [str(error) for error in asyncio.run(gather())] == ["broken layer"] * 5
+    handle.remove()
+    assert model.config._attn_implementation == "sdpa"
+    assert [c.token_ids for c in asyncio.run(gather())] == [c.token_ids for c in expected]
+
+
+def test_weights_that_are_nan_are_an_error_and_not_a_sample(model):
+    torch.nn.init.constant_(model.model.norm.weight, torch.nan)
+    with pytest.raises(ValueError, match="NaN"):
+        run(make(model), [[1, 2]], SamplingParams(max_tokens=3))
+
+
+def test_a_decoder_with_rules_of_its_own_is_refused(model):
+    model.config.logit_scale = 0.5
+    with pytest.raises(ValueError, match=r"logit_scale=0.5"):
+        make(model)
+
+
+def test_a_decoder_that_computes_something_else_is_refused_at_the_first_step(model):
+    forward = model.forward
+
+    def doubled(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = out.logits * 2
+        return out
+
+    model.forward = doubled
+    with pytest.raises(ValueError, match="logits differ from Qwen3ForCausalLM's own"):
+        run(make(model), [[1, 2]], SamplingParams(max_tokens=3))
+
+
+def test_closing_cancels_what_runs_and_sleeping_frees_the_cache(model):
+    engine = make(model)
+
+    async def close():
+        task = asyncio.create_task(engine.generate([1], SamplingParams(max_tokens=100), seed=0))
+        await has_decoded(engine, 3)
+        await engine.close()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    assert asyncio.run(close())
+    assert not engine._cache.layers
+    assert len(run(engine, [[1]], SamplingParams(max_tokens=3))[0].token_ids) == 3
+    engine.sleep()
+    assert not engine._cache.layers
