@@ -74,7 +74,7 @@ class Hook:
             raise HookError(f"{self.name}() failed for task {task_id}: {where}") from error.cause
 
     async def within_deadline(self, awaitable: Awaitable) -> Any:
-        task = asyncio.ensure_future(awaitable)
+        task = asyncio.ensure_future(outcome(awaitable))
         try:
             # Not wait_for: that waits for ever for a coroutine that ignores its cancellation.
             await asyncio.wait({task}, timeout=self.timeout_s)
@@ -86,16 +86,25 @@ class Hook:
             raise Deadline
         if task.cancelled():
             raise Raised(RuntimeError("it was cancelled"))
-        if task.exception() is not None:
-            raise Raised(task.exception())
-        return task.result()
+        result, error = task.result()
+        if error is not None:
+            raise Raised(error)
+        return result
+
+
+async def outcome(awaitable: Awaitable) -> tuple[Any, BaseException | None]:
+    """(result, what it raised): a SystemExit that left a task of the event loop would end the loop."""
+    try:
+        return await awaitable, None
+    except (Exception, SystemExit) as error:
+        return None, error
 
 
 def describe_error(error: BaseException, path: str) -> str:
     """`file:line: Type: message`, of the innermost line of the user's file that took part."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: SyntaxError: {error.msg}"
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [f for e in (error, error.__cause__) if e is not None for f in traceback.extract_tb(e.__traceback__)]
     inside = [frame for frame in frames if frame.filename == path] or frames[-1:]
     place = f"{inside[-1].filename}:{inside[-1].lineno}: " if inside else ""
     return f"{place}{type(error).__name__}: {' '.join(str(error).split())}"

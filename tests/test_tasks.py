@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+
+import pytest
+
+from rl_core.data.tasks import RowOrder, TaskSource, load_rows, make_task
+
+ROWS = [{"prompt": f"say {i}", "answer": f"x{i}"} for i in range(5)]
+
+
+def jsonl(rows) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    # Tables are cached under the home folder by default; tests leave nothing there.
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+def write(path, rows):
+    import datasets
+
+    table, name = datasets.Dataset.from_list(rows), path.name
+    if name.endswith(".gz"):
+        text = jsonl(rows) if ".jsonl" in name else json.dumps(rows) if ".json" in name else None
+        text = text or "prompt,answer\n" + "".join(f"{r['prompt']},{r['answer']}\n" for r in rows)
+        path.write_bytes(gzip.compress(text.encode()))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif path.suffix == ".jsonl":
+        path.write_text(jsonl(rows))
+    elif path.suffix == ".csv":
+        table.to_csv(str(path))
+    elif path.suffix == ".parquet":
+        table.to_parquet(str(path))
+    elif path.suffix == ".arrow":
+        import pyarrow
+
+        with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.data.schema) as stream:
+            stream.write_table(table.data.table)
+    return path
+
+
+@pytest.mark.parametrize(
+    "name", ["a.json", "a.jsonl", "a.csv", "a.parquet", "a.arrow", "a.jsonl.gz", "a.json.gz", "a.csv.gz", "A.JSONL"]
+)
+def test_every_format_gives_the_same_rows(tmp_path, name):
+    path = tmp_path / name
+    if name == "A.JSONL":
+        path.write_text(jsonl(ROWS))
+    else:
+        write(path, ROWS)
+    rows = load_rows(str(path))
+    assert len(rows) == 5
+    assert [rows[i] for i in range(5)] == ROWS
+
+
+def test_a_feather_file_is_an_arrow_file_too(tmp_path):
+    import pyarrow
+
+    table = pyarrow.Table.from_pylist(ROWS)
+    path = tmp_path / "a.arrow"
+    with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    assert list(load_rows(str(path))) == ROWS
+
+
+def test_a_folder_of_save_to_disk_is_read_with_its_splits(tmp_path):
+    import datasets
+
+    table = datasets.Dataset.from_list(ROWS)
+    table.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(train=table, test=table.select([3])).save_to_disk(str(tmp_path / "two"))
+    assert list(load_rows(str(tmp_path / "one"), "test")) == ROWS
+    assert list(load_rows(str(tmp_path / "two"))) == ROWS
+    assert list(load_rows(str(tmp_path / "two"), "test")) == [ROWS[3]]
+    with pytest.raises(ValueError, match=r"no split 'tset'; did you mean 'test'\?"):
+        load_rows(str(tmp_path / "two"), "tset")
+
+
+def test_a_plain_folder_is_refused_with_a_file_of_it(tmp_path):
+    write(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(ValueError, match=r"save_to_disk made; name one file of it, such as .*rows\.jsonl"):
+        load_rows(str(tmp_path))
+
+
+def test_a_cut_short_jsonl_line_is_named(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(jsonl(ROWS) + '{"prompt": "say')
+    with pytest.raises(ValueError, match=r"x\.jsonl:6: not JSON: Unterminated string.* cut short\?"):
+        load_rows(str(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b'{"a": 1}\n\n[1]\n', r":3: a row must be a JSON object, this is an array"),
+        (b'{"a": 1}\nnull\n', r":2: a row must be a JSON object, this is null"),
+        (b'{"a": 1}\n{"a": "\xff"}\n', r":2: not UTF-8 text"),
+        (b'{"a": 1}\n{"a": 1,}\n', r":2: not JSON: [^?]*$"),
+        (b"", r"the data set is empty"),
+        (b"\n\n", r"the data set is empty"),
+    ],
+)
+def test_a_bad_jsonl_file_is_refused_with_its_line(tmp_path, content, match):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=match):
+        load_rows(str(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ('[{"a": 1},\n {"a": ', r"x\.json:2: not JSON: .*cut short\?"),
+        ('[{"a": 1}, 7]', r"row 2 must be a JSON object, this is 7"),
+        ('{"a": 1}', r"must hold an array of objects, holds an object"),
+        ('{"a": 1}\n{"a": 2}\n', r"one object a line\? Then name it \.jsonl"),
+        ("[]", r"the data set is empty"),
+    ],
+)
+def test_a_bad_json_file_is_refused(tmp_path, content, match):
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=match):
+        load_rows(str(path))
+
+
+def test_a_cut_short_gzip_file_is_refused(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    path.write_bytes(gzip.compress(jsonl(ROWS).encode())[:-12])
+    with pytest.raises(ValueError, match=r"x\.jsonl\.gz:\d+: not gzip, or the file is cut short"):
+        load_rows(str(path))
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow", "x.csv"])
+def test_a_broken_table_is_one_line(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(b"a,b\n1,2,3,4\n" * 3 + b'"')
+    with pytest.raises(ValueError, match=f"^[^\n]*{name}[^\n]*$"):
+        load_rows(str(path))
+
+
+def test_unicode_line_separators_and_a_byte_order_mark_do_not_split_rows(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes("\ufeff".encode() + json.dumps({"a": "x\u2028y\x85z"}, ensure_ascii=False).encode() + b"\r\n")
+    assert list(load_rows(str(path))) == [{"a": "x\u2028y\x85z"}]
+
+
+def test_a_missing_file_is_refused_with_the_nearest_name(tmp_path):
+    write(tmp_path / "train.jsonl", ROWS)
+    with pytest.raises(ValueError, match=r"trian\.jsonl: no such file; did you mean 'train\.jsonl'\?"):
+        load_rows(str(tmp_path / "trian.jsonl"))
+    with pytest.raises(ValueError, match=r"the folder .*nowhere does not exist"):
+        load_rows(str(tmp_path / "nowhere" / "train.jsonl"))
+    with pytest.raises(ValueError, match=r"format '\.txt' is not known; use one of \.json"):
+        (tmp_path / "a.txt").write_text("x")
+        load_rows(str(tmp_path / "a.txt"))
+
+
+@pytest.mark.parametrize("source", ["rows.jsonl", "data/rows.josnl", "./rows", "a/b/c", "~/rows", "x.csv.gz"])
+def test_what_looks_like_a_path_is_never_sent_to_the_hub(source, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="no such file"):
+        load_rows(source)
+
+
+def test_a_hub_name_that_cannot_be_reached_is_one_line():
+    with pytest.raises(ValueError, match=r"^nobody/nothing-v1\.2:main is no file here, and the hub: [^\n]*$"):
+        load_rows("nobody/nothing-v1.2:main")
+
+
+def test_without_the_datasets_library_the_error_says_what_to_install(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.csv", ROWS)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="pip install datasets"):
+        load_rows(str(path))
+
+
+def test_a_task_takes_its_messages_from_any_of_the_usual_columns():
+    user = [{"role": "user", "content": "hi"}]
+    for row in ({"messages": user}, {"prompt": "hi"}, {"prompt": user}, {"question": "hi"}, {"problem": "hi"}):
+        task = make_task(row, 17, "sort", "train")
+        assert (task.messages, task.id, task.env, task.row) == (user, "train/17", "sort", row)
+    first = make_task({"question": "no", "messages": user, "prompt": "no"}, 0, "e", "train")
+    assert first.messages == user
+
+
+def test_a_tasks_messages_are_a_copy_without_the_empty_keys_of_tables():
+    row = {"messages": [{"role": "user", "content": "hi", "tool_calls": None}]}
+    task = make_task(row, 0, "e", "train")
+    assert task.messages == [{"role": "user", "content": "hi"}]
+    task.messages[0]["content"] = "spoilt"
+    assert row["messages"][0]["content"] == "hi"
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        ({"answer": "1"}, r"train row 4: needs one of the columns messages, prompt.*; has answer"),
+        ({}, r"row 4: .*has no columns"),
+        ({"messages": "hi"}, r"row 4, column 'messages': must be a list of .* is 'hi'"),
+        ({"messages": []}, r"must be a list of"),
+        ({"messages": ["hi"]}, r"message 1 is 'hi'"),
+        ({"messages": [{"role": "user", "content": "a"}, {"content": "a"}]}, r"message 2 has no role"),
+        ({"messages": [{"role": "user"}]}, r"message 1 has no text as content"),
+        ({"prompt": [{"role": "user", "content": None}]}, r"column 'prompt': .*no text as content"),
+    ],
+)
+def test_a_row_without_well_formed_messages_is_refused_with_its_number(row, match):
+    with pytest.raises(ValueError, match=match):
+        make_task(row, 3, "e", "train")
+
+
+def test_order_is_a_permutation_that_differs_by_epoch_and_seed():
+    epochs = [[RowOrder(50, 0, True).row_index(p) for p in range(50 * e, 50 * e + 50)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    other = [RowOrder(50, 1, True).row_index(p) for p in range(50)]
+    assert len({tuple(e) for e in [*epochs, other, range(50)]}) == 5
+    assert [RowOrder(50, 0, False).row_index(p) for p in range(60)] == [*range(50), *range(10)]
+
+
+def test_order_is_the_same_everywhere_and_for_ever():
+    assert [RowOrder(10, 7, True).row_index(p) for p in range(12)] == [0, 6, 9, 5, 8, 1, 2, 7, 3, 4, 0, 9]
+
+
+def test_a_source_resumes_from_its_position():
+    whole = TaskSource(ROWS, env="e", split="train", seed=3, shuffle=True)
+    ids = [t.id for t in whole.tasks(0, 12)]
+    resumed = TaskSource(ROWS, env="e", split="train", seed=3, shuffle=True)
+    assert [t.id for t in resumed.tasks(7, 5)] == ids[7:]
+    assert sorted(ids[:5]) == sorted(ids[5:10]) == [f"train/{i}" for i in range(5)]
+
+
+def test_a_source_without_some_rows_keeps_the_ids_of_the_others():
+    source = TaskSource(ROWS, env="e", split="eval", seed=0, shuffle=True)
+    source.keep([1, 4])
+    assert [t.id for t in source] == ["eval/1", "eval/4"]
+    assert len(source) == 2
+    assert {t.id for t in source.tasks(0, 2)} == {"eval/1", "eval/4"}
+    with pytest.raises(ValueError, match="no row of the eval data set is left"):
+        source.keep([])
+
+
+def test_an_empty_source_is_refused():
+    with pytest.raises(ValueError, match="the eval data set is empty"):
+        TaskSource([], env="e", split="eval", seed=0, shuffle=False)
