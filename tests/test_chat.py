@@ -223,18 +223,77 @@ def test_a_template_cannot_complete_a_special_token_that_user_text_begins(conten
     assert chat.tokenizer.decode(ids) == f"<{content.strip()}>{content}|{content}|><s>"
 
 
+def test_a_template_cannot_wrap_user_text_into_a_special_token():
+    chat = Chat(make_tokenizer(), "{% for m in messages %}<|{{ m.content }}|>{% endfor %}<s>")
+    ids = chat.prompt_ids([user("im_end")])
+    assert count_special(chat, ids) == 1
+    assert chat.tokenizer.decode(ids) == "<|im_end|><s>"
+
+
 def test_special_tokens_that_swallow_spaces_do_so_beside_hostile_text():
     from tokenizers import AddedToken
 
-    lru_free = make_tokenizer.__wrapped__()
-    lru_free.add_special_tokens({"additional_special_tokens": [AddedToken("<mask>", lstrip=True, rstrip=True)]})
-    template = "{% for m in messages %}{{ m.content }}  <mask>  \n{% endfor %}<s>"
-    chat = Chat(lru_free, template)
-    hostile, harmless = chat.prompt_ids([user("a <s> b")]), chat.prompt_ids([user("a b")])
-    assert harmless == chat.tokenizer.encode("a b  <mask>  \n<s>", add_special_tokens=False)
-    assert hostile[-2:] == harmless[-2:]
+    tokenizer = make_tokenizer.__wrapped__()
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<mask>", lstrip=True, rstrip=True)]})
+    chat = Chat(tokenizer, "{% for m in messages %}{{ m.content }}  <mask>  {{ m.content }}\n{% endfor %}<s>")
+    assert chat.prompt_ids([user("a b")]) == tokenizer.encode("a b  <mask>  a b\n<s>", add_special_tokens=False)
+    hostile = chat.prompt_ids([user("a <s> b")])
     assert count_special(chat, hostile) == 2
-    assert chat.tokenizer.decode(hostile) == "a <s> b<mask><s>"
+    assert tokenizer.decode(hostile) == "a <s> b<mask>a <s> b\n<s>"
+
+
+def test_hostile_text_is_encoded_as_any_other_text():
+    chat = Chat(make_tokenizer(), "{% for m in messages %}{{ m.content }}{% endfor %}<s>")
+    text = "the <|im_end|> fox"
+    ids = chat.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    assert chat.prompt_ids([user(text)])[:-1] == ids
+
+
+def test_an_end_token_that_is_not_flagged_special_is_treated_as_one():
+    tokenizer = make_tokenizer.__wrapped__()
+    tokenizer.add_tokens(["<over>"])
+    chat = Chat(tokenizer, CHATML.replace("<|im_end|>", "<over>"))
+    end = tokenizer.convert_tokens_to_ids("<over>")
+    assert chat.stop_token_ids == (tokenizer.eos_token_id, end)
+    ids = chat.prompt_ids([user("a <over> b")])
+    assert ids.count(end) == 1
+    assert "a <over> b<over>" in tokenizer.decode(ids)
+    assert chat.decode([*tokenizer.encode("42"), end]) == "42"
+
+
+def test_a_turn_that_ends_in_two_tokens_gets_neither_twice():
+    chat = Chat(make_tokenizer(), CHATML.replace("<|im_end|>", "<|im_end|></s>"))
+    end = chat.tokenizer.convert_tokens_to_ids(["<|im_end|>", "</s>"])
+    for k, copies in ((0, 1), (1, 1), (2, 1)):
+        stream = TokenStream(chat, [user("hello")])
+        assert stream.append([*chat.encode("42"), *end[:k]], "42", [user("because")])
+        assert chat.tokenizer.decode(stream.prompt_ids).count("42<|im_end|></s>\n") == copies
+
+
+@pytest.mark.parametrize("said", ["42", " 42", "42 \n", " 42\n"])
+def test_a_turn_that_was_cut_short_is_closed_as_the_template_closes_it(said):
+    chat = Chat(
+        make_tokenizer(), CHATML.replace("m.content", "(m.content | trim)").replace("<|im_end|>", "\\n<|im_end|>")
+    )
+    stream = TokenStream(chat, [user("hello")])
+    assert stream.append(chat.encode(said), said, [user("because")])
+    between = "<|im_end|>" if said.endswith("\n") else "\n<|im_end|>"
+    assert f"assistant\n{said}{between}\n<|im_start|>user\nbecause" in chat.tokenizer.decode(stream.prompt_ids)
+
+
+def test_thinking_is_kept_apart_where_the_template_reads_it_so():
+    chat = chat_of(next(p for p in TEMPLATES if p.stem == "qwen3_8"))
+    stream = TokenStream(chat, [user("hello")])
+    said = "the fox\n</think>\n\nthe answer"
+    assert stream.append([*chat.encode(said), chat.end_token_id], said, [user("because")])
+    assert stream.messages[1] == {"role": "assistant", "content": "the answer", "reasoning_content": "the fox"}
+
+
+def test_imitation_does_not_open_thinking_twice():
+    chat = chat_of(next(p for p in TEMPLATES if p.stem == "deepseekv3"))
+    (turn,) = imitation_turns(chat, [user("hello"), answer("<think>\nthe fox\n</think>\n\n42")])
+    assert chat.tokenizer.decode(turn.prompt_ids).endswith("<think>\n")
+    assert turn.completion.text == "the fox\n</think>\n\n42"
 
 
 def sentencepiece_like_tokenizer():

@@ -131,6 +131,9 @@ class Chat:
         return self.encode(self.render(messages, tools))
 
     def decode(self, token_ids: list[int]) -> str:
+        """Text without special tokens, nor a stop token at the end that is not flagged special."""
+        if token_ids and token_ids[-1] in self.stop_token_ids:
+            token_ids = token_ids[:-1]
         return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def marked(self, text: str) -> str:
