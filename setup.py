@@ -1,4 +1,4 @@
-"""What rl_core needs. Everything that needs a GPU is an extra, so that a laptop installs in a minute."""
+"""What rl_core needs, and no package that needs a GPU, so that a laptop installs in a minute."""
 
 import re
 from pathlib import Path
@@ -18,12 +18,7 @@ def long_description() -> str:
     return readme.read_text(encoding="utf-8") if readme.exists() else ""
 
 
-EXTRAS = {
-    "math": ["math-verify>=0.8"],
-    "flash-attn": ["flash-attn>=2.8"],
-    "liger": ["liger-kernel>=0.6"],
-    "sglang": ["sglang>=0.5.15"],
-}
+EXTRAS = {"math": ["math-verify>=0.8"]}
 EXTRAS["test"] = [*EXTRAS["math"], "accelerate", "pytest>=8", "ruff", "trl==1.16.0"]
 
 setup(
@@ -39,12 +34,10 @@ setup(
         "torch>=2.11",
         "transformers>=5.12,<6",
         "datasets>=4.0",
-        "docstring-parser>=0.16",  # jsonargparse reads the flags' help lines with it
         "jinja2>=3.1",
         "jsonargparse>=4.40",
         "numpy>=1.26",
         "pyyaml>=6.0",
-        "rich>=13.0",
         "safetensors>=0.4",
         "zstandard>=0.22",
     ],
