@@ -271,8 +271,27 @@ def test_a_session_prefills_only_what_its_prompt_adds(model):
 
     # The last sampled token's keys were never computed.
     assert asyncio.run(two_turns(lambda one: first + one.token_ids + [7] * 5)) == 6
+    assert asyncio.run(two_turns(lambda one: first + one.token_ids[:-1])) == 1
     assert asyncio.run(two_turns(lambda one: first[:12] + [9] * 4)) == 4
     assert asyncio.run(two_turns(lambda one: [9] * 4)) == 4
+
+
+def test_turns_of_unlike_lengths_go_together_up_to_the_end_of_the_context(model):
+    """Beside a long addition to a short conversation, a short one to a conversation near the limit is padded past it."""
+    engine, params = make(model, max_context_tokens=64), SamplingParams(max_tokens=1)
+    first = [[1] * 10, [2] * 55]
+    second = [[1] * 10 + [3] * 30, [2] * 55 + [4] * 8]
+
+    async def turn(prompts):
+        return await asyncio.gather(*(engine.generate(p, params, seed=0, session=str(p[0])) for p in prompts))
+
+    async def two_turns():
+        await turn(first)
+        return await turn(second)
+
+    for prompt, completion in zip(second, asyncio.run(two_turns()), strict=True):
+        assert_logprobs(model, prompt, completion)
+    assert engine.stats.prefill_tokens == 10 + 55 + 30 + 8
 
 
 def test_the_oldest_session_is_forgotten_first_when_more_is_kept_than_the_slots_hold(model):
@@ -393,6 +412,7 @@ def test_cancelling_frees_the_slot_and_disturbs_nobody(model):
     assert [i for i, r in enumerate(results) if isinstance(r, asyncio.CancelledError)] == [0, 4]
     assert all(results[i].token_ids == expected[i].token_ids for i in (1, 2, 3, 5))
     assert not engine._active and not engine._waiting and not engine._prompts
+    assert engine.stats.prefill_tokens == sum(len(p) for i, p in enumerate(prompts) if i != 4)
     # The four that ended took 29 steps each after their first token, the cancelled one the few before.
     assert engine.stats.decode_tokens <= 4 * 29 + 5
 

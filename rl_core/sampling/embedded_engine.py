@@ -37,7 +37,7 @@ def truncated_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
     ordered = ordered.masked_fill((rank >= top_k[:, None]) & (top_k[:, None] > 0), -torch.inf)
     probs = ordered.softmax(-1)
     before = probs.cumsum(-1) - probs
-    excluded = (before >= top_p[:, None]) & (rank > 0) | (probs < min_p[:, None] * probs[:, :1])
+    excluded = (before >= top_p[:, None]) | (probs < min_p[:, None] * probs[:, :1])
     return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(excluded, -torch.inf))
 
 
