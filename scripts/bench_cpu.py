@@ -2,15 +2,18 @@
 
     python scripts/bench_cpu.py                         GRPO on short and ragged completions, SFT on ragged rows
     python scripts/bench_cpu.py --only grpo_ragged      one of them; --quick for a smoke run, --out result.json
+    python scripts/bench_cpu.py --only sft_file --sft_file gsm8k_train.jsonl.gz
+                                                        SFT of 3M parameters on rows {"question", "answer"}
 
 Each side runs in a process of its own, after the other. What counts is the CPU time of that process (all threads, user
 and system), since wall time depends on what else the machine does. Lengths are forced: every completion is as long as a
-counter says, so that both sides sample equally many tokens. TRL gets several settings and is compared by its best one.
+counter says, so that both sides sample equally many tokens. Each side gets several settings and counts by its best.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import random
@@ -36,11 +39,14 @@ class Work:
 
     name: str
     algorithm: str  # "grpo" or "sft"
-    prompt: int  # letters of a prompt; the chat template adds three tokens
-    mean: int  # of a completion, the end token included
+    prompt: int = 0  # letters of a prompt (sft: their mean); the chat template adds three tokens
+    mean: int = 0  # of a completion, the end token included
     longest: int  # mean == longest: all are equally long
+    file: str = ""  # rows {"question", "answer"} instead of random letters
+    vocab_size: int = 0  # of a BPE tokenizer trained on them; 0 is one token per character
     hidden: int = 128
     layers: int = 3
+    heads: int = 4
     steps: int = 8  # that count
     warmup: int = 2  # steps before them
     seed: int = 0
@@ -49,6 +55,10 @@ class Work:
     def all_steps(self) -> int:
         return self.steps + self.warmup
 
+    @property
+    def longest_prompt(self) -> int:
+        return self.longest if self.file else 2 * self.prompt + 3
+
 
 WORKS = {
     work.name: work
@@ -56,10 +66,10 @@ WORKS = {
         Work(name="grpo_short", algorithm="grpo", prompt=5, mean=6, longest=6, steps=20),
         Work(name="grpo_ragged", algorithm="grpo", prompt=37, mean=24, longest=96),
         Work(name="sft_ragged", algorithm="sft", prompt=32, mean=64, longest=256, steps=12),
+        Work(name="sft_file", algorithm="sft", longest=512, hidden=192, layers=5, heads=6, vocab_size=4096, steps=6),
     )
 }
 # Other settings change nothing on these tasks but the number of tokens in one forward.
-PACKED = {"packing": True}
 TRL_SETTINGS = {
     "grpo": {
         "128 a microbatch": {"per_device_train_batch_size": 128},
@@ -67,20 +77,17 @@ TRL_SETTINGS = {
     },
     "sft": {
         "padded, 64 a microbatch": {"per_device_train_batch_size": 64},
-        "padded, 16 a microbatch": {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4},
+        "padded, 4 a microbatch": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 16},
         "packed, 1 row a microbatch": {
             "packing": True,
             "per_device_train_batch_size": 1,
             "gradient_accumulation_steps": 16,
         },
-        "packed, 16 rows a microbatch": {"packing": True, "per_device_train_batch_size": 16},
     },
 }
-
-
 OUR_SETTINGS = {
-    "grpo": {"": {"learner.microbatch_tokens": 2048}},
-    "sft": {"": {"learner.microbatch_tokens": 2048}},
+    algorithm: {f"{n} tokens a microbatch": {"learner.microbatch_tokens": n} for n in (1024, 2048)}
+    for algorithm in ("grpo", "sft")
 }
 
 
@@ -102,7 +109,12 @@ def rl_prompts(work: Work) -> list[str]:
 
 def sft_rows(work: Work) -> list[tuple[str, str]]:
     """(prompt, response) of every step; prompts are as ragged as responses."""
-    rows = []
+    rows: list[tuple[str, str]] = []
+    if work.file:
+        opener = gzip.open if work.file.endswith(".gz") else open
+        with opener(work.file, "rt", encoding="utf-8") as lines:
+            rows = [(row["question"], row["answer"]) for row in map(json.loads, lines)]
+        return rows[: work.all_steps * NUM_ROWS]
     for i in range(work.all_steps * NUM_ROWS):
         prompt = letters(
             work, random.Random(counter_seed(work.seed, "size", i)).randint(1, 2 * work.prompt), "prompt", i
@@ -126,6 +138,13 @@ class Measured:
     computed_tokens: list[int]  # positions of those forwards, padding included
     start_mib: float  # resident once the model is loaded
     peak_mib: float
+
+
+def make_model(work: Work, folder: str) -> None:
+    from make_tiny_model import bpe_tokenizer, make_tiny_model, read_texts
+
+    tokenizer = bpe_tokenizer(read_texts(work.file), work.vocab_size) if work.file else None
+    make_tiny_model(folder, work.hidden, work.layers, work.heads, work.seed, tokenizer=tokenizer)
 
 
 def run_here(work: Work, side: str, setting: str, model: str) -> Measured:
@@ -180,15 +199,15 @@ def summary(work: Work, side: str, setting: str, m: Measured) -> dict:
 
 
 def speedups(lines: list[dict]) -> dict[str, float]:
-    """By how much rl_core needs less CPU than TRL's best setting: per step for GRPO, per token for SFT."""
+    """How many times less CPU rl_core needs than TRL, each at its best: per step for GRPO, per token for SFT."""
     found = {}
     for name in dict.fromkeys(line["work"] for line in lines):
-        ours = next((line for line in lines if line["work"] == name and line["side"] == "rl_core"), None)
-        trl = [line for line in lines if line["work"] == name and line["side"] == "trl"]
+        ours, trl = ([x for x in lines if x["work"] == name and x["side"] == side] for side in ("rl_core", "trl"))
         if ours and trl and WORKS[name].algorithm == "grpo":
-            found[name] = min(line["cpu_s_per_step"] for line in trl) / ours["cpu_s_per_step"]
+            found[name] = min(x["cpu_s_per_step"] for x in trl) / min(x["cpu_s_per_step"] for x in ours)
         elif ours and trl:
-            found[name] = ours["learn_tokens_per_cpu_s"] / max(line["learn_tokens_per_cpu_s"] for line in trl)
+            rate = "learn_tokens_per_cpu_s"
+            found[name] = max(x[rate] for x in ours) / max(x[rate] for x in trl)
     return found
 
 
@@ -215,43 +234,60 @@ def table(lines: list[dict]) -> str:
     )
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=WORKS, nargs="+", default=list(WORKS), help="what to measure")
+    parser.add_argument("--only", choices=WORKS, nargs="+", help="what to measure; default: all that can be")
+    parser.add_argument("--sft_file", type=Path, help='.jsonl or .jsonl.gz with rows {"question", "answer"}')
     parser.add_argument("--sides", choices=["rl_core", "trl"], nargs="+", default=["rl_core", "trl"])
-    parser.add_argument(
-        "--hidden", type=int, default=128, help="width of the model; 128 with 3 layers is 0.6M parameters"
-    )
-    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--hidden", type=int, help="width of the model; 128 with 3 layers is 0.6M parameters")
+    parser.add_argument("--layers", type=int)
     parser.add_argument("--steps", type=int, help="that count, after 2 of warm-up")
     parser.add_argument("--quick", action="store_true", help="2 steps after 1 of warm-up: does it run at all?")
     parser.add_argument("--out", type=Path, help="JSON file with every figure")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if "sft_file" in (args.only or []) and not args.sft_file:
+        parser.error("--only sft_file needs --sft_file FILE")
+    return args
+
+
+def chosen_works(args: argparse.Namespace) -> list[Work]:
+    changes = {"hidden": args.hidden, "layers": args.layers, "steps": args.steps}
+    if args.quick:
+        changes |= {"steps": 2, "warmup": 1}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    names = args.only or [name for name in WORKS if name != "sft_file" or args.sft_file]
+    works = [replace(WORKS[name], **changes) for name in names]
+    return [replace(w, file=str(args.sft_file.resolve())) if w.name == "sft_file" else w for w in works]
+
+
+def compare(work: Work, sides: list[str]) -> list[dict]:
+    settings = [("rl_core", setting) for setting in OUR_SETTINGS[work.algorithm]]
+    settings += [("trl", setting) for setting in TRL_SETTINGS[work.algorithm]]
+    lines = []
+    with tempfile.TemporaryDirectory() as model:
+        make_model(work, model)
+        for side, setting in settings:
+            if side in sides:
+                print(f"{work.name}: {side} {setting}", file=sys.stderr, flush=True)
+                lines.append(summary(work, side, setting, run_apart(work, side, setting, model)))
+    return lines
+
+
+def main() -> None:
+    args = parse_arguments()
     if args.job:
         job = json.loads(args.job)
         measured = run_here(Work(**job["work"]), job["side"], job["setting"], job["model"])
         print("\n" + json.dumps(asdict(measured)))
         return
 
-    from make_tiny_model import make_tiny_model
-
-    lines = []
-    with tempfile.TemporaryDirectory() as model:
-        make_tiny_model(model, args.hidden, args.layers)
-        for name in args.only:
-            work = replace(WORKS[name], hidden=args.hidden, layers=args.layers)
-            work = replace(work, steps=2, warmup=1) if args.quick else replace(work, steps=args.steps or work.steps)
-            settings = [("rl_core", setting) for setting in OUR_SETTINGS[work.algorithm]]
-            settings += [("trl", setting) for setting in TRL_SETTINGS[work.algorithm]]
-            for side, setting in settings:
-                if side in args.sides:
-                    print(f"{name}: {side} {setting}", file=sys.stderr, flush=True)
-                    lines.append(summary(work, side, setting, run_apart(work, side, setting, model)))
+    lines = [line for work in chosen_works(args) for line in compare(work, args.sides)]
     found = speedups(lines)
     print(table(lines))
     for name, times in found.items():
-        print(f"{name}: rl_core needs {times:.2f} times less CPU than TRL in its best setting")
+        unit = "step" if WORKS[name].algorithm == "grpo" else "token"
+        print(f"{name}: rl_core needs {times:.2f} times less CPU per {unit} than TRL, each in its best setting")
     if args.out:
         args.out.write_text(json.dumps({"speedups": found, "lines": lines}, indent=1))
 

@@ -124,7 +124,7 @@ def flags(work: Work, setting: dict, model: str, folder: Path) -> list[str]:
         "data.shuffle": "false",
         "num_steps": work.all_steps,
         "tasks_per_step": NUM_PROMPTS if is_rl else NUM_ROWS,
-        "max_prompt_tokens": 2 * work.prompt + 3,
+        "max_prompt_tokens": work.longest_prompt,
         "max_tokens": work.longest,
         "optim.lr": LEARNING_RATE,
         "seed": work.seed,

@@ -143,7 +143,7 @@ def sft_trainer(work: Work, settings: dict, model, tokenizer, meter: Meter) -> S
         {"prompt": [{"role": "user", "content": prompt}], "completion": [{"role": "assistant", "content": response}]}
         for prompt, response in sft_rows(work)
     ]
-    config = SFTConfig(**settings, max_length=2 * work.prompt + 3 + work.longest)
+    config = SFTConfig(**settings, max_length=work.longest if work.file else work.longest_prompt + work.longest)
     assert config.packing or config.per_device_train_batch_size * config.gradient_accumulation_steps == NUM_ROWS
     return SFTTrainer(
         model=model,
