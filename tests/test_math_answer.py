@@ -1,0 +1,122 @@
+"""envs/math_answer.py on the real GSM8K: 7,473 + 1,319 rows."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_env import Script
+
+from rl_core.data.tasks import TaskSource, load_rows
+from rl_core.sampling.env import load_env
+
+pytest.importorskip("math_verify", reason="envs/math_answer.py needs it: pip install math-verify")
+ENV = str(Path(__file__).parent.parent / "envs/math_answer.py")
+
+
+def scores(tasks, reply_to) -> list[float]:
+    """The reward of reply_to(row) for each task, in as many episodes at once as a run has."""
+    env = load_env(ENV)
+
+    async def play(tasks):
+        played = [env.rollout(task, {"policy": Script(reply_to(task.row))}) for task in tasks]
+        return [trajectory.reward for [trajectory] in await asyncio.gather(*played)]
+
+    return [reward for i in range(0, len(tasks), 256) for reward in asyncio.run(play(tasks[i : i + 256]))]
+
+
+@pytest.fixture(scope="module")
+def tasks(data_dir):
+    found = []
+    for split, count in (("train", 7473), ("test", 1319)):
+        rows = load_rows(str(data_dir / f"gsm8k_{split}.jsonl.gz"))
+        load_env(ENV).check_columns(rows, split)
+        found += TaskSource(rows, env="math_answer", split=split, seed=0, shuffle=False)
+        assert len(rows) == count
+    return found
+
+
+def final(row) -> str:
+    return row["answer"].split("####")[1].strip()
+
+
+def changed(row) -> str:
+    """The final answer with 1 added, thousands separated as before."""
+    number = int(final(row).replace(",", "")) + 1
+    return f"{number:,}" if "," in final(row) else str(number)
+
+
+def test_every_reference_scores_1(tasks):
+    rewards = scores(tasks, lambda row: row["answer"])
+    assert len(rewards) == 8792
+    assert [tasks[i].row for i, reward in enumerate(rewards) if reward != 1] == []
+
+
+def test_every_changed_number_scores_0(tasks):
+    rewards = scores(tasks, lambda row: re.sub(r"####.*", f"#### {changed(row)}", row["answer"]))
+    assert [tasks[i].row for i, reward in enumerate(rewards) if reward != 0] == []
+
+
+def test_a_task_asks_the_question(tasks):
+    assert [m["content"] for m in tasks[0].messages] == [tasks[0].row["question"]]
+
+
+@pytest.mark.parametrize(
+    "style",
+    ["{}", "The answer is {}.", "**{}**", "${}$", "\\boxed{{{}}}", "So she makes ${}.", "It costs \\${} in all.", "#### ${}",
+     "\\boxed{{{}\\text{{ eggs}}}}", "\\boxed{{\\text{{{} eggs}}}}", "#### {} dollars", "{}.00", "First 3+4=7. Then #### {}\n"],
+)  # fmt: skip
+@pytest.mark.parametrize("number", ["18", "1,080", "1080", "-7", "2,520,000"])
+def test_the_number_counts_and_not_how_it_is_written(style, number):
+    reply = style.format(number)
+
+    def score(answer):
+        task = TaskSource([{"prompt": "?", "answer": answer}], env="m", split="train", seed=0, shuffle=False).tasks(
+            0, 1
+        )
+        return scores(task, lambda row: reply)[0]
+
+    value = int(number.replace(",", ""))
+    assert [score(number), score(value), score(f"steps 99\n#### {value}")] == [1, 1, 1]
+    assert [score(value + 1), score(str(value * 10)), score(f"#### {-value}")] == [0, 0, 0]
+
+
+def test_fractions_and_formulas_count_too():
+    source = [{"prompt": "?", "answer": a} for a in (r"\frac{1}{2}", "0.5", r"$\frac{1}{2}$", "1/2")]
+    tasks = TaskSource(source, env="m", split="train", seed=0, shuffle=False).tasks(0, 4)
+    assert scores(tasks, lambda row: r"Hence \boxed{\frac{1}{2}}.") == [1, 1, 1, 1]
+    assert scores(tasks, lambda row: r"Hence \boxed{\frac{1}{3}}.") == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("reply", ["", "   ", "####", "no idea", "(" * 3000, "\\frac{" * 500, "1+" * 3000])
+def test_a_reply_without_an_answer_scores_0(reply):
+    [task] = TaskSource([{"prompt": "?", "answer": "18"}], env="m", split="train", seed=0, shuffle=False).tasks(0, 1)
+    assert scores([task], lambda row: reply) == [0]
+
+
+def test_no_reply_can_hold_the_interpreter():
+    towers = ["9^9^9^9", "9^{9^{9^9}}", "((9^{99})^{99})^{99}", "(9^9)^{(9^9)}", "9^{99999999999}", "99999999!", "9**9**9**9",
+              r"\binom{100000000}{50000000}", r"\sum_{i=1}^{100000000} i^2", "[0, 9^{9^{9^9}}]", "2^{-9^{9^9}}",
+              r"\begin{pmatrix}9^{9^{9^9}}\end{pmatrix}", "((9^{99})^{99}\n)^{99}"]  # fmt: skip
+    code = f"""
+import sys
+sys.path.append({str(Path(ENV).parent)!r})
+from math_answer import reward_fn
+for tower in {towers!r}:
+    for style in ("{{}}", "${{}}$", "\\\\boxed{{{{{{}}}}}}", "#### {{}}"):
+        assert reward_fn([{{"content": style.format(tower)}}], "18") == 0
+    assert reward_fn([{{"content": "First " + tower + ". Hence \\\\boxed{{18}}."}}], "18") == 1
+"""
+    # A process of its own: what holds the interpreter would hold the tests too.
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reference_without_an_answer_is_an_error():
+    [task] = TaskSource([{"prompt": "?", "answer": "none"}], env="m", split="train", seed=0, shuffle=False).tasks(0, 1)
+    with pytest.raises(RuntimeError, match="the column answer holds no mathematical answer: 'none'"):
+        scores([task], lambda row: "18")
