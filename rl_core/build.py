@@ -18,7 +18,7 @@ from rl_core.distributed import Ranks, all_gather_json
 from rl_core.learning.algorithms import Algorithm, make_algorithm
 from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint
 from rl_core.learning.learner import Learner
-from rl_core.learning.model import is_sharded, load_hf_model, load_model_config, make_policy
+from rl_core.learning.model import end_token_ids, is_sharded, load_hf_model, load_model_config, make_policy
 from rl_core.metrics import Mean, Metric, RunLog, add_metrics
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import Engine, make_engine
@@ -160,8 +160,9 @@ def describe(plan: Plan, num_ranks: int) -> str:
         "model": f"{config.actors['policy'].model}, {num_params / 1e6:.2f} M parameters",
         "data": f"{len(plan.train)} rows to train on" + (f", {len(plan.eval)} held out" if plan.eval else ""),
         "ranks": f"{num_ranks}, mesh dp={num_ranks}",
-        "tokens per step": f"at most {episodes * config.max_context_tokens}: {episodes} episodes or rows of at most "
-        f"{config.turn_limit} turns and {config.max_context_tokens} tokens, in microbatches of {config.learner.microbatch_tokens}",
+        "tokens per step": f"at most {episodes * config.max_context_tokens}: {episodes} "
+        f"{'episodes' if plan.algorithm.is_rl else 'rows'} of at most {config.max_context_tokens} tokens and "
+        f"{config.turn_limit} turns, in microbatches of {config.learner.microbatch_tokens}",
         "updates": f"{config.num_steps} steps, {config.learner.minibatches} minibatches, {config.learner.epochs} epochs",
         "memory to learn": f"{16 * num_params / num_ranks / gib:.3f} GiB weights, gradients and AdamW"
         f" + {activations / gib:.3f} GiB activations",
@@ -201,8 +202,9 @@ def build(plan: Plan, ranks: Ranks) -> Run:
     if plan.algorithm.is_rl:
         model = load_hf_model(path, dtype, ranks.device) if is_sharded(policy) else policy.hf
         engine = make_engine(config, model, plan.chat.tokenizer)
+        stop = tuple(dict.fromkeys([*plan.chat.stop_token_ids, *end_token_ids(policy)]))
         limits = {"max_turns": config.turn_limit, "max_context_tokens": config.max_context_tokens}
-        actors["policy"] = Actor(name="policy", engine=engine, chat=plan.chat, **limits)
+        actors["policy"] = Actor(name="policy", engine=engine, chat=plan.chat, stop_token_ids=stop, **limits)
     all_gather_json(None, ranks)  # the folders are there
     log = RunLog(out, ranks, config.num_steps, start)
     return Run(**vars(plan), ranks=ranks, learner=learner, engine=engine, actors=actors, log=log, start=start)

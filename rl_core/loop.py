@@ -9,7 +9,7 @@ from rl_core.data.samples import samples_from_turns
 from rl_core.learning.algorithms import Algorithm, group_advantages
 from rl_core.learning.checkpoint import save_checkpoint
 from rl_core.learning.model import export_policy, is_sharded
-from rl_core.metrics import Mean
+from rl_core.metrics import Mean, Sum
 from rl_core.sampling.rollout import RolloutPlan, rollout, rollout_metrics, write_trajectories
 from rl_core.types import SamplingParams, TrainingSample, Trajectory
 
@@ -32,12 +32,23 @@ async def train(run: Run) -> None:
             with run.timed("sync"):
                 await sync_engine(run, step + 1)
         run.note("", packing)
+        note_speed(run)
         done = step + 1
         run.log.progress(done, run.log.write(done, run.metrics))
         if is_due(done, config.eval_every, config.num_steps) and config.eval_every:
             await evaluate(run, done)
         if is_due(done, config.save_every, config.num_steps):
             save(run, done)
+
+
+def note_speed(run: Run) -> None:
+    """Tokens per second of each phase, summed over ranks."""
+    for phase, tokens in (("generate", "rollout/policy/tokens"), ("learn", "pack/tokens")):
+        if tokens in run.metrics:
+            run.note(
+                "time/",
+                {f"{phase}_tokens_per_s": Sum(run.metrics[tokens].value / run.metrics[f"time/{phase}_s"].value)},
+            )
 
 
 def is_due(done: int, every: int, num_steps: int) -> bool:
@@ -121,8 +132,7 @@ async def evaluate_episodes(run: Run, step: int) -> None:
 
 
 def sampling_params(run: Run, **drawn) -> SamplingParams:
-    stop, ids = tuple(run.config.sampling.stop), run.chat.stop_token_ids
-    return SamplingParams(max_tokens=run.config.max_tokens, stop=stop, stop_token_ids=ids, **drawn)
+    return SamplingParams(max_tokens=run.config.max_tokens, stop=tuple(run.config.sampling.stop), **drawn)
 
 
 def save(run: Run, step: int) -> None:

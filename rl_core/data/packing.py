@@ -4,12 +4,49 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from rl_core.types import PackedBatch, TrainingSample
 
 Bins = list[list[int]]  # indices of samples
+
+
+class Entry(NamedTuple):
+    """What every rank knows of each sample; the tokens stay where they are until the plan is made."""
+
+    group_id: str
+    rank: int  # that has it
+    index: int  # there
+    length: int
+    num_trained: int  # tokens
+    has_signal: bool  # an advantage that is not 0
+
+
+@dataclass(kw_only=True, slots=True)
+class MinibatchPlan:
+    num_tokens: int  # trained tokens of all samples, those left out included: the one denominator
+    entries: list[Entry]  # samples that need a forward
+    bins: Bins  # of entries; bin b is a microbatch of rank b % num_ranks
+
+
+def plan_minibatches(
+    entries: list[Entry], num_minibatches: int, max_tokens: int, num_ranks: int, skip_zero_advantages: bool
+) -> list[MinibatchPlan]:
+    """Groups split in their order into minibatches, samples of each balanced over ranks and microbatches."""
+    entries = sorted(entries)
+    groups = {group_id: n for n, group_id in enumerate(dict.fromkeys(e.group_id for e in entries))}
+    parts: list[list[Entry]] = [[] for _ in range(num_minibatches)]
+    for e in entries:
+        parts[groups[e.group_id] * num_minibatches // len(groups)].append(e)
+    plans = []
+    for part in parts:
+        used = [e for e in part if e.has_signal or not skip_zero_advantages]
+        bins = balanced_bins([e.length for e in used], max_tokens, num_ranks) if used else []
+        plans.append(MinibatchPlan(num_tokens=sum(e.num_trained for e in part), entries=used, bins=bins))
+    return plans
 
 
 def trained_span(loss_mask: Sequence[int]) -> int:
@@ -44,7 +81,7 @@ def balanced_bins(lengths: Sequence[int], max_tokens: int, multiple: int = 1) ->
 def fill_frac(bins: Bins, lengths: Sequence[int]) -> tuple[int, int]:
     """(tokens, tokens that would fit if every bin were as full as the fullest): bins run in step across the ranks."""
     sizes = [sum(lengths[i] for i in b) for b in bins]
-    return sum(sizes), max(sizes) * len(sizes)
+    return sum(sizes), max(sizes, default=0) * len(sizes)
 
 
 def pack_samples(samples: Sequence[TrainingSample]) -> PackedBatch:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rl_core.config import Config, OptimConfig
-from rl_core.data.packing import balanced_bins, fill_frac, pack_samples, trained_span
+from rl_core.data.packing import Entry, fill_frac, pack_samples, plan_minibatches, trained_span
 from rl_core.distributed import Ranks, all_gather_json, exchange
 from rl_core.learning.algorithms import Algorithm, kl_k3, token_losses
 from rl_core.learning.model import PolicyModel, named_weights
@@ -40,80 +40,40 @@ class Learner:
     def shard(self, samples: list[TrainingSample]) -> tuple[list[Minibatch], dict[str, Metric]]:
         """Every rank's samples -> balanced minibatches, each sample moved at most once, from the rank that has it to the
         rank that trains on it. Every rank must call it; the plan is computed alike on all of them."""
+        me, size, config = self.ranks.rank, self.ranks.size, self.config.learner
         samples = [trimmed(s) for s in samples]
-        facts = [[s.group_id, len(s.token_ids), sum(s.loss_mask), any(s.advantages)] for s in samples]
-        entries = [
-            (group, rank, i, length, trained, signal)
-            for rank, part in enumerate(all_gather_json(facts, self.ranks))
-            for i, (group, length, trained, signal) in enumerate(part)
+        facts = [
+            (s.group_id, me, i, len(s.token_ids), sum(s.loss_mask), any(s.advantages)) for i, s in enumerate(samples)
         ]
-        entries.sort(key=lambda e: (e[0], e[1], e[2]))
-        groups = {g: n for n, g in enumerate(dict.fromkeys(e[0] for e in entries))}
-        count = self.config.learner.minibatches
-        plans: list[list] = [[] for _ in range(count)]
-        for e in entries:
-            plans[groups[e[0]] * count // len(groups)].append(e)
-        used = [[e for e in plan if e[5] or not self.algorithm.skips_zero_advantages] for plan in plans]
-        bins = [
-            balanced_bins([e[3] for e in plan], self.config.learner.microbatch_tokens, self.ranks.size) for plan in used
-        ]
-        trainer = {
-            plan[i][1:3]: b % self.ranks.size
-            for plan, parts in zip(used, bins, strict=True)
-            for b, part in enumerate(parts)
-            for i in part
-        }  # (rank, index there) -> rank that trains on it
-        here = self.move(samples, trainer, {e[1:3]: e[3] for e in entries})
-        minibatches = []
-        metrics: dict[str, Metric] = {}
-        for plan, chosen, parts in zip(plans, used, bins, strict=True):
-            mine = parts[self.ranks.rank :: self.ranks.size]
-            minibatch = Minibatch(num_tokens=sum(e[4] for e in plan))
-            for part in mine if chosen else []:
-                keys = [chosen[i][1:3] for i in part]
-                minibatch.batches.append(to_device(pack_samples([here[k] for k in keys]), self.ranks.device))
-            minibatches.append(minibatch)
-            filled, room = fill_frac(parts, [e[3] for e in chosen])
-            add_metrics(
-                metrics,
-                {
-                    "pack/fill_frac": Mean(filled / self.ranks.size, room / self.ranks.size),
-                    "pack/microbatches": Sum(len(minibatch.batches)),
-                    "pack/tokens": Sum(sum(b.input_ids.numel() for b in minibatch.batches)),
-                },
-            )
+        entries = [Entry(*fact) for part in all_gather_json(facts, self.ranks) for fact in part]
+        skip = self.algorithm.skips_zero_advantages
+        plans = plan_minibatches(entries, config.minibatches, config.microbatch_tokens, size, skip)
+        trainer = {plan.entries[i]: b % size for plan in plans for b, part in enumerate(plan.bins) for i in part}
+        here = self.move(samples, trainer)
+        minibatches, metrics = [], {}
+        for plan in plans:
+            mine = [[here[plan.entries[i]] for i in part] for part in plan.bins[me::size]]
+            batches = [to_device(pack_samples(part), self.ranks.device) for part in mine]
+            minibatches.append(Minibatch(num_tokens=plan.num_tokens, batches=batches))
+            filled, room = fill_frac(plan.bins, [e.length for e in plan.entries])
+            num_tokens = sum(sum(len(s.token_ids) for s in part) for part in mine)
+            packing = {"fill_frac": Mean(filled, room), "microbatches": Sum(len(mine)), "tokens": Sum(num_tokens)}
+            add_metrics(metrics, packing, prefix="pack/")
         return minibatches, metrics
 
-    def move(
-        self, samples: list[TrainingSample], trainer: dict, lengths: dict
-    ) -> dict[tuple[int, int], TrainingSample]:
-        """(rank, index there) -> the samples that this rank trains on."""
+    def move(self, samples: list[TrainingSample], trainer: dict[Entry, int]) -> dict[Entry, TrainingSample]:
+        """The samples that this rank trains on."""
         me, size = self.ranks.rank, self.ranks.size
-        outgoing = [[i for i in range(len(samples)) if trainer.get((me, i)) == r] for r in range(size)]
+        outgoing = [[e for e in trainer if e.rank == me and trainer[e] == r] for r in range(size)]
         if size == 1:
-            return {(0, i): samples[i] for i in outgoing[0]}
-        incoming = [[key for key in trainer if key[0] == r and trainer[key] == me] for r in range(size)]
-        flat = [
-            torch.tensor(
-                [x for i in part for name in PER_TOKEN for x in getattr(samples[i], name)], dtype=torch.float64
-            )
-            for part in outgoing
-        ]
-        received = exchange(flat, [sum(lengths[k] for k in part) * len(PER_TOKEN) for part in incoming], self.ranks)
+            return {e: samples[e.index] for e in outgoing[0]}
+        incoming = [[e for e in trainer if e.rank == r and trainer[e] == me] for r in range(size)]
+        flat = [flattened([samples[e.index] for e in part]) for part in outgoing]
+        received = exchange(flat, [sum(e.length for e in part) * len(PER_TOKEN) for part in incoming], self.ranks)
         here = {}
         for part, numbers in zip(incoming, received, strict=True):
-            at = 0
-            for key in sorted(part):
-                arrays = numbers[at : at + len(PER_TOKEN) * lengths[key]].view(len(PER_TOKEN), -1).tolist()
-                at += len(PER_TOKEN) * lengths[key]
-                ids, mask, logprobs, versions, advantages = arrays
-                here[key] = TrainingSample(
-                    token_ids=list(map(int, ids)),
-                    loss_mask=list(map(int, mask)),
-                    advantages=advantages,
-                    rollout_logprobs=logprobs,
-                    policy_versions=list(map(int, versions)),
-                )
+            pieces = numbers.split([e.length * len(PER_TOKEN) for e in part])
+            here |= {e: unflattened(piece) for e, piece in zip(part, pieces, strict=True)}
         return here
 
     @torch.no_grad()
@@ -190,6 +150,22 @@ class Learner:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return named_weights(self.policy)
+
+
+def flattened(samples: list[TrainingSample]) -> Tensor:
+    """Every per-token array of every sample, end to end, as float64, which holds token ids exactly."""
+    return torch.tensor([x for s in samples for name in PER_TOKEN for x in getattr(s, name)], dtype=torch.float64)
+
+
+def unflattened(numbers: Tensor) -> TrainingSample:
+    token_ids, loss_mask, rollout_logprobs, policy_versions, advantages = numbers.view(len(PER_TOKEN), -1).tolist()
+    return TrainingSample(
+        token_ids=list(map(int, token_ids)),
+        loss_mask=list(map(int, loss_mask)),
+        rollout_logprobs=rollout_logprobs,
+        policy_versions=list(map(int, policy_versions)),
+        advantages=advantages,
+    )
 
 
 def trimmed(sample: TrainingSample) -> TrainingSample:

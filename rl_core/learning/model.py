@@ -100,6 +100,12 @@ def shard_policy(policy: PolicyModel, dtype: torch.dtype, ranks: Ranks) -> None:
     fully_shard(policy, mesh=mesh, mp_policy=dataclasses.replace(precision, output_dtype=torch.float32))
 
 
+def end_token_ids(policy: PolicyModel) -> list[int]:
+    """Tokens that the model's generation_config.json names as ends of a turn; some have several."""
+    ids = getattr(policy.hf.generation_config, "eos_token_id", None)
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+
+
 def is_sharded(policy: PolicyModel) -> bool:
     return any(isinstance(p, DTensor) for p in policy.parameters())
 

@@ -15,6 +15,7 @@ class Actor:
     name: str
     engine: Engine
     chat: Chat
+    stop_token_ids: tuple[int, ...]  # end its turn
     max_turns: int  # of one episode
     max_context_tokens: int  # of one conversation
 
@@ -57,12 +58,13 @@ class Conversation:
                 f"a prompt of {len(prompt_ids)} tokens fills the context of {speaker.actor.max_context_tokens}; "
                 "raise --max_prompt_tokens"
             )
-        completion = await speaker.actor.engine.generate(
-            prompt_ids,
-            dataclasses.replace(speaker.params, max_tokens=min(room, speaker.params.max_tokens)),
-            seed=counter_seed(speaker.seed, self.session, len(self.turns)),
-            session=self.session,
+        params = dataclasses.replace(
+            speaker.params,
+            max_tokens=min(room, speaker.params.max_tokens),
+            stop_token_ids=speaker.actor.stop_token_ids,
         )
+        seed = counter_seed(speaker.seed, self.session, len(self.turns))
+        completion = await speaker.actor.engine.generate(prompt_ids, params, seed=seed, session=self.session)
         self.turns.append(Turn(prompt_ids=prompt_ids, completion=completion))
         self.messages.append({"role": "assistant", "content": completion.text})
         self.truncated = completion.finish_reason == "length"
