@@ -73,26 +73,19 @@ def make_plan(config: Config) -> Plan:
         env = load_env(config.env_path, hook_timeout_s=config.rollout.hook_timeout_s)
         config.max_turns = config.max_turns or env.max_turns or (8 if env.is_multi_turn else 1)
         check_config(config)
-    sources = {split: load_source(config, env, split, algorithm) for split in ("train", "eval")}
-    if sources["train"] is None:
-        raise ValueError(
-            "--data.train is missing: a file or `datasets` name"
-            + (f"; {config.env_path} has no load_tasks" if env else "")
-        )
-    if config.eval_every and sources["eval"] is None:
+    train = load_source(config, env, "train", algorithm)
+    held_out = load_source(config, env, "eval", algorithm) if config.eval_every else None
+    if train is None:
+        hint = f"; {config.env_path} has no load_tasks" if env else ""
+        raise ValueError(f"--data.train is missing: a file or `datasets` name{hint}")
+    if config.eval_every and held_out is None:
         raise ValueError(
             "--eval_every asks for evaluation, but there is no --data.eval and no load_tasks in the environment"
         )
     actor = config.actors["policy"]
     load_model_config(actor.model)
-    plan = Plan(
-        config=config,
-        algorithm=algorithm,
-        env=env,
-        chat=load_chat(actor.model, actor.chat_template),
-        train=sources["train"],
-        eval=sources["eval"] if config.eval_every else None,
-    )
+    chat = load_chat(actor.model, actor.chat_template)
+    plan = Plan(config=config, algorithm=algorithm, env=env, chat=chat, train=train, eval=held_out)
     for source in (plan.train, plan.eval):
         if source is not None:
             check_lengths(plan, source)
@@ -100,7 +93,6 @@ def make_plan(config: Config) -> Plan:
 
 
 def load_source(config: Config, env: Env | None, split: str, algorithm: Algorithm) -> TaskSource | None:
-
     path = getattr(config.data, split)
     if path:
         rows = load_rows(path, split="train" if split == "train" else "test")
@@ -110,13 +102,8 @@ def load_source(config: Config, env: Env | None, split: str, algorithm: Algorith
         return None
     if env and algorithm.is_rl:
         env.check_columns(rows, path or f"load_tasks({split!r})")
-    return TaskSource(
-        rows,
-        env=env.name if env else "data",
-        split=split,
-        seed=config.seed,
-        shuffle=config.data.shuffle and split == "train",
-    )
+    name, shuffle = env.name if env else "data", config.data.shuffle and split == "train"
+    return TaskSource(rows, env=name, split=split, seed=config.seed, shuffle=shuffle)
 
 
 def check_lengths(plan: Plan, source: TaskSource) -> None:

@@ -66,6 +66,7 @@ async def gather_samples(run: Run, step: int) -> list[TrainingSample]:
     name = f"train/{step:06d}"
     plan = RolloutPlan(name=name, tasks=tasks, group_size=config.group_size, params=params, seed=config.seed)
     trajectories = await rollout(run.env, run.actors, plan, config.rollout, run.ranks)
+    await run.engine.sleep()
     run.note("rollout/policy/", rollout_metrics(trajectories))
     if config.rollout.save:
         write_trajectories(Path(config.out) / "rollouts", f"step_{step + 1:06d}", trajectories, run.ranks)

@@ -493,5 +493,5 @@ def test_closing_cancels_what_runs_and_sleeping_frees_the_cache(model):
     assert asyncio.run(close())
     assert not engine._cache.layers
     assert len(run(engine, [[1]], SamplingParams(max_tokens=3))[0].token_ids) == 3
-    engine.sleep()
+    asyncio.run(engine.sleep())
     assert not engine._cache.layers

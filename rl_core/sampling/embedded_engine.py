@@ -151,19 +151,25 @@ class EmbeddedEngine:
 
     async def update_weights(self, named_weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
         """None means that the weights were changed in place. Otherwise each is copied into the model; see Engine."""
-        running = [r for r in (*self._waiting, *self._active) if not r.future.done()]
-        if running:
-            raise RuntimeError(f"{len(running)} requests are running; await or cancel them before the weights change")
-        if self._task is not None and not self._task.done():
-            await asyncio.wait([self._task])  # it drops requests that were cancelled
+        await self._drain()
         self._parked.clear()
         if named_weights is not None:
             load_weights(self.model, named_weights)
         self.policy_version = version
 
-    def sleep(self) -> None:
+    async def sleep(self) -> None:
         """Frees the cache's memory and every session's; the next request allocates it again."""
-        assert not self._active, len(self._active)
+        await self._drain()
+        self._free()
+
+    async def _drain(self) -> None:
+        running = [r for r in (*self._waiting, *self._active) if not r.future.done()]
+        if running:
+            raise RuntimeError(f"{len(running)} requests are running; await or cancel them first")
+        if self._task is not None and not self._task.done():
+            await asyncio.wait([self._task])  # it drops requests that were cancelled
+
+    def _free(self) -> None:
         self._parked.clear()
         self._cache = SlotCache(self.capacity, self.max_context_tokens)
 
@@ -218,7 +224,7 @@ class EmbeddedEngine:
         self._waiting.clear()
         self._active.clear()
         self._prompts.clear()
-        self.sleep()
+        self._free()
 
     @torch.inference_mode()
     def _step(self) -> None:

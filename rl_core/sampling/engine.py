@@ -33,6 +33,10 @@ class Engine(Protocol):
         parameters, which changed in place."""
         ...
 
+    async def sleep(self) -> None:
+        """Frees the memory of keys and values while a learner works; the next request takes it again."""
+        ...
+
     async def close(self) -> None: ...
 
 
