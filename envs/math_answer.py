@@ -17,7 +17,6 @@ def final_answer(text):
     # Bold type is no power, and an exclamation no factorial.
     text = re.sub(r"\*\*|!|\\\$", " ", str(text)[-2000:]).split("####")[-1]
     text = re.sub(r"\\text\{([^{}]*\d[^{}]*)\}", lambda m: re.sub("[A-Za-z]", "", m[1]), text)
-    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     # Once begun, computing 9^(9^(9^9)) holds the interpreter for ever: no deadline could stop it.
     text = re.sub(r"\\([dt]?binom|prod|sum)", "?", text)
     if text.count("^") > len(re.findall(SMALL_POWER, text)) or re.search(r"(?s)[)}\]]\s*\^.*[)}\]]\s*\^", text):
