@@ -195,6 +195,7 @@ def summary(work: Work, side: str, setting: str, m: Measured) -> dict:
         "peak_mib": m.peak_mib,
         "start_mib": m.start_mib,
         "tokens_per_step": (generated or learned) / work.steps,
+        "learned_tokens": learned,
     }
 
 
