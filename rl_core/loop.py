@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 from rl_core.build import Run, imitation
@@ -17,6 +18,8 @@ from rl_core.types import SamplingParams, TrainingSample, Trajectory
 async def train(run: Run) -> None:
     """All steps from run.start on. Steps are counted by how many are done, in files and metrics alike."""
     config, learner = run.config, run.learner
+    gc.collect()
+    gc.freeze()  # rows and modules live as long as the run; looking through them again and again costs tenths of a second
     await sync_engine(run, run.start)
     if config.eval_every and run.start == 0:
         await evaluate(run, 0)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import zstandard
 
@@ -118,10 +119,17 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
     return metrics
 
 
+def jsonable(value: Any) -> Any:
+    """A dataclass as a dictionary; what JSON does not know, as text."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return str(value)
+
+
 def write_trajectories(folder: Path, name: str, trajectories: list[Trajectory], ranks: Ranks) -> None:
     """rollouts/NAME.jsonl.zst; with several ranks each writes its own file, so that nothing is sent to be written."""
     suffix = f".rank_{ranks.rank:05d}" if ranks.size > 1 else ""
-    lines = "".join(json.dumps(dataclasses.asdict(t), default=str) + "\n" for t in trajectories)
+    lines = "".join(json.dumps(t, default=jsonable) + "\n" for t in trajectories)
     beside = folder / f".{name}{suffix}.tmp"
     beside.write_bytes(zstandard.ZstdCompressor(level=3).compress(lines.encode()))
     os.replace(beside, folder / f"{name}{suffix}.jsonl.zst")
