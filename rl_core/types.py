@@ -89,15 +89,19 @@ class TrainingSample:
 
 @dataclass(kw_only=True, slots=True)
 class PackedBatch:
-    """One microbatch: N sequences end to end, nothing padded. Index i of every [T] array describes the prediction of
-    labels[i], the token after input_ids[i]: packing.py shifts once, so that nobody else has to."""
+    """One microbatch: N pieces of token sequences end to end, nothing padded. A piece is a whole sequence, a prompt that
+    several samples share, or what follows such a prompt in one of them. The M trained tokens are listed on their own:
+    packing.py shifts once, so that nobody else has to."""
 
     input_ids: Tensor  # [T] int64
-    labels: Tensor  # [T] int64, the next token, -100 where nothing is trained
-    position_ids: Tensor  # [T] int64, from 0 in each sequence
-    cu_seqlens: Tensor  # [N+1] int32 on the host, where each sequence starts
-    loss_mask: Tensor  # [T] bool, labels != -100
-    rollout_logprobs: Tensor  # [T] fp32, of labels
-    advantages: Tensor  # [T] fp32, of labels
-    policy_versions: Tensor  # [T] int64, of labels
-    old_logprobs: Tensor | None = None  # [M] fp32, of the M trained labels, by the learner before its first update
+    position_ids: Tensor  # [T] int64, place in the sequence
+    cu_seqlens: (
+        Tensor  # [N+1] int32 on the host, where each piece starts; shared prompts and whole sequences come first
+    )
+    parents: list[int]  # [N] the piece that holds the prompt of this one, -1 if it begins a sequence
+    sources: Tensor  # [M] int64, index into T of the token before, whose hidden state predicts this one
+    labels: Tensor  # [M] int64, the trained tokens
+    rollout_logprobs: Tensor  # [M] fp32
+    advantages: Tensor  # [M] fp32
+    policy_versions: Tensor  # [M] int64
+    old_logprobs: Tensor | None = None  # [M] fp32, by the learner before its first update

@@ -53,7 +53,7 @@ class Meter:
             peak_mib=0,
         )
         run.log = self
-        run.learner.policy.register_forward_pre_hook(self.count_tokens)
+        self.shard, run.learner.shard = run.learner.shard, self.count_tokens
         if run.engine is not None:
             self.generate = run.engine.generate
             run.engine.generate = self.generate_at_length
@@ -75,11 +75,11 @@ class Meter:
             self.measured.generate_cpu_s[-1] += time.process_time() - self.began
         return completion
 
-    def count_tokens(self, policy, args):
-        # A packed sequence comes without its last token, which is only a label.
-        tokens = args[0].input_ids.numel() + len(args[0].cu_seqlens) - 1
-        self.measured.learned_tokens[-1] += tokens
-        self.measured.computed_tokens[-1] += tokens
+    def count_tokens(self, samples):
+        minibatches, metrics = self.shard(samples)
+        self.measured.learned_tokens[-1] += int(metrics["pack/tokens"].value)
+        self.measured.computed_tokens[-1] += int(metrics["pack/computed_tokens"].value)
+        return minibatches, metrics
 
     def write(self, step: int, metrics: dict) -> dict:
         values = self.log.write(step, metrics)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_core.config import parse_config
-from rl_core.data.packing import balanced_bins, fill_frac, pack_samples
+from rl_core.data.packing import balanced_bins, pack_samples
 from rl_core.distributed import init_ranks
 from rl_core.learning.algorithms import clipped_loss, group_advantages, make_algorithm, token_losses
 from rl_core.learning.attention import attention_blocks
@@ -27,11 +27,13 @@ def make_learner(model, *flags, algorithm="grpo") -> Learner:
     return Learner(config, make_algorithm(algorithm, config.algo), policy, init_ranks(60))
 
 
-def ragged_samples(num=12, seed=0) -> list[TrainingSample]:
-    """Two turns each: prompt, reply, what the environment said, reply; some zero advantages; untrained tokens at the end."""
+def ragged_samples(num=12, seed=0, shared_prompt=0) -> list[TrainingSample]:
+    """Two turns each: prompt, reply, what the environment said, reply. Some advantages are zero, some tokens at the end
+    untrained. With shared_prompt, four samples each begin with the same tokens and some replies are a single token."""
     draw = random.Random(seed)
     samples = []
     for i in range(num):
+        group = i // 4 if shared_prompt else i // 2
         spans = [
             (0, draw.randint(1, 9)),
             (1, draw.randint(1, 30)),
@@ -39,13 +41,19 @@ def ragged_samples(num=12, seed=0) -> list[TrainingSample]:
             (1, draw.randint(1, 9)),
             (0, 2),
         ]
+        if shared_prompt:
+            spans = [(0, shared_prompt + group), *spans[1:]] if i % 3 else [(0, shared_prompt + group), (1, 1)]
         mask = [m for m, n in spans for _ in range(n)]
         advantage = 0.0 if i % 5 == 4 else draw.gauss(0, 1)
+        token_ids = [draw.randrange(8, 104) for _ in mask]
+        if shared_prompt:
+            prompts = random.Random(f"{seed} {group}")
+            token_ids[: spans[0][1]] = [prompts.randrange(8, 104) for _ in range(spans[0][1])]
         samples.append(
             TrainingSample(
-                token_ids=[draw.randrange(8, 104) for _ in mask],
+                token_ids=token_ids,
                 loss_mask=mask,
-                group_id=f"{i // 2:04d}",
+                group_id=f"{group:04d}",
                 rollout_logprobs=[-draw.random() * m for m in mask],
                 policy_versions=[m - 1 for m in mask],
                 advantages=[advantage * m for m in mask],
@@ -61,8 +69,8 @@ def gradients(learner: Learner, samples, old_shift=0.0) -> tuple[dict[str, torch
     total = 0.0
     for batch in minibatches[0].batches:
         logprobs, entropy = learner.policy(batch, learner.temperature)
-        old = logprobs.detach() - old_shift * torch.sin(batch.labels[batch.loss_mask].float()) if old_shift else None
-        losses = token_losses(learner.algorithm, logprobs, old, batch.advantages[batch.loss_mask], entropy).losses
+        old = logprobs.detach() - old_shift * torch.sin(batch.labels.float()) if old_shift else None
+        losses = token_losses(learner.algorithm, logprobs, old, batch.advantages, entropy).losses
         loss = losses.sum() / minibatches[0].num_tokens
         loss.backward()
         total += loss.item()
@@ -129,6 +137,17 @@ def test_packed_batch_gives_the_same_gradient_as_padded(any_model, algorithm, fl
     assert_same(packed, padded)
 
 
+@pytest.mark.parametrize("algorithm, old_shift", [("sft", 0.0), ("grpo", 0.4)])
+def test_a_prompt_that_samples_share_is_computed_once_and_gives_the_same_gradient(any_model, algorithm, old_shift):
+    learner, samples = make_learner(any_model, algorithm=algorithm), ragged_samples(16, shared_prompt=30)
+    minibatches, metrics = learner.shard(samples)
+    assert metrics["pack/computed_tokens"].value < 0.65 * metrics["pack/tokens"].value
+    packed, packed_loss = gradients(learner, samples, old_shift)
+    padded, padded_loss = padded_gradients(learner, samples, old_shift)
+    assert packed_loss == pytest.approx(padded_loss, rel=2e-6, abs=2e-6)
+    assert_same(packed, padded)
+
+
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
 def test_four_microbatches_give_the_same_gradient_as_one(tiny_model, algorithm):
     one = make_learner(tiny_model, algorithm=algorithm)
@@ -151,9 +170,7 @@ def test_samples_without_advantage_count_in_the_denominator_but_need_no_forward(
     learner, samples = make_learner(tiny_model), ragged_samples()
     minibatch = learner.shard(samples)[0][0]
     assert minibatch.num_tokens == sum(sum(s.loss_mask) for s in samples)
-    assert (
-        sum(len(b.cu_seqlens) - 1 for b in minibatch.batches) == sum(any(s.advantages) for s in samples) < len(samples)
-    )
+    assert sum(len(b.parents) for b in minibatch.batches) == sum(any(s.advantages) for s in samples) < len(samples)
 
 
 def test_a_batch_without_signal_leaves_the_weights_alone(tiny_model):
@@ -221,34 +238,33 @@ def test_fused_logprobs_equal_autograd_over_all_logits(monkeypatch, chunk_bytes)
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-def test_sliding_window_reaches_the_packed_attention(make_model, tiny_model):
+@pytest.mark.parametrize("shared_prompt", [0, 30])
+def test_sliding_window_reaches_the_packed_attention(tiny_model, shared_prompt):
     learner = make_learner(tiny_model)
     for layer in learner.policy.hf.base_model.layers:
         layer.self_attn.sliding_window = 4
-    batch = pack_samples(ragged_samples())
-    short = learner.policy(batch, 1.0)[0]
-    hf = learner.policy.hf
+    samples = ragged_samples(shared_prompt=shared_prompt)
+    batch = pack_samples(samples)
+    got = sorted(zip(batch.labels.tolist(), learner.policy(batch, 1.0)[0].tolist(), strict=True))
+    hf, want = learner.policy.hf, []
     hf.set_attn_implementation("eager")
-    at, want = 0, []
-    for sample_len in batch.cu_seqlens.diff().tolist():
-        ids = batch.input_ids[at : at + sample_len][None]
-        distance = torch.arange(sample_len)[:, None] - torch.arange(sample_len)
+    for s in samples:
+        distance = torch.arange(len(s.token_ids))[:, None] - torch.arange(len(s.token_ids))
         mask = torch.where((distance >= 0) & (distance < 4), 0.0, -1e9)[None, None]
-        want.append(
-            hf(input_ids=ids, attention_mask={"full_attention": mask}, use_cache=False).logits[0].log_softmax(-1)
-        )
-        at += sample_len
-    labels = batch.labels[batch.loss_mask]
-    want = torch.cat(want)[batch.loss_mask].gather(-1, labels[:, None])[:, 0]
-    torch.testing.assert_close(short, want, atol=1e-5, rtol=1e-5)
+        ids = torch.tensor([s.token_ids])
+        logprobs = hf(input_ids=ids, attention_mask={"full_attention": mask}, use_cache=False).logits[0].log_softmax(-1)
+        want += [(t, logprobs[i - 1, t].item()) for i, t in enumerate(s.token_ids) if s.loss_mask[i]]
+    for (label, value), (expected_label, expected) in zip(got, sorted(want), strict=True):
+        assert label == expected_label and value == pytest.approx(expected, abs=1e-5)
 
 
-def test_blocks_cover_every_token_once_with_little_padding():
-    lengths = sorted(min(900, int(random.Random(i).lognormvariate(4, 1)) + 1) for i in range(200))
-    blocks = attention_blocks(lengths, torch.device("cpu"))
+@pytest.mark.parametrize("shared_prompt", [0, 30])
+def test_blocks_cover_every_token_once_with_little_padding(shared_prompt):
+    batch = pack_samples(ragged_samples(200, shared_prompt=shared_prompt))
+    blocks = attention_blocks(batch)
     assert [b.first for b in blocks] == [0] + [b.last for b in blocks[:-1]]
-    assert blocks[-1].last == sum(lengths)
-    assert sum(b.num * b.length for b in blocks) <= sum(lengths) / 0.75
+    assert blocks[-1].last == len(batch.input_ids)
+    assert sum(b.shape[0] * b.shape[1] for b in blocks) <= len(batch.input_ids) / 0.75
 
 
 def test_bins_are_full_deterministic_and_within_their_limit():
@@ -258,14 +274,13 @@ def test_bins_are_full_deterministic_and_within_their_limit():
     assert len(bins) % 8 == 0
     assert sorted(i for b in bins for i in b) == list(range(4096))
     assert max(sum(lengths[i] for i in b) for b in bins) <= 8192
-    tokens, room = fill_frac(bins, lengths)
-    assert tokens / room >= 0.95
+    assert sum(lengths) / (len(bins) * max(sum(lengths[i] for i in b) for b in bins)) >= 0.95
 
 
 def test_fewer_samples_than_ranks_leave_bins_empty():
     assert sorted(map(len, balanced_bins([5, 3], 100, multiple=4))) == [0, 0, 1, 1]
     batch = pack_samples([])
-    assert batch.input_ids.numel() == 1 and not batch.loss_mask.any()
+    assert batch.input_ids.numel() == 1 and batch.labels.numel() == 0
 
 
 def test_the_learning_rate_warms_up_and_decays_to_its_floor():

@@ -12,6 +12,9 @@ import torch
 from rl_core.types import PackedBatch, TrainingSample
 
 Bins = list[list[int]]  # indices of samples
+TRAINED = ("token_ids", "rollout_logprobs", "advantages", "policy_versions")  # arrays of a sample, for trained tokens
+DTYPES = {"rollout_logprobs": torch.float32, "advantages": torch.float32}
+SHARE_FROM = 0.1  # of a group's tokens that computing its prompt once must save
 
 
 class Entry(NamedTuple):
@@ -21,8 +24,13 @@ class Entry(NamedTuple):
     rank: int  # that has it
     index: int  # there
     length: int
+    prompt_length: int  # tokens before the first trained one
+    prompt: int  # a hash of them
     num_trained: int  # tokens
     has_signal: bool  # an advantage that is not 0
+
+    def shares_prompt_with(self, other: Entry) -> bool:
+        return (self.group_id, self.prompt, self.prompt_length) == (other.group_id, other.prompt, other.prompt_length)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,6 +38,7 @@ class MinibatchPlan:
     num_tokens: int  # trained tokens of all samples, those left out included: the one denominator
     entries: list[Entry]  # samples that need a forward
     bins: Bins  # of entries; bin b is a microbatch of rank b % num_ranks
+    bin_tokens: list[int]  # of each bin, a shared prompt counted once
 
 
 def plan_minibatches(
@@ -41,12 +50,48 @@ def plan_minibatches(
     parts: list[list[Entry]] = [[] for _ in range(num_minibatches)]
     for e in entries:
         parts[groups[e.group_id] * num_minibatches // len(groups)].append(e)
-    plans = []
-    for part in parts:
-        used = [e for e in part if e.has_signal or not skip_zero_advantages]
-        bins = balanced_bins([e.length for e in used], max_tokens, num_ranks) if used else []
-        plans.append(MinibatchPlan(num_tokens=sum(e.num_trained for e in part), entries=used, bins=bins))
-    return plans
+    return [plan_minibatch(part, max_tokens, num_ranks, skip_zero_advantages) for part in parts]
+
+
+def plan_minibatch(part: list[Entry], max_tokens: int, num_ranks: int, skip_zero_advantages: bool) -> MinibatchPlan:
+    used = [e for e in part if e.has_signal or not skip_zero_advantages]
+    plan = MinibatchPlan(num_tokens=sum(e.num_trained for e in part), entries=used, bins=[], bin_tokens=[])
+    if used:
+        # A group that shares its prompt goes to one bin, but no unit is so large that the ranks' loads would differ.
+        whole = sum(unit_tokens(used, unit) for unit in shared_units(used, max_tokens))
+        units = shared_units(used, min(max_tokens, whole // (2 * num_ranks)))
+        bins = balanced_bins([unit_tokens(used, unit) for unit in units], max_tokens, num_ranks)
+        plan.bins = [[i for u in b for i in units[u]] for b in bins]
+        plan.bin_tokens = [sum(unit_tokens(used, units[u]) for u in b) for b in bins]
+    return plan
+
+
+def is_worth_sharing(prompt_length: int, num_samples: int, num_tokens: int) -> bool:
+    """Whether a prompt of samples with num_tokens in all is computed once: attention over a shared prompt costs more."""
+    return prompt_length * (num_samples - 1) >= SHARE_FROM * num_tokens
+
+
+def shared_units(entries: list[Entry], max_tokens: int) -> list[list[int]]:
+    """Indices of entries that begin with the same prompt, in runs of at most max_tokens."""
+    units: list[list[int]] = []
+    for i, e in enumerate(entries):
+        last = units[-1] if units else []
+        is_same = last and e.shares_prompt_with(entries[last[0]])
+        if is_same and unit_tokens(entries, [*last, i]) <= max_tokens:
+            last.append(i)
+        else:
+            units.append([i])
+    return units
+
+
+def unit_tokens(entries: list[Entry], unit: list[int]) -> int:
+    prompt, tokens = entries[unit[0]].prompt_length, sum(entries[i].length for i in unit)
+    return tokens - prompt * (len(unit) - 1) if is_worth_sharing(prompt, len(unit), tokens) else tokens
+
+
+def prompt_length(loss_mask: Sequence[int]) -> int:
+    """Tokens before the first trained one; at least 1, because nothing predicts the first token."""
+    return next((i for i, m in enumerate(loss_mask) if m and i), 1)
 
 
 def trained_span(loss_mask: Sequence[int]) -> int:
@@ -78,33 +123,72 @@ def balanced_bins(lengths: Sequence[int], max_tokens: int, multiple: int = 1) ->
         num += 1
 
 
-def fill_frac(bins: Bins, lengths: Sequence[int]) -> tuple[int, int]:
-    """(tokens, tokens that would fit if every bin were as full as the fullest): bins run in step across the ranks."""
-    sizes = [sum(lengths[i] for i in b) for b in bins]
-    return sum(sizes), max(sizes, default=0) * len(sizes)
-
-
 def pack_samples(samples: Sequence[TrainingSample]) -> PackedBatch:
-    """The samples end to end, shortest first, each without its last token (nothing follows it). No samples at all give
-    one untrained token, for a rank that must keep step with the others."""
-    chosen = sorted(samples, key=lambda s: len(s.token_ids)) or [
-        TrainingSample(
-            token_ids=[0, 0], loss_mask=[0, 0], rollout_logprobs=[0, 0], policy_versions=[-1, -1], advantages=[0, 0]
+    """The samples end to end, shortest first, each without its last token (nothing follows it); a prompt that several
+    begin with stands once. No samples at all give one untrained token, for a rank that must keep step with the others."""
+    by_prompt: dict[tuple[int, ...], list[TrainingSample]] = {}
+    for sample in samples:
+        by_prompt.setdefault(tuple(sample.token_ids[: prompt_length(sample.loss_mask)]), []).append(sample)
+    wholes: list[tuple[list[int], TrainingSample | None]] = []  # tokens from the first on, and whose they are
+    branches: list[tuple[tuple[int, ...], TrainingSample]] = []  # samples that follow a shared prompt
+    for prompt, members in by_prompt.items():
+        if is_worth_sharing(len(prompt), len(members), sum(len(s.token_ids) for s in members)):
+            wholes.append((list(prompt), None))
+            branches += [(prompt, s) for s in members]
+        else:
+            wholes += [(s.token_ids[:-1], s) for s in members]
+    wholes = sorted(wholes, key=lambda whole: len(whole[0])) or [([0], None)]
+    branches.sort(key=lambda branch: len(branch[1].token_ids) - len(branch[0]))
+
+    layout = Layout()
+    prompt_pieces = {}
+    for tokens, sample in wholes:
+        piece = layout.add(tokens, 0, -1)
+        if sample is None:
+            prompt_pieces[tuple(tokens)] = piece
+        else:
+            layout.train(sample, 1, piece)
+    for prompt, sample in branches:
+        parent, first = prompt_pieces[prompt], len(prompt)
+        layout.train(sample, first, parent, up_to=first + 1)  # the prompt's last token predicts the first one after it
+        if len(sample.token_ids) > first + 1:
+            layout.train(sample, first + 1, layout.add(sample.token_ids[first:-1], first, parent))
+    return layout.batch()
+
+
+class Layout:
+    """A packed batch under construction."""
+
+    def __init__(self):
+        self.tokens, self.positions, self.starts, self.parents = [], [], [0], []
+        self.columns = {name: [] for name in ("sources", *TRAINED)}
+
+    def add(self, tokens: Sequence[int], position: int, parent: int) -> int:
+        """The new piece's number."""
+        self.tokens += tokens
+        self.positions += range(position, position + len(tokens))
+        self.starts.append(len(self.tokens))
+        self.parents.append(parent)
+        return len(self.parents) - 1
+
+    def train(self, sample: TrainingSample, first: int, piece: int, up_to: int | None = None) -> None:
+        """The sample's trained tokens in first .. up_to, the first of which the piece predicts at token first - 1."""
+        source = self.starts[piece] - self.positions[self.starts[piece]] - 1  # plus the token's place in the sequence
+        trained = [i for i in range(first, len(sample.token_ids) if up_to is None else up_to) if sample.loss_mask[i]]
+        self.columns["sources"] += [source + i for i in trained]
+        for name in TRAINED:
+            values = getattr(sample, name)
+            self.columns[name] += [values[i] for i in trained]
+
+    def batch(self) -> PackedBatch:
+        columns = {
+            name: torch.tensor(values, dtype=DTYPES.get(name, torch.int64)) for name, values in self.columns.items()
+        }
+        return PackedBatch(
+            input_ids=torch.tensor(self.tokens),
+            position_ids=torch.tensor(self.positions),
+            cu_seqlens=torch.tensor(self.starts, dtype=torch.int32),
+            parents=self.parents,
+            labels=columns.pop("token_ids"),
+            **columns,
         )
-    ]
-
-    def shifted(name: str, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([x for s in chosen for x in getattr(s, name)[1:]], dtype=dtype)
-
-    loss_mask = shifted("loss_mask", torch.bool)
-    lengths = [len(s.token_ids) - 1 for s in chosen]
-    return PackedBatch(
-        input_ids=torch.tensor([t for s in chosen for t in s.token_ids[:-1]]),
-        labels=shifted("token_ids", torch.int64).masked_fill_(~loss_mask, -100),
-        position_ids=torch.cat([torch.arange(n) for n in lengths]),
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
-        loss_mask=loss_mask,
-        rollout_logprobs=shifted("rollout_logprobs", torch.float32),
-        advantages=shifted("advantages", torch.float32),
-        policy_versions=shifted("policy_versions", torch.int64),
-    )

@@ -1,46 +1,81 @@
 """Attention over a packed batch as a transformers attention implementation, registered by name.
 
-Sequences of similar length are padded to one block and go through torch's own kernel, causal and without a mask, so
-that no work is done between sequences and nothing has the size [T, T]. H heads, D head dim, T tokens, N sequences.
+Pieces of similar length are padded to one block and go through torch's own kernel, so that no work is done between
+sequences and nothing has the size [T, T]. Whole sequences and prompts need no mask beyond the causal one; what follows a
+shared prompt attends to that prompt and to itself.
+
+H heads, D head dim, T tokens, N pieces of a block, Q and K their padded queries and keys.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
+
+from rl_core.types import PackedBatch
 
 NAME = "rl_core_packed"
 MAX_PADDING = 0.25  # of the tokens of a block; less padding means more and smaller blocks
+MAX_MASK = 1 << 24  # entries of a block's mask
 
 
 @dataclass(kw_only=True, slots=True)
 class Block:
-    """N sequences of at most `length` tokens, which lie together in the packed batch."""
+    """N pieces of at most Q tokens, which lie together in the packed batch."""
 
     first: int  # token of the packed batch
     last: int
-    num: int
-    length: int
-    padded_from: Tensor | None  # [N * length] which token, counted from `first`, stands there; None: nothing is padded
+    shape: tuple[int, int]  # N, Q
+    padded_from: Tensor | None  # [N * Q] which token, counted from `first`, stands there; None: nothing is padded
     packed_from: Tensor | None  # [last - first] where in the padded block each token stands
+    keys_from: Tensor | None = None  # [N * K] which token of the batch is this key; None: the block's own tokens
+    query_positions: Tensor | None = None  # [N, Q] place in the sequence
+    key_positions: Tensor | None = None  # [N, K]; beyond every query where nothing stands
+    masks: dict = field(default_factory=dict)
+
+    def mask(self, window: int | None, like: Tensor) -> Tensor | None:
+        """[N or 1, 1, Q, K] to be added to the scores, made once for all layers; None if causal is all there is."""
+        if self.keys_from is None and (window is None or self.shape[1] <= window):
+            return None
+        if window not in self.masks:
+            queries = keys = torch.arange(self.shape[1], device=like.device)[None]
+            if self.keys_from is not None:
+                queries, keys = self.query_positions, self.key_positions
+            distance = (queries[:, :, None] - keys[:, None, :])[:, None]
+            is_seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+            self.masks[window] = torch.zeros_like(is_seen, dtype=like.dtype).masked_fill_(~is_seen, -torch.inf)
+        return self.masks[window]
 
 
-def attention_blocks(lengths: list[int], device: torch.device) -> list[Block]:
-    """Blocks that cover the sequences in their order. If they are sorted by length, blocks are few and padding is little."""
-    blocks, start, first = [], 0, 0
-    while start < len(lengths):
-        end, longest, total = start, 0, 0
-        while end < len(lengths):
-            new_longest, new_total = max(longest, lengths[end]), total + lengths[end]
-            if new_total < (1 - MAX_PADDING) * new_longest * (end + 1 - start):
+def attention_blocks(batch: PackedBatch) -> list[Block]:
+    """Blocks that cover the pieces in their order. If they are sorted by length, blocks are few and padding is little."""
+    starts, device = batch.cu_seqlens.tolist(), batch.input_ids.device
+    lengths = [b - a for a, b in itertools.pairwise(starts)]
+    blocks, begin = [], 0
+    while begin < len(lengths):
+        end, total = begin, 0
+        while end < len(lengths) and (batch.parents[end] < 0) == (batch.parents[begin] < 0):
+            # Pieces come sorted, so that the newest is the longest.
+            num, longest, prompts = end + 1 - begin, lengths[end], batch.parents[begin : end + 1]
+            keys = longest + (max(lengths[p] for p in prompts) if prompts[0] >= 0 else 0)
+            if end > begin and (
+                total + longest < (1 - MAX_PADDING) * num * longest
+                or (prompts[0] >= 0 and num * longest * keys > MAX_MASK)
+            ):
                 break
-            end, longest, total = end + 1, new_longest, new_total
-        blocks.append(make_block(lengths[start:end], first, device))
-        start, first = end, first + total
+            end, total = end + 1, total + longest
+        block = make_block(lengths[begin:end], starts[begin], device)
+        if batch.parents[begin] >= 0:
+            parents = batch.parents[begin:end]
+            prompts = [(starts[p], lengths[p]) for p in parents]
+            add_prompts(block, list(zip(starts[begin:end], lengths[begin:end], strict=True)), prompts, device)
+        blocks.append(block)
+        begin = end
     return blocks
 
 
@@ -54,33 +89,46 @@ def make_block(lengths: list[int], first: int, device: torch.device) -> Block:
         starts = sizes.cumsum(0) - sizes
         padded_from = torch.where(is_token, starts[:, None] + column, 0).flatten().to(device)
         packed_from = is_token.flatten().nonzero()[:, 0].to(device)
-    return Block(
-        first=first, last=first + total, num=num, length=longest, padded_from=padded_from, packed_from=packed_from
-    )
+    last = first + total
+    return Block(first=first, last=last, shape=(num, longest), padded_from=padded_from, packed_from=packed_from)
+
+
+def add_prompts(block: Block, pieces: list, prompts: list, device: torch.device) -> None:
+    """Keys of a block whose pieces follow prompts: each prompt's tokens, padded, then the piece's own, padded. `pieces`
+    and `prompts` are (first token, length) of each."""
+    (first, length), (prompt_first, prompt_length) = (torch.tensor(x).T[:, :, None] for x in (pieces, prompts))
+    own, prompt = torch.arange(block.shape[1]), torch.arange(int(prompt_length.max()))
+    nowhere = int(prompt_length.max()) + block.shape[1]
+    is_prompt, is_own = prompt < prompt_length, own < length
+    keys = torch.cat([torch.where(is_prompt, prompt_first + prompt, 0), torch.where(is_own, first + own, 0)], 1)
+    places = torch.cat([torch.where(is_prompt, prompt, nowhere), torch.where(is_own, prompt_length + own, nowhere)], 1)
+    block.keys_from = keys.flatten().to(device)
+    block.key_positions = places.to(device)
+    block.query_positions = (prompt_length + own).to(device)
 
 
 class Pad(torch.autograd.Function):
-    """[tokens, ...] -> [N * length, ...]. What stands in a padded place reaches no token, so it has no gradient."""
+    """[tokens, ...] -> [N * Q, ...]. What stands in a padded place reaches no token, so it has no gradient."""
 
     @staticmethod
-    def forward(ctx, x, block):
+    def forward(ctx, x_TC, block):
         ctx.block = block
-        return x.index_select(0, block.padded_from)
+        return embedding(block.padded_from, x_TC)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad.index_select(0, ctx.block.packed_from), None
+        return embedding(ctx.block.packed_from, grad), None
 
 
 class Unpad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, block):
-        ctx.block, ctx.rows = block, x.shape[0]
-        return x.index_select(0, block.packed_from)
+    def forward(ctx, x_TC, block):
+        ctx.block, ctx.rows = block, x_TC.shape[0]
+        return embedding(block.packed_from, x_TC)
 
     @staticmethod
     def backward(ctx, grad):
-        out = grad.new_zeros(ctx.rows, *grad.shape[1:])
+        out = grad.new_zeros(ctx.rows, grad.shape[1])
         return out.index_copy_(0, ctx.block.packed_from, grad), None
 
 
@@ -88,34 +136,33 @@ def packed_attention(
     module, query, key, value, attention_mask, scaling=None, dropout=0.0, blocks=None, sliding_window=None, **_
 ):
     """[1, T, H, D]. query [1, H, T, D], key and value [1, Hkv, T, D]; `blocks` comes through the model's forward."""
-    q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
+    head_dim = query.shape[3]
+    # embedding() copies rows several times faster than index_select() does, and adds their gradients faster too.
+    q_TC, k_TC, v_TC = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
     outs = []
     for block in blocks:
-        q, k, v = (to_block(x[block.first : block.last], block) for x in (q_THD, k_THD, v_THD))
-        mask = (
-            window_mask(block.length, sliding_window, q.device)
-            if sliding_window and block.length > sliding_window
-            else None
+        own = slice(block.first, block.last)
+        q = to_heads(padded(q_TC[own], block), block.shape[0], head_dim)
+        k, v = (
+            padded(x[own], block) if block.keys_from is None else embedding(block.keys_from, x) for x in (k_TC, v_TC)
         )
+        k, v = (to_heads(x, block.shape[0], head_dim) for x in (k, v))
+        mask, is_grouped = block.mask(sliding_window, q), q.shape[1] != k.shape[1]
         out = scaled_dot_product_attention(
-            q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
         )
-        out = out.transpose(1, 2).reshape(block.num * block.length, *q_THD.shape[1:])
+        out = out.transpose(1, 2).reshape(-1, q_TC.shape[1])
         outs.append(out if block.packed_from is None else Unpad.apply(out, block))
-    return (outs[0] if len(outs) == 1 else torch.cat(outs))[None], None
+    return (outs[0] if len(outs) == 1 else torch.cat(outs)).unflatten(1, (-1, head_dim))[None], None
 
 
-def to_block(x_THD: Tensor, block: Block) -> Tensor:
+def padded(x_TC: Tensor, block: Block) -> Tensor:
+    return x_TC if block.padded_from is None else Pad.apply(x_TC, block)
+
+
+def to_heads(x_TC: Tensor, num: int, head_dim: int) -> Tensor:
     """[N, H, length, D]"""
-    if block.padded_from is not None:
-        x_THD = Pad.apply(x_THD, block)
-    return x_THD.unflatten(0, (block.num, block.length)).transpose(1, 2)
-
-
-def window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    at = torch.arange(length, device=device)
-    distance = at[:, None] - at
-    return (distance >= 0) & (distance < window)
+    return x_TC.reshape(num, -1, x_TC.shape[1] // head_dim, head_dim).transpose(1, 2)
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rl_core.config import Config, OptimConfig
-from rl_core.data.packing import Entry, fill_frac, pack_samples, plan_minibatches, trained_span
+from rl_core.data.packing import Entry, pack_samples, plan_minibatches, prompt_length, trained_span
 from rl_core.distributed import Ranks, all_gather_json, exchange
 from rl_core.learning.algorithms import Algorithm, kl_k3, token_losses
 from rl_core.learning.model import PolicyModel, named_weights
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics
-from rl_core.types import PackedBatch, TrainingSample
+from rl_core.types import PackedBatch, TrainingSample, counter_seed
 
 PER_TOKEN = ("token_ids", "loss_mask", "rollout_logprobs", "policy_versions", "advantages")
 
@@ -42,9 +42,7 @@ class Learner:
         rank that trains on it. Every rank must call it; the plan is computed alike on all of them."""
         me, size, config = self.ranks.rank, self.ranks.size, self.config.learner
         samples = [trimmed(s) for s in samples]
-        facts = [
-            (s.group_id, me, i, len(s.token_ids), sum(s.loss_mask), any(s.advantages)) for i, s in enumerate(samples)
-        ]
+        facts = [entry_of(s, me, i) for i, s in enumerate(samples)]
         entries = [Entry(*fact) for part in all_gather_json(facts, self.ranks) for fact in part]
         skip = self.algorithm.skips_zero_advantages
         plans = plan_minibatches(entries, config.minibatches, config.microbatch_tokens, size, skip)
@@ -55,9 +53,13 @@ class Learner:
             mine = [[here[plan.entries[i]] for i in part] for part in plan.bins[me::size]]
             batches = [to_device(pack_samples(part), self.ranks.device) for part in mine]
             minibatches.append(Minibatch(num_tokens=plan.num_tokens, batches=batches))
-            filled, room = fill_frac(plan.bins, [e.length for e in plan.entries])
-            num_tokens = sum(sum(len(s.token_ids) for s in part) for part in mine)
-            packing = {"fill_frac": Mean(filled, room), "microbatches": Sum(len(mine)), "tokens": Sum(num_tokens)}
+            room = max(plan.bin_tokens, default=0) * len(plan.bin_tokens)  # bins run in step across the ranks
+            packing = {
+                "fill_frac": Mean(sum(plan.bin_tokens), room),
+                "microbatches": Sum(len(mine)),
+                "tokens": Sum(sum(len(s.token_ids) for part in mine for s in part)),
+                "computed_tokens": Sum(sum(plan.bin_tokens[me::size])),
+            }
             add_metrics(metrics, packing, prefix="pack/")
         return minibatches, metrics
 
@@ -110,9 +112,7 @@ class Learner:
         metrics: dict[str, Metric] = {}
         for batch in minibatch.batches:
             logprobs, entropy = self.policy(batch, self.temperature)
-            result = token_losses(
-                self.algorithm, logprobs, batch.old_logprobs, batch.advantages[batch.loss_mask], entropy
-            )
+            result = token_losses(self.algorithm, logprobs, batch.old_logprobs, batch.advantages, entropy)
             loss = result.losses.sum() / minibatch.num_tokens
             # FSDP averages gradients over ranks; undo it, the loss is already a share of a global mean.
             (loss * self.ranks.size).backward()
@@ -135,7 +135,7 @@ class Learner:
         metrics: dict[str, Metric] = {"loss": Mean(loss, 0), "entropy_nats": Mean(entropy.sum().item(), n)}
         if self.algorithm.is_rl:
             learner = logprobs if batch.old_logprobs is None else batch.old_logprobs
-            mismatch = kl_k3(learner, batch.rollout_logprobs[batch.loss_mask]) if n else logprobs
+            mismatch = kl_k3(learner, batch.rollout_logprobs) if n else logprobs
             metrics |= {
                 "clip_frac": Mean(is_clipped.sum().item(), n),
                 "mismatch_kl_nats": Mean(mismatch.sum().item(), n),
@@ -150,6 +150,20 @@ class Learner:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return named_weights(self.policy)
+
+
+def entry_of(sample: TrainingSample, rank: int, index: int) -> Entry:
+    prompt = sample.token_ids[: prompt_length(sample.loss_mask)]
+    return Entry(
+        group_id=sample.group_id,
+        rank=rank,
+        index=index,
+        length=len(sample.token_ids),
+        prompt_length=len(prompt),
+        prompt=counter_seed(*prompt),
+        num_trained=sum(sample.loss_mask),
+        has_signal=any(sample.advantages),
+    )
 
 
 def flattened(samples: list[TrainingSample]) -> Tensor:
@@ -179,11 +193,8 @@ def trimmed(sample: TrainingSample) -> TrainingSample:
 def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
     if device.type == "cpu":
         return batch
-    moved = {
-        f.name: getattr(batch, f.name).to(device)
-        for f in dataclasses.fields(batch)
-        if f.name != "cu_seqlens" and getattr(batch, f.name) is not None
-    }
+    moved = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "cu_seqlens"}
+    moved = {name: value.to(device) for name, value in moved.items() if isinstance(value, Tensor)}
     return dataclasses.replace(batch, **moved)
 
 

@@ -65,16 +65,14 @@ class PolicyModel(nn.Module):
 
     def forward(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """(logprobs, entropy), both [M] fp32, of the M trained tokens of the batch in their order."""
-        lengths = batch.cu_seqlens.diff().tolist()
         hidden_TD = self.hf.base_model(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
-            blocks=attention.attention_blocks(lengths, batch.input_ids.device),
+            blocks=attention.attention_blocks(batch),
         ).last_hidden_state[0]
-        trained = batch.loss_mask.nonzero()[:, 0]
         head = self.hf.get_output_embeddings()
-        return fused_logprobs(hidden_TD[trained], head.weight, batch.labels[trained], temperature)
+        return fused_logprobs(hidden_TD[batch.sources], head.weight, batch.labels, temperature)
 
 
 def make_policy(path: str, dtype: torch.dtype, ranks: Ranks, activation_checkpointing: bool) -> PolicyModel:
