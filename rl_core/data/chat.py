@@ -9,6 +9,7 @@ message, and `encode` reads the text around a mark as ordinary text and removes 
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,7 @@ class Chat:
         self.stop_token_ids: tuple[int, ...] = tuple(stops)
         self._special_ids = special
         self._special_texts = tuple(sorted(special, key=len, reverse=True))
+        self._newest: tuple[Any, str, list[int]] | None = None
 
     def render(self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True) -> str:
         """The template's text, to be given to `encode`: it is marked where messages hold special tokens' strings.
@@ -129,6 +131,14 @@ class Chat:
 
     def prompt_ids(self, messages: list[Message], tools: list | None = None) -> list[int]:
         return self.encode(self.render(messages, tools))
+
+    def first_prompt(self, messages: list[Message], tools: list | None = None) -> tuple[str, list[int]]:
+        """The rendering of a conversation's first messages and its tokens; the newest is kept for the rest of a group."""
+        asked = (messages, tools)
+        if self._newest is None or self._newest[0] != asked:
+            rendered = self.render(messages, tools)
+            self._newest = (copy.deepcopy(asked), rendered, self.encode(rendered))
+        return self._newest[1:]
 
     def decode(self, token_ids: list[int]) -> str:
         """Text without special tokens, nor a stop token at the end that is not flagged special."""
@@ -225,8 +235,9 @@ class TokenStream:
         self._chat = chat
         self._tools = tools
         self.messages = list(messages)
-        self.rendered = chat.render(messages, tools)
-        self.prompt_ids = chat.encode(self.rendered)  # what the engine is to be given now
+        self.rendered, self.prompt_ids = chat.first_prompt(
+            messages, tools
+        )  # prompt_ids: what the engine is to be given
 
     def append(self, token_ids: list[int], text: str, new_messages: list[Message]) -> bool:
         """The actor sampled token_ids (decoded: text), then others said new_messages; prompt_ids then ends with the

@@ -64,7 +64,9 @@ class Conversation:
             stop_token_ids=speaker.actor.stop_token_ids,
         )
         seed = counter_seed(speaker.seed, self.session, len(self.turns))
-        completion = await speaker.actor.engine.generate(prompt_ids, params, seed=seed, session=self.session)
+        is_last = len(self.turns) + 1 == speaker.max_turns  # nothing is kept for a turn that will not come
+        session = "" if is_last else self.session
+        completion = await speaker.actor.engine.generate(prompt_ids, params, seed=seed, session=session)
         self.turns.append(Turn(prompt_ids=prompt_ids, completion=completion))
         self.messages.append({"role": "assistant", "content": completion.text})
         self.truncated = completion.finish_reason == "length"
