@@ -140,7 +140,7 @@ def test_packed_batch_gives_the_same_gradient_as_padded(any_model, algorithm, fl
 @pytest.mark.parametrize("algorithm, old_shift", [("sft", 0.0), ("grpo", 0.4)])
 def test_a_prompt_that_samples_share_is_computed_once_and_gives_the_same_gradient(any_model, algorithm, old_shift):
     learner, samples = make_learner(any_model, algorithm=algorithm), ragged_samples(16, shared_prompt=30)
-    minibatches, metrics = learner.shard(samples)
+    _, metrics = learner.shard(samples)
     assert metrics["pack/computed_tokens"].value < 0.65 * metrics["pack/tokens"].value
     packed, packed_loss = gradients(learner, samples, old_shift)
     padded, padded_loss = padded_gradients(learner, samples, old_shift)
