@@ -133,7 +133,7 @@ def describe(plan: Plan, num_ranks: int) -> str:
     hf = load_model_config(config.actors["policy"].model)
     with torch.device("meta"):
         num_params = sum(p.numel() for p in AutoModelForCausalLM.from_config(hf).parameters())
-    width = compute_dtype(config, torch.cuda.is_available()).itemsize
+    width = compute_dtype(config).itemsize
     episodes = config.tasks_per_step * (config.group_size if plan.algorithm.is_rl else 1)
     # About 16 numbers of the hidden size and 3 of the MLP's size are kept per token and layer, two with recomputation.
     kept = (
@@ -165,9 +165,9 @@ def describe(plan: Plan, num_ranks: int) -> str:
     return "\n".join(f"{name:<20} {text}" for name, text in rows.items())
 
 
-def compute_dtype(config: Config, has_gpu: bool) -> torch.dtype:
+def compute_dtype(config: Config) -> torch.dtype:
     if config.learner.dtype == "auto":
-        return torch.bfloat16 if has_gpu else torch.float32
+        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
     return getattr(torch, config.learner.dtype)
 
 
@@ -180,7 +180,7 @@ def build(plan: Plan, ranks: Ranks) -> Run:
             (out / folder).mkdir(parents=True, exist_ok=True)
         (out / "config.yaml").write_text(to_yaml(config))
     path = config.actors["policy"].model
-    dtype = compute_dtype(config, ranks.device.type == "cuda")
+    dtype = compute_dtype(config)
     policy = make_policy(path, dtype, ranks, config.learner.activation_checkpointing)
     learner = Learner(config, plan.algorithm, policy, ranks)
     found = checkpoints_in(out / "checkpoints")

@@ -1,6 +1,6 @@
 """Ranks, and what they tell each other. Values travel as JSON and plain tensors, never pickled.
 
-One process needs none of it: with one rank no process group exists, and every function here is the identity.
+With one rank every function here is the identity, and mostly no process group exists.
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ class Ranks:
         return (self.store.add(f"counter/{name}", 1) - 1 for _ in itertools.count())
 
 
-def init_ranks(timeout_s: float) -> Ranks:
-    """This process's place, from the variables that torchrun sets; starts the process group if there are several."""
+def init_ranks(timeout_s: float, is_sharded: bool = False) -> Ranks:
+    """This process's place, from the variables that torchrun sets; starts the process group if there are several, or if
+    one alone is to hold its weights as shards, which is what mixed precision asks for."""
     size, rank, local = (int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if size == 1:
-        return Ranks(rank=0, size=1, device=device, store=None)
     timeout = timedelta(seconds=timeout_s)
+    if size == 1 and not is_sharded:
+        return Ranks(rank=0, size=1, device=device, store=None)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    if size == 1:
+        store = dist.HashStore()
+    else:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     dist.init_process_group(
         backend, store=dist.PrefixStore("groups", store), rank=rank, world_size=size, timeout=timeout
@@ -49,7 +53,7 @@ def init_ranks(timeout_s: float) -> Ranks:
 
 
 def close_ranks(ranks: Ranks) -> None:
-    if ranks.size > 1:
+    if ranks.store is not None:
         dist.barrier()
         dist.destroy_process_group()
 

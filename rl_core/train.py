@@ -24,7 +24,9 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         config = parse_config(argv)
-        from rl_core.build import build, describe, make_plan
+        import torch
+
+        from rl_core.build import build, compute_dtype, describe, make_plan
         from rl_core.distributed import close_ranks, init_ranks
         from rl_core.loop import train
 
@@ -33,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
             if os.environ.get("RANK", "0") == "0":
                 print(describe(plan, int(os.environ.get("WORLD_SIZE", 1))))
             return 0
-        ranks = init_ranks(config.timeout_s)
+        ranks = init_ranks(config.timeout_s, is_sharded=compute_dtype(config) != torch.float32)
         asyncio.run(train(build(plan, ranks)))
         close_ranks(ranks)
         return 0

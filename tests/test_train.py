@@ -423,3 +423,15 @@ def test_dry_run_prints_the_plan_and_makes_nothing(tiny_model, tmp_path, capsys)
         part in shown for part in ("tokens per step", "3072", "mesh dp=1", "memory to learn", "memory to generate")
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_mixed_precision_keeps_fp32_weights_and_learns_the_same_within_its_precision(warm_model, torchrun, tmp_path):
+    flags = ["--model", warm_model, *SORT, "--tasks_per_step", 4, "--num_steps", 3, "--optim.lr", "1e-3"]
+    for dtype in ("float32", "bfloat16"):
+        torchrun(1, "-m", "rl_core.train", *flags, "--learner.dtype", dtype, "--out", tmp_path / dtype)
+    exact, mixed = metrics(tmp_path / "float32"), metrics(tmp_path / "bfloat16")
+    assert mixed[0]["learn/policy/grad_norm"] == pytest.approx(exact[0]["learn/policy/grad_norm"], rel=0.1)
+    assert mixed[0]["learn/policy/grad_norm"] != exact[0]["learn/policy/grad_norm"]
+    assert max(row["learn/policy/mismatch_kl_nats_max"] for row in mixed) < 1e-2
+    rounded = [v.bfloat16().float().equal(v) for v in weights(tmp_path / "bfloat16").values()]
+    assert not all(rounded), "the exported weights have no more precision than bfloat16"
