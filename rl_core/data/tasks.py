@@ -164,9 +164,11 @@ class data_errors:
             raise ValueError(f"{self.source}: {type(cause).__name__}: {' '.join(str(cause).split())}") from None
 
 
-def make_task(row: dict[str, Any], index: int, env: str, split: str) -> Task:
+def make_task(row: dict[str, Any], index: int, env: str, split: str, is_pair: bool = False) -> Task:
     """The task of row `index` (from 0). Its messages stand in the column `messages`, or `prompt`, `question` or
-    `problem`: a list of messages, or text, which becomes one message of the user."""
+    `problem`: a list of messages, or text, which becomes one message of the user. A preference pair is its row alone."""
+    if is_pair:
+        return Task(id=f"{split}/{index}", env=env, row=row, messages=[])
     place = f"{split} row {index + 1}"
     column = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
     if column is None:
@@ -230,10 +232,13 @@ class RowOrder:
 class TaskSource:
     """The tasks of one environment's split, in order."""
 
-    def __init__(self, rows: Sequence[dict[str, Any]], *, env: str, split: str, seed: int, shuffle: bool):
+    def __init__(
+        self, rows: Sequence[dict[str, Any]], *, env: str, split: str, seed: int, shuffle: bool, is_pairs: bool = False
+    ):
         if len(rows) == 0:
             raise ValueError(f"{env}: the {split} data set is empty; it must have at least one row")
         self.rows, self.env, self.split, self.seed, self.shuffle = rows, env, split, seed, shuffle
+        self.is_pairs = is_pairs
         self.kept = range(len(rows))
         self.order = RowOrder(len(rows), seed, shuffle)
 
@@ -242,12 +247,12 @@ class TaskSource:
 
     def __iter__(self) -> Iterator[Task]:
         """Every task once, in the file's order."""
-        return (make_task(self.rows[index], index, self.env, self.split) for index in self.kept)
+        return (make_task(self.rows[index], index, self.env, self.split, self.is_pairs) for index in self.kept)
 
     def tasks(self, position: int, n: int) -> list[Task]:
         """n tasks from a position on; it counts tasks drawn since the run began, over all epochs."""
         indices = [self.kept[self.order.row_index(p)] for p in range(position, position + n)]
-        return [make_task(self.rows[index], index, self.env, self.split) for index in indices]
+        return [make_task(self.rows[index], index, self.env, self.split, self.is_pairs) for index in indices]
 
     def keep(self, indices: Sequence[int]) -> None:
         """Leaves out the rows that are not named; the others keep their ids."""
