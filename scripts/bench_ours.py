@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench_cpu import (
+from bench_work import (
     GROUP_SIZE,
     LEARNING_RATE,
     NUM_PROMPTS,
@@ -29,7 +29,7 @@ from rl_core.distributed import close_ranks, init_ranks
 from rl_core.loop import train
 
 ENVIRONMENT = """
-from bench_cpu import reward_of
+from bench_work import reward_of
 
 def reward_fn(messages):
     return reward_of(messages[-1]["content"])

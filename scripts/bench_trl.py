@@ -6,7 +6,7 @@ import resource
 import time
 
 import torch
-from bench_cpu import (
+from bench_work import (
     GROUP_SIZE,
     LEARNING_RATE,
     NUM_PROMPTS,

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from bench_cpu import WORKS, completion_length
+from bench_work import WORKS, completion_length
 from conftest import ROOT
 
 

@@ -1,0 +1,130 @@
+"""What bench_cpu.py measures, the same for both sides: prompts, lengths, rows, rewards, settings."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from dataclasses import dataclass
+
+from rl_core.types import counter_seed
+
+NUM_PROMPTS, GROUP_SIZE = 16, 8
+NUM_SAMPLES = NUM_PROMPTS * GROUP_SIZE  # of a GRPO step
+NUM_ROWS = 64  # of an SFT step
+LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789"
+LEARNING_RATE = 1e-4
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Work:
+    """What both sides do. Lengths are in tokens."""
+
+    name: str
+    algorithm: str  # "grpo" or "sft"
+    prompt: int = 0  # letters of a prompt (sft: their mean); the chat template adds three tokens
+    mean: int = 0  # of a completion, the end token included
+    longest: int  # mean == longest: all are equally long
+    file: str = ""  # rows {"question", "answer"} instead of random letters
+    vocab_size: int = 0  # of a BPE tokenizer trained on them; 0 is one token per character
+    hidden: int = 128
+    layers: int = 3
+    heads: int = 4
+    steps: int = 8  # that count
+    warmup: int = 2  # steps before them
+    seed: int = 0
+
+    @property
+    def all_steps(self) -> int:
+        return self.steps + self.warmup
+
+    @property
+    def longest_prompt(self) -> int:
+        return self.longest if self.file else 2 * self.prompt + 3
+
+
+WORKS = {
+    work.name: work
+    for work in (
+        Work(name="grpo_short", algorithm="grpo", prompt=5, mean=6, longest=6, steps=20),
+        Work(name="grpo_ragged", algorithm="grpo", prompt=37, mean=24, longest=96),
+        Work(name="sft_ragged", algorithm="sft", prompt=32, mean=64, longest=256, steps=12),
+        Work(name="sft_file", algorithm="sft", longest=512, hidden=192, layers=5, heads=6, vocab_size=4096, steps=6),
+    )
+}
+# Other settings change nothing on these tasks but the number of tokens in one forward.
+TRL_SETTINGS = {
+    "grpo": {
+        "128 a microbatch": {"per_device_train_batch_size": 128},
+        "32 a microbatch": {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 4},
+    },
+    "sft": {
+        "padded, 64 a microbatch": {"per_device_train_batch_size": 64},
+        "padded, 4 a microbatch": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 16},
+        "packed, 1 row a microbatch": {
+            "packing": True,
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 16,
+        },
+    },
+}
+OUR_SETTINGS = {
+    algorithm: {f"{n} tokens a microbatch": {"learner.microbatch_tokens": n} for n in (1024, 2048)}
+    for algorithm in ("grpo", "sft")
+}
+
+
+def letters(work: Work, count: int, *parts: int | str) -> str:
+    return "".join(random.Random(counter_seed(work.seed, *parts)).choices(LETTERS, k=count))
+
+
+def completion_length(work: Work, step: int, index: int) -> int:
+    """Exponential about the mean, between 2 and the longest: many short ones and a tail, as policies sample them."""
+    if work.mean == work.longest:
+        return work.mean
+    drawn = random.Random(counter_seed(work.seed, "length", step, index)).expovariate(1 / work.mean)
+    return max(2, min(work.longest, round(drawn)))
+
+
+def rl_prompts(work: Work) -> list[str]:
+    return [letters(work, work.prompt, "prompt", i) for i in range(work.all_steps * NUM_PROMPTS)]
+
+
+def sft_rows(work: Work) -> list[tuple[str, str]]:
+    """(prompt, response) of every step; prompts are as ragged as responses."""
+    rows: list[tuple[str, str]] = []
+    if work.file:
+        opener = gzip.open if work.file.endswith(".gz") else open
+        with opener(work.file, "rt", encoding="utf-8") as lines:
+            rows = [(row["question"], row["answer"]) for row in map(json.loads, lines)]
+        return rows[: work.all_steps * NUM_ROWS]
+    for i in range(work.all_steps * NUM_ROWS):
+        prompt = letters(
+            work, random.Random(counter_seed(work.seed, "size", i)).randint(1, 2 * work.prompt), "prompt", i
+        )
+        rows.append((prompt, letters(work, completion_length(work, 0, i) - 1, "response", i)))
+    return rows
+
+
+def reward_of(text: str) -> float:
+    """Any value that differs within nearly every group: no side may skip samples for want of a signal."""
+    return counter_seed(text) % 1000 / 1000
+
+
+# What a side reports: lists by step, warm-up included.
+@dataclass(kw_only=True, slots=True)
+class Measured:
+    cpu_s: list[float]
+    generate_cpu_s: list[float]
+    generated_tokens: list[int]
+    learned_tokens: list[int]  # real ones in the training forwards, prompts included
+    computed_tokens: list[int]  # positions of those forwards, padding included
+    start_mib: float  # resident once the model is loaded
+    peak_mib: float
+
+
+def make_model(work: Work, folder: str) -> None:
+    from make_tiny_model import bpe_tokenizer, make_tiny_model, read_texts
+
+    tokenizer = bpe_tokenizer(read_texts(work.file), work.vocab_size) if work.file else None
+    make_tiny_model(folder, work.hidden, work.layers, work.heads, work.seed, tokenizer=tokenizer)
