@@ -15,10 +15,17 @@ from rl_core.data.chat import Chat, load_chat
 from rl_core.data.samples import imitation_samples
 from rl_core.data.tasks import TaskSource, load_rows
 from rl_core.distributed import Ranks, all_gather_json
-from rl_core.learning.algorithms import Algorithm, make_algorithm
+from rl_core.learning.algorithms import Algorithm, check_algorithm, make_algorithm
 from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint
 from rl_core.learning.learner import Learner
-from rl_core.learning.model import end_token_ids, is_sharded, load_hf_model, load_model_config, make_policy
+from rl_core.learning.model import (
+    end_token_ids,
+    is_sharded,
+    load_hf_model,
+    load_model_config,
+    make_policy,
+    make_reference,
+)
 from rl_core.metrics import Mean, Metric, RunLog, add_metrics
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import Engine, make_engine
@@ -50,6 +57,7 @@ class Run(Plan):
     actors: dict[str, Actor]
     log: RunLog
     start: int = 0
+    position: int = 0  # of the next training task in the order of the data
     metrics: dict[str, Metric] = field(default_factory=dict)  # of the step under way
 
     @contextmanager
@@ -73,6 +81,9 @@ def make_plan(config: Config) -> Plan:
         env = load_env(config.env_path, hook_timeout_s=config.rollout.hook_timeout_s)
         config.max_turns = config.max_turns or env.max_turns or (8 if env.is_multi_turn else 1)
         check_config(config)
+        if env.advantage_fn and config.algo.advantage is None and algorithm.is_rl:
+            algorithm.advantage = "custom"
+    check_algorithm(algorithm, config, env is not None and env.advantage_fn is not None)
     train = load_source(config, env, "train", algorithm)
     held_out = load_source(config, env, "eval", algorithm) if config.eval_every else None
     if train is None:
@@ -154,6 +165,8 @@ def describe(plan: Plan, num_ranks: int) -> str:
         "memory to learn": f"{16 * num_params / num_ranks / gib:.3f} GiB weights, gradients and AdamW"
         f" + {activations / gib:.3f} GiB activations",
     }
+    if plan.algorithm.kl_coef:
+        rows["memory to learn"] += f" + {4 * num_params / num_ranks / gib:.3f} GiB reference"
     if plan.algorithm.is_rl:
         heads = getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads
         head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
@@ -182,9 +195,10 @@ def build(plan: Plan, ranks: Ranks) -> Run:
     path = config.actors["policy"].model
     dtype = compute_dtype(config)
     policy = make_policy(path, dtype, ranks, config.learner.activation_checkpointing)
-    learner = Learner(config, plan.algorithm, policy, ranks)
+    reference = make_reference(path, dtype, ranks) if plan.algorithm.kl_coef else None
+    learner = Learner(config, plan.algorithm, policy, ranks, reference)
     found = checkpoints_in(out / "checkpoints")
-    start = load_checkpoint(found[-1], {"policy": learner})["step"] if config.resume and found else 0
+    state = load_checkpoint(found[-1], {"policy": learner}) if config.resume and found else {"step": 0, "position": 0}
     engine, actors = None, {}
     if plan.algorithm.is_rl:
         model = load_hf_model(path, dtype, ranks.device) if is_sharded(policy) else policy.hf
@@ -193,8 +207,9 @@ def build(plan: Plan, ranks: Ranks) -> Run:
         limits = {"max_turns": config.turn_limit, "max_context_tokens": config.max_context_tokens}
         actors["policy"] = Actor(name="policy", engine=engine, chat=plan.chat, stop_token_ids=stop, **limits)
     all_gather_json(None, ranks)  # the folders are there
-    log = RunLog(out, ranks, config.num_steps, start)
-    return Run(**vars(plan), ranks=ranks, learner=learner, engine=engine, actors=actors, log=log, start=start)
+    log = RunLog(out, ranks, config.num_steps, state["step"])
+    parts = {"ranks": ranks, "learner": learner, "engine": engine, "actors": actors, "log": log}
+    return Run(**vars(plan), **parts, start=state["step"], position=state["position"])
 
 
 def imitation(run: Plan, task: Task, group_id: str = "") -> list[TrainingSample]:

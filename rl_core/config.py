@@ -66,12 +66,44 @@ class OptimConfig:
 class AlgoConfig:
     """Parts of the algorithm. None keeps what the preset of --algorithm says."""
 
-    advantage: Literal["group_mean", "group_norm", "none"] | None = flag(
-        None, "baseline and scale of rewards within a group: R - mean, or that over the standard deviation"
+    advantage: (
+        Literal["group_mean", "group_norm", "group_norm_unbiased", "rloo", "batch_norm", "none", "custom"] | None
+    ) = flag(
+        None,
+        "of rewards over their group: R - mean, or that over the standard deviation (of the population, or unbiased), or "
+        "R - mean of the others; batch_norm: over the whole batch; custom: the environment's advantage_fn",
     )
-    clip_low: float | None = flag(None, "the ratio is clipped below 1 - clip_low")
+    ratio: Literal["token", "sequence"] | None = flag(None, "new over old probability of a token, or sequence (GSPO)")
+    objective: Literal["clip", "cispo"] | None = flag(None, "PPO's clipped ratio, or CISPO's weight on the logprob")
+    clip_low: float | None = flag(None, "the ratio is clipped below 1 - clip_low; 1 is no bound")
     clip_high: float | None = flag(None, "the ratio is clipped above 1 + clip_high")
-    entropy_coef: float = flag(0.0, "weight of the entropy bonus, per token in nats")
+    dual_clip: float | None = flag(None, "largest ratio that counts where the advantage is negative, above 1; 0 is off")
+    aggregation: Literal["token", "sequence", "constant"] | None = flag(
+        None, "mean over all tokens, mean of the sequences' means, or sum over sequences * largest length (Dr. GRPO)"
+    )
+    kl: Literal["k1", "k2", "k3"] | None = flag(None, "estimator of the KL to the reference, the model at the start")
+    kl_in: Literal["reward", "loss", "advantage"] | None = flag(
+        None, "where the KL goes: each token's reward (the sum to the end counts), the loss, or its own advantage"
+    )
+    kl_coef: float | None = flag(None, "weight of the KL to the reference model; 0 is off, and no reference is loaded")
+    entropy_coef: float | None = flag(None, "weight of the entropy bonus, per token in nats; 0 is off")
+    correction: Literal["none", "tis", "mask", "sequence_mask"] | None = flag(
+        None, "of tokens that the engine sampled with c = learner's over engine's probability: weight min(c, high); c, or "
+        "0 outside low..high (IcePop); 0 for sequences whose mean c is outside"
+    )  # fmt: skip
+    correction_low: float | None = flag(None, "lower bound of the correction; default 0.5")
+    correction_high: float | None = flag(None, "upper bound of the correction; default 2")
+    overlong: Literal["none", "mask", "soft"] | None = flag(
+        None,
+        "truncated episodes: as others, not trained on, or a penalty that grows over the last overlong_buffer tokens",
+    )
+    overlong_buffer: int | None = flag(None, "tokens before --max_tokens where the soft penalty begins; 0 is a fifth")
+    refill_rounds: int | None = flag(
+        None, "groups whose rewards are all equal are replaced by further tasks, in at most so many rounds; 0 is off"
+    )
+    target_kl: float | None = flag(
+        None, "a step's other updates are left out once the KL to its start is more; 0 is off"
+    )
 
 
 @dataclass(kw_only=True)
@@ -105,7 +137,9 @@ class EvalConfig:
 
 @dataclass(kw_only=True)
 class Config:
-    algorithm: Literal["grpo", "sft"] = flag("grpo", "preset; --algo.* changes single parts of it")
+    algorithm: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "sft"] = flag(
+        "grpo", "preset; --algo.* changes single parts of it"
+    )
     model: str | None = flag(None, "short for --actors.policy.model")
     env_path: str | None = flag(None, "Python file with reward_fn and, if wanted, interact and other hooks")
     out: str | None = flag(None, "folder of the run; must not exist yet, unless --resume")
@@ -316,12 +350,6 @@ def check_config(config: Config) -> None:
     refuse(
         is_rl and not config.env_path,
         "--env_path is missing: a Python file with a reward_fn, such as envs/sort_digits.py",
-    )
-    needs_group = is_rl and config.algo.advantage != "none"
-    refuse(
-        needs_group and config.group_size < 2,
-        f"--group_size={config.group_size}: the baseline is the group's mean, so that one episode has no signal; "
-        "take at least 2, or --algo.advantage none",
     )
     n, m = config.tasks_per_step, config.learner.minibatches
     divisors = [d for d in range(1, n + 1) if n % d == 0]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 from rl_core.build import Run, imitation
 from rl_core.data.samples import samples_from_turns
-from rl_core.learning.algorithms import Algorithm, group_advantages
+from rl_core.distributed import all_gather_json
+from rl_core.learning.algorithms import Algorithm, group_advantages, overlong_penalty
 from rl_core.learning.checkpoint import save_checkpoint
 from rl_core.learning.model import export_policy, is_sharded
 from rl_core.metrics import Mean, Sum
-from rl_core.sampling.rollout import RolloutPlan, rollout, rollout_metrics, write_trajectories
+from rl_core.sampling.rollout import RolloutPlan, refuse_failures, rollout, rollout_metrics, write_trajectories
 from rl_core.types import SamplingParams, TrainingSample, Trajectory
 
 
@@ -62,31 +65,84 @@ async def gather_samples(run: Run, step: int) -> list[TrainingSample]:
     """This rank's part of the step's samples: of episodes that it rolled out, or of rows that are to be imitated."""
     config, n = run.config, run.config.tasks_per_step
     if not run.algorithm.is_rl:
-        positions = range(step * n + run.ranks.rank, (step + 1) * n, run.ranks.size)
+        positions = range(run.position + run.ranks.rank, run.position + n, run.ranks.size)
+        run.position += n
         return [s for p in positions for s in imitation(run, run.train.tasks(p, 1)[0], f"{p:012d}")]
 
-    tasks, params = run.train.tasks(step * n, n), sampling_params(run, temperature=config.sampling.temperature)
-    name = f"train/{step:06d}"
-    plan = RolloutPlan(name=name, tasks=tasks, group_size=config.group_size, params=params, seed=config.seed)
-    trajectories = await rollout(run.env, run.actors, plan, config.rollout, run.ranks)
+    trajectories = await roll_out_step(run, f"train/{step:06d}")
     await run.engine.sleep()
     run.note("rollout/policy/", rollout_metrics(trajectories))
     if config.rollout.save:
         write_trajectories(Path(config.out) / "rollouts", f"step_{step + 1:06d}", trajectories, run.ranks)
-    return samples_of(trajectories, run.algorithm)
+    groups = baseline_groups(trajectories)
+    if run.algorithm.refill_rounds:
+        groups = [g for g in groups if has_signal(g)]
+    return samples_of(groups, run.algorithm, config.max_tokens, run.env.advantage_fn)
 
 
-def samples_of(trajectories: list[Trajectory], algorithm: Algorithm) -> list[TrainingSample]:
-    """Each scored trajectory's samples with its advantage over those that share its (env, group, actor, seat)."""
+async def roll_out_step(run: Run, name: str) -> list[Trajectory]:
+    """The step's trajectories on this rank. With refilling, further tasks replace groups without signal (DAPO's dynamic
+    sampling, arXiv:2503.14476, section 3.2), which are given back too."""
+    config, rounds = run.config, run.algorithm.refill_rounds
+    params = sampling_params(run, temperature=config.sampling.temperature)
+    found: list[Trajectory] = []
+    missing = config.tasks_per_step
+    for number in range(rounds + 1):
+        plan = RolloutPlan(
+            name=f"{name}/refill_{number}" if number else name,
+            tasks=run.train.tasks(run.position, missing),
+            group_size=config.group_size,
+            params=params,
+            seed=config.seed,
+        )
+        # A refill can be so small that one failure is a large fraction; the step's own is what counts.
+        limits = dataclasses.replace(config.rollout, max_failed_fraction=1.0) if number else config.rollout
+        found += await rollout(run.env, run.actors, plan, limits, run.ranks)
+        run.position += missing
+        if not rounds:
+            return found
+        if number:
+            refuse_failures(found, config.rollout.max_failed_fraction, plan, run.ranks)
+        with_signal = sum(map(has_signal, baseline_groups(found)))
+        missing = config.tasks_per_step - sum(all_gather_json(with_signal, run.ranks))
+        if missing <= 0:
+            break
+    run.note("rollout/policy/", {"refill_rounds": Mean(number), "groups_missing": Mean(max(0, missing))})
+    return found
+
+
+def baseline_groups(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
+    """Those that did not fail, by what shares a baseline: (env, group, actor, seat)."""
     groups: dict[tuple, list[Trajectory]] = {}
     for t in trajectories:
         if t.status != "failed":
             groups.setdefault((t.env, t.group_id, t.actor, t.seat), []).append(t)
+    return list(groups.values())
+
+
+def has_signal(group: list[Trajectory]) -> bool:
+    return len({t.reward for t in group}) > 1
+
+
+def samples_of(
+    groups: list[list[Trajectory]],
+    algorithm: Algorithm,
+    max_tokens: int,
+    advantage_fn: Callable[[list[float]], list[float]] | None = None,
+) -> list[TrainingSample]:
+    """Each trajectory's samples with its advantage over its group. Overlong ones may be penalised before, or left out
+    after: they count in the baseline, but neither in the loss nor in its denominator."""
     samples = []
-    for group in groups.values():
-        advantages = group_advantages([t.reward for t in group], algorithm.advantage)
+    for group in groups:
+        rewards = [t.reward for t in group]
+        if algorithm.overlong == "soft":
+            longest = [max((len(turn.completion.token_ids) for turn in t.turns), default=0) for t in group]
+            penalties = [overlong_penalty(n, max_tokens, algorithm.overlong_buffer) for n in longest]
+            rewards = [r + p for r, p in zip(rewards, penalties, strict=True)]
+        advantages = group_advantages(rewards, algorithm.advantage, advantage_fn)
         for trajectory, advantage in zip(group, advantages, strict=True):
-            samples += samples_from_turns(trajectory.turns, advantage, trajectory.group_id)
+            if algorithm.overlong != "mask" or trajectory.status != "truncated":
+                samples += samples_from_turns(trajectory.turns, advantage, trajectory.group_id)
     return samples
 
 
@@ -142,7 +198,7 @@ def sampling_params(run: Run, **drawn) -> SamplingParams:
 def save(run: Run, step: int) -> None:
     """A checkpoint, and the model as a Hugging Face folder."""
     out = Path(run.config.out)
-    state = {"step": step, "position": step * run.config.tasks_per_step, "seed": run.config.seed}
+    state = {"step": step, "position": run.position, "seed": run.config.seed}
     save_checkpoint(
         out / "checkpoints" / f"step_{step:06d}", {"policy": run.learner}, state, run.ranks, run.config.keep_checkpoints
     )

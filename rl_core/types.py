@@ -101,7 +101,9 @@ class PackedBatch:
     parents: list[int]  # [N] the piece that holds the prompt of this one, -1 if it begins a sequence
     sources: Tensor  # [M] int64, index into T of the token before, whose hidden state predicts this one
     labels: Tensor  # [M] int64, the trained tokens
+    sequences: Tensor  # [M] int64, which sample each is of, numbered from 0; a sample's stand together in their order
     rollout_logprobs: Tensor  # [M] fp32
     advantages: Tensor  # [M] fp32
     policy_versions: Tensor  # [M] int64
     old_logprobs: Tensor | None = None  # [M] fp32, by the learner before its first update
+    ref_logprobs: Tensor | None = None  # [M] fp32, by the reference model

@@ -69,9 +69,10 @@ def gradients(learner: Learner, samples, old_shift=0.0) -> tuple[dict[str, torch
     total = 0.0
     for batch in minibatches[0].batches:
         logprobs, entropy = learner.policy(batch, learner.temperature)
-        old = logprobs.detach() - old_shift * torch.sin(batch.labels.float()) if old_shift else None
-        losses = token_losses(learner.algorithm, logprobs, old, batch.advantages, entropy).losses
-        loss = losses.sum() / minibatches[0].num_tokens
+        if old_shift:
+            batch.old_logprobs = logprobs.detach() - old_shift * torch.sin(batch.labels.float())
+        losses = token_losses(learner.algorithm, batch, logprobs, entropy).losses
+        loss = losses.sum() / minibatches[0].denominator
         loss.backward()
         total += loss.item()
     found = {n: p.grad.clone() for n, p in learner.policy.hf.named_parameters()}
@@ -169,7 +170,7 @@ def test_activation_checkpointing_gives_the_same_gradient(tiny_model):
 def test_samples_without_advantage_count_in_the_denominator_but_need_no_forward(tiny_model):
     learner, samples = make_learner(tiny_model), ragged_samples()
     minibatch = learner.shard(samples)[0][0]
-    assert minibatch.num_tokens == sum(sum(s.loss_mask) for s in samples)
+    assert minibatch.denominator == sum(sum(s.loss_mask) for s in samples)
     assert sum(len(b.parents) for b in minibatch.batches) == sum(any(s.advantages) for s in samples) < len(samples)
 
 
@@ -215,7 +216,7 @@ def test_group_advantages_are_the_formulas():
 
 def test_the_clip_ignores_a_ratio_only_where_it_would_gain_from_it():
     ratio, advantages = torch.tensor([0.5, 0.5, 1.5, 1.5, 1.1]), torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
-    result = clipped_loss(ratio.log(), torch.zeros(5), advantages, 0.2, 0.28)
+    result = clipped_loss(ratio.log(), advantages, 0.2, 0.28)
     torch.testing.assert_close(result.losses, torch.tensor([-0.5, 0.8, -1.28, 1.5, -1.1]))
     assert result.is_clipped.tolist() == [False, True, True, False, False]
 

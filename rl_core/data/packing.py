@@ -35,7 +35,8 @@ class Entry(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class MinibatchPlan:
-    num_tokens: int  # trained tokens of all samples, those left out included: the one denominator
+    num_tokens: int  # trained tokens of all samples, those left out included
+    num_sequences: int  # of them
     entries: list[Entry]  # samples that need a forward
     bins: Bins  # of entries; bin b is a microbatch of rank b % num_ranks
     bin_tokens: list[int]  # of each bin, a shared prompt counted once
@@ -55,7 +56,9 @@ def plan_minibatches(
 
 def plan_minibatch(part: list[Entry], max_tokens: int, num_ranks: int, skip_zero_advantages: bool) -> MinibatchPlan:
     used = [e for e in part if e.has_signal or not skip_zero_advantages]
-    plan = MinibatchPlan(num_tokens=sum(e.num_trained for e in part), entries=used, bins=[], bin_tokens=[])
+    plan = MinibatchPlan(
+        num_tokens=sum(e.num_trained for e in part), num_sequences=len(part), entries=used, bins=[], bin_tokens=[]
+    )
     if used:
         # A group that shares its prompt goes to one bin, but no unit is so large that the ranks' loads would differ.
         whole = sum(unit_tokens(used, unit) for unit in shared_units(used, max_tokens))
@@ -147,8 +150,10 @@ def pack_samples(samples: Sequence[TrainingSample]) -> PackedBatch:
         if sample is None:
             prompt_pieces[tuple(tokens)] = piece
         else:
+            layout.num_sequences += 1
             layout.train(sample, 1, piece)
     for prompt, sample in branches:
+        layout.num_sequences += 1
         parent, first = prompt_pieces[prompt], len(prompt)
         layout.train(sample, first, parent, up_to=first + 1)  # the prompt's last token predicts the first one after it
         if len(sample.token_ids) > first + 1:
@@ -160,8 +165,8 @@ class Layout:
     """A packed batch under construction."""
 
     def __init__(self):
-        self.tokens, self.positions, self.starts, self.parents = [], [], [0], []
-        self.columns = {name: [] for name in ("sources", *TRAINED)}
+        self.tokens, self.positions, self.starts, self.parents, self.num_sequences = [], [], [0], [], 0
+        self.columns = {name: [] for name in ("sources", "sequences", *TRAINED)}
 
     def add(self, tokens: Sequence[int], position: int, parent: int) -> int:
         """The new piece's number."""
@@ -176,6 +181,7 @@ class Layout:
         source = self.starts[piece] - self.positions[self.starts[piece]] - 1  # plus the token's place in the sequence
         trained = [i for i in range(first, len(sample.token_ids) if up_to is None else up_to) if sample.loss_mask[i]]
         self.columns["sources"] += [source + i for i in trained]
+        self.columns["sequences"] += [self.num_sequences - 1] * len(trained)
         for name in TRAINED:
             values = getattr(sample, name)
             self.columns[name] += [values[i] for i in trained]

@@ -1,35 +1,67 @@
-"""Advantages and losses: one function per equation, one table of presets. M trained tokens, G episodes of a group."""
+"""Advantages and losses: one function per equation, one table of presets. M trained tokens, G episodes of a group.
+
+A sequence is one TrainingSample; an algorithm is a row of independent parts (docs/algorithms.md lists them all).
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rl_core.config import AlgoConfig
+from rl_core.config import AlgoConfig, Config
+from rl_core.types import PackedBatch
 
 
 @dataclass(kw_only=True, slots=True)
 class Algorithm:
     is_rl: bool = True  # samples episodes; otherwise imitates rows
     advantage: str = "group_norm"
+    ratio: str = "token"
+    objective: str = "clip"
     clip_low: float = 0.2
     clip_high: float = 0.2
+    dual_clip: float = 0.0
+    aggregation: str = "token"
+    kl: str = "k3"
+    kl_in: str = "loss"
+    kl_coef: float = 0.0
     entropy_coef: float = 0.0
+    correction: str = "none"
+    correction_low: float = 0.5
+    correction_high: float = 2.0
+    overlong: str = "none"
+    overlong_buffer: int = 0
+    refill_rounds: int = 0
+    target_kl: float = 0.0
 
     @property
     def skips_zero_advantages(self) -> bool:
-        """A sample whose advantages are all 0 has no gradient, and needs no forward."""
-        return self.is_rl and self.entropy_coef == 0
+        """A sample whose advantages are all 0 has no gradient, and needs no forward, if nothing else moves it."""
+        return self.is_rl and self.entropy_coef == 0 and self.kl_coef == 0 and self.advantage != "batch_norm"
 
 
 PRESETS = {
-    # Shao et al. 2024, arXiv:2402.03300; averaged over all tokens as in DAPO, and without a KL term
+    # Shao et al. 2024, arXiv:2402.03300; averaged over all tokens as in DAPO, and without the KL term (there 0.04)
     "grpo": Algorithm(),
+    # Liu et al. 2025, arXiv:2503.20783: neither the deviation nor the length divides
+    "dr_grpo": Algorithm(advantage="group_mean", aggregation="constant"),
+    # Yu et al. 2025, arXiv:2503.14476: clip-higher, dynamic sampling, token mean, soft overlong punishment, no KL
+    "dapo": Algorithm(clip_high=0.28, overlong="soft", refill_rounds=10),
+    # Zheng et al. 2025, arXiv:2507.18071, section 5.1: bounds of the length-normalised ratio
+    "gspo": Algorithm(ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="sequence"),
+    # MiniMax 2025, arXiv:2506.13585, eq. 4: no lower bound; the upper as in Khatri et al. 2025, arXiv:2510.13786
+    "cispo": Algorithm(objective="cispo", clip_low=1.0, clip_high=4.0),
+    # Ahmadian et al. 2024, arXiv:2402.14740: whole sequences, so that tokens are summed; the KL (there 0.03) in the reward
+    "rloo": Algorithm(advantage="rloo", aggregation="constant", kl="k1", kl_in="reward"),
+    # Hu et al. 2025, arXiv:2501.03262: normalised over the global batch; the KL in the reward of each token
+    "reinforce_pp": Algorithm(advantage="batch_norm", kl="k1", kl_in="reward"),
     "sft": Algorithm(is_rl=False, advantage="none"),
 }
+GROUP_BASELINES = ("group_mean", "group_norm", "group_norm_unbiased", "rloo")
 
 
 def make_algorithm(preset: str, parts: AlgoConfig) -> Algorithm:
@@ -37,21 +69,144 @@ def make_algorithm(preset: str, parts: AlgoConfig) -> Algorithm:
     return dataclasses.replace(PRESETS[preset], **{k: v for k, v in vars(parts).items() if v is not None})
 
 
-def group_advantages(rewards: list[float], kind: str) -> list[float]:
-    """[G] rewards -> [G] advantages. group_mean: R - mean(R). group_norm: that over the population's standard
-    deviation. Both are exactly 0 in a group whose rewards are all equal. none: R itself."""
+def check_algorithm(a: Algorithm, config: Config, has_advantage_fn: bool = False) -> None:
+    """Raises ValueError for parts that contradict each other, or that would do nothing."""
+    given = {name for name, value in vars(config.algo).items() if value is not None}
+    updates = config.learner.minibatches * config.learner.epochs
+    if not a.is_rl:
+        for name in sorted(given - {"aggregation"}):
+            raise ValueError(f"--algo.{name} has no meaning for --algorithm {config.algorithm}; leave it out")
+        return
+    rules = [
+        (
+            a.advantage in GROUP_BASELINES and config.group_size < 2,
+            f"--group_size={config.group_size}: the baseline is the group's mean, so that one episode has no signal; "
+            "take at least 2, or --algo.advantage none or batch_norm",
+        ),
+        (
+            a.advantage == "custom" and not has_advantage_fn,
+            f"--algo.advantage=custom needs def advantage_fn(rewards) in {config.env_path}; define it or take another one",
+        ),
+        (
+            a.objective == "cispo" and a.ratio == "sequence",
+            "--algo.ratio=sequence contradicts --algo.objective=cispo, which weighs each token; take objective clip",
+        ),
+        (
+            a.dual_clip and (a.objective == "cispo" or a.dual_clip <= 1),
+            f"--algo.dual_clip={a.dual_clip} must be above 1 (0 is off) and needs --algo.objective clip; 3 is usual",
+        ),
+        (not 0 <= a.clip_low <= 1, f"--algo.clip_low={a.clip_low} must lie in 0..1; 1 is no lower bound"),
+        (a.clip_high < 0, f"--algo.clip_high={a.clip_high} must be at least 0"),
+        (a.kl_coef < 0, f"--algo.kl_coef={a.kl_coef} must be at least 0; 0 is off"),
+        (
+            given & {"kl", "kl_in"} and not a.kl_coef,
+            "--algo.kl and --algo.kl_in have no meaning without a KL; set --algo.kl_coef above 0, such as 0.01",
+        ),
+        (
+            given & {"correction_low", "correction_high"} and a.correction == "none",
+            "--algo.correction_low and _high have no meaning without --algo.correction; set it, or leave them out",
+        ),
+        (
+            not 0 <= a.correction_low < a.correction_high,
+            f"--algo.correction_low={a.correction_low} must lie between 0 and "
+            f"--algo.correction_high={a.correction_high}; 0.5 and 2 are usual",
+        ),
+        (
+            a.correction == "tis" and "correction_low" in given,
+            "--algo.correction_low has no meaning for --algo.correction tis, which has only an upper bound; leave it out",
+        ),
+        (
+            a.overlong_buffer and a.overlong != "soft",
+            f"--algo.overlong_buffer={a.overlong_buffer} has no meaning without --algo.overlong soft; leave it out",
+        ),
+        (
+            not 0 <= a.overlong_buffer <= config.max_tokens,
+            f"--algo.overlong_buffer={a.overlong_buffer} must lie in 0..--max_tokens={config.max_tokens}",
+        ),
+        (a.refill_rounds < 0, f"--algo.refill_rounds={a.refill_rounds} must be at least 0; 0 is off"),
+        (
+            a.refill_rounds and config.group_size < 2,
+            f"--algo.refill_rounds={a.refill_rounds} replaces groups whose rewards are all equal, as in every group of "
+            "one; raise --group_size, or set --algo.refill_rounds 0",
+        ),
+        (a.target_kl < 0, f"--algo.target_kl={a.target_kl} must be at least 0; 0 is off"),
+        (
+            a.target_kl and updates == 1,
+            f"--algo.target_kl={a.target_kl} stops later updates of a step, of which there are none; "
+            "raise --learner.minibatches or --learner.epochs, or leave it out",
+        ),
+    ]
+    for is_broken, text in rules:
+        if is_broken:
+            raise ValueError(text)
+
+
+def group_advantages(
+    rewards: list[float], kind: str, advantage_fn: Callable[[list[float]], list[float]] | None = None
+) -> list[float]:
+    """[G] rewards -> [G] advantages; all but none and custom are exactly 0 in a group whose rewards are all equal.
+    group_mean: R - mean(R). group_norm: that over the population's standard deviation; group_norm_unbiased: over the
+    sample's. rloo: R - mean of the others' (Kool et al. 2019; arXiv:2402.14740). none: R itself; batch_norm the
+    same, since the learner normalises it over the whole batch. custom: what advantage_fn says."""
     values = torch.tensor(rewards, dtype=torch.float64)
-    if kind == "none":
+    if kind in ("none", "batch_norm"):
         return values.tolist()
+    if kind == "custom":
+        return advantage_fn(rewards)
     if len(set(rewards)) <= 1:
         return [0.0] * len(rewards)
-    centred = values - values.mean()
-    return (centred if kind == "group_mean" else centred / values.std(correction=0)).tolist()
+    centred, n = values - values.mean(), len(rewards)
+    scales = {"group_mean": 1.0, "rloo": (n - 1) / n}
+    scale = scales.get(kind) or values.std(correction=int(kind == "group_norm_unbiased"))
+    return (centred / scale).tolist()
+
+
+def normalised(advantages: Tensor, total: float, squares: float, count: float) -> Tensor:
+    """(A - mean) / deviation over all trained tokens of the global batch, of which the sum, the sum of squares and the
+    number are given; 0 if they are all equal (REINFORCE++, arXiv:2501.03262)."""
+    mean = total / count
+    deviation = max(squares / count - mean**2, 0.0) ** 0.5
+    is_constant = deviation <= 1e-7 * max(abs(mean), 1e-30)
+    return torch.zeros_like(advantages) if is_constant else (advantages - mean) / deviation
+
+
+def overlong_penalty(length: int, max_tokens: int, buffer: int) -> float:
+    """Added to a reward, in -1..0: it falls linearly over the last `buffer` of max_tokens (DAPO, arXiv:2503.14476,
+    eq. 13). buffer 0 is a fifth of max_tokens, as there."""
+    buffer = buffer or max(1, max_tokens // 5)
+    return min(0.0, (max_tokens - buffer - length) / buffer)
+
+
+def sequence_mean(values: Tensor, sequences: Tensor) -> Tensor:
+    """[M] for each token the mean of its sequence's values; the gradient goes through all of them."""
+    lengths = torch.bincount(sequences)
+    sums = values.new_zeros(len(lengths)).index_add(0, sequences, values)
+    return (sums / lengths)[sequences]
+
+
+def sums_to_go(values: Tensor, sequences: Tensor) -> Tensor:
+    """[M] for each token the sum of its sequence's values from it on."""
+    before = torch.cat([values.new_zeros(1, dtype=torch.float64), values.double().cumsum(0)])
+    ends = torch.bincount(sequences).cumsum(0)[sequences]
+    return (before[ends] - before[:-1]).to(values.dtype)
+
+
+def aggregation_weights(kind: str, sequences: Tensor) -> Tensor:
+    """[M] what a token counts; the sum of weighted losses over loss_denominator() is the loss. Token and constant: 1.
+    Sequence: 1 over the sequence's trained tokens."""
+    ones = torch.ones(len(sequences), device=sequences.device)
+    return ones / torch.bincount(sequences)[sequences] if kind == "sequence" else ones
+
+
+def loss_denominator(kind: str, num_tokens: int, num_sequences: int, max_tokens: int) -> int:
+    """Of all samples of a minibatch on all ranks. token: their trained tokens (global mean). sequence: their number
+    (mean of means). constant: their number times the tokens one may have (Dr. GRPO, arXiv:2503.20783)."""
+    return {"token": num_tokens, "sequence": num_sequences, "constant": num_sequences * max_tokens}[kind]
 
 
 @dataclass(kw_only=True, slots=True)
 class TokenLosses:
-    """Per trained token; the learner sums, and divides by the global count."""
+    """Per trained token; the learner sums, and divides by the global denominator."""
 
     losses: Tensor  # [M] nats times advantage, to be made small
     is_clipped: Tensor  # [M] bool
@@ -63,14 +218,40 @@ def sft_loss(logprobs: Tensor) -> TokenLosses:
 
 
 def clipped_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> TokenLosses:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per token with r = exp(logprobs - old_logprobs).
-    PPO: Schulman et al. 2017, arXiv:1707.06347, eq. 7; two bounds: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 10."""
-    ratio = torch.exp(logprobs - old_logprobs)
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per token with r = exp(log_ratio); at most -dual_clip A if A < 0.
+    PPO: Schulman et al. 2017, arXiv:1707.06347, eq. 7; two bounds: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 10;
+    dual clip: Ye et al. 2020, arXiv:1912.09729."""
+    ratio = torch.exp(log_ratio)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     is_clipped = clipped * advantages < ratio * advantages
-    return TokenLosses(losses=-torch.minimum(ratio * advantages, clipped * advantages), is_clipped=is_clipped)
+    losses = -torch.minimum(ratio * advantages, clipped * advantages)
+    if dual_clip:
+        limit = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
+        is_clipped |= losses > limit
+        losses = torch.minimum(losses, limit)
+    return TokenLosses(losses=losses, is_clipped=is_clipped)
+
+
+def cispo_loss(
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> TokenLosses:
+    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob per token: every token keeps its gradient (CISPO, MiniMax 2025,
+    arXiv:2506.13585, eq. 4)."""
+    ratio = torch.exp(log_ratio.detach())
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return TokenLosses(losses=-clipped * advantages * logprobs, is_clipped=clipped != ratio)
+
+
+def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Per-token KL(policy || ref) in nats, of either sign: d = logprobs - ref_logprobs (Schulman 2020)."""
+    return logprobs - ref_logprobs
+
+
+def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Per-token KL(policy || ref) in nats, >= 0: d^2 / 2 with d = logprobs - ref_logprobs (Schulman 2020)."""
+    return (logprobs - ref_logprobs).square() / 2
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -80,14 +261,53 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return torch.exp(-d) - 1 + d
 
 
-def token_losses(
-    algorithm: Algorithm, logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, entropy: Tensor
-) -> TokenLosses:
-    """What the preset minimises. Without old_logprobs the batch is on-policy: the ratio is 1, only its gradient counts."""
-    if not algorithm.is_rl:
-        return sft_loss(logprobs)
-    old = logprobs.detach() if old_logprobs is None else old_logprobs
-    result = clipped_loss(logprobs, old, advantages, algorithm.clip_low, algorithm.clip_high)
-    if algorithm.entropy_coef:
-        result.losses = result.losses - algorithm.entropy_coef * entropy
+KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+
+
+def kl_penalised(algorithm: Algorithm, batch: PackedBatch) -> Tensor:
+    """[M] advantages less the KL of the sampled tokens, by the logprobs that they were sampled with. In the reward: the
+    sum from the token on, its return (REINFORCE++, arXiv:2501.03262), without a baseline. In the advantage: its
+    own alone."""
+    kl = KL[algorithm.kl](batch.rollout_logprobs, batch.ref_logprobs)
+    if algorithm.kl_in == "reward":
+        kl = sums_to_go(kl, batch.sequences)
+    return batch.advantages - algorithm.kl_coef * kl
+
+
+def correction_weights(algorithm: Algorithm, old_logprobs: Tensor, batch: PackedBatch) -> Tensor:
+    """[M] for tokens that an engine sampled with other logprobs than the learner's, with c = exp(old - rollout).
+    tis: min(c, high) (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
+    mask: c inside [low, high], else 0 (IcePop, Ling team 2025, arXiv:2510.18855). sequence_mask: 1 where the geometric
+    mean of the sequence's c is inside, else 0."""
+    log_c = (old_logprobs - batch.rollout_logprobs).detach()
+    if algorithm.correction == "sequence_mask":
+        log_c = sequence_mean(log_c, batch.sequences)
+    c = torch.exp(log_c)
+    if algorithm.correction == "tis":
+        return c.clamp(max=algorithm.correction_high)
+    is_inside = (c >= algorithm.correction_low) & (c <= algorithm.correction_high)
+    return torch.where(is_inside, c if algorithm.correction == "mask" else 1.0, 0.0)
+
+
+def token_losses(a: Algorithm, batch: PackedBatch, logprobs: Tensor, entropy: Tensor) -> TokenLosses:
+    """What the algorithm minimises, weighted. Without old_logprobs the batch is on-policy: the ratio is 1, only its
+    gradient counts. With ratio "sequence" it is the geometric mean over the sequence (GSPO, arXiv:2507.18071, eq. 7)."""
+    if a.is_rl:
+        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        log_ratio = logprobs - old
+        if a.ratio == "sequence":
+            log_ratio = sequence_mean(log_ratio, batch.sequences)
+        if a.objective == "cispo":
+            result = cispo_loss(logprobs, log_ratio, batch.advantages, a.clip_low, a.clip_high)
+        else:
+            result = clipped_loss(log_ratio, batch.advantages, a.clip_low, a.clip_high, a.dual_clip)
+        if a.correction != "none":
+            result.losses = result.losses * correction_weights(a, old, batch)
+        if a.kl_coef and a.kl_in == "loss":
+            result.losses = result.losses + a.kl_coef * KL[a.kl](logprobs, batch.ref_logprobs)
+        if a.entropy_coef:
+            result.losses = result.losses - a.entropy_coef * entropy
+    else:
+        result = sft_loss(logprobs)
+    result.losses = result.losses * aggregation_weights(a.aggregation, batch.sequences)
     return result

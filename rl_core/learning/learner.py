@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from rl_core.config import Config, OptimConfig
 from rl_core.data.packing import Entry, pack_samples, plan_minibatches, prompt_length, trained_span
 from rl_core.distributed import Ranks, all_gather_json, exchange
-from rl_core.learning.algorithms import Algorithm, kl_k3, token_losses
+from rl_core.learning.algorithms import Algorithm, kl_k3, kl_penalised, loss_denominator, normalised, token_losses
 from rl_core.learning.model import PolicyModel, named_weights
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics
 from rl_core.types import PackedBatch, TrainingSample, counter_seed
@@ -26,13 +26,21 @@ PER_TOKEN = ("token_ids", "loss_mask", "rollout_logprobs", "policy_versions", "a
 class Minibatch:
     """This rank's share of the samples of one optimizer step."""
 
-    num_tokens: int  # trained tokens over all ranks: the one denominator
+    denominator: int  # of the sum of losses over all ranks
     batches: list[PackedBatch] = field(default_factory=list)  # as many on every rank
 
 
 class Learner:
-    def __init__(self, config: Config, algorithm: Algorithm, policy: PolicyModel, ranks: Ranks):
+    def __init__(
+        self,
+        config: Config,
+        algorithm: Algorithm,
+        policy: PolicyModel,
+        ranks: Ranks,
+        reference: PolicyModel | None = None,
+    ):
         self.config, self.algorithm, self.policy, self.ranks = config, algorithm, policy, ranks
+        self.reference = reference  # frozen; on the host while it is not used
         self.temperature = config.sampling.temperature if algorithm.is_rl else 1.0
         self.optimizer = make_optimizer(policy, config.optim)
         self.updates_per_step = config.learner.minibatches * config.learner.epochs
@@ -52,7 +60,9 @@ class Learner:
         for plan in plans:
             mine = [[here[plan.entries[i]] for i in part] for part in plan.bins[me::size]]
             batches = [to_device(pack_samples(part), self.ranks.device) for part in mine]
-            minibatches.append(Minibatch(num_tokens=plan.num_tokens, batches=batches))
+            longest = self.config.max_tokens * self.config.turn_limit
+            denominator = loss_denominator(self.algorithm.aggregation, plan.num_tokens, plan.num_sequences, longest)
+            minibatches.append(Minibatch(denominator=denominator, batches=batches))
             room = max(plan.bin_tokens, default=0) * len(plan.bin_tokens)  # bins run in step across the ranks
             packing = {
                 "fill_frac": Mean(sum(plan.bin_tokens), room),
@@ -80,10 +90,26 @@ class Learner:
 
     @torch.no_grad()
     def annotate(self, minibatches: list[Minibatch]) -> None:
-        """Old logprobs, where a batch is used for more than one update; the first update's ratio is 1 by definition."""
-        if self.algorithm.is_rl and self.updates_per_step > 1:
-            for batch in (b for m in minibatches for b in m.batches):
+        """Old logprobs, where a batch is used for more than one update (the first update's ratio is 1 by definition), and
+        what the advantages still lack: the KL to the reference, and their scale over the whole batch."""
+        a, batches = self.algorithm, [b for m in minibatches for b in m.batches]
+        if a.is_rl and self.updates_per_step > 1:
+            for batch in batches:
                 batch.old_logprobs = self.policy(batch, self.temperature)[0]
+        if self.reference is not None:
+            self.reference.to(self.ranks.device)
+            for batch in batches:
+                batch.ref_logprobs = self.reference(batch, self.temperature)[0]
+                if a.kl_in != "loss":
+                    batch.advantages = kl_penalised(a, batch)
+            self.reference.to("cpu")
+        if a.advantage == "batch_norm":
+            values = [b.advantages.double() for b in batches]
+            facts = [sum(v.sum().item() for v in values), sum(v.square().sum().item() for v in values)]
+            facts = all_gather_json([*facts, sum(v.numel() for v in values)], self.ranks)
+            total, squares, count = (sum(column) for column in zip(*facts, strict=True))
+            for batch in batches if count else []:
+                batch.advantages = normalised(batch.advantages, total, squares, count)
 
     @torch.no_grad()
     def evaluate(self, minibatches: list[Minibatch]) -> dict[str, Metric]:
@@ -95,38 +121,54 @@ class Learner:
         return metrics
 
     def step(self, minibatches: list[Minibatch], step: int) -> dict[str, Metric]:
-        """One optimizer step per minibatch and epoch. A minibatch that carries no signal changes nothing."""
+        """One optimizer step per minibatch and epoch, until one's KL to the start of the step exceeds the target. A
+        minibatch that carries no signal changes nothing."""
         metrics: dict[str, Metric] = {}
-        for epoch in range(self.config.learner.epochs):
-            for i, minibatch in enumerate(minibatches):
-                update = step + (epoch * len(minibatches) + i) / self.updates_per_step
-                if minibatch.batches and minibatch.num_tokens:
-                    add_metrics(
-                        metrics, self.update(minibatch, learning_rate(self.config.optim, update, self.config.num_steps))
-                    )
-                else:
-                    add_metrics(metrics, {"skipped_updates": Sum(1 / self.ranks.size)})
+        for number in range(self.updates_per_step):
+            minibatch = minibatches[number % len(minibatches)]
+            lr = learning_rate(self.config.optim, step + number / self.updates_per_step, self.config.num_steps)
+            is_done = False
+            if minibatch.batches and minibatch.denominator:
+                found, is_done = self.update(minibatch, lr)
+                add_metrics(metrics, found)
+            else:
+                add_metrics(metrics, {"skipped_updates": Sum(1 / self.ranks.size)})
+            if is_done:
+                left_out = self.updates_per_step - number
+                return metrics | {"kl_stopped_updates": Sum(left_out / self.ranks.size)}
         return metrics
 
-    def update(self, minibatch: Minibatch, lr: float) -> dict[str, Metric]:
+    def update(self, minibatch: Minibatch, lr: float) -> tuple[dict[str, Metric], bool]:
+        """The metrics, and whether the step ends here without this update, because the policy is too far from its start."""
         metrics: dict[str, Metric] = {}
         for batch in minibatch.batches:
             logprobs, entropy = self.policy(batch, self.temperature)
-            result = token_losses(self.algorithm, logprobs, batch.old_logprobs, batch.advantages, entropy)
-            loss = result.losses.sum() / minibatch.num_tokens
+            result = token_losses(self.algorithm, batch, logprobs, entropy)
+            loss = result.losses.sum() / minibatch.denominator
             # FSDP averages gradients over ranks; undo it, the loss is already a share of a global mean.
             (loss * self.ranks.size).backward()
             add_metrics(
                 metrics, self.measure(batch, logprobs.detach(), entropy.detach(), result.is_clipped, loss.item())
             )
+        metrics["loss"] = Mean(metrics["loss"].total, 1 / self.ranks.size)
+        if self.exceeds_target(metrics):
+            self.optimizer.zero_grad()
+            return metrics, True
         grad_norm = self.clip_gradients()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
         add_metrics(metrics, {"grad_norm": Mean(grad_norm), "lr": Mean(lr), "updates": Sum(1 / self.ranks.size)})
-        metrics["loss"] = Mean(metrics["loss"].total, 1 / self.ranks.size)
-        return metrics
+        return metrics, False
+
+    def exceeds_target(self, metrics: dict[str, Metric]) -> bool:
+        """Whether the mean KL(old || new) of the minibatch is above the target; the same on all ranks."""
+        if not self.algorithm.target_kl:
+            return False
+        kl = metrics["step_kl_nats"]
+        total, count = (sum(column) for column in zip(*all_gather_json([kl.total, kl.count], self.ranks), strict=True))
+        return total > self.algorithm.target_kl * count
 
     def measure(
         self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor, is_clipped: Tensor, loss: float
@@ -141,6 +183,12 @@ class Learner:
                 "mismatch_kl_nats": Mean(mismatch.sum().item(), n),
                 "mismatch_kl_nats_max": Max(mismatch.max().item() if n else 0.0),
             }
+        for name, pair in {
+            "step_kl_nats": (batch.old_logprobs, logprobs),
+            "ref_kl_nats": (logprobs, batch.ref_logprobs),
+        }.items():
+            if all(x is not None for x in pair):
+                metrics[name] = Mean(kl_k3(*pair).sum().item(), n)
         return metrics
 
     def clip_gradients(self) -> float:

@@ -89,6 +89,11 @@ def make_policy(path: str, dtype: torch.dtype, ranks: Ranks, activation_checkpoi
     return policy
 
 
+def make_reference(path: str, dtype: torch.dtype, ranks: Ranks) -> PolicyModel:
+    """A frozen copy of the model at the start, sharded as the policy is; it waits on the host."""
+    return make_policy(path, dtype, ranks, False).requires_grad_(False).eval().to("cpu")
+
+
 def shard_policy(policy: PolicyModel, dtype: torch.dtype, ranks: Ranks) -> None:
     """Each block, then the rest, split over all ranks (FSDP2); compute in `dtype`, sums of gradients in fp32."""
     mesh = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("dp",))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rl_core.config import nearest
 from rl_core.data.tasks import check_exists, check_messages, shorten
 from rl_core.sampling.hooks import Hook, HookThreads, describe_error
-from rl_core.types import Message, Task, Trajectory
+from rl_core.types import Message, RunError, Task, Trajectory
 
 if TYPE_CHECKING:
     from rl_core.sampling.actor import Conversation, Speaker
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 # What each hook may name besides the data's columns. `state` joins them if there is a start().
 SPOKEN = frozenset({"messages", "prompt", "completion", "task", "trajectory", "actor"})
 ARGUMENTS = {"start": frozenset({"messages", "prompt", "task", "actor"}), "interact": SPOKEN, "reward_fn": SPOKEN}
-FUNCTIONS = (*ARGUMENTS, "load_tasks")
+FUNCTIONS = (*ARGUMENTS, "load_tasks", "advantage_fn")
 SETTINGS = ("tools", "max_turns")
-NOT_SUPPORTED = ("turns", "system_prompts", "rollout", "group_reward_fn", "advantage_fn")
+NOT_SUPPORTED = ("turns", "system_prompts", "rollout", "group_reward_fn")
 
 
 @dataclass(kw_only=True)
@@ -42,6 +42,7 @@ class Env:
     hooks: dict[str, Hook]
     rollout: Callable[[Task, Mapping[str, Speaker]], Awaitable[list[Trajectory]]]
     load_tasks: Callable[[str], Sequence[dict[str, Any]]] | None = None  # split -> rows
+    advantage_fn: Callable[[list[float]], list[float]] | None = None  # rewards of a group -> advantages
     max_turns: int | None = None
     tools: list[dict[str, Any]] | None = None
 
@@ -87,12 +88,14 @@ def load_env(path: str, *, hook_timeout_s: float = 60.0) -> Env:
     }  # fmt: skip
     tools = getattr(module, "tools", None)
     load = getattr(module, "load_tasks", None)
+    advantages = getattr(module, "advantage_fn", None)
     return Env(
         name=file.stem,
         path=path,
         hooks=hooks,
         rollout=make_rollout(hooks, tools, path),
         load_tasks=load and (lambda split: rows_of(load, split, path)),
+        advantage_fn=advantages and (lambda rewards: advantages_of(advantages, rewards, path)),
         max_turns=getattr(module, "max_turns", None),
         tools=tools,
     )
@@ -157,6 +160,21 @@ def rows_of(load_tasks: Callable, split: str, path: str) -> Sequence[dict[str, A
     if rows is None:
         raise ValueError(f"{path}: load_tasks({split!r}) returned None; it must return a list of rows")
     return rows
+
+
+def advantages_of(advantage_fn: Callable, rewards: list[float], path: str) -> list[float]:
+    """What the user's advantage_fn(rewards) gives for a group. Raises RunError unless it is a finite number for each."""
+    try:
+        values = advantage_fn(list(rewards))
+        values = values.tolist() if hasattr(values, "tolist") else list(values)
+    except Exception as error:
+        raise RunError(f"{path}: advantage_fn({rewards}) failed: {describe_error(error, path)}") from error
+    if len(values) != len(rewards):
+        raise RunError(f"{path}: advantage_fn({rewards}) gave {len(values)} values; it must give one for each reward")
+    try:
+        return [finite_reward(value) for value in values]
+    except ValueError:
+        raise RunError(f"{path}: advantage_fn({rewards}) gave {values}; all must be finite numbers") from None
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,0 +1,543 @@
+"""Every part of an algorithm against the paper's formula, written here sequence by sequence and token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+
+import pytest
+import torch
+from test_learner import FLAGS, assert_same, make_learner, ragged_samples
+from test_train import ROOT, SORT, metrics, sort_data, trajectories, warm_model, weights  # noqa: F401
+
+from rl_core.config import parse_config
+from rl_core.data.packing import pack_samples
+from rl_core.learning.algorithms import (
+    PRESETS,
+    check_algorithm,
+    group_advantages,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+    make_algorithm,
+    overlong_penalty,
+    sequence_mean,
+    sums_to_go,
+    token_losses,
+)
+from rl_core.learning.learner import Learner
+from rl_core.loop import samples_of
+from rl_core.train import main
+from rl_core.types import Completion, TrainingSample, Trajectory, Turn
+
+RL = [name for name, row in PRESETS.items() if row.is_rl]
+MISMATCH = ("--algo.correction", "mask", "--algo.correction_high", "1.5")
+CASES = [  # preset, flags that change parts of it
+    *((name, ()) for name in RL),
+    ("grpo", ("--algo.aggregation", "sequence")),
+    ("grpo", ("--algo.aggregation", "constant", "--algo.dual_clip", "1.2")),
+    ("grpo", ("--algo.kl_coef", "0.3", "--algo.kl", "k1")),
+    ("grpo", ("--algo.kl_coef", "0.3", "--algo.kl", "k2", "--algo.entropy_coef", "0.1")),
+    ("gspo", ("--algo.kl_coef", "0.3", "--algo.clip_low", "0.02", "--algo.clip_high", "0.03")),
+    ("rloo", ("--algo.kl_coef", "0.1")),
+    ("reinforce_pp", ("--algo.kl_coef", "0.1")),
+    ("grpo", ("--algo.kl_coef", "0.1", "--algo.kl_in", "advantage")),
+    ("grpo", ("--algo.correction", "tis", "--algo.correction_high", "1.1")),
+    ("cispo", MISMATCH),
+    ("gspo", ("--algo.correction", "sequence_mask", "--algo.correction_low", "0.9")),
+]
+NAMES = [" ".join([preset, *flags]) for preset, flags in CASES]
+
+
+def shift(token: int, amount: float) -> float:
+    """How far a made-up logprob of a token lies from the learner's, so that any layout of the batch gets the same."""
+    return amount * math.sin(3.0 * token)
+
+
+def annotated(learner: Learner, samples: list[TrainingSample]):
+    """The minibatch, with old and reference logprobs that differ from the learner's and from the engine's."""
+    (minibatch,), _ = learner.shard(samples)
+    labels = [b.labels.double() for b in minibatch.batches]
+    with torch.no_grad():
+        own = [learner.policy(b, 1.0)[0] for b in minibatch.batches]
+    for batch, logprobs, token in zip(minibatch.batches, own, labels, strict=True):
+        batch.rollout_logprobs = logprobs + (0.5 * torch.sin(5 * token)).float()
+        batch.ref_logprobs = logprobs + (0.4 * torch.sin(7 * token)).float()
+    if learner.algorithm.kl_coef:
+        learner.reference = lambda batch, temperature: (batch.ref_logprobs, None)
+        learner.reference = _Recorded(learner.reference)
+    learner.annotate([minibatch])
+    for batch, logprobs, token in zip(minibatch.batches, own, labels, strict=True):
+        batch.old_logprobs = logprobs + (0.5 * torch.sin(3 * token)).float()
+    return minibatch
+
+
+class _Recorded:
+    """A reference model that knows its logprobs already."""
+
+    def __init__(self, forward):
+        self.forward = forward
+
+    def __call__(self, batch, temperature):
+        return self.forward(batch, temperature)
+
+    def to(self, device):
+        return self
+
+
+def learner_gradients(learner: Learner, samples) -> tuple[dict[str, torch.Tensor], float]:
+    minibatch, total = annotated(learner, samples), 0.0
+    for batch in minibatch.batches:
+        loss = token_losses(learner.algorithm, batch, *learner.policy(batch, 1.0)).losses.sum() / minibatch.denominator
+        loss.backward()
+        total += loss.item()
+    found = {n: p.grad.clone() for n, p in learner.policy.hf.named_parameters()}
+    learner.policy.zero_grad()
+    return found, total
+
+
+def naive_gradients(learner: Learner, samples, longest=60) -> tuple[dict[str, torch.Tensor], float]:
+    """The papers' sums, one sequence after the other through the plain Hugging Face model."""
+    a, model = learner.algorithm, learner.policy.hf
+    model.set_attn_implementation("sdpa")
+    sequences = []
+    for s in samples:
+        logits = model(torch.tensor([s.token_ids]), use_cache=False).logits[0].log_softmax(-1)
+        at = [i for i, m in enumerate(s.loss_mask) if m]
+        new = torch.stack([logits[i - 1, s.token_ids[i]] for i in at])
+        entropy = torch.stack([-(logits[i - 1].exp() * logits[i - 1]).sum() for i in at])
+        old, rollout, ref = (
+            new.detach() + torch.tensor([amount * math.sin(rate * s.token_ids[i]) for i in at])
+            for amount, rate in ((0.5, 3), (0.5, 5), (0.4, 7))
+        )
+        advantages = [s.advantages[i] for i in at]
+        if a.kl_coef and a.kl_in != "loss":
+            kl = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}[a.kl](rollout, ref).tolist()
+            penalty = [sum(kl[t:]) if a.kl_in == "reward" else kl[t] for t in range(len(kl))]
+            advantages = [x - a.kl_coef * p for x, p in zip(advantages, penalty, strict=True)]
+        sequences.append((new, old, rollout, ref, entropy, advantages))
+    model.set_attn_implementation("rl_core_packed")
+    if a.advantage == "batch_norm":
+        every = [x for *_, advantages in sequences for x in advantages]
+        mean = sum(every) / len(every)
+        deviation = (sum((x - mean) ** 2 for x in every) / len(every)) ** 0.5
+        sequences = [(*rest, [(x - mean) / deviation for x in advantages]) for *rest, advantages in sequences]
+    total, num_tokens = 0.0, sum(len(s[0]) for s in sequences)
+    for new, old, rollout, ref, entropy, advantages in sequences:
+        whole_ratio = torch.exp((new - old).sum() / len(new))
+        whole_correction = math.exp((old - rollout).mean().item())
+        sequence_loss = 0.0
+        for t, advantage in enumerate(advantages):
+            ratio = whole_ratio if a.ratio == "sequence" else torch.exp(new[t] - old[t])
+            if a.objective == "cispo":
+                loss = -min(max(ratio.item(), 1 - a.clip_low), 1 + a.clip_high) * advantage * new[t]
+            else:
+                clipped = torch.clamp(ratio, 1 - a.clip_low, 1 + a.clip_high)
+                gain = torch.min(ratio * advantage, clipped * advantage)
+                if a.dual_clip and advantage < 0:
+                    gain = torch.max(gain, torch.tensor(a.dual_clip * advantage))
+                loss = -gain
+            c = math.exp((old[t] - rollout[t]).item())
+            if a.correction == "tis":
+                loss = loss * min(c, a.correction_high)
+            elif a.correction == "mask":
+                loss = loss * (c if a.correction_low <= c <= a.correction_high else 0.0)
+            elif a.correction == "sequence_mask":
+                loss = loss * float(a.correction_low <= whole_correction <= a.correction_high)
+            if a.kl_coef and a.kl_in == "loss":
+                d = new[t] - ref[t]
+                loss = loss + a.kl_coef * {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d}[a.kl]
+            sequence_loss = sequence_loss + loss - a.entropy_coef * entropy[t]
+        total = (
+            total
+            + sequence_loss
+            / {
+                "token": num_tokens,
+                "sequence": len(advantages) * len(samples),
+                "constant": longest * len(samples),
+            }[a.aggregation]
+        )
+    total.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters()}
+    learner.policy.zero_grad()
+    return found, total.item()
+
+
+@pytest.mark.parametrize("preset, flags", CASES, ids=NAMES)
+def test_the_loss_is_the_papers_formula_however_the_batch_is_split(preset, flags, tiny_model):
+    samples = ragged_samples(12, shared_prompt=12)
+    learner = make_learner(tiny_model, *flags, algorithm=preset)
+    want, want_loss = naive_gradients(learner, samples)
+    for tokens in (8192, 100):
+        learner.config.learner.microbatch_tokens = tokens
+        assert (len(learner.shard(samples)[0][0].batches) > 1) == (tokens < 8192)
+        got, loss = learner_gradients(learner, samples)
+        assert loss == pytest.approx(want_loss, rel=1e-5, abs=1e-5)
+        assert_same(got, want, tolerance=1e-5)
+
+
+def trl_gradients(model_path, samples, loss_type: str, level: str, delta: float | None, beta: float, folder):
+    """The gradient and loss of TRL's GRPOTrainer on one batch made by hand."""
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    clip = (0.02, 0.03) if level == "sequence" else (0.2, 0.28)
+    config = trl.GRPOConfig(
+        output_dir=str(folder),
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        epsilon=clip[0],
+        epsilon_high=5.0 if loss_type == "cispo" else clip[1],
+        delta=delta,
+        beta=beta,
+        use_bias_correction_kl=False,  # ours is not weighted by the ratio
+        max_completion_length=60,
+        num_generations=2,
+        per_device_train_batch_size=len(samples),
+        gradient_accumulation_steps=1,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+    )
+    trainer = trl.GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model_path),
+        processing_class=AutoTokenizer.from_pretrained(model_path),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": "1"}]),
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    longest = max(len(s.token_ids) for s in samples)
+    ids = torch.tensor([s.token_ids + [0] * (longest - len(s.token_ids)) for s in samples])
+    mask = torch.tensor([s.loss_mask + [0] * (longest - len(s.loss_mask)) for s in samples])
+    is_token = torch.tensor([[1] * len(s.token_ids) + [0] * (longest - len(s.token_ids)) for s in samples])
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": is_token[:, :1],
+        "completion_ids": ids[:, 1:],
+        "completion_mask": is_token[:, 1:],
+        "tool_mask": mask[:, 1:],
+        "advantages": torch.tensor([max(s.advantages, key=abs) for s in samples]),
+        "num_items_in_batch": mask.sum(),
+    }
+    trainer.model.train()
+    with torch.no_grad():
+        own, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, is_token, longest - 1)
+    inputs["old_per_token_logps"] = own + (0.5 * torch.sin(3 * ids[:, 1:].double())).float()
+    inputs["ref_per_token_logps"] = own + (0.4 * torch.sin(7 * ids[:, 1:].double())).float()
+    loss = trainer._compute_loss(trainer.model, inputs)
+    loss.backward()
+    return {n: p.grad.clone() for n, p in trainer.model.named_parameters()}, loss.item()
+
+
+HIGH = ("--algo.clip_high", "0.28")
+
+
+@pytest.mark.parametrize(
+    "loss_type, level, delta, beta, preset, flags",
+    [
+        ("grpo", "token", None, 0.0, "grpo", (*HIGH, "--algo.aggregation", "sequence")),
+        ("grpo", "token", 1.4, 0.3, "grpo", (*HIGH, "--algo.aggregation", "sequence", "--algo.dual_clip", "1.4")),
+        ("bnpo", "token", None, 0.3, "grpo", HIGH),
+        ("dapo", "token", None, 0.0, "dapo", ()),
+        ("dr_grpo", "token", None, 0.0, "dr_grpo", HIGH),
+        ("cispo", "token", None, 0.0, "cispo", ()),
+        ("grpo", "sequence", None, 0.0, "gspo", ("--algo.clip_low", "0.02", "--algo.clip_high", "0.03")),
+    ],
+)
+def test_the_loss_is_trls_where_it_computes_the_same(
+    loss_type, level, delta, beta, preset, flags, tiny_model, tmp_path
+):
+    samples = ragged_samples(8)
+    want, want_loss = trl_gradients(tiny_model, samples, loss_type, level, delta, beta, tmp_path)
+    flags = (*flags, "--algo.kl_coef", str(beta)) if beta else flags
+    got, loss = learner_gradients(make_learner(tiny_model, *flags, algorithm=preset), samples)
+    assert loss == pytest.approx(want_loss, rel=1e-5, abs=1e-5)
+    assert_same(got, want, tolerance=1e-5)
+
+
+def test_gspo_on_sequences_of_one_token_is_ppos_clip(tiny_model):
+    samples = [s for s in ragged_samples(24, shared_prompt=5) if sum(s.loss_mask) == 1 and any(s.advantages)]
+    assert len(samples) > 4
+    bounds = ("--algo.clip_low", "0.2", "--algo.clip_high", "0.2")
+    gspo, loss = learner_gradients(make_learner(tiny_model, *bounds, algorithm="gspo"), samples)
+    grpo, expected = learner_gradients(make_learner(tiny_model, *bounds), samples)
+    assert loss == pytest.approx(expected, abs=1e-6)
+    assert_same(gspo, grpo)
+
+
+@pytest.mark.parametrize("preset", [name for name in RL if name != "reinforce_pp"])
+def test_the_first_gradient_of_a_batch_is_that_of_reinforce(preset, tiny_model):
+    """The mean of -A log p over tokens, whatever the ratio's level and bounds."""
+    learner = make_learner(tiny_model, "--algo.advantage", "none", "--algo.aggregation", "token", algorithm=preset)
+    samples = [dataclasses.replace(s, advantages=[max(s.advantages, key=abs) * m for m in s.loss_mask])
+               for s in ragged_samples()]  # fmt: skip
+    batch = pack_samples(samples)
+    logprobs, entropy = learner.policy(batch, 1.0)
+    (token_losses(learner.algorithm, batch, logprobs, entropy).losses.sum() / len(logprobs)).backward()
+    got = {n: p.grad.clone() for n, p in learner.policy.named_parameters()}
+    learner.policy.zero_grad()
+    logprobs, _ = learner.policy(batch, 1.0)
+    (-(batch.advantages * logprobs).mean()).backward()
+    assert_same(got, {n: p.grad for n, p in learner.policy.named_parameters()})
+
+
+def test_advantages_are_the_papers_formulas():
+    draw = random.Random(0)
+    for rewards in ([1.0, 0.0, 0.5, 0.25], [draw.gauss(0, 2) for _ in range(7)], [3.0, -1.0]):
+        n, mean = len(rewards), sum(rewards) / len(rewards)
+        squares = sum((r - mean) ** 2 for r in rewards)
+        others = [sum(rewards[:i] + rewards[i + 1 :]) / (n - 1) for i in range(n)]
+        want = {
+            "group_mean": [r - mean for r in rewards],
+            "group_norm": [(r - mean) / math.sqrt(squares / n) for r in rewards],
+            "group_norm_unbiased": [(r - mean) / math.sqrt(squares / (n - 1)) for r in rewards],
+            "rloo": [r - o for r, o in zip(rewards, others, strict=True)],
+            "none": rewards,
+            "batch_norm": rewards,
+        }
+        for kind, expected in want.items():
+            assert group_advantages(rewards, kind) == pytest.approx(expected), kind
+    for kind in ("group_mean", "group_norm", "group_norm_unbiased", "rloo"):
+        assert group_advantages([0.1] * 3, kind) == [0.0] * 3
+        assert group_advantages([0.7], kind) == [0.0]
+
+
+def test_equal_rewards_are_normalised_over_the_batch_to_nothing(tiny_model):
+    learner = make_learner(tiny_model, algorithm="reinforce_pp")
+    samples = [dataclasses.replace(s, advantages=[0.1 * m for m in s.loss_mask]) for s in ragged_samples()]
+    minibatches, _ = learner.shard(samples)
+    learner.annotate(minibatches)
+    assert not any(b.advantages.any() for m in minibatches for b in m.batches)
+
+
+def test_estimators_of_the_kl_have_its_mean():
+    torch.manual_seed(0)
+    policy, ref = (torch.randn(6).double().log_softmax(0) for _ in range(2))
+    exact = (policy.exp() * (policy - ref)).sum()
+    means = [(policy.exp() * kl(policy, ref)).sum() for kl in (kl_k1, kl_k3)]
+    torch.testing.assert_close(torch.stack(means), exact.expand(2))
+    near = policy + 0.01 * (ref - policy)
+    near = near.log_softmax(0)
+    exact = (policy.exp() * (policy - near)).sum()
+    assert (policy.exp() * kl_k2(policy, near)).sum() == pytest.approx(exact.item(), rel=0.02)
+
+
+def test_means_and_sums_over_sequences_stay_inside_them():
+    values, sequences = torch.tensor([1.0, 2.0, 3.0, 10.0, -4.0, 6.0]), torch.tensor([0, 0, 0, 1, 2, 2])
+    assert sequence_mean(values, sequences).tolist() == [2, 2, 2, 10, 1, 1]
+    assert sums_to_go(values, sequences).tolist() == [6, 5, 3, 10, 2, 6]
+    nothing = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    assert sequence_mean(*nothing).numel() == sums_to_go(*nothing).numel() == 0
+
+
+def test_every_trained_token_knows_its_sequence():
+    samples = ragged_samples(16, shared_prompt=30)
+    batch = pack_samples(samples)
+    found = [batch.labels[batch.sequences == i].tolist() for i in range(16)]
+    want = [[t for t, m in zip(s.token_ids, s.loss_mask, strict=True) if m] for s in samples]
+    assert sorted(found) == sorted(want)
+    assert batch.sequences.tolist() == sorted(batch.sequences.tolist())
+
+
+def test_the_overlong_penalty_is_dapos():
+    longest, buffer = 20, 5
+    for length in range(1, 21):
+        want = 0.0 if length <= 15 else (15 - length) / 5
+        assert overlong_penalty(length, longest, buffer) == want
+    assert [overlong_penalty(n, 20, 0) for n in (16, 18, 20)] == [0.0, -0.5, -1.0]
+
+
+def episode(reward: float, length: int, status="ok") -> Trajectory:
+    done = Completion(token_ids=[9] * length, logprobs=[-1.0] * length, text="", finish_reason="", policy_version=0)
+    turns = [Turn(prompt_ids=[8, 8], completion=done)]
+    return Trajectory(task_id="t", env="e", group_id="g", turns=turns, reward=reward, status=status)
+
+
+def test_overlong_episodes_are_penalised_or_left_out_but_count_in_the_baseline():
+    group = [episode(1.0, 4), episode(0.0, 6), episode(0.5, 10, "truncated")]
+
+    def advantages(overlong):
+        row = dataclasses.replace(PRESETS["dr_grpo"], overlong=overlong)
+        return [max(s.advantages, key=abs) for s in samples_of([group], row, max_tokens=10)]
+
+    assert advantages("none") == pytest.approx([0.5, -0.5, 0.0])
+    assert advantages("mask") == pytest.approx([0.5, -0.5])
+    assert advantages("soft") == pytest.approx([5 / 6, -1 / 6, -4 / 6])
+
+
+def test_updates_stop_when_the_policy_is_too_far_from_the_steps_start(tiny_model):
+    flags = ["--learner.epochs", "4", "--optim.lr", "0.01", "--optim.max_grad_norm", "0"]
+
+    def run(*more):
+        learner = make_learner(tiny_model, *flags, *more)
+        minibatches, _ = learner.shard(ragged_samples())
+        learner.annotate(minibatches)
+        return learner.step(minibatches, 0), [p.clone() for p in learner.policy.parameters()]
+
+    whole, _ = run()
+    assert whole["updates"].value == 4
+    stopped, after = run("--algo.target_kl", "1e-9")
+    assert stopped["updates"].value == 1 and stopped["kl_stopped_updates"].value == 3
+    assert stopped["step_kl_nats"].value > 1e-9
+    learner = make_learner(tiny_model, *flags)
+    (minibatch,), _ = learner.shard(ragged_samples())
+    learner.update(minibatch, 0.01)
+    for a, b in zip(after, learner.policy.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+REFUSED = {
+    "--group_size 1": "--algo.advantage none",
+    "--algo.advantage custom": "advantage_fn",
+    "--algo.objective cispo --algo.ratio sequence": "objective clip",
+    "--algo.dual_clip 0.9": "above 1",
+    "--algo.objective cispo --algo.dual_clip 3": "objective clip",
+    "--algo.clip_low 1.5": "0..1",
+    "--algo.clip_high=-1": "at least 0",
+    "--algo.kl k1": "--algo.kl_coef",
+    "--algo.kl_coef=-0.1": "at least 0",
+    "--algo.correction_high 3": "--algo.correction",
+    "--algo.correction mask --algo.correction_low 3": "between",
+    "--algo.correction tis --algo.correction_low 0.1": "upper bound",
+    "--algo.overlong_buffer 5": "--algo.overlong soft",
+    "--algo.overlong soft --algo.overlong_buffer 70": "0..--max_tokens=60",
+    "--algo.refill_rounds=-1": "at least 0",
+    "--algo.refill_rounds 1 --group_size 1 --algo.advantage none": "--group_size",
+    "--algo.target_kl=-1 --learner.epochs 2": "at least 0",
+    "--algo.target_kl 0.1": "--learner.minibatches",
+    "--algorithm sft --algo.kl_coef 0.1": "--algo.kl_coef has no meaning for --algorithm sft",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_parts_that_contradict_each_other_are_refused(flags):
+    config = parse_config(["--model", "m", *FLAGS, *flags.split()])
+    with pytest.raises(ValueError, match="--") as error:
+        check_algorithm(make_algorithm(config.algorithm, config.algo), config)
+    assert REFUSED[flags] in str(error.value)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_contradict_nothing(preset):
+    config = parse_config(["--model", "m", *FLAGS, "--algorithm", preset])
+    check_algorithm(make_algorithm(preset, config.algo), config)
+
+
+CUSTOM = """
+def load_tasks(split): return [{{'prompt': str(n)}} for n in range(4)]
+def reward_fn(completion): return float(len(completion))
+def advantage_fn(rewards): return {0}
+"""
+
+
+def run_custom(returned: str, tiny_model, folder, *flags) -> int:
+    (folder / "env.py").write_text(CUSTOM.format(returned))
+    flags = ["--max_tokens", "6", "--tasks_per_step", "4", "--num_steps", "1", "--group_size", "4", *flags]
+    return main(["--model", str(tiny_model), "--env_path", str(folder / "env.py"), *flags, "--out", str(folder / "o")])
+
+
+def test_an_environments_own_advantages_are_used(tiny_model, tmp_path):
+    assert run_custom("[0.0 for r in rewards]", tiny_model, tmp_path) == 0
+    assert metrics(tmp_path / "o")[0]["learn/policy/skipped_updates"] == 1
+
+
+def test_a_preset_part_given_by_flag_overrides_the_environments_advantages(tiny_model, tmp_path):
+    assert run_custom("1 / 0", tiny_model, tmp_path, "--algo.advantage", "group_mean") == 0
+
+
+@pytest.mark.parametrize(
+    "returned, said",
+    [("1 / 0", "ZeroDivisionError"), ("rewards[1:]", "gave 3 values"), ("[float('nan')] * 4", "finite")],
+)
+def test_wrong_advantages_of_an_environment_stop_the_run_with_its_name(returned, said, tiny_model, tmp_path, capsys):
+    assert run_custom(returned, tiny_model, tmp_path) == 1
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1 and said in error[0] and "env.py" in error[0] and "advantage_fn" in error[0]
+
+
+SOME_SIGNAL = """
+def load_tasks(split): return [{'prompt': str(n), 'n': n} for n in range(40)]
+def reward_fn(completion, n): return float(len(completion)) + hash(completion) % 97 if n % 3 == 0 else 1.0
+"""
+
+
+def test_groups_without_signal_are_refilled_and_the_position_is_resumed(tiny_model, tmp_path):
+    (tmp_path / "env.py").write_text(SOME_SIGNAL.replace("hash(completion)", "sum(map(ord, completion))"))
+    flags = ["--model", str(tiny_model), "--env_path", str(tmp_path / "env.py"), "--max_tokens", "12"]
+    flags += ["--tasks_per_step", "3", "--group_size", "4", "--data.shuffle", "false", "--optim.lr", "1e-3"]
+    flags += ["--algo.refill_rounds", "9", "--save_every", "1", "--keep_checkpoints", "0"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main([*flags, "--num_steps", "3", "--out", str(whole)]) == 0
+    assert main([*flags, "--num_steps", "1", "--out", str(parts)]) == 0
+    assert main([*flags, "--num_steps", "3", "--out", str(parts), "--resume"]) == 0
+    a, b = weights(whole), weights(parts)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+    # Tasks 0, 3 and 6 have a signal: the first three, then replacements for two, until there are three.
+    found = trajectories(whole / "rollouts/step_000001.jsonl.zst")
+    drawn = [t["task_id"] for t in found if t["index"] == 0]
+    assert sorted(drawn, key=lambda name: int(name.split("/")[1])) == [f"train/{n}" for n in range(len(drawn))]
+    assert sum(int(name.split("/")[1]) % 3 == 0 for name in drawn) == 3
+    state = json.loads((whole / "checkpoints/step_000001/state.json").read_text())
+    assert state["position"] == len(drawn) > 3
+    row = metrics(whole)[0]
+    assert row["rollout/policy/refill_rounds"] > 0 and row["rollout/policy/groups_missing"] == 0
+
+
+def test_refilling_ends_at_its_cap(tiny_model, tmp_path):
+    (tmp_path / "env.py").write_text(SOME_SIGNAL.replace("n % 3 == 0", "n == 1"))
+    flags = ["--model", str(tiny_model), "--env_path", str(tmp_path / "env.py"), "--max_tokens", "8"]
+    flags += ["--tasks_per_step", "3", "--group_size", "4", "--data.shuffle", "false", "--num_steps", "1"]
+    assert main([*flags, "--algo.refill_rounds", "2", "--out", str(tmp_path / "run")]) == 0
+    row = metrics(tmp_path / "run")[0]
+    assert row["rollout/policy/refill_rounds"] == 2 and row["rollout/policy/groups_missing"] == 2
+    assert len(trajectories(tmp_path / "run/rollouts/step_000001.jsonl.zst")) == 4 * (3 + 2 + 2)
+
+
+def test_the_reference_is_the_model_at_the_start(warm_model, tmp_path):  # noqa: F811
+    flags = ["--model", str(warm_model), *SORT, "--tasks_per_step", "4", "--optim.lr", "1e-3", "--num_steps", "3"]
+    found = {}
+    for coef in ("0.001", "10"):
+        out = tmp_path / coef
+        assert main([*flags, "--algo.kl_coef", coef, "--out", str(out)]) == 0
+        found[coef] = [row["learn/policy/ref_kl_nats"] for row in metrics(out)]
+        assert abs(found[coef][0]) < 1e-7 < found[coef][1]
+    assert found["10"][2] < found["0.001"][2]
+
+
+@pytest.mark.parametrize(
+    "preset, flags",
+    [
+        ("gspo", ["--algo.kl_coef", "0.1", "--learner.minibatches", "2", "--algo.target_kl", "0.5"]),
+        ("dr_grpo", ["--algo.refill_rounds", "2", "--algo.correction", "mask"]),
+        ("reinforce_pp", ["--algo.kl_coef", "0.1"]),
+    ],
+)
+def test_two_ranks_do_what_one_does(preset, flags, warm_model, torchrun, tmp_path):  # noqa: F811
+    flags = [*flags, "--model", warm_model, *SORT, "--num_steps", 2, "--optim.lr", "1e-3", "--algorithm", preset]
+    flags += ["--tasks_per_step", 6, "--group_size", 6, "--learner.microbatch_tokens", 200]
+    for ranks in (1, 2):
+        torchrun(ranks, "-m", "rl_core.train", *flags, "--out", tmp_path / str(ranks))
+    one, two = metrics(tmp_path / "1"), metrics(tmp_path / "2")
+    names = ["loss", "grad_norm", "entropy_nats", "updates"] + ["ref_kl_nats"] * ("--algo.kl_coef" in flags)
+    for a, b in zip(one, two, strict=True):
+        for name in (f"learn/policy/{n}" for n in names):
+            assert a[name] == pytest.approx(b[name], abs=5e-6, rel=5e-5), name
+    a, b = weights(tmp_path / "1"), weights(tmp_path / "2")
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", RL)
+def test_every_preset_raises_the_reward_of_sorting(preset, warm_model, tmp_path):  # noqa: F811
+    flags = ["--num_steps", "40", "--optim.lr", "5e-4", "--optim.warmup_steps", "5", "--rollout.save", "false"]
+    flags += ["--learner.minibatches", "2"]
+    assert main(["--model", str(warm_model), *SORT, *flags, "--algorithm", preset, "--out", str(tmp_path / "o")]) == 0
+    rewards = [row["rollout/policy/reward_mean"] for row in metrics(tmp_path / "o")]
+    first, last = (sum(part) / 5 for part in (rewards[:5], rewards[-5:]))
+    assert last > first + 0.1, (first, last)
