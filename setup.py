@@ -18,8 +18,14 @@ def long_description() -> str:
     return readme.read_text(encoding="utf-8") if readme.exists() else ""
 
 
-EXTRAS = {"math": ["math-verify>=0.8"]}
-EXTRAS["test"] = [*EXTRAS["math"], "accelerate", "pytest>=8", "ruff", "trl==1.16.0"]
+EXTRAS = {
+    "math": ["math-verify>=0.8"],
+    "lora": ["peft>=0.17"],
+    "bnb": ["bitsandbytes>=0.49", "accelerate>=1.0"],
+}
+EXTRAS["test"] = [*EXTRAS["math"], *EXTRAS["lora"], *EXTRAS["bnb"], "pytest>=8", "ruff", "trl==1.16.0"]
+# torch for CUDA brings its own; elsewhere its interpreter and compiler test the kernels without a GPU.
+EXTRAS["test"] += ["triton>=3.3; platform_system == 'Linux'"]
 
 setup(
     name="rl_core",

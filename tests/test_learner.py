@@ -14,7 +14,6 @@ from rl_core.distributed import init_ranks
 from rl_core.learning.algorithms import clipped_loss, group_advantages, make_algorithm, token_losses
 from rl_core.learning.attention import attention_blocks
 from rl_core.learning.learner import Learner, learning_rate
-from rl_core.learning.logprobs import fused_logprobs
 from rl_core.learning.model import make_policy
 from rl_core.types import TrainingSample
 
@@ -219,24 +218,6 @@ def test_the_clip_ignores_a_ratio_only_where_it_would_gain_from_it():
     result = clipped_loss(ratio.log(), advantages, 0.2, 0.28)
     torch.testing.assert_close(result.losses, torch.tensor([-0.5, 0.8, -1.28, 1.5, -1.1]))
     assert result.is_clipped.tolist() == [False, True, True, False, False]
-
-
-@pytest.mark.parametrize("chunk_bytes", [64 << 20, 4 * 50 * 3])
-def test_fused_logprobs_equal_autograd_over_all_logits(monkeypatch, chunk_bytes):
-    monkeypatch.setattr("rl_core.learning.logprobs.CHUNK_BYTES", chunk_bytes)
-    torch.manual_seed(0)
-    hidden, weight = (torch.randn(n, 16, requires_grad=True) for n in (17, 50))
-    labels, g, e = torch.randint(50, (17,)), torch.randn(17), torch.randn(17)
-    logprobs, entropy = fused_logprobs(hidden, weight, labels, 0.8)
-    got = torch.autograd.grad((logprobs * g).sum() + (entropy * e).sum(), (hidden, weight))
-    all_logprobs = (hidden.double() @ weight.double().T / 0.8).log_softmax(-1)
-    expected = all_logprobs.gather(-1, labels[:, None])[:, 0]
-    expected_entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-    want = torch.autograd.grad((expected * g).sum() + (expected_entropy * e).sum(), (hidden, weight))
-    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(entropy.double(), expected_entropy, atol=1e-5, rtol=1e-5)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shared_prompt", [0, 30])

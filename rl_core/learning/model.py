@@ -52,6 +52,8 @@ def load_hf_model(path: str, dtype: torch.dtype, device: torch.device) -> nn.Mod
         )
     except (OSError, ValueError) as error:
         raise ValueError(f"model {path!r} cannot be loaded: {str(error).splitlines()[0]}") from None
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError(f"model {path!r} has a head with a bias, which its logprobs here would leave out")
     return model.to(device)
 
 

@@ -1,0 +1,277 @@
+"""Fused logprobs: their values and gradients are those of autograd over all logits in float64, within bounded memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from conftest import ROOT
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl_core.learning import logprobs as fused
+from rl_core.learning.logprobs import fused_logprobs
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton"
+)
+
+
+def set_tiles(monkeypatch, tile_bytes: int, least_words: int, kept_bytes: int = 256 << 20) -> None:
+    monkeypatch.setattr(fused, "CPU_TILE_BYTES", tile_bytes)
+    monkeypatch.setattr(fused, "LEAST_WORDS", least_words)
+    monkeypatch.setattr(fused, "KEPT_BYTES", kept_bytes)
+
+
+def make_inputs(num_tokens: int, num_words: int, width: int, dtype=torch.float32, device="cpu", offset=0.0):
+    """(hidden, weight, labels), with logits of a deviation of 4 around offset."""
+    draw = torch.Generator().manual_seed(num_tokens)
+    hidden = torch.randn(num_tokens, width, generator=draw)
+    hidden[:, 0] = 1
+    weight = 4 * torch.randn(num_words, width, generator=draw) / width**0.5
+    weight[:, 0] = offset
+    labels = torch.randint(num_words, (num_tokens,), generator=draw)
+    return *(x.to(device, dtype).requires_grad_() for x in (hidden, weight)), labels.to(device)
+
+
+def all_logits(hidden, weight, labels, temperature):
+    logp = (hidden @ weight.T / temperature).log_softmax(-1)
+    return logp.gather(-1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def values_and_gradients(function, hidden, weight, labels, temperature, entropy_coef):
+    logprobs, entropy = function(hidden, weight, labels, temperature)
+    g = torch.sin(torch.arange(len(labels), device=hidden.device).to(logprobs.dtype))
+    loss = (logprobs * g).sum()
+    if entropy_coef:
+        loss = loss + entropy_coef * (entropy * g.cos()).sum()
+    return logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight))
+
+
+def assert_equal_to_all_logits(inputs, temperature, entropy_coef, tolerance, gradient_tolerance=None) -> None:
+    """Errors are counted in the largest number of each result."""
+    hidden, weight, labels = inputs
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    got = values_and_gradients(fused_logprobs, *inputs, temperature, entropy_coef)
+    want = values_and_gradients(all_logits, *exact, labels, temperature, entropy_coef)
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.dtype == (torch.promote_types(hidden.dtype, torch.float32) if i < 2 else hidden.dtype)
+        limit = tolerance if i < 2 or gradient_tolerance is None else gradient_tolerance
+        error = ((a - b).abs().max() / b.abs().max()).item()
+        assert error < limit, (i, error)
+
+
+TILES = [(4 << 20, 2048, 256 << 20), (4 << 20, 2048, 0), (4 * 7 * 16, 16, 256 << 20), (4 * 7 * 16, 16, 0)]
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=["whole kept", "whole again", "tiles kept", "tiles again"])
+@pytest.mark.parametrize("temperature, entropy_coef", [(1.0, 0.0), (1.0, 0.7), (0.6, 0.7), (1.7, 0.0)])
+def test_fused_logprobs_equal_autograd_over_all_logits(monkeypatch, tiles, temperature, entropy_coef):
+    set_tiles(monkeypatch, *tiles)
+    assert_equal_to_all_logits(make_inputs(33, 150, 16), temperature, entropy_coef, 2e-6, 1e-5)
+    assert_equal_to_all_logits(make_inputs(33, 150, 16, offset=60.0), temperature, entropy_coef, 1e-5, 1e-4)
+    assert_equal_to_all_logits(make_inputs(33, 150, 16, torch.float64), temperature, entropy_coef, 1e-13)
+
+
+@pytest.mark.parametrize("tiles", TILES[2:], ids=["kept", "again"])
+def test_the_gradient_is_that_of_finite_differences(monkeypatch, tiles):
+    set_tiles(monkeypatch, *tiles)
+    hidden, weight, labels = make_inputs(9, 40, 3, torch.float64)
+    assert torch.autograd.gradcheck(lambda h, w: fused_logprobs(h, w, labels, 0.8), (hidden, weight))
+
+
+@pytest.mark.parametrize("tiles", [TILES[0], TILES[3]], ids=["whole", "tiles"])
+def test_sums_over_bf16_factors_stay_in_fp32(monkeypatch, tiles):
+    set_tiles(monkeypatch, *tiles)
+    # Logits around 60, rounded to bf16, would be off by 0.1.
+    inputs = make_inputs(33, 150, 16, torch.bfloat16, offset=60.0)
+    assert_equal_to_all_logits(inputs, 0.9, 0.5, tolerance=5e-6, gradient_tolerance=2**-8)
+
+
+def test_a_second_backward_pass_gives_the_same_gradient():
+    hidden, weight, labels = make_inputs(33, 150, 16)
+    loss = fused_logprobs(hidden, weight, labels)[0].sum()
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, (hidden, weight))))
+
+
+def test_extreme_logits_give_finite_values_and_gradients():
+    hidden, weight, labels = make_inputs(5, 40, 3)
+    logprobs, entropy, *gradients = values_and_gradients(fused_logprobs, hidden, weight, labels, 1e-3, 0.5)
+    assert logprobs.min() < -1000 and entropy.min() < 1e-6
+    assert all(x.isfinite().all() for x in (logprobs, entropy, *gradients))
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_what_is_frozen_gets_no_gradient_and_the_other_the_same(frozen):
+    hidden, weight, labels = make_inputs(33, 150, 16)
+    *_, grad_hidden, grad_weight = values_and_gradients(fused_logprobs, hidden, weight, labels, 0.8, 0.5)
+    both = {"hidden": grad_hidden, "weight": grad_weight}
+    inputs = {"hidden": hidden.detach(), "weight": weight.detach()}
+    trained = next(name for name in inputs if name != frozen)
+    inputs[trained].requires_grad_()
+    logprobs, entropy = fused_logprobs(inputs["hidden"], inputs["weight"], labels, 0.8)
+    g = torch.sin(torch.arange(33.0))
+    ((logprobs * g).sum() + 0.5 * (entropy * g.cos()).sum()).backward()
+    assert inputs[frozen].grad is None
+    assert torch.equal(inputs[trained].grad, both[trained])
+
+
+def test_no_tokens_give_no_logprobs_and_a_gradient_of_zero():
+    hidden, weight, labels = make_inputs(0, 150, 16)
+    logprobs, entropy = fused_logprobs(hidden, weight, labels)
+    assert logprobs.shape == entropy.shape == (0,)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert hidden.grad.shape == (0, 16) and torch.equal(weight.grad, torch.zeros(150, 16))
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that tensors made under it, beside the inputs, held at once."""
+
+    def __init__(self, *inputs: torch.Tensor):
+        super().__init__()
+        self.live, self.now, self.peak = {x.untyped_storage()._cdata for x in inputs}, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.count(tensor.untyped_storage())
+        return out
+
+    def count(self, storage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.live:
+            self.live.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.forget, key, size)
+
+    def forget(self, key: int, size: int) -> None:
+        self.live.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize(
+    "num_tokens, num_words, dtype, limit_mib",
+    [(1000, 50_000, torch.float32, 256), (2000, 50_000, torch.float32, 64), (2000, 50_000, torch.bfloat16, 64)],
+    ids=["kept", "again", "bf16"],
+)
+def test_peak_memory_is_bounded_however_many_logits_there_are(num_tokens, num_words, dtype, limit_mib):
+    hidden, weight, labels = make_inputs(num_tokens, num_words, 8, dtype)
+    with PeakBytes(hidden, weight) as memory:
+        logprobs, entropy = fused_logprobs(hidden, weight, labels, 0.9)
+        (logprobs + 0.1 * entropy).sum().backward()
+    assert memory.peak < limit_mib << 20  # all logits: 191 and 381 MiB in fp32, several times over
+
+
+def test_without_gradients_nothing_is_kept():
+    hidden, weight, labels = make_inputs(1000, 50_000, 8)
+    with PeakBytes(hidden, weight) as memory, torch.no_grad():
+        logprobs, entropy = fused_logprobs(hidden, weight, labels)
+        assert memory.now < 1 << 20 and memory.peak < 32 << 20
+    assert logprobs.grad_fn is None and entropy.grad_fn is None
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100, 8192, 10**6])
+@pytest.mark.parametrize("num_words", [104, 32_000, 152_064, 10**6])
+@pytest.mark.parametrize("width", [64, 4096, 16_384])
+def test_tiles_of_any_length_and_vocabulary_fit_into_a_gibibyte(num_tokens, num_words, width):
+    for tile_bytes, num_tiles in [(fused.CPU_TILE_BYTES, 6), (fused.CUDA_TILE_BYTES, 6), (fused.TRITON_TILE_BYTES, 1)]:
+        tokens, words = fused.tile_shape(num_tokens, num_words, width, tile_bytes)
+        assert tokens >= 1 and 1 <= words <= num_words
+        # In fp32: the tile and what is made of it, the sums of the hidden states' gradient, two factors raised.
+        tensors = num_tiles * tokens * words + 2 * tokens * width + max(tokens, words) * width
+        kept = 0 if tile_bytes == fused.TRITON_TILE_BYTES else fused.KEPT_BYTES
+        assert 4 * tensors + kept <= 1 << 30
+
+
+def compare_triton_kernels(device: str) -> None:
+    """Several tiles, spans and blocks, none of them full; on a CPU in Triton's interpreter, which multiplies bf16 numbers
+    as if they were integers, so that fp16 stands for them."""
+    fused.triton_kernels = lambda hidden: importlib.import_module("rl_core.learning.logprobs_triton")
+    low = torch.bfloat16 if device == "cuda" else torch.float16
+    for tile_bytes in (256 << 20, 4 * 140 * 2100):
+        fused.TRITON_TILE_BYTES = tile_bytes
+        for temperature, entropy_coef in [(1.0, 0.0), (0.7, 0.6)]:
+            inputs = make_inputs(150, 4200, 72, device=device, offset=5.0)
+            assert_equal_to_all_logits(inputs, temperature, entropy_coef, 2e-6, 1e-5)
+        assert_equal_to_all_logits(make_inputs(5, 40, 24, low, device), 0.7, 0.6, 5e-6, 2**-7)
+    for inputs in (make_inputs(0, 40, 24, device=device), make_inputs(1, 7, 24, device=device)):
+        values_and_gradients(fused_logprobs, *inputs, 0.7, 0.6)
+    with torch.no_grad():
+        fused_logprobs(*make_inputs(5, 40, 24, device=device))
+
+
+def run_here(code: str, **variables: str) -> None:
+    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **variables}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@needs_triton
+def test_triton_kernels_equal_autograd_over_all_logits():
+    run_here("import test_logprobs; test_logprobs.compare_triton_kernels('cpu')", TRITON_INTERPRET="1")
+
+
+@needs_triton
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_triton_kernels_equal_autograd_over_all_logits_on_a_gpu():
+    run_here("import test_logprobs; test_logprobs.compare_triton_kernels('cuda')", TRITON_INTERPRET="0")
+
+
+def compile_triton_kernels() -> None:
+    """For A100 and H100, which needs neither."""
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from rl_core.learning import logprobs_triton as kernels
+
+    options = kernels.launch(torch.empty(1, 4096, dtype=torch.bfloat16))
+    launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
+    types = {"h_ptr": "*bf16", "w_ptr": "*bf16", "labels_ptr": "*i64", "places_ptr": "*i64", "scale": "fp32"}
+    types |= {"num_tokens": "i32", "num_words": "i32"}
+    for kernel, extra, out in [
+        (kernels.stats_kernel, {"SPAN": kernels.SPAN}, "*fp32"),
+        (kernels.gradients_kernel, {"HAS_ENTROPY": True}, "*bf16"),
+    ]:
+        constants = options | extra
+        signature = {n: types.get(n, "*fp32") for n in kernel.arg_names} | {"out_ptr": out}
+        signature |= dict.fromkeys(constants, "constexpr")
+        aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t.startswith("*")}
+        for capability, tensor_core in [(80, "mma.sync"), (90, "wgmma")]:
+            target = GPUTarget("cuda", capability, 32)
+            made = compile(ASTSource(kernel, signature, constants, aligned), target=target, options=launch)
+            assert tensor_core in made.asm["ptx"] and made.metadata.shared <= 99 << 10
+
+
+@needs_triton
+def test_triton_kernels_compile_for_gpus_that_are_not_here(tmp_path):
+    run_here(
+        "import test_logprobs; test_logprobs.compile_triton_kernels()",
+        TRITON_INTERPRET="0",
+        TRITON_CACHE_DIR=str(tmp_path),
+    )
+
+
+def test_logprobs_import_without_triton():
+    run_here(
+        "import sys; sys.modules['triton'] = None; import torch, rl_core.learning.logprobs as l; "
+        "l.fused_logprobs(torch.ones(2, 3), torch.ones(4, 3), torch.tensor([0, 1]))"
+    )
+
+
+def test_a_head_with_a_bias_is_refused(tmp_path):
+    from transformers import PhiConfig, PhiForCausalLM
+
+    from rl_core.learning.model import load_hf_model
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    PhiForCausalLM(PhiConfig(vocab_size=32, **sizes)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="head with a bias"):
+        load_hf_model(str(tmp_path), torch.float32, torch.device("cpu"))
