@@ -18,13 +18,14 @@ from rl_core.distributed import Ranks, all_gather_json
 from rl_core.learning.algorithms import Algorithm, check_algorithm, make_algorithm
 from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint
 from rl_core.learning.learner import Learner
+from rl_core.learning.lora import check_lora
 from rl_core.learning.model import (
     end_token_ids,
-    is_sharded,
     load_hf_model,
     load_model_config,
     make_policy,
     make_reference,
+    reads_in_place,
 )
 from rl_core.metrics import Mean, Metric, RunLog, add_metrics
 from rl_core.sampling.actor import Actor
@@ -94,7 +95,7 @@ def make_plan(config: Config) -> Plan:
             "--eval_every asks for evaluation, but there is no --data.eval and no load_tasks in the environment"
         )
     actor = config.actors["policy"]
-    load_model_config(actor.model)
+    check_lora(actor.lora, load_model_config(actor.model))
     chat = load_chat(actor.model, actor.chat_template)
     plan = Plan(config=config, algorithm=algorithm, env=env, chat=chat, train=train, eval=held_out)
     for source in (plan.train, plan.eval):
@@ -194,14 +195,17 @@ def build(plan: Plan, ranks: Ranks) -> Run:
         (out / "config.yaml").write_text(to_yaml(config))
     path = config.actors["policy"].model
     dtype = compute_dtype(config)
-    policy = make_policy(path, dtype, ranks, config.learner.activation_checkpointing)
-    reference = make_reference(path, dtype, ranks) if plan.algorithm.kl_coef else None
+    lora = config.actors["policy"].lora
+    policy = make_policy(path, dtype, ranks, config.learner.activation_checkpointing, lora, config.seed)
+    reference = None
+    if plan.algorithm.kl_coef:
+        reference = policy if policy.adapter else make_reference(path, dtype, ranks)
     learner = Learner(config, plan.algorithm, policy, ranks, reference)
     found = checkpoints_in(out / "checkpoints")
     state = load_checkpoint(found[-1], {"policy": learner}) if config.resume and found else {"step": 0, "position": 0}
     engine, actors = None, {}
     if plan.algorithm.is_rl:
-        model = load_hf_model(path, dtype, ranks.device) if is_sharded(policy) else policy.hf
+        model = policy.hf if reads_in_place(policy) else load_hf_model(path, dtype, ranks.device)
         engine = make_engine(config, model, plan.chat.tokenizer)
         stop = tuple(dict.fromkeys([*plan.chat.stop_token_ids, *end_token_ids(policy)]))
         limits = {"max_turns": config.turn_limit, "max_context_tokens": config.max_context_tokens}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import os
 import re
 import shutil
@@ -30,9 +31,18 @@ def flag(default: Any, help: str) -> Any:
 
 
 @dataclass(kw_only=True)
+class LoraConfig:
+    rank: int = flag(0, "train adapters of this rank beside a frozen model; 0 trains the whole model")
+    alpha: float = flag(32.0, "the adapter's product is scaled by alpha / rank")
+    targets: str = flag("all-linear", "modules with an adapter, by the last part of their name: q_proj,v_proj")
+    quantize: Literal["none", "nf4"] = flag("none", "of the frozen model: nf4 keeps it in 4 bits (QLoRA)")
+
+
+@dataclass(kw_only=True)
 class ActorConfig:
     model: str | None = flag(None, "folder or hub name of the model that this actor speaks with")
     chat_template: str | None = flag(None, "file with a Jinja chat template, instead of the tokenizer's own")
+    lora: LoraConfig = flag(LoraConfig, "adapters")
 
 
 @dataclass(kw_only=True)
@@ -51,14 +61,21 @@ class SamplingConfig:
 
 @dataclass(kw_only=True)
 class OptimConfig:
-    lr: float = flag(1e-6, "peak learning rate of AdamW")
-    schedule: Literal["constant", "linear", "cosine"] = flag("constant", "of the learning rate after the warm-up")
+    name: Literal["adamw", "adamw8bit", "paged_adamw", "paged_adamw8bit", "sgd"] = flag(
+        "adamw",
+        "8bit and paged ones through bitsandbytes: a quarter of the state's memory, and state that moves to the host",
+    )
+    lr: float = flag(1e-6, "peak learning rate")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = flag(
+        "constant", "of the learning rate after the warm-up"
+    )
     warmup_steps: int = flag(0, "steps over which the learning rate rises linearly from 0")
-    min_lr_frac: float = flag(0.0, "where linear and cosine end, as a fraction of the peak")
-    beta1: float = flag(0.9, "of AdamW: decay of the gradient's running mean")
+    decay_frac: float = flag(0.2, "of wsd: part of the run, at its end, over which the learning rate falls")
+    min_lr_frac: float = flag(0.0, "where linear, cosine and wsd end, as a fraction of the peak")
+    beta1: float = flag(0.9, "of AdamW: decay of the gradient's running mean; of SGD: momentum")
     beta2: float = flag(0.95, "of AdamW: decay of the squared gradient's running mean")
     eps: float = flag(1e-8, "of AdamW")
-    weight_decay: float = flag(0.0, "of AdamW, on matrices only")
+    weight_decay: float = flag(0.0, "on matrices only")
     max_grad_norm: float = flag(1.0, "the gradient is clipped to this 2-norm; 0 is off")
 
 
@@ -104,6 +121,17 @@ class AlgoConfig:
     target_kl: float | None = flag(
         None, "a step's other updates are left out once the KL to its start is more; 0 is off"
     )
+
+
+@dataclass(kw_only=True)
+class PreferenceConfig:
+    beta: float = flag(0.1, "dpo: how firmly the reference is held to; rewards are beta times log-ratios")
+    loss: Literal["sigmoid", "ipo", "hinge"] = flag("sigmoid", "dpo: of a pair's reward margin")
+    label_smoothing: float = flag(
+        0.0, "dpo, sigmoid: the fraction of pairs that are believed to be the wrong way round"
+    )
+    reference_free: bool = flag(False, "dpo: log-ratios to a uniform reference; no reference model is held")
+    length_normalized: bool = flag(False, "dpo: a reply's log-ratio is the mean over its tokens, not the sum")
 
 
 @dataclass(kw_only=True)
@@ -163,6 +191,7 @@ class Config:
     sampling: SamplingConfig = flag(SamplingConfig, "how tokens are drawn")
     rollout: RolloutConfig = flag(RolloutConfig, "episodes, deadlines, failures")
     algo: AlgoConfig = flag(AlgoConfig, "advantage and loss")
+    preference: PreferenceConfig = flag(PreferenceConfig, "loss of pairs")
     learner: LearnerConfig = flag(LearnerConfig, "batches and memory")
     optim: OptimConfig = flag(OptimConfig, "optimizer and schedule")
     eval: EvalConfig = flag(EvalConfig, "evaluation")
@@ -194,12 +223,21 @@ def sections() -> dict[str, type]:
     return found
 
 
+def flags_of(cls: type, prefix: str = "") -> dict[str, tuple[dataclasses.Field, Any]]:
+    """Dotted name -> its field and type, those of nested dataclasses included."""
+    found, hints = {}, get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        name, hint = prefix + f.name, hints[f.name]
+        found |= flags_of(hint, f"{name}.") if dataclasses.is_dataclass(hint) else {name: (f, hint)}
+    return found
+
+
 def flag_names(actors=("policy",)) -> dict[str, dataclasses.Field]:
     """Every dotted flag name -> its field."""
     names = {f.name: f for f in dataclasses.fields(Config) if f.name not in sections()}
     for section, cls in sections().items():
         prefixes = [f"actors.{a}" for a in actors] if section == "actors" else [section]
-        names |= {f"{prefix}.{f.name}": f for prefix in prefixes for f in dataclasses.fields(cls)}
+        names |= {name: f for prefix in prefixes for name, (f, _) in flags_of(cls, f"{prefix}.").items()}
     return names
 
 
@@ -212,20 +250,17 @@ def help_page(section: str = "") -> str:
     lines = [
         "usage: torchrun --nproc_per_node N -m rl_core.train --model PATH --env_path FILE --out FOLDER [--flag value]"
     ]
-    hints = get_type_hints(sections()[section] if section else Config)
-    for f in dataclasses.fields(sections()[section] if section else Config):
-        if f.name in sections() and not section:
-            continue
+    flags = (
+        flags_of(sections()[section])
+        if section
+        else {n: (f, get_type_hints(Config)[n]) for n, f in flag_names(()).items() if "." not in n}
+    )
+    for name, (f, hint) in flags.items():
         value = f.default if f.default is not dataclasses.MISSING else f.default_factory()
-        choices = [
-            c
-            for part in (hints[f.name], *get_args(hints[f.name]))
-            if get_origin(part) is Literal
-            for c in get_args(part)
-        ]
+        choices = [c for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
         about = f.metadata["help"] + (f" {{{', '.join(choices)}}}" if choices else "")
         about += "" if value in (None, [], False) else f" [{value}]"
-        lines += textwrap.wrap(about, width, initial_indent=f"  --{prefix + f.name:<26} ", subsequent_indent=" " * 31)
+        lines += textwrap.wrap(about, width, initial_indent=f"  --{prefix + name:<26} ", subsequent_indent=" " * 31)
     if not section:
         lines.append("  --config FILE                a YAML file with the same keys; flags override it")
         lines += ["", "more, each with a page of its own (--help SECTION):"]
@@ -269,7 +304,7 @@ def check_file(path: str) -> None:
     def walk(node: dict, prefix: str) -> None:
         for key, value in node.items():
             name = f"{prefix}{key}"
-            is_group = name in sections() or prefix == "actors."
+            is_group = name in sections() or any(k.startswith(f"{name}.") for k in known)
             if is_group and isinstance(value, dict):
                 walk(value, name + ".")
             elif name not in known and not (is_group and value is None):
@@ -372,6 +407,30 @@ def check_config(config: Config) -> None:
         f"{config.max_context_tokens} tokens (max_prompt_tokens + max_turns * max_tokens); raise it or lower these",
     )
     refuse(config.optim.lr < 0, f"--optim.lr={config.optim.lr} must not be negative")
+    refuse(
+        not 0 < config.optim.decay_frac <= 1, f"--optim.decay_frac={config.optim.decay_frac} must lie above 0, up to 1"
+    )
+    check_extras(config)
+
+
+def check_extras(config: Config) -> None:
+    """Raises ValueError if a flag needs an optional library that is not installed, or contradicts another."""
+    needed = []
+    if config.optim.name not in ("adamw", "sgd"):
+        needed.append(("bnb", "bitsandbytes", f"--optim.name={config.optim.name}"))
+    for name, actor in config.actors.items():
+        at, lora = f"--actors.{name}.lora", actor.lora
+        if lora.rank < 0 or lora.alpha <= 0:
+            raise ValueError(f"{at}.rank={lora.rank} and {at}.alpha={lora.alpha} must not be negative, and alpha not 0")
+        if lora.quantize != "none" and not lora.rank:
+            raise ValueError(f"{at}.quantize={lora.quantize} freezes the model: give it adapters, such as {at}.rank=16")
+        if lora.rank:
+            needed.append(("lora", "peft", f"{at}.rank={lora.rank}"))
+        if lora.quantize != "none":
+            needed.append(("bnb", "bitsandbytes", f"{at}.quantize={lora.quantize}"))
+    for extra, library, flag_given in needed:
+        if importlib.util.find_spec(library) is None:
+            raise ValueError(f"{flag_given} needs {library}, which is not installed: pip install .[{extra}]")
 
 
 def to_yaml(config: Config) -> str:

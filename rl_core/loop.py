@@ -12,7 +12,7 @@ from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import all_gather_json
 from rl_core.learning.algorithms import Algorithm, group_advantages, overlong_penalty
 from rl_core.learning.checkpoint import save_checkpoint
-from rl_core.learning.model import export_policy, is_sharded
+from rl_core.learning.model import export_policy, reads_in_place
 from rl_core.metrics import Mean, Sum
 from rl_core.sampling.rollout import RolloutPlan, refuse_failures, rollout, rollout_metrics, write_trajectories
 from rl_core.types import SamplingParams, TrainingSample, Trajectory
@@ -150,7 +150,7 @@ async def sync_engine(run: Run, version: int) -> None:
     """The engine's weights become the learner's; one that reads them in place only forgets what it computed with the old."""
     if run.engine is not None:
         await run.engine.update_weights(
-            run.learner.named_weights() if is_sharded(run.learner.policy) else None, version
+            None if reads_in_place(run.learner.policy) else run.learner.named_weights(), version
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -66,6 +67,28 @@ def data_dir() -> Path:
     if not (folder / "gsm8k_train.jsonl.gz").exists():
         pytest.skip(f"no gsm8k_train.jsonl.gz in {folder}; set RL_CORE_TEST_DATA to a folder that has it")
     return folder
+
+
+@pytest.fixture(scope="session")
+def sort_data(tmp_path_factory) -> Path:
+    from demo_data import demo_data
+
+    folder = tmp_path_factory.mktemp("sort")
+    for name, rows in demo_data("sort", 0, 32000, 64, 64).items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def warm_model(tiny_model, sort_data, tmp_path_factory) -> Path:
+    """The tiny model after 400 steps of SFT on the form of an answer."""
+    out = tmp_path_factory.mktemp("warm") / "run"
+    from rl_core.train import main
+
+    sft = ["--algorithm", "sft", "--max_tokens", "8", "--max_prompt_tokens", "16", "--optim.lr", "3e-3"]
+    flags = ["--data.train", str(sort_data / "sft.jsonl"), "--tasks_per_step", "64", "--num_steps", "400"]
+    assert main(["--model", str(tiny_model), *sft, *flags, "--out", str(out), "--optim.schedule", "cosine"]) == 0
+    return out / "hf/policy"
 
 
 @pytest.fixture(scope="session")

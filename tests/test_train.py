@@ -17,26 +17,6 @@ from rl_core.train import main
 
 ROOT = Path(__file__).parent.parent
 SORT = ["--env_path", str(ROOT / "envs/sort_digits.py"), "--max_tokens", "8", "--max_prompt_tokens", "16"]
-SFT = ["--algorithm", "sft", "--max_tokens", "8", "--max_prompt_tokens", "16", "--optim.lr", "3e-3"]
-
-
-@pytest.fixture(scope="session")
-def sort_data(tmp_path_factory) -> Path:
-    from demo_data import demo_data
-
-    folder = tmp_path_factory.mktemp("sort")
-    for name, rows in demo_data("sort", 0, 32000, 64, 64).items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return folder
-
-
-@pytest.fixture(scope="session")
-def warm_model(tiny_model, sort_data, tmp_path_factory) -> Path:
-    """The tiny model after 400 steps of SFT on the form of an answer."""
-    out = tmp_path_factory.mktemp("warm") / "run"
-    flags = ["--data.train", str(sort_data / "sft.jsonl"), "--tasks_per_step", "64", "--num_steps", "400"]
-    assert main(["--model", str(tiny_model), *SFT, *flags, "--out", str(out), "--optim.schedule", "cosine"]) == 0
-    return out / "hf/policy"
 
 
 def metrics(out: Path) -> list[dict]:

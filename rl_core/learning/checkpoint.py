@@ -1,8 +1,9 @@
 """Save and resume a run: every rank writes its own shards, and any number of ranks reads them.
 
 checkpoints/step_000010/manifest.json                 written last: every file with its size and sha256
-                        state.json                    step, data position, optimizer steps
-                        policy/rank_00000.safetensors weights and AdamW's moments; metadata tells where each lies
+                        state.json                    step, data position
+                        policy/rank_00000.safetensors trained weights and the optimizer's state; metadata tells where
+                                                      each part lies in the whole
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.learning.learner import Learner
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def local_part(value: Tensor) -> tuple[Tensor, list[int]]:
@@ -34,15 +35,36 @@ def local_part(value: Tensor) -> tuple[Tensor, list[int]]:
     return value.to_local(), list(offset)
 
 
-def saved_tensors(learner: Learner) -> dict[str, Tensor]:
-    """Name -> parameter or moment, as the learner holds it (sharded or not)."""
-    found = {}
-    for name, parameter in learner.policy.hf.named_parameters():
-        found[f"param/{name}"] = parameter.detach()
-        for moment in MOMENTS:
-            if moment in learner.optimizer.state.get(parameter, {}):
-                found[f"{moment}/{name}"] = learner.optimizer.state[parameter][moment]
-    return found
+def trained_weights(learner: Learner) -> dict[str, Tensor]:
+    """Name -> parameter as the learner holds it, sharded or not. What is frozen is loaded from where it came from."""
+    if isinstance(learner.policy, FSDPModule):
+        learner.policy.reshard()  # after a forward without a backward some parameters are still whole
+    return {n: p.detach() for n, p in learner.policy.named_parameters() if p.requires_grad}
+
+
+def optimized(learner: Learner) -> Iterator[tuple[str, Tensor, dict, int]]:
+    """(name, tensor that the optimizer changes, its group, its index) of each trained parameter."""
+    for group in learner.optimizer.param_groups:
+        for i, (name, parameter) in enumerate(zip(group["param_names"], group["params"], strict=True)):
+            yield name, parameter, group, i
+
+
+def saved_parts(learner: Learner) -> dict[str, tuple[Tensor, list[int]]]:
+    """Name -> this rank's part of weights and optimizer state, and where it begins in the whole. State that has a number
+    for each weight can be cut anew for other numbers of ranks; what is in 8 bits cannot, so its name tells whose it is."""
+    weights, ranks = trained_weights(learner), learner.ranks
+    found = {f"param/{name}": local_part(weight) for name, weight in weights.items()}
+    for name, parameter, _, _ in optimized(learner):
+        weight, offset = local_part(weights[name])
+        for kind, value in learner.optimizer.state.get(parameter, {}).items():
+            if kind == "step" or value is None:
+                continue
+            value, _ = local_part(value)
+            if value.shape == weight.shape and value.is_floating_point():
+                found[f"{kind}/{name}"] = value, offset
+            else:
+                found[f"{kind}@{ranks.rank}of{ranks.size}/{name}"] = value, [0] * value.ndim
+    return {k: (v, offset) for k, (v, offset) in found.items() if v.numel()}
 
 
 def save_checkpoint(folder: Path, learners: dict[str, Learner], state: dict, ranks: Ranks, keep: int) -> None:
@@ -53,20 +75,19 @@ def save_checkpoint(folder: Path, learners: dict[str, Learner], state: dict, ran
         for name in learners:
             (beside / name).mkdir(parents=True)
     all_gather_json(None, ranks)  # the folders are there
-    state = state | {"optimizer_steps": {}}
-    written = {}
+    written, state = {}, state | {"optimizers": {}}
     for name, learner in learners.items():
-        parts = {k: local_part(v) for k, v in saved_tensors(learner).items()}
-        parts = {k: (v, offset) for k, (v, offset) in parts.items() if v.numel()}
+        parts = saved_parts(learner)
         file = beside / name / f"rank_{ranks.rank:05d}.safetensors"
         save_file(
-            {k: v.cpu().contiguous() for k, (v, _) in parts.items()},
+            # What has an owner is small, and parameters may share it.
+            {k: v.cpu().clone() if "@" in k else v.cpu().contiguous() for k, (v, _) in parts.items()},
             file,
             metadata={"offsets": json.dumps({k: offset for k, (_, offset) in parts.items()})},
         )
         written |= file_facts(file, beside)
-        steps = [int(s["step"]) for s in learner.optimizer.state.values()]
-        state["optimizer_steps"][name] = max(steps, default=0)
+        steps = [int(s["step"]) for s in learner.optimizer.state.values() if "step" in s]
+        state["optimizers"][name] = {"name": type(learner.optimizer).__name__, "steps": max(steps, default=0)}
     everything = all_gather_json(written, ranks)
     if ranks.rank == 0:
         (beside / "state.json").write_text(json.dumps(state, indent=1))
@@ -113,41 +134,67 @@ def load_checkpoint(folder: Path, learners: dict[str, Learner]) -> dict:
             raise ValueError(
                 f"{folder} has no actor {name!r}; it has {', '.join(p.name for p in folder.iterdir() if p.is_dir())}"
             )
-        make_moments(learner, state["optimizer_steps"][name])
-        read_shards(sorted((folder / name).glob("*.safetensors")), saved_tensors(learner))
+        files, saved = sorted((folder / name).glob("*.safetensors")), state["optimizers"][name]
+        if saved["name"] != (ours := type(learner.optimizer).__name__):
+            raise ValueError(
+                f"{folder} holds the state of {saved['name']} for {name!r}, which {ours} cannot use; resume with the "
+                "--optim.name that it was saved with"
+            )
+        make_state(learner, saved["steps"], files)
+        read_shards(files, saved_parts(learner))
     return state
 
 
-def make_moments(learner: Learner, steps: int) -> None:
-    """AdamW creates its state at the first step; a resumed one needs it before."""
-    for group in learner.optimizer.param_groups:
-        for parameter in group["params"] if steps else []:
-            learner.optimizer.state[parameter] = {m: torch.zeros_like(parameter) for m in MOMENTS} | {
-                "step": torch.tensor(float(steps), device=parameter.device)
-            }
+def make_state(learner: Learner, steps: int, files: list[Path]) -> None:
+    """An optimizer creates its state at the first step; a resumed one needs it before, of the kinds that were saved."""
+    kinds: dict[str, set[str]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as saved:
+            for kind, _, name in (key.partition("/") for key in saved.keys()):  # noqa: SIM118
+                kinds.setdefault(name, set()).add(kind)
+    size = learner.ranks.size
+    owners = {kind.partition("of")[2] for found in kinds.values() for kind in found if "@" in kind}
+    if owners - {str(size)}:
+        raise ValueError(
+            f"{files[0].parent} holds 8-bit optimizer state of {owners.pop()} ranks, which cannot be cut for {size}; "
+            "resume with as many ranks"
+        )
+    for name, parameter, group, index in optimized(learner):
+        state_kinds = kinds.get(name, set()) - {"param"}
+        if not state_kinds:
+            continue
+        state = learner.optimizer.state[parameter]
+        if hasattr(learner.optimizer, "init_state"):  # of bitsandbytes
+            learner.optimizer.init_state(group, parameter, 0, index)
+            state["step"] = steps
+        else:
+            state |= {kind: torch.zeros_like(parameter) for kind in state_kinds}
+            if steps:
+                state["step"] = torch.tensor(float(steps), device=parameter.device)
 
 
-def read_shards(files: list[Path], into: dict[str, Tensor]) -> None:
-    """Copies what overlaps from each file into this rank's parts; only these slices are read."""
-    missing = {name: local_part(value)[0].numel() for name, value in into.items()}
+def read_shards(files: list[Path], into: dict[str, tuple[Tensor, list[int]]]) -> None:
+    """Copies what overlaps from each file into this rank's parts, given where they begin; only these slices are read."""
+    missing = {name: local.numel() for name, (local, _) in into.items()}
     for file in files:
         with safe_open(file, framework="pt") as saved:
             offsets = json.loads(saved.metadata()["offsets"])
             for name in offsets.keys() & into.keys():
-                local, start = local_part(into[name])
+                local, start = into[name]
                 source = saved.get_slice(name)
                 spans = [
                     overlap(a, n, b, m)
                     for a, n, b, m in zip(offsets[name], source.get_shape(), start, local.shape, strict=True)
                 ]
-                if all(span is not None for span in spans) and local.numel():
+                if all(span is not None for span in spans):
                     values = source[tuple(slice(a, b) for a, b, _, _ in spans)] if spans else saved.get_tensor(name)
                     local[tuple(slice(a, b) for _, _, a, b in spans)] = values.to(local.device)
                     missing[name] -= values.numel()
     short = [name for name, n in missing.items() if n]
     if short:
         raise ValueError(
-            f"{files[0].parent if files else 'checkpoint'}: {short[0]} is missing or has another shape; is it of another model?"
+            f"{files[0].parent if files else 'checkpoint'}: {short[0]} is missing or has another shape; is it of another "
+            "model, or of one with other adapters?"
         )
 
 

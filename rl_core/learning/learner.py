@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rl_core.config import Config, OptimConfig
+from rl_core.config import Config
 from rl_core.data.packing import Entry, pack_samples, plan_minibatches, prompt_length, trained_span
 from rl_core.distributed import Ranks, all_gather_json, exchange
 from rl_core.learning.algorithms import Algorithm, kl_k3, kl_penalised, loss_denominator, normalised, token_losses
 from rl_core.learning.model import PolicyModel, named_weights
+from rl_core.learning.optim import learning_rate, make_optimizer
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics
 from rl_core.types import PackedBatch, TrainingSample, counter_seed
 
@@ -40,7 +41,7 @@ class Learner:
         reference: PolicyModel | None = None,
     ):
         self.config, self.algorithm, self.policy, self.ranks = config, algorithm, policy, ranks
-        self.reference = reference  # frozen; on the host while it is not used
+        self.reference = reference  # frozen, on the host while it is not used; or the policy, without its adapters
         self.temperature = config.sampling.temperature if algorithm.is_rl else 1.0
         self.optimizer = make_optimizer(policy, config.optim)
         self.updates_per_step = config.learner.minibatches * config.learner.epochs
@@ -99,10 +100,12 @@ class Learner:
         if self.reference is not None:
             self.reference.to(self.ranks.device)
             for batch in batches:
-                batch.ref_logprobs = self.reference(batch, self.temperature)[0]
+                with self.reference.adapter_disabled():
+                    batch.ref_logprobs = self.reference(batch, self.temperature)[0]
                 if a.kl_in != "loss":
                     batch.advantages = kl_penalised(a, batch)
-            self.reference.to("cpu")
+            if self.reference is not self.policy:
+                self.reference.to("cpu")
         if a.advantage == "batch_norm":
             values = [b.advantages.double() for b in batches]
             facts = [sum(v.sum().item() for v in values), sum(v.square().sum().item() for v in values)]
@@ -152,13 +155,13 @@ class Learner:
             )
         metrics["loss"] = Mean(metrics["loss"].total, 1 / self.ranks.size)
         if self.exceeds_target(metrics):
-            self.optimizer.zero_grad()
+            self.policy.zero_grad()
             return metrics, True
         grad_norm = self.clip_gradients()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.policy.zero_grad()
         add_metrics(metrics, {"grad_norm": Mean(grad_norm), "lr": Mean(lr), "updates": Sum(1 / self.ranks.size)})
         return metrics, False
 
@@ -244,24 +247,3 @@ def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
     moved = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "cu_seqlens"}
     moved = {name: value.to(device) for name, value in moved.items() if isinstance(value, Tensor)}
     return dataclasses.replace(batch, **moved)
-
-
-def make_optimizer(policy: PolicyModel, config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices, not on norms and biases."""
-    parameters = [p for p in policy.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
-
-
-def learning_rate(config: OptimConfig, step: float, num_steps: int) -> float:
-    """The learning rate of an update that starts `step` (a fraction for later minibatches) of num_steps."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / (config.warmup_steps + 1)
-    done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
-    shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[config.schedule]
-    return config.lr * (
-        shape if config.schedule == "constant" else config.min_lr_frac + (1 - config.min_lr_frac) * shape
-    )

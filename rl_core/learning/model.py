@@ -8,7 +8,9 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -18,10 +20,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from rl_core.config import LoraConfig
 from rl_core.distributed import Ranks
 from rl_core.learning import attention
 from rl_core.learning.logprobs import fused_logprobs
+from rl_core.learning.lora import adapter_weights, add_adapters, merged_weights, quantization
 from rl_core.types import PackedBatch
+
+if TYPE_CHECKING:
+    import peft
 
 EXPORT_SHARD_BYTES = 4 << 30
 # Between the last hidden state and the logits these do something that a product with the head's weight leaves out.
@@ -44,26 +51,26 @@ def load_model_config(path: str) -> PretrainedConfig:
     return config
 
 
-def load_hf_model(path: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def load_hf_model(path: str, dtype: torch.dtype, device: torch.device, **how) -> nn.Module:
     """The whole model on this rank's device, with attention over packed batches. Weights come from safetensors alone."""
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention.NAME, use_safetensors=True
+            path, dtype=dtype, attn_implementation=attention.NAME, use_safetensors=True, **how
         )
     except (OSError, ValueError) as error:
         raise ValueError(f"model {path!r} cannot be loaded: {str(error).splitlines()[0]}") from None
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ValueError(f"model {path!r} has a head with a bias, which its logprobs here would leave out")
-    return model.to(device)
+    return model if "device_map" in how else model.to(device)
 
 
 class PolicyModel(nn.Module):
     """A causal language model that gives logprobs of a packed batch. The head is applied in here, so that sharded weights
     are whole when it is."""
 
-    def __init__(self, hf: nn.Module, export_dtype: torch.dtype):
+    def __init__(self, hf: nn.Module, export_dtype: torch.dtype, adapter: peft.LoraConfig | None = None):
         super().__init__()
-        self.hf, self.export_dtype = hf, export_dtype
+        self.hf, self.export_dtype, self.adapter = hf, export_dtype, adapter
 
     def forward(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """(logprobs, entropy), both [M] fp32, of the M trained tokens of the batch in their order."""
@@ -76,11 +83,37 @@ class PolicyModel(nn.Module):
         head = self.hf.get_output_embeddings()
         return fused_logprobs(hidden_TD[batch.sources], head.weight, batch.labels, temperature)
 
+    @contextmanager
+    def adapter_disabled(self):
+        """The model without its adapters, which is where its training began."""
+        layers = [m for m in self.hf.modules() if hasattr(m, "_disable_adapters")]
+        # peft's own switch changes requires_grad, which FSDP must not see.
+        for layer in layers:
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False
 
-def make_policy(path: str, dtype: torch.dtype, ranks: Ranks, activation_checkpointing: bool) -> PolicyModel:
-    """fp32 weights on this rank, sharded over all ranks if there are several or compute is not in fp32."""
-    came_in = load_model_config(path).dtype
-    policy = PolicyModel(load_hf_model(path, torch.float32, ranks.device), came_in or torch.float32)
+
+def make_policy(
+    path: str,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    activation_checkpointing: bool,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
+) -> PolicyModel:
+    """fp32 weights on this rank, sharded over all ranks if there are several or compute is not in fp32. With adapters
+    these are in fp32, and what is frozen is as it came, if compute is so."""
+    came_in = load_model_config(path).dtype or torch.float32
+    if lora is None or not lora.rank:
+        policy = PolicyModel(load_hf_model(path, torch.float32, ranks.device), came_in)
+    else:
+        how = quantization(lora, dtype, ranks.device)
+        hf = load_hf_model(path, dtype if dtype == came_in else torch.float32, ranks.device, **how)
+        policy = PolicyModel(hf, came_in, add_adapters(hf, lora, path, seed))
     policy.train()
     if activation_checkpointing:
         # transformers 5.23 renamed it; both default to the non-reentrant form.
@@ -115,16 +148,23 @@ def is_sharded(policy: PolicyModel) -> bool:
     return any(isinstance(p, DTensor) for p in policy.parameters())
 
 
+def reads_in_place(policy: PolicyModel) -> bool:
+    """Whether an engine can sample from the policy's own weights: whole, and without adapters, which are slow to apply at
+    every token. Else it has a copy that named_weights() updates."""
+    return policy.adapter is None and not is_sharded(policy)
+
+
 def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor), one whole tensor at a time; a tied weight comes once. Every rank must exhaust it."""
-    for name, parameter in policy.hf.named_parameters():
-        value = parameter.detach()
-        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+    """(Hugging Face name, full tensor), one whole tensor at a time, adapters merged. Every rank must exhaust it."""
+    return merged_weights(policy.hf)
 
 
 def export_policy(policy: PolicyModel, tokenizer, folder: Path, ranks: Ranks) -> None:
-    """A Hugging Face folder that from_pretrained loads, in the dtype that the model came in. Written beside its place and
-    renamed, so that an old export stays whole until the new one is."""
+    """A Hugging Face folder that from_pretrained loads, in the dtype that the model came in, adapters merged; these also
+    on their own in FOLDER_adapter. Written beside its place and renamed, so that an old export stays whole until the new
+    one is."""
+    if policy.adapter is not None:
+        export_adapter(policy, folder.with_name(folder.name + "_adapter"), ranks)
     beside = folder.with_name(folder.name + ".tmp")
     if ranks.rank == 0:
         shutil.rmtree(beside, ignore_errors=True)
@@ -150,6 +190,8 @@ def export_policy(policy: PolicyModel, tokenizer, folder: Path, ranks: Ranks) ->
         flush()
     config = copy.deepcopy(policy.hf.config)
     config.dtype = policy.export_dtype
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     config.save_pretrained(beside)
     if policy.hf.generation_config is not None:
         policy.hf.generation_config.save_pretrained(beside)
@@ -158,6 +200,21 @@ def export_policy(policy: PolicyModel, tokenizer, folder: Path, ranks: Ranks) ->
         os.rename(beside / files.pop(), beside / "model.safetensors")
     else:
         (beside / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    put_in_place(beside, folder)
+
+
+def export_adapter(policy: PolicyModel, folder: Path, ranks: Ranks) -> None:
+    """A folder that peft loads beside the model it began with."""
+    weights = {name: value.cpu().contiguous() for name, value in adapter_weights(policy.hf)}
+    if ranks.rank == 0:
+        beside = folder.with_name(folder.name + ".tmp")
+        shutil.rmtree(beside, ignore_errors=True)
+        policy.adapter.save_pretrained(beside)
+        save_file(weights, beside / "adapter_model.safetensors", metadata={"format": "pt"})
+        put_in_place(beside, folder)
+
+
+def put_in_place(beside: Path, folder: Path) -> None:
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -1,0 +1,118 @@
+"""Adapters beside a frozen model, through peft: y = W x + alpha/rank B A x (LoRA, Hu et al. 2021, arXiv:2106.09685), where
+W may be held in 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from rl_core.config import LoraConfig
+from rl_core.types import counter_seed
+
+if TYPE_CHECKING:
+    import peft
+
+
+def check_lora(lora: LoraConfig, model_config: PretrainedConfig) -> None:
+    """Raises ValueError if the model has no such layers or a rank is larger than a layer, before any weight is read."""
+    if not lora.rank:
+        return
+    with torch.device("meta"):
+        layers = linear_layers(AutoModelForCausalLM.from_config(model_config))
+    names = target_names(lora, layers)
+    known = sorted({name.rpartition(".")[2] for name in layers})
+    if unknown := [n for n in names if n not in known]:
+        raise ValueError(
+            f"--actors.policy.lora.targets={lora.targets}: {unknown[0]!r} is no linear layer of a block of this model; "
+            f"take some of {', '.join(known)}, or all-linear"
+        )
+    sizes = {n: min(m.in_features, m.out_features) for n, m in layers.items() if n.rpartition(".")[2] in names}
+    smallest = min(sizes, key=sizes.get)
+    if lora.rank > sizes[smallest]:
+        raise ValueError(
+            f"--actors.policy.lora.rank={lora.rank} is larger than the rank of {smallest}; take at most {sizes[smallest]}, "
+            "or other targets"
+        )
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Name -> layer, without the head, whose weight the logprobs take as it is."""
+    head = model.get_output_embeddings()
+    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+
+
+def target_names(lora: LoraConfig, layers: dict[str, nn.Linear]) -> list[str]:
+    if lora.targets == "all-linear":
+        return sorted({name.rpartition(".")[2] for name in layers})
+    return [name.strip() for name in lora.targets.split(",")]
+
+
+def quantization(lora: LoraConfig, dtype: torch.dtype, device: torch.device) -> dict:
+    """What from_pretrained needs to hold the linear layers in 4 bits."""
+    if lora.quantize == "none":
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=lora.quantize, bnb_4bit_compute_dtype=dtype)
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def add_adapters(model: nn.Module, lora: LoraConfig, path: str, seed: int) -> peft.LoraConfig:
+    """Freezes the model and puts fp32 adapters beside its layers, drawn alike on every rank; B is 0 at first."""
+    import peft
+
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=target_names(lora, linear_layers(model)),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=path,
+    )
+    peft.inject_adapter_in_model(config, model)
+    for name, parameter in adapter_parameters(model):
+        draw = torch.zeros(parameter.shape)
+        if ".lora_A." in name:
+            generator = torch.Generator().manual_seed(counter_seed(seed, "lora", name))
+            nn.init.kaiming_uniform_(draw, a=5**0.5, generator=generator)
+        parameter.data = draw.to(parameter.device)
+    return config
+
+
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((n, p) for n, p in model.named_parameters() if ".lora_A." in n or ".lora_B." in n)
+
+
+def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(peft's name, full tensor) of each adapter. Every rank must exhaust it."""
+    for name, parameter in adapter_parameters(model):
+        yield f"base_model.model.{name.replace('.default.', '.')}", whole(parameter)
+
+
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor) with adapters added, W + alpha/rank B A, and nothing in 4 bits; a tied weight comes
+    once. Every rank must exhaust it."""
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name or ".lora_B." in name:
+            continue
+        layer_name, _, kind = name.rpartition(".")
+        layer, value = model.get_submodule(layer_name), whole(parameter)
+        if kind == "weight" and (quant_state := getattr(layer, "quant_state", None)) is not None:
+            from bitsandbytes.functional import dequantize_4bit
+
+            value = dequantize_4bit(value, quant_state)
+        owner_name = layer_name.removesuffix(".base_layer")
+        if kind == "weight" and owner_name != layer_name:
+            owner = model.get_submodule(owner_name)
+            a_RD, b_DR = (whole(part["default"].weight) for part in (owner.lora_A, owner.lora_B))
+            value = value.float() + owner.scaling["default"] * (b_DR @ a_RD)
+        yield f"{owner_name}.{kind}", value
+
+
+def whole(value: Tensor) -> Tensor:
+    value = value.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,0 +1,75 @@
+"""Optimizers by name, over sharded parameters too, and the learning rate's schedule."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rl_core.config import OptimConfig
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """Over the parameters that are trained, by name; weight decay on matrices, not on norms and biases."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if is_by_bitsandbytes(config):
+        named, links = local_views(named)
+    groups = [
+        {"params": [(n, p) for n, p in named if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [(n, p) for n, p in named if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [g for g in groups if g["params"]]
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.beta1)
+    settings = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    if not is_by_bitsandbytes(config):
+        return torch.optim.AdamW(groups, fused=True, **settings)
+    import bitsandbytes.optim
+
+    names = {"adamw8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw8bit": "PagedAdamW8bit"}
+    optimizer = getattr(bitsandbytes.optim, names[config.name])(groups, **settings)
+    optimizer.register_step_pre_hook(lambda *_: refresh_views(links))
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())  # a gradient must not live on in a view
+    return optimizer
+
+
+def is_by_bitsandbytes(config: OptimConfig) -> bool:
+    return config.name in ("adamw8bit", "paged_adamw", "paged_adamw8bit")
+
+
+def local_views(named: list[tuple[str, Tensor]]) -> tuple[list[tuple[str, Tensor]], list[tuple[Tensor, Tensor]]]:
+    """This rank's part of each sharded parameter as a plain one that shares its memory, and the pairs (view, sharded):
+    bitsandbytes knows no DTensor. A rank that holds nothing of a parameter has no view of it."""
+    views, links = [], []
+    for name, parameter in named:
+        if isinstance(parameter, DTensor):
+            view = nn.Parameter(parameter.to_local().detach())
+            links.append((view, parameter))
+            parameter = view
+        if parameter.numel():
+            views.append((name, parameter))
+    return views, links
+
+
+def refresh_views(links: list[tuple[Tensor, Tensor]]) -> None:
+    """The views show what the sharded parameters hold, which FSDP may have moved, and their gradients."""
+    for view, parameter in links:
+        view.data = parameter.to_local().detach()
+        view.grad = None if parameter.grad is None else parameter.grad.to_local()
+
+
+def learning_rate(config: OptimConfig, step: float, num_steps: int) -> float:
+    """The learning rate of an update that starts `step` (a fraction for later minibatches) of num_steps. wsd: constant
+    until the last decay_frac of the run, then linear (Hu et al. 2024, arXiv:2404.06395, section 4)."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / (config.warmup_steps + 1)
+    done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    height = {
+        "constant": lambda: 1.0,
+        "linear": lambda: 1 - done,
+        "cosine": lambda: 0.5 * (1 + math.cos(math.pi * done)),
+        "wsd": lambda: min(1.0, (num_steps - step) / (config.decay_frac * num_steps)),
+    }[config.schedule]()
+    return config.lr * (config.min_lr_frac + (1 - config.min_lr_frac) * height)

@@ -1,0 +1,221 @@
+"""Adapters: what is trained, what the engine and the export get, over ranks and after resuming; the model in 4 bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from test_learner import FLAGS, gradients, ragged_samples
+from test_train import SORT, metrics, weights
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rl_core.config import parse_config
+from rl_core.distributed import init_ranks
+from rl_core.learning.algorithms import make_algorithm
+from rl_core.learning.learner import Learner
+from rl_core.learning.lora import adapter_parameters
+from rl_core.learning.model import export_policy, load_hf_model, make_policy, named_weights
+from rl_core.train import main
+
+LORA = ["--actors.policy.lora.rank", "4", "--actors.policy.lora.alpha", "8"]
+NF4 = [*LORA, "--actors.policy.lora.quantize", "nf4"]
+
+
+def make_lora_learner(model, *flags, algorithm="sft") -> Learner:
+    config = parse_config(["--model", str(model), "--algorithm", algorithm, *FLAGS, *(flags or LORA)])
+    ranks = init_ranks(60)
+    policy = make_policy(str(model), torch.float32, ranks, False, config.actors["policy"].lora, config.seed)
+    return Learner(config, make_algorithm(algorithm, config.algo), policy, ranks)
+
+
+def with_random_adapters(learner: Learner) -> Learner:
+    for i, (_, parameter) in enumerate(adapter_parameters(learner.policy.hf)):
+        parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
+    return learner
+
+
+@torch.no_grad()
+def logprobs(learner: Learner) -> torch.Tensor:
+    batch = learner.shard(ragged_samples())[0][0].batches[0]
+    return learner.policy(batch, 1.0)[0]
+
+
+def test_new_adapters_change_nothing_and_disabled_ones_neither(any_model):
+    learner = make_lora_learner(any_model)
+    plain = make_policy(str(any_model), torch.float32, learner.ranks, False)
+    adapted, learner.policy = learner.policy, plain
+    want, learner.policy = logprobs(learner), adapted
+    assert torch.equal(logprobs(learner), want)
+    with_random_adapters(learner)
+    assert (logprobs(learner) - want).abs().max() > 0.01
+    with learner.policy.adapter_disabled():
+        assert torch.equal(logprobs(learner), want)
+    assert (logprobs(learner) - want).abs().max() > 0.01
+
+
+def test_adapters_are_drawn_from_the_seed(tiny_model):
+    def drawn(*flags):
+        return dict(adapter_parameters(make_lora_learner(tiny_model, *LORA, *flags).policy.hf))
+
+    one, same, other = drawn(), drawn(), drawn("--seed", "1")
+    assert all(torch.equal(one[n], same[n]) for n in one)
+    assert all(torch.equal(one[n], other[n]) == (".lora_B." in n) for n in one)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_only_adapters_have_a_gradient_and_an_optimizer(tiny_model, checkpointing):
+    learner = with_random_adapters(make_lora_learner(tiny_model))
+    if checkpointing:
+        learner.policy.hf.gradient_checkpointing_enable()
+    minibatch = learner.shard(ragged_samples())[0][0]
+    learner.policy(minibatch.batches[0], 1.0)[0].sum().backward()
+    adapters = {id(p) for _, p in adapter_parameters(learner.policy.hf)}
+    assert len(adapters) == 2 * 2 * 7
+    for name, parameter in learner.policy.named_parameters():
+        assert (parameter.grad is not None) == (id(parameter) in adapters), name
+    assert {id(p) for g in learner.optimizer.param_groups for p in g["params"]} == adapters
+
+
+def test_targets_choose_the_layers(tiny_model):
+    learner = make_lora_learner(tiny_model, *LORA, "--actors.policy.lora.targets", "q_proj,v_proj")
+    names = {n.split(".")[-4] for n, _ in adapter_parameters(learner.policy.hf)}
+    assert names == {"q_proj", "v_proj"}
+
+
+def test_a_gradient_is_that_of_w_plus_the_product(tiny_model):
+    """dL/dA = scale B^T dL/dW and dL/dB = scale dL/dW A^T, with dL/dW of the plain model that has the merged weights."""
+    learner = with_random_adapters(make_lora_learner(tiny_model))
+    plain = make_policy(str(tiny_model), torch.float32, learner.ranks, False)
+    plain.hf.load_state_dict(dict(named_weights(learner.policy)), strict=False)
+    merged = Learner(learner.config, learner.algorithm, plain, learner.ranks)
+    full, _ = gradients(merged, ragged_samples())
+    learner.policy(learner.shard(ragged_samples())[0][0].batches[0], 1.0)
+    minibatch = learner.shard(ragged_samples())[0][0]
+    (-learner.policy(minibatch.batches[0], 1.0)[0].sum() / minibatch.batches[0].labels.numel()).backward()
+    for name in full:
+        layer = learner.policy.hf.get_submodule(name.rpartition(".")[0])
+        if hasattr(layer, "lora_A"):
+            a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+            torch.testing.assert_close(a.grad, 2 * b.T @ full[name], atol=2e-6, rtol=1e-4)
+            torch.testing.assert_close(b.grad, 2 * full[name] @ a.T, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("flags", [LORA, NF4])
+def test_merged_weights_and_both_exports_give_the_adapted_models_logits(flags, tiny_model, tmp_path):
+    peft = pytest.importorskip("peft")
+    learner = with_random_adapters(make_lora_learner(tiny_model, *flags))
+    policy = learner.policy
+    ids = torch.arange(8, 60)[None]
+    policy.hf.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        want = policy.hf(ids).logits
+        engine_copy = load_hf_model(str(tiny_model), torch.float32, torch.device("cpu"))
+        engine_copy.load_state_dict(dict(named_weights(policy)), strict=False)
+        engine_copy.set_attn_implementation("sdpa")
+        torch.testing.assert_close(engine_copy(ids).logits, want, atol=1e-5, rtol=1e-5)
+        export_policy(policy, AutoTokenizer.from_pretrained(tiny_model), tmp_path / "policy", learner.ranks)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+        torch.testing.assert_close(merged(ids).logits, want, atol=1e-5, rtol=1e-5)
+        base = AutoModelForCausalLM.from_pretrained(tiny_model)
+        before = base(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "policy_adapter")(ids).logits
+    assert (want - before).abs().max() > 0.1
+    # An adapter that was trained beside 4 bits is as good beside the model that they came from, up to their rounding.
+    tolerance = 1e-5 if flags is LORA else 0.5 * (want - before).abs().max().item()
+    torch.testing.assert_close(adapted, want, atol=tolerance, rtol=1e-5)
+    config = json.loads((tmp_path / "policy_adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tiny_model) and config["r"] == 4
+
+
+@pytest.mark.parametrize("flags", [LORA, NF4], ids=["lora", "nf4"])
+def test_two_ranks_do_what_one_does_after_resuming_too(flags, tiny_model, sort_data, torchrun, tmp_path):
+    data = sort_data / "sft.jsonl"
+    # The checkpoint follows an evaluation, after which FSDP's root is still whole.
+    (tmp_path / "few.jsonl").write_text("".join(data.read_text().splitlines(True)[:6]))
+    args = ["--algorithm", "sft", "--model", tiny_model, "--data.train", data, "--data.eval", tmp_path / "few.jsonl"]
+    args += [*flags, "--max_tokens", 8, "--max_prompt_tokens", 16, "--tasks_per_step", 7, "--optim.lr", "1e-2"]
+    args = [*map(str, args), "--eval_every", "2"]
+    assert main([*args, "--num_steps", "4", "--out", str(tmp_path / "1")]) == 0
+    torchrun(2, "-m", "rl_core.train", *args, "--num_steps", "2", "--out", tmp_path / "2")
+    torchrun(2, "-m", "rl_core.train", *args, "--num_steps", "4", "--out", tmp_path / "2", "--resume")
+    one, two = ([m for m in metrics(tmp_path / n) if "learn/policy/loss" in m] for n in ("1", "2"))
+    assert len(one) == len(two) == 4
+    for a, b in zip(one, two, strict=True):
+        for name in ("learn/policy/loss", "learn/policy/grad_norm"):
+            assert a[name] == pytest.approx(b[name], abs=5e-6, rel=5e-5), name
+    assert one[-1]["learn/policy/loss"] < one[0]["learn/policy/loss"] - 0.2
+    a, b = weights(tmp_path / "1"), weights(tmp_path / "2")
+    start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
+    assert max((a[n] - start[n]).abs().max() for n in a) > 1e-3
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=2e-5, rtol=1e-4)
+    saved = sum(f.stat().st_size for f in (tmp_path / "2/checkpoints/step_000004/policy").iterdir())
+    assert saved < sum(v.nbytes for v in a.values()), "a checkpoint of adapters holds the frozen model too"
+
+
+def test_a_resumed_adapter_run_is_the_uninterrupted_one_bit_for_bit(warm_model, tmp_path):
+    flags = ["--model", str(warm_model), *SORT, *LORA, "--tasks_per_step", "4", "--optim.lr", "1e-2"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main([*flags, "--num_steps", "4", "--out", str(whole)]) == 0
+    assert main([*flags, "--num_steps", "2", "--out", str(parts)]) == 0
+    assert main([*flags, "--num_steps", "4", "--out", str(parts), "--resume"]) == 0
+    names = [n for n in metrics(whole)[0] if not n.startswith("time/")]
+    assert [[row[n] for n in names] for row in metrics(whole)] == [[row[n] for n in names] for row in metrics(parts)]
+    a, b = weights(whole), weights(parts)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    # The engine samples with the adapter: were it left out, logprobs would differ from the learner's after a step.
+    assert max(row["learn/policy/mismatch_kl_nats_max"] for row in metrics(whole)) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [LORA, NF4], ids=["lora", "nf4"])
+def test_grpo_with_adapters_teaches_the_order(flags, warm_model, tmp_path):
+    out = tmp_path / "run"
+    learn = ["--num_steps", "80", "--optim.lr", "5e-3", "--optim.warmup_steps", "5", "--algo.clip_high", "0.28"]
+    assert main(["--model", str(warm_model), *SORT, *flags, *learn, "--out", str(out)]) == 0
+    rewards = [row["rollout/policy/reward_mean"] for row in metrics(out)]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15, rewards
+    assert max(row["learn/policy/mismatch_kl_nats_max"] for row in metrics(out)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "flags, parts",
+    [
+        (["--actors.policy.lora.rank", "65"], ["rank=65", "at most 32", "k_proj"]),
+        (["--actors.policy.lora.rank", "-1"], ["rank=-1"]),
+        (["--actors.policy.lora.quantize", "nf4"], ["quantize=nf4", "rank=16"]),
+        ([*LORA, "--actors.policy.lora.targets", "q_proj,lm_head"], ["lm_head", "all-linear", "q_proj"]),
+        (["--actors.policy.lora.rnak", "4"], ["unknown flag", "did you mean 'actors.policy.lora.rank"]),
+    ],
+)
+def test_wrong_adapters_are_refused_before_a_model_loads(flags, parts, tiny_model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("rl_core.learning.model.load_hf_model", None)
+    assert main(["--model", str(tiny_model), *SORT, *flags, "--out", str(tmp_path / "run")]) != 0
+    error = capsys.readouterr().err
+    assert all(part in error for part in parts), error
+
+
+@pytest.mark.parametrize(
+    "library, flags, extra",
+    [
+        ("peft", LORA, "pip install .[lora]"),
+        ("bitsandbytes", NF4, "pip install .[bnb]"),
+        ("bitsandbytes", ["--optim.name", "adamw8bit"], "pip install .[bnb]"),
+    ],
+)
+def test_a_missing_extra_is_named_at_start_up(library, flags, extra, monkeypatch):
+    find = __import__("importlib.util").util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == library else find(name, *a))
+    with pytest.raises(ValueError, match=extra.replace("[", r"\[").replace(".", r"\.")):
+        parse_config(["--model", "m", *FLAGS, *flags])
+
+
+def test_a_config_file_holds_adapters(tiny_model, tmp_path):
+    config = parse_config(["--model", str(tiny_model), *FLAGS, *LORA])
+    from rl_core.config import to_yaml
+
+    (tmp_path / "c.yaml").write_text(to_yaml(config))
+    again = parse_config(["--config", str(Path(tmp_path / "c.yaml"))])
+    assert again.actors["policy"].lora == config.actors["policy"].lora
