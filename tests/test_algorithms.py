@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 from test_learner import FLAGS, assert_same, make_learner, ragged_samples
-from test_train import ROOT, SORT, metrics, sort_data, trajectories, warm_model, weights  # noqa: F401
+from test_train import SORT, metrics, trajectories, weights
 
 from rl_core.config import parse_config
 from rl_core.data.packing import pack_samples
@@ -28,6 +28,7 @@ from rl_core.learning.algorithms import (
     token_losses,
 )
 from rl_core.learning.learner import Learner
+from rl_core.learning.model import make_policy
 from rl_core.loop import samples_of
 from rl_core.train import main
 from rl_core.types import Completion, TrainingSample, Trajectory, Turn
@@ -41,6 +42,7 @@ CASES = [  # preset, flags that change parts of it
     ("grpo", ("--algo.kl_coef", "0.3", "--algo.kl", "k1")),
     ("grpo", ("--algo.kl_coef", "0.3", "--algo.kl", "k2", "--algo.entropy_coef", "0.1")),
     ("gspo", ("--algo.kl_coef", "0.3", "--algo.clip_low", "0.02", "--algo.clip_high", "0.03")),
+    ("gspo", ("--algo.kl_coef", "0.3", "--algo.kl_in", "advantage", "--algo.clip_high", "0.05")),
     ("rloo", ("--algo.kl_coef", "0.1")),
     ("reinforce_pp", ("--algo.kl_coef", "0.1")),
     ("grpo", ("--algo.kl_coef", "0.1", "--algo.kl_in", "advantage")),
@@ -51,40 +53,29 @@ CASES = [  # preset, flags that change parts of it
 NAMES = [" ".join([preset, *flags]) for preset, flags in CASES]
 
 
-def shift(token: int, amount: float) -> float:
-    """How far a made-up logprob of a token lies from the learner's, so that any layout of the batch gets the same."""
-    return amount * math.sin(3.0 * token)
+def make_pair(model_path, preset: str, *flags) -> Learner:
+    """A learner whose reference, if it has one, has other weights."""
+    learner = make_learner(model_path, *flags, algorithm=preset)
+    if learner.algorithm.kl_coef:
+        learner.reference = make_policy(str(model_path), torch.float32, learner.ranks, False).requires_grad_(False)
+        torch.manual_seed(0)
+        for p in learner.reference.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return learner
 
 
 def annotated(learner: Learner, samples: list[TrainingSample]):
-    """The minibatch, with old and reference logprobs that differ from the learner's and from the engine's."""
+    """The minibatch, with old logprobs and an engine's that differ from the learner's, by an amount that hangs on the
+    token alone: any layout of the batch gets the same."""
     (minibatch,), _ = learner.shard(samples)
-    labels = [b.labels.double() for b in minibatch.batches]
     with torch.no_grad():
         own = [learner.policy(b, 1.0)[0] for b in minibatch.batches]
-    for batch, logprobs, token in zip(minibatch.batches, own, labels, strict=True):
-        batch.rollout_logprobs = logprobs + (0.5 * torch.sin(5 * token)).float()
-        batch.ref_logprobs = logprobs + (0.4 * torch.sin(7 * token)).float()
-    if learner.algorithm.kl_coef:
-        learner.reference = lambda batch, temperature: (batch.ref_logprobs, None)
-        learner.reference = _Recorded(learner.reference)
+    for batch, logprobs in zip(minibatch.batches, own, strict=True):
+        batch.rollout_logprobs = logprobs + (0.5 * torch.sin(5 * batch.labels.double())).float()
     learner.annotate([minibatch])
-    for batch, logprobs, token in zip(minibatch.batches, own, labels, strict=True):
-        batch.old_logprobs = logprobs + (0.5 * torch.sin(3 * token)).float()
+    for batch, logprobs in zip(minibatch.batches, own, strict=True):
+        batch.old_logprobs = logprobs + (0.5 * torch.sin(3 * batch.labels.double())).float()
     return minibatch
-
-
-class _Recorded:
-    """A reference model that knows its logprobs already."""
-
-    def __init__(self, forward):
-        self.forward = forward
-
-    def __call__(self, batch, temperature):
-        return self.forward(batch, temperature)
-
-    def to(self, device):
-        return self
 
 
 def learner_gradients(learner: Learner, samples) -> tuple[dict[str, torch.Tensor], float]:
@@ -98,6 +89,15 @@ def learner_gradients(learner: Learner, samples) -> tuple[dict[str, torch.Tensor
     return found, total
 
 
+def reference_logprobs(learner: Learner, ids_BL: torch.Tensor) -> torch.Tensor:
+    """[B, L-1] of each token but the first, by the plain Hugging Face model."""
+    model = learner.reference.hf
+    model.set_attn_implementation("sdpa")
+    logprobs = model(ids_BL, use_cache=False).logits[:, :-1].log_softmax(-1)
+    model.set_attn_implementation("rl_core_packed")
+    return logprobs.gather(-1, ids_BL[:, 1:, None])[..., 0]
+
+
 def naive_gradients(learner: Learner, samples, longest=60) -> tuple[dict[str, torch.Tensor], float]:
     """The papers' sums, one sequence after the other through the plain Hugging Face model."""
     a, model = learner.algorithm, learner.policy.hf
@@ -108,10 +108,10 @@ def naive_gradients(learner: Learner, samples, longest=60) -> tuple[dict[str, to
         at = [i for i, m in enumerate(s.loss_mask) if m]
         new = torch.stack([logits[i - 1, s.token_ids[i]] for i in at])
         entropy = torch.stack([-(logits[i - 1].exp() * logits[i - 1]).sum() for i in at])
-        old, rollout, ref = (
-            new.detach() + torch.tensor([amount * math.sin(rate * s.token_ids[i]) for i in at])
-            for amount, rate in ((0.5, 3), (0.5, 5), (0.4, 7))
+        old, rollout = (
+            new.detach() + torch.tensor([0.5 * math.sin(rate * s.token_ids[i]) for i in at]) for rate in (3, 5)
         )
+        ref = reference_logprobs(learner, torch.tensor([s.token_ids]))[0, [i - 1 for i in at]] if a.kl_coef else None
         advantages = [s.advantages[i] for i in at]
         if a.kl_coef and a.kl_in != "loss":
             kl = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}[a.kl](rollout, ref).tolist()
@@ -168,7 +168,7 @@ def naive_gradients(learner: Learner, samples, longest=60) -> tuple[dict[str, to
 @pytest.mark.parametrize("preset, flags", CASES, ids=NAMES)
 def test_the_loss_is_the_papers_formula_however_the_batch_is_split(preset, flags, tiny_model):
     samples = ragged_samples(12, shared_prompt=12)
-    learner = make_learner(tiny_model, *flags, algorithm=preset)
+    learner = make_pair(tiny_model, preset, *flags)
     want, want_loss = naive_gradients(learner, samples)
     for tokens in (8192, 100):
         learner.config.learner.microbatch_tokens = tokens
@@ -178,7 +178,7 @@ def test_the_loss_is_the_papers_formula_however_the_batch_is_split(preset, flags
         assert_same(got, want, tolerance=1e-5)
 
 
-def trl_gradients(model_path, samples, loss_type: str, level: str, delta: float | None, beta: float, folder):
+def trl_gradients(learner: Learner, model_path, samples, loss_type: str, level: str, delta: float | None, folder):
     """The gradient and loss of TRL's GRPOTrainer on one batch made by hand."""
     trl = pytest.importorskip("trl")
     from datasets import Dataset
@@ -192,7 +192,7 @@ def trl_gradients(model_path, samples, loss_type: str, level: str, delta: float 
         epsilon=clip[0],
         epsilon_high=5.0 if loss_type == "cispo" else clip[1],
         delta=delta,
-        beta=beta,
+        beta=learner.algorithm.kl_coef,
         use_bias_correction_kl=False,  # ours is not weighted by the ratio
         max_completion_length=60,
         num_generations=2,
@@ -227,7 +227,8 @@ def trl_gradients(model_path, samples, loss_type: str, level: str, delta: float 
     with torch.no_grad():
         own, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, is_token, longest - 1)
     inputs["old_per_token_logps"] = own + (0.5 * torch.sin(3 * ids[:, 1:].double())).float()
-    inputs["ref_per_token_logps"] = own + (0.4 * torch.sin(7 * ids[:, 1:].double())).float()
+    if learner.reference is not None:
+        inputs["ref_per_token_logps"] = reference_logprobs(learner, ids)  # padding stands last and is masked
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
     return {n: p.grad.clone() for n, p in trainer.model.named_parameters()}, loss.item()
@@ -252,9 +253,9 @@ def test_the_loss_is_trls_where_it_computes_the_same(
     loss_type, level, delta, beta, preset, flags, tiny_model, tmp_path
 ):
     samples = ragged_samples(8)
-    want, want_loss = trl_gradients(tiny_model, samples, loss_type, level, delta, beta, tmp_path)
-    flags = (*flags, "--algo.kl_coef", str(beta)) if beta else flags
-    got, loss = learner_gradients(make_learner(tiny_model, *flags, algorithm=preset), samples)
+    learner = make_pair(tiny_model, preset, *flags, *(["--algo.kl_coef", str(beta)] if beta else []))
+    want, want_loss = trl_gradients(learner, tiny_model, samples, loss_type, level, delta, tmp_path)
+    got, loss = learner_gradients(learner, samples)
     assert loss == pytest.approx(want_loss, rel=1e-5, abs=1e-5)
     assert_same(got, want, tolerance=1e-5)
 
@@ -498,7 +499,7 @@ def test_refilling_ends_at_its_cap(tiny_model, tmp_path):
     assert len(trajectories(tmp_path / "run/rollouts/step_000001.jsonl.zst")) == 4 * (3 + 2 + 2)
 
 
-def test_the_reference_is_the_model_at_the_start(warm_model, tmp_path):  # noqa: F811
+def test_the_reference_is_the_model_at_the_start(warm_model, tmp_path):
     flags = ["--model", str(warm_model), *SORT, "--tasks_per_step", "4", "--optim.lr", "1e-3", "--num_steps", "3"]
     found = {}
     for coef in ("0.001", "10"):
@@ -517,7 +518,7 @@ def test_the_reference_is_the_model_at_the_start(warm_model, tmp_path):  # noqa:
         ("reinforce_pp", ["--algo.kl_coef", "0.1"]),
     ],
 )
-def test_two_ranks_do_what_one_does(preset, flags, warm_model, torchrun, tmp_path):  # noqa: F811
+def test_two_ranks_do_what_one_does(preset, flags, warm_model, torchrun, tmp_path):
     flags = [*flags, "--model", warm_model, *SORT, "--num_steps", 2, "--optim.lr", "1e-3", "--algorithm", preset]
     flags += ["--tasks_per_step", 6, "--group_size", 6, "--learner.microbatch_tokens", 200]
     for ranks in (1, 2):
@@ -534,7 +535,7 @@ def test_two_ranks_do_what_one_does(preset, flags, warm_model, torchrun, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", RL)
-def test_every_preset_raises_the_reward_of_sorting(preset, warm_model, tmp_path):  # noqa: F811
+def test_every_preset_raises_the_reward_of_sorting(preset, warm_model, tmp_path):
     flags = ["--num_steps", "40", "--optim.lr", "5e-4", "--optim.warmup_steps", "5", "--rollout.save", "false"]
     flags += ["--learner.minibatches", "2"]
     assert main(["--model", str(warm_model), *SORT, *flags, "--algorithm", preset, "--out", str(tmp_path / "o")]) == 0
