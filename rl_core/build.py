@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.config import Config, check_config, to_yaml
 from rl_core.data.chat import Chat, load_chat
-from rl_core.data.samples import imitation_samples
+from rl_core.data.samples import imitation_samples, reply_pair, scored_pair
 from rl_core.data.tasks import TaskSource, load_rows
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.learning.algorithms import Algorithm, check_algorithm, make_algorithm
@@ -115,7 +115,7 @@ def load_source(config: Config, env: Env | None, split: str, algorithm: Algorith
     if env and algorithm.is_rl:
         env.check_columns(rows, path or f"load_tasks({split!r})")
     name, shuffle = env.name if env else "data", config.data.shuffle and split == "train"
-    return TaskSource(rows, env=name, split=split, seed=config.seed, shuffle=shuffle)
+    return TaskSource(rows, env=name, split=split, seed=config.seed, shuffle=shuffle, is_pairs=algorithm.is_pairs)
 
 
 def check_lengths(plan: Plan, source: TaskSource) -> None:
@@ -166,7 +166,7 @@ def describe(plan: Plan, num_ranks: int) -> str:
         "memory to learn": f"{16 * num_params / num_ranks / gib:.3f} GiB weights, gradients and AdamW"
         f" + {activations / gib:.3f} GiB activations",
     }
-    if plan.algorithm.kl_coef:
+    if has_reference(plan):
         rows["memory to learn"] += f" + {4 * num_params / num_ranks / gib:.3f} GiB reference"
     if plan.algorithm.is_rl:
         heads = getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads
@@ -177,6 +177,11 @@ def describe(plan: Plan, num_ranks: int) -> str:
         rows["memory to generate"] = f"{own / gib:.3f} GiB weights{'' if own else ' (reads the learner in place)'}"
         rows["memory to generate"] += f" + {cache / gib:.3f} GiB KV cache of {slots} slots"
     return "\n".join(f"{name:<20} {text}" for name, text in rows.items())
+
+
+def has_reference(plan: Plan) -> bool:
+    is_dpo = plan.algorithm.objective == "dpo"
+    return plan.algorithm.kl_coef > 0 or (is_dpo and not plan.config.preference.reference_free)
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -196,9 +201,10 @@ def build(plan: Plan, ranks: Ranks) -> Run:
     path = config.actors["policy"].model
     dtype = compute_dtype(config)
     lora = config.actors["policy"].lora
-    policy = make_policy(path, dtype, ranks, config.learner.activation_checkpointing, lora, config.seed)
+    is_scoring = plan.algorithm.objective == "rm"
+    policy = make_policy(path, dtype, ranks, config.learner.activation_checkpointing, lora, config.seed, is_scoring)
     reference = None
-    if plan.algorithm.kl_coef:
+    if has_reference(plan):
         reference = policy if policy.adapter else make_reference(path, dtype, ranks)
     learner = Learner(config, plan.algorithm, policy, ranks, reference)
     found = checkpoints_in(out / "checkpoints")
@@ -217,9 +223,11 @@ def build(plan: Plan, ranks: Ranks) -> Run:
 
 
 def imitation(run: Plan, task: Task, group_id: str = "") -> list[TrainingSample]:
-    """The samples of one row that is to be imitated. Raises ValueError if it is too long, unless such rows are skipped."""
+    """The samples of one row that is to be imitated, or of one pair. Raises ValueError if it is too long, unless such rows
+    are skipped."""
+    samples_of_row = {"dpo": reply_pair, "rm": scored_pair}.get(run.algorithm.objective, imitation_samples)
     try:
-        samples = imitation_samples(run.chat, task.row)
+        samples = samples_of_row(run.chat, task.row)
     except ValueError as error:
         raise ValueError(f"{task.id}: {error}") from None
     longest, limit = max((len(s.token_ids) for s in samples), default=0), run.config.max_context_tokens

@@ -165,7 +165,7 @@ class EvalConfig:
 
 @dataclass(kw_only=True)
 class Config:
-    algorithm: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "sft"] = flag(
+    algorithm: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "sft", "dpo", "rm"] = flag(
         "grpo", "preset; --algo.* changes single parts of it"
     )
     model: str | None = flag(None, "short for --actors.policy.model")
@@ -191,7 +191,7 @@ class Config:
     sampling: SamplingConfig = flag(SamplingConfig, "how tokens are drawn")
     rollout: RolloutConfig = flag(RolloutConfig, "episodes, deadlines, failures")
     algo: AlgoConfig = flag(AlgoConfig, "advantage and loss")
-    preference: PreferenceConfig = flag(PreferenceConfig, "loss of pairs")
+    preference: PreferenceConfig = flag(PreferenceConfig, "loss of pairs (dpo)")
     learner: LearnerConfig = flag(LearnerConfig, "batches and memory")
     optim: OptimConfig = flag(OptimConfig, "optimizer and schedule")
     eval: EvalConfig = flag(EvalConfig, "evaluation")
@@ -381,7 +381,22 @@ def check_config(config: Config) -> None:
     )
     for name, actor in config.actors.items():
         refuse(not actor.model, f"--actors.{name}.model is missing: a folder or hub name")
-    is_rl = config.algorithm != "sft"
+        refuse(
+            config.algorithm == "rm" and actor.lora.rank,
+            f"--actors.{name}.lora.rank={actor.lora.rank}: a reward model is trained as a whole, because its head is new; "
+            "leave it out",
+        )
+    is_rl, is_pairs = config.algorithm not in ("sft", "dpo", "rm"), config.algorithm in ("dpo", "rm")
+    p = config.preference
+    refuse(
+        config.algorithm != "dpo" and p != PreferenceConfig(),
+        f"--preference.* has no meaning for --algorithm {config.algorithm}; leave it out",
+    )
+    refuse(p.beta <= 0, f"--preference.beta={p.beta} must be above 0; 0.1 is usual")
+    refuse(
+        not 0 <= p.label_smoothing < 0.5 or (p.label_smoothing and p.loss != "sigmoid"),
+        f"--preference.label_smoothing={p.label_smoothing} must lie in 0..0.5 and needs --preference.loss sigmoid",
+    )
     refuse(
         is_rl and not config.env_path,
         "--env_path is missing: a Python file with a reward_fn, such as envs/sort_digits.py",
@@ -401,10 +416,12 @@ def check_config(config: Config) -> None:
         not 0 <= config.rollout.max_failed_fraction <= 1,
         f"--rollout.max_failed_fraction={config.rollout.max_failed_fraction} must lie in 0..1",
     )
+    longest = config.max_context_tokens * (2 if is_pairs else 1)
     refuse(
-        config.learner.microbatch_tokens < config.max_context_tokens,
-        f"--learner.microbatch_tokens={config.learner.microbatch_tokens} must hold one whole episode of up to "
-        f"{config.max_context_tokens} tokens (max_prompt_tokens + max_turns * max_tokens); raise it or lower these",
+        config.learner.microbatch_tokens < longest,
+        f"--learner.microbatch_tokens={config.learner.microbatch_tokens} must hold one whole "
+        f"{'pair' if is_pairs else 'episode'} of up to {longest} tokens ({'2 * ' if is_pairs else ''}(max_prompt_tokens + "
+        "max_turns * max_tokens)); raise it or lower these",
     )
     refuse(config.optim.lr < 0, f"--optim.lr={config.optim.lr} must not be negative")
     refuse(

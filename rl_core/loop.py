@@ -162,8 +162,9 @@ async def evaluate(run: Run, step: int) -> None:
             await evaluate_episodes(run, step)
         else:
             tasks = list(run.eval)[run.ranks.rank :: run.ranks.size]
-            samples = [s for i, t in enumerate(tasks) for s in imitation(run, t, f"{i:012d}")]
-            run.note("eval/", run.learner.evaluate(run.learner.shard(samples)[0]))
+            minibatches, _ = run.learner.shard([s for t in tasks for s in imitation(run, t, t.id)])
+            run.learner.annotate(minibatches)
+            run.note("eval/", run.learner.evaluate(minibatches))
     values = run.log.write(step, run.metrics)
     shown = [f"{k.removeprefix('eval/')} {v:.4g}" for k, v in values.items() if k.startswith("eval/")]
     run.log.say("  ".join([f"eval at step {step}", *shown]))

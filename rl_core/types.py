@@ -102,6 +102,7 @@ class PackedBatch:
     sources: Tensor  # [M] int64, index into T of the token before, whose hidden state predicts this one
     labels: Tensor  # [M] int64, the trained tokens
     sequences: Tensor  # [M] int64, which sample each is of, numbered from 0; a sample's stand together in their order
+    order: Tensor  # [sequences] int64, which of the samples that were packed each is
     rollout_logprobs: Tensor  # [M] fp32
     advantages: Tensor  # [M] fp32
     policy_versions: Tensor  # [M] int64

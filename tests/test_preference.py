@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
-import pytest
-from test_chat import CHATML, make_tokenizer
+import dataclasses
+import itertools
+import json
+import math
+import random
+import re
+import shutil
 
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_chat import CHATML, make_tokenizer
+from test_learner import assert_same
+from test_train import ROOT, metrics
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from rl_core.config import PreferenceConfig, parse_config
 from rl_core.data.chat import Chat, load_chat
+from rl_core.data.packing import pack_samples
 from rl_core.data.samples import reply_pair, scored_pair
+from rl_core.distributed import init_ranks
+from rl_core.learning.algorithms import make_algorithm
+from rl_core.learning.learner import Learner
+from rl_core.learning.model import make_policy, make_reference
+from rl_core.learning.preference import dpo_losses, rm_losses
+from rl_core.train import main
 from rl_core.types import TrainingSample
+
+
+def slow(cases):
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 def user(text):
@@ -107,3 +132,330 @@ def test_a_conversation_that_ends_in_the_padding_token_is_refused(tiny_model):
     chat.tokenizer.pad_token = chat.tokenizer.eos_token
     with pytest.raises(ValueError, match="ends in the padding token '<|end|>'".replace("|", r"\|")):
         scored_pair(chat, FORMS[0])
+
+
+def ragged_pairs(num, seed=0):
+    """Per reply its number and its tokens' (logprob, reference logprob, margin), replies in any order."""
+    draw = random.Random(seed)
+    order = draw.sample(range(2 * num), 2 * num)
+    return {r: [(-draw.random() * 3, -draw.random() * 3, r * 0.1) for _ in range(draw.randint(1, 9))] for r in order}
+
+
+def columns(pairs):
+    rows = [(r, *token) for r, tokens in pairs.items() for token in tokens]
+    replies, *values = zip(*rows, strict=True)
+    return torch.tensor(replies), *(torch.tensor(v, dtype=torch.float64) for v in values)
+
+
+def sigma(x):
+    return 1 / (1 + math.exp(-x))
+
+
+@pytest.mark.parametrize("reference_free", [False, True])
+@pytest.mark.parametrize("length_normalized", [False, True])
+@pytest.mark.parametrize("loss, smoothing", [("sigmoid", 0.0), ("sigmoid", 0.2), ("ipo", 0.0), ("hinge", 0.0)])
+def test_dpo_losses_are_the_papers_formulas(loss, smoothing, length_normalized, reference_free):
+    config = PreferenceConfig(
+        beta=0.3,
+        loss=loss,
+        label_smoothing=smoothing,
+        length_normalized=length_normalized,
+        reference_free=reference_free,
+    )
+    pairs = ragged_pairs(7)
+    replies, logprobs, ref, _ = columns(pairs)
+    got = dpo_losses(logprobs, None if reference_free else ref, replies, 7, config)
+    for p in range(7):
+        ratios = [
+            sum(a - (0 if reference_free else b) for a, b, _ in pairs[r]) / (len(pairs[r]) if length_normalized else 1)
+            for r in (2 * p, 2 * p + 1)
+        ]
+        h = ratios[0] - ratios[1]
+        expected = {
+            "sigmoid": -(1 - smoothing) * math.log(sigma(0.3 * h)) - smoothing * math.log(sigma(-0.3 * h)),
+            "ipo": (h - 1 / (2 * 0.3)) ** 2,
+            "hinge": max(0, 1 - 0.3 * h),
+        }[loss]
+        assert got.losses[p].item() == pytest.approx(expected)
+        assert got.rewards[p].tolist() == pytest.approx([0.3 * x for x in ratios])
+
+
+def test_rm_losses_are_bradley_terry_on_last_tokens_with_a_margin():
+    pairs = ragged_pairs(7)
+    replies, scores, _, margins = columns(pairs)
+    got = rm_losses(scores, margins, replies, 7)
+    for p in range(7):
+        (chosen, _, margin), (rejected, _, _) = pairs[2 * p][-1], pairs[2 * p + 1][-1]
+        assert got.losses[p].item() == pytest.approx(-math.log(sigma(chosen - rejected - margin)))
+        assert got.rewards[p].tolist() == [chosen, rejected]
+
+
+def test_a_batch_without_pairs_has_a_loss_of_nothing():
+    nothing, no_replies = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    for got in (
+        dpo_losses(nothing, nothing, no_replies, 0, PreferenceConfig()),
+        rm_losses(nothing, nothing, no_replies, 0),
+    ):
+        assert got.losses.shape == (0,) and got.rewards.shape == (0, 2)
+
+
+ROWS = [
+    {"prompt": "52341", "chosen": "12345", "rejected": "5234", "margin": 0.5},
+    {"prompt": "9", "chosen": "9", "rejected": "a much longer reply", "margin": 0.0},
+    {"prompt": "a prompt that is longer than most", "chosen": "yes, and no", "rejected": "no", "margin": 1.0},
+    {"prompt": "52341", "chosen": "123", "rejected": "321", "margin": 0.0},
+    {"prompt": "x", "chosen": "ab", "rejected": "ac", "margin": 2.0},
+]
+
+
+def make_learner(model, *flags, algorithm="dpo", num_tokens=60) -> Learner:
+    """Its policy is a little away from the reference, which is the model; a reward model's head is not 0."""
+    flags = ["--max_prompt_tokens", str(num_tokens), "--max_tokens", str(num_tokens), *flags]
+    config = parse_config(["--model", str(model), "--algorithm", algorithm, "--out", "x", *flags])
+    ranks = init_ranks(60)
+    policy = make_policy(str(model), torch.float32, ranks, False, is_scoring=algorithm == "rm")
+    reference = None
+    if algorithm == "dpo" and not config.preference.reference_free:
+        reference = make_reference(str(model), torch.float32, ranks)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return Learner(config, make_algorithm(algorithm, config.algo), policy, ranks, reference)
+
+
+def pair_samples(model, rows=ROWS, algorithm="dpo"):
+    chat, samples_of = load_chat(str(model)), {"dpo": reply_pair, "rm": scored_pair}[algorithm]
+    samples = [(i, s) for i, row in enumerate(rows) for s in samples_of(chat, row)]
+    return [dataclasses.replace(s, group_id=f"{i:04d}") for i, s in samples]
+
+
+def gradients(learner, samples) -> tuple[dict[str, torch.Tensor], float]:
+    """The gradient that update() would use, and the loss."""
+    ((minibatch,), _), total = learner.shard(samples), 0.0
+    learner.annotate([minibatch])
+    for batch in minibatch.batches:
+        loss = learner.losses(batch)[0].sum() / minibatch.denominator
+        loss.backward()
+        total += loss.item()
+    found = {n: p.grad.clone() for n, p in learner.policy.hf.named_parameters()}
+    learner.policy.zero_grad()
+    return found, total
+
+
+def trl_gradients(trainer) -> tuple[dict[str, torch.Tensor], float]:
+    (batch,) = trainer.get_train_dataloader()
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    return {n: p.grad for n, p in trainer.model.named_parameters()}, loss.item()
+
+
+def trl_config(make, tmp_path, **options):
+    options |= {"per_device_train_batch_size": len(ROWS), "report_to": [], "use_cpu": True, "bf16": False}
+    return make(str(tmp_path), gradient_checkpointing=False, disable_tqdm=True, **options)
+
+
+def messages_of(row) -> dict:
+    return {
+        "prompt": [user(row["prompt"])],
+        "chosen": [says(row["chosen"])],
+        "rejected": [says(row["rejected"])],
+    }
+
+
+@pytest.mark.parametrize(
+    "flags, loss_type",
+    [
+        ((), "sigmoid"),
+        (("--preference.loss", "hinge"), "hinge"),
+        (("--preference.loss", "ipo", "--preference.length_normalized"), "ipo"),
+        (("--preference.length_normalized",), "sigmoid_norm"),
+    ],
+)
+def test_dpo_has_trl_s_loss_and_gradient(tiny_model, tmp_path, flags, loss_type):
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    learner = make_learner(tiny_model, "--preference.beta", "0.3", *flags)
+    policy = AutoModelForCausalLM.from_pretrained(tiny_model)
+    policy.load_state_dict(learner.policy.hf.state_dict())
+    trainer = DPOTrainer(
+        policy,
+        AutoModelForCausalLM.from_pretrained(tiny_model),
+        args=trl_config(DPOConfig, tmp_path, beta=0.3, loss_type=loss_type),
+        train_dataset=Dataset.from_list([messages_of(row) for row in ROWS]),
+        processing_class=AutoTokenizer.from_pretrained(tiny_model),
+    )
+    (ours, loss), (theirs, trl_loss) = gradients(learner, pair_samples(tiny_model)), trl_gradients(trainer)
+    assert loss == pytest.approx(trl_loss, rel=1e-5)
+    assert_same(ours, theirs, 1e-5)
+
+
+@pytest.mark.parametrize("has_margin", [False, True])
+def test_a_reward_model_has_trl_s_loss_and_gradient(tiny_model, tmp_path, has_margin):
+    from datasets import Dataset
+    from trl import RewardConfig, RewardTrainer
+
+    learner = make_learner(tiny_model, algorithm="rm")
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
+    model.load_state_dict(learner.policy.hf.state_dict())
+    rows = [row if has_margin else {k: v for k, v in row.items() if k != "margin"} for row in ROWS]
+    trl_rows = [messages_of(r) | {k: r[k] for k in r if k == "margin"} for r in rows]
+    trainer = RewardTrainer(
+        model,
+        args=trl_config(RewardConfig, tmp_path),
+        train_dataset=Dataset.from_list(trl_rows),
+        processing_class=AutoTokenizer.from_pretrained(tiny_model),
+    )
+    (ours, loss), (theirs, trl_loss) = gradients(learner, pair_samples(tiny_model, rows, "rm")), trl_gradients(trainer)
+    assert loss == pytest.approx(trl_loss, rel=1e-5)
+    assert_same(ours, theirs, 1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "rm"])
+def test_microbatches_of_pairs_give_the_same_gradient_as_one(tiny_model, algorithm):
+    one = make_learner(tiny_model, algorithm=algorithm)
+    many = make_learner(tiny_model, "--learner.microbatch_tokens", "84", algorithm=algorithm, num_tokens=21)
+    rows = [row | {"prompt": row["prompt"][:16]} for row in ROWS * 3]
+    samples = pair_samples(tiny_model, rows, algorithm)
+    assert len(one.shard(samples)[0][0].batches) == 1
+    assert len(many.shard(samples)[0][0].batches) >= 4
+    (a, loss_a), (b, loss_b) = gradients(one, samples), gradients(many, samples)
+    assert loss_a == pytest.approx(loss_b, rel=2e-6)
+    assert_same(a, b)
+
+
+def test_a_pair_computes_its_prompt_once(tiny_model):
+    learner = make_learner(tiny_model)
+    rows = [{"prompt": "a prompt that is much longer than replies", "chosen": "yes", "rejected": "no"}] * 2
+    _, metrics = learner.shard(pair_samples(tiny_model, rows))
+    assert metrics["pack/computed_tokens"].value < 0.65 * metrics["pack/tokens"].value
+
+
+@pytest.fixture(scope="session")
+def pair_data(tmp_path_factory):
+    """Five digits in ascending order are preferred over another order. Which digits they are is held out."""
+    draw, folder = random.Random(0), tmp_path_factory.mktemp("pairs")
+    digits = ["".join(c) for c in itertools.combinations("0123456789", 5)]
+    draw.shuffle(digits)
+    for name, chosen in {"train": digits[40:] * 10, "eval": digits[:40] * 2}.items():
+        rows = []
+        for i, right in enumerate(chosen):
+            prompt, wrong = ("".join(draw.choice(orders)) for orders in [list(itertools.permutations(right))[1:]] * 2)
+            side = [says(right), says(wrong)]
+            # An uneven length, so that pairs are not all alike.
+            rows.append({"prompt": prompt + " " * (i % 7), "chosen": side[:1], "rejected": side[1:]})
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def flags_of(algorithm, model, data, out, *more):
+    flags = ["--algorithm", algorithm, "--model", model, "--data.train", data / "train.jsonl", "--out", out]
+    flags += ["--max_prompt_tokens", 20, "--max_tokens", 8, "--optim.lr", "1e-3", "--tasks_per_step", 16, *more]
+    return [str(flag) for flag in flags]
+
+
+@pytest.fixture(scope="session")
+def preference_runs(tiny_model, pair_data, tmp_path_factory):
+    """Algorithm -> folder of a run of 40 steps that was evaluated before and after."""
+    folders, model = {}, tmp_path_factory.mktemp("models") / "no_pad"
+    shutil.copytree(tiny_model, model)
+    config = json.loads((model / "config.json").read_text())
+    # As in many models: only the tokenizer says which token pads.
+    (model / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
+    for algorithm in ("dpo", "rm"):
+        folders[algorithm] = tmp_path_factory.mktemp("runs") / algorithm
+        more = ["--num_steps", 40, "--data.eval", pair_data / "eval.jsonl", "--eval_every", 40]
+        assert main(flags_of(algorithm, model, pair_data, folders[algorithm], *more)) == 0
+    return folders
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "rm"])
+def test_the_accuracy_of_held_out_pairs_rises(algorithm, preference_runs):
+    rows = metrics(preference_runs[algorithm])
+    before, after = (row for row in rows if "eval/accuracy" in row)
+    assert before["eval/accuracy"] == 0.5 and before["eval/loss"] == pytest.approx(math.log(2))
+    assert after["eval/accuracy"] > 0.95 and after["eval/loss"] < 0.3 and after["eval/margin_mean"] > 1
+    learnt = [row["learn/policy/accuracy"] for row in rows if "learn/policy/accuracy" in row]
+    assert len(learnt) == 40 and learnt[-1] > 0.9
+
+
+def test_the_exported_reward_model_gives_our_scores_to_a_padded_batch(preference_runs, pair_data):
+    folder = preference_runs["rm"] / "hf/policy"
+    chat, ours = load_chat(str(folder)), make_policy(str(folder), torch.float32, init_ranks(60), False, is_scoring=True)
+    rows = [json.loads(line) for line in (pair_data / "eval.jsonl").read_text().splitlines()[:8]]
+    samples = [s for row in rows for s in scored_pair(chat, row)]
+    with torch.no_grad():
+        scores = [ours(pack_samples([s]), 1.0)[0][-1].item() for s in samples]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    talks = [[user(r["prompt"]), *r[side]] for r in rows for side in ("chosen", "rejected")]
+    inputs = tokenizer.apply_chat_template(talks, padding=True, return_dict=True, return_tensors="pt")
+    assert (inputs["attention_mask"] == 0).any()
+    with torch.no_grad():
+        logits = AutoModelForSequenceClassification.from_pretrained(folder)(**inputs).logits
+    assert logits.shape == (16, 1) and logits.std() > 0.5
+    assert scores == pytest.approx(logits[:, 0].tolist(), abs=1e-5)
+
+
+def test_the_reward_model_of_the_docs_example_rewards_episodes(preference_runs, tiny_model, tmp_path):
+    (example,) = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / "docs/algorithms.md").read_text(), re.S)
+    env = tmp_path / "env.py"
+    env.write_text(example.replace("runs/rm/hf/policy", str(preference_runs["rm"] / "hf/policy")))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "52341"}\n')
+    flags = ["--model", str(tiny_model), "--env_path", str(env), "--data.train", str(tmp_path / "rows.jsonl")]
+    flags += ["--max_tokens", "8", "--max_prompt_tokens", "20", "--tasks_per_step", "2", "--num_steps", "1"]
+    assert main([*flags, "--out", str(tmp_path / "run")]) == 0
+    (row,) = metrics(tmp_path / "run")
+    assert row["rollout/policy/failed"] == 0 and row["rollout/policy/zero_signal_frac"] < 1
+
+
+@pytest.mark.parametrize("algorithm, pairs", [("dpo", 3), ("rm", 1), *slow([("dpo", 1), ("rm", 3)])])
+def test_two_ranks_learn_from_pairs_as_one_does(algorithm, pairs, tiny_model, pair_data, torchrun, tmp_path):
+    """Steps of three pairs, and of one, which leaves a rank without any."""
+    more = ["--num_steps", 3, "--tasks_per_step", pairs, "--learner.microbatch_tokens", 60]
+    more += ["--data.eval", pair_data / "eval.jsonl", "--eval_every", 3]
+    outs = [tmp_path / str(ranks) for ranks in (1, 2)]
+    assert main(flags_of(algorithm, tiny_model, pair_data, outs[0], *more)) == 0
+    torchrun(2, "-m", "rl_core.train", *flags_of(algorithm, tiny_model, pair_data, outs[1], *more))
+    for a, b in zip(*map(metrics, outs), strict=True):
+        names = [n for n in a if n.startswith(("eval/", "learn/"))]
+        assert {n: a[n] for n in names} == pytest.approx({n: b[n] for n in names}, abs=5e-5, rel=1e-3)
+    a, b = (load_file(out / "hf/policy/model.safetensors") for out in outs)
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "rm"])
+def test_a_resumed_run_of_pairs_is_the_uninterrupted_run(algorithm, tiny_model, pair_data, tmp_path):
+    """So the reference is the model at the start, and not where the run goes on."""
+    for out, steps in (("whole", [4]), ("parts", [2, 4])):
+        for n in steps:
+            more = ["--num_steps", n, "--tasks_per_step", 4, *(["--resume"] if n > steps[0] else [])]
+            assert main(flags_of(algorithm, tiny_model, pair_data, tmp_path / out, *more)) == 0
+    a, b = (load_file(tmp_path / out / "hf/policy/model.safetensors") for out in ("whole", "parts"))
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+@pytest.mark.parametrize(
+    "flags, error",
+    [
+        (["--algorithm", "sft", "--preference.beta", "0.2"], "--preference.* has no meaning for --algorithm sft"),
+        (["--algorithm", "dpo", "--preference.beta", "0"], "--preference.beta=0.0 must be above 0"),
+        (["--algorithm", "dpo", "--preference.label_smoothing", "0.5"], "label_smoothing=0.5 must lie in 0..0.5"),
+        (["--algorithm", "dpo", "--preference.label_smoothing", "0.1", "--preference.loss", "ipo"], "loss sigmoid"),
+        (
+            ["--algorithm", "dpo", "--algo.aggregation", "token"],
+            "--algo.aggregation has no meaning for --algorithm dpo",
+        ),
+        (["--algorithm", "rm", "--learner.microbatch_tokens", "50"], "one whole pair of up to 56 tokens"),
+        (["--algorithm", "rm", "--actors.policy.lora.rank", "4"], "--actors.policy.lora.rank=4: a reward model"),
+        (["--algorithm", "rm", "--max_prompt_tokens", "1"], "longer than 9 (max_prompt_tokens + max_tokens)"),
+        (["--algorithm", "dpo", "--data.train", "EQUAL"], "train/1: 'chosen' and 'rejected' are equal"),
+    ],
+)
+def test_flags_and_rows_that_do_not_fit_are_refused_in_one_line(flags, error, tiny_model, pair_data, tmp_path, capsys):
+    rows = [ROWS[0], ROWS[1] | {"rejected": ROWS[1]["chosen"]}]
+    (tmp_path / "equal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [str(tmp_path / "equal.jsonl") if flag == "EQUAL" else flag for flag in flags]
+    assert main([*flags_of("rm", tiny_model, pair_data, tmp_path / "run"), *flags]) != 0
+    assert error in capsys.readouterr().err

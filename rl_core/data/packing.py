@@ -43,26 +43,37 @@ class MinibatchPlan:
 
 
 def plan_minibatches(
-    entries: list[Entry], num_minibatches: int, max_tokens: int, num_ranks: int, skip_zero_advantages: bool
+    entries: list[Entry],
+    num_minibatches: int,
+    max_tokens: int,
+    num_ranks: int,
+    skip_zero_advantages: bool = False,
+    is_pairs: bool = False,
 ) -> list[MinibatchPlan]:
-    """Groups split in their order into minibatches, samples of each balanced over ranks and microbatches."""
+    """Groups split in their order into minibatches, samples of each balanced over ranks and microbatches. A pair is a
+    group of two, of which each microbatch has both or none."""
     entries = sorted(entries)
     groups = {group_id: n for n, group_id in enumerate(dict.fromkeys(e.group_id for e in entries))}
     parts: list[list[Entry]] = [[] for _ in range(num_minibatches)]
     for e in entries:
         parts[groups[e.group_id] * num_minibatches // len(groups)].append(e)
-    return [plan_minibatch(part, max_tokens, num_ranks, skip_zero_advantages) for part in parts]
+    return [plan_minibatch(part, max_tokens, num_ranks, skip_zero_advantages, is_pairs) for part in parts]
 
 
-def plan_minibatch(part: list[Entry], max_tokens: int, num_ranks: int, skip_zero_advantages: bool) -> MinibatchPlan:
+def plan_minibatch(
+    part: list[Entry], max_tokens: int, num_ranks: int, skip_zero_advantages: bool, is_pairs: bool
+) -> MinibatchPlan:
     used = [e for e in part if e.has_signal or not skip_zero_advantages]
     plan = MinibatchPlan(
         num_tokens=sum(e.num_trained for e in part), num_sequences=len(part), entries=used, bins=[], bin_tokens=[]
     )
     if used:
-        # A group that shares its prompt goes to one bin, but no unit is so large that the ranks' loads would differ.
-        whole = sum(unit_tokens(used, unit) for unit in shared_units(used, max_tokens))
-        units = shared_units(used, min(max_tokens, whole // (2 * num_ranks)))
+        if is_pairs:
+            units = [[i, i + 1] for i in range(0, len(used), 2)]
+        else:
+            # A group that shares its prompt goes to one bin, but no unit is so large that the ranks' loads would differ.
+            whole = sum(unit_tokens(used, unit) for unit in shared_units(used, max_tokens))
+            units = shared_units(used, min(max_tokens, whole // (2 * num_ranks)))
         bins = balanced_bins([unit_tokens(used, unit) for unit in units], max_tokens, num_ranks)
         plan.bins = [[i for u in b for i in units[u]] for b in bins]
         plan.bin_tokens = [sum(unit_tokens(used, units[u]) for u in b) for b in bins]
@@ -150,22 +161,24 @@ def pack_samples(samples: Sequence[TrainingSample]) -> PackedBatch:
         if sample is None:
             prompt_pieces[tuple(tokens)] = piece
         else:
-            layout.num_sequences += 1
+            layout.samples.append(sample)
             layout.train(sample, 1, piece)
     for prompt, sample in branches:
-        layout.num_sequences += 1
+        layout.samples.append(sample)
         parent, first = prompt_pieces[prompt], len(prompt)
         layout.train(sample, first, parent, up_to=first + 1)  # the prompt's last token predicts the first one after it
         if len(sample.token_ids) > first + 1:
             layout.train(sample, first + 1, layout.add(sample.token_ids[first:-1], first, parent))
-    return layout.batch()
+    place = {id(sample): i for i, sample in enumerate(samples)}
+    return layout.batch([place[id(sample)] for sample in layout.samples])
 
 
 class Layout:
     """A packed batch under construction."""
 
     def __init__(self):
-        self.tokens, self.positions, self.starts, self.parents, self.num_sequences = [], [], [0], [], 0
+        self.tokens, self.positions, self.starts, self.parents = [], [], [0], []
+        self.samples: list[TrainingSample] = []  # of which tokens are trained, in their order
         self.columns = {name: [] for name in ("sources", "sequences", *TRAINED)}
 
     def add(self, tokens: Sequence[int], position: int, parent: int) -> int:
@@ -181,12 +194,12 @@ class Layout:
         source = self.starts[piece] - self.positions[self.starts[piece]] - 1  # plus the token's place in the sequence
         trained = [i for i in range(first, len(sample.token_ids) if up_to is None else up_to) if sample.loss_mask[i]]
         self.columns["sources"] += [source + i for i in trained]
-        self.columns["sequences"] += [self.num_sequences - 1] * len(trained)
+        self.columns["sequences"] += [len(self.samples) - 1] * len(trained)
         for name in TRAINED:
             values = getattr(sample, name)
             self.columns[name] += [values[i] for i in trained]
 
-    def batch(self) -> PackedBatch:
+    def batch(self, order: list[int]) -> PackedBatch:
         columns = {
             name: torch.tensor(values, dtype=DTYPES.get(name, torch.int64)) for name, values in self.columns.items()
         }
@@ -196,5 +209,6 @@ class Layout:
             cu_seqlens=torch.tensor(self.starts, dtype=torch.int32),
             parents=self.parents,
             labels=columns.pop("token_ids"),
+            order=torch.tensor(order, dtype=torch.int64),
             **columns,
         )

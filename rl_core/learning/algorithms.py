@@ -39,6 +39,11 @@ class Algorithm:
     target_kl: float = 0.0
 
     @property
+    def is_pairs(self) -> bool:
+        """Learns from preference pairs; its loss is of a pair, not of a token."""
+        return self.objective in ("dpo", "rm")
+
+    @property
     def skips_zero_advantages(self) -> bool:
         """A sample whose advantages are all 0 has no gradient, and needs no forward, if nothing else moves it."""
         return self.is_rl and self.entropy_coef == 0 and self.kl_coef == 0 and self.advantage != "batch_norm"
@@ -60,6 +65,10 @@ PRESETS = {
     # Hu et al. 2025, arXiv:2501.03262: normalised over the global batch; the KL in the reward of each token
     "reinforce_pp": Algorithm(advantage="batch_norm", kl="k1", kl_in="reward"),
     "sft": Algorithm(is_rl=False, advantage="none"),
+    # Rafailov et al. 2023, arXiv:2305.18290
+    "dpo": Algorithm(is_rl=False, advantage="none", objective="dpo", aggregation="pair"),
+    # Bradley-Terry on pairs of scores: Ouyang et al. 2022, arXiv:2203.02155
+    "rm": Algorithm(is_rl=False, advantage="none", objective="rm", aggregation="pair"),
 }
 GROUP_BASELINES = ("group_mean", "group_norm", "group_norm_unbiased", "rloo")
 
@@ -74,7 +83,7 @@ def check_algorithm(a: Algorithm, config: Config, has_advantage_fn: bool = False
     given = {name for name, value in vars(config.algo).items() if value is not None}
     updates = config.learner.minibatches * config.learner.epochs
     if not a.is_rl:
-        for name in sorted(given - {"aggregation"}):
+        for name in sorted(given - (set() if a.is_pairs else {"aggregation"})):
             raise ValueError(f"--algo.{name} has no meaning for --algorithm {config.algorithm}; leave it out")
         return
     rules = [
@@ -200,8 +209,9 @@ def aggregation_weights(kind: str, sequences: Tensor) -> Tensor:
 
 def loss_denominator(kind: str, num_tokens: int, num_sequences: int, max_tokens: int) -> int:
     """Of all samples of a minibatch on all ranks. token: their trained tokens (global mean). sequence: their number
-    (mean of means). constant: their number times the tokens one may have (Dr. GRPO, arXiv:2503.20783)."""
-    return {"token": num_tokens, "sequence": num_sequences, "constant": num_sequences * max_tokens}[kind]
+    (mean of means). constant: their number times the tokens one may have (Dr. GRPO, arXiv:2503.20783). pair: half of it."""
+    counts = {"token": num_tokens, "sequence": num_sequences, "constant": num_sequences * max_tokens}
+    return (counts | {"pair": num_sequences // 2})[kind]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from rl_core.distributed import Ranks, all_gather_json, exchange
 from rl_core.learning.algorithms import Algorithm, kl_k3, kl_penalised, loss_denominator, normalised, token_losses
 from rl_core.learning.model import PolicyModel, named_weights
 from rl_core.learning.optim import learning_rate, make_optimizer
+from rl_core.learning.preference import pair_losses, pair_metrics
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics
 from rl_core.types import PackedBatch, TrainingSample, counter_seed
 
@@ -54,7 +55,9 @@ class Learner:
         facts = [entry_of(s, me, i) for i, s in enumerate(samples)]
         entries = [Entry(*fact) for part in all_gather_json(facts, self.ranks) for fact in part]
         skip = self.algorithm.skips_zero_advantages
-        plans = plan_minibatches(entries, config.minibatches, config.microbatch_tokens, size, skip)
+        plans = plan_minibatches(
+            entries, config.minibatches, config.microbatch_tokens, size, skip, self.algorithm.is_pairs
+        )
         trainer = {plan.entries[i]: b % size for plan in plans for b, part in enumerate(plan.bins) for i in part}
         here = self.move(samples, trainer)
         minibatches, metrics = [], {}
@@ -119,8 +122,12 @@ class Learner:
         """The loss of samples that are not trained on."""
         metrics: dict[str, Metric] = {}
         for batch in (b for m in minibatches for b in m.batches):
-            logprobs, _ = self.policy(batch, self.temperature)
-            add_metrics(metrics, {"loss": Mean(-logprobs.sum().item(), logprobs.numel())})
+            if self.algorithm.is_pairs:
+                losses, found = self.losses(batch)
+                add_metrics(metrics, found | {"loss": Mean(losses.sum().item(), losses.numel())})
+            else:
+                logprobs, _ = self.policy(batch, self.temperature)
+                add_metrics(metrics, {"loss": Mean(-logprobs.sum().item(), logprobs.numel())})
         return metrics
 
     def step(self, minibatches: list[Minibatch], step: int) -> dict[str, Metric]:
@@ -145,14 +152,11 @@ class Learner:
         """The metrics, and whether the step ends here without this update, because the policy is too far from its start."""
         metrics: dict[str, Metric] = {}
         for batch in minibatch.batches:
-            logprobs, entropy = self.policy(batch, self.temperature)
-            result = token_losses(self.algorithm, batch, logprobs, entropy)
-            loss = result.losses.sum() / minibatch.denominator
+            losses, found = self.losses(batch)
+            loss = losses.sum() / minibatch.denominator
             # FSDP averages gradients over ranks; undo it, the loss is already a share of a global mean.
             (loss * self.ranks.size).backward()
-            add_metrics(
-                metrics, self.measure(batch, logprobs.detach(), entropy.detach(), result.is_clipped, loss.item())
-            )
+            add_metrics(metrics, found | {"loss": Mean(loss.item(), 0)})
         metrics["loss"] = Mean(metrics["loss"].total, 1 / self.ranks.size)
         if self.exceeds_target(metrics):
             self.policy.zero_grad()
@@ -165,6 +169,15 @@ class Learner:
         add_metrics(metrics, {"grad_norm": Mean(grad_norm), "lr": Mean(lr), "updates": Sum(1 / self.ranks.size)})
         return metrics, False
 
+    def losses(self, batch: PackedBatch) -> tuple[Tensor, dict[str, Metric]]:
+        """What is to be made small, of each trained token or of each pair, and other facts about it."""
+        outputs, entropy = self.policy(batch, self.temperature)
+        if self.algorithm.is_pairs:
+            result = pair_losses(self.algorithm.objective, batch, outputs, self.config.preference)
+            return result.losses, pair_metrics(result)
+        result = token_losses(self.algorithm, batch, outputs, entropy)
+        return result.losses, self.measure(batch, outputs.detach(), entropy.detach(), result.is_clipped)
+
     def exceeds_target(self, metrics: dict[str, Metric]) -> bool:
         """Whether the mean KL(old || new) of the minibatch is above the target; the same on all ranks."""
         if not self.algorithm.target_kl:
@@ -173,11 +186,9 @@ class Learner:
         total, count = (sum(column) for column in zip(*all_gather_json([kl.total, kl.count], self.ranks), strict=True))
         return total > self.algorithm.target_kl * count
 
-    def measure(
-        self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor, is_clipped: Tensor, loss: float
-    ) -> dict[str, Metric]:
+    def measure(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor, is_clipped: Tensor) -> dict[str, Metric]:
         n = logprobs.numel()
-        metrics: dict[str, Metric] = {"loss": Mean(loss, 0), "entropy_nats": Mean(entropy.sum().item(), n)}
+        metrics: dict[str, Metric] = {"entropy_nats": Mean(entropy.sum().item(), n)}
         if self.algorithm.is_rl:
             learner = logprobs if batch.old_logprobs is None else batch.old_logprobs
             mismatch = kl_k3(learner, batch.rollout_logprobs) if n else logprobs

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from rl_core.config import LoraConfig
 from rl_core.distributed import Ranks
@@ -64,24 +64,52 @@ def load_hf_model(path: str, dtype: torch.dtype, device: torch.device, **how) ->
     return model if "device_map" in how else model.to(device)
 
 
+def load_scoring_model(path: str, device: torch.device) -> nn.Module:
+    """A sequence classifier of one label in fp32. Its head `score` is 0, so that no reply is better than another, unless
+    the folder holds a trained one."""
+    try:
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            path,
+            num_labels=1,
+            dtype=torch.float32,
+            attn_implementation=attention.NAME,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"model {path!r} cannot score: {str(error).splitlines()[0]}") from None
+    if "score.weight" in found["missing_keys"]:
+        nn.init.zeros_(model.score.weight)
+    model.config.architectures = [type(model).__name__]
+    return model.to(device)
+
+
 class PolicyModel(nn.Module):
-    """A causal language model that gives logprobs of a packed batch. The head is applied in here, so that sharded weights
-    are whole when it is."""
+    """A causal language model that gives logprobs of a packed batch, or a classifier that gives scores. The head is
+    applied in here, so that sharded weights are whole when it is."""
 
     def __init__(self, hf: nn.Module, export_dtype: torch.dtype, adapter: peft.LoraConfig | None = None):
         super().__init__()
         self.hf, self.export_dtype, self.adapter = hf, export_dtype, adapter
 
     def forward(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """(logprobs, entropy), both [M] fp32, of the M trained tokens of the batch in their order."""
+        """(logprobs, entropy), both [M] fp32, of the M trained tokens of the batch in their order; of a classifier (scores
+        of the tokens before them, 0)."""
         hidden_TD = self.hf.base_model(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
             blocks=attention.attention_blocks(batch),
         ).last_hidden_state[0]
+        if self.is_scoring:
+            scores = self.hf.score(hidden_TD[batch.sources])[:, 0].float()
+            return scores, torch.zeros_like(scores)
         head = self.hf.get_output_embeddings()
         return fused_logprobs(hidden_TD[batch.sources], head.weight, batch.labels, temperature)
+
+    @property
+    def is_scoring(self) -> bool:
+        return hasattr(self.hf, "score")
 
     @contextmanager
     def adapter_disabled(self):
@@ -104,11 +132,14 @@ def make_policy(
     activation_checkpointing: bool,
     lora: LoraConfig | None = None,
     seed: int = 0,
+    is_scoring: bool = False,
 ) -> PolicyModel:
     """fp32 weights on this rank, sharded over all ranks if there are several or compute is not in fp32. With adapters
     these are in fp32, and what is frozen is as it came, if compute is so."""
     came_in = load_model_config(path).dtype or torch.float32
-    if lora is None or not lora.rank:
+    if is_scoring:
+        policy = PolicyModel(load_scoring_model(path, ranks.device), came_in)
+    elif lora is None or not lora.rank:
         policy = PolicyModel(load_hf_model(path, torch.float32, ranks.device), came_in)
     else:
         how = quantization(lora, dtype, ranks.device)
@@ -192,8 +223,10 @@ def export_policy(policy: PolicyModel, tokenizer, folder: Path, ranks: Ranks) ->
     config.dtype = policy.export_dtype
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    if policy.is_scoring:  # the classifier's forward finds a sequence's end by it
+        config.pad_token_id = tokenizer.pad_token_id
     config.save_pretrained(beside)
-    if policy.hf.generation_config is not None:
+    if not policy.is_scoring and policy.hf.generation_config is not None:
         policy.hf.generation_config.save_pretrained(beside)
     tokenizer.save_pretrained(beside)
     if len(files := set(weight_map.values())) == 1:

@@ -1,0 +1,73 @@
+"""Losses of preference pairs. M trained tokens, P pairs. `replies` [M] says whose each token is: 2p of pair p's chosen
+reply, 2p + 1 of its rejected one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rl_core.config import PreferenceConfig
+from rl_core.metrics import Mean, Metric
+from rl_core.types import PackedBatch
+
+
+@dataclass(kw_only=True, slots=True)
+class PairLosses:
+    """Per pair; the learner sums, and divides by the global count."""
+
+    losses: Tensor  # [P] to be made small
+    rewards: Tensor  # [P, 2] of the chosen and of the rejected reply, as the model ranks them
+
+
+def pair_losses(objective: str, batch: PackedBatch, outputs: Tensor, config: PreferenceConfig) -> PairLosses:
+    """Losses of the pairs of a batch from its tokens' logprobs (dpo) or scores (rm), [M]. Its samples are chosen and
+    rejected in turn; a chosen one's advantage is the margin."""
+    replies, num_pairs = batch.order[batch.sequences], len(batch.order) // 2
+    if objective == "rm":
+        return rm_losses(outputs, batch.advantages, replies, num_pairs)
+    return dpo_losses(outputs, batch.ref_logprobs, replies, num_pairs, config)
+
+
+def pair_metrics(result: PairLosses) -> dict[str, Metric]:
+    """Facts about rewards: a pair is ranked rightly, or by half if its rewards are equal."""
+    chosen, rejected = result.rewards.detach().T
+    values = {"accuracy": ((chosen > rejected).float() + (chosen >= rejected)) / 2, "margin_mean": chosen - rejected}
+    values |= {"chosen_reward_mean": chosen, "rejected_reward_mean": rejected}
+    return {name: Mean(value.sum().item(), len(value)) for name, value in values.items()}
+
+
+def dpo_losses(
+    logprobs: Tensor, ref_logprobs: Tensor | None, replies: Tensor, num_pairs: int, config: PreferenceConfig
+) -> PairLosses:
+    """With the log-ratio l = sum of logprobs - ref_logprobs over a reply (its mean if length_normalized; ref 0 if
+    reference-free) and h = l(chosen) - l(rejected): sigmoid -log sigma(beta h) (Rafailov et al. 2023, arXiv:2305.18290,
+    eq. 7), which label smoothing e makes -(1 - e) log sigma(beta h) - e log sigma(-beta h) (Mitchell 2023, "A note on
+    DPO with noisy preferences"); ipo (h - 1 / (2 beta))^2 (Azar et al. 2023, arXiv:2310.12036, eq. 17); hinge
+    max(0, 1 - beta h) (Zhao et al. 2023, arXiv:2305.10425). A reply's reward is beta l."""
+    logratios = logprobs if ref_logprobs is None else logprobs - ref_logprobs
+    sums = logratios.new_zeros(2 * num_pairs).index_add(0, replies, logratios)
+    if config.length_normalized:
+        sums = sums / torch.bincount(replies, minlength=2 * num_pairs)
+    rewards = config.beta * sums.view(-1, 2)
+    margin = rewards[:, 0] - rewards[:, 1]
+    if config.loss == "ipo":
+        losses = (margin / config.beta - 1 / (2 * config.beta)) ** 2
+    elif config.loss == "hinge":
+        losses = torch.relu(1 - margin)
+    else:
+        e = config.label_smoothing
+        losses = -(1 - e) * logsigmoid(margin) - e * logsigmoid(-margin)
+    return PairLosses(losses=losses, rewards=rewards)
+
+
+def rm_losses(scores: Tensor, margins: Tensor, replies: Tensor, num_pairs: int) -> PairLosses:
+    """-log sigma(s(chosen) - s(rejected) - margin), with the score s at a reply's last token and the margin that its
+    chosen side carries, all [M] (Ouyang et al. 2022, arXiv:2203.02155, eq. 1; the margin: Touvron et al. 2023,
+    arXiv:2307.09288, eq. 2)."""
+    places = torch.arange(len(replies), device=replies.device)
+    last = places.new_zeros(2 * num_pairs).scatter_reduce(0, replies, places, "amax")
+    rewards, margin = scores[last].view(-1, 2), margins[last].view(-1, 2)[:, 0]
+    return PairLosses(losses=-logsigmoid(rewards[:, 0] - rewards[:, 1] - margin), rewards=rewards)
