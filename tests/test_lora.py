@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from test_learner import FLAGS, gradients, ragged_samples
 from test_train import SORT, metrics, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -167,6 +168,23 @@ def test_a_resumed_adapter_run_is_the_uninterrupted_one_bit_for_bit(warm_model, 
     assert all(torch.equal(a[n], b[n]) for n in a)
     # The engine samples with the adapter: were it left out, logprobs would differ from the learner's after a step.
     assert max(row["learn/policy/mismatch_kl_nats_max"] for row in metrics(whole)) < 1e-6
+
+
+def test_sharded_adapters_in_fp32_learn_beside_a_bf16_model_that_is_their_reference(warm_model, torchrun, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(warm_model, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(warm_model).save_pretrained(tmp_path / "model")
+    flags = ["--model", tmp_path / "model", *SORT, *LORA, "--tasks_per_step", 4, "--num_steps", 3, "--optim.lr", "1e-2"]
+    flags += ["--algo.kl_coef", "0.01", "--learner.dtype", "bfloat16", "--out", tmp_path / "run"]
+    torchrun(2, "-m", "rl_core.train", *flags)
+    steps = metrics(tmp_path / "run")
+    # The first thing that FSDP sees of the adapters is the reference's forward without them; they must learn all the same.
+    kl = [row["learn/policy/ref_kl_nats"] for row in steps]
+    assert kl[0] == 0 < kl[1] < kl[2] and all(row["learn/policy/grad_norm"] > 0 for row in steps)
+    assert max(row["learn/policy/mismatch_kl_nats_max"] for row in steps) < 1e-2
+    with safe_open(tmp_path / "run/hf/policy_adapter/adapter_model.safetensors", "pt") as saved:
+        assert {saved.get_tensor(name).dtype for name in saved.keys()} == {torch.float32}  # noqa: SIM118
+    assert {v.dtype for v in weights(tmp_path / "run").values()} == {torch.bfloat16}
 
 
 @pytest.mark.slow

@@ -1,0 +1,107 @@
+"""Optimizers and schedules: what a step does, over sharded weights too, and what resuming restores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_learner import make_learner, ragged_samples
+from test_train import metrics, weights
+
+from rl_core.config import OptimConfig
+from rl_core.learning.checkpoint import load_checkpoint, save_checkpoint
+from rl_core.learning.optim import learning_rate
+from rl_core.train import main
+
+NAMES = ["adamw", "adamw8bit", "paged_adamw", "paged_adamw8bit", "sgd"]
+
+
+def learner_after(model, steps: int, *flags):
+    learner = make_learner(model, "--optim.lr", "1e-2", *flags, algorithm="sft")
+    return stepped(learner, steps)
+
+
+def stepped(learner, steps: int):
+    for step in range(steps):
+        learner.step(learner.shard(ragged_samples(seed=step))[0], step)
+    return learner
+
+
+def test_sgd_is_torchs_with_momentum_and_decay_on_matrices_alone(tiny_model):
+    learner = learner_after(tiny_model, 3, "--optim.name", "sgd", "--optim.weight_decay", "0.1", "--optim.beta1", "0.8")
+    plain = make_learner(tiny_model, "--optim.lr", "1e-2", algorithm="sft")
+    matrices, rest = ([p for p in plain.policy.parameters() if (p.ndim > 1) == m] for m in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    plain.optimizer = torch.optim.SGD(groups, lr=1e-2, momentum=0.8)
+    stepped(plain, 3)
+    for a, b in zip(learner.policy.parameters(), plain.policy.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_8_bits_hold_the_state_of_large_weights_and_learn_almost_the_same(tiny_model):
+    exact, small = (learner_after(tiny_model, 3, "--optim.name", n) for n in ("adamw", "adamw8bit"))
+    dtypes = {s["state1"].dtype for p, s in small.optimizer.state.items() if p.numel() >= 4096}
+    assert dtypes == {torch.uint8}
+    start = make_learner(tiny_model).policy
+    for a, b, c in zip(exact.policy.parameters(), small.policy.parameters(), start.parameters(), strict=True):
+        assert (a - b).norm() < 0.2 * (a - c).norm(), a.shape
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_optimizer_goes_on_exactly_where_it_was_saved(name, tiny_model, tmp_path):
+    flags = ["--optim.name", name]
+    whole = learner_after(tiny_model, 2, *flags)
+    save_checkpoint(tmp_path / "step_000002", {"policy": whole}, {"step": 2}, whole.ranks, keep=0)
+    resumed = learner_after(tiny_model, 0, *flags)
+    load_checkpoint(tmp_path / "step_000002", {"policy": resumed})
+    for learner in (whole, resumed):
+        learner.step(learner.shard(ragged_samples(seed=9))[0], 2)
+    for (n, a), b in zip(whole.policy.named_parameters(), resumed.policy.parameters(), strict=True):
+        assert torch.equal(a, b), n
+    again = learner_after(tiny_model, 0, *flags)
+    load_checkpoint(tmp_path / "step_000002", {"policy": again})
+    again.optimizer.state.clear()
+    again.step(again.shard(ragged_samples(seed=9))[0], 2)
+    assert not all(map(torch.equal, whole.policy.parameters(), again.policy.parameters())), "its state had no effect"
+
+
+def test_state_of_another_optimizer_is_refused(tiny_model, tmp_path):
+    saved = learner_after(tiny_model, 1)
+    save_checkpoint(tmp_path / "step_000001", {"policy": saved}, {"step": 1}, saved.ranks, keep=0)
+    with pytest.raises(
+        ValueError, match=r"holds the state of AdamW .* which SGD cannot use; resume with the --optim.name"
+    ):
+        load_checkpoint(tmp_path / "step_000001", {"policy": learner_after(tiny_model, 0, "--optim.name", "sgd")})
+
+
+def test_8_bits_over_two_ranks_resume_with_two_and_refuse_one(tiny_model, sort_data, torchrun, tmp_path, capsys):
+    args = ["--algorithm", "sft", "--model", tiny_model, "--data.train", sort_data / "sft.jsonl", "--tasks_per_step", 7]
+    args += ["--max_tokens", 8, "--max_prompt_tokens", 16, "--optim.lr", "3e-3", "--optim.name", "adamw8bit"]
+    whole, parts = [*args, "--out", tmp_path / "whole"], [*args, "--out", tmp_path / "parts"]
+    torchrun(2, "-m", "rl_core.train", *whole, "--num_steps", 4)
+    torchrun(2, "-m", "rl_core.train", *parts, "--num_steps", 2)
+    assert main([*map(str, parts), "--num_steps", "4", "--resume"]) == 1
+    error = capsys.readouterr().err
+    assert "8-bit optimizer state of 2 ranks, which cannot be cut for 1; resume with as many ranks" in error
+    torchrun(2, "-m", "rl_core.train", *parts, "--num_steps", 4, "--resume")
+    a, b = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    losses = [row["learn/policy/loss"] for row in metrics(tmp_path / "whole")]
+    assert losses[-1] < losses[0] - 0.2
+    # Blocks of 256 lie otherwise over two ranks than over one, so the two runs are close, not equal.
+    assert main([*map(str, args), "--out", str(tmp_path / "one"), "--num_steps", "4"]) == 0
+    one = [row["learn/policy/loss"] for row in metrics(tmp_path / "one")]
+    assert one == pytest.approx(losses, abs=0.02) and one[0] == pytest.approx(losses[0], abs=1e-5)
+
+
+def test_wsd_warms_up_stays_and_falls_to_its_floor():
+    config = OptimConfig(lr=2.0, schedule="wsd", warmup_steps=3, decay_frac=0.25, min_lr_frac=0.1)
+    rates = [learning_rate(config, step, 20) for step in range(21)]
+    assert rates[:3] == pytest.approx([0.5, 1.0, 1.5]) and rates[3:16] == [2.0] * 13
+    assert rates[16:] == pytest.approx([2.0 - 1.8 * k / 5 for k in (1, 2, 3, 4, 5)])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
+def test_schedules_begin_at_the_peak_and_end_at_the_floor(schedule):
+    config = OptimConfig(lr=2.0, schedule=schedule, min_lr_frac=0.1)
+    assert learning_rate(config, 0, 10) == pytest.approx(2.0)
+    assert learning_rate(config, 10, 10) == pytest.approx(2.0 if schedule == "constant" else 0.2)
