@@ -18,7 +18,7 @@ from rl_core.distributed import Ranks, all_gather_json
 from rl_core.learning.algorithms import Algorithm, check_algorithm, make_algorithm
 from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint
 from rl_core.learning.learner import Learner
-from rl_core.learning.lora import check_lora
+from rl_core.learning.lora import adapter_size, check_lora, linear_layers
 from rl_core.learning.model import (
     end_token_ids,
     load_hf_model,
@@ -144,9 +144,18 @@ def describe(plan: Plan, num_ranks: int) -> str:
     config, gib = plan.config, 2**30
     hf = load_model_config(config.actors["policy"].model)
     with torch.device("meta"):
-        num_params = sum(p.numel() for p in AutoModelForCausalLM.from_config(hf).parameters())
-    width = compute_dtype(config).itemsize
-    episodes = config.tasks_per_step * (config.group_size if plan.algorithm.is_rl else 1)
+        model = AutoModelForCausalLM.from_config(hf)
+    num_params = num_trained = sum(p.numel() for p in model.parameters())
+    width, lora, frozen = compute_dtype(config).itemsize, config.actors["policy"].lora, ""
+    if lora.rank:
+        num_trained = adapter_size(lora, linear_layers(model))
+        frozen_bytes = (0.5 if lora.quantize == "nf4" else width) * num_params / num_ranks
+        frozen = f" of adapters + {frozen_bytes / gib:.3f} GiB frozen weights"
+    moments = {"sgd": 4, "adamw8bit": 2, "paged_adamw8bit": 2}.get(config.optim.name, 8)
+    kind, of_task = "replies" if plan.algorithm.is_pairs else "rows", 2 if plan.algorithm.is_pairs else 1
+    if plan.algorithm.is_rl:
+        kind, of_task = "episodes", config.group_size
+    episodes = config.tasks_per_step * of_task
     # About 16 numbers of the hidden size and 3 of the MLP's size are kept per token and layer, two with recomputation.
     kept = (
         2 * hf.hidden_size
@@ -159,21 +168,21 @@ def describe(plan: Plan, num_ranks: int) -> str:
         "model": f"{config.actors['policy'].model}, {num_params / 1e6:.2f} M parameters",
         "data": f"{len(plan.train)} rows to train on" + (f", {len(plan.eval)} held out" if plan.eval else ""),
         "ranks": f"{num_ranks}, mesh dp={num_ranks}",
-        "tokens per step": f"at most {episodes * config.max_context_tokens}: {episodes} "
-        f"{'episodes' if plan.algorithm.is_rl else 'rows'} of at most {config.max_context_tokens} tokens and "
-        f"{config.turn_limit} turns, in microbatches of {config.learner.microbatch_tokens}",
+        "tokens per step": f"at most {episodes * config.max_context_tokens}: {episodes} {kind} of at most "
+        f"{config.max_context_tokens} tokens and {config.turn_limit} turns, in microbatches of "
+        f"{config.learner.microbatch_tokens}",
         "updates": f"{config.num_steps} steps, {config.learner.minibatches} minibatches, {config.learner.epochs} epochs",
-        "memory to learn": f"{16 * num_params / num_ranks / gib:.3f} GiB weights, gradients and AdamW"
+        "memory to learn": f"{(8 + moments) * num_trained / num_ranks / gib:.3f} GiB weights, gradients and optimizer{frozen}"
         f" + {activations / gib:.3f} GiB activations",
     }
-    if has_reference(plan):
+    if has_reference(plan) and not lora.rank:
         rows["memory to learn"] += f" + {4 * num_params / num_ranks / gib:.3f} GiB reference"
     if plan.algorithm.is_rl:
         heads = getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads
         head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
         slots = min(config.rollout.max_concurrent, episodes)
         cache = slots * config.max_context_tokens * 2 * hf.num_hidden_layers * heads * head_dim * width
-        own = 0 if num_ranks == 1 and width == 4 else width * num_params
+        own = 0 if num_ranks == 1 and width == 4 and not lora.rank else width * num_params
         rows["memory to generate"] = f"{own / gib:.3f} GiB weights{'' if own else ' (reads the learner in place)'}"
         rows["memory to generate"] += f" + {cache / gib:.3f} GiB KV cache of {slots} slots"
     return "\n".join(f"{name:<20} {text}" for name, text in rows.items())

@@ -381,11 +381,6 @@ def check_config(config: Config) -> None:
     )
     for name, actor in config.actors.items():
         refuse(not actor.model, f"--actors.{name}.model is missing: a folder or hub name")
-        refuse(
-            config.algorithm == "rm" and actor.lora.rank,
-            f"--actors.{name}.lora.rank={actor.lora.rank}: a reward model is trained as a whole, because its head is new; "
-            "leave it out",
-        )
     is_rl, is_pairs = config.algorithm not in ("sft", "dpo", "rm"), config.algorithm in ("dpo", "rm")
     p = config.preference
     refuse(
@@ -441,6 +436,8 @@ def check_extras(config: Config) -> None:
             raise ValueError(f"{at}.rank={lora.rank} and {at}.alpha={lora.alpha} must not be negative, and alpha not 0")
         if lora.quantize != "none" and not lora.rank:
             raise ValueError(f"{at}.quantize={lora.quantize} freezes the model: give it adapters, such as {at}.rank=16")
+        if lora.rank and config.algorithm == "rm":
+            raise ValueError(f"{at}.rank={lora.rank}: --algorithm rm trains the whole model; leave adapters out")
         if lora.rank:
             needed.append(("lora", "peft", f"{at}.rank={lora.rank}"))
         if lora.quantize != "none":

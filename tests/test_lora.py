@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +11,11 @@ from test_learner import FLAGS, gradients, ragged_samples
 from test_train import SORT, metrics, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl_core.config import parse_config
+from rl_core.config import parse_config, to_yaml
 from rl_core.distributed import init_ranks
 from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.learner import Learner
-from rl_core.learning.lora import adapter_parameters
+from rl_core.learning.lora import adapter_parameters, adapter_size, linear_layers
 from rl_core.learning.model import export_policy, load_hf_model, make_policy, named_weights
 from rl_core.train import main
 
@@ -92,7 +91,6 @@ def test_a_gradient_is_that_of_w_plus_the_product(tiny_model):
     plain.hf.load_state_dict(dict(named_weights(learner.policy)), strict=False)
     merged = Learner(learner.config, learner.algorithm, plain, learner.ranks)
     full, _ = gradients(merged, ragged_samples())
-    learner.policy(learner.shard(ragged_samples())[0][0].batches[0], 1.0)
     minibatch = learner.shard(ragged_samples())[0][0]
     (-learner.policy(minibatch.batches[0], 1.0)[0].sum() / minibatch.batches[0].labels.numel()).backward()
     for name in full:
@@ -133,15 +131,12 @@ def test_merged_weights_and_both_exports_give_the_adapted_models_logits(flags, t
 @pytest.mark.parametrize("flags", [LORA, NF4], ids=["lora", "nf4"])
 def test_two_ranks_do_what_one_does_after_resuming_too(flags, tiny_model, sort_data, torchrun, tmp_path):
     data = sort_data / "sft.jsonl"
-    # The checkpoint follows an evaluation, after which FSDP's root is still whole.
-    (tmp_path / "few.jsonl").write_text("".join(data.read_text().splitlines(True)[:6]))
-    args = ["--algorithm", "sft", "--model", tiny_model, "--data.train", data, "--data.eval", tmp_path / "few.jsonl"]
+    args = ["--algorithm", "sft", "--model", tiny_model, "--data.train", data]
     args += [*flags, "--max_tokens", 8, "--max_prompt_tokens", 16, "--tasks_per_step", 7, "--optim.lr", "1e-2"]
-    args = [*map(str, args), "--eval_every", "2"]
-    assert main([*args, "--num_steps", "4", "--out", str(tmp_path / "1")]) == 0
+    assert main([*map(str, args), "--num_steps", "4", "--out", str(tmp_path / "1")]) == 0
     torchrun(2, "-m", "rl_core.train", *args, "--num_steps", "2", "--out", tmp_path / "2")
     torchrun(2, "-m", "rl_core.train", *args, "--num_steps", "4", "--out", tmp_path / "2", "--resume")
-    one, two = ([m for m in metrics(tmp_path / n) if "learn/policy/loss" in m] for n in ("1", "2"))
+    one, two = metrics(tmp_path / "1"), metrics(tmp_path / "2")
     assert len(one) == len(two) == 4
     for a, b in zip(one, two, strict=True):
         for name in ("learn/policy/loss", "learn/policy/grad_norm"):
@@ -205,6 +200,7 @@ def test_grpo_with_adapters_teaches_the_order(flags, warm_model, tmp_path):
         (["--actors.policy.lora.rank", "-1"], ["rank=-1"]),
         (["--actors.policy.lora.quantize", "nf4"], ["quantize=nf4", "rank=16"]),
         ([*LORA, "--actors.policy.lora.targets", "q_proj,lm_head"], ["lm_head", "all-linear", "q_proj"]),
+        ([*LORA, "--algorithm", "rm"], ["rm trains the whole model"]),
         (["--actors.policy.lora.rnak", "4"], ["unknown flag", "did you mean 'actors.policy.lora.rank"]),
     ],
 )
@@ -232,8 +228,15 @@ def test_a_missing_extra_is_named_at_start_up(library, flags, extra, monkeypatch
 
 def test_a_config_file_holds_adapters(tiny_model, tmp_path):
     config = parse_config(["--model", str(tiny_model), *FLAGS, *LORA])
-    from rl_core.config import to_yaml
-
     (tmp_path / "c.yaml").write_text(to_yaml(config))
-    again = parse_config(["--config", str(Path(tmp_path / "c.yaml"))])
+    again = parse_config(["--config", str(tmp_path / "c.yaml")])
     assert again.actors["policy"].lora == config.actors["policy"].lora
+
+
+def test_the_plan_counts_adapters_and_frozen_weights(tiny_model, tmp_path, capsys):
+    learner = make_lora_learner(tiny_model)
+    assert sum(p.numel() for _, p in adapter_parameters(learner.policy.hf)) == adapter_size(
+        learner.config.actors["policy"].lora, linear_layers(AutoModelForCausalLM.from_pretrained(tiny_model))
+    )
+    assert main(["--model", str(tiny_model), *SORT, *NF4, "--out", str(tmp_path / "run"), "--dry_run"]) == 0
+    assert "of adapters + 0.000 GiB frozen weights" in capsys.readouterr().out
