@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def set_tiles(monkeypatch, tile_bytes: int, least_words: int, kept_bytes: int = 256 << 20) -> None:
+def set_tiles(monkeypatch, tile_bytes: int, least_words: int, kept_bytes: int = 512 << 20) -> None:
     monkeypatch.setattr(fused, "CPU_TILE_BYTES", tile_bytes)
     monkeypatch.setattr(fused, "LEAST_WORDS", least_words)
     monkeypatch.setattr(fused, "KEPT_BYTES", kept_bytes)
@@ -65,7 +66,7 @@ def assert_equal_to_all_logits(inputs, temperature, entropy_coef, tolerance, gra
         assert error < limit, (i, error)
 
 
-TILES = [(4 << 20, 2048, 256 << 20), (4 << 20, 2048, 0), (4 * 7 * 16, 16, 256 << 20), (4 * 7 * 16, 16, 0)]
+TILES = [(4 << 20, 2048, 512 << 20), (4 << 20, 2048, 0), (4 * 7 * 16, 16, 512 << 20), (4 * 7 * 16, 16, 0)]
 
 
 @pytest.mark.parametrize("tiles", TILES, ids=["whole kept", "whole again", "tiles kept", "tiles again"])
@@ -158,7 +159,7 @@ class PeakBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "num_tokens, num_words, dtype, limit_mib",
-    [(1000, 50_000, torch.float32, 256), (2000, 50_000, torch.float32, 64), (2000, 50_000, torch.bfloat16, 64)],
+    [(1000, 50_000, torch.float32, 256), (3000, 50_000, torch.float32, 64), (3000, 50_000, torch.bfloat16, 64)],
     ids=["kept", "again", "bf16"],
 )
 def test_peak_memory_is_bounded_however_many_logits_there_are(num_tokens, num_words, dtype, limit_mib):
@@ -166,7 +167,7 @@ def test_peak_memory_is_bounded_however_many_logits_there_are(num_tokens, num_wo
     with PeakBytes(hidden, weight) as memory:
         logprobs, entropy = fused_logprobs(hidden, weight, labels, 0.9)
         (logprobs + 0.1 * entropy).sum().backward()
-    assert memory.peak < limit_mib << 20  # all logits: 191 and 381 MiB in fp32, several times over
+    assert memory.peak < limit_mib << 20  # all logits: 191 and 572 MiB in fp32, several times over
 
 
 def test_without_gradients_nothing_is_kept():
@@ -186,7 +187,7 @@ def test_tiles_of_any_length_and_vocabulary_fit_into_a_gibibyte(num_tokens, num_
         assert tokens >= 1 and 1 <= words <= num_words
         # In fp32: the tile and what is made of it, the sums of the hidden states' gradient, two factors raised.
         tensors = num_tiles * tokens * words + 2 * tokens * width + max(tokens, words) * width
-        kept = 0 if tile_bytes == fused.TRITON_TILE_BYTES else fused.KEPT_BYTES
+        kept = fused.KEPT_BYTES if tile_bytes == fused.CPU_TILE_BYTES else 0
         assert 4 * tensors + kept <= 1 << 30
 
 
@@ -275,3 +276,15 @@ def test_a_head_with_a_bias_is_refused(tmp_path):
     PhiForCausalLM(PhiConfig(vocab_size=32, **sizes)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="head with a bias"):
         load_hf_model(str(tmp_path), torch.float32, torch.device("cpu"))
+
+
+def test_the_benchmark_measures_each_side_and_writes_json(tmp_path):
+    out = tmp_path / "result.json"
+    flags = ["--shapes", "300x20000x16", "--only", "fused", "plain", "--out", out]
+    command = [sys.executable, ROOT / "scripts/bench_logprobs.py", *flags]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    fused_line, plain_line = json.loads(out.read_text())["lines"]
+    assert fused_line["peak_mib"] < plain_line["peak_mib"] and fused_line["forward_ms"] > 0
+    assert "300x20000x16" in done.stdout

@@ -20,7 +20,9 @@ from torch.autograd.function import once_differentiable
 CPU_TILE_BYTES, CUDA_TILE_BYTES, TRITON_TILE_BYTES = 4 << 20, 64 << 20, 256 << 20
 LEAST_WORDS = 2048
 SIDE_BYTES = 128 << 20  # of the hidden states, and of the weights, of one tile in fp32
-KEPT_BYTES = 256 << 20  # softmax numerators up to here are kept for the backward pass, which computes larger ones again
+KEPT_BYTES = (
+    512 << 20
+)  # on a CPU fewer numerators of the softmax are kept, elsewhere or if more they are computed again
 FAR_BELOW = -1e30  # under any logit; finite, since -inf * 0 is not a number
 
 
@@ -34,7 +36,7 @@ def fused_logprobs(
     Peak extra memory is below 1 GiB at any M and V, beside the two gradients; that of a bf16 weight is summed in fp32
     where the tokens do not fit one tile."""
     assert hidden_MD.dtype == weight_VD.dtype, (hidden_MD.dtype, weight_VD.dtype)
-    keeps = torch.is_grad_enabled() and labels.numel() * weight_VD.shape[0] * 4 <= KEPT_BYTES
+    keeps = torch.is_grad_enabled() and not hidden_MD.is_cuda and 4 * len(labels) * len(weight_VD) <= KEPT_BYTES
     return FusedLogprobs.apply(hidden_MD, weight_VD, labels, temperature, triton_kernels(hidden_MD), keeps)
 
 
@@ -57,7 +59,7 @@ class FusedLogprobs(torch.autograd.Function):
         ctx.temperature, ctx.kernels = temperature, kernels
         logprobs = hidden_MD.new_empty(labels.shape, dtype=sum_dtype(hidden_MD))
         entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        kept = [] if keeps and kernels is None and any(ctx.needs_input_grad) else None
+        kept = [] if keeps and any(ctx.needs_input_grad) else None
         for rows in slices(len(labels), ctx.tile[0]):
             args = hidden_MD[rows], weight_VD, labels[rows], temperature
             stats = kernels.softmax_stats(*args) if kernels else softmax_stats(*args, ctx.tile[1], kept)
@@ -70,7 +72,7 @@ class FusedLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden_MD, weight_VD, labels, lse, entropy, *kept = ctx.saved_tensors
-        kept = iter(kept)
+        kept = iter(kept)  # two tensors for each tile of tokens
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
         grad_hidden = torch.zeros_like(hidden_MD) if ctx.needs_input_grad[0] else None
@@ -84,9 +86,14 @@ class FusedLogprobs(torch.autograd.Function):
             sum_CD = None if grad_hidden is None else grad_hidden[rows].to(sum_dtype(h_CD))
             row_grads = grad_logprobs[rows], None if grad_entropy is None else grad_entropy[rows]
             row_stats = labels[rows], lse[rows], entropy[rows]
+            e_CV, tops = next(kept, None), next(kept, None)
             for words in slices(len(weight_VD), ctx.tile[1]):
                 args = h_CD, weight_VD[words], words.start, *row_stats, *row_grads, ctx.temperature
-                grad_CS = ctx.kernels.logit_gradients(*args) if ctx.kernels else logit_gradients(*args, kept)
+                if ctx.kernels:
+                    grad_CS = ctx.kernels.logit_gradients(*args)
+                else:
+                    known = None if e_CV is None else (e_CV[:, words], tops[words.start // ctx.tile[1]])
+                    grad_CS = logit_gradients(*args, known)
                 if sum_CD is not None:
                     add_product(sum_CD, grad_CS, weight_VD[words])
                 if grad_weight is not None:
@@ -115,22 +122,25 @@ def softmax_stats(
     h_CD: Tensor, weight_VD: Tensor, labels: Tensor, temperature: float, num_words: int, kept: list[Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logprobs, entropy, lse), all [C], in one pass over the vocabulary (online softmax, Milakov and Gimelshein 2018):
-    top is the largest logit so far, total the sum of e^(z - top) and moment that of e^(z - top) (z - top). Two tensors of
-    each tile are appended to `kept`: e^(z - top), and top."""
+    top is the largest logit so far, total the sum of e^(z - top) and moment that of e^(z - top) (z - top). Appended to
+    `kept`: e^(z - top) [C, V], and its top [words of a tile, C]."""
     top = h_CD.new_full((len(h_CD),), FAR_BELOW, dtype=sum_dtype(h_CD))
     total, moment, chosen = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(top)
+    # One block: many of a tile's size would leave holes of that size in the heap.
+    e_CV, tops = None if kept is None else top.new_empty(len(h_CD), len(weight_VD)), []
     for words in slices(len(weight_VD), num_words):
         z_CS = scaled_logits(h_CD, weight_VD[words], temperature)
         place, is_here = label_places(labels, words.start, z_CS.shape[1])
         chosen = torch.where(is_here, z_CS.gather(-1, place[:, None])[:, 0], chosen)
         last, top = top, torch.maximum(top, z_CS.amax(-1))
         z_CS -= top[:, None]
-        e_CS = z_CS.exp()
+        e_CS = torch.exp(z_CS, out=None if e_CV is None else e_CV[:, words])
         shrink = (last - top).exp_()
         moment = shrink * (moment + (last - top) * total) + torch.linalg.vecdot(e_CS, z_CS)
         total = shrink * total + e_CS.sum(-1)
-        if kept is not None:
-            kept += [e_CS, top]
+        tops.append(top)
+    if kept is not None:
+        kept += [e_CV, torch.stack(tops)]
     lse = top + total.log()
     return chosen - lse, total.log() - moment / total, lse
 
@@ -145,12 +155,10 @@ def logit_gradients(
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
     temperature: float,
-    kept: Iterator[Tensor],
+    known: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """[C, S]: the gradient of the undivided logits h @ weight.T, from the next two tensors of `kept` if there are any."""
-    e_CS, top = next(kept, None), next(kept, lse)
-    if e_CS is None:
-        e_CS = scaled_logits(h_CD, weight_SD, temperature).sub_(lse[:, None]).exp_()
+    """[C, S]: the gradient of the undivided logits h @ weight.T, from e^(z - top) and top where these are known."""
+    e_CS, top = known or (scaled_logits(h_CD, weight_SD, temperature).sub_(lse[:, None]).exp_(), lse)
     share_C = (top - lse).exp_()  # p = e share
     onehot_C = grad_logprobs / temperature
     if grad_entropy is None:
