@@ -171,7 +171,7 @@ class Config:
     model: str | None = flag(None, "short for --actors.policy.model")
     env_path: str | None = flag(None, "Python file with reward_fn and, if wanted, interact and other hooks")
     out: str | None = flag(None, "folder of the run; must not exist yet, unless --resume")
-    tasks_per_step: int = flag(16, "tasks (sft: rows) of one step")
+    tasks_per_step: int = flag(16, "tasks (sft, dpo, rm: rows) of one step")
     group_size: int = flag(8, "episodes of each task")
     num_steps: int = flag(100, "steps of the whole run")
     max_tokens: int = flag(256, "tokens that an actor may sample in one turn")
