@@ -19,13 +19,17 @@ def long_description() -> str:
 
 
 EXTRAS = {
+    "api": ["openai>=2.8"],
     "math": ["math-verify>=0.8"],
     "lora": ["peft>=0.17"],
     "bnb": ["bitsandbytes>=0.49", "accelerate>=1.0"],
+    "liger": ["liger-kernel>=0.8"],
+    "flash": ["flash-attn>=2.8"],
+    "ring": ["ring_flash_attn>=0.1.8"],
 }
-EXTRAS["test"] = [*EXTRAS["math"], *EXTRAS["lora"], *EXTRAS["bnb"], "pytest>=8", "ruff", "trl==1.16.0"]
+EXTRAS["test"] = [*EXTRAS["api"], *EXTRAS["math"], *EXTRAS["lora"], *EXTRAS["bnb"], "pytest>=8", "ruff", "trl==1.16.0"]
 # torch for CUDA brings its own; elsewhere its interpreter and compiler test the kernels without a GPU.
-EXTRAS["test"] += ["triton>=3.3; platform_system == 'Linux'"]
+EXTRAS["test"] += [f"{name}; platform_system == 'Linux'" for name in ("triton>=3.3", *EXTRAS["liger"])]
 
 setup(
     name="rl_core",
@@ -45,7 +49,9 @@ setup(
         "numpy>=1.26",
         "pyyaml>=6.0",
         "safetensors>=0.4",
+        "tokenizers>=0.21",
         "zstandard>=0.22",
     ],
     extras_require=EXTRAS,
+    entry_points={"console_scripts": ["rl-core = rl_core.cli:main"]},
 )

@@ -1,3 +1,17 @@
 """rl_core: reinforcement learning for language models with torchrun and nothing else."""
 
 __version__ = "0.1.0"
+
+
+def reward(function=None, *, weight: float = 1.0, batched: bool = False):
+    """The function of an environment file, marked as one of its rewards: `@reward` or `@reward(weight=0.5)`.
+
+    What it returns is multiplied by `weight`; with a weight of 0 it is only logged. A batched one is called once for a
+    group, with `trajectories`, and returns a list of one number for each.
+    """
+    if function is None:
+        return lambda function: reward(function, weight=weight, batched=batched)
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not abs(weight) < float("inf"):
+        raise ValueError(f"@reward(weight={weight!r}): a weight is a finite number, such as 0.5")
+    function.reward_mark = (float(weight), bool(batched))
+    return function

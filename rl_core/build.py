@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForCausalLM
+from torch import nn
 
-from rl_core.config import Config, check_config, to_yaml
+from rl_core.checks import check_config
+from rl_core.config import AlgoConfig, Config, EnvConfig, to_yaml
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.samples import imitation_samples, reply_pair, scored_pair
-from rl_core.data.tasks import TaskSource, load_rows
-from rl_core.distributed import Ranks, all_gather_json
-from rl_core.learning.algorithms import Algorithm, check_algorithm, make_algorithm
-from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint
+from rl_core.data.tasks import ROLLOUTS, TOKENIZERS, TaskMix, TaskSource, is_trajectory, load_rows
+from rl_core.distributed import Ranks, all_gather_json, make_mesh, naming_what_was_waited_for
+from rl_core.learning.algorithms import CRITIC, Algorithm, check_algorithm, make_algorithm
+from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint, saved_step
 from rl_core.learning.learner import Learner
-from rl_core.learning.lora import adapter_size, check_lora, linear_layers
+from rl_core.learning.liger import apply_liger, check_liger
+from rl_core.learning.lora import check_lora
 from rl_core.learning.model import (
+    PolicyModel,
+    compile_blocks,
     end_token_ids,
     load_hf_model,
     load_model_config,
@@ -27,12 +34,19 @@ from rl_core.learning.model import (
     make_reference,
     reads_in_place,
 )
+from rl_core.learning.offload import activations_on_host
+from rl_core.learning.tensor_parallel import check_tensor_parallel
 from rl_core.metrics import Mean, Metric, RunLog, add_metrics
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import Engine, make_engine
 from rl_core.sampling.env import Env, load_env
-from rl_core.types import Task, TrainingSample
+from rl_core.sampling.mix import EnvMix, Limits
+from rl_core.types import Task, TrainingSample, counter_seed
 
+if TYPE_CHECKING:
+    from rl_core.sampling.api_actor import ApiActor
+
+SFT_EXPORT = "hf/policy_sft"  # in a run's folder: the model between SFT and RL
 CHECKED_ROWS = 20_000  # of which the length is checked at start-up; rows beyond are checked when they are drawn
 
 
@@ -42,20 +56,34 @@ class Plan:
 
     config: Config
     algorithm: Algorithm
-    env: Env | None
-    train: TaskSource
-    eval: TaskSource | None
-    chat: Chat
+    envs: dict[str, Env]  # by the name of its file
+    train: TaskSource | TaskMix
+    eval: dict[str, TaskSource]  # by the name of its environment
+    chats: dict[str, Chat]  # of the actors that have a model here
+    remote: dict[str, ApiActor]  # actors that speak by an endpoint
+    room: str = "learn"  # of the learners' metrics
+    sft: Plan | None = None  # of the steps before the first, if they are SFT
+
+    @property
+    def chat(self) -> Chat:
+        """Of the actor that learns, where there is one alone."""
+        return self.chats[self.config.trained[0]]
+
+    @property
+    def first(self) -> int:
+        """Steps of the run before this plan's own."""
+        return self.sft.config.num_steps if self.sft else 0
 
 
 @dataclass(kw_only=True)
 class Run(Plan):
-    """A run with its models; `learner` learns, `engine` samples."""
+    """A run with its models; learners learn, engines sample, both by the name of their actor."""
 
     ranks: Ranks
-    learner: Learner
-    engine: Engine | None
-    actors: dict[str, Actor]
+    learners: dict[str, Learner]
+    engines: dict[str, Engine]  # none where rows are imitated
+    actors: dict[str, Actor | ApiActor]
+    env: EnvMix | None  # all environments as one
     log: RunLog
     start: int = 0
     position: int = 0  # of the next training task in the order of the data
@@ -64,8 +92,11 @@ class Run(Plan):
     @contextmanager
     def timed(self, phase: str):
         began = time.monotonic()
-        yield
-        add_metrics(self.metrics, {f"time/{phase}_s": Mean(time.monotonic() - began)})
+        with naming_what_was_waited_for(phase, self.ranks, self.config.timeout_s):
+            yield
+        name = f"time/{phase}_s"
+        # What several actors take in one step adds up.
+        add_metrics(self.metrics, {name: Mean(time.monotonic() - began, 0.0 if name in self.metrics else 1.0)})
 
     def note(self, room: str, metrics: dict[str, Metric]) -> None:
         add_metrics(self.metrics, metrics, prefix=room)
@@ -76,45 +107,137 @@ def make_plan(config: Config) -> Plan:
     out = Path(config.out) if config.out else None
     if out and out.exists() and not config.resume and not config.dry_run and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {out} exists already; go on with it by --resume, or name another folder")
-    algorithm = make_algorithm(config.algorithm, config.algo)
-    env = None
-    if config.env_path:
-        env = load_env(config.env_path, hook_timeout_s=config.rollout.hook_timeout_s)
-        config.max_turns = config.max_turns or env.max_turns or (8 if env.is_multi_turn else 1)
-        check_config(config)
-        if env.advantage_fn and config.algo.advantage is None and algorithm.is_rl:
-            algorithm.advantage = "custom"
-    check_algorithm(algorithm, config, env is not None and env.advantage_fn is not None)
-    train = load_source(config, env, "train", algorithm)
-    held_out = load_source(config, env, "eval", algorithm) if config.eval_every else None
-    if train is None:
-        hint = f"; {config.env_path} has no load_tasks" if env else ""
-        raise ValueError(f"--data.train is missing: a file or `datasets` name{hint}")
-    if config.eval_every and held_out is None:
-        raise ValueError(
-            "--eval_every asks for evaluation, but there is no --data.eval and no load_tasks in the environment"
-        )
-    actor = config.actors["policy"]
-    check_lora(actor.lora, load_model_config(actor.model))
-    chat = load_chat(actor.model, actor.chat_template)
-    plan = Plan(config=config, algorithm=algorithm, env=env, chat=chat, train=train, eval=held_out)
-    for source in (plan.train, plan.eval):
-        if source is not None:
-            check_lengths(plan, source)
+    algorithm, envs = make_algorithm(config.algorithm, config.algo), load_envs(config)
+    has_advantage_fn = bool(envs) and all(env.advantage_fn for env in envs.values())
+    if has_advantage_fn and config.algo.advantage is None and algorithm.is_rl:
+        if algorithm.has_critic:
+            raise ValueError(
+                f"{config.env_path} defines advantage_fn, which --algorithm {config.algorithm} would not call: it asks a "
+                "critic; set --algo.advantage gae to ask it all the same, or take --algorithm grpo"
+            )
+        algorithm.advantage = "custom"
+    check_algorithm(algorithm, config, has_advantage_fn)
+    train = train_source(config, envs, algorithm)
+    held_out = {}
+    if config.eval_every:
+        found = {name: load_source(config, envs.get(name), name, "eval", algorithm) for name in envs or ["data"]}
+        held_out = {name: source for name, source in found.items() if source is not None}
+        if not held_out:
+            raise ValueError(
+                "--eval_every asks for evaluation, but there is no --data.eval and no load_tasks in the environment"
+            )
+    make_mesh(int(os.environ.get("WORLD_SIZE", 1)), config.dp_replicate, config.cp, config.tp)
+    chats = {name: check_model(config, name) for name, actor in config.actors.items() if not actor.api}
+    remote = {name: make_api_actor(config, name) for name, actor in config.actors.items() if actor.api}
+    plan = Plan(config=config, algorithm=algorithm, envs=envs, chats=chats, remote=remote, train=train, eval=held_out)
+    for source in (*(train.sources if isinstance(train, TaskMix) else [train]), *held_out.values()):
+        check_lengths(plan, source)
+    if config.sft.steps:
+        if has_reference(plan) and config.actors[config.trained[0]].lora.rank:
+            raise ValueError(
+                f"--algo.kl_coef={plan.algorithm.kl_coef}: the reference of adapters is the model without them, which "
+                f"--sft.steps={config.sft.steps} do not change; run SFT on its own first, or leave out the KL"
+            )
+        if config.liger and (has_reference(plan) or plan.algorithm.has_critic):
+            raise ValueError(
+                f"--liger patches models once, and a reference or critic after --sft.steps={config.sft.steps} would be loaded "
+                "later; leave out --liger, or run SFT on its own first"
+            )
+        plan.sft = sft_plan(plan)
     return plan
 
 
-def load_source(config: Config, env: Env | None, split: str, algorithm: Algorithm) -> TaskSource | None:
-    path = getattr(config.data, split)
+def check_model(config: Config, name: str) -> Chat:
+    """The chat template of an actor whose model is here. Raises ValueError if it cannot do what is asked of it."""
+    actor = config.actors[name]
+    model_config = load_model_config(actor.model)
+    if actor.is_trained:
+        check_lora(actor.lora, model_config)
+        check_tensor_parallel(config.tp, model_config, actor.lora)
+        if path := config.critic.model:
+            critic_config = load_model_config(path)
+            check_tensor_parallel(config.tp, critic_config)
+            if critic_config.vocab_size != model_config.vocab_size:
+                raise ValueError(
+                    f"--critic.model={path} has a vocabulary of {critic_config.vocab_size} tokens, that of {name} has "
+                    f"{model_config.vocab_size}: a critic reads the actor's tokens; take a model of the same family"
+                )
+    if config.liger:
+        for path in filter(None, (actor.model, config.critic.model)):
+            check_liger(load_model_config(path))
+    return load_chat(actor.model, actor.chat_template)
+
+
+def sft_plan(plan: Plan) -> Plan:
+    """Of the SFT before RL: the same model, environment and evaluation, with rows, steps and learning rate of --sft."""
+    config, sft = plan.config, plan.config.sft
+    own = replace(
+        config,
+        algorithm="sft",
+        algo=AlgoConfig(),
+        num_steps=sft.steps,
+        tasks_per_step=sft.rows_per_step or config.tasks_per_step,
+        data=replace(config.data, train=sft.data),
+        optim=replace(config.optim, lr=config.optim.lr if sft.lr is None else sft.lr),
+        learner=replace(config.learner, minibatches=1, epochs=1),
+    )
+    algorithm = make_algorithm("sft", own.algo)
+    rows = load_source(own, None, "data", "train", algorithm)
+    parts = {"config": own, "algorithm": algorithm, "train": rows, "room": "sft"}
+    found = Plan(**vars(plan) | parts)
+    check_lengths(found, rows)
+    return found
+
+
+def load_envs(config: Config) -> dict[str, Env]:
+    """By the names of their files. The flags' limits hold, then a file's own."""
+    envs = {}
+    for name, path in config.env_paths.items():
+        env = envs[name] = load_env(path, hook_timeout_s=config.rollout.hook_timeout_s)
+        env.check_actors(list(config.actors))
+        own = config.envs.get(name, EnvConfig()).max_turns
+        env.max_turns = own or config.max_turns or env.max_turns or (8 if env.is_multi_turn else 1)
+    if len(envs) > 1:  # each keeps its own when the run is gone on with from its config.yaml
+        for name, env in envs.items():
+            config.envs.setdefault(name, EnvConfig()).max_turns = env.max_turns
+    if envs:
+        config.max_turns = max(env.max_turns for env in envs.values())
+        check_config(config)
+    if len({env.advantage_fn is None for env in envs.values()}) > 1:
+        raise ValueError(f"of {config.env_path} some define advantage_fn and some do not; let all do, or none")
+    return envs
+
+
+def train_source(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> TaskSource | TaskMix:
+    weights = {name: config.envs.get(name, EnvConfig()).weight for name in envs} or {"data": 1.0}
+    sources = {}
+    for name in (name for name, weight in weights.items() if weight):
+        source = sources[name] = load_source(config, envs.get(name), name, "train", algorithm)
+        if source is None:
+            flag = "--data.train" if len(weights) == 1 else f"--envs.{name}.train"
+            hint = f"; {envs[name].path} has no load_tasks" if envs else ""
+            raise ValueError(f"{flag} is missing: a file or `datasets` name{hint}")
+    if len(sources) == 1:
+        return next(iter(sources.values()))
+    return TaskMix(list(sources.values()), [weights[name] for name in sources])
+
+
+def load_source(config: Config, env: Env | None, name: str, split: str, algorithm: Algorithm) -> TaskSource | None:
+    path = getattr(config.envs.get(name), split, None) or getattr(config.data, split)
     if path:
-        rows = load_rows(path, split="train" if split == "train" else "test")
+        is_train = split == "train"
+        may_choose = not algorithm.is_rl and (is_train or path.endswith(ROLLOUTS))
+        min_reward, actor = config.data.min_reward if is_train else None, config.data.actor
+        rows = load_rows(path, "train" if is_train else "test", *((min_reward, actor) if may_choose else ()))
+        if (algorithm.is_rl or algorithm.is_pairs) and is_trajectory(rows[0]):
+            raise ValueError(f"--data.{split} {path} holds a run's episodes, which are for --algorithm sft; name rows")
     elif env and env.load_tasks:
         rows = env.load_tasks(split)
     else:
         return None
     if env and algorithm.is_rl:
         env.check_columns(rows, path or f"load_tasks({split!r})")
-    name, shuffle = env.name if env else "data", config.data.shuffle and split == "train"
+    shuffle = config.data.shuffle and split == "train"
     return TaskSource(rows, env=name, split=split, seed=config.seed, shuffle=shuffle, is_pairs=algorithm.is_pairs)
 
 
@@ -127,7 +250,9 @@ def check_lengths(plan: Plan, source: TaskSource) -> None:
         elif not plan.algorithm.is_rl:
             kept += [index] if imitation(plan, task) else []
         else:
-            length = len(plan.chat.prompt_ids(task.messages, plan.env.tools))
+            env = plan.envs[task.env]
+            prompts = ((chat, env.opening(task, name)) for name, chat in plan.chats.items())
+            length = max(len(chat.prompt_ids(messages, env.tools)) for chat, messages in prompts)
             if length <= config.max_prompt_tokens:
                 kept.append(index)
             elif not config.data.skip_long:
@@ -137,55 +262,6 @@ def check_lengths(plan: Plan, source: TaskSource) -> None:
                 )
     if len(kept) < len(source):
         source.keep(kept)
-
-
-def describe(plan: Plan, num_ranks: int) -> str:
-    """What --dry_run prints: sizes, tokens and an estimate of memory in each phase, in GiB on one rank."""
-    config, gib = plan.config, 2**30
-    hf = load_model_config(config.actors["policy"].model)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf)
-    num_params = num_trained = sum(p.numel() for p in model.parameters())
-    width, lora, frozen = compute_dtype(config).itemsize, config.actors["policy"].lora, ""
-    if lora.rank:
-        num_trained = adapter_size(lora, linear_layers(model))
-        frozen_bytes = (0.5 if lora.quantize == "nf4" else width) * num_params / num_ranks
-        frozen = f" of adapters + {frozen_bytes / gib:.3f} GiB frozen weights"
-    moments = {"sgd": 4, "adamw8bit": 2, "paged_adamw8bit": 2}.get(config.optim.name, 8)
-    kind, of_task = "replies" if plan.algorithm.is_pairs else "rows", 2 if plan.algorithm.is_pairs else 1
-    if plan.algorithm.is_rl:
-        kind, of_task = "episodes", config.group_size
-    episodes = config.tasks_per_step * of_task
-    # About 16 numbers of the hidden size and 3 of the MLP's size are kept per token and layer, two with recomputation.
-    kept = (
-        2 * hf.hidden_size
-        if config.learner.activation_checkpointing
-        else 16 * hf.hidden_size + 3 * hf.intermediate_size
-    )
-    activations = config.learner.microbatch_tokens * hf.num_hidden_layers * kept * width
-    rows = {
-        "algorithm": f"{config.algorithm} {plan.algorithm}",
-        "model": f"{config.actors['policy'].model}, {num_params / 1e6:.2f} M parameters",
-        "data": f"{len(plan.train)} rows to train on" + (f", {len(plan.eval)} held out" if plan.eval else ""),
-        "ranks": f"{num_ranks}, mesh dp={num_ranks}",
-        "tokens per step": f"at most {episodes * config.max_context_tokens}: {episodes} {kind} of at most "
-        f"{config.max_context_tokens} tokens and {config.turn_limit} turns, in microbatches of "
-        f"{config.learner.microbatch_tokens}",
-        "updates": f"{config.num_steps} steps, {config.learner.minibatches} minibatches, {config.learner.epochs} epochs",
-        "memory to learn": f"{(8 + moments) * num_trained / num_ranks / gib:.3f} GiB weights, gradients and optimizer{frozen}"
-        f" + {activations / gib:.3f} GiB activations",
-    }
-    if has_reference(plan) and not lora.rank:
-        rows["memory to learn"] += f" + {4 * num_params / num_ranks / gib:.3f} GiB reference"
-    if plan.algorithm.is_rl:
-        heads = getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads
-        head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-        slots = min(config.rollout.max_concurrent, episodes)
-        cache = slots * config.max_context_tokens * 2 * hf.num_hidden_layers * heads * head_dim * width
-        own = 0 if num_ranks == 1 and width == 4 and not lora.rank else width * num_params
-        rows["memory to generate"] = f"{own / gib:.3f} GiB weights{'' if own else ' (reads the learner in place)'}"
-        rows["memory to generate"] += f" + {cache / gib:.3f} GiB KV cache of {slots} slots"
-    return "\n".join(f"{name:<20} {text}" for name, text in rows.items())
 
 
 def has_reference(plan: Plan) -> bool:
@@ -207,36 +283,123 @@ def build(plan: Plan, ranks: Ranks) -> Run:
         for folder in ("rollouts", "checkpoints", "hf"):
             (out / folder).mkdir(parents=True, exist_ok=True)
         (out / "config.yaml").write_text(to_yaml(config))
-    path = config.actors["policy"].model
-    dtype = compute_dtype(config)
-    lora = config.actors["policy"].lora
-    is_scoring = plan.algorithm.objective == "rm"
-    policy = make_policy(path, dtype, ranks, config.learner.activation_checkpointing, lora, config.seed, is_scoring)
-    reference = None
-    if has_reference(plan):
-        reference = policy if policy.adapter else make_reference(path, dtype, ranks)
-    learner = Learner(config, plan.algorithm, policy, ranks, reference)
-    found = checkpoints_in(out / "checkpoints")
-    state = load_checkpoint(found[-1], {"policy": learner}) if config.resume and found else {"step": 0, "position": 0}
-    engine, actors = None, {}
-    if plan.algorithm.is_rl:
-        model = policy.hf if reads_in_place(policy) else load_hf_model(path, dtype, ranks.device)
-        engine = make_engine(config, model, plan.chat.tokenizer)
-        stop = tuple(dict.fromkeys([*plan.chat.stop_token_ids, *end_token_ids(policy)]))
+        if plan.algorithm.is_rl:
+            fingerprints = {name: chat.fingerprint for name, chat in plan.chats.items()}
+            (out / "rollouts" / TOKENIZERS).write_text(json.dumps(fingerprints))
+    found = checkpoints_in(out / "checkpoints") if config.resume else []
+    is_sft = plan.sft is not None and (not found or saved_step(found[-1]) <= plan.first)
+    learners = {name: make_learner(plan.sft if is_sft else plan, name, ranks) for name in config.trained}
+    state = load_checkpoint(found[-1], learners) if found else {"step": 0, "position": 0}
+    engines, actors, held = {}, {}, [m.hf for x in learners.values() for m in x.models()]
+    for name, actor in config.actors.items() if plan.algorithm.is_rl else ():
+        if actor.api:
+            actors[name] = plan.remote[name]
+            continue
+        model, ends = speaking_model(plan, name, learners.get(name), ranks)
+        held += [] if name in learners and model is learners[name].policy.hf else [model]
+        engines[name] = make_engine(config, model, plan.chats[name].tokenizer, ranks.size)
+        stop = tuple(dict.fromkeys([*plan.chats[name].stop_token_ids, *ends]))
         limits = {"max_turns": config.turn_limit, "max_context_tokens": config.max_context_tokens}
-        actors["policy"] = Actor(name="policy", engine=engine, chat=plan.chat, stop_token_ids=stop, **limits)
+        actors[name] = Actor(
+            name=name,
+            engine=engines[name],
+            chat=plan.chats[name],
+            stop_token_ids=stop,
+            is_trainable=name in learners,
+            **limits,
+        )
+    if config.liger:
+        apply_liger(
+            held
+        )  # last, since what is loaded after it is of Liger's classes, which lack options of some models
     all_gather_json(None, ranks)  # the folders are there
-    log = RunLog(out, ranks, config.num_steps, state["step"])
-    parts = {"ranks": ranks, "learner": learner, "engine": engine, "actors": actors, "log": log}
+    log = RunLog(out, ranks, plan.first + config.num_steps, state["step"])
+    limits = {
+        name: Limits(
+            max_turns=env.max_turns, max_tokens=config.envs.get(name, EnvConfig()).max_tokens or config.max_tokens
+        )
+        for name, env in plan.envs.items()
+    }
+    env = EnvMix(envs=plan.envs, limits=limits) if plan.envs else None
+    parts = {"ranks": ranks, "learners": learners, "engines": engines, "actors": actors, "env": env, "log": log}
     return Run(**vars(plan), **parts, start=state["step"], position=state["position"])
+
+
+def make_api_actor(config: Config, name: str) -> ApiActor:
+    from rl_core.sampling.api_actor import ApiActor
+
+    actor = config.actors[name]
+    return ApiActor(
+        name=name,
+        url=actor.api,
+        model=actor.model,
+        api_key_env=actor.api_key_env,
+        max_turns=config.turn_limit,  # of several environments each sets its own
+        max_concurrent=actor.api_concurrency,
+        requests_per_minute=actor.api_requests_per_minute,
+    )
+
+
+def speaking_model(plan: Plan, name: str, learner: Learner | None, ranks: Ranks) -> tuple[nn.Module, list[int]]:
+    """What an engine samples with, and the tokens that end a turn by its generation_config.json: the learner's own model
+    where it is whole, else a copy in the dtype of compute."""
+    if learner is not None and reads_in_place(learner.policy):
+        return learner.policy.hf, end_token_ids(learner.policy.hf)
+    model = load_hf_model(plan.config.actors[name].model, compute_dtype(plan.config), ranks.device)
+    return model, end_token_ids(model)
+
+
+def make_learner(plan: Plan, name: str, ranks: Ranks, policy: PolicyModel | None = None) -> Learner:
+    """The learner of an actor, with an optimizer that has not stepped yet, and with the reference and the critic that the
+    algorithm asks for. Both start as the model at the start of the run, or as what SFT before RL made of it, which is then
+    the `policy`."""
+    config, actor = plan.config, plan.config.actors[name]
+    if actor.lr is not None and plan.algorithm.is_rl:
+        config = replace(config, optim=replace(config.optim, lr=actor.lr))
+    if policy is None:
+        is_scoring = plan.algorithm.objective == "rm"
+        policy = make_trained(config, actor.model, ranks, actor.lora, counter_seed(config.seed, name), is_scoring)
+    path, reference = str(Path(config.out) / SFT_EXPORT) if plan.sft else actor.model, None
+    if has_reference(plan):
+        reference = policy if policy.adapter else make_reference(path, compute_dtype(config), ranks)
+    critic = make_critic(config, path, ranks, name) if plan.algorithm.has_critic else None
+    return Learner(config, plan.algorithm, policy, ranks, reference, critic, name=name)
+
+
+def is_sharded(config: Config) -> bool:
+    """Whether one rank alone holds its weights as shards."""
+    return compute_dtype(config) != torch.float32 or config.learner.offload == "always"
+
+
+def make_trained(config: Config, path: str, ranks: Ranks, *how, **more) -> PolicyModel:
+    """A model that is trained, with what --learner.* says of its memory."""
+    learner = config.learner
+    on_host = learner.offload == "always"
+    checkpointing = learner.activation_checkpointing
+    model = make_policy(path, compute_dtype(config), ranks, checkpointing, *how, on_host=on_host, **more)
+    if learner.activation_offload:
+        model.keeps_activations = activations_on_host
+    if learner.compile:
+        compile_blocks(model)
+    return model
+
+
+def make_critic(config: Config, path: str, ranks: Ranks, name: str = "policy") -> Learner:
+    """A whole model, --critic.model or the one at `path` with a value of 0 everywhere, sharded as the policy is;
+    --optim with --critic.lr trains it."""
+    model = make_trained(config, config.critic.model or path, ranks, is_scoring=True)
+    return Learner(replace(config, optim=replace(config.optim, lr=config.critic.lr)), CRITIC, model, ranks, name=name)
 
 
 def imitation(run: Plan, task: Task, group_id: str = "") -> list[TrainingSample]:
     """The samples of one row that is to be imitated, or of one pair. Raises ValueError if it is too long, unless such rows
     are skipped."""
-    samples_of_row = {"dpo": reply_pair, "rm": scored_pair}.get(run.algorithm.objective, imitation_samples)
+    pair_of_row, sft = {"dpo": reply_pair, "rm": scored_pair}.get(run.algorithm.objective), run.config.sft
     try:
-        samples = samples_of_row(run.chat, task.row)
+        if pair_of_row:
+            samples = pair_of_row(run.chat, task.row)
+        else:
+            samples = imitation_samples(run.chat, task.row, sft.action_weight, sft.observation_weight)
     except ValueError as error:
         raise ValueError(f"{task.id}: {error}") from None
     longest, limit = max((len(s.token_ids) for s in samples), default=0), run.config.max_context_tokens

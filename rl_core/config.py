@@ -1,21 +1,12 @@
-"""Every flag: its default, its help line, its check. One dataclass a section; jsonargparse reads them.
-
-    config = parse_config(["--model", "m", "--data.train", "rows.jsonl", "--env_path", "envs/x.py", "--out", "runs/x"])
-
-Imports nothing heavy: an error in a flag is told before torch is loaded.
-"""
+"""Every flag: its default and its help line. One dataclass a section. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib.util
 import os
-import re
-import shutil
-import textwrap
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import yaml
 
@@ -40,17 +31,53 @@ class LoraConfig:
 
 @dataclass(kw_only=True)
 class ActorConfig:
-    model: str | None = flag(None, "folder or hub name of the model that this actor speaks with")
+    model: str | None = flag(
+        None, "folder or hub name of the model that this actor speaks with; with api, its name there"
+    )
+    train: bool | None = flag(None, "whether it learns; default: yes, unless it has an api. A frozen one only speaks")
+    api: str | None = flag(
+        None, "URL of an OpenAI-compatible endpoint, such as http://host:8000/v1, instead of a local model"
+    )
+    api_key_env: str = flag(
+        "OPENAI_API_KEY", "environment variable that holds the endpoint's key; empty: it needs none"
+    )
+    api_concurrency: int = flag(64, "requests to the endpoint at once, from one rank")
+    api_requests_per_minute: float = flag(0.0, "to the endpoint, from one rank; 0 is no limit")
+    lr: float | None = flag(None, "peak learning rate; default: --optim.lr")
     chat_template: str | None = flag(None, "file with a Jinja chat template, instead of the tokenizer's own")
     lora: LoraConfig = flag(LoraConfig, "adapters")
+
+    @property
+    def is_trained(self) -> bool:
+        return self.api is None if self.train is None else self.train
+
+
+@dataclass(kw_only=True)
+class EnvConfig:
+    weight: float = flag(
+        1.0, "share of a step's tasks, beside the other environments' weights; 0: it is only evaluated"
+    )
+    train: str | None = flag(None, "its training rows; default: its load_tasks")
+    eval: str | None = flag(None, "its held-out rows; default: its load_tasks")
+    max_tokens: int | None = flag(
+        None, "tokens that an actor may sample in one turn here; default and most: --max_tokens"
+    )
+    max_turns: int | None = flag(None, "turns of an episode here; default: the file's max_turns, or 1, or 8")
 
 
 @dataclass(kw_only=True)
 class DataConfig:
-    train: str | None = flag(None, "training rows: .json .jsonl .csv .parquet .arrow (.gz too) or a `datasets` name")
+    train: str | None = flag(
+        None,
+        "training rows: .json .jsonl .csv .parquet .arrow (.gz too) or a `datasets` name; sft: a run's rollouts/ folder too",
+    )
     eval: str | None = flag(None, "held-out rows, same formats")
     shuffle: bool = flag(True, "a fresh order each epoch, drawn from the seed; false keeps the file's order")
     skip_long: bool = flag(False, "leave out rows that are longer than the limits instead of refusing the file")
+    min_reward: float | None = flag(None, "sft from a run's rollouts: only episodes with at least this reward")
+    actor: str | None = flag(
+        None, "sft from a run's rollouts: only what this actor saw and said; needed if several spoke"
+    )
 
 
 @dataclass(kw_only=True)
@@ -83,12 +110,15 @@ class OptimConfig:
 class AlgoConfig:
     """Parts of the algorithm. None keeps what the preset of --algorithm says."""
 
-    advantage: (
-        Literal["group_mean", "group_norm", "group_norm_unbiased", "rloo", "batch_norm", "none", "custom"] | None
-    ) = flag(
-        None,
-        "of rewards over their group: R - mean, or that over the standard deviation (of the population, or unbiased), or "
-        "R - mean of the others; batch_norm: over the whole batch; custom: the environment's advantage_fn",
+    advantage: Literal["group_mean", "group_norm", "group_norm_unbiased", "rloo", "gae", "none", "custom"] | None = (
+        flag(
+            None,
+            "of rewards over their group: R - mean, or that over the standard deviation (of the population, or unbiased), or "
+            "R - mean of the others; gae: over what a critic expects; none: R; custom: the environment's advantage_fn",
+        )
+    )
+    normalize: Literal["none", "batch", "env"] | None = flag(
+        None, "of advantages over a step: batch: (A - mean) / deviation; env: each environment's A / its deviation"
     )
     ratio: Literal["token", "sequence"] | None = flag(None, "new over old probability of a token, or sequence (GSPO)")
     objective: Literal["clip", "cispo"] | None = flag(None, "PPO's clipped ratio, or CISPO's weight on the logprob")
@@ -118,9 +148,26 @@ class AlgoConfig:
     refill_rounds: int | None = flag(
         None, "groups whose rewards are all equal are replaced by further tasks, in at most so many rounds; 0 is off"
     )
+    turn_discount: float | None = flag(
+        None,
+        "each turn has its own advantage: of the rewards from it on, one further turn counting so much less, over all turns of "
+        "the group; default: all turns have that of the episode",
+    )
     target_kl: float | None = flag(
         None, "a step's other updates are left out once the KL to its start is more; 0 is off"
     )
+
+
+@dataclass(kw_only=True)
+class CriticConfig:
+    model: str | None = flag(None, "folder or hub name that it starts from, a reward model too; default: the actor's")
+    lr: float = flag(1e-5, "its peak learning rate; other settings of its optimizer are those of --optim")
+    warmup_steps: int = flag(0, "steps in which the critic learns and the actor does not, after which both do")
+    value_clip: float = flag(
+        0.2, "a value's loss is at least that of one no farther than this from the step's start; 0 is off"
+    )
+    gamma: float = flag(1.0, "discount of a reward per token")
+    gae_lambda: float = flag(0.95, "0 trusts the critic at the next token, 1 only rewards")
 
 
 @dataclass(kw_only=True)
@@ -135,12 +182,43 @@ class PreferenceConfig:
 
 
 @dataclass(kw_only=True)
+class SftConfig:
+    action_weight: float = flag(1.0, "of the loss of each token that an assistant says")
+    observation_weight: float = flag(0.0, "of each token that an assistant is answered (world model)")
+    steps: int = flag(0, "before RL: steps of SFT in the same run; --num_steps counts those of RL, after them")
+    data: str | None = flag(None, "before RL: rows to imitate, as --data.train of --algorithm sft")
+    rows_per_step: int | None = flag(None, "before RL: rows of one step; default: --tasks_per_step")
+    lr: float | None = flag(None, "before RL: peak learning rate; default: --optim.lr")
+
+    @property
+    def before_rl(self) -> dict[str, Any]:
+        """What has a meaning only before RL, as it was given."""
+        given = {name: getattr(self, name) for name in ("steps", "data", "rows_per_step", "lr")}
+        return {name: value for name, value in given.items() if value not in (None, 0)}
+
+
+@dataclass(kw_only=True)
 class LearnerConfig:
     minibatches: int = flag(1, "optimizer steps per batch of rollouts; each takes its share of the tasks")
     epochs: int = flag(1, "passes over a batch of rollouts")
-    microbatch_tokens: int = flag(8192, "tokens of one forward and backward on one rank; memory grows with it")
+    microbatch_tokens: int = flag(
+        8192,
+        "tokens of one forward and backward on one rank; memory grows with it. Together --cp ranks hold cp times as many",
+    )
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass to save memory")
-    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "of compute: auto is bfloat16 on a GPU, else float32")
+    activation_offload: bool = flag(False, "keep activations on the host until the backward pass needs them")
+    compile: bool = flag(False, "compile each block's MLP and norms with torch.compile, at the first step")
+    offload: Literal["none", "phase", "always"] = flag(
+        "none",
+        "phase: weights, gradients and optimizer state wait on the host while engines sample; always: they stay there, the "
+        "optimizer steps there, and each block's weights come to the device to compute",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = flag(
+        "auto", "of compute: auto is bfloat16 on a GPU, else float32; weights that are trained are kept in float32"
+    )
+    max_nonfinite_updates: int = flag(
+        3, "updates in a row that are skipped because loss or gradient is NaN or infinite; one more stops the run"
+    )
 
 
 @dataclass(kw_only=True)
@@ -165,11 +243,13 @@ class EvalConfig:
 
 @dataclass(kw_only=True)
 class Config:
-    algorithm: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "sft", "dpo", "rm"] = flag(
-        "grpo", "preset; --algo.* changes single parts of it"
-    )
+    algorithm: Literal[
+        "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo", "sft", "dpo", "rm"
+    ] = flag("grpo", "preset; --algo.* changes single parts of it")
     model: str | None = flag(None, "short for --actors.policy.model")
-    env_path: str | None = flag(None, "Python file with reward_fn and, if wanted, interact and other hooks")
+    env_path: str | None = flag(
+        None, "Python file with reward_fn and, if wanted, interact and other hooks; several with commas between them"
+    )
     out: str | None = flag(None, "folder of the run; must not exist yet, unless --resume")
     tasks_per_step: int = flag(16, "tasks (sft, dpo, rm: rows) of one step")
     group_size: int = flag(8, "episodes of each task")
@@ -183,18 +263,44 @@ class Config:
     seed: int = flag(0, "of everything that is drawn")
     resume: bool = flag(False, "go on from the newest checkpoint in --out; starts afresh where there is none")
     engine: Literal["embedded"] = flag("embedded", "what samples: embedded is in-process, on any device")
+    liger: bool = flag(False, "Liger's kernels for norms, gated MLPs and rotary positions; needs a GPU")
+    dp_replicate: int = flag(1, "copies of the weights, each split over the ranks that the copies leave it (HSDP)")
+    cp: int = flag(1, "ranks that compute the same sequences, each a part of their tokens (ring attention)")
+    tp: int = flag(1, "ranks that compute the same tokens, each a part of the matrices (tensor parallel)")
     timeout_s: float = flag(600.0, "seconds that a rank waits for the others before it gives up")
-    dry_run: bool = flag(False, "print the plan and stop")
+    dry_run: bool = flag(False, "print the plan, and what a step costs, and stop")
+    device_memory_gib: float | None = flag(
+        None, "plan for devices with so much memory; default: the GPU's own, without one the host's over its ranks"
+    )
     debug: bool = flag(False, "errors with their traceback")
     actors: dict[str, ActorConfig] = flag(dict, "who speaks: --actors.NAME.model PATH")
+    envs: dict[str, EnvConfig] = flag(dict, "each of several environments, by its file's name: --envs.NAME.weight 2")
     data: DataConfig = flag(DataConfig, "the rows")
     sampling: SamplingConfig = flag(SamplingConfig, "how tokens are drawn")
     rollout: RolloutConfig = flag(RolloutConfig, "episodes, deadlines, failures")
     algo: AlgoConfig = flag(AlgoConfig, "advantage and loss")
+    critic: CriticConfig = flag(CriticConfig, "model that expects rewards (ppo)")
     preference: PreferenceConfig = flag(PreferenceConfig, "loss of pairs (dpo)")
+    sft: SftConfig = flag(SftConfig, "what is imitated")
     learner: LearnerConfig = flag(LearnerConfig, "batches and memory")
     optim: OptimConfig = flag(OptimConfig, "optimizer and schedule")
     eval: EvalConfig = flag(EvalConfig, "evaluation")
+
+    @property
+    def is_rl(self) -> bool:
+        """Samples episodes; otherwise imitates rows, or learns from pairs."""
+        return self.algorithm not in ("sft", "dpo", "rm")
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the actors that learn."""
+        return [name for name, actor in self.actors.items() if actor.is_trained]
+
+    @property
+    def env_paths(self) -> dict[str, str]:
+        """Name -> file of each environment."""
+        paths = [p.strip() for p in (self.env_path or "").split(",") if p.strip()]
+        return {os.path.splitext(os.path.basename(p))[0]: p for p in paths}
 
     @property
     def turn_limit(self) -> int:
@@ -211,240 +317,6 @@ def nearest(name: str, known) -> str:
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-
-
-def sections() -> dict[str, type]:
-    """Section name -> its dataclass; the dictionary of actors counts as one."""
-    found = {}
-    for name, hint in get_type_hints(Config).items():
-        section = get_args(hint)[1] if get_origin(hint) is dict else hint
-        if dataclasses.is_dataclass(section):
-            found[name] = section
-    return found
-
-
-def flags_of(cls: type, prefix: str = "") -> dict[str, tuple[dataclasses.Field, Any]]:
-    """Dotted name -> its field and type, those of nested dataclasses included."""
-    found, hints = {}, get_type_hints(cls)
-    for f in dataclasses.fields(cls):
-        name, hint = prefix + f.name, hints[f.name]
-        found |= flags_of(hint, f"{name}.") if dataclasses.is_dataclass(hint) else {name: (f, hint)}
-    return found
-
-
-def flag_names(actors=("policy",)) -> dict[str, dataclasses.Field]:
-    """Every dotted flag name -> its field."""
-    names = {f.name: f for f in dataclasses.fields(Config) if f.name not in sections()}
-    for section, cls in sections().items():
-        prefixes = [f"actors.{a}" for a in actors] if section == "actors" else [section]
-        names |= {name: f for prefix in prefixes for name, (f, _) in flags_of(cls, f"{prefix}.").items()}
-    return names
-
-
-def help_page(section: str = "") -> str:
-    """One section's flags with their help and defaults; without a name, the general flags and the list of sections."""
-    if section and section not in sections():
-        raise ValueError(f"--help {section}: no such section; {nearest(section, sections())}")
-    prefix = "actors.NAME." if section == "actors" else f"{section}." if section else ""
-    width = min(shutil.get_terminal_size().columns, 120)
-    lines = [
-        "usage: torchrun --nproc_per_node N -m rl_core.train --model PATH --env_path FILE --out FOLDER [--flag value]"
-    ]
-    flags = (
-        flags_of(sections()[section])
-        if section
-        else {n: (f, get_type_hints(Config)[n]) for n, f in flag_names(()).items() if "." not in n}
-    )
-    for name, (f, hint) in flags.items():
-        value = f.default if f.default is not dataclasses.MISSING else f.default_factory()
-        choices = [c for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
-        about = f.metadata["help"] + (f" {{{', '.join(choices)}}}" if choices else "")
-        about += "" if value in (None, [], False) else f" [{value}]"
-        lines += textwrap.wrap(about, width, initial_indent=f"  --{prefix + name:<26} ", subsequent_indent=" " * 31)
-    if not section:
-        lines.append("  --config FILE                a YAML file with the same keys; flags override it")
-        lines += ["", "more, each with a page of its own (--help SECTION):"]
-        lines += [
-            f"  {name:<10} {f.metadata['help']}" for f in dataclasses.fields(Config) if (name := f.name) in sections()
-        ]
-    return "\n".join(lines)
-
-
-def check_flags(argv: list[str]) -> list[str]:
-    """argv with bare boolean flags spelled out. Raises ValueError for an unknown flag, with the nearest known one."""
-    actors = {a.split(".")[1] for a in argv if a.startswith("--actors.") and a.count(".") > 1} or {"policy"}
-    known = flag_names(sorted(actors))
-    out: list[str] = []
-    for i, arg in enumerate(argv):
-        name = arg[2:].split("=")[0]
-        if not arg.startswith("--") and (i == 0 or not argv[i - 1].startswith("--") or "=" in argv[i - 1]):
-            raise ValueError(f"argument {arg!r} has no flag before it")
-        if arg.startswith("--") and name != "config" and name not in known:
-            raise ValueError(f"unknown flag --{name}; {nearest(name, known)}")
-        following = argv[i + 1] if i + 1 < len(argv) else "--"
-        if arg.startswith("--") and name in known and known[name].type == "bool" and "=" not in arg:
-            arg += "" if following.lower() in ("true", "false") else "=true"
-        out.append(arg)
-    return out
-
-
-def check_file(path: str) -> None:
-    """Raises ValueError if a YAML file is not there, does not parse, or has a key that is no flag."""
-    if not os.path.isfile(path):
-        raise ValueError(f"--config {path}: no such file")
-    with open(path) as file:
-        try:
-            content = yaml.safe_load(file) or {}
-        except yaml.YAMLError as error:
-            raise ValueError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"--config {path}: must hold keys and values, holds a {type(content).__name__}")
-    known = flag_names([str(a) for a in content.get("actors") or {}])
-
-    def walk(node: dict, prefix: str) -> None:
-        for key, value in node.items():
-            name = f"{prefix}{key}"
-            is_group = name in sections() or any(k.startswith(f"{name}.") for k in known)
-            if is_group and isinstance(value, dict):
-                walk(value, name + ".")
-            elif name not in known and not (is_group and value is None):
-                raise ValueError(f"--config {path}: unknown key {name!r}; {nearest(name, known)}")
-
-    walk(content, "")
-
-
-def parse_config(argv: list[str]) -> Config:
-    """The checked configuration of a command line. Raises ValueError that says the value, the rule and the fix; prints
-    and exits on --help."""
-    if "--help" in argv or "-h" in argv:
-        at = argv.index("--help" if "--help" in argv else "-h")
-        print(help_page(argv[at + 1] if at + 1 < len(argv) and not argv[at + 1].startswith("-") else ""))
-        raise SystemExit(0)
-    argv = check_flags(argv)
-    files = [
-        a.split("=", 1)[1] if "=" in a else (argv[i + 1 : i + 2] or [""])[0]
-        for i, a in enumerate(argv)
-        if a.split("=")[0] == "--config"
-    ]
-    if len(files) > 1:
-        raise ValueError(f"--config is given {len(files)} times; give one file, and flags for what differs")
-    for path in files:
-        check_file(path)
-    config = to_config(argv)
-    check_config(config)
-    return config
-
-
-def to_config(argv: list[str]) -> Config:
-    import jsonargparse
-
-    parser = jsonargparse.ArgumentParser(exit_on_error=False, add_help=False)
-    parser.add_argument("--config", action="config")
-    parser.add_class_arguments(Config)
-    try:
-        values = parser.parse_args(argv)
-        config = parser.instantiate_classes(values)
-    except (jsonargparse.ArgumentError, TypeError) as error:
-        raise ValueError(one_line(" ".join(str(error).split()))) from None
-    made = Config(**{f.name: config[f.name] for f in dataclasses.fields(Config)})
-    if made.model is not None:
-        made.actors.setdefault("policy", ActorConfig()).model = made.model
-    return made
-
-
-def one_line(error: str) -> str:
-    """jsonargparse's message about a value, as flag, value and rule."""
-    found = re.match(r'Parser key "([\w.]+)":.*(?:Got value|Given value): (.*)', error)
-    if not found:
-        return error
-    known = flag_names([found[1].split(".")[1]]) if found[1].startswith("actors.") else flag_names()
-    hint = str(known[found[1]].type) if found[1] in known else "of another type"
-    return f"--{found[1]}={found[2]} must be {hint.replace('Optional', '').replace('Literal', 'one of ')}"
-
-
-def check_config(config: Config) -> None:
-    """Raises ValueError for what can be known from the flags alone."""
-
-    def refuse(bad: Any, text: str) -> None:
-        if bad:
-            raise ValueError(text)
-
-    for name in ("tasks_per_step", "group_size", "max_tokens", "max_prompt_tokens"):
-        refuse(getattr(config, name) < 1, f"--{name}={getattr(config, name)} must be at least 1")
-    refuse(config.num_steps < 0, f"--num_steps={config.num_steps} must be at least 0")
-    refuse(
-        not config.out and not config.dry_run, "--out is missing: name a folder for the run, such as --out runs/first"
-    )
-    refuse(not config.actors, "--model is missing: a folder or hub name, such as --model Qwen/Qwen3-0.6B")
-    refuse(
-        list(config.actors) != ["policy"], f"actors {', '.join(config.actors)}: one actor named 'policy' is supported"
-    )
-    for name, actor in config.actors.items():
-        refuse(not actor.model, f"--actors.{name}.model is missing: a folder or hub name")
-    is_rl, is_pairs = config.algorithm not in ("sft", "dpo", "rm"), config.algorithm in ("dpo", "rm")
-    p = config.preference
-    refuse(
-        config.algorithm != "dpo" and p != PreferenceConfig(),
-        f"--preference.* has no meaning for --algorithm {config.algorithm}; leave it out",
-    )
-    refuse(p.beta <= 0, f"--preference.beta={p.beta} must be above 0; 0.1 is usual")
-    refuse(
-        not 0 <= p.label_smoothing < 0.5 or (p.label_smoothing and p.loss != "sigmoid"),
-        f"--preference.label_smoothing={p.label_smoothing} must lie in 0..0.5 and needs --preference.loss sigmoid",
-    )
-    refuse(
-        is_rl and not config.env_path,
-        "--env_path is missing: a Python file with a reward_fn, such as envs/sort_digits.py",
-    )
-    n, m = config.tasks_per_step, config.learner.minibatches
-    divisors = [d for d in range(1, n + 1) if n % d == 0]
-    refuse(
-        m < 1 or n % m,
-        f"--learner.minibatches={m} must divide --tasks_per_step={n}; try {min(divisors, key=lambda d: abs(d - m))}",
-    )
-    refuse(config.learner.epochs < 1, f"--learner.epochs={config.learner.epochs} must be at least 1")
-    refuse(
-        config.sampling.temperature <= 0 and is_rl,
-        f"--sampling.temperature={config.sampling.temperature} must be above 0: greedy samples of a group are all the same",
-    )
-    refuse(
-        not 0 <= config.rollout.max_failed_fraction <= 1,
-        f"--rollout.max_failed_fraction={config.rollout.max_failed_fraction} must lie in 0..1",
-    )
-    longest = config.max_context_tokens * (2 if is_pairs else 1)
-    refuse(
-        config.learner.microbatch_tokens < longest,
-        f"--learner.microbatch_tokens={config.learner.microbatch_tokens} must hold one whole "
-        f"{'pair' if is_pairs else 'episode'} of up to {longest} tokens ({'2 * ' if is_pairs else ''}(max_prompt_tokens + "
-        "max_turns * max_tokens)); raise it or lower these",
-    )
-    refuse(config.optim.lr < 0, f"--optim.lr={config.optim.lr} must not be negative")
-    refuse(
-        not 0 < config.optim.decay_frac <= 1, f"--optim.decay_frac={config.optim.decay_frac} must lie above 0, up to 1"
-    )
-    check_extras(config)
-
-
-def check_extras(config: Config) -> None:
-    """Raises ValueError if a flag needs an optional library that is not installed, or contradicts another."""
-    needed = []
-    if config.optim.name not in ("adamw", "sgd"):
-        needed.append(("bnb", "bitsandbytes", f"--optim.name={config.optim.name}"))
-    for name, actor in config.actors.items():
-        at, lora = f"--actors.{name}.lora", actor.lora
-        if lora.rank < 0 or lora.alpha <= 0:
-            raise ValueError(f"{at}.rank={lora.rank} and {at}.alpha={lora.alpha} must not be negative, and alpha not 0")
-        if lora.quantize != "none" and not lora.rank:
-            raise ValueError(f"{at}.quantize={lora.quantize} freezes the model: give it adapters, such as {at}.rank=16")
-        if lora.rank and config.algorithm == "rm":
-            raise ValueError(f"{at}.rank={lora.rank}: --algorithm rm trains the whole model; leave adapters out")
-        if lora.rank:
-            needed.append(("lora", "peft", f"{at}.rank={lora.rank}"))
-        if lora.quantize != "none":
-            needed.append(("bnb", "bitsandbytes", f"{at}.quantize={lora.quantize}"))
-    for extra, library, flag_given in needed:
-        if importlib.util.find_spec(library) is None:
-            raise ValueError(f"{flag_given} needs {library}, which is not installed: pip install .[{extra}]")
 
 
 def to_yaml(config: Config) -> str:

@@ -5,15 +5,58 @@ With one rank every function here is the identity, and mostly no process group e
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
+import re
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from rl_core.types import RunError
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Mesh:
+    """How many ways each kind of work is divided; neighbours in rank divide the innermost:
+    rank = ((replica * dp_shard + shard) * cp + chunk) * tp + slice."""
+
+    dp_replicate: int = 1  # copies of the weights, each split over dp_shard * cp ranks (HSDP)
+    dp_shard: int = 1  # data parallel ranks of one copy
+    cp: int = 1  # ranks that hold parts of the same sequences
+    tp: int = 1  # ranks that hold parts of the same matrices
+
+    @property
+    def dp(self) -> int:
+        """Ranks that train on different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def size(self) -> int:
+        return self.dp * self.cp * self.tp
+
+
+def make_mesh(size: int, dp_replicate: int = 1, cp: int = 1, tp: int = 1) -> Mesh:
+    """The mesh of `size` ranks; dp_shard is what the others leave. Raises ValueError if they do not divide it."""
+    sizes = {"dp_replicate": dp_replicate, "cp": cp, "tp": tp}
+    left = size
+    for name in ("tp", "cp", "dp_replicate"):
+        n = sizes[name]
+        if n < 1 or left % n:
+            fits = min((d for d in range(1, left + 1) if left % d == 0), key=lambda d: (abs(d - n), d))
+            others = "".join(
+                f" with --{k} {sizes[k]}" for k in ("tp", "cp") if k != name and sizes[k] > 1 and left < size
+            )
+            raise ValueError(f"--{name}={n} must divide {left}, of {size} ranks{others}; try --{name} {fits}")
+        left //= n
+    return Mesh(dp_shard=left, **sizes)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,6 +65,20 @@ class Ranks:
     size: int
     device: torch.device  # of this rank's model
     store: dist.Store | None  # shared by all ranks; None with one
+    mesh: Mesh = Mesh()
+    weights_mesh: DeviceMesh | None = None  # dp_replicate, dp_shard * cp, tp; None where weights are not sharded
+    cp_group: dist.ProcessGroup | None = None  # ranks that hold parts of the same sequences; None if that is this one
+
+    @property
+    def dp_rank(self) -> int:
+        return self.dp_rank_of(self.rank)
+
+    @property
+    def cp_rank(self) -> int:
+        return self.rank // self.mesh.tp % self.mesh.cp
+
+    def dp_rank_of(self, rank: int) -> int:
+        return rank // (self.mesh.cp * self.mesh.tp)
 
     def counter(self, name: str):
         """Draws 0, 1, 2 ... shared by all ranks: each number goes to exactly one of them."""
@@ -30,14 +87,14 @@ class Ranks:
         return (self.store.add(f"counter/{name}", 1) - 1 for _ in itertools.count())
 
 
-def init_ranks(timeout_s: float, is_sharded: bool = False) -> Ranks:
+def init_ranks(timeout_s: float, is_sharded: bool = False, dp_replicate: int = 1, cp: int = 1, tp: int = 1) -> Ranks:
     """This process's place, from the variables that torchrun sets; starts the process group if there are several, or if
-    one alone is to hold its weights as shards, which is what mixed precision asks for."""
+    one alone is to hold its weights as shards, which is what mixed precision asks for. Raises ValueError as make_mesh."""
     size, rank, local = (int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    timeout = timedelta(seconds=timeout_s)
+    mesh, timeout = make_mesh(size, dp_replicate, cp, tp), timedelta(seconds=timeout_s)
     if size == 1 and not is_sharded:
         return Ranks(rank=0, size=1, device=device, store=None)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -49,13 +106,42 @@ def init_ranks(timeout_s: float, is_sharded: bool = False) -> Ranks:
     dist.init_process_group(
         backend, store=dist.PrefixStore("groups", store), rank=rank, world_size=size, timeout=timeout
     )
-    return Ranks(rank=rank, size=size, device=device, store=dist.PrefixStore("rl_core", store))
+    ranks = Ranks(rank=rank, size=size, device=device, store=dist.PrefixStore("rl_core", store))
+    return on_mesh(ranks, mesh)
+
+
+def on_mesh(ranks: Ranks, mesh: Mesh) -> Ranks:
+    """The same ranks, divided so. Every rank must call it."""
+    kind = ranks.device.type
+    shape, names = (mesh.dp_replicate, mesh.dp_shard * mesh.cp, mesh.tp), ("dp_replicate", "dp_shard_cp", "tp")
+    weights, cp_group = init_device_mesh(kind, shape, mesh_dim_names=names), None
+    if mesh.cp > 1:
+        work = init_device_mesh(kind, (mesh.dp, mesh.cp, mesh.tp), mesh_dim_names=("dp", "cp", "tp"))
+        cp_group = work.get_group("cp")
+    return dataclasses.replace(ranks, mesh=mesh, weights_mesh=weights, cp_group=cp_group)
 
 
 def close_ranks(ranks: Ranks) -> None:
     if ranks.store is not None:
         dist.barrier()
         dist.destroy_process_group()
+
+
+LOST = re.compile(r"timed out|timeout|connection (was )?(closed|reset|refused)|broken pipe|aborted", re.IGNORECASE)
+
+
+@contextmanager
+def naming_what_was_waited_for(phase: str, ranks: Ranks, timeout_s: float):
+    """Raises RunError, with the phase of the step in it, where another rank did not come in time or is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if ranks.size == 1 or not LOST.search(str(error)):
+            raise
+        raise RunError(
+            f"rank {ranks.rank} waited in the phase {phase!r} for another rank, which is gone or did not come within "
+            f"--timeout_s={timeout_s:g}: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def all_gather_json(value: Any, ranks: Ranks) -> list[Any]:
@@ -83,3 +169,32 @@ def exchange(outgoing: list[torch.Tensor], incoming_sizes: list[int], ranks: Ran
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
     return incoming
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is split over ranks; any other as it is."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that is split over ranks, every one of which must ask; any other as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+class FromShards(torch.autograd.Function):
+    """Each [m] tensor of this rank's trained tokens -> [M] that of the whole batch. Every rank goes on to compute the same
+    loss from all of them; a gradient goes back to its own alone, since the others' ranks send theirs."""
+
+    @staticmethod
+    def forward(ctx, shard, group, *values):
+        ctx.trained = shard.trained
+        padded = values[0].new_zeros(len(values), max(shard.counts))
+        padded[:, : len(shard.trained)] = torch.stack(values)
+        gathered = [torch.empty_like(padded) for _ in shard.counts]
+        dist.all_gather(gathered, padded, group=group)
+        parts = [part[:, :n] for part, n in zip(gathered, shard.counts, strict=True)]
+        return tuple(row[shard.places] for row in torch.cat(parts, 1))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, None, *(grad[ctx.trained] for grad in grads)

@@ -4,80 +4,124 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable
 from pathlib import Path
 
-from rl_core.build import Run, imitation
-from rl_core.data.samples import samples_from_turns
+from rl_core.build import SFT_EXPORT, Run, imitation, make_learner
+from rl_core.credit import baseline_groups, has_signal, samples_of
 from rl_core.distributed import all_gather_json
-from rl_core.learning.algorithms import Algorithm, group_advantages, overlong_penalty
 from rl_core.learning.checkpoint import save_checkpoint
 from rl_core.learning.model import export_policy, reads_in_place
 from rl_core.metrics import Mean, Sum
 from rl_core.sampling.rollout import RolloutPlan, refuse_failures, rollout, rollout_metrics, write_trajectories
-from rl_core.types import SamplingParams, TrainingSample, Trajectory
+from rl_core.types import SamplingParams, Task, TrainingSample, Trajectory
 
 
 async def train(run: Run) -> None:
-    """All steps from run.start on. Steps are counted by how many are done, in files and metrics alike."""
-    config, learner = run.config, run.learner
+    """All steps from run.start on, those of SFT before RL first. Steps are counted by how many are done, in files and
+    metrics alike."""
     gc.collect()
     gc.freeze()  # rows and modules live as long as the run; looking through them again and again costs tenths of a second
-    await sync_engine(run, run.start)
-    if config.eval_every and run.start == 0:
+    for name, learner in run.learners.items():
+        with learner.on_device():
+            await sync_engine(run, name, run.start)
+    if run.config.eval_every and run.start == 0:
         await evaluate(run, 0)
-    for step in range(run.start, config.num_steps):
-        run.metrics = {}
+    if run.sft is not None and run.start <= run.first:
+        await train_steps(dataclasses.replace(run, **vars(run.sft)))
+        start_rl(run)
+    await train_steps(run)
+    for actor in run.remote.values():
+        await actor.close()
+
+
+def start_rl(run: Run) -> None:
+    """What SFT made of the one actor that learns is where RL, its reference and its critic begin."""
+    [(name, learner)] = run.learners.items()
+    learner.offload.to_device()  # to stay: the next learner has the same weights
+    export_policy(learner.policy, run.chat.tokenizer, Path(run.config.out) / SFT_EXPORT, run.ranks)
+    all_gather_json(None, run.ranks)  # the reference is read from there
+    run.learners[name] = make_learner(run, name, run.ranks, learner.policy)
+    run.start, run.position = run.first, 0
+
+
+async def train_steps(run: Run) -> None:
+    """The steps of one algorithm, which are counted from 0 where seeds, data and learning rates depend on them."""
+    config = run.config
+    for step in range(run.start - run.first, config.num_steps):
+        run.metrics, done = {}, run.first + step + 1
+        is_evaluated = is_due(step + 1, config.eval_every, config.num_steps)
         with run.timed("step"):
             with run.timed("generate"):
                 samples = await gather_samples(run, step)
-            with run.timed("learn"):
-                minibatches, packing = learner.shard(samples)
-                learner.annotate(minibatches)
-                run.note("learn/policy/", learner.step(minibatches, step))
-            with run.timed("sync"):
-                await sync_engine(run, step + 1)
-        run.note("", packing)
+            for name, learner in run.learners.items():
+                with learner.on_device():
+                    with run.timed("learn"):
+                        learn(run, name, samples[name], step)
+                    with run.timed("sync"):
+                        if run.algorithm.is_rl or is_evaluated:
+                            await sync_engine(run, name, done)
         note_speed(run)
-        done = step + 1
         run.log.progress(done, run.log.write(done, run.metrics))
-        if is_due(done, config.eval_every, config.num_steps) and config.eval_every:
+        if is_evaluated and config.eval_every:
             await evaluate(run, done)
-        if is_due(done, config.save_every, config.num_steps):
+        if is_due(step + 1, config.save_every, config.num_steps):
             save(run, done)
 
 
+def learn(run: Run, name: str, samples: list[TrainingSample], step: int) -> None:
+    learner, room = run.learners[name], f"{run.room}/{name}/"
+    minibatches, packing = learner.shard(samples)
+    run.note(room, learner.annotate(minibatches))
+    run.note(room, learner.step(minibatches, step))
+    run.note("", packing)
+
+
 def note_speed(run: Run) -> None:
-    """Tokens per second of each phase, summed over ranks."""
-    for phase, tokens in (("generate", "rollout/policy/tokens"), ("learn", "pack/tokens")):
-        if tokens in run.metrics:
-            run.note(
-                "time/",
-                {f"{phase}_tokens_per_s": Sum(run.metrics[tokens].value / run.metrics[f"time/{phase}_s"].value)},
-            )
+    """Tokens per second of each phase, summed over ranks and actors."""
+    spoken = [f"rollout/{name}/tokens" for name in run.learners]
+    for phase, names in (("generate", spoken), ("learn", ["pack/tokens"])):
+        tokens = sum(run.metrics[name].value for name in names if name in run.metrics)
+        if tokens:
+            run.note("time/", {f"{phase}_tokens_per_s": Sum(tokens / run.metrics[f"time/{phase}_s"].value)})
 
 
 def is_due(done: int, every: int, num_steps: int) -> bool:
     return done == num_steps or (every > 0 and done % every == 0)
 
 
-async def gather_samples(run: Run, step: int) -> list[TrainingSample]:
-    """This rank's part of the step's samples: of episodes that it rolled out, or of rows that are to be imitated."""
+async def gather_samples(run: Run, step: int) -> dict[str, list[TrainingSample]]:
+    """This rank's part of the step's samples of each actor that learns: of episodes that it rolled out, or of rows that are
+    to be imitated."""
     config, n = run.config, run.config.tasks_per_step
     if not run.algorithm.is_rl:
+        await sleep_engines(run)
         positions = range(run.position + run.ranks.rank, run.position + n, run.ranks.size)
         run.position += n
-        return [s for p in positions for s in imitation(run, run.train.tasks(p, 1)[0], f"{p:012d}")]
+        rows = (imitation(run, run.train.tasks(p, 1)[0], f"{p:012d}") for p in positions)
+        return {config.trained[0]: [sample for row in rows for sample in row]}
 
     trajectories = await roll_out_step(run, f"train/{step:06d}")
-    await run.engine.sleep()
-    run.note("rollout/policy/", rollout_metrics(trajectories))
+    await sleep_engines(run)
     if config.rollout.save:
-        write_trajectories(Path(config.out) / "rollouts", f"step_{step + 1:06d}", trajectories, run.ranks)
-    groups = baseline_groups(trajectories)
-    if run.algorithm.refill_rounds:
-        groups = [g for g in groups if has_signal(g)]
-    return samples_of(groups, run.algorithm, config.max_tokens, run.env.advantage_fn)
+        write_trajectories(Path(config.out) / "rollouts", f"step_{run.first + step + 1:06d}", trajectories, run.ranks)
+    for name, actor in run.remote.items():
+        run.note(f"rollout/{name}/", actor.take_metrics())
+    samples, advantage_fns = {}, {env: e.advantage_fn for env, e in run.envs.items()}
+    for name in run.learners:
+        own = [t for t in trajectories if t.actor == name]
+        run.note(f"rollout/{name}/", rollout_metrics(own))
+        for env in run.envs if len(run.envs) > 1 else ():
+            run.note(f"rollout/{name}/{env}/", rollout_metrics([t for t in own if t.env == env]))
+        groups = baseline_groups(own)
+        if run.algorithm.refill_rounds:
+            groups = [g for g in groups if has_signal(g)]
+        samples[name] = samples_of(groups, run.algorithm, config.max_tokens, run.ranks, advantage_fns)
+    return samples
+
+
+async def sleep_engines(run: Run) -> None:
+    for engine in run.engines.values():
+        await engine.sleep()
 
 
 async def roll_out_step(run: Run, name: str) -> list[Trajectory]:
@@ -103,93 +147,68 @@ async def roll_out_step(run: Run, name: str) -> list[Trajectory]:
             return found
         if number:
             refuse_failures(found, config.rollout.max_failed_fraction, plan, run.ranks)
-        with_signal = sum(map(has_signal, baseline_groups(found)))
+        with_signal = len({g[0].group_id for g in baseline_groups(found) if has_signal(g)})
         missing = config.tasks_per_step - sum(all_gather_json(with_signal, run.ranks))
         if missing <= 0:
             break
-    run.note("rollout/policy/", {"refill_rounds": Mean(number), "groups_missing": Mean(max(0, missing))})
+    run.note("rollout/", {"refill_rounds": Mean(number), "groups_missing": Mean(max(0, missing))})
     return found
 
 
-def baseline_groups(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
-    """Those that did not fail, by what shares a baseline: (env, group, actor, seat)."""
-    groups: dict[tuple, list[Trajectory]] = {}
-    for t in trajectories:
-        if t.status != "failed":
-            groups.setdefault((t.env, t.group_id, t.actor, t.seat), []).append(t)
-    return list(groups.values())
-
-
-def has_signal(group: list[Trajectory]) -> bool:
-    return len({t.reward for t in group}) > 1
-
-
-def samples_of(
-    groups: list[list[Trajectory]],
-    algorithm: Algorithm,
-    max_tokens: int,
-    advantage_fn: Callable[[list[float]], list[float]] | None = None,
-) -> list[TrainingSample]:
-    """Each trajectory's samples with its advantage over its group. Overlong ones may be penalised before, or left out
-    after: they count in the baseline, but neither in the loss nor in its denominator."""
-    samples = []
-    for group in groups:
-        rewards = [t.reward for t in group]
-        if algorithm.overlong == "soft":
-            longest = [max((len(turn.completion.token_ids) for turn in t.turns), default=0) for t in group]
-            penalties = [overlong_penalty(n, max_tokens, algorithm.overlong_buffer) for n in longest]
-            rewards = [r + p for r, p in zip(rewards, penalties, strict=True)]
-        advantages = group_advantages(rewards, algorithm.advantage, advantage_fn)
-        for trajectory, advantage in zip(group, advantages, strict=True):
-            if algorithm.overlong != "mask" or trajectory.status != "truncated":
-                samples += samples_from_turns(trajectory.turns, advantage, trajectory.group_id)
-    return samples
-
-
-async def sync_engine(run: Run, version: int) -> None:
+async def sync_engine(run: Run, name: str, version: int) -> None:
     """The engine's weights become the learner's; one that reads them in place only forgets what it computed with the old."""
-    if run.engine is not None:
-        await run.engine.update_weights(
-            None if reads_in_place(run.learner.policy) else run.learner.named_weights(), version
-        )
+    if name in run.engines:
+        learner = run.learners[name]
+        weights = None if reads_in_place(learner.policy) else learner.named_weights()
+        await run.engines[name].update_weights(weights, version)
 
 
 async def evaluate(run: Run, step: int) -> None:
     """Held-out tasks: the greedy score, avg@k and pass@k; for rows to be imitated, their loss."""
     run.metrics = {}
     with run.timed("eval"):
-        if run.algorithm.is_rl:
+        if run.engines:
             await evaluate_episodes(run, step)
         else:
-            tasks = list(run.eval)[run.ranks.rank :: run.ranks.size]
-            minibatches, _ = run.learner.shard([s for t in tasks for s in imitation(run, t, t.id)])
-            run.learner.annotate(minibatches)
-            run.note("eval/", run.learner.evaluate(minibatches))
+            [learner] = run.learners.values()
+            [rows] = run.eval.values()
+            tasks = list(rows)[run.ranks.rank :: run.ranks.size]
+            minibatches, _ = learner.shard([s for t in tasks for s in imitation(run, t, t.id)])
+            learner.annotate(minibatches)
+            run.note("eval/", learner.evaluate(minibatches))
     values = run.log.write(step, run.metrics)
     shown = [f"{k.removeprefix('eval/')} {v:.4g}" for k, v in values.items() if k.startswith("eval/")]
     run.log.say("  ".join([f"eval at step {step}", *shown]))
 
 
 async def evaluate_episodes(run: Run, step: int) -> None:
-    config, k = run.config, run.config.eval.samples
-    tasks = list(run.eval)[: config.eval.num_tasks or None]
-    for label, count in [("greedy", 1), ("sampled", k)] if k else [("greedy", 1)]:
-        sampled = {n: getattr(config.eval, n) for n in ("temperature", "top_p", "top_k", "min_p")}
-        params = sampling_params(run, **(sampled if label == "sampled" else {"temperature": 0.0}))
-        name = f"eval/{step:06d}/{label}"
-        plan = RolloutPlan(name=name, tasks=tasks, group_size=count, params=params, seed=config.seed)
-        trajectories = await rollout(run.env, run.actors, plan, config.rollout, run.ranks)
-        if config.rollout.save:
-            write_trajectories(Path(config.out) / "rollouts", f"eval_{step:06d}_{label}", trajectories, run.ranks)
-        groups: dict[str, list[float]] = {}
-        for t in trajectories:
-            if t.reward is not None:
-                groups.setdefault(t.group_id, []).append(t.reward)
+    k = run.config.eval.samples
+    for env, source in run.eval.items():
+        tasks = list(source)[: run.config.eval.num_tasks or None]
+        for label, count in [("greedy", 1), ("sampled", k)] if k else [("greedy", 1)]:
+            await evaluate_tasks(run, step, env, tasks, label, count)
+
+
+async def evaluate_tasks(run: Run, step: int, env: str, tasks: list[Task], label: str, count: int) -> None:
+    config = run.config
+    sampled = {n: getattr(config.eval, n) for n in ("temperature", "top_p", "top_k", "min_p")}
+    params = sampling_params(run, **(sampled if label == "sampled" else {"temperature": 0.0}))
+    name = f"eval/{step:06d}/{label}" + (f"/{env}" if len(run.eval) > 1 else "")
+    plan = RolloutPlan(name=name, tasks=tasks, group_size=count, params=params, seed=config.seed)
+    trajectories = await rollout(run.env, run.actors, plan, config.rollout, run.ranks)
+    if config.rollout.save:
+        file = name.replace("/", "_")
+        write_trajectories(Path(config.out) / "rollouts", file, trajectories, run.ranks)
+    by_actor: dict[str, dict[tuple, list[float]]] = {actor: {} for actor in run.learners}
+    for t in trajectories:
+        if t.reward is not None and t.actor in by_actor:
+            by_actor[t.actor].setdefault((t.group_id, t.seat), []).append(t.reward)
+    score, passed = (f"avg@{count}", f"pass@{count}") if label == "sampled" else ("greedy_score", "greedy_pass")
+    for actor, groups in by_actor.items():
         scores = [sum(g) / len(g) for g in groups.values()]
         passes = [max(g) >= config.eval.pass_reward for g in groups.values()]
-        score, passed = (f"avg@{k}", f"pass@{k}") if label == "sampled" else ("greedy_score", "greedy_pass")
         found = {score: Mean(sum(scores), len(scores)), passed: Mean(sum(passes), len(passes))}
-        run.note(f"eval/{run.env.name}/", found)
+        run.note(f"eval/{env}/{actor}/" if len(by_actor) > 1 else f"eval/{env}/", found)
 
 
 def sampling_params(run: Run, **drawn) -> SamplingParams:
@@ -197,11 +216,13 @@ def sampling_params(run: Run, **drawn) -> SamplingParams:
 
 
 def save(run: Run, step: int) -> None:
-    """A checkpoint, and the model as a Hugging Face folder."""
-    out = Path(run.config.out)
+    """A checkpoint of all that learns, and each model as a Hugging Face folder."""
+    out, learners = Path(run.config.out), run.learners
     state = {"step": step, "position": run.position, "seed": run.config.seed}
-    save_checkpoint(
-        out / "checkpoints" / f"step_{step:06d}", {"policy": run.learner}, state, run.ranks, run.config.keep_checkpoints
-    )
-    export_policy(run.learner.policy, run.chat.tokenizer, out / "hf" / "policy", run.ranks)
-    run.log.say(f"saved step {step} to {out / 'checkpoints'} and {out / 'hf' / 'policy'}")
+    folder = out / "checkpoints" / f"step_{step:06d}"
+    save_checkpoint(folder, learners, state, run.ranks, run.config.keep_checkpoints)
+    for name, learner in learners.items():
+        with learner.on_device():
+            export_policy(learner.policy, run.chats[name].tokenizer, out / "hf" / name, run.ranks)
+    exported = ", ".join(str(out / "hf" / name) for name in learners)
+    run.log.say(f"saved step {step} to {out / 'checkpoints'} and {exported}")

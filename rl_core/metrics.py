@@ -68,12 +68,12 @@ class RunLog:
         self.ranks, self.num_steps, self.started = ranks, num_steps, time.monotonic()
         self.first_step, self.path = resume_step, out / "metrics.jsonl"
         if ranks.rank == 0 and self.path.exists():
-            keep_lines_until(self.path, resume_step)
+            keep_lines_until(self.path, resume_step or -1)  # a run without a checkpoint evaluates its start again
 
     def write(self, step: int, metrics: dict[str, Metric]) -> dict[str, float]:
         values = reduce_metrics(metrics, self.ranks)
         if self.ranks.rank == 0:
-            clean = {k: None if math.isnan(v) else v for k, v in values.items()}
+            clean = {k: v if math.isfinite(v) else None for k, v in values.items()}  # JSON has no others
             with open(self.path, "a") as file:
                 file.write(json.dumps({"step": step, **clean}) + "\n")
         return values
@@ -91,7 +91,9 @@ class RunLog:
             ("loss", "loss"),
             ("failed", "failed"),
         ):
-            found = [v for k, v in values.items() if k.startswith(("rollout/", "learn/")) and k.endswith(f"/{name}")]
+            found = [
+                v for k, v in values.items() if k.startswith(("rollout/", "learn/", "sft/")) and k.endswith(f"/{name}")
+            ]
             shown += [f"{label} {found[0]:.4g}"] if found and not (name == "failed" and not found[0]) else []
         phases = [
             f"{p} {values[f'time/{p}_s']:.2f}" for p in ("generate", "learn", "sync") if values.get(f"time/{p}_s")

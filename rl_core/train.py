@@ -6,12 +6,14 @@ Whatever loads slowly is imported inside functions: --help and an error in a fla
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
+import signal
 import sys
 import traceback
 from typing import TYPE_CHECKING
 
-from rl_core.config import parse_config
+from rl_core.command_line import parse_config
 from rl_core.types import RunError
 
 if TYPE_CHECKING:
@@ -22,22 +24,28 @@ def main(argv: list[str] | None = None) -> int:
     """The exit status. A user's mistake is one line; --debug shows where it was found."""
     ranks: Ranks | None = None
     argv = sys.argv[1:] if argv is None else argv
+    end_with_torchrun()
     try:
         config = parse_config(argv)
-        import torch
-
-        from rl_core.build import build, compute_dtype, describe, make_plan
-        from rl_core.distributed import close_ranks, init_ranks
+        from rl_core.build import build, is_sharded, make_plan
+        from rl_core.costs import describe, fit_warning, setup_of
+        from rl_core.distributed import close_ranks, init_ranks, naming_what_was_waited_for
         from rl_core.loop import train
 
         plan = make_plan(config)
+        size, is_first = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("RANK", "0") == "0"
         if config.dry_run:
-            if os.environ.get("RANK", "0") == "0":
-                print(describe(plan, int(os.environ.get("WORLD_SIZE", 1))))
+            if is_first:
+                print(describe(plan, size))
             return 0
-        ranks = init_ranks(config.timeout_s, is_sharded=compute_dtype(config) != torch.float32)
-        asyncio.run(train(build(plan, ranks)))
-        close_ranks(ranks)
+        for name in config.trained if is_first else ():
+            if warning := fit_warning(setup_of(plan, size, name)):
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
+        mesh = {"dp_replicate": config.dp_replicate, "cp": config.cp, "tp": config.tp}
+        ranks = init_ranks(config.timeout_s, is_sharded=is_sharded(config), **mesh)
+        with naming_what_was_waited_for("start, log or save", ranks, config.timeout_s):
+            asyncio.run(train(build(plan, ranks)))
+            close_ranks(ranks)
         return 0
     except KeyboardInterrupt:
         return 130
@@ -47,6 +55,13 @@ def main(argv: list[str] | None = None) -> int:
                 traceback.print_exc()
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 1
+
+
+def end_with_torchrun() -> None:
+    """A rank whose launcher is killed outright, so that it can tell its ranks nothing, ends too (Linux)."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def is_first_to_fail(ranks: Ranks | None) -> bool:

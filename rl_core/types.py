@@ -12,6 +12,31 @@ if TYPE_CHECKING:
 Message = dict[str, Any]  # {"role": "user", "content": "..."} and whatever else the chat template reads
 
 
+# Keys of a model's config.json by which logits become more than attention and a product with the head's weight, which is
+# all that the learner and the embedded engine compute: the value that changes nothing, and what any other does.
+LOGIT_CHANGES = {
+    "attn_logit_softcapping": (None, "bounds attention scores by a tanh"),
+    "final_logit_softcapping": (None, "bounds logits by a tanh"),
+    "logits_soft_cap": (None, "bounds logits by a tanh"),
+    "lm_head_multiplier": (1, "multiplies logits"),
+    "logit_scale": (1, "multiplies logits"),
+    "output_multiplier": (1, "multiplies logits"),
+    "logits_scaling": (1, "divides or multiplies logits"),
+    "logits_mup_width_multiplier": (1, "divides the last hidden states"),
+    "mup_width_multiplier": (1, "divides logits"),
+}
+
+
+def logit_change(config: Any) -> str | None:
+    """`logit_scale=0.5, which multiplies logits`: the first of LOGIT_CHANGES that a transformers configuration makes; None
+    if it makes none."""
+    text = config.get_text_config()
+    for key, (neutral, effect) in LOGIT_CHANGES.items():
+        if (value := getattr(text, key, None)) not in (None, neutral):
+            return f"{key}={value}, which {effect}"
+    return None
+
+
 class RunError(Exception):
     """The run cannot go on; the message says why and what to do. Raised on every rank alike."""
 
@@ -68,6 +93,9 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     reward: float | None = None  # None: not scored, because the episode failed
     reward_parts: dict[str, float] = field(default_factory=dict)
+    turn_rewards: list[float] = field(
+        default_factory=list
+    )  # one for each turn, in which `reward` is their sum; or none
     metrics: dict[str, float] = field(default_factory=dict)
     status: str = "ok"  # "ok", "truncated" (a turn or the episode hit a length limit) or "failed"
     error: str = ""  # why it failed
@@ -85,6 +113,21 @@ class TrainingSample:
     policy_versions: list[int]  # [L] -1 where loss_mask is 0
     advantages: list[float]  # [L] 0 where loss_mask is 0
     group_id: str = ""  # samples of one group stay in one minibatch
+
+
+@dataclass(kw_only=True, slots=True)
+class SequenceShard:
+    """What one of `cp` ranks computes of a packed batch. Each sequence is padded to 2 cp chunks of equal length, of which
+    rank r holds numbers r and 2 cp - 1 - r: all ranks have the same number of tokens and, causal, the same work."""
+
+    tokens: Tensor  # [T / cp] int64, which tokens of the batch this rank holds
+    cu_seqlens: Tensor  # [N+1] int32 on the host, where each sequence's part starts
+    sources: Tensor  # [m] int64, index into this rank's tokens
+    trained: Tensor  # [m] int64, which of the batch's M trained tokens these predict
+    counts: list[int]  # [cp] m of every rank
+    places: (
+        Tensor  # [M] int64, where in the ranks' trained tokens, one rank after the other, each of the batch's stands
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -108,3 +151,6 @@ class PackedBatch:
     policy_versions: Tensor  # [M] int64
     old_logprobs: Tensor | None = None  # [M] fp32, by the learner before its first update
     ref_logprobs: Tensor | None = None  # [M] fp32, by the reference model
+    values: Tensor | None = None  # [M] fp32, reward to come, by the critic before its first update
+    returns: Tensor | None = None  # [M] fp32, what it should have expected
+    shard: SequenceShard | None = None  # this rank's part; None: all of it

@@ -4,7 +4,7 @@
     python scripts/bench_logprobs.py --device cuda             bf16, with the Triton kernels and torch.compile beside them
     python scripts/bench_logprobs.py --only fused --shapes 2048x32000x256 --out result.json
 
-`plain` is log_softmax over all logits, `trl` what TRL's GRPO does with them, `tiles` on a GPU our torch path. Each runs in
+`plain` is log_softmax over all logits, `trl` TRL's selective_log_softmax over them, `tiles` on a GPU our torch path. Each runs in
 a process of its own, the best of three counts, in CPU seconds on a CPU. Memory is the most that was held beside inputs
 and gradients. The floor is three products of M x V x D (logits, both gradients) at the rate of one such product.
 """

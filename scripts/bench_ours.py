@@ -24,7 +24,7 @@ from bench_work import (
 )
 
 from rl_core.build import Run, build, make_plan
-from rl_core.config import parse_config
+from rl_core.command_line import parse_config
 from rl_core.distributed import close_ranks, init_ranks
 from rl_core.loop import train
 
@@ -53,10 +53,11 @@ class Meter:
             peak_mib=0,
         )
         run.log = self
-        self.shard, run.learner.shard = run.learner.shard, self.count_tokens
-        if run.engine is not None:
-            self.generate = run.engine.generate
-            run.engine.generate = self.generate_at_length
+        [learner] = run.learners.values()
+        self.shard, learner.shard = learner.shard, self.count_tokens
+        for engine in run.engines.values():
+            self.generate = engine.generate
+            engine.generate = self.generate_at_length
         self.mark = time.process_time()
 
     async def generate_at_length(self, prompt_ids, params, **kwargs):

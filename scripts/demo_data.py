@@ -6,6 +6,10 @@ sort         Sort five distinct digits. SFT shows a random order of them: the fo
              (1 in 120), so that what the model can do afterwards, reinforcement learning taught it.
 calculator   Multiply with a tool. SFT shows 25 % right calls, 30 % calls with a wrong number and 45 % blind guesses;
              reinforcement learning finds out which of these habits pays.
+referential  Two actors, one warm-up each: bob.jsonl and alice.jsonl. Bob is shown to send a common code half of the time, and
+             Alice to heed it half of the time that she hears it; else both draw at random. Tasks come from the environment.
+tic_tac_toe  sft.jsonl: both seats of games in which every move is legal and drawn at random; train.jsonl: games against the
+             random player. The environment evaluates, and has tasks of self-play.
 
 Prompts come from the load_tasks of the task's environment in envs/; SFT uses only those of its training split.
 """
@@ -13,6 +17,7 @@ Prompts come from the load_tasks of the task's environment in envs/; SFT uses on
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import json
 import random
@@ -20,6 +25,9 @@ import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
+from rl_core.data.tasks import make_task
+from rl_core.sampling.env import load_env
+from rl_core.sampling.episode import merged
 from rl_core.types import Message, counter_seed
 
 ENVS = Path(__file__).resolve().parent.parent / "envs"
@@ -71,6 +79,54 @@ def demo_data(task: str, seed: int, num_sft: int, num_train: int, num_eval: int)
     }
 
 
+def game_data(seed: int, num_sft: int) -> dict[str, list[dict]]:
+    """Rows of the referential game for bob and for alice, each as that actor sees the game."""
+    path = str(ENVS / "referential_game.py")
+    env, objects = load_env(path), runpy.run_path(path)["OBJECTS"]
+    code = {seen: f"{(37 * n + 11) % 100:02d}" for n, seen in enumerate(objects)}
+    rng = random.Random(counter_seed(seed, "referential", "demonstrations"))
+    found: dict[str, list[dict]] = {"bob": [], "alice": []}
+    for number, row in enumerate(itertools.islice(_shuffles(env.load_tasks("train"), seed, "sft"), num_sft)):
+        task = make_task(row, number, env.name, "train")
+        sent = code[row["object"]] if rng.random() < 0.5 else f"{rng.randrange(100):02d}"
+        found["bob"].append({"messages": [*env.opening(task, "bob"), _says("assistant", sent)]})
+        heard = code[row["object"]] if rng.random() < 0.5 else f"{rng.randrange(100):02d}"
+        is_right = heard == code[row["object"]] and rng.random() < 0.5
+        picked = row["object"] if is_right else rng.choice(row["candidates"])
+        seen = merged([*env.opening(task, "alice"), _says("user", heard)])
+        found["alice"].append({"messages": [*seen, _says("assistant", picked)]})
+    return found
+
+
+class RandomMover:
+    """An actor of tic-tac-toe that draws a free cell from what it is shown."""
+
+    truncated = False
+
+    def __init__(self, rng: random.Random):
+        self.rng, self.answer, self.messages = rng, "", []
+
+    async def respond(self, shown: str) -> RandomMover:
+        seat = (
+            self if self.messages else RandomMover(self.rng)
+        )  # a first reply begins a conversation, as of other actors
+        seat.answer = self.rng.choice([cell for cell in shown[-11:] if cell.isdigit()])
+        seat.messages += [_says("user", shown), _says("assistant", seat.answer)]
+        return seat
+
+
+def random_games(seed: int, num_sft: int, num_train: int) -> dict[str, list[dict]]:
+    """Rows of sft (a seat's conversation in a random game) and train (games against the random player)."""
+    env = runpy.run_path(str(ENVS / "tic_tac_toe.py"))
+    mover = RandomMover(random.Random(counter_seed(seed, "tic_tac_toe", "demonstrations")))
+    start, found = make_task(env["load_tasks"]("train")[0], 0, "tic_tac_toe", "train"), []
+    while len(found) < num_sft:
+        replies, *_ = asyncio.run(env["play"](start, {"x": mover, "o": mover}))
+        found += [{"messages": reply.messages} for reply in replies.values()]
+    row = start.row | {"opponent": "random"}
+    return {"sft": found[:num_sft], "train": [row | {"seat": "xo"[n % 2]} for n in range(num_train)]}
+
+
 def _shuffles(rows: list[dict], *seed: int | str) -> Iterator[dict]:
     for epoch in itertools.count():
         yield from random.Random(counter_seed(*seed, epoch)).sample(rows, len(rows))
@@ -79,7 +135,7 @@ def _shuffles(rows: list[dict], *seed: int | str) -> Iterator[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="folder to write")
-    parser.add_argument("--task", required=True, choices=TASKS)
+    parser.add_argument("--task", required=True, choices=[*TASKS, "referential", "tic_tac_toe"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_sft", type=int, default=32000, help="500 steps of 64 see each row once")
     parser.add_argument("--num_train", type=int, default=3200, help="200 steps of 16 see each row once")
@@ -87,7 +143,12 @@ def main() -> None:
     args = parser.parse_args()
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    data = demo_data(args.task, args.seed, args.num_sft, args.num_train, args.num_eval)
+    if args.task == "referential":
+        data = game_data(args.seed, args.num_sft)
+    elif args.task == "tic_tac_toe":
+        data = random_games(args.seed, args.num_sft, args.num_train)
+    else:
+        data = demo_data(args.task, args.seed, args.num_sft, args.num_train, args.num_eval)
     for name, rows in data.items():
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         print(f"wrote {out / name}.jsonl: {len(rows)} rows")

@@ -22,6 +22,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 def pytest_collection_modifyitems(items):
     # A mistake should show within seconds; sort() is stable, so the files keep their order.
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in on_gpu:
+                item.add_marker(pytest.mark.skip(reason="no GPU"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,11 +9,14 @@ import random
 
 import pytest
 import torch
+from test_critic import naive_gae, plain_values, with_critic
 from test_learner import FLAGS, assert_same, make_learner, ragged_samples
 from test_train import SORT, metrics, trajectories, weights
 
-from rl_core.config import parse_config
+from rl_core.command_line import parse_config
+from rl_core.credit import samples_of
 from rl_core.data.packing import pack_samples
+from rl_core.distributed import init_ranks
 from rl_core.learning.algorithms import (
     PRESETS,
     check_algorithm,
@@ -29,7 +32,6 @@ from rl_core.learning.algorithms import (
 )
 from rl_core.learning.learner import Learner
 from rl_core.learning.model import make_policy
-from rl_core.loop import samples_of
 from rl_core.train import main
 from rl_core.types import Completion, TrainingSample, Trajectory, Turn
 
@@ -45,6 +47,9 @@ CASES = [  # preset, flags that change parts of it
     ("gspo", ("--algo.kl_coef", "0.3", "--algo.kl_in", "advantage", "--algo.clip_high", "0.05")),
     ("rloo", ("--algo.kl_coef", "0.1")),
     ("reinforce_pp", ("--algo.kl_coef", "0.1")),
+    ("ppo", ("--algo.kl_coef", "0.1", "--critic.gamma", "0.98")),
+    ("ppo", ("--algo.kl_coef", "0.1", "--algo.kl_in", "advantage", "--algo.normalize", "none")),
+    ("cispo", ("--algo.advantage", "gae", "--algo.entropy_coef", "0.01")),
     ("grpo", ("--algo.kl_coef", "0.1", "--algo.kl_in", "advantage")),
     ("grpo", ("--algo.correction", "tis", "--algo.correction_high", "1.1")),
     ("cispo", MISMATCH),
@@ -54,8 +59,10 @@ NAMES = [" ".join([preset, *flags]) for preset, flags in CASES]
 
 
 def make_pair(model_path, preset: str, *flags) -> Learner:
-    """A learner whose reference, if it has one, has other weights."""
+    """A learner whose reference, if it has one, has other weights; a critic, if it has one, knows something."""
     learner = make_learner(model_path, *flags, algorithm=preset)
+    if learner.algorithm.has_critic:
+        with_critic(learner)
     if learner.algorithm.kl_coef:
         learner.reference = make_policy(str(model_path), torch.float32, learner.ranks, False).requires_grad_(False)
         torch.manual_seed(0)
@@ -116,10 +123,19 @@ def naive_gradients(learner: Learner, samples, longest=60) -> tuple[dict[str, to
         if a.kl_coef and a.kl_in != "loss":
             kl = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}[a.kl](rollout, ref).tolist()
             penalty = [sum(kl[t:]) if a.kl_in == "reward" else kl[t] for t in range(len(kl))]
-            advantages = [x - a.kl_coef * p for x, p in zip(advantages, penalty, strict=True)]
+            if not a.has_critic:
+                advantages = [x - a.kl_coef * p for x, p in zip(advantages, penalty, strict=True)]
+        if a.has_critic:
+            critic, penalty = learner.config.critic, [a.kl_coef * x for x in kl] if a.kl_coef else [0.0] * len(at)
+            rewards, values = [0.0] * (len(at) - 1) + advantages[-1:], plain_values(learner, s)
+            if a.kl_in == "reward":
+                rewards = [r - p for r, p in zip(rewards, penalty, strict=True)]
+            advantages = naive_gae(rewards, values, critic.gamma, critic.gae_lambda)
+            if a.kl_in == "advantage":
+                advantages = [x - p for x, p in zip(advantages, penalty, strict=True)]
         sequences.append((new, old, rollout, ref, entropy, advantages))
     model.set_attn_implementation("rl_core_packed")
-    if a.advantage == "batch_norm":
+    if a.normalize == "batch":
         every = [x for *_, advantages in sequences for x in advantages]
         mean = sum(every) / len(every)
         deviation = (sum((x - mean) ** 2 for x in every) / len(every)) ** 0.5
@@ -171,7 +187,7 @@ def test_the_loss_is_the_papers_formula_however_the_batch_is_split(preset, flags
     learner = make_pair(tiny_model, preset, *flags)
     want, want_loss = naive_gradients(learner, samples)
     for tokens in (8192, 100):
-        learner.config.learner.microbatch_tokens = tokens
+        learner.room = dataclasses.replace(learner.room, max_tokens=tokens)
         assert (len(learner.shard(samples)[0][0].batches) > 1) == (tokens < 8192)
         got, loss = learner_gradients(learner, samples)
         assert loss == pytest.approx(want_loss, rel=1e-5, abs=1e-5)
@@ -298,7 +314,7 @@ def test_advantages_are_the_papers_formulas():
             "group_norm_unbiased": [(r - mean) / math.sqrt(squares / (n - 1)) for r in rewards],
             "rloo": [r - o for r, o in zip(rewards, others, strict=True)],
             "none": rewards,
-            "batch_norm": rewards,
+            "gae": rewards,
         }
         for kind, expected in want.items():
             assert group_advantages(rewards, kind) == pytest.approx(expected), kind
@@ -363,7 +379,7 @@ def test_overlong_episodes_are_penalised_or_left_out_but_count_in_the_baseline()
 
     def advantages(overlong):
         row = dataclasses.replace(PRESETS["dr_grpo"], overlong=overlong)
-        return [max(s.advantages, key=abs) for s in samples_of([group], row, max_tokens=10)]
+        return [max(s.advantages, key=abs) for s in samples_of([group], row, 10, init_ranks(60))]
 
     assert advantages("none") == pytest.approx([0.5, -0.5, 0.0])
     assert advantages("mask") == pytest.approx([0.5, -0.5])
@@ -486,7 +502,7 @@ def test_groups_without_signal_are_refilled_and_the_position_is_resumed(tiny_mod
     state = json.loads((whole / "checkpoints/step_000001/state.json").read_text())
     assert state["position"] == len(drawn) > 3
     row = metrics(whole)[0]
-    assert row["rollout/policy/refill_rounds"] > 0 and row["rollout/policy/groups_missing"] == 0
+    assert row["rollout/refill_rounds"] > 0 and row["rollout/groups_missing"] == 0
 
 
 def test_refilling_ends_at_its_cap(tiny_model, tmp_path):
@@ -495,7 +511,7 @@ def test_refilling_ends_at_its_cap(tiny_model, tmp_path):
     flags += ["--tasks_per_step", "3", "--group_size", "4", "--data.shuffle", "false", "--num_steps", "1"]
     assert main([*flags, "--algo.refill_rounds", "2", "--out", str(tmp_path / "run")]) == 0
     row = metrics(tmp_path / "run")[0]
-    assert row["rollout/policy/refill_rounds"] == 2 and row["rollout/policy/groups_missing"] == 2
+    assert row["rollout/refill_rounds"] == 2 and row["rollout/groups_missing"] == 2
     assert len(trajectories(tmp_path / "run/rollouts/step_000001.jsonl.zst")) == 4 * (3 + 2 + 2)
 
 

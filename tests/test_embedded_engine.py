@@ -7,11 +7,12 @@ import random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from rl_core.learning.model import load_model_config
 from rl_core.sampling import embedded_engine
 from rl_core.sampling.embedded_engine import EmbeddedEngine, truncated_logits
-from rl_core.types import SamplingParams
+from rl_core.types import LOGIT_CHANGES, SamplingParams, logit_change
 
 VOCAB_SIZE = 104
 
@@ -461,10 +462,23 @@ def test_weights_that_are_nan_are_an_error_and_not_a_sample(model):
         run(make(model), [[1, 2]], SamplingParams(max_tokens=3))
 
 
-def test_a_decoder_with_rules_of_its_own_is_refused(model):
-    model.config.logit_scale = 0.5
-    with pytest.raises(ValueError, match=r"logit_scale=0.5"):
-        make(model)
+@pytest.mark.parametrize("key", LOGIT_CHANGES)
+def test_engine_and_learner_refuse_the_same_decoders_with_rules_of_their_own(model, tmp_path, key):
+    setattr(model.config, key, LOGIT_CHANGES[key][0])
+    model.config.save_pretrained(tmp_path)
+    make(model)
+    load_model_config(str(tmp_path))
+    setattr(model.config, key, 0.5)
+    model.config.save_pretrained(tmp_path)
+    for refused in (lambda: make(model), lambda: load_model_config(str(tmp_path))):
+        with pytest.raises(ValueError, match=rf"{key}=0.5, which"):
+            refused()
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "cohere", "granite", "recurrent_gemma", "falcon_h1"])
+def test_logits_that_an_architecture_changes_are_known_by_the_keys_that_transformers_reads(kind):
+    sizes = {"logits_scaling": 8.0} if kind == "granite" else {"lm_head_multiplier": 0.5} if kind == "falcon_h1" else {}
+    assert logit_change(AutoConfig.for_model(kind, **sizes)) is not None
 
 
 def test_a_decoder_that_computes_something_else_is_refused_at_the_first_step(model):

@@ -15,7 +15,7 @@ import torch
 from rl_core.data.tasks import load_rows, make_task
 from rl_core.sampling.env import load_env
 from rl_core.sampling.hooks import HookError
-from rl_core.types import Completion, Trajectory, Turn
+from rl_core.types import Completion, SamplingParams, Trajectory, Turn
 
 ENVS = Path(__file__).parent.parent / "envs"
 ROW = {"messages": [{"role": "user", "content": "2+2"}], "answer": "4", "tests": [1, 2]}
@@ -24,13 +24,14 @@ ROW = {"messages": [{"role": "user", "content": "2+2"}], "answer": "4", "tests":
 class Script:
     """A speaker that says what is written, and remembers how it was asked."""
 
-    name = "policy"
-
-    def __init__(self, *replies: str, max_turns: int = 8, room: int = 99):
-        self.replies, self.max_turns, self.room = list(replies), max_turns, room
+    def __init__(
+        self, *replies: str, name: str = "policy", max_turns: int = 8, room: int = 99, is_trainable: bool = True
+    ):
+        self.replies, self.name, self.max_turns, self.room = list(replies), name, max_turns, room
+        self.is_trainable, self.params = is_trainable, SamplingParams(max_tokens=8)
         self.conversations: list[Conversation] = []
 
-    def converse(self, messages, tools=None):
+    def converse(self, messages, tools=None, params=None, label=""):
         self.conversations.append(Conversation(self, messages, tools))
         return self.conversations[-1]
 
@@ -56,7 +57,8 @@ class Conversation:
 
     def trajectory(self, task, *, reward, reward_parts, metrics):
         return Trajectory(
-            task_id=task.id, env=task.env, group_id="", messages=self.messages, turns=self.turns, reward=reward,
+            task_id=task.id, env=task.env, group_id="", actor=self.script.name, messages=list(self.messages),
+            turns=list(self.turns), reward=reward,
             reward_parts=reward_parts, metrics=metrics, status="truncated" if self.truncated else "ok",
         )  # fmt: skip
 
@@ -111,7 +113,7 @@ def test_hooks_get_what_they_name(env_of):
 
 def test_keyword_arguments_get_everything(env_of):
     env = env_of("def reward_fn(answer, **rest): return len(rest) + 100 * (rest['tests'] == [1, 2])")
-    # messages prompt completion task trajectory actor, and the column tests
+    # messages prompt completion task trajectory actor, and the column tests; not actors, which only async hooks can use
     assert play(env, "4").reward == 107
 
 
@@ -288,9 +290,9 @@ def test_tools_reach_the_chat_template_and_max_turns_the_environment(env_of):
     assert env.max_turns == 3
 
 
-def test_several_actors_are_refused(env_of):
+def test_several_actors_are_refused_where_nothing_says_whose_turn_it_is(env_of):
     env = env_of("def reward_fn(): return 1")
-    with pytest.raises(ValueError, match="for one actor, there are bob, alice"):
+    with pytest.raises(ValueError, match=r'there are 2 actors, bob, alice, .* add turns = "bob -> alice"'):
         asyncio.run(env.rollout(make_task(ROW, 0, "x", "train"), {"bob": Script("a"), "alice": Script("a")}))
 
 
@@ -469,10 +471,6 @@ def test_state_is_a_column_where_no_start_makes_it(env_of):
         ("def reward_fn(): return 1\nmax_turns = 0", "max_turns = 0 must be a whole number of at least 1"),
         ("def reward_fn(): return 1\nmax_turns = '3'", "max_turns = '3' must be"),
         ("def reward_fn(): return 1\ntools = [print]", "must be a list of OpenAI schemas"),
-        (
-            "def reward_fn(): return 1\nturns = 'bob -> alice'",
-            "'turns' is the name of a hook that is not supported yet",
-        ),
         ("def reward_fn(messages, /): return 1", r"reward_fn\(\) gets arguments by name; drop the '/'"),
         ("def reward_fn(messages:\n  return 1", r"x\.py:1: SyntaxError"),
         ("import math\n\n1 / 0", r"x\.py does not load: x\.py:3: ZeroDivisionError: division by zero"),
@@ -570,4 +568,5 @@ def test_the_calculator_answers_calls_and_scores_the_last_reply(replies, said, r
 
 def test_the_shipped_environments_are_short():
     for path in ENVS.glob("*.py"):
-        assert 5 <= len(path.read_text().splitlines()) <= 40, path
+        most = 110 if path.stem == "tic_tac_toe" else 40  # a game brings its rules and an opponent
+        assert 5 <= len(path.read_text().splitlines()) <= most, path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -79,6 +80,20 @@ def test_a_killed_rank_ends_the_others(tiny_model, tmp_path):
     os.kill(ranks[1], signal.SIGKILL)
     errors = assert_all_ended(process)
     assert "SIGKILL" in errors or "Signal 9" in errors, errors
+
+
+def test_a_rank_that_stands_still_is_named_by_what_the_others_wait_for(tiny_model, tmp_path):
+    process = start(tmp_path, tiny_model, "pass", "--timeout_s", "5")
+    stopped = ranks_of(process.pid)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    time.sleep(8)
+    os.kill(stopped, signal.SIGCONT)  # torchrun would wait for half a minute before it kills what stands still
+    errors = assert_all_ended(process)
+    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, errors
+    assert re.search(
+        r"rank 0 waited in the phase '(step|generate|learn|sync|start, log or save)' for .* --timeout_s=5", lines[0]
+    ), errors
 
 
 def test_ctrl_c_ends_every_rank(tiny_model, tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
+import shutil
 
 import pytest
 import torch
 
-from rl_core.config import parse_config
+from rl_core.command_line import parse_config
 from rl_core.data.packing import balanced_bins, pack_samples
 from rl_core.distributed import init_ranks
 from rl_core.learning.algorithms import clipped_loss, group_advantages, make_algorithm, token_losses
@@ -97,7 +99,7 @@ def padded_gradients(learner: Learner, samples, old_shift=0.0) -> tuple[dict[str
                 continue
             lp = logprobs[row, i - 1, s.token_ids[i]]
             if not a.is_rl:
-                loss = loss - lp / count
+                loss = loss - s.advantages[i] * lp / count  # of sft: the token's weight
                 continue
             old = lp.detach() - old_shift * torch.sin(torch.tensor(float(s.token_ids[i])))
             ratio = torch.exp(lp - old)
@@ -258,6 +260,27 @@ def test_bins_are_full_deterministic_and_within_their_limit():
     assert sorted(i for b in bins for i in b) == list(range(4096))
     assert max(sum(lengths[i] for i in b) for b in bins) <= 8192
     assert sum(lengths) / (len(bins) * max(sum(lengths[i] for i in b) for b in bins)) >= 0.95
+
+
+def test_bins_have_equal_work_where_attention_counts():
+    draw = random.Random(0)
+    lengths = [min(4096, int(draw.lognormvariate(6, 1)) + 1) for _ in range(4096)]
+    work = [n + n * n / 7680 for n in lengths]
+    for max_tokens in (16_384, 32_768):
+        bins = balanced_bins(lengths, max_tokens, 8, work)
+        assert sorted(i for b in bins for i in b) == list(range(4096))
+        assert max(sum(lengths[i] for i in b) for b in bins) <= max_tokens
+        assert sum(work) / (len(bins) * max(sum(work[i] for i in b) for b in bins)) >= 0.99
+
+
+def test_dropout_of_a_models_config_is_off(tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.5}
+    (folder / "config.json").write_text(json.dumps(config))
+    (plain, loss), (dropped, dropped_loss) = (
+        gradients(make_learner(m), ragged_samples()) for m in (tiny_model, folder)
+    )
+    assert loss == dropped_loss and all(torch.equal(plain[n], dropped[n]) for n in plain)
 
 
 def test_fewer_samples_than_ranks_leave_bins_empty():

@@ -170,6 +170,35 @@ def test_peak_memory_is_bounded_however_many_logits_there_are(num_tokens, num_wo
     assert memory.peak < limit_mib << 20  # all logits: 191 and 572 MiB in fp32, several times over
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "num_tokens, num_words, width, device",
+    [
+        (2048, 151_936, 1024, "cpu"),
+        (880, 151_936, 4096, "cpu"),  # kept
+        (100, 256_000, 16_384, "cpu"),
+        (10**6, 104, 64, "cpu"),
+        (32_768, 151_936, 4096, "cuda"),
+    ],
+)
+def test_peak_memory_is_below_a_gibibyte_at_the_sizes_of_real_models(
+    monkeypatch, num_tokens, num_words, width, device, dtype
+):
+    if device == "cuda":
+        set_tiles(monkeypatch, fused.CUDA_TILE_BYTES, fused.LEAST_WORDS, kept_bytes=0)
+    # Tensors without numbers: sizes are what counts here, and no work is done.
+    hidden = torch.empty(num_tokens, width, dtype=dtype, device="meta", requires_grad=True)
+    weight = torch.empty(num_words, width, dtype=dtype, device="meta", requires_grad=True)
+    labels = torch.empty(num_tokens, dtype=torch.long, device="meta")
+    is_summed = num_tokens > fused.tile_shape(num_tokens, num_words, width, fused.CPU_TILE_BYTES)[0]
+    sums = 4 * num_words * width if dtype == torch.bfloat16 and is_summed else 0  # of the weight's gradient
+    with PeakBytes(hidden, weight, labels) as memory:
+        logprobs, entropy = fused_logprobs(hidden, weight, labels, 0.9)
+        (logprobs + 0.1 * entropy).sum().backward()
+    assert memory.peak - hidden.nbytes - weight.nbytes - sums <= 1 << 30
+    assert memory.now >= hidden.nbytes + weight.nbytes  # the gradients were counted
+
+
 def test_without_gradients_nothing_is_kept():
     hidden, weight, labels = make_inputs(1000, 50_000, 8)
     with PeakBytes(hidden, weight) as memory, torch.no_grad():
@@ -220,7 +249,7 @@ def test_triton_kernels_equal_autograd_over_all_logits():
 
 
 @needs_triton
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
 def test_triton_kernels_equal_autograd_over_all_logits_on_a_gpu():
     run_here("import test_logprobs; test_logprobs.compare_triton_kernels('cuda')", TRITON_INTERPRET="0")
 

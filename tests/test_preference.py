@@ -18,10 +18,11 @@ from test_learner import assert_same
 from test_train import ROOT, metrics
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rl_core.config import PreferenceConfig, parse_config
+from rl_core.command_line import parse_config
+from rl_core.config import PreferenceConfig
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.packing import pack_samples
-from rl_core.data.samples import reply_pair, scored_pair
+from rl_core.data.samples import imitation_samples, reply_pair, scored_pair
 from rl_core.distributed import init_ranks
 from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.learner import Learner
@@ -287,6 +288,27 @@ def test_dpo_has_trl_s_loss_and_gradient(tiny_model, tmp_path, flags, loss_type)
         processing_class=AutoTokenizer.from_pretrained(tiny_model),
     )
     (ours, loss), (theirs, trl_loss) = gradients(learner, pair_samples(tiny_model)), trl_gradients(trainer)
+    assert loss == pytest.approx(trl_loss, rel=1e-5)
+    assert_same(ours, theirs, 1e-5)
+
+
+def test_sft_has_trl_s_loss_and_gradient(tiny_model, tmp_path):
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    learner, chat = make_learner(tiny_model, algorithm="sft"), load_chat(str(tiny_model))
+    policy = AutoModelForCausalLM.from_pretrained(tiny_model)
+    policy.load_state_dict(learner.policy.hf.state_dict())
+    rows = [{"prompt": [user(row["prompt"])], "completion": [says(row["chosen"])]} for row in ROWS]
+    trainer = SFTTrainer(
+        policy,
+        args=trl_config(SFTConfig, tmp_path, max_length=None),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(tiny_model),
+    )
+    rows = [{"prompt": row["prompt"], "response": row["chosen"]} for row in ROWS]
+    samples = [s for row in rows for s in imitation_samples(chat, row)]
+    (ours, loss), (theirs, trl_loss) = gradients(learner, samples), trl_gradients(trainer)
     assert loss == pytest.approx(trl_loss, rel=1e-5)
     assert_same(ours, theirs, 1e-5)
 

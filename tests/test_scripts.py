@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -93,3 +94,55 @@ def test_a_width_that_heads_do_not_divide_is_refused_in_one_line(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "try 64" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "x").exists()
+
+
+def test_the_memory_benchmark_measures_what_fits_and_says_what_the_rest_would_need(tmp_path):
+    out = tmp_path / "result.json"
+    flags = ["--lengths", "300", "4000", "--vocabularies", "20000", "--width", "16", "--sides", "naive", "ours"]
+    command = [sys.executable, ROOT / "scripts/bench_memory.py", *flags, "--most_gib", "1.1", "--out", out]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    naive, ours, refused, long = json.loads(out.read_text())["cells"]
+    assert 0 < ours["peak_mib"] < naive["peak_mib"] and ours["seconds"] > 0
+    assert naive["peak_mib"] > 2 * 4 * 300 * 20_000 / 2**20
+    assert "peak_mib" not in refused and refused["need_gib"] > 1.1
+    assert "would need 1.2 GiB, may take 1.1" in done.stdout
+    assert long["peak_mib"] < 1024
+
+
+def test_the_learners_benchmark_counts_the_operations_that_torch_counts(tmp_path):
+    from bench_learner import PROMPT, model_config, update_flops
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    config, length = model_config("tiny"), 100
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    tokens = length - 1
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model(torch.ones(1, tokens, dtype=torch.int64), use_cache=False, logits_to_keep=length - PROMPT)
+    width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    unmasked = 4 * width * tokens**2 - 2 * width * tokens * (tokens + 1)  # eager attention computes what the mask hides
+    assert counted.get_total_flops() == update_flops(config, length, 1) / 3 + unmasked
+
+    command = [
+        sys.executable,
+        ROOT / "scripts/bench_learner.py",
+        "--sizes",
+        "tiny",
+        "--lengths",
+        "64",
+        "--tokens",
+        "128",
+    ]
+    out = tmp_path / "result.json"
+    subprocess.run([*command, "--steps", "1", "--out", out], check=True, capture_output=True, cwd=ROOT)
+    [line] = json.loads(out.read_text())["lines"]
+    assert line["documents"] == 2 and line["mfu"] > 0 and line["peak_gib"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_check_of_gpus_says_that_there_is_none(tmp_path):
+    command = [sys.executable, ROOT / "scripts/gpu_check.py", "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: torch sees no CUDA device") and not done.stdout

@@ -10,7 +10,10 @@ message, and `encode` reads the text around a mark as ordinary text and removes 
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import re
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +160,43 @@ class Chat:
             if ids[:k] == token_ids[-k:] and self._plain.special_ids.issuperset(ids[:k]):
                 return ids[k:]
         return self.encode(suffix, continues=True)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for two chats whose token ids mean the same and whose templates are the same."""
+        known = [sorted(self.tokenizer.get_vocab().items()), self.chat_template]
+        return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+    @cached_property
+    def _generation_prompt(self) -> tuple[str, list[int]]:
+        """(text without the space around it, token ids) of what a template puts before an assistant speaks."""
+        talk = [self._in_form({"role": "user", "content": "x"})]
+        without, ids = (self.encode(self._apply(talk, None, prompted)) for prompted in (False, True))
+        ids = ids[shared_length(without, ids) :]
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip(), ids
+
+    def answer_end(self, prompt_ids: list[int]) -> int:
+        """Where a prompt's generation prompt begins; the prompt's length if it ends in none."""
+        text, ids = self._generation_prompt
+        if not text:
+            return len(prompt_ids)
+        if prompt_ids[-len(ids) :] == ids:
+            return len(prompt_ids) - len(ids)
+        for n in range(1, min(len(ids) + 2, len(prompt_ids)) + 1):  # a token may reach over its beginning
+            tail = self.tokenizer.decode(prompt_ids[-n:], clean_up_tokenization_spaces=False)
+            if tail.strip().endswith(text):
+                return len(prompt_ids) - n
+        return len(prompt_ids)
+
+    def answer_ids(self, messages: list[Message], first: int, tools: list | None = None) -> list[int]:
+        """Tokens of messages[first:] behind the assistant's message before them, from what follows its end token on."""
+        rendered = self.render(messages, tools, add_generation_prompt=False)
+        changed = {**messages[first], "content": _PROBE}
+        other = self.render([*messages[:first], changed, *messages[first + 1 :]], tools, add_generation_prompt=False)
+        seen = rendered[: shared_length(rendered, other)]  # up to the content of the first of them
+        ends = [s for s, i in self._special_ids.items() if i in self.stop_token_ids]
+        start = max((seen.rfind(s) + len(s) for s in ends if s in seen), default=len(seen))
+        return self.encode(rendered[start:], continues=True)
 
     def split_end(self, text: str) -> tuple[str, int | None]:
         """(a rendered turn up to its end token, the end token's id or None): of the special tokens and whitespace
@@ -316,6 +356,11 @@ def _imitated_text(chat: Chat, prompt: str, messages: list[Message], tools: list
             f'{unmarked(prompt)[-40:]!r} is not before it; give its text as "content", or "train": false'
         )
     return _without_repeat(prompt, chat.marked(content)), default_end
+
+
+def shared_length(a: str | list, b: str | list) -> int:
+    """How many items the two begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _without_repeat(prompt: str, content: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from rl_core.types import PackedBatch, TrainingSample
+from rl_core.types import PackedBatch, SequenceShard, TrainingSample
 
 Bins = list[list[int]]  # indices of samples
 TRAINED = ("token_ids", "rollout_logprobs", "advantages", "policy_versions")  # arrays of a sample, for trained tokens
@@ -40,43 +41,57 @@ class MinibatchPlan:
     entries: list[Entry]  # samples that need a forward
     bins: Bins  # of entries; bin b is a microbatch of rank b % num_ranks
     bin_tokens: list[int]  # of each bin, a shared prompt counted once
+    bin_work: list[float]  # of each bin, in tokens' worth of matrix products: attention counts too
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Room:
+    """What samples are packed into."""
+
+    max_tokens: int  # of a microbatch, on all of its cp ranks together
+    num_ranks: int = 1  # that train on different samples
+    cp: int = 1  # ranks that compute a sequence together: it is padded for them, and shares no prompt
+    pair_work: float = 0.0  # of a token that sees another, as a share of its matrix products
 
 
 def plan_minibatches(
-    entries: list[Entry],
-    num_minibatches: int,
-    max_tokens: int,
-    num_ranks: int,
-    skip_zero_advantages: bool = False,
-    is_pairs: bool = False,
+    entries: list[Entry], num_minibatches: int, room: Room, skip_zero_advantages: bool = False, is_pairs: bool = False
 ) -> list[MinibatchPlan]:
-    """Groups split in their order into minibatches, samples of each balanced over ranks and microbatches. A pair is a
-    group of two, of which each microbatch has both or none."""
+    """Groups split in their order into minibatches, samples of each balanced over ranks and microbatches. A pair is a group
+    of two, of which each microbatch has both or none."""
     entries = sorted(entries)
     groups = {group_id: n for n, group_id in enumerate(dict.fromkeys(e.group_id for e in entries))}
     parts: list[list[Entry]] = [[] for _ in range(num_minibatches)]
     for e in entries:
         parts[groups[e.group_id] * num_minibatches // len(groups)].append(e)
-    return [plan_minibatch(part, max_tokens, num_ranks, skip_zero_advantages, is_pairs) for part in parts]
+    return [plan_minibatch(part, room, skip_zero_advantages, is_pairs) for part in parts]
 
 
-def plan_minibatch(
-    part: list[Entry], max_tokens: int, num_ranks: int, skip_zero_advantages: bool, is_pairs: bool
-) -> MinibatchPlan:
+def plan_minibatch(part: list[Entry], room: Room, skip_zero_advantages: bool, is_pairs: bool) -> MinibatchPlan:
     used = [e for e in part if e.has_signal or not skip_zero_advantages]
     plan = MinibatchPlan(
-        num_tokens=sum(e.num_trained for e in part), num_sequences=len(part), entries=used, bins=[], bin_tokens=[]
+        num_tokens=sum(e.num_trained for e in part),
+        num_sequences=len(part),
+        entries=used,
+        bins=[],
+        bin_tokens=[],
+        bin_work=[],
     )
     if used:
         if is_pairs:
             units = [[i, i + 1] for i in range(0, len(used), 2)]
+        elif room.cp > 1:
+            units = [[i] for i in range(len(used))]
         else:
             # A group that shares its prompt goes to one bin, but no unit is so large that the ranks' loads would differ.
-            whole = sum(unit_tokens(used, unit) for unit in shared_units(used, max_tokens))
-            units = shared_units(used, min(max_tokens, whole // (2 * num_ranks)))
-        bins = balanced_bins([unit_tokens(used, unit) for unit in units], max_tokens, num_ranks)
+            whole = sum(unit_tokens(used, unit) for unit in shared_units(used, room.max_tokens))
+            units = shared_units(used, min(room.max_tokens, whole // (2 * room.num_ranks)))
+        tokens = [unit_tokens(used, unit, room.cp) for unit in units]
+        work = [t + room.pair_work * unit_pairs(used, unit, t) for t, unit in zip(tokens, units, strict=True)]
+        bins = balanced_bins(tokens, room.max_tokens, room.num_ranks, work)
         plan.bins = [[i for u in b for i in units[u]] for b in bins]
-        plan.bin_tokens = [sum(unit_tokens(used, units[u]) for u in b) for b in bins]
+        plan.bin_tokens = [sum(tokens[u] for u in b) for b in bins]
+        plan.bin_work = [sum(work[u] for u in b) for b in bins]
     return plan
 
 
@@ -98,9 +113,23 @@ def shared_units(entries: list[Entry], max_tokens: int) -> list[list[int]]:
     return units
 
 
-def unit_tokens(entries: list[Entry], unit: list[int]) -> int:
+def unit_tokens(entries: list[Entry], unit: list[int], cp: int = 1) -> int:
+    if cp > 1:
+        return sum(padded_length(entries[i].length, cp) for i in unit)
     prompt, tokens = entries[unit[0]].prompt_length, sum(entries[i].length for i in unit)
     return tokens - prompt * (len(unit) - 1) if is_worth_sharing(prompt, len(unit), tokens) else tokens
+
+
+def unit_pairs(entries: list[Entry], unit: list[int], num_tokens: int) -> float:
+    """How often a token sees another in a unit that is computed as num_tokens."""
+    lengths = [entries[i].length for i in unit]
+    shared = entries[unit[0]].prompt_length if num_tokens < sum(lengths) else 0
+    return (sum(n * n for n in lengths) - (len(unit) - 1) * shared**2) / 2
+
+
+def padded_length(length: int, cp: int) -> int:
+    """Tokens that a sequence takes where cp ranks compute it together: a multiple of 2 cp (see SequenceShard)."""
+    return length if cp == 1 else -(-length // (2 * cp)) * 2 * cp
 
 
 def prompt_length(loss_mask: Sequence[int]) -> int:
@@ -116,37 +145,49 @@ def trained_span(loss_mask: Sequence[int]) -> int:
     return last
 
 
-def balanced_bins(lengths: Sequence[int], max_tokens: int, multiple: int = 1) -> Bins:
-    """Bins of nearly equal token counts, each at most max_tokens (a longer sample stands alone). Their number is a
-    multiple of `multiple`; some are empty where there are fewer samples. Longest first into the emptiest bin:
-    deterministic, so that every rank computes the same (Graham 1969; at most 4/3 of the best largest bin)."""
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+def balanced_bins(
+    lengths: Sequence[int], max_tokens: int, multiple: int = 1, work: Sequence[float] | None = None
+) -> Bins:
+    """Bins of nearly equal work (default: tokens), each of at most max_tokens (a longer sample stands alone). Their number
+    is a multiple of `multiple`; some are empty where there are fewer samples. The most work first, into the bin with the
+    least that has room: deterministic, so that every rank computes the same (Graham 1969; at most 4/3 of the best largest
+    bin)."""
+    work = lengths if work is None else work
+    order = sorted(range(len(lengths)), key=lambda i: (-work[i], i))
     num = -(-sum(lengths) // max_tokens)
     while True:
         num = max(multiple, -(-num // multiple) * multiple)
         heap = [(0, b) for b in range(num)]
         bins: Bins = [[] for _ in range(num)]
+        tokens = [0] * num
         for i in order:
-            size, b = heap[0]
-            if bins[b] and size + lengths[i] > max_tokens:
+            full = []
+            while heap and tokens[heap[0][1]] and tokens[heap[0][1]] + lengths[i] > max_tokens:
+                full.append(heapq.heappop(heap))
+            if not heap:
                 break
-            heapq.heapreplace(heap, (size + lengths[i], b))
+            done, b = heap[0]
+            heapq.heapreplace(heap, (done + work[i], b))
             bins[b].append(i)
+            tokens[b] += lengths[i]
+            for entry in full:
+                heapq.heappush(heap, entry)
         else:
             return bins
         num += 1
 
 
-def pack_samples(samples: Sequence[TrainingSample]) -> PackedBatch:
+def pack_samples(samples: Sequence[TrainingSample], cp: int = 1) -> PackedBatch:
     """The samples end to end, shortest first, each without its last token (nothing follows it); a prompt that several
-    begin with stands once. No samples at all give one untrained token, for a rank that must keep step with the others."""
+    begin with stands once. No samples at all give one untrained token, for a rank that must keep step with the others.
+    For cp ranks that compute it together each sample stands whole, and padded."""
     by_prompt: dict[tuple[int, ...], list[TrainingSample]] = {}
     for sample in samples:
         by_prompt.setdefault(tuple(sample.token_ids[: prompt_length(sample.loss_mask)]), []).append(sample)
     wholes: list[tuple[list[int], TrainingSample | None]] = []  # tokens from the first on, and whose they are
     branches: list[tuple[tuple[int, ...], TrainingSample]] = []  # samples that follow a shared prompt
     for prompt, members in by_prompt.items():
-        if is_worth_sharing(len(prompt), len(members), sum(len(s.token_ids) for s in members)):
+        if cp == 1 and is_worth_sharing(len(prompt), len(members), sum(len(s.token_ids) for s in members)):
             wholes.append((list(prompt), None))
             branches += [(prompt, s) for s in members]
         else:
@@ -154,7 +195,7 @@ def pack_samples(samples: Sequence[TrainingSample]) -> PackedBatch:
     wholes = sorted(wholes, key=lambda whole: len(whole[0])) or [([0], None)]
     branches.sort(key=lambda branch: len(branch[1].token_ids) - len(branch[0]))
 
-    layout = Layout()
+    layout = Layout(cp)
     prompt_pieces = {}
     for tokens, sample in wholes:
         piece = layout.add(tokens, 0, -1)
@@ -176,15 +217,17 @@ def pack_samples(samples: Sequence[TrainingSample]) -> PackedBatch:
 class Layout:
     """A packed batch under construction."""
 
-    def __init__(self):
+    def __init__(self, cp: int):
+        self.cp = cp
         self.tokens, self.positions, self.starts, self.parents = [], [], [0], []
         self.samples: list[TrainingSample] = []  # of which tokens are trained, in their order
         self.columns = {name: [] for name in ("sources", "sequences", *TRAINED)}
 
     def add(self, tokens: Sequence[int], position: int, parent: int) -> int:
         """The new piece's number."""
-        self.tokens += tokens
-        self.positions += range(position, position + len(tokens))
+        length = padded_length(len(tokens), self.cp)
+        self.tokens += [*tokens, *[0] * (length - len(tokens))]
+        self.positions += range(position, position + length)
         self.starts.append(len(self.tokens))
         self.parents.append(parent)
         return len(self.parents) - 1
@@ -212,3 +255,25 @@ class Layout:
             order=torch.tensor(order, dtype=torch.int64),
             **columns,
         )
+
+
+def shard_sequences(batch: PackedBatch, cp: int, rank: int) -> PackedBatch:
+    """The batch with what one of cp ranks computes of it; every rank knows who computes what."""
+    starts, place = batch.cu_seqlens.long(), batch.position_ids
+    chunks = (starts.diff() // (2 * cp)).repeat_interleave(
+        starts.diff()
+    )  # [T] length of a chunk of the token's sequence
+    chunk = place // chunks
+    owners = torch.minimum(chunk, 2 * cp - 1 - chunk)  # [T]
+    tokens = (owners == rank).nonzero()[:, 0]
+    here = torch.full_like(owners, -1).index_put((tokens,), torch.arange(len(tokens)))
+    by_owner = [(owners[batch.sources] == r).nonzero()[:, 0] for r in range(cp)]
+    shard = SequenceShard(
+        tokens=tokens,
+        cu_seqlens=batch.cu_seqlens // cp,
+        sources=here[batch.sources[by_owner[rank]]],
+        trained=by_owner[rank],
+        counts=[len(part) for part in by_owner],
+        places=torch.cat(by_owner).argsort(),
+    )
+    return dataclasses.replace(batch, shard=shard)

@@ -6,37 +6,127 @@ import math
 from typing import Any
 
 from rl_core.config import nearest
-from rl_core.data.chat import Chat, imitation_turns
-from rl_core.data.tasks import check_messages, shorten
-from rl_core.types import Message, TrainingSample, Turn
+from rl_core.data.chat import Chat, TokenStream, imitation_turns, shared_length
+from rl_core.data.tasks import check_messages, is_trajectory, shorten
+from rl_core.types import Completion, Message, TrainingSample, Turn
 
 PAIR = ("chosen", "rejected")
 
 
-def samples_from_turns(turns: list[Turn], advantages: float | list[float], group_id: str = "") -> list[TrainingSample]:
+def samples_from_turns(
+    turns: list[Turn],
+    advantages: float | list[float],
+    group_id: str = "",
+    observed: list[range] | None = None,
+    observation_weight: float = 0.0,
+) -> list[TrainingSample]:
     """One sample for each run of turns whose prompt extends the tokens before it, so that shared tokens are computed
-    once. `advantages` is of all turns or of each. Turns in which nothing was sampled leave no sample."""
+    once. `advantages` is of all turns or of each. Turns in which nothing was sampled leave no sample. `observed` names
+    the places of each turn's prompt that are trained too, with a weight of their own."""
     if not isinstance(advantages, list):
         advantages = [advantages] * len(turns)
     assert len(advantages) == len(turns), (len(advantages), len(turns))
     samples: list[TrainingSample] = []
-    for turn, advantage in zip(turns, advantages, strict=True):
+    for number, (turn, advantage) in enumerate(zip(turns, advantages, strict=True)):
         if not samples or turn.prompt_ids[: len(samples[-1].token_ids)] != samples[-1].token_ids:
             samples.append(_empty_sample(group_id))
-        _append_turn(samples[-1], turn, advantage)
+        _append_turn(samples[-1], turn, advantage, observed[number] if observed else range(0), observation_weight)
     return [s for s in samples if any(s.loss_mask)]
 
 
-def imitation_samples(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
-    """Samples of a row {"messages"} or {"prompt", "response"} (strings or lists of messages), with advantage 1 on what
-    assistants say. A column `tools` is given to the template."""
-    turns = imitation_turns(chat, imitation_messages(row), row.get("tools") or None)
-    return samples_from_turns(turns, 1.0)
+def imitation_samples(
+    chat: Chat, row: dict[str, Any], action_weight: float = 1.0, observation_weight: float = 0.0
+) -> list[TrainingSample]:
+    """Samples of a row {"messages"} or {"prompt", "response"} (strings or lists of messages), or of an episode that a run
+    wrote. Its advantages are the weights: of what assistants say, and of what they are answered. A token of weight 0 is
+    not trained. A column `tools` is given to the template. Raises ValueError if a row cannot be imitated."""
+    messages, tools = imitation_messages(row), row.get("tools") or None
+    if is_trajectory(row) and row["tokenizer"] == chat.fingerprint:
+        turns = recorded_turns(row)
+    else:
+        turns = imitation_turns(chat, messages, tools)
+    observed = None
+    if observation_weight:
+        turns, observed = observations(chat, messages, turns, tools)
+    samples = samples_from_turns(turns, action_weight, "", observed, observation_weight)
+    return [s for s in map(_without_zero_weights, samples) if any(s.loss_mask)]
+
+
+def recorded_turns(row: dict[str, Any]) -> list[Turn]:
+    """An episode's turns with the tokens that were sampled. Their logprobs are of no use here, and were not kept."""
+    turns = []
+    for prompt_ids, token_ids in row["turns"]:
+        ids = list(token_ids)
+        done = Completion(token_ids=ids, logprobs=[0.0] * len(ids), text="", finish_reason="stop", policy_version=0)
+        turns.append(Turn(prompt_ids=list(prompt_ids), completion=done))
+    return turns
+
+
+def observations(
+    chat: Chat, messages: list[Message], turns: list[Turn], tools: list | None = None
+) -> tuple[list[Turn], list[range]]:
+    """The turns, with one more in which nothing is said if messages follow the last, and where in each turn's prompt the
+    answer to the turn before stands: what the template puts between that turn's end token and the generation prompt,
+    headers and end tokens included. An answer with a message of "train": False is context, as all is before the first turn."""
+    spoken = imitated(messages)
+    if len(spoken) != len(turns):  # an episode whose messages are not those of its turns
+        return turns, [range(0)] * len(turns)
+    if spoken[-1] + 1 < len(messages):
+        turns = turns + _closing_turn(chat, turns[-1], messages, spoken[-1], tools)
+    spans = [range(0)]
+    for number, turn in enumerate(turns[1:], 1):
+        first, until = spoken[number - 1] + 1, spoken[number] if number < len(spoken) else len(messages)
+        is_context = any(m.get("train") is False for m in messages[first:until])
+        before = turns[number - 1].prompt_ids + turns[number - 1].completion.token_ids
+        span = range(0) if is_context else _answer_span(chat, before, turn.prompt_ids, messages[:until], first, tools)
+        spans.append(span)
+    return turns, spans
+
+
+def _closing_turn(chat: Chat, turn: Turn, messages: list[Message], place: int, tools: list | None) -> list[Turn]:
+    """A turn in which nothing is said, and which shows what follows the last one, said in messages[place]; none where the
+    template rewrites a history whose tokens are not known to be those of the messages."""
+    stream, done = TokenStream(chat, messages[:place], tools), turn.completion
+    first_ids = stream.prompt_ids
+    if stream.extend(done.token_ids, done.text or chat.decode(done.token_ids), messages):
+        prompt_ids = turn.prompt_ids + stream.prompt_ids[len(first_ids) :]
+    elif first_ids == turn.prompt_ids:
+        prompt_ids = stream.prompt_ids
+    else:
+        return []
+    nothing = Completion(token_ids=[], logprobs=[], text="", finish_reason="stop", policy_version=0)
+    return [Turn(prompt_ids=prompt_ids[: chat.answer_end(prompt_ids)], completion=nothing)]
+
+
+def _answer_span(
+    chat: Chat, said: list[int], prompt_ids: list[int], messages: list[Message], first: int, tools: list | None
+) -> range:
+    """Where messages[first:] stand in prompt_ids; empty if they are not found, because the template rewrote them."""
+    end = chat.answer_end(prompt_ids)
+    if not messages[first:]:
+        return range(0)
+    if prompt_ids[: len(said)] == said:
+        # A turn cut short has no end token; the template's is nobody's answer.
+        is_cut = said[-1:] and said[-1] not in chat.stop_token_ids and prompt_ids[len(said)] in chat.stop_token_ids
+        return range(len(said) + bool(is_cut), end)
+    ids = chat.answer_ids(messages, first, tools)
+    return range(end - len(ids), end) if prompt_ids[end - len(ids) : end] == ids else range(0)
+
+
+def _without_zero_weights(sample: TrainingSample) -> TrainingSample:
+    """The sample, in which tokens of weight 0 are context."""
+    sample.loss_mask = [int(a != 0) for a in sample.advantages]
+    sample.policy_versions = [v if m else -1 for v, m in zip(sample.policy_versions, sample.loss_mask, strict=True)]
+    return sample
 
 
 def imitation_messages(row: dict[str, Any]) -> list[Message]:
     if row.get("messages") is not None:
         messages = _as_messages(row, "messages", "user")
+        if is_trajectory(row):  # what assistants said before the first turn was given to the actor
+            spoken = imitated(messages)
+            first = spoken[-len(row["turns"])] if len(spoken) >= len(row["turns"]) else 0
+            messages = [{**m, "train": False} for m in messages[:first]] + messages[first:]
     elif row.get("prompt") is not None and row.get("response") is not None:
         prompt = [{**m, "train": False} for m in _as_messages(row, "prompt", "user")]
         messages = prompt + _as_messages(row, "response", "assistant")
@@ -44,10 +134,15 @@ def imitation_messages(row: dict[str, Any]) -> list[Message]:
         raise ValueError(
             f'a row with columns {sorted(row)} cannot be imitated: it needs "messages", or "prompt" and "response"'
         )
-    if not any(m["role"] == "assistant" and m.get("train") is not False for m in messages):
+    if not imitated(messages):
         roles = [m["role"] for m in messages]
         raise ValueError(f"messages with roles {roles} hold nothing to imitate: give one with role 'assistant'")
     return messages
+
+
+def imitated(messages: list[Message]) -> list[int]:
+    """Which messages are to be imitated: assistants' without "train": False."""
+    return [i for i, m in enumerate(messages) if m.get("role") == "assistant" and m.get("train") is not False]
 
 
 def _as_messages(row: dict[str, Any], column: str, role: str) -> list[Message]:
@@ -75,13 +170,18 @@ def reply_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
     return _as_pair(samples, row)
 
 
+def conversation_ids(chat: Chat, messages: list[Message], tools: list | None = None) -> list[int]:
+    """Token ids of a whole conversation, which is what a reward model reads."""
+    return chat.encode(chat.render(messages, tools, add_generation_prompt=False))
+
+
 def scored_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
     """[chosen, rejected] of a preference row, each the whole conversation as the chat template renders it, so that a
     sequence classifier reads the same tokens. A last token of no meaning stands for the score: it is what the hidden
     state of the conversation's own last token "predicts". Trained is all that the two do not begin with alike."""
     context, *replies = pair_messages(row)
     tools, pad = row.get("tools") or None, chat.tokenizer.pad_token_id
-    ids = [chat.encode(chat.render(context + r, tools, add_generation_prompt=False)) for r in replies]
+    ids = [conversation_ids(chat, context + r, tools) for r in replies]
     if pad is not None and any(i[-1:] == [pad] for i in ids):
         raise ValueError(
             f"the conversation ends in the padding token {chat.tokenizer.pad_token!r}, so that a sequence classifier "
@@ -144,11 +244,6 @@ def pair_messages(row: dict[str, Any]) -> tuple[list[Message], list[Message], li
     return context, sides[0], sides[1]
 
 
-def shared_length(a: list, b: list) -> int:
-    """How many items the two begin with alike."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 def _pair_side(value: Any, column: str, role: str) -> list[Message]:
     if isinstance(value, str) and column != "messages":
         return [{"role": role, "content": value}]
@@ -164,13 +259,16 @@ def _empty_sample(group_id: str) -> TrainingSample:
     )
 
 
-def _append_turn(sample: TrainingSample, turn: Turn, advantage: float) -> None:
-    done = turn.completion
-    new_ids = turn.prompt_ids[len(sample.token_ids) :]
+def _append_turn(
+    sample: TrainingSample, turn: Turn, advantage: float, observed: range = range(0), observation_weight: float = 0.0
+) -> None:
+    done, begin = turn.completion, len(sample.token_ids)
+    new_ids = turn.prompt_ids[begin:]
     num_new, num_done = len(new_ids), len(done.token_ids)
     assert len(done.logprobs) == num_done, (len(done.logprobs), num_done)
+    heard = [int(place in observed) for place in range(begin, begin + num_new)]
     sample.token_ids += new_ids + done.token_ids
-    sample.loss_mask += [0] * num_new + [1] * num_done
+    sample.loss_mask += heard + [1] * num_done
     sample.rollout_logprobs += [0.0] * num_new + list(done.logprobs)
-    sample.policy_versions += [-1] * num_new + [done.policy_version] * num_done
-    sample.advantages += [0.0] * num_new + [advantage] * num_done
+    sample.policy_versions += [h - 1 for h in heard] + [done.policy_version] * num_done
+    sample.advantages += [h * observation_weight for h in heard] + [advantage] * num_done

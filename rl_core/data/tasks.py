@@ -5,12 +5,16 @@ from __future__ import annotations
 import difflib
 import gzip
 import json
+import math
 import os
 import re
 import zlib
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import zstandard
 
 from rl_core.config import nearest
 from rl_core.types import Message, Task, counter_seed
@@ -18,17 +22,29 @@ from rl_core.types import Message, Task, counter_seed
 OWN_FORMATS = (".json", ".jsonl")
 TABLE_FORMATS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 FORMATS = (*OWN_FORMATS, *TABLE_FORMATS)
+ROLLOUTS = ".jsonl.zst"
+TOKENIZERS = "tokenizers.json"  # beside a run's rollouts: actor -> fingerprint of the tokenizer that they are in
 # Where the first message may stand; the first of these columns that a row has is used.
 PROMPT_COLUMNS = ("messages", "prompt", "question", "problem")
 
 
-def load_rows(source: str, split: str = "train") -> Sequence[dict[str, Any]]:
+def load_rows(
+    source: str, split: str = "train", min_reward: float | None = None, actor: str | None = None
+) -> Sequence[dict[str, Any]]:
     """The rows of a file, of a folder made by `save_to_disk`, or of a `datasets` name, "org/name[:config]".
 
-    `split` chooses within the latter two; a file is one split. Raises ValueError for what is missing, cut short, empty
-    or no object, with the file and, where there are lines, the line.
+    `split` chooses within the latter two; a file is one split. Of a run's rollouts (their folder, or one file) the rows are
+    an actor's episodes that did not fail and whose reward is at least min_reward. Raises ValueError for what is missing,
+    cut short, empty or no object, with the file and, where there are lines, the line.
     """
     path = Path(source).expanduser()
+    if (files := rollout_files(path)) is not None:
+        return load_rollouts(files, source, min_reward, actor)
+    for flag, value in (("min_reward", min_reward), ("actor", actor)):
+        if value is not None:
+            raise ValueError(
+                f"--data.{flag}={value} chooses among a run's rollouts, which {source} is not; leave it out"
+            )
     if path.is_dir():
         rows = load_folder(path, split)
     elif path.exists() or is_path_like(source):
@@ -38,6 +54,56 @@ def load_rows(source: str, split: str = "train") -> Sequence[dict[str, Any]]:
     if len(rows) == 0:
         raise ValueError(f"{source}: the data set is empty; it must have at least one row")
     return rows
+
+
+def rollout_files(path: Path) -> list[Path] | None:
+    """The files of a run's rollouts, without the evaluations' if a folder is given; None for another source."""
+    if path.is_dir():
+        return sorted(path.glob(f"step_*{ROLLOUTS}")) or None
+    return [path] if path.name.endswith(ROLLOUTS) else None
+
+
+def load_rollouts(files: list[Path], source: str, min_reward: float | None, actor: str | None) -> list[dict[str, Any]]:
+    """Episodes as rows: messages, reward, and the tokens of each turn, with the fingerprint of their tokenizer."""
+    rows, num_failed, highest, actors = [], 0, -math.inf, set()
+    for file in files:
+        names = file.parent / TOKENIZERS
+        tokenizers = json.loads(names.read_text()) if names.is_file() else {}
+        for number, row in enumerate(parse_jsonl(file), 1):
+            if not {"messages", "turns", "reward", "status", "actor"} <= row.keys():
+                raise ValueError(f"{file}:{number}: no episode of a run; it has {', '.join(row)}")
+            if row["status"] == "failed" or row["reward"] is None or not row["turns"]:
+                num_failed += 1
+                continue
+            actors.add(row["actor"])
+            if actor not in (None, row["actor"]):
+                continue
+            highest = max(highest, row["reward"])
+            if min_reward is None or row["reward"] >= min_reward:
+                rows.append(episode_row(row, tokenizers.get(row["actor"], "")))
+    if actor not in (None, *actors):
+        raise ValueError(f"--data.actor={actor} did not speak in {source}; {nearest(actor, sorted(actors))}")
+    if actor is None and len(actors) > 1:
+        names = sorted(actors)
+        raise ValueError(f"{source} holds what {', '.join(names)} said; choose one by --data.actor, such as {names[0]}")
+    if not rows and math.isfinite(highest):
+        raise ValueError(
+            f"{source}: no episode has a reward of --data.min_reward={min_reward}; the highest is {highest}"
+        )
+    if not rows:
+        raise ValueError(f"{source}: no episode to train on; {num_failed} failed")
+    return rows
+
+
+def episode_row(episode: dict[str, Any], tokenizer: str) -> dict[str, Any]:
+    """A trajectory as a row; arrays take a tenth of the memory of lists."""
+    turns = [(array("i", t["prompt_ids"]), array("i", t["completion"]["token_ids"])) for t in episode["turns"]]
+    return {"messages": episode["messages"], "reward": episode["reward"], "turns": turns, "tokenizer": tokenizer}
+
+
+def is_trajectory(row: dict[str, Any]) -> bool:
+    """Whether a row is an episode of a run, by load_rollouts."""
+    return "tokenizer" in row and "turns" in row
 
 
 def is_path_like(source: str) -> bool:
@@ -89,12 +155,34 @@ def parse_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Lines from 1, split at newlines alone: JSON strings may hold Unicode's other line separators."""
     number = 0
+    if path.suffix == ".zst":
+        yield from enumerate(unpacked(path).splitlines(keepends=True), 1)
+        return
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 yield number, line
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}:{number + 1}: not gzip, or the file is cut short: {error}") from None
+
+
+def unpacked(path: Path) -> bytes:
+    """What a zstd file holds. Raises ValueError if it is cut short: its last episodes would be missing unseen."""
+    check_exists(path)
+    rest, found = path.read_bytes(), []
+    try:
+        while rest:
+            frame = zstandard.ZstdDecompressor().decompressobj()
+            found.append(frame.decompress(rest))
+            if not frame.eof:
+                raise zstandard.ZstdError("it ends inside a frame")
+            rest = frame.unused_data
+    except zstandard.ZstdError as error:
+        num_lines = b"".join(found).count(b"\n")
+        raise ValueError(
+            f"{path}: not zstd, or the file is cut short after {num_lines} whole lines ({error}); copy it again, or remove it"
+        ) from None
+    return b"".join(found)
 
 
 def parse_json(path: Path) -> list[dict[str, Any]]:
@@ -119,8 +207,9 @@ def json_kind(value: Any) -> str:
 
 def load_folder(path: Path, split: str) -> Sequence[dict[str, Any]]:
     if not (path / "dataset_dict.json").exists() and not (path / "state.json").exists():
-        names = sorted(name.name for name in path.iterdir() if name.suffix in (*FORMATS, ".gz"))
+        names = sorted(name.name for name in path.iterdir() if name.suffix in (*FORMATS, ".gz", ".zst"))
         hint = f"name one file of it, such as {path / names[0]}" if names else "name a file"
+        hint = f"the episodes of a run lie in {path / 'rollouts'}" if (path / "rollouts").is_dir() else hint
         raise ValueError(f"{path}: a folder must be one that datasets' save_to_disk made; {hint}")
     datasets = import_datasets(str(path))
     with data_errors(str(path), datasets):
@@ -260,3 +349,29 @@ class TaskSource:
             raise ValueError(f"{self.env}: no row of the {self.split} data set is left")
         self.kept = indices
         self.order = RowOrder(len(indices), self.seed, self.shuffle)
+
+
+class TaskMix:
+    """The tasks of several sources in turn: of the first n each has its share by weight, but for at most one."""
+
+    def __init__(self, sources: Sequence[TaskSource], weights: Sequence[float]):
+        self.sources, self.weights = sources, weights
+        self.drawn = [0] * len(sources)  # before self.position
+        self.position = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sources))
+
+    def tasks(self, position: int, n: int) -> list[Task]:
+        """n tasks from a position on, which counts those of all sources."""
+        if position < self.position:
+            self.drawn, self.position = [0] * len(self.sources), 0
+        found = []
+        while self.position < position + n:
+            # The source whose next task is due first; on a tie the one named first.
+            i = min(range(len(self.sources)), key=lambda i: ((self.drawn[i] + 0.5) / self.weights[i], i))
+            if self.position >= position:
+                found += self.sources[i].tasks(self.drawn[i], 1)
+            self.drawn[i] += 1
+            self.position += 1
+        return found

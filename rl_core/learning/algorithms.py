@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_core.config import AlgoConfig, Config
+from rl_core.config import AlgoConfig, Config, CriticConfig
 from rl_core.types import PackedBatch
 
 
@@ -20,6 +20,7 @@ from rl_core.types import PackedBatch
 class Algorithm:
     is_rl: bool = True  # samples episodes; otherwise imitates rows
     advantage: str = "group_norm"
+    normalize: str = "none"
     ratio: str = "token"
     objective: str = "clip"
     clip_low: float = 0.2
@@ -37,6 +38,7 @@ class Algorithm:
     overlong_buffer: int = 0
     refill_rounds: int = 0
     target_kl: float = 0.0
+    turn_discount: float | None = None
 
     @property
     def is_pairs(self) -> bool:
@@ -44,9 +46,15 @@ class Algorithm:
         return self.objective in ("dpo", "rm")
 
     @property
+    def has_critic(self) -> bool:
+        """A second model estimates what reward is still to come, and is trained beside the policy."""
+        return self.advantage == "gae"
+
+    @property
     def skips_zero_advantages(self) -> bool:
         """A sample whose advantages are all 0 has no gradient, and needs no forward, if nothing else moves it."""
-        return self.is_rl and self.entropy_coef == 0 and self.kl_coef == 0 and self.advantage != "batch_norm"
+        is_final = self.normalize != "batch" and not self.has_critic
+        return self.is_rl and self.entropy_coef == 0 and self.kl_coef == 0 and is_final
 
 
 PRESETS = {
@@ -63,7 +71,9 @@ PRESETS = {
     # Ahmadian et al. 2024, arXiv:2402.14740: whole sequences, so that tokens are summed; the KL (there 0.03) in the reward
     "rloo": Algorithm(advantage="rloo", aggregation="constant", kl="k1", kl_in="reward"),
     # Hu et al. 2025, arXiv:2501.03262: normalised over the global batch; the KL in the reward of each token
-    "reinforce_pp": Algorithm(advantage="batch_norm", kl="k1", kl_in="reward"),
+    "reinforce_pp": Algorithm(advantage="none", normalize="batch", kl="k1", kl_in="reward"),
+    # Schulman et al. 2017, arXiv:1707.06347, with a critic that is a model of its own; the KL as in Ouyang et al. 2022
+    "ppo": Algorithm(advantage="gae", normalize="batch", kl="k1", kl_in="reward"),
     "sft": Algorithm(is_rl=False, advantage="none"),
     # Rafailov et al. 2023, arXiv:2305.18290
     "dpo": Algorithm(is_rl=False, advantage="none", objective="dpo", aggregation="pair"),
@@ -71,6 +81,7 @@ PRESETS = {
     "rm": Algorithm(is_rl=False, advantage="none", objective="rm", aggregation="pair"),
 }
 GROUP_BASELINES = ("group_mean", "group_norm", "group_norm_unbiased", "rloo")
+CRITIC = Algorithm(is_rl=False, advantage="none", objective="value")  # of the learner that trains the critic
 
 
 def make_algorithm(preset: str, parts: AlgoConfig) -> Algorithm:
@@ -82,6 +93,11 @@ def check_algorithm(a: Algorithm, config: Config, has_advantage_fn: bool = False
     """Raises ValueError for parts that contradict each other, or that would do nothing."""
     given = {name for name, value in vars(config.algo).items() if value is not None}
     updates = config.learner.minibatches * config.learner.epochs
+    if config.critic != CriticConfig() and not a.has_critic:
+        raise ValueError(
+            f"--critic.* has no meaning for --algorithm {config.algorithm} with the advantage {a.advantage}, which asks no "
+            "critic; leave it out, or take --algorithm ppo"
+        )
     if not a.is_rl:
         for name in sorted(given - (set() if a.is_pairs else {"aggregation"})):
             raise ValueError(f"--algo.{name} has no meaning for --algorithm {config.algorithm}; leave it out")
@@ -90,7 +106,27 @@ def check_algorithm(a: Algorithm, config: Config, has_advantage_fn: bool = False
         (
             a.advantage in GROUP_BASELINES and config.group_size < 2,
             f"--group_size={config.group_size}: the baseline is the group's mean, so that one episode has no signal; "
-            "take at least 2, or --algo.advantage none or batch_norm",
+            "take at least 2, or --algo.advantage none or gae",
+        ),
+        (
+            a.has_critic and a.ratio == "sequence",
+            "--algo.ratio=sequence contradicts --algo.advantage=gae, which gives each token an advantage of its own; take "
+            "ratio token",
+        ),
+        (
+            a.has_critic and a.refill_rounds,
+            f"--algo.refill_rounds={a.refill_rounds} leaves out groups whose rewards are all equal, from which "
+            "--algo.advantage=gae and its critic learn too; set --algo.refill_rounds 0",
+        ),
+        (
+            a.has_critic and a.normalize == "env",
+            "--algo.normalize=env contradicts --algo.advantage=gae: it scales what rewards say before the critic is asked; "
+            "take batch or none",
+        ),
+        (
+            a.has_critic and config.critic.warmup_steps >= config.num_steps > 0,
+            f"--critic.warmup_steps={config.critic.warmup_steps} must be less than --num_steps={config.num_steps}, or the "
+            "actor would never learn",
         ),
         (
             a.advantage == "custom" and not has_advantage_fn,
@@ -138,6 +174,10 @@ def check_algorithm(a: Algorithm, config: Config, has_advantage_fn: bool = False
             f"--algo.refill_rounds={a.refill_rounds} replaces groups whose rewards are all equal, as in every group of "
             "one; raise --group_size, or set --algo.refill_rounds 0",
         ),
+        (
+            a.turn_discount is not None and (not 0 <= a.turn_discount <= 1 or a.has_critic),
+            f"--algo.turn_discount={a.turn_discount} must lie in 0..1; with a critic (--algo.advantage gae) it has no meaning",
+        ),
         (a.target_kl < 0, f"--algo.target_kl={a.target_kl} must be at least 0; 0 is off"),
         (
             a.target_kl and updates == 1,
@@ -153,12 +193,12 @@ def check_algorithm(a: Algorithm, config: Config, has_advantage_fn: bool = False
 def group_advantages(
     rewards: list[float], kind: str, advantage_fn: Callable[[list[float]], list[float]] | None = None
 ) -> list[float]:
-    """[G] rewards -> [G] advantages; all but none and custom are exactly 0 in a group whose rewards are all equal.
+    """[G] rewards -> [G] advantages; all but none, gae and custom are exactly 0 in a group whose rewards are all equal.
     group_mean: R - mean(R). group_norm: that over the population's standard deviation; group_norm_unbiased: over the
-    sample's. rloo: R - mean of the others' (Kool et al. 2019; arXiv:2402.14740). none: R itself; batch_norm the
-    same, since the learner normalises it over the whole batch. custom: what advantage_fn says."""
+    sample's. rloo: R - mean of the others' (Kool et al. 2019; arXiv:2402.14740). none: R itself; gae the same, from
+    which the learner subtracts what its critic expects. custom: what advantage_fn says."""
     values = torch.tensor(rewards, dtype=torch.float64)
-    if kind in ("none", "batch_norm"):
+    if kind in ("none", "gae"):
         return values.tolist()
     if kind == "custom":
         return advantage_fn(rewards)
@@ -170,13 +210,18 @@ def group_advantages(
     return (centred / scale).tolist()
 
 
+def mean_and_deviation(total: float, squares: float, count: float) -> tuple[float, float]:
+    """Of a population whose sum, sum of squares and number are given; the deviation is exactly 0 if all are equal."""
+    mean = total / count
+    deviation = max(squares / count - mean**2, 0.0) ** 0.5
+    return mean, 0.0 if deviation <= 1e-7 * max(abs(mean), 1e-30) else deviation
+
+
 def normalised(advantages: Tensor, total: float, squares: float, count: float) -> Tensor:
     """(A - mean) / deviation over all trained tokens of the global batch, of which the sum, the sum of squares and the
     number are given; 0 if they are all equal (REINFORCE++, arXiv:2501.03262)."""
-    mean = total / count
-    deviation = max(squares / count - mean**2, 0.0) ** 0.5
-    is_constant = deviation <= 1e-7 * max(abs(mean), 1e-30)
-    return torch.zeros_like(advantages) if is_constant else (advantages - mean) / deviation
+    mean, deviation = mean_and_deviation(total, squares, count)
+    return (advantages - mean) / deviation if deviation else torch.zeros_like(advantages)
 
 
 def overlong_penalty(length: int, max_tokens: int, buffer: int) -> float:
@@ -193,11 +238,42 @@ def sequence_mean(values: Tensor, sequences: Tensor) -> Tensor:
     return (sums / lengths)[sequences]
 
 
-def sums_to_go(values: Tensor, sequences: Tensor) -> Tensor:
-    """[M] for each token the sum of its sequence's values from it on."""
-    before = torch.cat([values.new_zeros(1, dtype=torch.float64), values.double().cumsum(0)])
-    ends = torch.bincount(sequences).cumsum(0)[sequences]
-    return (before[ends] - before[:-1]).to(values.dtype)
+def sums_to_go(values: Tensor, sequences: Tensor, decay: float = 1.0) -> Tensor:
+    """[M] for each token the sum of its sequence's values from it on, the one l trained tokens later times decay^l."""
+    sums, reach = values.double(), 1
+    while reach < len(sums):
+        # Sums over `reach` tokens become sums over twice as many: log2 passes over all sequences at once.
+        is_same = sequences[reach:] == sequences[:-reach]
+        if not is_same.any():
+            break
+        later = torch.where(is_same, sums[reach:], 0.0)
+        sums = sums + decay**reach * torch.nn.functional.pad(later, (0, reach))
+        reach *= 2
+    return sums.to(values.dtype)
+
+
+def gae_advantages(rewards: Tensor, values: Tensor, sequences: Tensor, gamma: float, lam: float) -> Tensor:
+    """[M] sum over l of (gamma lam)^l d(t+l), with d(t) = r(t) + gamma V(t+1) - V(t) and V = 0 after a sequence's last
+    token (Schulman et al. 2016, arXiv:1506.02438, eq. 16). Steps are trained tokens: what an environment said between
+    two turns is none, so that a turn's last token is followed by the next turn's first. values[t] is V of the state in
+    which token t was chosen."""
+    following = torch.nn.functional.pad(values[1:], (0, 1))
+    deltas = rewards + gamma * torch.where(is_last(sequences), 0.0, following) - values
+    return sums_to_go(deltas, sequences, gamma * lam)
+
+
+def is_last(sequences: Tensor) -> Tensor:
+    """[M] bool, the last trained token of its sequence."""
+    return torch.nn.functional.pad(sequences[1:], (0, 1), value=-1) != sequences
+
+
+def token_rewards(a: Algorithm, batch: PackedBatch) -> Tensor:
+    """[M] the reward of each trained token: the sample's, which batch.advantages holds, at its last one, less
+    kl_coef times the KL of each if that is in the reward (Ziegler et al. 2019, arXiv:1909.08593)."""
+    rewards = torch.where(is_last(batch.sequences), batch.advantages, 0.0)
+    if a.kl_coef and a.kl_in == "reward":
+        rewards = rewards - a.kl_coef * KL[a.kl](batch.rollout_logprobs, batch.ref_logprobs)
+    return rewards
 
 
 def aggregation_weights(kind: str, sequences: Tensor) -> Tensor:
@@ -222,9 +298,9 @@ class TokenLosses:
     is_clipped: Tensor  # [M] bool
 
 
-def sft_loss(logprobs: Tensor) -> TokenLosses:
-    """Negative log likelihood per token in nats."""
-    return TokenLosses(losses=-logprobs, is_clipped=torch.zeros_like(logprobs, dtype=torch.bool))
+def sft_loss(logprobs: Tensor, weights: Tensor) -> TokenLosses:
+    """Negative log likelihood per token in nats, times its weight."""
+    return TokenLosses(losses=-weights * logprobs, is_clipped=torch.zeros_like(logprobs, dtype=torch.bool))
 
 
 def clipped_loss(
@@ -318,6 +394,6 @@ def token_losses(a: Algorithm, batch: PackedBatch, logprobs: Tensor, entropy: Te
         if a.entropy_coef:
             result.losses = result.losses - a.entropy_coef * entropy
     else:
-        result = sft_loss(logprobs)
+        result = sft_loss(logprobs, batch.advantages)
     result.losses = result.losses * aggregation_weights(a.aggregation, batch.sequences)
     return result

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from rl_core.learning.ring_attention import refuse_more, ring_attention_forward
 from rl_core.types import PackedBatch
 
 NAME = "rl_core_packed"
@@ -133,9 +134,34 @@ class Unpad(torch.autograd.Function):
 
 
 def packed_attention(
-    module, query, key, value, attention_mask, scaling=None, dropout=0.0, blocks=None, sliding_window=None, **_
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    blocks=None,
+    ring=None,
+    sliding_window=None,
+    **more,
 ):
-    """[1, T, H, D]. query [1, H, T, D], key and value [1, Hkv, T, D]; `blocks` comes through the model's forward."""
+    """[1, T, H, D]. query [1, H, T, D], key and value [1, Hkv, T, D]; `blocks`, or the `ring` of ranks that hold parts of
+    the sequences, comes through the model's forward."""
+    if ring is not None:
+        return ring_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling,
+            dropout,
+            ring=ring,
+            sliding_window=sliding_window,
+            **more,
+        )
+    refuse_more(more)
     head_dim = query.shape[3]
     # embedding() copies rows several times faster than index_select() does, and adds their gradients faster too.
     q_TC, k_TC, v_TC = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))

@@ -21,18 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.learning.learner import Learner
-
-
-def local_part(value: Tensor) -> tuple[Tensor, list[int]]:
-    """This rank's part of a parameter and where it begins in the whole."""
-    if not isinstance(value, DTensor):
-        return value, [0] * value.ndim
-    _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    return value.to_local(), list(offset)
+from rl_core.learning.loading import local_part
 
 
 def trained_weights(learner: Learner) -> dict[str, Tensor]:
@@ -67,27 +59,33 @@ def saved_parts(learner: Learner) -> dict[str, tuple[Tensor, list[int]]]:
     return {k: (v, offset) for k, (v, offset) in found.items() if v.numel()}
 
 
+def is_written_here(value: Tensor, ranks: Ranks) -> bool:
+    """Whether this rank is the first of those that hold the same part of a parameter."""
+    if not isinstance(value, DTensor):
+        return True
+    is_split = zip(value.device_mesh.mesh_dim_names, value.placements, strict=True)
+    split = {name for name, placement in is_split if not placement.is_replicate()}
+    place = zip(ranks.weights_mesh.mesh_dim_names, ranks.weights_mesh.get_coordinate(), strict=True)
+    return all(index == 0 for name, index in place if name not in split)
+
+
 def save_checkpoint(folder: Path, learners: dict[str, Learner], state: dict, ranks: Ranks, keep: int) -> None:
-    """checkpoints/step_N, whole or not there at all. Every rank must call it."""
+    """checkpoints/step_N, whole or not there at all: of each actor's learner all that it trains. Every rank must call it."""
     beside = folder.with_name(f".{folder.name}.tmp")
     if ranks.rank == 0:
         shutil.rmtree(beside, ignore_errors=True)
-        for name in learners:
+        for name in (name for actor, learner in learners.items() for name in learner.trained(actor)):
             (beside / name).mkdir(parents=True)
     all_gather_json(None, ranks)  # the folders are there
     written, state = {}, state | {"optimizers": {}}
-    for name, learner in learners.items():
-        parts = saved_parts(learner)
-        file = beside / name / f"rank_{ranks.rank:05d}.safetensors"
-        save_file(
-            # What has an owner is small, and parameters may share it.
-            {k: v.cpu().clone() if "@" in k else v.cpu().contiguous() for k, (v, _) in parts.items()},
-            file,
-            metadata={"offsets": json.dumps({k: offset for k, (_, offset) in parts.items()})},
-        )
-        written |= file_facts(file, beside)
-        steps = [int(s["step"]) for s in learner.optimizer.state.values() if "step" in s]
-        state["optimizers"][name] = {"name": type(learner.optimizer).__name__, "steps": max(steps, default=0)}
+    for actor, owner in learners.items():
+        with owner.on_device():
+            for name, learner in owner.trained(actor).items():
+                file = beside / name / f"rank_{ranks.rank:05d}.safetensors"
+                write_parts(learner, file)
+                written |= file_facts(file, beside)
+                steps = [int(s["step"]) for s in learner.optimizer.state.values() if "step" in s]
+                state["optimizers"][name] = {"name": type(learner.optimizer).__name__, "steps": max(steps, default=0)}
     everything = all_gather_json(written, ranks)
     if ranks.rank == 0:
         (beside / "state.json").write_text(json.dumps(state, indent=1))
@@ -99,6 +97,21 @@ def save_checkpoint(folder: Path, learners: dict[str, Learner], state: dict, ran
             for old in checkpoints_in(folder.parent)[:-keep]:
                 shutil.rmtree(old)
     all_gather_json(None, ranks)  # no rank goes on before the checkpoint stands
+
+
+def write_parts(learner: Learner, file: Path) -> None:
+    weights = trained_weights(learner)
+    parts = {
+        key: part
+        for key, part in saved_parts(learner).items()
+        if "@" in key or is_written_here(weights[key.partition("/")[2]], learner.ranks)
+    }
+    save_file(
+        # What has an owner is small, and parameters may share it.
+        {k: v.cpu().clone() if "@" in k else v.cpu().contiguous() for k, (v, _) in parts.items()},
+        file,
+        metadata={"offsets": json.dumps({k: offset for k, (_, offset) in parts.items()})},
+    )
 
 
 def file_facts(file: Path, root: Path) -> dict:
@@ -118,6 +131,11 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("step_*") if (p / "manifest.json").is_file())
 
 
+def saved_step(folder: Path) -> int:
+    """How many steps of the run were done."""
+    return json.loads((folder / "state.json").read_text())["step"]
+
+
 def load_checkpoint(folder: Path, learners: dict[str, Learner]) -> dict:
     """Fills the learners and gives the saved state. Raises ValueError if a file is missing or cut short, or if the
     checkpoint is of another model."""
@@ -129,7 +147,7 @@ def load_checkpoint(folder: Path, learners: dict[str, Learner]) -> dict:
                 f"damaged; remove {folder} to go on from the one before it"
             )
     state = json.loads((folder / "state.json").read_text())
-    for name, learner in learners.items():
+    for name, learner in {k: v for actor, x in learners.items() for k, v in x.trained(actor).items()}.items():
         if not (folder / name).is_dir():
             raise ValueError(
                 f"{folder} has no actor {name!r}; it has {', '.join(p.name for p in folder.iterdir() if p.is_dir())}"
@@ -168,7 +186,7 @@ def make_state(learner: Learner, steps: int, files: list[Path]) -> None:
             learner.optimizer.init_state(group, parameter, 0, index)
             state["step"] = steps
         else:
-            state |= {kind: torch.zeros_like(parameter) for kind in state_kinds}
+            state |= {kind: torch.zeros_like(parameter) for kind in sorted(state_kinds)}
             if steps:
                 state["step"] = torch.tensor(float(steps), device=parameter.device)
 

@@ -13,8 +13,11 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 # Of one fp32 tile. On a CPU it stays in the cache; with fewer than 512 tokens or 2048 words products get slow.
 CPU_TILE_BYTES, CUDA_TILE_BYTES, TRITON_TILE_BYTES = 4 << 20, 64 << 20, 256 << 20
@@ -32,12 +35,21 @@ def fused_logprobs(
     """Logprobs of `labels` and entropies, both [M] in nats, of softmax(hidden @ weight.T / temperature): fp64 if hidden
     is, else fp32. Both are differentiable, once, in hidden and weight. bf16 factors are multiplied as they are but their
     sums, logits included, stay in fp32; on a GPU alone, gradients of logits are rounded to bf16 for their products.
+    Of a weight that is split by rows, a DTensor, each rank computes the logits of its own words; all give the same.
 
     Peak extra memory is below 1 GiB at any M and V, beside the two gradients; that of a bf16 weight is summed in fp32
     where the tokens do not fit one tile."""
     assert hidden_MD.dtype == weight_VD.dtype, (hidden_MD.dtype, weight_VD.dtype)
+    group = None
+    if isinstance(weight_VD, DTensor):
+        _, (first, _) = compute_local_shape_and_global_offset(
+            weight_VD.shape, weight_VD.device_mesh, weight_VD.placements
+        )
+        group, weight_VD = weight_VD.device_mesh.get_group(), weight_VD.to_local()
+        place, is_here = label_places(labels, first, len(weight_VD))
+        labels = torch.where(is_here, place, -1)
     keeps = torch.is_grad_enabled() and not hidden_MD.is_cuda and 4 * len(labels) * len(weight_VD) <= KEPT_BYTES
-    return FusedLogprobs.apply(hidden_MD, weight_VD, labels, temperature, triton_kernels(hidden_MD), keeps)
+    return FusedLogprobs.apply(hidden_MD, weight_VD, labels, temperature, triton_kernels(hidden_MD), keeps, group)
 
 
 def triton_kernels(hidden_MD: Tensor) -> ModuleType | None:
@@ -53,10 +65,10 @@ class FusedLogprobs(torch.autograd.Function):
     d logprob / dz = onehot - p and d entropy / dz = -p (log p + entropy)."""
 
     @staticmethod
-    def forward(ctx, hidden_MD, weight_VD, labels, temperature, kernels, keeps):
+    def forward(ctx, hidden_MD, weight_VD, labels, temperature, kernels, keeps, group=None):
         tile_bytes = TRITON_TILE_BYTES if kernels else CUDA_TILE_BYTES if hidden_MD.is_cuda else CPU_TILE_BYTES
         ctx.tile = tile_shape(len(labels), *weight_VD.shape, tile_bytes)
-        ctx.temperature, ctx.kernels = temperature, kernels
+        ctx.temperature, ctx.kernels, ctx.group = temperature, kernels, group
         logprobs = hidden_MD.new_empty(labels.shape, dtype=sum_dtype(hidden_MD))
         entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)
         kept = [] if keeps and any(ctx.needs_input_grad) else None
@@ -64,6 +76,8 @@ class FusedLogprobs(torch.autograd.Function):
             args = hidden_MD[rows], weight_VD, labels[rows], temperature
             stats = kernels.softmax_stats(*args) if kernels else softmax_stats(*args, ctx.tile[1], kept)
             logprobs[rows], entropy[rows], lse[rows] = stats
+        if group is not None:
+            logprobs, entropy, lse = stats_of_all_words(logprobs, entropy, lse, labels >= 0, group)
         ctx.save_for_backward(hidden_MD, weight_VD, labels, lse, entropy, *(kept or ()))
         ctx.set_materialize_grads(False)  # None, not zeros, for the entropy's gradient where no bonus is asked
         return logprobs, entropy
@@ -100,7 +114,9 @@ class FusedLogprobs(torch.autograd.Function):
                     add_product(grad_weight[words], grad_CS.T, h_CD)
             if sum_CD is not None and sum_CD.dtype != h_CD.dtype:
                 grad_hidden[rows] = sum_CD
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None, None
+        if ctx.group is not None and grad_hidden is not None:
+            dist.all_reduce(grad_hidden, group=ctx.group)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), *[None] * 5
 
 
 def tile_shape(num_tokens: int, num_words: int, width: int, tile_bytes: int) -> tuple[int, int]:
@@ -143,6 +159,20 @@ def softmax_stats(
         kept += [e_CV, torch.stack(tops)]
     lse = top + total.log()
     return chosen - lse, total.log() - moment / total, lse
+
+
+def stats_of_all_words(
+    logprobs: Tensor, entropy: Tensor, lse: Tensor, is_here: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of all ranks' words, from those of each one's, all [M]. A rank's words have the share w = e^(lse_r - lse),
+    and entropy = sum_r w (entropy_r - log w)."""
+    top = lse.clone()
+    dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    share = (lse - top).exp()
+    chosen = torch.where(is_here, logprobs + (lse - top), 0.0)
+    total, moment, chosen = sums = torch.stack([share, share * (entropy - (lse - top)), chosen])
+    dist.all_reduce(sums, group=group)
+    return chosen - total.log(), total.log() + moment / total, top + total.log()
 
 
 def logit_gradients(

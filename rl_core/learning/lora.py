@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from rl_core.config import LoraConfig
+from rl_core.distributed import whole
+from rl_core.learning.loading import local_slices
 from rl_core.types import counter_seed
 
 if TYPE_CHECKING:
@@ -68,8 +69,8 @@ def quantization(lora: LoraConfig, dtype: torch.dtype, device: torch.device) -> 
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def add_adapters(model: nn.Module, lora: LoraConfig, path: str, seed: int) -> peft.LoraConfig:
-    """Freezes the model and puts fp32 adapters beside its layers, drawn alike on every rank; B is 0 at first."""
+def add_adapters(model: nn.Module, lora: LoraConfig, path: str) -> peft.LoraConfig:
+    """Freezes the model and puts fp32 adapters beside its layers; draw_adapters() fills them."""
     import peft
 
     config = peft.LoraConfig(
@@ -80,13 +81,21 @@ def add_adapters(model: nn.Module, lora: LoraConfig, path: str, seed: int) -> pe
         base_model_name_or_path=path,
     )
     peft.inject_adapter_in_model(config, model)
+    for _, parameter in adapter_parameters(model):
+        parameter.data = torch.zeros(parameter.shape, device=parameter.device)
+    return config
+
+
+@torch.no_grad()
+def draw_adapters(model: nn.Module, seed: int) -> None:
+    """Adapters as training begins with them, alike for any number of ranks: A is random, B is 0."""
     for name, parameter in adapter_parameters(model):
         draw = torch.zeros(parameter.shape)
         if ".lora_A." in name:
             generator = torch.Generator().manual_seed(counter_seed(seed, "lora", name))
             nn.init.kaiming_uniform_(draw, a=5**0.5, generator=generator)
-        parameter.data = draw.to(parameter.device)
-    return config
+        local, slices = local_slices(parameter)
+        local.copy_(draw[slices])
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -96,7 +105,7 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(peft's name, full tensor) of each adapter. Every rank must exhaust it."""
     for name, parameter in adapter_parameters(model):
-        yield f"base_model.model.{name.replace('.default.', '.')}", whole(parameter)
+        yield f"base_model.model.{name.replace('.default.', '.')}", whole(parameter.detach())
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -106,7 +115,7 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if ".lora_A." in name or ".lora_B." in name:
             continue
         layer_name, _, kind = name.rpartition(".")
-        layer, value = model.get_submodule(layer_name), whole(parameter)
+        layer, value = model.get_submodule(layer_name), whole(parameter.detach())
         if kind == "weight" and (quant_state := getattr(layer, "quant_state", None)) is not None:
             from bitsandbytes.functional import dequantize_4bit
 
@@ -114,11 +123,6 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         owner_name = layer_name.removesuffix(".base_layer")
         if kind == "weight" and owner_name != layer_name:
             owner = model.get_submodule(owner_name)
-            a_RD, b_DR = (whole(part["default"].weight) for part in (owner.lora_A, owner.lora_B))
+            a_RD, b_DR = (whole(part["default"].weight.detach()) for part in (owner.lora_A, owner.lora_B))
             value = value.float() + owner.scaling["default"] * (b_DR @ a_RD)
         yield f"{owner_name}.{kind}", value
-
-
-def whole(value: Tensor) -> Tensor:
-    value = value.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value

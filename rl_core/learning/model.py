@@ -1,4 +1,4 @@
-"""A policy's weights: load, shard, forward, stream by name, export."""
+"""A policy's weights: made and sharded, its forward, streamed by name, exported."""
 
 from __future__ import annotations
 
@@ -8,80 +8,38 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from rl_core.config import LoraConfig
-from rl_core.distributed import Ranks
+from rl_core.distributed import FromShards, Ranks
 from rl_core.learning import attention
+from rl_core.learning.loading import (
+    allocate,
+    load_hf_model,
+    load_model_config,
+    load_scoring_model,
+    make_empty_model,
+    read_weights,
+)
 from rl_core.learning.logprobs import fused_logprobs
-from rl_core.learning.lora import adapter_weights, add_adapters, merged_weights, quantization
+from rl_core.learning.lora import adapter_weights, add_adapters, draw_adapters, merged_weights, quantization
+from rl_core.learning.ring_attention import make_ring
+from rl_core.learning.tensor_parallel import split_again, split_matrices
 from rl_core.types import PackedBatch
 
 if TYPE_CHECKING:
     import peft
 
 EXPORT_SHARD_BYTES = 4 << 30
-# Between the last hidden state and the logits these do something that a product with the head's weight leaves out.
-LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "mup_width_multiplier")
-
-
-def load_model_config(path: str) -> PretrainedConfig:
-    """The model's config.json, read before any weight. Raises ValueError for a folder without one and for a model whose
-    logits are not hidden states times the head's weight."""
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model {path!r} cannot be loaded: {str(error).splitlines()[0]}") from None
-    changes = [k for k in LOGIT_CHANGES if getattr(config, k, None) not in (None, 1.0)]
-    if changes:
-        raise ValueError(
-            f"model {path!r} sets {changes[0]}={getattr(config, changes[0])}, which its logprobs here would "
-            "leave out; take a model whose logits are hidden states times the head's weight"
-        )
-    return config
-
-
-def load_hf_model(path: str, dtype: torch.dtype, device: torch.device, **how) -> nn.Module:
-    """The whole model on this rank's device, with attention over packed batches. Weights come from safetensors alone."""
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention.NAME, use_safetensors=True, **how
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model {path!r} cannot be loaded: {str(error).splitlines()[0]}") from None
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise ValueError(f"model {path!r} has a head with a bias, which its logprobs here would leave out")
-    return model if "device_map" in how else model.to(device)
-
-
-def load_scoring_model(path: str, device: torch.device) -> nn.Module:
-    """A sequence classifier of one label in fp32. Its head `score` is 0, so that no reply is better than another, unless
-    the folder holds a trained one."""
-    try:
-        model, found = AutoModelForSequenceClassification.from_pretrained(
-            path,
-            num_labels=1,
-            dtype=torch.float32,
-            attn_implementation=attention.NAME,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"model {path!r} cannot score: {str(error).splitlines()[0]}") from None
-    if "score.weight" in found["missing_keys"]:
-        nn.init.zeros_(model.score.weight)
-    model.config.architectures = [type(model).__name__]
-    return model.to(device)
 
 
 class PolicyModel(nn.Module):
@@ -91,21 +49,35 @@ class PolicyModel(nn.Module):
     def __init__(self, hf: nn.Module, export_dtype: torch.dtype, adapter: peft.LoraConfig | None = None):
         super().__init__()
         self.hf, self.export_dtype, self.adapter = hf, export_dtype, adapter
+        self.is_away = False  # its weights wait on the host
+        self.keeps_activations = nullcontext  # makes the context of a forward
+        self.cp_group: dist.ProcessGroup | None = None  # that computes each batch together
 
     def forward(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """(logprobs, entropy), both [M] fp32, of the M trained tokens of the batch in their order; of a classifier (scores
         of the tokens before them, 0)."""
-        hidden_TD = self.hf.base_model(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
-            use_cache=False,
-            blocks=attention.attention_blocks(batch),
-        ).last_hidden_state[0]
+        assert not self.is_away, "the weights wait on the host: enter learner.on_device()"
+        part, ids, positions, sources = batch.shard, batch.input_ids, batch.position_ids, batch.sources
+        labels, how = batch.labels, {}
+        if part is None:
+            how["blocks"] = attention.attention_blocks(batch)
+        else:
+            ids, positions = ids[part.tokens], positions[part.tokens]
+            sources, labels = part.sources, labels[part.trained]
+            how["ring"] = make_ring(part.cu_seqlens, self.cp_group, ids.device)
+        with self.keeps_activations():
+            hidden_TD = self.hf.base_model(
+                input_ids=ids[None], position_ids=positions[None], use_cache=False, **how
+            ).last_hidden_state[0]
         if self.is_scoring:
-            scores = self.hf.score(hidden_TD[batch.sources])[:, 0].float()
-            return scores, torch.zeros_like(scores)
-        head = self.hf.get_output_embeddings()
-        return fused_logprobs(hidden_TD[batch.sources], head.weight, batch.labels, temperature)
+            outputs = self.hf.score(hidden_TD[sources])[:, 0].float()
+            entropy = torch.zeros_like(outputs)
+        else:
+            head = self.hf.get_output_embeddings()
+            outputs, entropy = fused_logprobs(hidden_TD[sources], head.weight, labels, temperature)
+        if part is not None:
+            outputs, entropy = FromShards.apply(part, self.cp_group, outputs, entropy)
+        return outputs, entropy
 
     @property
     def is_scoring(self) -> bool:
@@ -133,26 +105,48 @@ def make_policy(
     lora: LoraConfig | None = None,
     seed: int = 0,
     is_scoring: bool = False,
+    on_host: bool = False,
 ) -> PolicyModel:
-    """fp32 weights on this rank, sharded over all ranks if there are several or compute is not in fp32. With adapters
-    these are in fp32, and what is frozen is as it came, if compute is so."""
+    """fp32 weights on this rank, sharded over all ranks if there are several or compute is not in fp32; each then reads its
+    own part alone, where the files' names are the model's. With adapters these are in fp32, and what is frozen is as it
+    came, if compute is so. on_host: all wait on the host, and each block's come to the device to compute."""
     came_in = load_model_config(path).dtype or torch.float32
-    if is_scoring:
-        policy = PolicyModel(load_scoring_model(path, ranks.device), came_in)
-    elif lora is None or not lora.rank:
-        policy = PolicyModel(load_hf_model(path, torch.float32, ranks.device), came_in)
+    is_split = ranks.size > 1 or dtype != torch.float32 or on_host
+    has_adapters = lora is not None and lora.rank > 0
+    how = quantization(lora, dtype, ranks.device) if has_adapters else {}
+    kept_in = dtype if has_adapters and dtype == came_in else torch.float32
+    empty = make_empty_model(path, kept_in, is_scoring) if is_split and not how else None
+    if empty is not None:
+        hf, weights = empty
     else:
-        how = quantization(lora, dtype, ranks.device)
-        hf = load_hf_model(path, dtype if dtype == came_in else torch.float32, ranks.device, **how)
-        policy = PolicyModel(hf, came_in, add_adapters(hf, lora, path, seed))
+        # FSDP moves a block at a time from the host.
+        device = torch.device("cpu") if is_split else ranks.device
+        hf = load_scoring_model(path, device) if is_scoring else load_hf_model(path, kept_in, device, **how)
+    policy = PolicyModel(hf, came_in, add_adapters(hf, lora, path) if has_adapters else None)
+    policy.cp_group = ranks.cp_group
     policy.train()
+    without_dropout(policy.hf)
     if activation_checkpointing:
         # transformers 5.23 renamed it; both default to the non-reentrant form.
         enable = getattr(policy.hf, "activation_checkpointing_enable", policy.hf.gradient_checkpointing_enable)
         enable()
-    if ranks.size > 1 or dtype != torch.float32:
-        shard_policy(policy, dtype, ranks)
+    if is_split:
+        shard_policy(policy, dtype, ranks, on_host)
+    if empty is not None:
+        allocate(policy, torch.device("cpu") if on_host else ranks.device, ranks.device)
+        read_weights(hf, weights)
+    if has_adapters:
+        draw_adapters(hf, seed)
     return policy
+
+
+def without_dropout(hf: nn.Module) -> None:
+    """The learner's logprobs are to be those that the engine samples by, the same at each look and on each rank."""
+    for module in hf.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if getattr(module, "attention_dropout", 0.0):
+            module.attention_dropout = 0.0
 
 
 def make_reference(path: str, dtype: torch.dtype, ranks: Ranks) -> PolicyModel:
@@ -160,18 +154,34 @@ def make_reference(path: str, dtype: torch.dtype, ranks: Ranks) -> PolicyModel:
     return make_policy(path, dtype, ranks, False).requires_grad_(False).eval().to("cpu")
 
 
-def shard_policy(policy: PolicyModel, dtype: torch.dtype, ranks: Ranks) -> None:
-    """Each block, then the rest, split over all ranks (FSDP2); compute in `dtype`, sums of gradients in fp32."""
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("dp",))
+def shard_policy(policy: PolicyModel, dtype: torch.dtype, ranks: Ranks, on_host: bool = False) -> None:
+    """Matrices split over tp ranks, then each block and the rest over the others of a copy (FSDP2; HSDP with several
+    copies); compute in `dtype`, sums of gradients in fp32."""
+    if ranks.mesh.tp > 1:
+        split_matrices(policy.hf, ranks.weights_mesh["tp"])
+    dims = ("dp_replicate", "dp_shard_cp") if ranks.mesh.dp_replicate > 1 else ("dp_shard_cp",)
+    mesh = ranks.weights_mesh[dims]
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if on_host else OffloadPolicy()
     for block in policy.hf.base_model.layers:
-        fully_shard(block, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=dataclasses.replace(precision, output_dtype=torch.float32))
+        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    whole = dataclasses.replace(precision, output_dtype=torch.float32)
+    placement = {"shard_placement_fn": lambda p: split_again(p, mesh.size(-1))}
+    fully_shard(policy, mesh=mesh, mp_policy=whole, offload_policy=offload, **placement)
 
 
-def end_token_ids(policy: PolicyModel) -> list[int]:
+def compile_blocks(policy: PolicyModel) -> None:
+    """Each block's MLP and norms are compiled by torch at their first use, once for all blocks and sizes of batches.
+    Attention is not: its Python differs from batch to batch."""
+    for block in policy.hf.base_model.layers:
+        for name, part in block.named_children():
+            if name != "self_attn":
+                part.forward = torch.compile(part.forward, dynamic=True)
+
+
+def end_token_ids(hf: nn.Module) -> list[int]:
     """Tokens that the model's generation_config.json names as ends of a turn; some have several."""
-    ids = getattr(policy.hf.generation_config, "eos_token_id", None)
+    ids = getattr(hf.generation_config, "eos_token_id", None)
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
@@ -187,6 +197,7 @@ def reads_in_place(policy: PolicyModel) -> bool:
 
 def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor), one whole tensor at a time, adapters merged. Every rank must exhaust it."""
+    assert not policy.is_away, "the weights wait on the host: enter learner.on_device()"
     return merged_weights(policy.hf)
 
 

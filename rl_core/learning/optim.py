@@ -12,15 +12,18 @@ from rl_core.config import OptimConfig
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Over the parameters that are trained, by name; weight decay on matrices, not on norms and biases."""
+    """Over the parameters that are trained, by name; weight decay on matrices, not on norms and biases. torch computes
+    with a group's parameters together, which must therefore be sharded over one mesh."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     if is_by_bitsandbytes(config):
         named, links = local_views(named)
+    kinds: dict[tuple, list] = {}
+    for name, p in named:
+        kinds.setdefault((p.ndim > 1, getattr(p, "device_mesh", None)), []).append((name, p))
     groups = [
-        {"params": [(n, p) for n, p in named if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [(n, p) for n, p in named if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": part, "weight_decay": config.weight_decay if is_matrix else 0.0}
+        for (is_matrix, _), part in kinds.items()
     ]
-    groups = [g for g in groups if g["params"]]
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.beta1)
     settings = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import dataclass
 
@@ -18,6 +19,15 @@ class Actor:
     stop_token_ids: tuple[int, ...]  # end its turn
     max_turns: int  # of one episode
     max_context_tokens: int  # of one conversation
+    is_trainable: bool = True  # it has a learner
+
+    @property
+    def capacity(self) -> int:
+        return self.engine.capacity
+
+    def speaker(self, params: SamplingParams, seed: int, session: str) -> Speaker:
+        """This actor in one episode."""
+        return Speaker(self, params, seed, session)
 
 
 class Speaker:
@@ -25,13 +35,16 @@ class Speaker:
 
     def __init__(self, actor: Actor, params: SamplingParams, seed: int, session: str):
         self.actor, self.params, self.seed, self.session = actor, params, seed, session
-        self.name, self.max_turns = actor.name, actor.max_turns
+        self.name, self.max_turns, self.is_trainable = actor.name, actor.max_turns, actor.is_trainable
         self.sessions: list[str] = []
 
-    def converse(self, messages: list[Message], tools: list | None = None) -> Conversation:
-        """A conversation that begins with these messages. Raises ValueError if the chat template refuses them."""
-        self.sessions.append(f"{self.session}/{len(self.sessions)}")
-        return Conversation(self, messages, tools, self.sessions[-1])
+    def converse(
+        self, messages: list[Message], tools: list | None = None, params: SamplingParams | None = None, label: str = ""
+    ) -> Conversation:
+        """A conversation that begins with these messages. Its seeds hang on its label, by default how many came before it.
+        Raises ValueError if the chat template refuses the messages."""
+        self.sessions.append(f"{self.session}/{label or len(self.sessions)}")
+        return Conversation(self, messages, tools, params or self.params, self.sessions[-1])
 
     def close(self) -> None:
         for session in self.sessions:
@@ -42,12 +55,19 @@ class Conversation:
     """Messages and, beside them, the tokens that the actor saw and sampled. The tokens only grow, but where the chat
     template rewrites history."""
 
-    def __init__(self, speaker: Speaker, messages: list[Message], tools: list | None, session: str):
-        self.speaker, self.session = speaker, session
+    def __init__(
+        self, speaker: Speaker, messages: list[Message], tools: list | None, params: SamplingParams, session: str
+    ):
+        self.speaker, self.params, self.session = speaker, params, session
         self.messages = list(messages)
         self.turns: list[Turn] = []
-        self.truncated = False  # a turn hit max_tokens, or the context is full
+        self.num_forks = 0
         self.stream = TokenStream(speaker.actor.chat, self.messages, tools)
+        self.truncated = self.is_full  # a turn hit max_tokens, or the context is full
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.stream.prompt_ids) >= self.speaker.actor.max_context_tokens
 
     async def respond(self) -> Completion:
         """The actor's next message. It is appended to `messages`. Raises ValueError if no token fits in the context."""
@@ -59,8 +79,8 @@ class Conversation:
                 "raise --max_prompt_tokens"
             )
         params = dataclasses.replace(
-            speaker.params,
-            max_tokens=min(room, speaker.params.max_tokens),
+            self.params,
+            max_tokens=min(room, self.params.max_tokens),
             stop_token_ids=speaker.actor.stop_token_ids,
         )
         seed = counter_seed(speaker.seed, self.session, len(self.turns))
@@ -77,8 +97,17 @@ class Conversation:
         last = self.turns[-1].completion
         self.messages.extend(messages)
         self.stream.append(last.token_ids, last.text, messages)
-        self.truncated = len(self.stream.prompt_ids) >= self.speaker.actor.max_context_tokens
+        self.truncated = self.is_full
         return not self.truncated
+
+    def fork(self) -> Conversation:
+        """Another conversation that goes on from here by itself, with the same tokens so far and seeds of its own."""
+        other = copy.copy(self)
+        other.messages, other.turns, other.stream = list(self.messages), list(self.turns), copy.copy(self.stream)
+        other.session, other.num_forks = f"{self.session}.{self.num_forks}", 0
+        self.num_forks += 1
+        self.speaker.sessions.append(other.session)
+        return other
 
     def trajectory(
         self, task: Task, *, reward: float, reward_parts: dict[str, float], metrics: dict[str, float]
@@ -89,8 +118,8 @@ class Conversation:
             env=task.env,
             group_id="",
             actor=self.speaker.name,
-            messages=self.messages,
-            turns=self.turns,
+            messages=list(self.messages),
+            turns=list(self.turns),
             reward=reward,
             reward_parts=reward_parts,
             metrics=metrics,

@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from rl_core.sampling.slot_cache import ATTENTION, ForwardPlan, SlotCache, Snapshot
-from rl_core.types import Completion, SamplingParams
+from rl_core.types import Completion, SamplingParams, logit_change
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PREFILL_TOKENS = 8192  # padded tokens in one prefill forward: bounds its activations
 REFILL_STEPS = 8  # waiting requests are admitted at the latest this many decode steps after the last ones
-LOGIT_RULES = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def truncated_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -106,12 +105,10 @@ class EmbeddedEngine:
     ) -> None:
         if num_slots < 1 or max_context_tokens < 2:
             raise ValueError(f"{num_slots=} must be at least 1 and {max_context_tokens=} at least 2")
-        for rule in LOGIT_RULES:
-            if getattr(model.config, rule, None) not in (None, 0, 1):
-                raise ValueError(
-                    f"{type(model).__name__} has {rule}={getattr(model.config, rule)}, which the embedded engine does "
-                    "not apply; use another engine for this model"
-                )
+        if change := logit_change(model.config):
+            raise ValueError(
+                f"{type(model).__name__} sets {change}; the embedded engine does not apply that: use another engine"
+            )
         self.model, self.tokenizer, self.policy_version, self.capacity = model, tokenizer, policy_version, num_slots
         self.max_context_tokens = max_context_tokens
         self.stats = EngineStats()

@@ -40,9 +40,10 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
-def make_engine(config: Config, model, tokenizer) -> Engine:
+def make_engine(config: Config, model, tokenizer, num_ranks: int = 1) -> Engine:
     """The engine that --engine names, over `model` where it samples in this process."""
     from rl_core.sampling.embedded_engine import EmbeddedEngine
 
-    slots = min(config.rollout.max_concurrent, config.tasks_per_step * config.group_size)
+    groups = -(-config.tasks_per_step // num_ranks)  # a rank has at most its share at once
+    slots = min(config.rollout.max_concurrent, groups * config.group_size)
     return EmbeddedEngine(model, num_slots=slots, max_context_tokens=config.max_context_tokens, tokenizer=tokenizer)

@@ -1,38 +1,48 @@
-"""A user's environment file -> one async function, rollout(task, actors) -> trajectories.
+"""A user's environment file -> one async function, rollout(task, speakers) -> trajectories.
 
 Whatever hooks the file has, everything above this file knows that one shape.
 """
 
 from __future__ import annotations
 
-import asyncio
-import copy
-import difflib
-import importlib.util
-import inspect
-import math
-import numbers
-import sys
+import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import nearest
-from rl_core.data.tasks import check_exists, check_messages, shorten
-from rl_core.sampling.hooks import Hook, HookThreads, describe_error
-from rl_core.types import Message, RunError, Task, Trajectory
+from rl_core.data.tasks import check_exists
+from rl_core.sampling.env_file import SystemPrompts, check_names, execute_file, listed, longest_order, rows_of
+from rl_core.sampling.episode import Rules, play
+from rl_core.sampling.hooks import Hook, HookThreads
+from rl_core.sampling.replies import Voices, check_trajectories
+from rl_core.sampling.rewards import (
+    Reward,
+    advantages_of,
+    copied,
+    finite_reward,
+    marked_rewards,
+    score_group,
+    task_copy,
+)
+from rl_core.sampling.schedule import check_speaker, draw_turns, parse_schedule
+from rl_core.types import Message, Task, Trajectory, counter_seed
 
 if TYPE_CHECKING:
-    from rl_core.sampling.actor import Conversation, Speaker
+    from rl_core.sampling.actor import Speaker
 
 # What each hook may name besides the data's columns. `state` joins them if there is a start().
-SPOKEN = frozenset({"messages", "prompt", "completion", "task", "trajectory", "actor"})
-ARGUMENTS = {"start": frozenset({"messages", "prompt", "task", "actor"}), "interact": SPOKEN, "reward_fn": SPOKEN}
-FUNCTIONS = (*ARGUMENTS, "load_tasks", "advantage_fn")
-SETTINGS = ("tools", "max_turns")
-NOT_SUPPORTED = ("turns", "system_prompts", "rollout", "group_reward_fn")
+BEFORE = frozenset({"messages", "prompt", "task"})
+SPOKEN = BEFORE | {"completion", "trajectory", "actor", "actors"}
+OF_GROUP = frozenset({"trajectories", "prompt", "task", "actor", "actors"})
+ARGUMENTS = {
+    "start": BEFORE | {"actor", "actors"},
+    "interact": SPOKEN,
+    "turns": BEFORE,
+    "rollout": frozenset({"task", "actors"}),
+}
 
 
 @dataclass(kw_only=True)
@@ -43,31 +53,112 @@ class Env:
     rollout: Callable[[Task, Mapping[str, Speaker]], Awaitable[list[Trajectory]]]
     load_tasks: Callable[[str], Sequence[dict[str, Any]]] | None = None  # split -> rows
     advantage_fn: Callable[[list[float]], list[float]] | None = None  # rewards of a group -> advantages
-    max_turns: int | None = None
+    max_turns: int | None = None  # of all actors together
     tools: list[dict[str, Any]] | None = None
+    turns: str | list[str] | Hook | None = None
+    system_prompts: SystemPrompts
+    group_rewards: list[Reward] = field(default_factory=list)
 
     @property
     def is_multi_turn(self) -> bool:
-        return "interact" in self.hooks
+        return self.turns is not None or "interact" in self.hooks or "rollout" in self.hooks
 
     def check_columns(self, rows: Sequence[dict[str, Any]], source: str) -> None:
-        """Raises ValueError if a hook names something that is neither ours nor a column of every row."""
+        """Raises ValueError if a hook or a system prompt names what is neither ours nor a column of every row."""
         columns = getattr(rows, "column_names", None)  # a table's rows all have the same
-        for hook in self.hooks.values():
-            wanted = hook.required - hook.ours
-            for number, row in enumerate([dict.fromkeys(columns)] if columns is not None else rows, 1):
-                missing = sorted(wanted - row.keys())
-                if missing:
+        wanted = [(hook, hook.required - hook.ours) for hook in self.hooks.values()]
+        for number, row in enumerate([dict.fromkeys(columns)] if columns is not None else rows, 1):
+            for hook, names in wanted:
+                if missing := sorted(names - row.keys()):
                     raise ValueError(
                         f"{self.path}: {hook.name}() names {missing[0]!r}, which is neither an argument of hooks nor a "
                         f"column of row {number} of {source}; {missing_hint(hook, missing[0], row)}"
                     )
+            for actor, names in self.system_prompts.columns.items():
+                if missing := sorted(names - row.keys()):
+                    raise ValueError(
+                        f"{self.path}: system_prompts[{actor!r}] names {missing[0]!r}, which is no column of row {number} of "
+                        f"{source}; {nearest(missing[0], sorted(row))}"
+                    )
+
+    def check_actors(self, names: Sequence[str]) -> None:
+        """Raises ValueError unless these actors can play: those that `turns` and `system_prompts` name are among them, and
+        with several somebody says whose turn it is."""
+        for actor in self.system_prompts.templates:
+            self.check_name(actor, names, "system_prompts")
+        if len(names) > 1:
+            if self.turns is None and "rollout" not in self.hooks:
+                raise ValueError(
+                    f"{self.path}: there are {len(names)} actors, {', '.join(names)}, and nothing says whose turn it is; add "
+                    f'turns = "{" -> ".join(names)}", or write async def rollout(task, actors)'
+                )
+            start = self.hooks.get("start")
+            if start and "actor" in start.required:
+                raise ValueError(
+                    f"{self.path}: start() names 'actor', but is called before one of {', '.join(names)} speaks; drop it"
+                )
+        if isinstance(self.turns, str):
+            self.parsed(names)
+        elif isinstance(self.turns, list):
+            for name in self.turns:
+                self.check_name(name, names, "turns")
+
+    def check_name(self, name: str, names: Sequence[str], where: str) -> None:
+        try:
+            check_speaker(name, names)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {where}: {error}") from None
+
+    def parsed(self, names: Sequence[str]) -> tuple:
+        try:
+            return parse_schedule(self.turns, sorted(names))
+        except ValueError as error:
+            raise ValueError(f"{self.path}: turns: {error}") from None
+
+    def opening(self, task: Task, actor: str) -> list[Message]:
+        """What an actor sees before anybody has spoken. Its system prompt takes the place of the task's own."""
+        messages = copied(task.messages)
+        prompt = self.system_prompts.render(actor, task)
+        if prompt is None:
+            return messages
+        own = messages[:1] if messages[:1] and messages[0].get("role") == "system" else []
+        return [{"role": "system", "content": prompt}, *messages[len(own) :]]
+
+    async def draw(self, task: Task, names: Sequence[str], seed: int) -> Task:
+        """The task with who speaks when in info["turns"], the same for all episodes of a group. Raises ValueError, HookError
+        or TimeoutError if `turns` cannot say."""
+        if self.turns is None:
+            return task
+        if isinstance(self.turns, str):
+            order = draw_turns(self.parsed(names), seed)
+        elif isinstance(self.turns, list):
+            order = self.turns
+        else:
+            given = {
+                "messages": lambda: copied(task.messages),
+                "prompt": lambda: copied(task.messages),
+                "task": lambda: task_copy(task),
+            }
+            order = await self.turns(task.id, task.row, given)
+            for name in order:
+                self.check_name(name, names, f"turns() for task {task.id}")
+        return replace(task, info=task.info | {"turns": list(order)})
+
+    async def score_group(
+        self, task: Task, trajectories: Sequence[Trajectory], speakers: Mapping[str, Speaker]
+    ) -> None:
+        """Adds what the hooks for a whole group give. Raises what they raise, ValueError for what is no reward."""
+        await score_group(self.group_rewards, task, trajectories, Voices(speakers, task))
 
 
 def missing_hint(hook: Hook, name: str, row: Mapping[str, Any]) -> str:
-    if name == "state" and hook.name != "start":
+    if name == "trajectories":
+        return "mark it by @reward(batched=True), or call it group_reward_fn: it then gets those of a whole group"
+    if "trajectories" in hook.ours and name in SPOKEN | {"state"}:
+        return f"{hook.name}() is called once for a group, and finds what was said in `trajectories`"
+    if name == "state" and hook.name not in ("start", "turns", "rollout"):
         return "define start(task), which makes it"
-    if name in SPOKEN:
+    if name in SPOKEN and hook.name != "rollout":
         return f"it does not exist yet when {hook.name}() is called"
     return nearest(name, sorted({*hook.ours, *row}))
 
@@ -79,226 +170,83 @@ def load_env(path: str, *, hook_timeout_s: float = 60.0) -> Env:
     check_exists(file)
     module = execute_file(file, path)
     check_names(module, path)
-    has_start = hasattr(module, "start")
     threads = HookThreads()
-    hooks = {
-        name: Hook(name=name, function=getattr(module, name), path=path, timeout_s=hook_timeout_s, threads=threads,
-                   ours=known | {"state"} if has_start and name != "start" else known)
-        for name, known in ARGUMENTS.items() if hasattr(module, name)
-    }  # fmt: skip
-    tools = getattr(module, "tools", None)
+
+    def hook_of(name: str, function: Callable, ours: frozenset[str], has_deadline: bool = True) -> Hook:
+        knows_state = hasattr(module, "start") and name not in ("start", "turns", "rollout") and ours is not OF_GROUP
+        hook = Hook(
+            name=name, function=function, path=path, timeout_s=hook_timeout_s if has_deadline else None, threads=threads,
+            ours=ours | {"state"} if knows_state else ours,
+        )  # fmt: skip
+        if "actors" in hook.ours and "actors" in hook.required | hook.optional and not hook.is_async:
+            raise ValueError(
+                f"{path}: {name}() names 'actors', whose replies must be awaited; write async def {name}(...)"
+            )
+        return hook
+
+    hooks = {n: hook_of(n, getattr(module, n), ARGUMENTS[n]) for n in ("start", "interact") if hasattr(module, n)}
+    rewards = []
+    for name, (function, weight, batched) in marked_rewards(vars(module)).items():
+        hooks[name] = hook_of(name, function, OF_GROUP if batched else SPOKEN)
+        rewards.append(Reward(hook=hooks[name], weight=weight, batched=batched))
+    turns = getattr(module, "turns", None)
+    max_turns = getattr(module, "max_turns", None)
+    if callable(turns):
+        turns = hooks["turns"] = hook_of("turns", listed(turns, path), ARGUMENTS["turns"])
+    elif turns is not None:
+        turns = turns if isinstance(turns, str) else list(turns)
+        max_turns = max_turns or longest_order(turns, path)
+    if hasattr(module, "rollout"):
+        # It waits for whole conversations; the episode has a deadline of its own.
+        hooks["rollout"] = hook_of("rollout", module.rollout, ARGUMENTS["rollout"], has_deadline=False)
     load = getattr(module, "load_tasks", None)
     advantages = getattr(module, "advantage_fn", None)
-    return Env(
+    env = Env(
         name=file.stem,
         path=path,
         hooks=hooks,
-        rollout=make_rollout(hooks, tools, path),
+        rollout=None,
         load_tasks=load and (lambda split: rows_of(load, split, path)),
         advantage_fn=advantages and (lambda rewards: advantages_of(advantages, rewards, path)),
-        max_turns=getattr(module, "max_turns", None),
-        tools=tools,
+        max_turns=max_turns,
+        tools=getattr(module, "tools", None),
+        turns=turns,
+        system_prompts=SystemPrompts(getattr(module, "system_prompts", {}), path),
+        group_rewards=[reward for reward in rewards if reward.batched],
     )
+    env.rollout = make_rollout(env, module, rewards)
+    return env
 
 
-def execute_file(file: Path, path: str) -> ModuleType:
-    name = f"rl_core_env_{file.stem}"
-    # compile() below gets the path as the user wrote it: that is what errors and tracebacks then say.
-    spec = importlib.util.spec_from_loader(name, loader=None, origin=path)
-    module = importlib.util.module_from_spec(spec)
-    module.__file__ = str(file.resolve())
-    # Dataclasses and pickle look a class up through its module's name.
-    sys.modules[name] = module
-    # Files beside it can be imported, as in a script; last, so that they hide no library.
-    if str(file.resolve().parent) not in sys.path:
-        sys.path.append(str(file.resolve().parent))
-    try:
-        exec(compile(file.read_bytes(), path, "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:
-        hint = "; pip install it, or drop the import" if isinstance(error, ModuleNotFoundError) else ""
-        raise ValueError(f"{path} does not load: {describe_error(error, path)}{hint}") from error
-    return module
+def make_rollout(env: Env, module: ModuleType, rewards: list[Reward]) -> Callable:
+    """The adapter: the user's own rollout(), or one episode by the other hooks."""
+    if "rollout" in env.hooks:
+        return functools.partial(free_rollout, env)
+    truncated_reward = getattr(module, "truncated_reward", None)
+    rules = Rules(
+        path=env.path,
+        start=env.hooks.get("start"),
+        interact=env.hooks.get("interact"),
+        rewards=[reward for reward in rewards if not reward.batched],
+        opening=env.opening,
+        tools=env.tools,
+        is_grouped=bool(env.group_rewards),
+        has_order=env.turns is not None,
+        name_prefix=getattr(module, "name_prefix", False),
+        truncated_reward=None if truncated_reward is None else finite_reward(truncated_reward),
+    )
+    return functools.partial(turn_taking_rollout, env, rules)
 
 
-def check_names(module: ModuleType, path: str) -> None:
-    own = [
-        name for name, value in vars(module).items()
-        if not name.startswith("_") and (not callable(value) or getattr(value, "__module__", "") == module.__name__)
-        and not inspect.ismodule(value)
-    ]  # fmt: skip
-    for name in own:
-        if name in NOT_SUPPORTED:
-            raise ValueError(f"{path}: {name!r} is the name of a hook that is not supported yet; rename it")
-        kind = FUNCTIONS if callable(vars(module)[name]) else SETTINGS
-        close = difflib.get_close_matches(name.lower(), kind, n=1, cutoff=0.75)
-        # Where the hook itself is there, a similar name is a helper of it.
-        if close and not hasattr(module, close[0]):
-            raise ValueError(f"{path}: {name!r} is no hook; did you mean {close[0]!r}? Begin a helper's name with _")
-    if not hasattr(module, "reward_fn") and not hasattr(module, "interact"):
-        raise ValueError(f"{path}: defines no hook; it needs def reward_fn(messages, ...) or def interact(messages)")
-    for name in FUNCTIONS:
-        if hasattr(module, name) and not callable(getattr(module, name)):
-            raise ValueError(f"{path}: {name} must be a function, is {shorten(getattr(module, name))}")
-    turns, tools = getattr(module, "max_turns", None), getattr(module, "tools", None)
-    if turns is not None and (type(turns) is not int or turns < 1):
-        raise ValueError(f"{path}: max_turns = {shorten(turns)} must be a whole number of at least 1")
-    if tools is not None and not (isinstance(tools, (list, tuple)) and all(isinstance(tool, dict) for tool in tools)):
-        raise ValueError(f"{path}: tools = {shorten(tools)} must be a list of OpenAI schemas (dictionaries)")
+async def turn_taking_rollout(env: Env, rules: Rules, task: Task, speakers: Mapping[str, Speaker]) -> list[Trajectory]:
+    if env.turns is None and len(speakers) != 1:
+        env.check_actors(list(speakers))
+    if env.turns is not None and "turns" not in task.info:
+        task = await env.draw(task, list(speakers), counter_seed(task.id, "schedule"))
+    return await play(rules, task, speakers, task.info["turns"] if env.turns is not None else None)
 
 
-def rows_of(load_tasks: Callable, split: str, path: str) -> Sequence[dict[str, Any]]:
-    """What the user's load_tasks(split) gives: a table of `datasets`, or a list of rows."""
-    try:
-        rows = load_tasks(split)
-        rows = asyncio.run(rows) if inspect.iscoroutine(rows) else rows
-        rows = rows if hasattr(rows, "column_names") or rows is None else list(rows)
-    except Exception as error:
-        raise ValueError(f"{path}: load_tasks({split!r}) failed: {describe_error(error, path)}") from error
-    for number, row in enumerate(rows if isinstance(rows, list) else [], 1):
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}: load_tasks({split!r}): row {number} must be a dict, is {shorten(row)}")
-    if rows is None:
-        raise ValueError(f"{path}: load_tasks({split!r}) returned None; it must return a list of rows")
-    return rows
-
-
-def advantages_of(advantage_fn: Callable, rewards: list[float], path: str) -> list[float]:
-    """What the user's advantage_fn(rewards) gives for a group. Raises RunError unless it is a finite number for each."""
-    try:
-        values = advantage_fn(list(rewards))
-        values = values.tolist() if hasattr(values, "tolist") else list(values)
-    except Exception as error:
-        raise RunError(f"{path}: advantage_fn({rewards}) failed: {describe_error(error, path)}") from error
-    if len(values) != len(rewards):
-        raise RunError(f"{path}: advantage_fn({rewards}) gave {len(values)} values; it must give one for each reward")
-    try:
-        return [finite_reward(value) for value in values]
-    except ValueError:
-        raise RunError(f"{path}: advantage_fn({rewards}) gave {values}; all must be finite numbers") from None
-
-
-@dataclass(kw_only=True, slots=True)
-class Episode:
-    """One attempt by one actor at one task, and what its hooks can see of it."""
-
-    task: Task
-    speaker: Speaker
-    conversation: Conversation | None = None  # None while start() runs
-    state: Any = None
-    rewards: dict[str, float]
-
-    async def call(self, hook: Hook) -> Any:
-        task = self.task
-        # Made only when named, and copied: a hook can spoil neither the conversation nor the task of the next episode.
-        given = {
-            "messages": lambda: copied(self.conversation.messages if self.conversation else task.messages),
-            "prompt": lambda: copied(task.messages),
-            "completion": lambda: self.conversation.turns[-1].completion.text,
-            "task": lambda: replace(task, row=dict(task.row), messages=copied(task.messages)),
-            "trajectory": lambda: copy.deepcopy(self.trajectory(reward=None)),
-            "actor": lambda: self.speaker.name,
-            "state": lambda: self.state,
-        }
-        return await hook(task.id, task.row, given)
-
-    def trajectory(self, reward: float | None) -> Trajectory:
-        return self.conversation.trajectory(self.task, reward=reward, reward_parts=dict(self.rewards), metrics={})
-
-
-def copied(messages: Sequence[Message]) -> list[Message]:
-    return [dict(message) for message in messages]
-
-
-def make_rollout(hooks: dict[str, Hook], tools: Sequence[dict] | None, path: str) -> Callable:
-    """The adapter: start, then replies and interact in turn, then reward_fn, for one actor."""
-    start, interact, reward_fn = (hooks.get(name) for name in ("start", "interact", "reward_fn"))
-
-    async def rollout(task: Task, actors: Mapping[str, Speaker]) -> list[Trajectory]:
-        if len(actors) != 1:
-            raise ValueError(f"{path}: this environment is for one actor, there are {', '.join(actors) or 'none'}")
-        episode = Episode(task=task, speaker=next(iter(actors.values())), rewards={})
-        if start:
-            episode.state = await episode.call(start)
-        episode.conversation = episode.speaker.converse(copied(task.messages), list(tools) if tools else None)
-        await converse(episode, interact)
-        if reward_fn:
-            add_rewards(episode.rewards, reward_parts(await episode.call(reward_fn), "reward_fn", path), path)
-        elif not episode.rewards:
-            episode.rewards["interact"] = 0.0  # it never gave one
-        return [episode.trajectory(reward=math.fsum(episode.rewards.values()))]
-
-    return rollout
-
-
-async def converse(episode: Episode, interact: Hook | None) -> None:
-    conversation = episode.conversation
-    while True:
-        await conversation.respond()
-        if conversation.truncated or interact is None:
-            return
-        messages, reward, is_done = check_reply(await episode.call(interact), interact.path)
-        if reward is not None:
-            episode.rewards["interact"] = episode.rewards.get("interact", 0.0) + reward
-        if is_done:
-            # Seen by reward_fn, but nobody answers them, so that they need no room among the tokens.
-            conversation.messages.extend(messages)
-            return
-        # After the last turn only its reward counts: what it says would stand unanswered.
-        if len(conversation.turns) >= episode.speaker.max_turns or not conversation.add(messages):
-            return
-
-
-def check_reply(reply: Any, path: str) -> tuple[list[Message], float | None, bool]:
-    """(messages, reward, whether the episode is over) of what interact returned."""
-    if reply is None or (isinstance(reply, (list, tuple)) and not reply):
-        return [], None, True
-    reward, is_done = None, False
-    try:
-        if isinstance(reply, dict):
-            for key in reply.keys() - {"messages", "reward", "done"}:
-                raise ValueError(f"has an unknown key {key!r}; known: messages, reward, done")
-            reward, is_done = reply.get("reward"), bool(reply.get("done"))
-            reward = None if reward is None else finite_reward(reward)
-            reply = reply.get("messages")
-            if reply is None or (isinstance(reply, (list, tuple)) and not reply):
-                return [], reward, True
-        return check_messages(reply), reward, is_done
-    except ValueError as error:
-        raise ValueError(f"{path}: what interact() returned {error}") from None
-
-
-def reward_parts(value: Any, name: str, path: str) -> dict[str, float]:
-    """A dict's parts, or the one number under its hook's name."""
-    parts = value if isinstance(value, dict) else {name: value}
-    if not parts or not all(isinstance(part, str) for part in parts):
-        raise ValueError(f"{path}: {name}() returned {shorten(value)}; a dict must name each part, as 'format': 0.5")
-    checked = {}
-    for part, number in parts.items():
-        try:
-            checked[part] = finite_reward(number)
-        except ValueError as error:
-            where = f"part {part!r} of what {name}() returned" if isinstance(value, dict) else f"what {name}() returned"
-            raise ValueError(f"{path}: {where} {error}") from None
-    return checked
-
-
-def add_rewards(rewards: dict[str, float], parts: dict[str, float], path: str) -> None:
-    for part in rewards.keys() & parts.keys():
-        raise ValueError(f"{path}: the reward part {part!r} is given by two hooks; name it otherwise in reward_fn")
-    rewards.update(parts)
-
-
-def finite_reward(value: Any) -> float:
-    """A Python float of a bool, an int, a float, or a scalar of numpy or torch."""
-    number = value
-    if hasattr(value, "item") and math.prod(getattr(value, "shape", (2,))) == 1:
-        number = value.item()
-    if not isinstance(number, numbers.Real):
-        raise ValueError(f"is {shorten(value)}; a reward must be a finite number, or a dict of them")
-    try:
-        number = float(number)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"is {shorten(value)}; a reward must be finite")
-    return number
+async def free_rollout(env: Env, task: Task, speakers: Mapping[str, Speaker]) -> list[Trajectory]:
+    given = {"task": lambda: task_copy(task), "actors": lambda: Voices(speakers, task)}
+    found = await env.hooks["rollout"](task.id, task.row, given)
+    return check_trajectories(found, task, speakers, env.path)

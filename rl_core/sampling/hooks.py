@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ class Hook:
     name: str
     function: Callable
     path: str  # of the user's file
-    timeout_s: float
+    timeout_s: float | None  # None: whoever calls it has a deadline
     threads: HookThreads
     ours: frozenset[str]  # names that the caller gives; all others are columns
     required: frozenset[str] = field(init=False)
@@ -44,10 +44,14 @@ class Hook:
         self.optional = frozenset(p.name for p in named) - self.required
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
 
+    def is_given(self, name: str) -> bool:
+        """Whether the function gets this argument of ours."""
+        return name in self.ours and (self.takes_all or name in self.required | self.optional)
+
     def arguments(self, row: dict[str, Any], given: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
         names = self.required | self.optional
         if self.takes_all:
-            names = names | self.ours | row.keys()
+            names = names | (self.ours - {"actors"}) | row.keys()
         # A column is copied, so that what a hook does to it does not reach the next episode of the same row.
         return {
             name: given[name]() if name in self.ours else copy.deepcopy(row[name])
@@ -90,6 +94,15 @@ class Hook:
         if error is not None:
             raise Raised(error)
         return result
+
+
+async def wait_for_all(awaitables: Iterable[Awaitable]) -> list[Any]:
+    """Their results. All have ended when the first error is raised, so that none goes on where nobody looks."""
+    results = await asyncio.gather(*awaitables, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
 
 
 async def outcome(awaitable: Awaitable) -> tuple[Any, BaseException | None]:

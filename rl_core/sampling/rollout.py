@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ async def rollout(
     """The trajectories of the groups that this rank drew, failed ones included, sorted by group and index. Every rank
     must call it. Raises RunError on all ranks alike if more than max_failed_fraction of the episodes failed."""
     numbers = ranks.counter(plan.name)
-    episodes = min(config.max_concurrent, min(a.engine.capacity for a in actors.values()))
+    # Of engines that learn; what others cannot take at once waits there.
+    capacities = [actor.capacity for actor in actors.values() if actor.is_trainable]
+    episodes = min([config.max_concurrent, *capacities])
     share = -(
         -len(plan.tasks) // ranks.size
     )  # at most an even share at once, so that no rank takes all before the others come
@@ -48,46 +51,97 @@ async def rollout(
         for number in numbers:
             if number >= len(plan.tasks):
                 return
-            runs = [run_episode(env, actors, plan, number, index, config) for index in range(plan.group_size)]
-            for trajectories in await asyncio.gather(*runs):
-                found.extend(trajectories)
+            found.extend(await run_group(env, actors, plan, number, config))
 
     await asyncio.gather(*(draw_groups() for _ in range(max(1, min(share, episodes // plan.group_size)))))
     refuse_failures(found, config.max_failed_fraction, plan, ranks)
-    return sorted(found, key=lambda t: (t.group_id, t.index))
+    return sorted(found, key=lambda t: (t.group_id, t.index, t.actor))
+
+
+async def run_group(
+    env: Env, actors: Mapping[str, Actor], plan: RolloutPlan, number: int, config: RolloutConfig
+) -> list[Trajectory]:
+    """The trajectories of one group. Its order of speakers is drawn once; what scores it as a whole comes last, and if that
+    goes wrong all of it has failed."""
+    task, group_id = plan.tasks[number], f"{plan.name}/{number:06d}"
+    seed = counter_seed(plan.seed, plan.name, number, "schedule")
+
+    found: list[Trajectory] = []
+    try:
+        drawn = await env.draw(task, list(actors), seed)
+        runs = [run_episode(env, actors, plan, drawn, number, index, config) for index in range(plan.group_size)]
+        found = [t for trajectories in await asyncio.gather(*runs) for t in trajectories]
+        if env.group_rewards:
+            async with speaking(actors, plan, counter_seed(seed, "group"), f"{group_id}/group") as speakers:
+                await asyncio.wait_for(env.score_group(task, found, speakers), config.episode_timeout_s)
+    except Exception as error:
+        reason = reason_of(error, f"what scores the group took longer than {limit_of(config)}")
+        if not found:
+            indices = range(plan.group_size)
+            return [t for index in indices for t in failures(actors, task, group_id, index, reason)]
+        for t in found:
+            if t.status != "failed":
+                t.status, t.error, t.reward = "failed", reason, None
+    return found
 
 
 async def run_episode(
-    env: Env, actors: Mapping[str, Actor], plan: RolloutPlan, number: int, index: int, config: RolloutConfig
+    env: Env, actors: Mapping[str, Actor], plan: RolloutPlan, task: Task, number: int, index: int, config: RolloutConfig
 ) -> list[Trajectory]:
-    """One attempt at one task. What goes wrong in it ends here, as a failed trajectory with its reason."""
-    task = plan.tasks[number]
+    """One attempt at one task. What goes wrong in it ends here, as a failed trajectory of every actor, with its reason."""
     group_id = f"{plan.name}/{number:06d}"
     seed = counter_seed(plan.seed, plan.name, number, task.id, index)
-    speakers = {name: Speaker(actor, plan.params, seed, f"{group_id}/{index}/{name}") for name, actor in actors.items()}
     try:
-        trajectories = await asyncio.wait_for(env.rollout(task, speakers), config.episode_timeout_s)
+        async with speaking(actors, plan, seed, f"{group_id}/{index}") as speakers:
+            trajectories = await asyncio.wait_for(env.rollout(task, speakers), config.episode_timeout_s)
     except Exception as error:
-        reason = str(error) or type(error).__name__
-        if isinstance(error, asyncio.TimeoutError) and not str(error):
-            reason = f"the episode took longer than --rollout.episode_timeout_s={config.episode_timeout_s}"
-        trajectories = [
-            Trajectory(
-                task_id=task.id, env=task.env, group_id="", messages=task.messages, status="failed", error=reason
-            )
-        ]
-    finally:
-        for speaker in speakers.values():
-            speaker.close()
+        reason = reason_of(error, f"the episode took longer than {limit_of(config)}")
+        return failures(actors, task, group_id, index, reason)
     for trajectory in trajectories:
         trajectory.group_id, trajectory.index = group_id, index
     return trajectories
 
 
+@asynccontextmanager
+async def speaking(
+    actors: Mapping[str, Actor], plan: RolloutPlan, seed: int, session: str
+) -> AsyncIterator[dict[str, Speaker]]:
+    """The actors as they speak in one episode; what engines keep for it is freed at its end."""
+    speakers = {name: actor.speaker(plan.params, seed, f"{session}/{name}") for name, actor in actors.items()}
+    try:
+        yield speakers
+    finally:
+        for speaker in speakers.values():
+            speaker.close()
+
+
+def limit_of(config: RolloutConfig) -> str:
+    return f"--rollout.episode_timeout_s={config.episode_timeout_s}"
+
+
+def reason_of(error: Exception, on_timeout: str) -> str:
+    if isinstance(error, asyncio.TimeoutError) and not str(error):
+        return on_timeout
+    return str(error) or type(error).__name__
+
+
+def failures(actors: Mapping[str, Actor], task: Task, group_id: str, index: int, reason: str) -> list[Trajectory]:
+    """An episode that failed: for each actor that would have learned from it, or for all if none has a learner."""
+    learn = [name for name, actor in actors.items() if actor.is_trainable] or list(actors)
+    return [
+        Trajectory(
+            task_id=task.id, env=task.env, group_id=group_id, index=index, actor=name, messages=task.messages,
+            status="failed", error=reason,
+        )
+        for name in learn
+    ]  # fmt: skip
+
+
 def refuse_failures(trajectories: list[Trajectory], limit: float, plan: RolloutPlan, ranks: Ranks) -> None:
     failed = [t for t in trajectories if t.status == "failed"]
     first = f"{failed[0].task_id}: {failed[0].error}" if failed else ""
-    counts = all_gather_json([len(failed), len(trajectories), first], ranks)
+    num_failed, total = (len({(t.env, t.group_id, t.index) for t in some}) for some in (failed, trajectories))
+    counts = all_gather_json([num_failed, total, first], ranks)
     num_failed, total = sum(c[0] for c in counts), sum(c[1] for c in counts)
     if num_failed > limit * total:
         raise RunError(
@@ -108,9 +162,9 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
         "failed": Sum(len(trajectories) - n),
         "tokens": Sum(sum(t.num_tokens for t in done)),
     }
-    groups: dict[str, list[float]] = {}
+    groups: dict[tuple, list[float]] = {}
     for t in done:
-        groups.setdefault(t.group_id, []).append(t.reward)
+        groups.setdefault((t.env, t.group_id, t.actor, t.seat), []).append(t.reward)
     metrics["zero_signal_frac"] = Mean(sum(len(set(g)) == 1 for g in groups.values()), len(groups))
     for kind in ("reward_parts", "metrics"):
         for name in sorted({k for t in done for k in getattr(t, kind)}):

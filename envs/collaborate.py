@@ -1,0 +1,34 @@
+"""Any number of actors work on one problem in turn, and who speaks last answers it for all.
+
+    rl-core train --env_path envs/collaborate.py --data.train problems.jsonl --out runs/team \
+        --actors.ann.model A --actors.ben.model B --actors.cleo.api https://host/v1 --actors.cleo.model C
+
+Rows: {"prompt": "How many ...?", "answer": "12"}; without --data.train, sums of three numbers. Who speaks is drawn once for
+each group of episodes, and all who spoke and learn share the reward: 1 if the last reply is the answer and nothing else.
+"""
+
+import random
+
+turns = "* * (2..4)"  # any actor, two to four times
+name_prefix = True
+truncated_reward = 0.0  # who was cut off did not speak last
+TALK = "You are one of a team. Say in one or two sentences what helps to solve this."
+ANSWER = "Time is up. Reply with the answer alone."
+NUM_EVAL = 100
+
+
+def load_tasks(split):
+    rng = random.Random(0)
+    sums = list(dict.fromkeys(tuple(rng.randrange(1, 100) for _ in range(3)) for _ in range(2000)))
+    chosen = sums[NUM_EVAL:] if split == "train" else sums[:NUM_EVAL]
+    return [{"prompt": f"{TALK}\n\n{a}+{b}+{c}", "answer": str(a + b + c)} for a, b, c in chosen]
+
+
+def interact(messages, task):
+    num_spoken = sum(message["role"] == "assistant" for message in messages)
+    return [{"role": "user", "content": ANSWER}] if num_spoken == len(task.info["turns"]) - 1 else None
+
+
+def reward_fn(messages, answer):
+    said = messages[-1]["content"].rpartition("</think>")[2]
+    return float(said.strip().lower() == str(answer).strip().lower())

@@ -1,0 +1,104 @@
+"""Tic-tac-toe of one actor against itself, or of two against each other; evaluated against a player who moves at random.
+
+    rl-core train --env_path envs/tic_tac_toe.py --model M --out runs/self_play --group_size 8 \
+        --max_tokens 8 --max_prompt_tokens 512 --eval_every 50 --eval.pass_reward 0.5
+    rl-core train --env_path envs/tic_tac_toe.py --actors.ann.model A --actors.ben.model B --out runs/duel ...
+
+A win is 1, a draw 0.5, a defeat 0, and a reply that is not the number of a free cell is a defeat. Seats x and o have a baseline
+each. With --eval.pass_reward 0.5 the evaluation's `pass` is how often the random player did not win.
+"""
+
+import random
+import re
+import zlib
+
+LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
+RULES = "Tic-tac-toe. Reply with the number of a free cell alone."
+NUM_EVAL = 100
+max_turns = 5  # of one seat; with --max_prompt_tokens it says how long a game's conversation may be
+
+
+def load_tasks(split):
+    """Training: against a learner, from every board with up to two stones. Evaluation: against the random player."""
+    if split == "eval":
+        seats = ["xo"[n % 2] for n in range(NUM_EVAL)]
+        return [{"prompt": RULES, "opponent": "random", "opening": "", "seat": seat} for seat in seats]
+    openings = ["", *"123456789", *(f"{a}{b}" for a in range(1, 10) for b in range(1, 10) if a != b)]
+    return [
+        {"prompt": RULES, "opponent": "actor", "opening": opening, "seat": seat}
+        for opening in openings
+        for seat in "xo"
+    ]
+
+
+def free_cells(board):
+    return [n for n, stone in enumerate(board) if stone == "."]
+
+
+def winner(board):
+    return next((board[a] for a, b, c in LINES if board[a] == board[b] == board[c] != "."), None)
+
+
+def shown(board):
+    """Three rows, in which a free cell has its number: `x2o`."""
+    cells = "".join(str(n + 1) if stone == "." else stone for n, stone in enumerate(board))
+    return "\n".join(cells[n : n + 3] for n in (0, 3, 6))
+
+
+def move_of(text, board):
+    """The cell, from 0 on, that a reply means; None if it is not the number of a free one and nothing else."""
+    number = re.fullmatch(r"\s*([1-9])\s*", text)
+    cell = int(number[1]) - 1 if number else None
+    return cell if cell in free_cells(board) else None
+
+
+def random_move(task_id, board):
+    """Hangs on task and board alone, so that a run can be repeated."""
+    return random.Random(zlib.crc32(f"{task_id}/{''.join(board)}".encode())).choice(free_cells(board))
+
+
+async def play(task, players):
+    """One game. `players`: seat -> actor, or None for the random player. Gives each seat's last reply, who won (None: a draw),
+    and who lost by an illegal move."""
+    board, replies = ["."] * 9, {}
+    for cell in task.row["opening"]:
+        board[int(cell) - 1] = turn_of(board)
+    while free_cells(board) and not winner(board):
+        seat = turn_of(board)
+        if players[seat] is None:
+            cell = random_move(task.id, board)
+        else:
+            if seat in replies:
+                await replies[seat].respond(shown(board))
+            else:
+                replies[seat] = await players[seat].respond(f"{task.row['prompt']} You are {seat}.\n\n{shown(board)}")
+            cell = None if replies[seat].truncated else move_of(replies[seat].answer, board)
+        if cell is None:
+            return replies, "o" if seat == "x" else "x", seat
+        board[cell] = seat
+    return replies, winner(board), None
+
+
+def turn_of(board):
+    return "xo"[(9 - len(free_cells(board))) % 2]
+
+
+async def rollout(task, actors):
+    """The seat of the row is that of the first actor by name; alone, it plays the other one too."""
+    names, seat = sorted(actors), task.row["seat"]
+    other = "o" if seat == "x" else "x"
+    if len(names) > 2:
+        raise ValueError(f"tic-tac-toe is for one or two actors, there are {len(names)}: {', '.join(names)}")
+    if task.row["opponent"] == "random":
+        games = [{seat: actors[name], other: None} for name in names]
+    else:
+        games = [{seat: actors[names[0]], other: actors[names[-1]]}]
+    found = []
+    for players in games:
+        replies, won, illegal = await play(task, players)
+        for place, reply in replies.items():
+            result = 0.5 if won is None else float(place == won)
+            against = "_random" if None in players.values() else ""
+            metrics = {f"won{against}": float(place == won), f"illegal{against}": float(place == illegal)}
+            found.append(reply.trajectory({"result": result}, seat=place, metrics=metrics))
+    return found

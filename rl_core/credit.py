@@ -1,0 +1,92 @@
+"""Which rewards share a baseline, and what each turn earned: trajectories -> TrainingSamples with advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rl_core.data.samples import samples_from_turns
+from rl_core.distributed import Ranks, all_gather_json
+from rl_core.learning.algorithms import Algorithm, group_advantages, mean_and_deviation, overlong_penalty
+from rl_core.types import TrainingSample, Trajectory
+
+
+def baseline_groups(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
+    """Those that did not fail, by what shares a baseline: (env, group, actor, seat)."""
+    groups: dict[tuple, list[Trajectory]] = {}
+    for t in trajectories:
+        if t.status != "failed":
+            groups.setdefault((t.env, t.group_id, t.actor, t.seat), []).append(t)
+    return list(groups.values())
+
+
+def has_signal(group: list[Trajectory]) -> bool:
+    return len({t.reward for t in group}) > 1
+
+
+def samples_of(
+    groups: list[list[Trajectory]],
+    algorithm: Algorithm,
+    max_tokens: int,
+    ranks: Ranks,
+    advantage_fns: dict[str, Callable[[list[float]], list[float]] | None] | None = None,
+) -> list[TrainingSample]:
+    """Each trajectory's samples with its advantage over its group, or those of its turns. Overlong ones may be penalised
+    before, or left out after: they count in the baseline, but neither in the loss nor in its denominator. `advantage_fns`:
+    each environment's own."""
+    found: list[tuple[Trajectory, list[float]]] = []
+    for group in groups:
+        penalties = [0.0] * len(group)
+        if algorithm.overlong == "soft":
+            longest = [max((len(turn.completion.token_ids) for turn in t.turns), default=0) for t in group]
+            penalties = [overlong_penalty(n, max_tokens, algorithm.overlong_buffer) for n in longest]
+        advantage_fn = (advantage_fns or {}).get(group[0].env)
+        advantages = turn_advantages(group, penalties, algorithm, advantage_fn)
+        pairs = zip(group, advantages, strict=True)
+        found += [(t, a) for t, a in pairs if algorithm.overlong != "mask" or t.status != "truncated"]
+    scales = env_scales(found, ranks) if algorithm.normalize == "env" else {}
+    samples = []
+    for t, values in found:
+        scale = scales.get(t.env, 1.0)
+        samples += samples_from_turns(t.turns, [a / scale for a in values], t.group_id)
+    return samples
+
+
+def turn_advantages(
+    group: list[Trajectory],
+    penalties: list[float],
+    algorithm: Algorithm,
+    advantage_fn: Callable[[list[float]], list[float]] | None,
+) -> list[list[float]]:
+    """Of each trajectory's turns: all that of the episode's reward, or with a turn_discount g each that of its own return,
+    r_k + g r_{k+1} + ..., over the returns of all turns of the group."""
+    if algorithm.turn_discount is None:
+        rewards = [t.reward + p for t, p in zip(group, penalties, strict=True)]
+        advantages = group_advantages(rewards, algorithm.advantage, advantage_fn)
+        return [[a] * len(t.turns) for t, a in zip(group, advantages, strict=True)]
+    returns = [turn_returns(t, p, algorithm.turn_discount) for t, p in zip(group, penalties, strict=True)]
+    flat = iter(group_advantages([g for values in returns for g in values], algorithm.advantage, advantage_fn))
+    return [[next(flat) for _ in values] for values in returns]
+
+
+def turn_returns(t: Trajectory, penalty: float, discount: float) -> list[float]:
+    """[turns] discounted sum of the rewards from each turn on; an episode without rewards of turns earns all at its end."""
+    rewards = list(t.turn_rewards) or [0.0] * (len(t.turns) - 1) + [t.reward]
+    rewards[-1] += penalty
+    returns = [0.0]
+    for reward in reversed(rewards):
+        returns.append(reward + discount * returns[-1])
+    return returns[:0:-1]
+
+
+def env_scales(found: list[tuple[Trajectory, list[float]]], ranks: Ranks) -> dict[str, float]:
+    """Environment -> what divides its advantages: their standard deviation over all its sampled tokens of the step on all
+    ranks, those of groups without signal included; 1 where all are equal."""
+    local: dict[str, list[float]] = {}
+    for t, values in found:
+        sums = local.setdefault(t.env, [0.0, 0.0, 0.0])
+        for turn, a in zip(t.turns, values, strict=True):
+            n = len(turn.completion.token_ids)
+            sums[:] = [x + y for x, y in zip(sums, (n * a, n * a**2, n), strict=True)]
+    parts = all_gather_json(local, ranks)
+    total = {env: [sum(c) for c in zip(*(p[env] for p in parts if env in p), strict=True)] for p in parts for env in p}
+    return {env: mean_and_deviation(*sums)[1] or 1.0 for env, sums in total.items() if sums[2]}

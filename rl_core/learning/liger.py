@@ -1,0 +1,36 @@
+"""Liger's Triton kernels for a model's norms, gated MLPs and rotary positions, in place of transformers' own code.
+
+Its losses are left out: they take padded rows with one advantage each, give no entropy, and reduce over all ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+LOSSES_OFF = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+
+
+def check_liger(model_config: PretrainedConfig) -> None:
+    """Raises ValueError without a GPU, and for an architecture that Liger does not know, before any weight is read."""
+    if not torch.cuda.is_available():
+        raise ValueError("--liger: its kernels need a GPU, and torch sees none here; leave --liger out")
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
+
+    if model_config.model_type not in KNOWN:
+        raise ValueError(
+            f"--liger: liger-kernel has no kernels for models of type {model_config.model_type!r}; leave --liger out, or "
+            f"take one of {', '.join(sorted(KNOWN))}"
+        )
+
+
+def apply_liger(models: list[nn.Module]) -> None:
+    """Gives each model's modules the forward of Liger's, with the weights they have; which parts, Liger says for each
+    architecture. It also sets names in the architecture's module of transformers, so that rotary positions, a function
+    there, are Liger's for every such model of this process, and models that are built later are of Liger's classes."""
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance as patch
+
+    for model in models:
+        patch(model=model, **LOSSES_OFF)
+        assert any("forward" in vars(m) for m in model.modules() if m is not model), type(model).__name__

@@ -1,0 +1,106 @@
+"""What waits on the host: a learner's tensors while engines have the device, and what a forward keeps for its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
+
+from rl_core.distributed import local
+
+MIN_BYTES = 1024  # of an activation that is worth moving
+
+
+class Offload:
+    """The weights, gradients and optimizer state of a learner, on the device only where on_device() is entered. Tensors
+    stay the same objects and keep their shapes; their memory goes, so that all that refers to them stays right."""
+
+    def __init__(self, models: list[nn.Module], optimizers: list[torch.optim.Optimizer], device: torch.device):
+        self.models, self.optimizers, self.device = models, optimizers, device
+        self.waiting: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []  # emptied, its copy on the host
+        self.depth = 0
+
+    @contextmanager
+    def on_device(self):
+        if not self.depth:
+            self.to_device()
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+        if not self.depth:  # not after an error, which ends the run
+            self.to_host()
+
+    def to_host(self) -> None:
+        assert not self.waiting
+        synchronize(self.device)  # FSDP's streams too have ended
+        for storage in self.storages():
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            host = host.untyped_storage()
+            host.copy_(storage, non_blocking=True)
+            self.waiting.append((storage, host))
+        synchronize(self.device)
+        for storage, _ in self.waiting:
+            storage.resize_(0)
+        for model in self.models:
+            model.is_away = True
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # an engine may be another process
+
+    def to_device(self) -> None:
+        for storage, host in self.waiting:
+            storage.resize_(host.nbytes())
+            storage.copy_(host, non_blocking=True)
+        synchronize(self.device)
+        self.waiting.clear()
+        for model in self.models:
+            model.is_away = False
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The memory of all tensors, each once. What is not torch's own to give back (paged optimizer state, which moves by
+        itself, or a file's pages) is left out."""
+        found = (t.untyped_storage() for t in self.tensors() if t.device.type == self.device.type)
+        return list({s.data_ptr(): s for s in found if s.nbytes() and s.resizable()}.values())
+
+    def tensors(self) -> Iterator[Tensor]:
+        for model in self.models:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # after a forward without a backward some parameters are still whole
+            for parameter in model.parameters():
+                yield local(parameter)
+                if parameter.grad is not None:
+                    yield local(parameter.grad)
+        for optimizer in self.optimizers:
+            yield from (local(v) for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def activations_on_host() -> saved_tensors_hooks:
+    """A context in which a forward keeps what its backward needs on the host; weights stay where they are."""
+    # All copies are in the order of the stream that computes, which is also the backward's: nothing waits for them here.
+    return saved_tensors_hooks(to_host, to_device)
+
+
+def to_host(value: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+    is_weight = isinstance(value if value._base is None else value._base, nn.Parameter)
+    if is_weight or value.nbytes < MIN_BYTES:
+        return value
+    host = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+    return value.device, host.copy_(value, non_blocking=True)
+
+
+def to_device(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    device, host = kept
+    return host.to(device, non_blocking=True)

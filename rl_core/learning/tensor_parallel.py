@@ -1,0 +1,123 @@
+"""Tensor parallel: each of `tp` ranks holds a part of every matrix and computes with it (Shoeybi et al. 2019,
+arXiv:1909.08053), as the plan says that transformers has for the model.
+
+A matrix is split by its outputs (colwise) or by its inputs (rowwise); between the two every rank has its own heads and its
+own part of the MLP, and sums are exchanged after the second. Embedding and head are split over the vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from fnmatch import fnmatch
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from rl_core.config import LoraConfig
+
+PARTIAL = "replicated_with_grad_allreduce"  # whole on every rank, and a rank's gradient is of its own heads alone
+STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel, PARTIAL: None}
+DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+def tp_plan(model_config: PretrainedConfig) -> dict[str, str]:
+    """Name of a layer of the base model, with * for numbers -> how it is split."""
+    return model_config.get_text_config().base_model_tp_plan or {}
+
+
+def check_tensor_parallel(tp: int, model_config: PretrainedConfig, lora: LoraConfig | None = None) -> None:
+    """Raises ValueError if the model cannot be split over `tp` ranks, before any weight is read."""
+    if tp == 1:
+        return
+    if lora is not None and lora.rank:
+        raise ValueError(f"--tp={tp} does not split adapters; take --tp 1 with --actors.policy.lora.rank={lora.rank}")
+    config, plan = model_config.get_text_config(), tp_plan(model_config)
+    unknown = sorted(set(plan.values()) - STYLES.keys())
+    if unknown or not plan:
+        has = f"splits layers as {unknown[0]}, which is not known here" if unknown else "has no plan in transformers"
+        raise ValueError(f"--tp={tp}: a {config.model_type} model {has}; take --tp 1")
+    with torch.device("meta"):
+        layers = AutoModelForCausalLM.from_config(model_config).base_model
+    regions = {name.rpartition(".")[0] for name in plan}
+    for name in (n.rpartition(".")[0] for n, _ in layers.named_parameters()):
+        if any(fnmatch(name, f"{region}.*") for region in regions) and not any(fnmatch(name, key) for key in plan):
+            raise ValueError(
+                f"--tp={tp}: the plan for a {config.model_type} model leaves out {name}, whose gradient would be of a rank's "
+                "own heads alone; take --tp 1"
+            )
+    sizes = {name: getattr(config, name, None) or config.num_attention_heads for name in DIVIDED}
+    common = math.gcd(*sizes.values())
+    # A rank without a word has no softmax.
+    fits = [n for n in range(1, common + 1) if common % n == 0 and (n - 1) ** 2 < config.vocab_size]
+    if tp not in fits:
+        nearest = min(fits, key=lambda n: (abs(n - tp), n))
+        found = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(
+            f"--tp={tp} must divide the model's {found}, and leave words of {config.vocab_size} to every rank; "
+            f"try --tp {nearest}"
+        )
+
+
+def split_matrices(hf: nn.Module, mesh: DeviceMesh) -> None:
+    """Every matrix of the plan, the embedding and the head become this rank's slice; what is tied stays one parameter."""
+    embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+    is_tied = head is not None and head.weight is embedding.weight
+    plan = {name: style() for name, key in tp_plan(hf.config).items() if (style := STYLES[key])}
+    # torch advises, once on every rank, to gather what is split twice in another way, which FSDP2 does not offer.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    # Each rank has the same whole weights, or none yet: nothing is sent.
+    parallelize_module(hf.base_model, mesh, plan, src_data_rank=None)
+    regions = {name.rpartition(".")[0] for name in plan}
+    for name, module in hf.base_model.named_modules():
+        if any(fnmatch(name, region) for region in regions):
+            module.register_forward_pre_hook(partial(share_input, mesh), with_kwargs=True)
+    parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None)
+    if is_tied:
+        head.weight = embedding.weight
+    elif head is not None:  # its product is taken in fused_logprobs
+        head.weight = nn.Parameter(distribute_tensor(head.weight, mesh, [Shard(0)], src_data_rank=None))
+
+
+def share_input(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The hidden states of a forward as one DTensor for all matrices that read them: their gradients are added up on each
+    rank before they are summed over ranks, once and not for every matrix."""
+    shared = partial(DTensor.from_local, device_mesh=mesh, placements=[Replicate()], run_check=False)
+    if args:
+        return (shared(args[0]), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": shared(kwargs["hidden_states"])}
+
+
+def split_again(parameter: nn.Parameter, num_parts: int) -> Shard | None:
+    """The side that FSDP splits over `num_parts` ranks; None: rows. Rows that are split unevenly over tp and again over
+    other ranks lie otherwise than DTensor takes them to. Raises ValueError if no side will do."""
+    if not isinstance(parameter, DTensor) or parameter.shape[0] % parameter.device_mesh.size() == 0:
+        return None
+    if parameter.placements[0] != Shard(0) or num_parts == 1:
+        return None
+    words, width = parameter.shape
+    if width % num_parts:
+        raise ValueError(
+            f"--tp={parameter.device_mesh.size()} does not divide the model's {words} words, so that the other ranks of a "
+            f"copy, {num_parts}, must divide its hidden_size={width}; try {math.gcd(width, num_parts)} of them, or --tp 1"
+        )
+    return Shard(1)
+
+
+def sum_partial_gradients(hf: nn.Module, mesh: DeviceMesh) -> None:
+    """Adds up the gradients of what is whole on every rank but acts on its own heads alone: a norm of queries or keys.
+    Called once for an optimizer step; every other gradient is right as it is."""
+    patterns = [name for name, key in tp_plan(hf.config).items() if key == PARTIAL]
+    named = [(n.rpartition(".")[0], p.grad) for n, p in hf.base_model.named_parameters() if p.grad is not None]
+    grads = [g.to_local() for name, g in named if any(fnmatch(name, pattern) for pattern in patterns)]
+    if grads:
+        total = torch.cat([g.flatten() for g in grads])
+        dist.all_reduce(total, group=mesh.get_group())
+        for grad, part in zip(grads, total.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(part.view_as(grad))

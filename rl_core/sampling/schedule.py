@@ -1,0 +1,164 @@
+"""Who speaks when, in a few characters: "bob -> alice -> (bob/alice)*5".
+
+schedule := piece ("->" piece)*
+piece    := item [ "*" INT | "*" "(" INT ".." INT ")" ]          # inclusive; 0 means no turn
+item     := NAME | "*" | "(" NAME ("/" NAME)+ ")" | "(" schedule ")"
+
+`*` is any actor. A choice is drawn anew for every repetition. Names are case-sensitive, spaces are free.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from rl_core.config import nearest
+
+MAX_TURNS = 10_000  # of one episode, as a schedule may ask for them
+MAX_DEPTH = 50  # of brackets
+TOKEN = re.compile(r"->|\.\.|[*()/]|\d+|[^\W\d]\w*(?:-\w+)*")
+NAME = re.compile(r"[^\W\d]")
+SLASH = re.compile(r"\s*/")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Piece:
+    """One of `names`, or all of `pieces` one after the other, from `low` to `high` times."""
+
+    names: tuple[str, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    low: int = 1
+    high: int = 1
+
+
+def parse_schedule(text: str, actors: Sequence[str] | None = None) -> tuple[Piece, ...]:
+    """The pieces of a schedule. Raises ValueError with the place marked if it does not parse, names an actor that is not
+    one of `actors`, lets nobody speak, or may last longer than MAX_TURNS. Without `actors` any name goes, and `*` stays."""
+    reader = Reader(text, actors)
+    tree = reader.schedule(depth=0)
+    if reader.token:
+        reader.refuse("expected '->' or the end")
+    longest = num_turns(tree)
+    if not 1 <= longest <= MAX_TURNS:
+        raise ValueError(f"{text!r} lasts at most {longest} turns; it must be 1 to {MAX_TURNS}")
+    return tree
+
+
+def draw_turns(tree: Sequence[Piece], seed: int) -> list[str]:
+    """Names in the order in which they speak; the same seed gives the same order."""
+    return list(draw(tree, random.Random(seed)))
+
+
+def draw(tree: Sequence[Piece], rng: random.Random) -> Iterable[str]:
+    for piece in tree:
+        for _ in range(rng.randint(piece.low, piece.high)):
+            if piece.names:
+                yield rng.choice(piece.names)
+            else:
+                yield from draw(piece.pieces, rng)
+
+
+def num_turns(tree: Sequence[Piece]) -> int:
+    """Turns of the longest order that may be drawn."""
+    return sum(piece.high * (num_turns(piece.pieces) if piece.pieces else 1) for piece in tree)
+
+
+def check_speaker(name: object, actors: Iterable[str]) -> None:
+    """Raises ValueError unless the name is an actor's."""
+    if name not in list(actors):
+        raise ValueError(f"{name!r} is no actor; {nearest(str(name), sorted(actors))}")
+
+
+class Reader:
+    """Goes through a schedule's tokens from left to right."""
+
+    def __init__(self, text: str, actors: Sequence[str] | None):
+        self.text, self.actors = text, actors
+        self.place, self.token = 0, ""  # the token under the eye, "" at the end
+        self.step()
+
+    def step(self) -> str:
+        """The token under the eye; the eye goes on to the next."""
+        taken = self.token
+        self.place += len(taken)
+        while self.place < len(self.text) and self.text[self.place].isspace():
+            self.place += 1
+        found = TOKEN.match(self.text, self.place)
+        self.token = found[0] if found else ""
+        if not found and self.place < len(self.text):
+            self.refuse(f"{self.text[self.place]!r} has no meaning")
+        return taken
+
+    def refuse(self, why: str) -> NoReturn:
+        shown = re.sub(r"\s", " ", self.text)
+        raise ValueError(f"{why}\n  {shown}\n  {' ' * self.place}^")
+
+    def expect(self, token: str) -> None:
+        if self.token != token:
+            self.refuse(f"expected {token!r}")
+        self.step()
+
+    def schedule(self, depth: int) -> tuple[Piece, ...]:
+        if depth > MAX_DEPTH:
+            self.refuse(f"more than {MAX_DEPTH} brackets in one another")
+        pieces = [self.piece(depth)]
+        while self.token == "->":
+            self.step()
+            pieces.append(self.piece(depth))
+        return tuple(pieces)
+
+    def piece(self, depth: int) -> Piece:
+        names, pieces = self.item(depth)
+        low = high = 1
+        if self.token == "*":
+            self.step()
+            low, high = self.times()
+        if pieces and not num_turns(pieces):
+            low = high = 0  # nobody speaks in it, however often
+        return Piece(names=names, pieces=pieces, low=low, high=high)
+
+    def item(self, depth: int) -> tuple[tuple[str, ...], tuple[Piece, ...]]:
+        if self.token == "*":
+            self.step()
+            return tuple(self.actors or ("*",)), ()
+        if self.token == "(":
+            self.step()
+            if not (NAME.match(self.token) and SLASH.match(self.text, self.place + len(self.token))):
+                pieces = self.schedule(depth + 1)
+                self.expect(")")
+                return (), pieces
+            names = [self.name()]
+            while self.token == "/":
+                self.step()
+                names.append(self.name())
+            self.expect(")")
+            return tuple(names), ()
+        return (self.name(),), ()
+
+    def name(self) -> str:
+        if not NAME.match(self.token):
+            self.refuse("expected an actor's name, '*' or '('")
+        if self.actors is not None and self.token not in self.actors:
+            self.refuse(f"{self.token!r} is no actor; {nearest(self.token, sorted(self.actors))}")
+        return self.step()
+
+    def times(self) -> tuple[int, int]:
+        if self.token != "(":
+            number = self.number()
+            return number, number
+        self.step()
+        low = self.number()
+        self.expect("..")
+        if self.token.isdigit() and int(self.token) < low:
+            self.refuse(f"expected at least {low}")
+        high = self.number()
+        self.expect(")")
+        return low, high
+
+    def number(self) -> int:
+        if not self.token.isdecimal() or len(self.token) > 5:
+            self.refuse(f"expected how often, a number up to {MAX_TURNS}")
+        return int(self.step())

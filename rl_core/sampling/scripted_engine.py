@@ -1,0 +1,99 @@
+"""An engine that says what it is told, and a tokenizer that reads everything: environments are tried without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rl_core.data.chat import Chat
+from rl_core.sampling.actor import Actor, Speaker
+from rl_core.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+START, END = "<|start|>", "<|end|>"
+PLAIN_TEMPLATE = (
+    "{%- if tools %}{{- '<|start|>tools\n' + tools | tojson + '<|end|>\n' }}{%- endif %}"
+    "{%- for message in messages %}"
+    "{{- '<|start|>' + message.role + '\n' + (message.content or '') + '<|end|>\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start|>assistant\n' }}{%- endif %}"
+)
+
+
+class ScriptedEngine:
+    """Gives its replies in order, the last one again and again, as if each token had been certain."""
+
+    def __init__(self, chat: Chat, replies: Sequence[str], capacity: int = 256):
+        self.chat, self.replies, self.capacity = chat, list(replies), capacity
+        self.policy_version = self.num_requests = 0
+
+    async def generate(
+        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = ""
+    ) -> Completion:
+        text = self.replies[min(self.num_requests, len(self.replies) - 1)]
+        self.num_requests += 1
+        stops = [text.find(stop) + len(stop) for stop in params.stop if stop in text]
+        ids = self.chat.encode(self.chat.marked(text[: min(stops, default=len(text))]), continues=True)
+        ids += [] if stops else params.stop_token_ids[:1]
+        is_cut = len(ids) > params.max_tokens
+        ids = ids[: params.max_tokens]
+        return Completion(
+            token_ids=ids,
+            logprobs=[0.0] * len(ids),
+            text=self.chat.decode(ids),
+            finish_reason="length" if is_cut else "stop",
+            policy_version=self.policy_version,
+        )
+
+    def end_session(self, session: str) -> None: ...
+
+    async def update_weights(self, named_weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+        self.policy_version = version
+
+    async def sleep(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(kw_only=True)
+class ScriptedActor:
+    """An actor whose replies are given. Every episode begins with the first."""
+
+    name: str
+    chat: Chat
+    replies: Sequence[str]
+    max_turns: int = 1
+    max_context_tokens: int = 1 << 24
+    capacity: int = 256
+    is_trainable: bool = True
+
+    def speaker(self, params: SamplingParams, seed: int, session: str) -> Speaker:
+        actor = Actor(
+            name=self.name,
+            engine=ScriptedEngine(self.chat, self.replies),
+            chat=self.chat,
+            stop_token_ids=self.chat.stop_token_ids,
+            max_turns=self.max_turns,
+            max_context_tokens=self.max_context_tokens,
+            is_trainable=self.is_trainable,
+        )
+        return actor.speaker(params, seed, session)
+
+
+def plain_chat() -> Chat:
+    """A chat with one token per byte, so that any text is read and written as it is, and a template without surprises."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: i for i, token in enumerate([START, END, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([START, END])
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, additional_special_tokens=[START], chat_template=PLAIN_TEMPLATE
+    )
+    return Chat(found)

@@ -1,0 +1,203 @@
+"""Speed and memory of one learner's update: tokens per second, model FLOPs utilisation, peak memory, offload and reload.
+
+    python scripts/bench_learner.py                                  GPU: Qwen3 0.6B, 1.7B, 4B at 8k, 16k, 64k tokens
+    python scripts/bench_learner.py --sizes tiny --lengths 512       a smoke run, on a CPU too
+    torchrun --nproc_per_node 2 scripts/bench_learner.py --sizes tiny --lengths 512 --cp 2
+
+Weights are drawn at random, so nothing is downloaded. A step trains on --tokens tokens in documents of one length, GRPO's
+loss on all but the first 32 of each. FLOPs are counted for the documents as they are: 6 for each weight of a matrix and
+token, and attention over what a causal mask leaves, 6 H D (L + 1) a token and layer; recomputed ones do not count.
+Utilisation is of --peak_tflops, or of what a product of two 8192 x 8192 bf16 matrices reaches here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+import torch
+from bench_costs import QWEN3, qwen3
+from bench_logprobs import held_mib
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from rl_core.command_line import parse_config
+from rl_core.distributed import Ranks, close_ranks, init_ranks
+from rl_core.learning.algorithms import make_algorithm
+from rl_core.learning.learner import Learner
+from rl_core.learning.model import PolicyModel, shard_policy
+from rl_core.types import TrainingSample
+
+PROMPT = 32
+
+
+def model_config(size: str) -> Qwen3Config:
+    if size != "tiny":
+        return qwen3(size)
+    return Qwen3Config(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=192, vocab_size=512, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def make_learner(size: str, length: int, args: argparse.Namespace, ranks: Ranks) -> Learner:
+    flags = ["--model", size, "--env_path", "none", "--out", "none", "--max_prompt_tokens", str(PROMPT)]
+    flags += ["--max_tokens", str(length - PROMPT), "--cp", str(args.cp), "--optim.lr", "1e-6"]
+    microbatch = max(args.microbatch_tokens, -(-length // args.cp))
+    config = parse_config([*flags, "--learner.microbatch_tokens", str(microbatch)])
+    device, dtype = ranks.device, torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    with torch.device(device):
+        hf = AutoModelForCausalLM.from_config(
+            model_config(size), dtype=torch.float32, attn_implementation="rl_core_packed"
+        )
+    policy = PolicyModel(hf, torch.bfloat16)
+    policy.cp_group = ranks.cp_group
+    if args.recompute:
+        hf.gradient_checkpointing_enable()
+    policy.train()
+    if ranks.weights_mesh is not None:
+        shard_policy(policy, dtype, ranks)
+    return Learner(config, make_algorithm("grpo", config.algo), policy, ranks)
+
+
+def documents(length: int, num: int, vocabulary: int, seed: int) -> list[TrainingSample]:
+    draw, mask = random.Random(seed), [0] * PROMPT + [1] * (length - PROMPT)
+    return [
+        TrainingSample(
+            token_ids=[draw.randrange(vocabulary) for _ in mask],
+            loss_mask=mask,
+            rollout_logprobs=[-1.0 * m for m in mask],
+            policy_versions=[m - 1 for m in mask],
+            advantages=[draw.choice([-1.0, 1.0])] * length,
+            group_id=f"{i:04d}",
+        )
+        for i in range(num)
+    ]
+
+
+def update_flops(config: Qwen3Config, length: int, num: int) -> float:
+    """Of forward and backward of `num` documents, recomputation left out."""
+    hidden, layers, head_dim = config.hidden_size, config.num_hidden_layers, config.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    block = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * config.intermediate_size
+    tokens, trained = length - 1, length - PROMPT
+    products = 6 * (block * layers * tokens + hidden * config.vocab_size * trained)
+    # Forward 2 products of 2 FLOPs for each pair of tokens, half of which the mask leaves; backward twice that.
+    return num * (products + layers * heads * head_dim * 6 * tokens * (tokens + 1))
+
+
+def synchronised(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def peak_tflops(device: torch.device) -> float:
+    n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    a, best = torch.randn(n, n, device=device, dtype=dtype), 0.0
+    for _ in range(5):
+        start = synchronised(device)
+        a @ a
+        best = max(best, 2 * n**3 / (synchronised(device) - start) / 1e12)
+    return best
+
+
+def moves_s(learner: Learner, device: torch.device) -> dict:
+    """Seconds of moving weights to the host and back, and the bus's rate for as many bytes in pinned memory."""
+    if device.type != "cuda":
+        return {}
+    num_bytes = sum(getattr(p, "_local_tensor", p).nbytes for p in learner.policy.parameters())
+    start = synchronised(device)
+    learner.policy.to("cpu")
+    middle = synchronised(device)
+    learner.policy.to(device)
+    end = synchronised(device)
+    there, here = (
+        torch.empty(1 << 30, dtype=torch.uint8, device=device),
+        torch.empty(1 << 30, dtype=torch.uint8).pin_memory(),
+    )
+    began = synchronised(device)
+    there.copy_(here)
+    rate = (1 << 30) / (synchronised(device) - began)
+    return {"offload_s": middle - start, "reload_s": end - middle, "bus_s": num_bytes / rate}
+
+
+def measure(size: str, length: int, args: argparse.Namespace, ranks: Ranks, peak: float) -> dict:
+    device = ranks.device
+    learner = make_learner(size, length, args, ranks)
+    num = max(1, args.tokens // length) * ranks.mesh.dp
+    mine = [
+        d
+        for i, d in enumerate(documents(length, num, model_config(size).vocab_size, 0))
+        if i % ranks.size == ranks.rank
+    ]
+    times = []
+    for step in range(args.steps + 1):  # the first warms up
+        minibatches, _ = learner.shard(mine)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        start = synchronised(device)
+        learner.step(minibatches, step)
+        times.append(synchronised(device) - start)
+    seconds = min(times[1:])
+    flops = update_flops(model_config(size), length, num) / ranks.size
+    return {
+        "size": size, "length": length, "documents": num, "step_s": seconds,
+        "tokens_per_s_and_rank": num * length / seconds / ranks.size, "tflops": flops / seconds / 1e12,
+        "mfu": flops / seconds / 1e12 / peak, "peak_gib": held_mib(device.type) / 1024, **moves_s(learner, device),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=["tiny", *QWEN3], default=["0.6B", "1.7B", "4B"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 16384, 65536])
+    parser.add_argument("--tokens", type=int, default=65536, help="of a step, on one data parallel rank")
+    parser.add_argument("--microbatch_tokens", type=int, default=16384)
+    parser.add_argument("--cp", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument(
+        "--recompute", action=argparse.BooleanOptionalAction, default=True, help="activation checkpointing"
+    )
+    parser.add_argument("--peak_tflops", type=float, help="of the device, such as 989 for an H100's bf16")
+    parser.add_argument("--out", type=Path, help="write the lines as JSON")
+    args = parser.parse_args()
+    ranks = init_ranks(600, is_sharded=torch.cuda.is_available(), cp=args.cp)
+    if ranks.device.type == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    peak, lines = args.peak_tflops or peak_tflops(ranks.device), []
+    if ranks.rank == 0:
+        print(
+            f"{'size':>5} {'length':>7} {'s/step':>8} {'tokens/s':>9} {'TFLOP/s':>8} {'MFU':>6} {'peak GiB':>9}  moves"
+        )
+    for size in args.sizes:
+        for length in args.lengths:
+            try:
+                line = measure(size, length, args, ranks, peak)
+            except torch.OutOfMemoryError as error:
+                line = {"size": size, "length": length, "error": str(error).splitlines()[0]}
+            if ranks.device.type == "cuda":
+                torch.cuda.empty_cache()
+            lines.append(line)
+            if ranks.rank == 0:
+                print(row(line), flush=True)
+    if args.out and ranks.rank == 0:
+        args.out.write_text(json.dumps({"peak_tflops": peak, "ranks": ranks.size, "lines": lines}, indent=2))
+    close_ranks(ranks)
+
+
+def row(line: dict) -> str:
+    start = f"{line['size']:>5} {line['length']:>7} "
+    if "error" in line:
+        return start + line["error"]
+    text = f"{line['step_s']:8.3f} {line['tokens_per_s_and_rank']:9.0f} {line['tflops']:8.2f} {line['mfu']:6.1%} "
+    moves = "  ".join(f"{k} {line[k]:.2f}" for k in ("offload_s", "reload_s", "bus_s") if k in line)
+    return f"{start}{text}{line['peak_gib']:9.2f}  {moves}"
+
+
+if __name__ == "__main__":
+    main()

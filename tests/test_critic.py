@@ -1,0 +1,443 @@
+"""PPO's critic: advantages and losses against the papers' formulas, and what a run with a critic must keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_learner import FLAGS, assert_same, make_learner, ragged_samples
+from test_train import SORT, metrics, weights
+
+from rl_core.build import make_critic
+from rl_core.command_line import parse_config
+from rl_core.credit import samples_of
+from rl_core.data.packing import pack_samples
+from rl_core.distributed import init_ranks
+from rl_core.learning.algorithms import PRESETS, check_algorithm, gae_advantages, make_algorithm, token_losses
+from rl_core.learning.critic import value_losses, value_metrics, value_sums
+from rl_core.learning.learner import Learner, Minibatch
+from rl_core.learning.model import make_policy
+from rl_core.train import main
+from rl_core.types import Completion, TrainingSample, Trajectory, Turn
+
+SGD = ("--optim.name", "sgd", "--optim.beta1", "0")
+
+
+def with_critic(learner: Learner, head_std: float = 0.1) -> Learner:
+    """The learner with a critic whose head is not 0."""
+    learner.critic = make_critic(learner.config, learner.config.actors["policy"].model, learner.ranks)
+    torch.manual_seed(0)
+    torch.nn.init.normal_(learner.critic.policy.hf.score.weight, std=head_std)
+    return learner
+
+
+def make_ppo(model, *flags) -> Learner:
+    return with_critic(make_learner(model, *flags, algorithm="ppo"))
+
+
+def plain_values(learner: Learner, sample: TrainingSample) -> list[float]:
+    """The classifier's score before each trained token, by the plain Hugging Face model."""
+    model = learner.critic.policy.hf
+    model.set_attn_implementation("sdpa")
+    hidden = model.base_model(torch.tensor([sample.token_ids]), use_cache=False).last_hidden_state[0]
+    model.set_attn_implementation("rl_core_packed")
+    return [model.score(hidden[i - 1]).item() for i, m in enumerate(sample.loss_mask) if m]
+
+
+def naive_gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """A(t) = d(t) + gamma lam A(t+1) with d(t) = r(t) + gamma V(t+1) - V(t), from the last step back."""
+    found, following, advantage = [], 0.0, 0.0
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        advantage = reward + gamma * following - value + gamma * lam * advantage
+        following = value
+        found.append(advantage)
+    return found[::-1]
+
+
+@pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.97, 0.0), (0.0, 0.5)])
+def test_advantages_of_ragged_sequences_are_the_papers_recursion(gamma, lam):
+    draw, lengths = random.Random(0), [1, 7, 1, 1, 130, 2, 33]
+    rewards, values = ([[draw.gauss(0, 1) for _ in range(n)] for n in lengths] for _ in range(2))
+    sequences = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    flat = [torch.tensor([x for part in parts for x in part]) for parts in (rewards, values)]
+    want = [a for r, v in zip(rewards, values, strict=True) for a in naive_gae(r, v, gamma, lam)]
+    torch.testing.assert_close(gae_advantages(*flat, sequences, gamma, lam), torch.tensor(want), atol=1e-5, rtol=1e-5)
+    nothing = torch.zeros(0)
+    assert gae_advantages(nothing, nothing, torch.zeros(0, dtype=torch.int64), gamma, lam).numel() == 0
+
+
+@pytest.mark.parametrize("kl_in", [None, "reward", "advantage"])
+@pytest.mark.parametrize("shared_prompt", [0, 12])
+def test_what_stands_between_turns_is_no_step_and_the_reward_comes_last(kl_in, shared_prompt, tiny_model):
+    flags = ["--algo.normalize", "none", "--critic.gamma", "0.97", "--critic.gae_lambda", "0.9"]
+    learner = make_ppo(tiny_model, *flags, *(["--algo.kl_coef", "0.2", "--algo.kl_in", kl_in] if kl_in else []))
+    if kl_in:
+        learner.reference = make_policy(str(tiny_model), torch.float32, learner.ranks, False).requires_grad_(False)
+    samples = ragged_samples(12, shared_prompt=shared_prompt)
+    batch = pack_samples(samples)
+    learner.annotate([Minibatch(denominator=1, num_tokens=1, batches=[batch])])
+    kl = batch.rollout_logprobs - batch.ref_logprobs if kl_in else torch.zeros(len(batch.labels))
+    for number, which in enumerate(batch.order.tolist()):
+        is_mine, values = batch.sequences == number, plain_values(learner, samples[which])
+        penalties = [0.2 * x for x in kl[is_mine].tolist()]
+        rewards = [0.0] * (len(values) - 1) + [max(samples[which].advantages, key=abs)]
+        if kl_in == "reward":
+            rewards = [r - p for r, p in zip(rewards, penalties, strict=True)]
+        want = naive_gae(rewards, values, 0.97, 0.9)
+        returns = [a + v for a, v in zip(want, values, strict=True)]
+        if kl_in == "advantage":
+            want = [a - p for a, p in zip(want, penalties, strict=True)]
+        assert batch.values[is_mine].tolist() == pytest.approx(values, abs=1e-5)
+        assert batch.advantages[is_mine].tolist() == pytest.approx(want, abs=1e-5)
+        assert batch.returns[is_mine].tolist() == pytest.approx(returns, abs=1e-5)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2])
+def test_the_value_loss_is_ppo2s(clip):
+    torch.manual_seed(0)
+    values, old, returns = torch.randn(3, 50).double()
+    values.requires_grad_()
+    losses, is_clipped = value_losses(values, old, returns, clip)
+    losses.sum().backward()
+    for i, (v, o, r) in enumerate(zip(values.tolist(), old.tolist(), returns.tolist(), strict=True)):
+        bounded = min(max(v, o - clip), o + clip) if clip else v
+        plain, other = 0.5 * (v - r) ** 2, 0.5 * (bounded - r) ** 2
+        assert losses[i].item() == pytest.approx(max(plain, other))
+        assert bool(is_clipped[i]) == (other > plain)
+        assert values.grad[i].item() == pytest.approx(0.0 if other > plain and bounded != v else v - r)
+    assert is_clipped.any() == bool(clip)
+
+
+def test_explained_variance_is_one_less_the_share_of_what_is_left():
+    torch.manual_seed(0)
+    goal, values = torch.randn(200), torch.randn(200)
+    halves = [value_sums(values[part], goal[part]) for part in (slice(0, 30), slice(30, None))]
+    found = value_metrics([a + b for a, b in zip(*halves, strict=True)])
+    want = 1 - (goal - values).var() / goal.var()
+    assert found["critic_explained_variance"].value == pytest.approx(want.item(), rel=1e-5)
+    assert found["critic_value_mean"].value == pytest.approx(values.mean().item(), abs=1e-6)
+    for same, expected in ((goal, 1.0), (torch.full((200,), 3.0), 0.0)):
+        found = value_metrics(value_sums(same, goal))["critic_explained_variance"]
+        assert found.value == pytest.approx(expected, abs=1e-5)
+    assert "critic_explained_variance" not in value_metrics(value_sums(values, torch.ones(200)))
+    assert "critic_explained_variance" not in value_metrics([0.0] * 5)
+
+
+def test_with_a_critic_that_knows_nothing_the_first_gradient_is_that_of_reinforce(tiny_model):
+    flags = ["--algo.normalize", "none", "--critic.gae_lambda", "1"]
+    learner, samples = make_learner(tiny_model, *flags, algorithm="ppo"), ragged_samples()
+    learner.critic = make_critic(learner.config, learner.config.actors["policy"].model, learner.ranks)
+    (minibatch,), _ = learner.shard(samples)
+    learner.annotate([minibatch])
+    (batch,) = minibatch.batches
+    (
+        token_losses(learner.algorithm, batch, *learner.policy(batch, 1.0)).losses.sum() / minibatch.denominator
+    ).backward()
+    got = {n: p.grad.clone() for n, p in learner.policy.named_parameters()}
+    learner.policy.zero_grad()
+    plain = pack_samples(samples)  # its advantages are rewards, of every token
+    (-(plain.advantages * learner.policy(plain, 1.0)[0]).mean()).backward()
+    assert_same(got, {n: p.grad for n, p in learner.policy.named_parameters()})
+
+
+@pytest.mark.parametrize("flags", [(), ("--algo.aggregation", "sequence", "--algo.normalize", "none")])
+def test_four_microbatches_teach_actor_and_critic_what_one_does(flags, tiny_model):
+    samples, found = ragged_samples(20, shared_prompt=12), []
+    for tokens in ("8192", "100"):
+        more = [
+            "--learner.microbatch_tokens",
+            tokens,
+            "--learner.epochs",
+            "2",
+            "--critic.lr",
+            "0.5",
+            "--optim.lr",
+            "0.1",
+        ]
+        learner = make_ppo(tiny_model, *SGD, *more, *flags)
+        minibatches, _ = learner.shard(samples)
+        assert (len(minibatches[0].batches) >= 4) == (tokens == "100")
+        before = {f"critic {n}": p.clone() for n, p in learner.critic.policy.named_parameters()}
+        before |= {n: p.clone() for n, p in learner.policy.named_parameters()}
+        values = learner.annotate(minibatches) | learner.step(minibatches, 0)
+        after = {f"critic {n}": p for n, p in learner.critic.policy.named_parameters()}
+        after |= dict(learner.policy.named_parameters())
+        found.append(({n: (after[n] - before[n]).detach() for n in after}, values))
+    (one, a), (four, b) = found
+    assert_same(one, four)
+    assert max(v.abs().max() for n, v in one.items() if n.startswith("critic")) > 1e-3
+    assert a["critic_clip_frac"].value > 0
+    for name in a:
+        assert a[name].value == pytest.approx(b[name].value, rel=1e-4, abs=1e-6), name
+
+
+def test_the_critics_loss_is_a_mean_over_tokens_however_the_policys_is_aggregated(tiny_model):
+    found = []
+    for kind in ("token", "constant", "sequence"):
+        learner = make_ppo(tiny_model, "--algo.aggregation", kind)
+        minibatches, _ = learner.shard(ragged_samples())
+        learner.annotate(minibatches)
+        (batch,) = minibatches[0].batches
+        want = ((batch.values - batch.returns) ** 2).mean().item() / 2
+        found.append(learner.step(minibatches, 0))
+        assert found[-1]["critic_loss"].value == pytest.approx(want, rel=1e-4)
+        assert found[-1]["critic_grad_norm"].value == pytest.approx(found[0]["critic_grad_norm"].value, rel=1e-4)
+
+
+def test_advantages_are_normalised_over_all_tokens_of_the_step(tiny_model):
+    learner = make_ppo(tiny_model, "--learner.minibatches", "2")
+    minibatches, _ = learner.shard(ragged_samples())
+    learner.annotate(minibatches)
+    every = torch.cat([b.advantages for m in minibatches for b in m.batches])
+    assert every.mean().item() == pytest.approx(0, abs=1e-6)
+    assert every.std(correction=0).item() == pytest.approx(1, abs=1e-5)
+
+
+def test_while_the_critic_warms_up_the_actor_stays_as_it_is(tiny_model):
+    learner = make_ppo(tiny_model, "--critic.warmup_steps", "2", "--optim.lr", "0.01", "--optim.weight_decay", "0.1")
+    actor, critic = learner.policy, learner.critic.policy
+    start, values = [p.clone() for p in actor.parameters()], [p.clone() for p in critic.parameters()]
+    for step in range(3):
+        minibatches, _ = learner.shard(ragged_samples(seed=step))
+        learner.annotate(minibatches)
+        found = learner.step(minibatches, step)
+        is_same = all(torch.equal(a, b) for a, b in zip(start, actor.parameters(), strict=True))
+        assert is_same == (step < 2) == ("loss" not in found)
+        assert not any(torch.equal(a, b) for a, b in zip(values, critic.parameters(), strict=True))
+        values = [p.clone() for p in critic.parameters()]
+    assert learner.optimizer.state[next(actor.parameters())]["step"] == 1
+
+
+def test_a_critic_starts_from_a_reward_model_or_at_zero(tiny_model, tmp_path):
+    learner, batch = make_ppo(tiny_model), pack_samples(ragged_samples())
+    learner.critic.policy.hf.save_pretrained(tmp_path)
+    config = parse_config(["--model", str(tiny_model), "--algorithm", "ppo", *FLAGS, "--critic.model", str(tmp_path)])
+    with torch.no_grad():
+        want, _ = learner.critic.policy(batch, 1.0)
+        got, _ = make_critic(config, str(tiny_model), learner.ranks).policy(batch, 1.0)
+        config.critic.model = None
+        fresh, _ = make_critic(config, str(tiny_model), learner.ranks).policy(batch, 1.0)
+    assert torch.equal(got, want) and want.any() and not fresh.any()
+
+
+def episode(env: str, group: int, reward: float, length: int) -> Trajectory:
+    done = Completion(token_ids=[9] * length, logprobs=[-1.0] * length, text="", finish_reason="", policy_version=0)
+    turns = [Turn(prompt_ids=[8, 8], completion=done)]
+    return Trajectory(task_id="t", env=env, group_id=f"{env}{group}", turns=turns, reward=reward)
+
+
+def groups_of_two_envs() -> list[list[Trajectory]]:
+    """One environment's rewards are a hundred times the other's; some groups have no signal, one environment has none."""
+    draw = random.Random(0)
+    groups = []
+    for env, scale in (("small", 0.1), ("large", 10.0), ("flat", 0.0)):
+        for g in range(4):
+            rewards = [scale * (draw.random() if g else 0.7) for _ in range(3)]
+            groups.append([episode(env, g, r, draw.randint(1, 9)) for r in rewards])
+    return groups
+
+
+@pytest.mark.parametrize("advantage", ["group_mean", "none"])
+def test_each_environments_advantages_are_divided_by_their_own_deviation(advantage):
+    row = dataclasses.replace(PRESETS["grpo"], advantage=advantage)
+    groups, ranks = groups_of_two_envs(), init_ranks(60)
+    plain = samples_of(groups, row, 10, ranks)
+    scaled = samples_of(groups, dataclasses.replace(row, normalize="env"), 10, ranks)
+    env_of = [t.env for g in groups for t in g]
+    for env in ("small", "large", "flat"):
+        pairs = [(p, s) for p, s, e in zip(plain, scaled, env_of, strict=True) if e == env]
+        tokens = torch.tensor([a for p, _ in pairs for a, m in zip(p.advantages, p.loss_mask, strict=True) if m])
+        deviation = tokens.double().std(correction=0).item() or 1.0
+        for before, after in pairs:
+            assert after.advantages == pytest.approx([a / deviation for a in before.advantages], rel=1e-6)
+            assert any(after.advantages) == any(before.advantages)
+
+
+ENV_SCRIPT = """
+import dataclasses, json, sys
+sys.path[:0] = {path!r}
+from test_critic import groups_of_two_envs, samples_of
+from rl_core.distributed import close_ranks, init_ranks
+from rl_core.learning.algorithms import PRESETS
+ranks = init_ranks(60)
+row = dataclasses.replace(PRESETS["dr_grpo"], normalize="env")
+every = groups_of_two_envs()
+mine = every if ranks.size == 1 else every[3:] if ranks.rank else every[:3]
+found = [[s.group_id, s.advantages] for s in samples_of(mine, row, 10, ranks)]
+open(f"{out}.{{ranks.size}}.{{ranks.rank}}", "w").write(json.dumps(found))
+close_ranks(ranks)
+"""
+
+
+def test_an_environments_deviation_is_over_all_ranks(torchrun, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(ENV_SCRIPT.format(path=[str(Path(__file__).parent)], out=tmp_path / "found"))
+    torchrun(2, script)
+    torchrun(1, script)
+    two = [x for r in range(2) for x in json.loads((tmp_path / f"found.2.{r}").read_text())]
+    one = json.loads((tmp_path / "found.1.0").read_text())
+    assert len(one) == len(two) == 36
+    for (group, a), (same, b) in zip(one, two, strict=True):
+        assert group == same and a == pytest.approx(b, rel=1e-9)
+
+
+def critic_weights(out, step: int) -> dict[str, torch.Tensor]:
+    return load_file(out / f"checkpoints/step_{step:06d}/policy_critic/rank_00000.safetensors")
+
+
+def test_a_resumed_run_is_the_uninterrupted_run(warm_model, tmp_path):
+    flags = ["--model", str(warm_model), *SORT, "--algorithm", "ppo", "--tasks_per_step", "4", "--group_size", "4"]
+    flags += ["--optim.lr", "1e-3", "--critic.lr", "1e-2", "--critic.warmup_steps", "1", "--learner.epochs", "2"]
+    flags += ["--num_steps", "4", "--save_every", "2", "--keep_checkpoints", "0"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main([*flags, "--out", str(whole)]) == 0
+    (parts / "checkpoints").mkdir(parents=True)
+    shutil.copytree(whole / "checkpoints/step_000002", parts / "checkpoints/step_000002")
+    assert main([*flags, "--out", str(parts), "--resume"]) == 0
+    a, b = weights(whole), weights(parts)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    a, b = critic_weights(whole, 4), critic_weights(parts, 4)
+    assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+    start = critic_weights(whole, 2)
+    assert {n.split("/")[0] for n in a} == {"param", "exp_avg", "exp_avg_sq"}
+    assert all(not torch.equal(a[n], start[n]) for n in a)
+    rows = [{k: v for k, v in r.items() if not k.startswith("time/")} for r in metrics(whole)[2:]]
+    assert rows == [{k: v for k, v in r.items() if not k.startswith("time/")} for r in metrics(parts)]
+
+
+@pytest.mark.parametrize(
+    "preset, flags",
+    [
+        ("ppo", ["--tasks_per_step", 5, "--group_size", 3, "--algo.kl_coef", "0.1", "--learner.epochs", 2]),
+        ("ppo", ["--tasks_per_step", 1, "--group_size", 1]),  # a rank has nothing to train on
+        pytest.param(
+            "cispo",
+            ["--tasks_per_step", 4, "--group_size", 4, "--algo.advantage", "gae", "--learner.minibatches", 2],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_two_ranks_do_what_one_does(preset, flags, warm_model, torchrun, tmp_path):
+    flags = [*flags, "--model", warm_model, *SORT, "--num_steps", 3, "--algorithm", preset, "--critic.warmup_steps", 1]
+    flags += ["--optim.lr", "1e-3", "--critic.lr", "1e-3", "--learner.microbatch_tokens", 64]
+    for ranks in (1, 2):
+        torchrun(ranks, "-m", "rl_core.train", *flags, "--out", tmp_path / str(ranks))
+    one, two = metrics(tmp_path / "1"), metrics(tmp_path / "2")
+    names = ["loss", "grad_norm", "lr", "value_mean", "explained_variance", "clip_frac", "updates"]
+    names = [f"learn/policy/critic_{n}" for n in names] + [
+        f"learn/policy/{n}" for n in ("loss", "grad_norm", "updates")
+    ]
+    for a, b in zip(one, two, strict=True):
+        assert all((name in a) == (name in b) for name in names)
+        for name in (n for n in names if n in a):
+            assert a[name] == pytest.approx(b[name], abs=5e-6, rel=2e-4), (a["step"], name)
+    a, b = weights(tmp_path / "1"), weights(tmp_path / "2")
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=5e-5, rtol=1e-4)
+
+
+def test_a_policy_with_adapters_has_a_whole_critic(warm_model, tmp_path):
+    flags = ["--model", str(warm_model), *SORT, "--algorithm", "ppo", "--tasks_per_step", "4", "--num_steps", "2"]
+    flags += ["--actors.policy.lora.rank", "4", "--optim.lr", "1e-3", "--critic.lr", "1e-3"]
+    assert main([*flags, "--out", str(tmp_path / "run")]) == 0
+    found = critic_weights(tmp_path / "run", 2)
+    assert not any("lora" in n for n in found) and found["param/hf.score.weight"].any()
+    assert metrics(tmp_path / "run")[0]["learn/policy/critic_value_mean"] == 0
+
+
+def test_the_plan_counts_the_critic(tiny_model, sort_data, tmp_path, capsys):
+    flags = ["--model", str(tiny_model), *SORT, "--dry_run", "--out", str(tmp_path / "x")]
+    assert main([*flags, "--algorithm", "ppo"]) == 0
+    assert "critic, its optimizer" in capsys.readouterr().out
+    assert main([*flags, "--algorithm", "grpo"]) == 0
+    assert "critic" not in capsys.readouterr().out
+
+
+REFUSED = {
+    "--critic.lr 1e-4": "--algorithm ppo",
+    "--algorithm ppo --algo.advantage group_norm --critic.gamma 0.9": "the advantage group_norm, which asks no critic",
+    "--algorithm ppo --algo.ratio sequence": "take ratio token",
+    "--algorithm gspo --algo.advantage gae": "take ratio token",
+    "--algorithm ppo --algo.refill_rounds 3": "--algo.refill_rounds 0",
+    "--algorithm dapo --algo.advantage gae": "--algo.refill_rounds 0",
+    "--algorithm ppo --algo.normalize env": "batch or none",
+    "--algorithm ppo --critic.warmup_steps 100": "less than --num_steps=100",
+    "--algorithm ppo --critic.warmup_steps=-1": "--critic.warmup_steps=-1 must not be negative",
+    "--algorithm ppo --critic.gamma 1.1": "--critic.gamma=1.1 must lie in 0..1",
+    "--algorithm ppo --critic.gae_lambda=-0.1": "must lie in 0..1",
+    "--algorithm ppo --critic.value_clip=-1": "must not be negative",
+    "--algorithm ppo --critic.gae_lamda 1": "did you mean 'critic.gae_lambda'",
+    "--algorithm poo": "--algorithm=poo must be one of",
+    "--algorithm sft --algo.normalize batch": "--algo.normalize has no meaning for --algorithm sft",
+    "--algorithm dpo --critic.lr 1e-4": "leave it out",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_parts_that_contradict_a_critic_are_refused(flags):
+    with pytest.raises(ValueError, match="--") as error:
+        config = parse_config(["--model", "m", *FLAGS, *flags.split()])
+        check_algorithm(make_algorithm(config.algorithm, config.algo), config)
+    assert REFUSED[flags] in str(error.value)
+
+
+def test_a_critic_of_another_vocabulary_and_advantages_of_the_environment_are_refused(tiny_model, tmp_path, capsys):
+    from transformers import AutoConfig
+
+    AutoConfig.from_pretrained(tiny_model, vocab_size=77).save_pretrained(tmp_path / "other")
+    flags = ["--model", str(tiny_model), "--algorithm", "ppo", "--out", str(tmp_path / "o")]
+    assert main([*flags, *SORT, "--critic.model", str(tmp_path / "other")]) == 1
+    assert "has a vocabulary of 77 tokens" in capsys.readouterr().err
+    (tmp_path / "env.py").write_text(
+        "def load_tasks(split): return [{'prompt': '1'}]\n"
+        "def reward_fn(completion): return 1.0\ndef advantage_fn(rewards): return rewards\n"
+    )
+    assert main([*flags, "--env_path", str(tmp_path / "env.py")]) == 1
+    assert "set --algo.advantage gae to ask it all the same" in capsys.readouterr().err
+
+
+COUNTED = """
+def load_tasks(split): return [{'prompt': str(n)} for n in range(64)]
+def reward_fn(completion): return sum(c.islower() for c in completion) / 4
+"""
+
+
+def test_a_critic_learns_what_an_actor_that_stays_as_it_is_has_to_expect(tiny_model, tmp_path):
+    (tmp_path / "env.py").write_text(COUNTED)
+    flags = [
+        "--model",
+        str(tiny_model),
+        "--env_path",
+        str(tmp_path / "env.py"),
+        "--max_tokens",
+        "12",
+        "--group_size",
+        "4",
+    ]
+    flags += ["--algorithm", "ppo", "--num_steps", "26", "--critic.warmup_steps", "25", "--critic.lr", "2e-3"]
+    flags += ["--critic.gae_lambda", "1", "--learner.minibatches", "4", "--learner.epochs", "2"]
+    assert main([*flags, "--out", str(tmp_path / "o")]) == 0
+    rows = metrics(tmp_path / "o")
+    explained = [row["learn/policy/critic_explained_variance"] for row in rows]
+    assert explained[0] == 0 and sum(explained[-5:]) / 5 > 0.15, explained
+    assert rows[-1]["learn/policy/critic_value_mean"] == pytest.approx(rows[-1]["rollout/policy/reward_mean"], abs=0.3)
+
+
+@pytest.mark.slow
+def test_ppo_teaches_the_order_and_its_critic_learns_what_to_expect(warm_model, tmp_path):
+    flags = ["--num_steps", "60", "--optim.lr", "2e-4", "--optim.warmup_steps", "5", "--rollout.save", "false"]
+    flags += ["--critic.lr", "3e-3", "--critic.warmup_steps", "10", "--critic.gae_lambda", "1"]
+    flags += ["--learner.minibatches", "4", "--learner.epochs", "2", "--algorithm", "ppo"]
+    assert main(["--model", str(warm_model), *SORT, *flags, "--out", str(tmp_path / "o")]) == 0
+    rows = metrics(tmp_path / "o")
+    rewards = [row["rollout/policy/reward_mean"] for row in rows]
+    explained = [row["learn/policy/critic_explained_variance"] for row in rows]
+    first, last = (sum(part) / 5 for part in (rewards[:5], rewards[-5:]))
+    assert last > first + 0.3, (first, last)
+    assert explained[0] == 0 and sum(explained[10:]) / 50 > 0.05, explained

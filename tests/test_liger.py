@@ -1,0 +1,117 @@
+"""Liger's kernels: refused where they cannot run, put into a model's modules, and on a GPU the same numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl_core.build import make_plan
+from rl_core.command_line import parse_config
+from rl_core.learning.liger import apply_liger, check_liger
+
+needs_liger = pytest.mark.skipif(
+    importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed: pip install .[liger]"
+)
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 100}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def find_spec(monkeypatch, found: bool) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: found or None if name == "liger_kernel" else real(name)
+    )
+
+
+def arguments(model) -> list[str]:
+    return ["--model", str(model), "--env_path", str(ROOT / "envs/sort_digits.py"), "--liger", "--dry_run"]
+
+
+def test_without_the_library_it_is_refused_with_what_to_install(monkeypatch, tiny_model):
+    find_spec(monkeypatch, found=False)
+    with pytest.raises(ValueError, match=r"--liger needs liger_kernel, .* pip install \.\[liger\]"):
+        parse_config(arguments(tiny_model))
+
+
+def test_without_a_gpu_it_is_refused_before_a_model_loads(monkeypatch, tiny_model, tmp_path):
+    find_spec(monkeypatch, found=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "21"}], "answer": "12"}\n')
+    config = parse_config([*arguments(tiny_model), "--data.train", str(rows)])
+    with pytest.raises(ValueError, match="--liger: its kernels need a GPU"):
+        make_plan(config)
+
+
+def make_model(kind: str, seed: int = 0):
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **HEADS))
+
+
+def check_patches() -> None:
+    """What is put into a model, and that an architecture without kernels is refused."""
+    for kind, norms in {"qwen2": 5, "qwen3": 9, "llama": 5}.items():
+        model, other = make_model(kind), make_model(kind, seed=1)
+        weights = dict(model.named_parameters())
+        apply_liger([model])
+        apply_liger([model])
+        patched = [name for name, module in model.named_modules() if "forward" in vars(module)]
+        assert sum("norm" in name for name in patched) == norms, patched
+        assert sum(name.endswith("mlp") for name in patched) == 2, patched
+        assert "forward" not in vars(model)  # Liger's loss would be there
+        assert not any("forward" in vars(module) for module in other.modules())
+        assert dict(model.named_parameters()).keys() == weights.keys()
+        assert all(p is weights[name] for name, p in model.named_parameters())
+        transformers_module = sys.modules[type(model).__module__]
+        assert "liger" in transformers_module.apply_rotary_pos_emb.__module__
+    torch.cuda.is_available = lambda: True
+    check_liger(AutoConfig.for_model("qwen3"))
+    with pytest.raises(ValueError, match=r"no kernels for models of type 'gpt2'; .* qwen3"):
+        check_liger(AutoConfig.for_model("gpt2"))
+
+
+def compare_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
+    """Logits and gradients of a model before and after, errors counted in the largest number of each. Packed positions
+    that begin anew, as in training."""
+    tokens = torch.randint(100, (1, 300), generator=torch.Generator().manual_seed(0)).cuda()
+    positions = torch.cat([torch.arange(180), torch.arange(120)])[None].cuda()
+    for kind in ("qwen2", "qwen3", "llama"):
+        model = make_model(kind).to("cuda", dtype)
+        results = []
+        for _ in range(2):
+            model.zero_grad()
+            logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits.float()
+            logits.log_softmax(-1)[0, :-1].gather(-1, tokens[0, 1:, None]).mean().backward()
+            results.append([logits.detach(), *(p.grad.clone() for p in model.parameters())])
+            apply_liger([model])
+        for plain, liger in zip(*results, strict=True):
+            error = (plain - liger).abs().max() / plain.abs().max()
+            assert error < tolerance, (kind, tuple(plain.shape), error.item())
+
+
+# In a process of its own: Liger sets rotary positions for every model of the process.
+def run_here(code: str) -> None:
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@needs_liger
+def test_norms_and_mlps_of_this_model_and_rotary_positions_become_ligers_and_nothing_else():
+    run_here("import test_liger; test_liger.check_patches()")
+
+
+@needs_liger
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-4), ("bfloat16", 0.05)])
+def test_logits_and_gradients_are_those_of_the_plain_model_on_a_gpu(dtype, tolerance):
+    run_here(f"import torch, test_liger; test_liger.compare_on_a_gpu(torch.{dtype}, {tolerance})")

@@ -1,0 +1,383 @@
+"""What little memory must not change: weights that each rank reads by itself, and what waits on the host.
+
+Run as a file under torchrun it is one rank of a comparison: ... test_memory.py load|peak OUT MODEL...
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_learner import FLAGS, assert_same, gradients, make_learner, ragged_samples
+from test_lora import LORA, make_lora_learner
+from test_train import weights
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rl_core.command_line import parse_config
+from rl_core.config import LoraConfig
+from rl_core.distributed import Mesh, close_ranks, init_ranks, on_mesh
+from rl_core.learning import loading
+from rl_core.learning import model as model_file
+from rl_core.learning.algorithms import make_algorithm
+from rl_core.learning.learner import Learner
+from rl_core.learning.loading import local_slices
+from rl_core.learning.lora import adapter_parameters
+from rl_core.learning.model import compile_blocks, make_policy, named_weights
+from rl_core.learning.offload import activations_on_host
+from rl_core.train import main
+
+ARCHITECTURES = ("qwen3", "llama", "qwen2")
+
+
+def save_model(folder: Path, like: Path, is_tied: bool = True, seed: int = 0, dtype=torch.bfloat16, **changes) -> Path:
+    """A random model in several files."""
+    config = AutoConfig.from_pretrained(like, tie_word_embeddings=is_tied, **changes)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for parameter in model.parameters():  # biases and norms that differ from what they are drawn as
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, 1.0)
+    shutil.copytree(like, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    model.save_pretrained(folder, max_shard_size="100KB" if "vocab_size" not in changes else "1GB")
+    return folder
+
+
+def differences(policy, whole) -> list[str]:
+    """What this rank holds otherwise than the whole model does, buffers included."""
+    expected = dict(whole.named_parameters(remove_duplicate=False)) | dict(whole.named_buffers())
+    got = dict(policy.hf.named_parameters(remove_duplicate=False)) | dict(policy.hf.named_buffers())
+    got = {n.replace(".base_layer.", "."): v for n, v in got.items() if ".lora_" not in n}
+    assert got.keys() == expected.keys(), got.keys() ^ expected.keys()
+    found = []
+    for name, value in got.items():
+        local, slices = local_slices(value)
+        want = expected[name].detach()[slices]
+        if local.dtype != want.dtype or not torch.equal(local, want):
+            found.append(name)
+    return found
+
+
+def weights_after(learner, num_steps: int = 2, leaves: bool = False) -> dict[str, torch.Tensor]:
+    for step in range(num_steps):
+        with learner.on_device():
+            minibatches, _ = learner.shard(ragged_samples(seed=step))
+            learner.annotate(minibatches)
+            learner.step(minibatches, step)
+        if leaves:
+            assert sum(t.untyped_storage().nbytes() for t in held(learner)) == 0
+            on_host = sum(host.nbytes() for _, host in learner.offload.waiting)
+            assert on_host >= sum(t.numel() * t.element_size() for t in held(learner)) > 0
+    with learner.on_device():
+        return {n: w.clone() for n, w in named_weights(learner.policy)}
+
+
+def held(learner) -> list[torch.Tensor]:
+    """What the optimizer holds, and the weights that it changes, as they are on this rank."""
+    states = [v for s in learner.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    states = list({id(v): v for v in states}.values())  # in 8 bits some are shared
+    return [local_slices(t)[0] for t in [*learner.policy.parameters(), *states]]
+
+
+UPDATES = {
+    "phase": ["--learner.offload", "phase"],
+    "always": ["--learner.offload", "always"],
+    "phase, 8 bits": ["--learner.offload", "phase", "--optim.name", "adamw8bit"],
+    "always, tp 2": ["--learner.offload", "always"],
+}
+
+
+def compare_updates(out: Path, model: str) -> None:
+    """Every rank: the weights after two updates of a learner that leaves the device, and of one that stays."""
+    ranks, found = init_ranks(60), {}
+    flags = ["--model", model, *FLAGS, "--optim.lr", "0.01"]
+    for name, more in UPDATES.items():
+        of_mesh = on_mesh(ranks, Mesh(tp=2)) if "tp" in name else ranks
+        results = {}
+        for is_plain in (True, False):
+            config = parse_config([*flags, *more, *(["--learner.offload", "none"] if is_plain else [])])
+            on_host = config.learner.offload == "always"
+            policy = make_policy(model, torch.float32, of_mesh, False, on_host=on_host)
+            learner = Learner(config, make_algorithm("grpo", config.algo), policy, of_mesh)
+            start = {n: w.clone() for n, w in named_weights(policy)}
+            results[is_plain] = weights_after(learner, leaves=config.learner.offload == "phase")
+        moved = max((w - results[False][n]).abs().max().item() for n, w in start.items())
+        equal = all(torch.equal(w, results[False][n]) for n, w in results[True].items())
+        found[name] = {"moved": moved, "equal": equal}
+    out.with_suffix(f".{ranks.rank}").write_text(json.dumps(found))
+    close_ranks(ranks)
+
+
+def compare_loading(out: Path, models: list[str]) -> None:
+    """Every rank: each model as the learner loads it and as transformers does."""
+    ranks, found, load_whole = init_ranks(60), {}, model_file.load_hf_model
+
+    def refuse(path, *_):
+        raise AssertionError(f"{path} was loaded whole")
+
+    kinds = {"dp 2": (ranks, None, False), "scores": (ranks, None, True), "lora": (ranks, LoraConfig(rank=4), False)}
+    kinds["tp 2"] = (on_mesh(ranks, Mesh(tp=2)), None, False)
+    for path in models:
+        whole = load_whole(path, torch.float32, ranks.device)
+        scores = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+        torch.nn.init.zeros_(scores.score.weight)
+        model_file.load_hf_model = model_file.load_scoring_model = refuse
+        for kind, (ranks_of_kind, lora, is_scoring) in kinds.items():
+            policy = make_policy(path, torch.float32, ranks_of_kind, False, lora, is_scoring=is_scoring)
+            expected = scores if is_scoring else whole
+            found[f"{Path(path).name} {kind}"] = differences(policy, expected)
+            assert is_scoring or policy.hf.generation_config.to_dict() == whole.generation_config.to_dict()
+            for name, parameter in adapter_parameters(policy.hf):
+                assert local_slices(parameter)[0].any() == (".lora_A." in name)
+    out.with_suffix(f".{ranks.rank}").write_text(json.dumps(found))
+    close_ranks(ranks)
+
+
+@pytest.fixture(scope="module")
+def updated(tiny_model, torchrun, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("update")
+    torchrun(2, __file__, "update", folder / "found.0", tiny_model)
+    return [json.loads((folder / f"found.{rank}").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("how", UPDATES)
+def test_sharded_weights_that_wait_on_the_host_are_trained_the_same(updated, how):
+    for of_rank in updated:
+        assert of_rank[how]["equal"] and of_rank[how]["moved"] > 1e-3
+
+
+@pytest.fixture(scope="module")
+def loaded(make_model, torchrun, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("load")
+    models = [
+        save_model(folder / f"{arch} {'tied' if is_tied else 'untied'}", make_model(arch), is_tied, seed)
+        for seed, arch in enumerate(ARCHITECTURES)
+        for is_tied in (True, False)
+    ]
+    torchrun(2, __file__, "load", folder / "found.0", *models)
+    return [json.loads((folder / f"found.{rank}").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("kind", ["dp 2", "scores", "lora", "tp 2"])
+@pytest.mark.parametrize("ties", ["tied", "untied"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_each_rank_reads_the_very_weights_that_transformers_loads(loaded, arch, ties, kind):
+    for of_rank in loaded:
+        assert of_rank[f"{arch} {ties} {kind}"] == []
+
+
+def test_a_learner_that_waits_on_the_host_between_steps_learns_the_same(tiny_model):
+    """With adapters an engine has a copy of the weights, so that all of the learner leaves."""
+    flags = [*LORA, "--optim.lr", "0.01"]
+    stays = make_lora_learner(tiny_model, *flags, algorithm="grpo")
+    leaves = make_lora_learner(tiny_model, *flags, "--learner.offload", "phase", algorithm="grpo")
+    for parameter in leaves.policy.parameters():  # a file's pages are not given back
+        parameter.data = parameter.data.clone()
+    expected, start = weights_after(stays), dict(named_weights(make_lora_learner(tiny_model).policy))
+    got = weights_after(leaves, leaves=True)
+    assert all(torch.equal(w, got[n]) for n, w in expected.items())
+    assert max((w - start[n]).abs().max() for n, w in got.items()) > 1e-3
+    with pytest.raises(AssertionError, match="on_device"):
+        leaves.policy(leaves.shard(ragged_samples())[0][0].batches[0], 1.0)
+
+
+def test_weights_that_an_engine_reads_in_place_stay(tiny_model):
+    learner = make_learner(tiny_model, "--learner.offload", "phase")
+    weights_after(learner)
+    assert all(p.untyped_storage().nbytes() for p in learner.policy.parameters())
+    states = [v for s in learner.optimizer.state.values() for v in s.values()]
+    assert states and not any(v.untyped_storage().nbytes() for v in states)
+
+
+def test_activations_on_the_host_give_the_same_gradient(any_model):
+    learner, samples = make_learner(any_model), ragged_samples()
+    expected, _ = gradients(learner, samples)
+    learner.policy.keeps_activations = activations_on_host
+    got, _ = gradients(learner, samples)
+    assert all(torch.equal(g, got[n]) for n, g in expected.items())
+
+
+def test_activations_are_copied_to_the_host_and_weights_are_not():
+    layer, x = torch.nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
+    before = x.detach().clone()
+    with activations_on_host():
+        product = layer(x).grad_fn
+    assert product._saved_mat2.data_ptr() == layer.weight.data_ptr()
+    x.data.zero_()  # its memory is used for something else
+    assert torch.equal(product._saved_mat1, before)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_blocks_give_the_same_gradient_and_are_compiled_once(make_model):
+    """Once for 12 blocks, batches of three sizes, and recomputation."""
+    from torch._dynamo.utils import counters
+
+    model = make_model(layers=12)
+    plain, compiled = make_learner(model), make_learner(model)
+    checkpointed = make_learner(model, "--learner.activation_checkpointing")
+    compile_blocks(compiled.policy)
+    compile_blocks(checkpointed.policy)
+    counters.clear()
+    for num in (12, 16, 20):
+        expected, _ = gradients(plain, ragged_samples(num, seed=num))
+        for learner in (compiled, checkpointed):
+            assert_same(gradients(learner, ragged_samples(num, seed=num))[0], expected)
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
+@pytest.mark.gpu
+def test_nothing_of_a_learner_is_left_on_the_gpu_while_it_waits(tiny_model):
+    learner = make_lora_learner(tiny_model, *LORA, "--learner.offload", "phase", algorithm="grpo")
+    held_bytes = sum(t.nbytes for t in learner.policy.parameters())
+    with learner.on_device():
+        minibatches, _ = learner.shard(ragged_samples())
+        learner.step(minibatches, 0)
+        del minibatches
+        before = torch.cuda.memory_allocated()
+    assert before - torch.cuda.memory_allocated() >= held_bytes
+    assert all(host.is_pinned() for _, host in learner.offload.waiting)
+
+
+@pytest.mark.gpu
+def test_activations_on_the_host_take_less_of_the_gpu(tiny_model):
+    learner, peaks = make_learner(tiny_model), {}
+    for how in (nullcontext, activations_on_host):
+        learner.policy.keeps_activations = how
+        gradients(learner, ragged_samples(64))
+        torch.cuda.reset_peak_memory_stats()
+        gradients(learner, ragged_samples(64))
+        peaks[how] = torch.cuda.max_memory_allocated()
+    assert peaks[activations_on_host] < peaks[nullcontext]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ("missing", r"its files lack model\.layers\.1\.mlp\.up_proj\.weight"),
+        ("extra", r"its files hold model\.layers\.7\.mlp\.up_proj\.weight"),
+        ("shape", r"model\.layers\.1\.mlp\.up_proj\.weight.*is .*, 32.*asks for .*, 64"),
+        ("cut", "cannot be read|cannot be loaded"),
+    ],
+)
+def test_files_that_are_not_the_models_are_refused(tiny_model, tmp_path, change, message):
+    folder, name = tmp_path / "model", "model.layers.1.mlp.up_proj.weight"
+    shutil.copytree(tiny_model, folder)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    if change == "missing":
+        del weights[name]
+    elif change == "extra":
+        weights[name.replace("1", "7")] = weights[name].clone()
+    elif change == "shape":
+        weights[name] = weights[name][:, ::2].contiguous()
+    save_file(weights, file, metadata={"format": "pt"})
+    if change == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=message):
+        assert loading.make_empty_model(str(folder), torch.float32, False) is None
+        loading.load_hf_model(str(folder), torch.float32, torch.device("cpu"))
+    if change in ("shape", "cut"):
+        with pytest.raises(ValueError, match="cannot be loaded"):
+            loading.load_hf_model(str(folder), torch.float32, torch.device("cpu"))
+
+
+def test_a_model_whose_files_name_weights_otherwise_is_left_to_transformers(tiny_model, tmp_path):
+    """Such as the backbone alone, whose names have no prefix."""
+    AutoModel.from_pretrained(tiny_model).save_pretrained(tmp_path)
+    assert loading.make_empty_model(str(tmp_path), torch.float32, False) is None
+    got = loading.load_hf_model(str(tmp_path), torch.float32, torch.device("cpu")).state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
+    assert got.keys() == expected.keys() and all(torch.equal(v, got[n]) for n, v in expected.items())
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--learner.offload", "phase", "--algorithm", "sft"], "waits for engines"),
+        (["--learner.offload", "always", "--optim.name", "adamw8bit"], "take --optim.name adamw"),
+        (["--learner.offload", "always", *LORA, "--actors.policy.lora.quantize", "nf4"], "quantize=nf4"),
+        (["--learner.activation_offload", "--learner.activation_checkpointing"], "take one of them"),
+        (["--learner.compile", "--tp", "2"], "--tp computes otherwise"),
+        (["--learner.compile", *LORA, "--actors.policy.lora.quantize", "nf4"], "cannot compile"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config(["--model", "m", *FLAGS, *flags])
+
+
+def test_a_run_learns_the_same_wherever_its_learner_waits(tiny_model, tmp_path):
+    """All through the command: a policy beside a critic and a reference, evaluated, saved, and resumed."""
+    (tmp_path / "env.py").write_text(
+        'def load_tasks(split): return [{"prompt": str(n)} for n in range(8)]\n'
+        "def reward_fn(completion): return len(completion) + sum(map(ord, completion)) % 7\n"
+    )
+    flags = ["--env_path", str(tmp_path / "env.py"), "--max_tokens", "8", "--max_prompt_tokens", "16"]
+    flags += ["--algorithm", "ppo", "--tasks_per_step", "2", "--group_size", "2", "--optim.lr", "1e-3"]
+    flags += ["--algo.kl_coef", "0.01", "--eval_every", "2", "--eval.num_tasks", "2", "--eval.samples", "0"]
+    found = {}
+    for offload in ("none", "phase", "always"):
+        run = [*flags, "--model", str(tiny_model), "--out", str(tmp_path / offload), "--learner.offload", offload]
+        run += ["--learner.activation_offload"] if offload == "always" else []
+        assert main([*run, "--num_steps", "1"]) == 0
+        assert main([*run, "--num_steps", "2", "--resume"]) == 0
+        found[offload] = weights(tmp_path / offload)
+    start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
+    assert max((w - start[n]).abs().max() for n, w in found["none"].items()) > 1e-4
+    for offload in ("phase", "always"):
+        assert all(torch.equal(w, found[offload][n]) for n, w in found["none"].items()), offload
+
+
+def peak_mib() -> float:
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) / 1024
+
+
+def measure_peak(out: Path, model: str, small: str) -> None:
+    """Every rank: MiB by which its peak grew while the model was loaded and split, in both ways."""
+    ranks, found = init_ranks(60), {}
+    make_policy(small, torch.float32, ranks, False)  # imports, threads
+    for how in ("parts", "whole"):
+        if how == "whole":
+            model_file.make_empty_model = lambda *_: None
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew at what is held
+        before = peak_mib()
+        policy = make_policy(model, torch.float32, ranks, False)
+        found[how] = peak_mib() - before
+        found["model"] = sum(p.numel() for p in policy.parameters()) * 4 / 2**20
+        del policy
+    out.with_suffix(f".{ranks.rank}").write_text(json.dumps(found))
+    close_ranks(ranks)
+
+
+def test_a_rank_holds_little_more_than_its_own_part_while_it_loads(tiny_model, torchrun, tmp_path):
+    """40 M parameters, 155 MiB in fp32, from files in bf16 of half that size, of which each of two ranks needs half."""
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "layer_types": ["full_attention"] * 8,
+    }
+    model = save_model(tmp_path / "model", tiny_model, num_attention_heads=8, head_dim=64, vocab_size=32000, **sizes)
+    torchrun(2, __file__, "peak", tmp_path / "found.0", model, tiny_model)
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"found.{rank}").read_text())
+        print(f"rank {rank}: {found}, MiB")
+        assert found["model"] > 140
+        assert found["parts"] < 0.65 * found["model"] < found["model"] < found["whole"]
+
+
+if __name__ == "__main__":
+    mode, out, *rest = sys.argv[1:]
+    if mode == "peak":
+        measure_peak(Path(out), *rest)
+    elif mode == "load":
+        compare_loading(Path(out), rest)
+    else:
+        compare_updates(Path(out), *rest)

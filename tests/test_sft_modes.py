@@ -1,0 +1,566 @@
+"""Modes of SFT: actions, observations and both; episodes that a run wrote; SFT before RL in one run."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import zstandard
+from test_chat import CHATML, chat_of, every_template, make_tokenizer, user, words
+from test_train import SORT, metrics, trajectories, weights
+from transformers import AutoModelForCausalLM
+
+from rl_core.command_line import parse_config
+from rl_core.data.chat import Chat, imitation_turns, load_chat
+from rl_core.data.samples import imitation_samples, samples_from_turns
+from rl_core.data.tasks import load_rows
+from rl_core.distributed import Ranks
+from rl_core.learning.algorithms import make_algorithm
+from rl_core.learning.learner import Learner
+from rl_core.learning.model import make_policy
+from rl_core.train import main
+
+ROOT = Path(__file__).parent.parent
+
+
+def said(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def spans(chat, sample):
+    """[(weight, text)] of a sample's runs of tokens of one weight."""
+    found = []
+    for token, weight, mask in zip(sample.token_ids, sample.advantages, sample.loss_mask, strict=True):
+        assert bool(weight) == bool(mask)
+        if not found or found[-1][0] != weight:
+            found.append((weight, []))
+        found[-1][1].append(token)
+    return [(weight, chat.tokenizer.decode(ids)) for weight, ids in found]
+
+
+def random_talk(rng, num_turns):
+    talk = [user(words(rng))]
+    for number in range(num_turns):
+        talk += [said(f"said {number} {words(rng)}"), user(f"heard {number} {words(rng)}")]
+    return talk if rng.random() < 0.5 else talk[:-1]
+
+
+def answer_text(chat, messages, place):
+    """The answer messages[place] as the library renders it alone: from the end token before it to the generation prompt."""
+
+    def text(**kwargs):
+        wrapped = [chat._in_form(m) for m in messages[: place + 1]]
+        return chat.tokenizer.apply_chat_template(wrapped, chat_template=chat.chat_template, tokenize=False, **kwargs)
+
+    whole, bare = (chat.encode(text(add_generation_prompt=prompted)) for prompted in (True, False))
+    end = next((i for i, (a, b) in enumerate(zip(whole, bare, strict=False)) if a != b), min(len(whole), len(bare)))
+    answered = chat.tokenizer.decode(whole[:end])
+    return answered[answered.index(messages[place - 1]["content"]) + len(messages[place - 1]["content"]) :]
+
+
+@every_template
+def test_observations_are_what_stands_between_a_turn_and_the_next_generation_prompt(path):
+    chat, rng = chat_of(path), random.Random(path.stem)
+    for num_turns in (1, 2, 3):
+        talk = random_talk(rng, num_turns)
+        found = [span for s in imitation_samples(chat, {"messages": talk}, 1.0, 0.5) for span in spans(chat, s)]
+        heard = [text for weight, text in found if weight == 0.5]
+        places = range(2, len(talk), 2)
+        assert len(heard) == len(places)
+        for text, place in zip(heard, places, strict=True):
+            # An assistant's end token belongs to its turn, or where two end it, to both.
+            expected = answer_text(chat, talk, place)
+            assert text.strip() and expected.strip().endswith(text.strip()), (text, expected)
+            missing = expected.strip()[: -len(text.strip())]
+            assert talk[place]["content"] in text and "said" not in missing
+            assert not missing.strip() or missing.strip() in chat.tokenizer.get_vocab(), (missing, text)
+        only = [span for s in imitation_samples(chat, {"messages": talk}, 0.0, 0.5) for span in spans(chat, s)]
+        assert [text for weight, text in only if weight] == heard
+
+
+CHATML_TALK = [
+    {"role": "system", "content": "rules"},
+    user("task"),
+    said("look"),
+    {"role": "tool", "content": "a door"},
+    {"role": "tool", "content": "a key"},
+    said("open"),
+    user("done"),
+]
+LLAMA = (
+    "{{ '<bos>' }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' + m.content | trim + "
+    "'<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>' }}"
+    "{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "header"),
+    [(CHATML, "<|im_start|>assistant\n"), (LLAMA, "<|start_header_id|>assistant<|end_header_id|>")],
+)
+def test_actions_observations_and_generation_prompts_are_all_that_follows_the_first_turn(template, header):
+    """Complement: encode the whole conversation at once; behind the first generation prompt each token is an action, an
+    observation, or a generation prompt's."""
+    chat = Chat(make_tokenizer(), template)
+    ids = chat.tokenizer.apply_chat_template(CHATML_TALK, chat_template=template, return_dict=False)
+    (both,) = imitation_samples(chat, {"messages": CHATML_TALK}, 1.0, 0.5)
+    (action,) = imitation_samples(chat, {"messages": CHATML_TALK})
+    assert both.token_ids == ids
+    prompt = chat.tokenizer.encode(header, add_special_tokens=False)
+    starts = [i for i in range(len(ids)) if ids[i : i + len(prompt)] == prompt]
+    first = starts[0] + len(prompt)
+    for i in range(len(ids)):
+        is_action = i < len(action.loss_mask) and action.loss_mask[i]
+        is_header = any(start <= i < start + len(prompt) for start in starts)
+        expected = 0.0 if i < first or is_header else 1.0 if is_action else 0.5
+        assert both.advantages[i] == expected, (i, chat.tokenizer.decode(ids[i]))
+    assert both.policy_versions == [0 if m else -1 for m in both.loss_mask]
+
+
+def test_what_is_not_to_be_trained_is_no_observation():
+    chat, context = Chat(make_tokenizer(), CHATML), {"train": False}
+    talk = [user("a"), said("b"), user("c") | context, said("d"), user("e"), said("f", **context), user("g"), said("h")]
+    talk += [user("i")]
+    (sample,) = imitation_samples(chat, {"messages": talk}, 0.0, 1.0)
+    assert [text for weight, text in spans(chat, sample) if weight] == ["\n<|im_start|>user\ni<|im_end|>\n"]
+    assert imitation_samples(chat, {"prompt": talk[:5], "response": "x"}, 0.0, 1.0) == []
+
+
+PLAIN = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def test_a_template_without_special_tokens():
+    chat = Chat(make_tokenizer(), PLAIN)
+    (sample,) = imitation_samples(
+        chat, {"messages": [user("a"), said("b"), user("c:"), said("d"), user("e")]}, 0.0, 1.0
+    )
+    assert [text for weight, text in spans(chat, sample) if weight] == ["user: c:\n", "user: e\n"]
+
+
+def talks(num=12, seed=0):
+    rng = random.Random(seed)
+    return [{"messages": [*random_talk(rng, rng.randint(1, 3))]} for _ in range(num)]
+
+
+def make_learner(model, *flags):
+    lengths = ["--max_prompt_tokens", "200", "--max_tokens", "200", "--data.train", "x", "--out", "x"]
+    config = parse_config(["--model", str(model), "--algorithm", "sft", *lengths, *flags])
+    ranks = Ranks(rank=0, size=1, device=torch.device("cpu"), store=None)
+    policy = make_policy(str(model), torch.float32, ranks, False)
+    return Learner(config, make_algorithm("sft", config.algo), policy, ranks)
+
+
+def loss_and_gradient(learner, samples):
+    (minibatch,), _ = learner.shard(samples)
+    total = 0.0
+    for batch in minibatch.batches:
+        losses, _ = learner.losses(batch)
+        loss = losses.sum() / minibatch.denominator
+        loss.backward()
+        total += loss.item()
+    found = {n: p.grad.clone() for n, p in learner.policy.hf.named_parameters()}
+    learner.policy.zero_grad()
+    return total, found, minibatch.denominator
+
+
+def samples_with(chat, rows, action_weight, observation_weight):
+    return [s for row in rows for s in imitation_samples(chat, row, action_weight, observation_weight)]
+
+
+def test_both_weights_1_is_the_loss_of_a_causal_language_model_over_these_tokens(any_model):
+    chat, learner = load_chat(str(any_model)), make_learner(any_model, "--learner.microbatch_tokens", "600")
+    samples = samples_with(chat, talks(), 1.0, 1.0)
+    loss, gradient, count = loss_and_gradient(learner, samples)
+    assert count == sum(sum(s.loss_mask) for s in samples)
+    model = AutoModelForCausalLM.from_pretrained(any_model, attn_implementation="sdpa")
+    longest = max(len(s.token_ids) for s in samples)
+
+    def padded(values, fill):
+        return torch.tensor([[*v, *[fill] * (longest - len(v))] for v in values])
+
+    labels = [[t if m else -100 for t, m in zip(s.token_ids, s.loss_mask, strict=True)] for s in samples]
+    is_token = padded([[1] * len(s.token_ids) for s in samples], 0)
+    out = model(
+        input_ids=padded([s.token_ids for s in samples], 0), attention_mask=is_token, labels=padded(labels, -100)
+    )
+    out.loss.backward()
+    assert loss == pytest.approx(out.loss.item(), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradient[name], parameter.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_weights_are_linear_and_the_denominator_counts_trained_tokens(tiny_model):
+    chat, learner = load_chat(str(tiny_model)), make_learner(tiny_model, "--learner.microbatch_tokens", "900")
+    whole = make_learner(tiny_model, "--learner.microbatch_tokens", "100000")
+    found = {
+        w: loss_and_gradient(learner, samples_with(chat, talks(), *w)) for w in [(1, 0), (0, 1), (0.5, 2.0), (1, 1)]
+    }
+    (a, da, na), (o, do, no), (both, dboth, n), (plain, _, n1) = found.values()
+    assert n == n1 == na + no
+    assert both * n == pytest.approx(0.5 * a * na + 2.0 * o * no, rel=1e-5)
+    assert plain * n == pytest.approx(a * na + o * no, rel=1e-5)
+    one, d_one, _ = loss_and_gradient(whole, samples_with(chat, talks(), 0.5, 2.0))  # another split into microbatches
+    assert one == pytest.approx(both, rel=1e-6)
+    for name in da:
+        torch.testing.assert_close(dboth[name] * n, 0.5 * da[name] * na + 2.0 * do[name] * no, atol=2e-3, rtol=1e-3)
+        torch.testing.assert_close(d_one[name], dboth[name], atol=1e-6, rtol=1e-4)
+
+
+def test_a_weight_of_actions_alone_is_behavioural_cloning_bit_for_bit(tiny_model):
+    chat, learner = load_chat(str(tiny_model)), make_learner(tiny_model)
+    rows = talks()
+    turns = [imitation_turns(chat, row["messages"]) for row in rows]
+    plain = [s for t in turns for s in samples_from_turns(t, 1.0)]
+    assert samples_with(chat, rows, 1.0, 0.0) == plain
+    (minibatch,), _ = learner.shard(plain)
+    for batch in minibatch.batches:
+        logprobs, _ = learner.policy(batch, 1.0)
+        assert torch.equal(learner.losses(batch)[0], -logprobs)
+
+
+SFT = [
+    "--algorithm",
+    "sft",
+    "--max_prompt_tokens",
+    "200",
+    "--max_tokens",
+    "200",
+    "--optim.lr",
+    "1e-3",
+    "--num_steps",
+    "3",
+]
+
+
+def test_two_ranks_learn_the_world_that_one_learns(tiny_model, torchrun, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in talks(21)))
+    flags = ["--model", tiny_model, *SFT, "--tasks_per_step", 7, "--data.train", tmp_path / "rows.jsonl"]
+    flags += ["--sft.action_weight", 0.25, "--sft.observation_weight", 1.0]
+    assert main([*map(str, flags), "--learner.microbatch_tokens", "100000", "--out", str(tmp_path / "1")]) == 0
+    torchrun(2, "-m", "rl_core.train", *flags, "--learner.microbatch_tokens", 500, "--out", tmp_path / "2")
+    for a, b in zip(metrics(tmp_path / "1"), metrics(tmp_path / "2"), strict=True):
+        assert a["learn/policy/loss"] == pytest.approx(b["learn/policy/loss"], rel=2e-5)
+    a, b = weights(tmp_path / "1"), weights(tmp_path / "2")
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "rule"),
+    [
+        (["--sft.action_weight", "0"], "one of them above 0"),
+        (["--sft.observation_weight", "-1"], "must be at least 0"),
+        (["--sft.action_wieght", "1"], "did you mean 'sft.action_weight'"),
+        (["--algorithm", "dpo", "--sft.action_weight", "2"], "no meaning for --algorithm dpo"),
+        (["--algorithm", "grpo", "--data.min_reward", "1"], "no meaning for --algorithm grpo"),
+    ],
+)
+def test_weights_that_make_no_sense_are_refused(flags, rule):
+    with pytest.raises(ValueError, match=rule):
+        parse_config(["--model", "x", "--out", "x", "--env_path", "x.py", "--algorithm", "sft", *flags])
+
+
+# Episodes of a run
+
+
+MULTI_TURN = """
+max_turns = 3
+def load_tasks(split): return [{'messages': [{'role': 'user', 'content': 'x' * n}]} for n in range(1, 9)]
+def interact(messages): return [{'role': 'user', 'content': f'{len(messages)} more'}]
+def reward_fn(messages):
+    length = len(messages[1]['content'])
+    if length % 5 == 4: raise RuntimeError('a failure')
+    return len(messages) + length / 100
+"""
+
+
+@pytest.fixture(scope="module")
+def rollouts(tiny_model, tmp_path_factory):
+    """The folder of a real GRPO run's rollouts: two steps of episodes over several turns, some of them failed."""
+    out = tmp_path_factory.mktemp("sampled")
+    (out / "env.py").write_text(MULTI_TURN)
+    flags = [
+        "--model",
+        str(tiny_model),
+        "--env_path",
+        str(out / "env.py"),
+        "--max_tokens",
+        "30",
+        "--max_prompt_tokens",
+        "20",
+    ]
+    flags += ["--num_steps", "2", "--tasks_per_step", "4", "--group_size", "4", "--rollout.max_failed_fraction", "1"]
+    assert main([*flags, "--eval_every", "2", "--out", str(out / "run")]) == 0
+    return out / "run/rollouts"
+
+
+def episodes_in(folder):
+    return [t for file in sorted(folder.glob("step_*")) for t in trajectories(file)]
+
+
+def trained_on(monkeypatch, flags):
+    """(the command's status, every sample that its learner was given)."""
+    given, shard = [], Learner.shard
+
+    def listen(learner, samples):
+        given.extend(samples)
+        return shard(learner, samples)
+
+    monkeypatch.setattr(Learner, "shard", listen)
+    return main(flags), given
+
+
+def test_sft_trains_on_exactly_the_sampled_tokens_of_good_episodes(rollouts, tiny_model, tmp_path, monkeypatch):
+    episodes = episodes_in(rollouts)
+    rewards = sorted(t["reward"] for t in episodes if t["reward"] is not None)
+    threshold = rewards[len(rewards) // 2]
+    good = [t for t in episodes if t["status"] != "failed" and t["reward"] >= threshold]
+    assert 0 < len(good) < len(rewards) < len(episodes) and max(len(t["turns"]) for t in good) > 1
+    flags = [
+        "--model",
+        str(tiny_model),
+        *SFT,
+        "--num_steps",
+        "1",
+        "--tasks_per_step",
+        str(len(good)),
+        "--max_turns",
+        "3",
+    ]
+    flags += ["--data.train", str(rollouts), "--data.min_reward", str(threshold), "--out", str(tmp_path / "run")]
+    status, samples = trained_on(monkeypatch, flags)
+    assert status == 0
+
+    def sampled(sample):
+        return [t for t, m in zip(sample.token_ids, sample.loss_mask, strict=True) if m]
+
+    wanted = sorted([t for turn in e["turns"] for t in turn["completion"]["token_ids"]] for e in good)
+    assert sorted(map(sampled, samples)) == wanted
+    seen = sorted([*e["turns"][-1]["prompt_ids"], *e["turns"][-1]["completion"]["token_ids"]] for e in good)
+    assert sorted(s.token_ids for s in samples) == seen
+    assert all(a == m for s in samples for a, m in zip(s.advantages, s.loss_mask, strict=True))
+
+
+def test_the_worlds_part_of_sampled_episodes(rollouts, tiny_model):
+    chat, rows = load_chat(str(tiny_model)), load_rows(str(rollouts))
+    assert len(rows) == sum(t["status"] != "failed" for t in episodes_in(rollouts))
+    long = [row for row in rows if len(row["turns"]) == 3]
+    assert long
+    for row in long:
+        (sample,) = imitation_samples(chat, row, 0.0, 1.0)
+        heard = [text for weight, text in spans(chat, sample) if weight]
+        assert heard == [f"<|user|>{n} more<|end|>" for n in (2, 4)]
+
+
+def test_another_tokenizer_or_template_reads_the_messages_anew(rollouts, tiny_model):
+    row = next(row for row in load_rows(str(rollouts)) if len(row["turns"]) == 3)
+    other = Chat(make_tokenizer(), CHATML)
+    assert other.fingerprint != load_chat(str(tiny_model)).fingerprint
+    assert load_chat(str(tiny_model), CHATML).fingerprint != load_chat(str(tiny_model)).fingerprint
+    (sample,) = imitation_samples(other, row)
+    actions = [text.removesuffix("<|im_end|>") for weight, text in spans(other, sample) if weight]
+    assert actions == [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+    given = {**row, "messages": [user("few"), said("shots"), *row["messages"]]}  # the actor saw it, and did not say it
+    (sample,) = imitation_samples(other, given)
+    assert [text.removesuffix("<|im_end|>") for weight, text in spans(other, sample) if weight] == actions
+
+
+def test_a_folder_without_fingerprints_reads_the_messages_anew(rollouts, tiny_model, tmp_path):
+    for file in rollouts.glob("step_*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert {row["tokenizer"] for row in load_rows(str(tmp_path))} == {""}
+    assert {row["tokenizer"] for row in load_rows(str(rollouts))} == {load_chat(str(tiny_model)).fingerprint}
+
+
+def test_evaluations_are_read_only_if_they_are_named(rollouts):
+    names = sorted(p.name for p in rollouts.glob("eval_*"))
+    assert names
+    total = sum(len(load_rows(str(f))) for f in rollouts.glob("step_*"))
+    assert len(load_rows(str(rollouts))) == total
+    assert load_rows(str(rollouts / names[0]))
+
+
+def test_files_of_several_ranks_are_read_together(rollouts, tmp_path):
+    file = next(rollouts.glob("step_000001*"))
+    for rank in range(2):
+        (tmp_path / f"step_000001.rank_{rank:05d}.jsonl.zst").write_bytes(file.read_bytes())
+    assert len(load_rows(str(tmp_path))) == 2 * len(load_rows(str(file)))
+
+
+def test_what_rollouts_cannot_be(rollouts, tiny_model, tmp_path, capsys):
+    file = next(rollouts.glob("step_000001*"))
+    cut = tmp_path / "cut.jsonl.zst"
+    cut.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"cut\.jsonl\.zst: not zstd, or the file is cut short after \d+ whole lines"):
+        load_rows(str(cut))
+    cut.write_bytes(b"no zstd at all")
+    with pytest.raises(ValueError, match="not zstd"):
+        load_rows(str(cut))
+    cut.write_bytes(zstandard.compress(b'{"messages": []}\n'))
+    with pytest.raises(ValueError, match=r"cut\.jsonl\.zst:1: no episode of a run; it has messages"):
+        load_rows(str(cut))
+    with pytest.raises(
+        ValueError, match=r"no episode has a reward of --data.min_reward=1000000000.0; the highest is \d"
+    ):
+        load_rows(str(rollouts), min_reward=1e9)
+    with pytest.raises(ValueError, match=r"episodes of a run lie in .*rollouts"):
+        load_rows(str(rollouts.parent))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
+    with pytest.raises(ValueError, match=r"min_reward=1.* chooses among a run's rollouts"):
+        load_rows(str(rows), min_reward=1)
+    with pytest.raises(ValueError, match="no such file; did you mean 'step_00"):
+        load_rows(str(rollouts / "step_0001.jsonl.zst"))
+    flags = ["--model", str(tiny_model), *SORT, "--num_steps", "1", "--out", str(tmp_path / "run")]
+    assert main([*flags, "--data.train", str(rollouts)]) == 1
+    assert "which are for --algorithm sft" in capsys.readouterr().err
+
+
+# SFT before RL in one run
+
+
+ENV = """
+def load_tasks(split): return [{'messages': [{'role': 'user', 'content': 'x' * n}]} for n in range(1, 9)]
+def reward_fn(messages): return len(messages[-1]['content']) / 10 + messages[-1]['content'].count('h')
+"""
+RL = [
+    "--max_tokens",
+    "60",
+    "--max_prompt_tokens",
+    "60",
+    "--group_size",
+    "4",
+    "--tasks_per_step",
+    "4",
+    "--optim.lr",
+    "1e-3",
+]
+RL += ["--algo.kl_coef", "0.1", "--optim.warmup_steps", "1", "--seed", "3"]
+BEFORE = ["--sft.steps", "3", "--sft.lr", "3e-3", "--sft.rows_per_step", "6"]
+
+
+@pytest.fixture(scope="module")
+def hybrid(tiny_model, tmp_path_factory):
+    """(flags, folder) of three steps of SFT and three of GRPO in one run, every step saved."""
+    here = tmp_path_factory.mktemp("hybrid")
+    (here / "env.py").write_text(ENV)
+    rows = [{"prompt": "x" * (i % 7 + 1), "response": words(random.Random(i))} for i in range(20)]
+    (here / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    flags = ["--model", str(tiny_model), *RL, "--env_path", str(here / "env.py"), "--num_steps", "3", *BEFORE]
+    flags += ["--sft.data", str(here / "rows.jsonl"), "--eval_every", "2", "--eval.samples", "0"]
+    flags += ["--save_every", "1", "--keep_checkpoints", "0"]
+    assert main([*flags, "--out", str(here / "run")]) == 0
+    return flags, here / "run"
+
+
+def untimed(rows):
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+def test_sft_before_rl_is_a_run_of_sft_and_a_run_of_rl_bit_for_bit(hybrid, tiny_model, tmp_path):
+    flags, run = hybrid
+    value = dict(zip(flags[::2], flags[1::2], strict=True))
+    sft = ["--algorithm", "sft", "--data.train", value["--sft.data"], "--num_steps", "3", "--tasks_per_step", "6"]
+    lengths = ["--max_tokens", "60", "--max_prompt_tokens", "60", "--optim.warmup_steps", "1", "--seed", "3"]
+    assert main(["--model", str(tiny_model), *lengths, *sft, "--optim.lr", "3e-3", "--out", str(tmp_path / "sft")]) == 0
+    warm = tmp_path / "sft/hf/policy"
+    rl = ["--env_path", value["--env_path"], "--num_steps", "3", "--out", str(tmp_path / "rl")]
+    assert main(["--model", str(warm), *RL, *rl]) == 0
+    for made, whole in ((tmp_path / "rl", weights(run)), (tmp_path / "sft", named(run / "hf/policy_sft"))):
+        assert all(torch.equal(value, whole[name]) for name, value in weights(made).items())
+    steps = [row for row in metrics(run) if "pack/tokens" in row]
+    for name, ours, alone in (
+        ("sft/policy/loss", steps[:3], metrics(tmp_path / "sft")),
+        ("learn/policy/loss", steps[3:], metrics(tmp_path / "rl")),
+        ("rollout/policy/reward_mean", steps[3:], metrics(tmp_path / "rl")),
+        ("learn/policy/ref_kl_nats", steps[3:], metrics(tmp_path / "rl")),
+    ):
+        room = name.replace("sft/", "learn/")
+        assert [row[name] for row in ours] == [row[room] for row in alone], name
+    assert steps[3]["learn/policy/ref_kl_nats"] < 1e-6 < steps[5]["learn/policy/ref_kl_nats"]
+    assert not any(k.startswith("learn/") for row in steps[:3] for k in row)
+    assert not any(k.startswith("sft/") for row in steps[3:] for k in row)
+    assert [row["step"] for row in metrics(run) if any(k.startswith("eval/") for k in row)] == [0, 2, 3, 5, 6]
+    assert sorted(f.name[5:11] for f in (run / "rollouts").glob("step_*")) == ["000004", "000005", "000006"]
+
+
+def named(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+@pytest.mark.parametrize("step", [0, 2, 3, 4])
+def test_a_run_that_ended_in_any_phase_goes_on_as_if_it_had_not(hybrid, step, tmp_path):
+    flags, run = hybrid
+    out = tmp_path / "run"
+    shutil.copytree(run, out)
+    for folder in (out / "checkpoints").iterdir():
+        if int(folder.name[5:]) > step:
+            shutil.rmtree(folder)
+    if step < 3:
+        shutil.rmtree(out / "hf")
+    assert main([*flags, "--out", str(out), "--resume"]) == 0
+    assert untimed(metrics(out)) == untimed(metrics(run))
+    a, b = weights(run), weights(out)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_two_ranks_do_both_phases_as_one_does(hybrid, torchrun, tmp_path):
+    flags, run = hybrid
+    torchrun(2, "-m", "rl_core.train", *flags, "--out", tmp_path / "two")
+    for a, b in zip(metrics(run), metrics(tmp_path / "two"), strict=True):
+        for name in ("sft/policy/loss", "learn/policy/loss", "learn/policy/grad_norm", "rollout/policy/reward_mean"):
+            assert a.get(name, 0.0) == pytest.approx(b.get(name, 0.0), abs=2e-6, rel=2e-5), (a["step"], name)
+    a, b = weights(run), weights(tmp_path / "two")
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "rule"),
+    [
+        (["--sft.steps", "3"], "--sft.data is missing"),
+        (["--sft.data", "rows.jsonl"], "ask for SFT before RL with --sft.steps"),
+        (["--sft.lr", "0.1"], "ask for SFT before RL with --sft.steps"),
+        (["--sft.observation_weight", "1"], "ask for SFT before RL with --sft.steps"),
+        (["--sft.steps", "-3", "--sft.data", "x"], "--sft.steps=-3 must not be negative"),
+        (["--sft.steps", "3", "--sft.data", "x", "--sft.lr", "-1"], "--sft.lr=-1.0 must not be negative"),
+        (["--sft.stepz", "3"], "did you mean 'sft.steps'"),
+        (["--algorithm", "sft", "--sft.steps", "3"], "no meaning for --algorithm sft; use --num_steps"),
+        (["--algorithm", "sft", "--sft.lr", "1e-3"], "no meaning for --algorithm sft; use --optim.lr"),
+        (["--algorithm", "dpo", "--sft.steps", "3", "--sft.data", "x"], "run --algorithm sft first"),
+    ],
+)
+def test_sft_before_rl_that_makes_no_sense_is_refused(flags, rule):
+    with pytest.raises(ValueError, match=rule):
+        parse_config(["--model", "x", "--out", "x", "--env_path", "x.py", *flags])
+
+
+def test_rows_and_a_reference_that_cannot_be_are_refused_before_a_model_loads(hybrid, tmp_path, capsys):
+    flags, _ = hybrid
+    assert main([*flags, "--out", str(tmp_path / "a"), "--actors.policy.lora.rank", "2"]) == 1
+    assert "the reference of adapters" in capsys.readouterr().err
+    assert main([*flags, "--out", str(tmp_path / "b"), "--sft.data", str(tmp_path / "no.jsonl")]) == 1
+    assert "no.jsonl: no such file" in capsys.readouterr().err
+    assert main([*flags, "--dry_run"]) == 0
+    assert "3 steps of 6 of 20 rows" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_sft_teaches_the_form_and_grpo_the_order_in_one_run(tiny_model, sort_data, tmp_path):
+    out = tmp_path / "run"
+    flags = ["--num_steps", "60", "--optim.lr", "3e-4", "--algo.clip_high", "0.28", "--eval_every", "1000"]
+    flags += ["--sft.steps", "400", "--sft.data", str(sort_data / "sft.jsonl"), "--sft.lr", "2e-3"]
+    flags += ["--sft.rows_per_step", "64", "--optim.warmup_steps", "5", "--eval.num_tasks", "100"]
+    assert main(["--model", str(tiny_model), *SORT, *flags, "--out", str(out)]) == 0
+    found = [row["eval/sort_digits/avg@4"] for row in metrics(out) if "eval/sort_digits/avg@4" in row]
+    start, formed, sorted_ = found
+    steps = [row["rollout/policy/reward_mean"] for row in metrics(out) if "rollout/policy/reward_mean" in row]
+    assert start < 0.01 and 0.1 < formed < 0.3 and sorted_ > 0.5, found
+    assert steps[0] < 0.3 and steps[-1] > 0.5, (steps[0], steps[-1])
