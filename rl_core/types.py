@@ -72,7 +72,18 @@ class Completion:
     logprobs: list[float]  # [L] nats, of the distribution that each token was drawn from
     text: str  # decoded without special tokens
     finish_reason: str  # "stop" or "length"
-    policy_version: int  # of the weights that sampled it
+    policy_version: int  # of the weights that sampled its first token
+    newer_versions: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (index, version): from this token on newer ones
+
+    @property
+    def policy_versions(self) -> list[int]:
+        """[L] of each token."""
+        found = [self.policy_version] * len(self.token_ids)
+        for index, version in self.newer_versions:
+            found[index:] = [version] * (len(found) - index)
+        return found
 
 
 @dataclass(kw_only=True, slots=True)

@@ -382,6 +382,49 @@ def test_weights_that_do_not_fit_are_an_error(model, change, error):
     assert engine.policy_version == 0
 
 
+async def interrupted(engine, prompts, params, at: list[int], change) -> list:
+    """Completions of all prompts at once, with a pause after so many decode steps each, in which `change` runs."""
+    tasks = [asyncio.create_task(engine.generate(p, params, seed=i)) for i, p in enumerate(prompts)]
+    for number, num_steps in enumerate(at):
+        await has_decoded(engine, num_steps)
+        await engine.pause()
+        await engine.sleep()
+        await change(number)
+        await engine.resume()
+    return await asyncio.gather(*tasks)
+
+
+def test_a_pause_changes_nothing_that_is_sampled(model):
+    prompts, params = random_prompts(12), SamplingParams(max_tokens=40)
+    expected = run(make(model), prompts, params)
+
+    async def nothing(number): ...
+
+    paused = asyncio.run(interrupted(make(model, num_slots=5), prompts, params, [3, 30, 31, 70], nothing))
+    assert [c.token_ids for c in paused] == [c.token_ids for c in expected]
+    for a, b in zip(paused, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-5, rtol=0)
+        assert a.policy_versions == b.policy_versions == [0] * len(b.token_ids)
+
+
+def test_requests_go_on_with_newer_weights_and_every_token_knows_its_own(model, make_model):
+    prompts, params = random_prompts(6), SamplingParams(max_tokens=40)
+    versions = [load(make_model(seed=seed)) for seed in range(3)]
+    engine = make(load(make_model(seed=0)), num_slots=4)
+
+    async def next_weights(number):
+        await engine.update_weights(versions[number + 1].named_parameters(), version=number + 1)
+
+    found = asyncio.run(interrupted(engine, prompts, params, [5, 20], next_weights))
+    assert {v for c in found for v in c.policy_versions} == {0, 1, 2} and any(len(c.newer_versions) == 2 for c in found)
+    for prompt, c in zip(prompts, found, strict=True):
+        by_version = [forward_logits(m, prompt, c).log_softmax(-1) for m in versions]
+        expected = [
+            by_version[v][i, token] for i, (v, token) in enumerate(zip(c.policy_versions, c.token_ids, strict=True))
+        ]
+        torch.testing.assert_close(torch.tensor(c.logprobs), torch.stack(expected), atol=1e-5, rtol=0)
+
+
 def test_weights_do_not_change_under_a_running_request(model):
     engine = make(model)
 

@@ -270,5 +270,5 @@ def _append_turn(
     sample.token_ids += new_ids + done.token_ids
     sample.loss_mask += heard + [1] * num_done
     sample.rollout_logprobs += [0.0] * num_new + list(done.logprobs)
-    sample.policy_versions += [h - 1 for h in heard] + [done.policy_version] * num_done
+    sample.policy_versions += [h - 1 for h in heard] + done.policy_versions
     sample.advantages += [h * observation_weight for h in heard] + [advantage] * num_done

@@ -63,10 +63,12 @@ class Request:
     num_cached: int = 0  # tokens of the prompt whose keys and values were kept from the session's last turn
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    num_prompted: int = 0  # of its tokens that stand in its prompt, because a pause dropped their keys and values
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (index, policy version): from this token on
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt) + len(self.token_ids)
+        return len(self.prompt) + len(self.token_ids) - self.num_prompted
 
 
 @dataclass(kw_only=True, slots=True)
@@ -119,7 +121,7 @@ class EmbeddedEngine:
         self._prompts: dict[tuple[int, ...], SharedPrompt] = {}
         self._parked: dict[str, Parked] = {}  # oldest first
         self._steps_since_refill = 0
-        self._is_checked = False
+        self._is_checked = self._is_paused = False
         self._task: asyncio.Task[None] | None = None
 
     async def generate(
@@ -138,9 +140,7 @@ class EmbeddedEngine:
         )
         self._prompts.setdefault(prompt, SharedPrompt()).owners.append(request)
         self._waiting.append(request)
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run())
-            self._task.add_done_callback(self._on_stopped)
+        self._start_running()
         return await request.future
 
     def end_session(self, session: str) -> None:
@@ -159,10 +159,34 @@ class EmbeddedEngine:
         await self._drain()
         self._free()
 
+    async def pause(self) -> None:
+        """Stops between two tokens; see Engine. What a request has sampled becomes part of its prompt."""
+        self._is_paused = True
+        if self._task is not None and not self._task.done():
+            await asyncio.wait([self._task])
+        for request in self._active:
+            request.prompt += tuple(request.token_ids[request.num_prompted :])
+            request.num_prompted, request.num_cached, request.row = len(request.token_ids), 0, -1
+        self._waiting.extendleft(reversed(self._active))
+        self._active.clear()
+        self._prompts.clear()
+        for request in self._waiting:
+            self._prompts.setdefault(request.prompt, SharedPrompt()).owners.append(request)
+
+    async def resume(self) -> None:
+        self._is_paused = False
+        if self._waiting:
+            self._start_running()
+
+    def _start_running(self) -> None:
+        if not self._is_paused and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._run())
+            self._task.add_done_callback(self._on_stopped)
+
     async def _drain(self) -> None:
         running = [r for r in (*self._waiting, *self._active) if not r.future.done()]
-        if running:
-            raise RuntimeError(f"{len(running)} requests are running; await or cancel them first")
+        if running and not self._is_paused:
+            raise RuntimeError(f"{len(running)} requests are running; await or cancel them, or pause the engine")
         if self._task is not None and not self._task.done():
             await asyncio.wait([self._task])  # it drops requests that were cancelled
 
@@ -193,7 +217,7 @@ class EmbeddedEngine:
             while True:
                 self._step()
                 # Left without another await, so that nobody who was answered finds the model in the wrong mode.
-                if not self._waiting and not self._active:
+                if self._is_paused or (not self._waiting and not self._active):
                     return
                 await asyncio.sleep(0)
 
@@ -295,6 +319,8 @@ class EmbeddedEngine:
         for request in admitted:
             if request.row < 0:
                 self._share_prompt(request)
+            if not request.versions or request.versions[-1][1] != self.policy_version:
+                request.versions.append((len(request.token_ids), self.policy_version))
         started = self._active[-len(admitted) :]
         self._sample(started, torch.stack([self._prompts[r.prompt].hidden for r in started]))
 
@@ -427,14 +453,15 @@ class EmbeddedEngine:
                     logprobs=request.logprobs,
                     text=text,
                     finish_reason=reason,
-                    policy_version=self.policy_version,
+                    policy_version=request.versions[0][1],
+                    newer_versions=request.versions[1:],
                 )
             )
         self._leave(request)
 
     def _park(self, request: Request) -> None:
         """Keeps a conversation's keys and values beside the slots, which others need while the hooks think."""
-        token_ids = [*request.prompt, *request.token_ids[:-1]]
+        token_ids = [*request.prompt, *request.token_ids[request.num_prompted : -1]]
         self._parked.pop(request.session, None)
         self._parked[request.session] = Parked(
             token_ids=token_ids, kept=self._cache.snapshot(request.row, len(token_ids))

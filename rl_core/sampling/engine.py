@@ -37,6 +37,15 @@ class Engine(Protocol):
         """Frees the memory of keys and values while a learner works; the next request takes it again."""
         ...
 
+    async def pause(self) -> None:
+        """Stops all requests between two tokens, before the engine sleeps or gets new weights. They keep their tokens, and
+        requests that come now wait with them."""
+        ...
+
+    async def resume(self) -> None:
+        """Goes on with what waits, by the weights that the engine holds now: each further token is of their version."""
+        ...
+
     async def close(self) -> None: ...
 
 
