@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rl_core.config import nearest
+from rl_core.sampling.adapters import AdapterTable
 from rl_core.sampling.slot_cache import ATTENTION, ForwardPlan, SlotCache, Snapshot
 from rl_core.types import Completion, SamplingParams, logit_change
 
@@ -51,12 +53,16 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, greedy: Tensor) -> tuple[Ten
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
 
 
+PromptKey = tuple[str, tuple[int, ...]]  # keys and values are of a prompt and the adapter that read it
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
     max_tokens: int  # clamped to the context
     session: str
+    adapter: str  # "" is none
     random_bits: Any  # of this request alone; one draw per token
     future: asyncio.Future[Completion]
     row: int = -1  # -1 while it waits
@@ -70,6 +76,10 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.token_ids) - self.num_prompted
 
+    @property
+    def key(self) -> PromptKey:
+        return self.adapter, self.prompt
+
 
 @dataclass(kw_only=True, slots=True)
 class SharedPrompt:
@@ -82,6 +92,7 @@ class SharedPrompt:
 
 @dataclass(kw_only=True, slots=True)
 class Parked:
+    adapter: str
     token_ids: list[int]
     kept: Snapshot
 
@@ -114,31 +125,37 @@ class EmbeddedEngine:
         self.model, self.tokenizer, self.policy_version, self.capacity = model, tokenizer, policy_version, num_slots
         self.max_context_tokens = max_context_tokens
         self.stats = EngineStats()
+        self.adapter_versions: dict[str, int] = {}
+        self._adapters = AdapterTable(model)
         self._decoder = model.get_decoder()
         self._cache = SlotCache(num_slots, max_context_tokens)
         self._waiting: deque[Request] = deque()
         self._active: list[Request] = []  # the i-th has row i
-        self._prompts: dict[tuple[int, ...], SharedPrompt] = {}
+        self._prompts: dict[PromptKey, SharedPrompt] = {}
         self._parked: dict[str, Parked] = {}  # oldest first
         self._steps_since_refill = 0
         self._is_checked = self._is_paused = False
         self._task: asyncio.Task[None] | None = None
 
     async def generate(
-        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = ""
+        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = "", adapter: str = ""
     ) -> Completion:
-        """One completion; see Engine. ValueError if the prompt leaves no room in the context or params make no sense."""
+        """One completion; see SharedEngine. ValueError if the prompt leaves no room in the context, params make no sense or
+        the adapter is not there."""
         self._check_request(prompt_ids, params)
+        if adapter and adapter not in self.adapter_versions:
+            raise ValueError(f"no adapter {adapter!r}; {nearest(adapter, self.adapter_versions)}")
         prompt = tuple(prompt_ids)
         request = Request(
             prompt=prompt,
             params=params,
             max_tokens=min(params.max_tokens, self.max_context_tokens - len(prompt)),
             session=session,
+            adapter=adapter,
             random_bits=random.Random(seed).getrandbits,
             future=asyncio.get_running_loop().create_future(),
         )
-        self._prompts.setdefault(prompt, SharedPrompt()).owners.append(request)
+        self._prompts.setdefault(request.key, SharedPrompt()).owners.append(request)
         self._waiting.append(request)
         self._start_running()
         return await request.future
@@ -153,6 +170,15 @@ class EmbeddedEngine:
         if named_weights is not None:
             load_weights(self.model, named_weights)
         self.policy_version = version
+
+    async def update_adapter(
+        self, name: str, named_weights: Iterable[tuple[str, Tensor]], config: dict[str, Any], version: int
+    ) -> None:
+        """See SharedEngine."""
+        await self._drain()
+        self._parked = {session: p for session, p in self._parked.items() if p.adapter != name}
+        self._adapters.load(name, named_weights, config)
+        self.adapter_versions[name] = version
 
     async def sleep(self) -> None:
         """Frees the cache's memory and every session's; the next request allocates it again."""
@@ -171,7 +197,7 @@ class EmbeddedEngine:
         self._active.clear()
         self._prompts.clear()
         for request in self._waiting:
-            self._prompts.setdefault(request.prompt, SharedPrompt()).owners.append(request)
+            self._prompts.setdefault(request.key, SharedPrompt()).owners.append(request)
 
     async def resume(self) -> None:
         self._is_paused = False
@@ -276,8 +302,8 @@ class EmbeddedEngine:
             tokens = torch.tensor([token_ids], device=self.model.device)
             expected = self.model(input_ids=tokens, use_cache=False).logits[0, -1].float()
         with self._attention(ATTENTION):
-            self._forward(slice(0, 1), [0], [token_ids[:2]])
-            hidden = self._forward(slice(0, 1), [2], [token_ids[2:]])
+            self._forward(slice(0, 1), [0], [token_ids[:2]], [""])
+            hidden = self._forward(slice(0, 1), [2], [token_ids[2:]], [""])
         logits = self.model.get_output_embeddings()(hidden[0, -1]).float()
         tolerance = (1e-3 if self.model.dtype == torch.float32 else 0.1) * expected.abs().max()
         if (logits - expected).abs().max() > tolerance:
@@ -309,24 +335,25 @@ class EmbeddedEngine:
 
     def _start(self, admitted: list[Request]) -> None:
         """Prefills each prompt that is not in the cache yet, once, and samples everybody's first token."""
-        leaders: dict[tuple[int, ...], Request] = {}
+        leaders: dict[PromptKey, Request] = {}
         for request in admitted:
-            if self._prompts[request.prompt].hidden is None and request.prompt not in leaders:
-                leaders[request.prompt] = request
+            if self._prompts[request.key].hidden is None and request.key not in leaders:
+                leaders[request.key] = request
                 request.num_cached = self._reusable_tokens(request)
         for chunk in prefill_chunks(list(leaders.values())):
             self._prefill(chunk)
         for request in admitted:
             if request.row < 0:
                 self._share_prompt(request)
-            if not request.versions or request.versions[-1][1] != self.policy_version:
-                request.versions.append((len(request.token_ids), self.policy_version))
+            version = self.adapter_versions.get(request.adapter, self.policy_version)
+            if not request.versions or request.versions[-1][1] != version:
+                request.versions.append((len(request.token_ids), version))
         started = self._active[-len(admitted) :]
-        self._sample(started, torch.stack([self._prompts[r.prompt].hidden for r in started]))
+        self._sample(started, torch.stack([self._prompts[r.key].hidden for r in started]))
 
     def _reusable_tokens(self, request: Request) -> int:
         parked = self._parked.get(request.session) if request.session else None
-        if parked is None:
+        if parked is None or parked.adapter != request.adapter:
             return 0
         # The last token of the prompt is always forwarded: its hidden state gives the first logits.
         limit = min(len(parked.token_ids), len(request.prompt) - 1)
@@ -350,14 +377,14 @@ class EmbeddedEngine:
         for done in range(0, width, PREFILL_TOKENS):
             starts = [r.num_cached + done for r in requests]
             pieces = [list(r.prompt[s : s + PREFILL_TOKENS]) for r, s in zip(requests, starts, strict=True)]
-            hidden = self._forward(rows, starts, pieces)
+            hidden = self._forward(rows, starts, pieces, [r.adapter for r in requests])
         last = torch.tensor([len(piece) - 1 for piece in pieces], device=hidden.device)
         for request, row in zip(requests, hidden[torch.arange(len(last), device=hidden.device), last], strict=True):
-            self._prompts[request.prompt].hidden = row
+            self._prompts[request.key].hidden = row
         self.stats.prefill_tokens += sum(len(r.prompt) - r.num_cached for r in requests)
 
     def _share_prompt(self, request: Request) -> None:
-        shared, length = self._prompts[request.prompt], len(request.prompt)
+        shared, length = self._prompts[request.key], len(request.prompt)
         self._enter(request)
         if shared.kept is not None:
             self._cache.restore(request.row, shared.kept, length)
@@ -367,15 +394,15 @@ class EmbeddedEngine:
 
     def _decode(self) -> None:
         requests = self._active
-        hidden = self._forward(
-            slice(0, len(requests)), [r.num_tokens - 1 for r in requests], [[r.token_ids[-1]] for r in requests]
-        )
+        starts, pieces = [r.num_tokens - 1 for r in requests], [[r.token_ids[-1]] for r in requests]
+        hidden = self._forward(slice(0, len(requests)), starts, pieces, [r.adapter for r in requests])
         self.stats.decode_steps += 1
         self.stats.decode_tokens += len(requests)
         self._sample(list(requests), hidden[:, 0])
 
-    def _forward(self, rows: slice, starts: list[int], pieces: list[list[int]]) -> Tensor:
-        """Hidden states [n, S, hidden size] of `pieces`, padded to the longest, whose first tokens come at `starts`."""
+    def _forward(self, rows: slice, starts: list[int], pieces: list[list[int]], adapters: list[str]) -> Tensor:
+        """Hidden states [n, S, hidden size] of `pieces`, padded to the longest, whose first tokens come at `starts`, each
+        with its adapter."""
         device, width = self.model.device, max(map(len, pieces))
         tokens = torch.tensor([piece + [0] * (width - len(piece)) for piece in pieces], device=device)
         fresh = not any(starts)
@@ -398,7 +425,8 @@ class EmbeddedEngine:
             fresh=fresh,
             positions=positions,
         )
-        out = self._decoder(input_ids=tokens, position_ids=position_ids, use_cache=False, slot_plan=plan)
+        with self._adapters.of_rows(adapters):
+            out = self._decoder(input_ids=tokens, position_ids=position_ids, use_cache=False, slot_plan=plan)
         return out.last_hidden_state
 
     def _sample(self, requests: list[Request], hidden: Tensor) -> None:
@@ -464,17 +492,17 @@ class EmbeddedEngine:
         token_ids = [*request.prompt, *request.token_ids[request.num_prompted : -1]]
         self._parked.pop(request.session, None)
         self._parked[request.session] = Parked(
-            token_ids=token_ids, kept=self._cache.snapshot(request.row, len(token_ids))
+            adapter=request.adapter, token_ids=token_ids, kept=self._cache.snapshot(request.row, len(token_ids))
         )
         while sum(len(p.token_ids) for p in self._parked.values()) > self.capacity * self.max_context_tokens:
             del self._parked[next(iter(self._parked))]
 
     def _leave(self, request: Request) -> None:
         """Takes a request out of its prompt's owners and its row, and moves the last row into the hole."""
-        shared = self._prompts[request.prompt]
+        shared = self._prompts[request.key]
         shared.owners.remove(request)
         if not shared.owners:
-            del self._prompts[request.prompt]
+            del self._prompts[request.key]
         if request.row < 0:
             return
         if shared.owners and shared.kept is None and all(r.row < 0 for r in shared.owners):

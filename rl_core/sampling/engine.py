@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_core.config import Config
 from rl_core.types import Completion, SamplingParams
@@ -47,6 +47,59 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class SharedEngine(Engine, Protocol):
+    """An engine of one set of weights, beside which each request may ask for an adapter; requests with different ones are
+    decoded together."""
+
+    async def generate(
+        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = "", adapter: str = ""
+    ) -> Completion:
+        """As Engine's, with the adapter of that name; "" is none. The completion has the adapter's version."""
+        ...
+
+    async def update_adapter(
+        self, name: str, named_weights: Iterable[tuple[str, Tensor]], config: dict[str, Any], version: int
+    ) -> None:
+        """Loads an adapter, a new one too, from what peft would write: (name, full tensor) pairs of adapter_model.safetensors
+        and what adapter_config.json holds. Drops the keys and values that were cached with it, and no others. Raises as
+        update_weights."""
+        ...
+
+
+class ActorEngine:
+    """A shared engine as one actor has it, who asks for no adapter but its own."""
+
+    def __init__(self, shared: SharedEngine, adapter: str = "", config: dict[str, Any] | None = None):
+        self.shared, self.adapter, self.config = shared, adapter, config
+        self.policy_version, self.capacity = shared.policy_version, shared.capacity
+
+    async def generate(
+        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = ""
+    ) -> Completion:
+        return await self.shared.generate(prompt_ids, params, seed=seed, session=session, adapter=self.adapter)
+
+    def end_session(self, session: str) -> None:
+        self.shared.end_session(session)
+
+    async def update_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Those of the adapter."""
+        await self.shared.update_adapter(self.adapter, named_weights, self.config, version)
+        self.policy_version = version
+
+    async def sleep(self) -> None:
+        """Of all that share it, as the others below."""
+        await self.shared.sleep()
+
+    async def pause(self) -> None:
+        await self.shared.pause()
+
+    async def resume(self) -> None:
+        await self.shared.resume()
+
+    async def close(self) -> None:
+        await self.shared.close()
 
 
 def make_engine(config: Config, model, tokenizer, num_ranks: int = 1) -> Engine:
