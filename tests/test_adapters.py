@@ -143,7 +143,7 @@ def test_a_pause_keeps_each_requests_adapter_and_its_versions(tiny_model):
 
     async def with_a_pause():
         asked = [asyncio.create_task(engine.generate(p, GREEDY, seed=0, adapter=name)) for name, p in requests]
-        while not any(4 <= len(r.token_ids) for r in engine._active):  # noqa: ASYNC110
+        while not any(len(r.token_ids) >= 4 for r in engine._active):  # noqa: ASYNC110
             await asyncio.sleep(0)
         await engine.pause()
         await engine.update_adapter("alice", weights.items(), config, 2)
