@@ -16,6 +16,7 @@ from torch import nn
 from rl_core.checks import check_config
 from rl_core.config import AlgoConfig, Config, EnvConfig, to_yaml
 from rl_core.data.chat import Chat, load_chat
+from rl_core.data.curriculum import Curriculum, Progress, WeightedOrder
 from rl_core.data.samples import imitation_samples, reply_pair, scored_pair
 from rl_core.data.tasks import ROLLOUTS, TOKENIZERS, TaskMix, TaskSource, is_trajectory, load_rows
 from rl_core.distributed import Ranks, all_gather_json, make_mesh, naming_what_was_waited_for
@@ -41,6 +42,7 @@ from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import Engine, make_engine
 from rl_core.sampling.env import Env, load_env
 from rl_core.sampling.mix import EnvMix, Limits
+from rl_core.sampling.rewards import weight_of_task
 from rl_core.types import Task, TrainingSample, counter_seed
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ class Plan:
     eval: dict[str, TaskSource]  # by the name of its environment
     chats: dict[str, Chat]  # of the actors that have a model here
     remote: dict[str, ApiActor]  # actors that speak by an endpoint
+    curriculum: Curriculum | None = None  # of the training tasks, where an environment has task_weight()
     room: str = "learn"  # of the learners' metrics
     sft: Plan | None = None  # of the steps before the first, if they are SFT
 
@@ -132,6 +135,7 @@ def make_plan(config: Config) -> Plan:
     plan = Plan(config=config, algorithm=algorithm, envs=envs, chats=chats, remote=remote, train=train, eval=held_out)
     for source in (*(train.sources if isinstance(train, TaskMix) else [train]), *held_out.values()):
         check_lengths(plan, source)
+    plan.curriculum = make_curriculum(plan)
     if config.sft.steps:
         if has_reference(plan) and config.actors[config.trained[0]].lora.rank:
             raise ValueError(
@@ -264,6 +268,24 @@ def check_lengths(plan: Plan, source: TaskSource) -> None:
         source.keep(kept)
 
 
+def make_curriculum(plan: Plan) -> Curriculum | None:
+    """Of the environments with task_weight(), whose tasks are drawn by it from here on. None if there is none."""
+    train, orders = plan.train, {}
+    for source in (train.sources if isinstance(train, TaskMix) else [train]) if plan.algorithm.is_rl else ():
+        if hook := plan.envs[source.env].hooks.get("task_weight"):
+            columns, rows = (hook.required | hook.optional) - hook.ours, source.rows
+            if columns and not hook.takes_all and (names := getattr(rows, "column_names", None)) is not None:
+                rows = rows.select_columns(sorted(columns & set(names)))  # reading a row of a table is slow
+
+            def weigh(row: int, known: Progress, hook=hook, rows=rows, source=source) -> float:
+                values = {"tries": known.tries, "success_rate": known.success_rate, "mean_reward": known.mean_reward}
+                return weight_of_task(hook, f"{source.split}/{row}", rows[row], values)
+
+            orders[source.env] = WeightedOrder(source, weigh, is_by_row=bool(columns) or hook.takes_all)
+            source.order = orders[source.env]
+    return Curriculum(train=train, orders=orders) if orders else None
+
+
 def has_reference(plan: Plan) -> bool:
     is_dpo = plan.algorithm.objective == "dpo"
     return plan.algorithm.kl_coef > 0 or (is_dpo and not plan.config.preference.reference_free)
@@ -290,6 +312,8 @@ def build(plan: Plan, ranks: Ranks) -> Run:
     is_sft = plan.sft is not None and (not found or saved_step(found[-1]) <= plan.first)
     learners = {name: make_learner(plan.sft if is_sft else plan, name, ranks) for name in config.trained}
     state = load_checkpoint(found[-1], learners) if found else {"step": 0, "position": 0}
+    if plan.curriculum:
+        plan.curriculum.load(state.get("curriculum", {}))
     engines, actors, held = {}, {}, [m.hf for x in learners.values() for m in x.models()]
     for name, actor in config.actors.items() if plan.algorithm.is_rl else ():
         if actor.api:

@@ -57,6 +57,7 @@ def check(argv: list[str]) -> int:
     say("replies", [f"{kind.name:<10} {kind.what}" for kind in kinds])
     say("episodes", describe_episodes(kinds))
     say("advantages", describe_advantages(env, kinds))
+    say("weights", describe_weights(env, tasks[0]))
     say("hooks' time", describe_times(timings))
     normal = [t for kind in kinds if kind.is_normal for t in kind.found]
     failed = [t for t in normal if t.status == "failed"]
@@ -206,6 +207,19 @@ def describe_advantages(env: Env, kinds: list[Kind]) -> list[str]:
         return []
     given, made = (", ".join(f"{x:.4g}" for x in some) for some in (rewards, env.advantage_fn(rewards)))
     return [f"advantage_fn([{given}]) gave [{made}]"]
+
+
+def describe_weights(env: Env, task: Task) -> list[str]:
+    """What task_weight() gives for a task that is new, or was solved so often. Raises ValueError if it is unfit."""
+    from rl_core.sampling.rewards import weight_of_task
+
+    if "task_weight" not in env.hooks:
+        return []
+    shown = []
+    for what, tries, rate in (("new", 0, 0.5), ("never solved", 4, 0.0), ("solved half", 4, 0.5), ("always", 4, 1.0)):
+        known = {"tries": tries, "success_rate": rate, "mean_reward": rate if tries else 0.0}
+        shown.append(f"{what} {weight_of_task(env.hooks['task_weight'], task.id, task.row, known):.4g}")
+    return [f"{task.id}: {', '.join(shown)}"]
 
 
 def one_line(text: str, width: int = 240) -> str:

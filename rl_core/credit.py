@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import Ranks, all_gather_json
@@ -17,6 +17,22 @@ def baseline_groups(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
         if t.status != "failed":
             groups.setdefault((t.env, t.group_id, t.actor, t.seat), []).append(t)
     return list(groups.values())
+
+
+def group_results(
+    trajectories: list[Trajectory], trained: Iterable[str], pass_reward: float, ranks: Ranks
+) -> list[tuple[str, str, float, float]]:
+    """(environment, task id, share of episodes that passed, mean reward) of each group that was rolled out on any rank, in
+    the order of the groups and alike on all: over the episodes of actors that learn, but for those that failed."""
+    groups: dict[str, list[Trajectory]] = {}
+    for t in trajectories:
+        if t.status != "failed" and t.actor in trained:
+            groups.setdefault(t.group_id, []).append(t)
+    found = []
+    for group_id, group in groups.items():
+        passed, total = sum(t.reward >= pass_reward for t in group), sum(t.reward for t in group)
+        found.append((group_id, group[0].env, group[0].task_id, passed / len(group), total / len(group)))
+    return [tuple(result[1:]) for result in sorted(r for part in all_gather_json(found, ranks) for r in part)]
 
 
 def has_signal(group: list[Trajectory]) -> bool:

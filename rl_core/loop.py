@@ -7,7 +7,7 @@ import gc
 from pathlib import Path
 
 from rl_core.build import SFT_EXPORT, Run, imitation, make_learner
-from rl_core.credit import baseline_groups, has_signal, samples_of
+from rl_core.credit import baseline_groups, group_results, has_signal, samples_of
 from rl_core.distributed import all_gather_json
 from rl_core.learning.checkpoint import save_checkpoint
 from rl_core.learning.model import export_policy, reads_in_place
@@ -102,6 +102,9 @@ async def gather_samples(run: Run, step: int) -> dict[str, list[TrainingSample]]
 
     trajectories = await roll_out_step(run, f"train/{step:06d}")
     await sleep_engines(run)
+    if run.curriculum:
+        results = group_results(trajectories, run.learners, config.eval.pass_reward, run.ranks)
+        run.curriculum.record(results, run.position)
     if config.rollout.save:
         write_trajectories(Path(config.out) / "rollouts", f"step_{run.first + step + 1:06d}", trajectories, run.ranks)
     for name, actor in run.remote.items():
@@ -219,6 +222,8 @@ def save(run: Run, step: int) -> None:
     """A checkpoint of all that learns, and each model as a Hugging Face folder."""
     out, learners = Path(run.config.out), run.learners
     state = {"step": step, "position": run.position, "seed": run.config.seed}
+    if run.curriculum:
+        state["curriculum"] = run.curriculum.state()
     folder = out / "checkpoints" / f"step_{step:06d}"
     save_checkpoint(folder, learners, state, run.ranks, run.config.keep_checkpoints)
     for name, learner in learners.items():

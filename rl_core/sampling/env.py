@@ -42,6 +42,7 @@ ARGUMENTS = {
     "interact": SPOKEN,
     "turns": BEFORE,
     "rollout": frozenset({"task", "actors"}),
+    "task_weight": frozenset({"tries", "success_rate", "mean_reward"}),
 }
 
 
@@ -156,6 +157,8 @@ def missing_hint(hook: Hook, name: str, row: Mapping[str, Any]) -> str:
         return "mark it by @reward(batched=True), or call it group_reward_fn: it then gets those of a whole group"
     if "trajectories" in hook.ours and name in SPOKEN | {"state"}:
         return f"{hook.name}() is called once for a group, and finds what was said in `trajectories`"
+    if hook.name == "task_weight" and name in SPOKEN | {"state"}:
+        return f"it is asked before a task is drawn: it may name {', '.join(sorted(hook.ours))} and columns"
     if name == "state" and hook.name not in ("start", "turns", "rollout"):
         return "define start(task), which makes it"
     if name in SPOKEN and hook.name != "rollout":
@@ -173,7 +176,8 @@ def load_env(path: str, *, hook_timeout_s: float = 60.0) -> Env:
     threads = HookThreads()
 
     def hook_of(name: str, function: Callable, ours: frozenset[str], has_deadline: bool = True) -> Hook:
-        knows_state = hasattr(module, "start") and name not in ("start", "turns", "rollout") and ours is not OF_GROUP
+        is_outside = name in ("start", "turns", "rollout", "task_weight") or ours is OF_GROUP
+        knows_state = hasattr(module, "start") and not is_outside
         hook = Hook(
             name=name, function=function, path=path, timeout_s=hook_timeout_s if has_deadline else None, threads=threads,
             ours=ours | {"state"} if knows_state else ours,
@@ -199,6 +203,10 @@ def load_env(path: str, *, hook_timeout_s: float = 60.0) -> Env:
     if hasattr(module, "rollout"):
         # It waits for whole conversations; the episode has a deadline of its own.
         hooks["rollout"] = hook_of("rollout", module.rollout, ARGUMENTS["rollout"], has_deadline=False)
+    if hasattr(module, "task_weight"):
+        hooks["task_weight"] = hook_of("task_weight", module.task_weight, ARGUMENTS["task_weight"], has_deadline=False)
+        if hooks["task_weight"].is_async:
+            raise ValueError(f"{path}: task_weight() is asked between steps, when nothing else runs; drop the async")
     load = getattr(module, "load_tasks", None)
     advantages = getattr(module, "advantage_fn", None)
     env = Env(

@@ -20,7 +20,9 @@ from rl_core.sampling.rewards import marked_rewards
 from rl_core.sampling.schedule import MAX_TURNS, num_turns, parse_schedule
 from rl_core.types import Task
 
-FUNCTIONS = ("start", "interact", "reward_fn", "group_reward_fn", "rollout", "load_tasks", "advantage_fn")
+FUNCTIONS = (
+    "start", "interact", "reward_fn", "group_reward_fn", "rollout", "load_tasks", "advantage_fn", "task_weight",
+)  # fmt: skip
 SETTINGS = ("tools", "max_turns", "turns", "system_prompts", "name_prefix", "truncated_reward")
 
 

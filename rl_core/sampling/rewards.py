@@ -142,6 +142,27 @@ def advantages_of(advantage_fn: Callable, rewards: list[float], path: str) -> li
         raise RunError(f"{path}: advantage_fn({rewards}) gave {values}; all must be finite numbers") from None
 
 
+def weight_of_task(hook: Hook, task_id: str, row: dict[str, Any], known: Mapping[str, float]) -> float:
+    """What the user's task_weight() gives for a task of which so much is known. Raises ValueError unless it is a finite
+    number of at least 0."""
+    try:
+        weight = hook.function(**hook.arguments(row, {name: lambda v=value: v for name, value in known.items()}))
+        problem = None if is_weight(weight) else f"gave {shorten(weight)}; it must give a finite number of at least 0"
+    except Exception as error:
+        problem = f"failed: {describe_error(error, hook.path)}"
+    if problem:
+        given = ", ".join(f"{name}={value:.4g}" for name, value in known.items())
+        raise ValueError(f"{hook.path}: task_weight() for task {task_id} with {given} {problem}")
+    return finite_reward(weight)
+
+
+def is_weight(value: Any) -> bool:
+    try:
+        return finite_reward(value) >= 0
+    except ValueError:
+        return False
+
+
 def copied(messages: Sequence[Message]) -> list[Message]:
     return [dict(message) for message in messages]
 

@@ -1,0 +1,134 @@
+"""Training tasks drawn by weights that hang on how often each was solved, instead of each once an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rl_core.data.tasks import TaskMix, TaskSource
+from rl_core.types import RunError, counter_seed
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """What came of a task so far. In both means the newest group counts half, and all before it the other half."""
+
+    tries: int = 0  # groups of episodes
+    success_rate: float = 0.5  # of a group: the share of its episodes that passed; 0.5 before the first
+    mean_reward: float = 0.0
+
+    def add(self, success_rate: float, mean_reward: float) -> None:
+        share = 0.5 if self.tries else 1.0
+        self.success_rate += share * (success_rate - self.success_rate)
+        self.mean_reward += share * (mean_reward - self.mean_reward)
+        self.tries += 1
+
+
+class WeightedOrder:
+    """Which of a source's tasks stands at each position, as a RowOrder. From one record() to the next the positions are one
+    permutation, in which each next task is drawn by its weight among those that are left (Efraimidis and Spirakis 2006), so
+    that none comes twice while others have a weight. It hangs on the seed, the weights and where it begins alone."""
+
+    def __init__(self, source: TaskSource, weigh: Callable[[int, Progress], float], is_by_row: bool):
+        """`weigh` gives the weight of a row by its number. Unless is_by_row all that were never tried weigh the same."""
+        self.source, self.weigh = source, weigh
+        self.rows = np.asarray(source.kept)  # [tasks] in ascending order
+        fresh = Progress()
+        asked = source.kept if is_by_row else source.kept[:1]
+        self.weights = np.full(len(self.rows), [weigh(row, fresh) for row in asked])
+        self.tried: dict[int, Progress] = {}  # by the number of the row
+        self.start = 0  # position of the first of `drawn`
+        self.drawn = np.array([], dtype=np.int64)  # places in `rows`: as much of the permutation as was asked for
+        self.check_weights()
+
+    def check_weights(self) -> None:
+        self.num_weighty = int(np.count_nonzero(self.weights))
+        if not self.num_weighty:
+            raise ValueError(
+                f"{self.source.env}: task_weight() gives 0 for all {len(self.rows)} tasks, so that none can be drawn; let it "
+                "give some a weight above 0, such as 0.01"
+            )
+
+    def row_index(self, position: int) -> int:
+        number = (position - self.start) % self.num_weighty
+        if number >= len(self.drawn):
+            self.drawn = self.permutation(max(1024, 2 * number))
+        return int(self.drawn[number])
+
+    def permutation(self, length: int) -> np.ndarray:
+        """Its first places; to sort them all would take a third of a second for a million tasks."""
+        [places] = np.nonzero(self.weights)
+        random = np.random.RandomState(counter_seed(self.source.seed, "weights", self.start))
+        luck = -np.log1p(-random.random_sample(len(self.weights)))  # exponential, for every task
+        with np.errstate(over="ignore"):
+            keys = luck[places] / self.weights[places]
+        if length < len(keys):
+            first = np.argpartition(keys, length)[:length]
+            places, keys = places[first], keys[first]
+        return places[np.argsort(keys)]
+
+    def record(self, results: Iterable[tuple[int, float, float]], start: int) -> None:
+        """(row, success rate, mean reward) of each group; positions from `start` on are drawn anew. Raises ValueError if the
+        weights are unfit."""
+        changed = set()
+        for row, success_rate, mean_reward in results:
+            self.tried.setdefault(row, Progress()).add(success_rate, mean_reward)
+            changed.add(row)
+        self.reweigh(changed, start)
+
+    def reweigh(self, rows: Iterable[int], start: int) -> None:
+        for row in rows:
+            place = int(np.searchsorted(self.rows, row))
+            if place < len(self.rows) and self.rows[place] == row:  # else it is left out by now
+                self.weights[place] = self.weigh(row, self.tried[row])
+        self.start, self.drawn = start, self.drawn[:0]
+        self.check_weights()
+
+
+@dataclass(kw_only=True, slots=True)
+class Curriculum:
+    """The weighted orders of a run's training tasks. Every rank keeps the same."""
+
+    train: TaskSource | TaskMix
+    orders: dict[str, WeightedOrder]  # by the name of the environment
+
+    def record(self, results: Iterable[tuple[str, str, float, float]], position: int) -> None:
+        """(environment, task id, success rate, mean reward) of each group of a step, alike on every rank. Tasks from
+        `position` on, which counts as `train.tasks` does, are drawn by what is known now. Raises RunError if the weights are
+        unfit."""
+        results, starts = list(results), drawn_before(self.train, position)
+        for env, order in self.orders.items():
+            own = [(int(id.rpartition("/")[2]), *values) for e, id, *values in results if e == env]
+            try:
+                order.record(own, starts[env])
+            except ValueError as error:
+                raise RunError(str(error)) from error
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: of the tasks that were tried alone."""
+        return {
+            env: {
+                "start": order.start,
+                "tried": {row: [p.tries, p.success_rate, p.mean_reward] for row, p in order.tried.items()},
+            }
+            for env, order in self.orders.items()
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Goes on from state(). An environment that is not in it begins afresh. Raises ValueError as WeightedOrder does."""
+        for env in self.orders.keys() & state.keys():
+            order, names = self.orders[env], ("tries", "success_rate", "mean_reward")
+            tried = state[env]["tried"].items()
+            order.tried = {int(row): Progress(**dict(zip(names, values, strict=True))) for row, values in tried}
+            order.reweigh(order.tried, state[env]["start"])
+
+
+def drawn_before(train: TaskSource | TaskMix, position: int) -> dict[str, int]:
+    """Environment -> how many of its tasks come before a position."""
+    if isinstance(train, TaskSource):
+        return {train.env: position}
+    train.tasks(position, 0)
+    return {source.env: n for source, n in zip(train.sources, train.drawn, strict=True)}
