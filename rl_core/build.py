@@ -43,6 +43,7 @@ from rl_core.sampling.engine import Engine, make_engine
 from rl_core.sampling.env import Env, load_env
 from rl_core.sampling.mix import EnvMix, Limits
 from rl_core.sampling.rewards import weight_of_task
+from rl_core.sampling.time_slice import TimeSlice
 from rl_core.types import Task, TrainingSample, counter_seed
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Plan:
     curriculum: Curriculum | None = None  # of the training tasks, where an environment has task_weight()
     room: str = "learn"  # of the learners' metrics
     sft: Plan | None = None  # of the steps before the first, if they are SFT
+    takes_turns: bool = False  # one engine is awake at a time
 
     @property
     def chat(self) -> Chat:
@@ -86,6 +88,7 @@ class Run(Plan):
     learners: dict[str, Learner]
     engines: dict[str, Engine]  # none where rows are imitated
     actors: dict[str, Actor | ApiActor]
+    time_slice: TimeSlice | None  # of engines that take turns
     env: EnvMix | None  # all environments as one
     log: RunLog
     start: int = 0
@@ -315,13 +318,18 @@ def build(plan: Plan, ranks: Ranks) -> Run:
     if plan.curriculum:
         plan.curriculum.load(state.get("curriculum", {}))
     engines, actors, held = {}, {}, [m.hf for x in learners.values() for m in x.models()]
+    time_slice = TimeSlice(config.rollout.max_slice_s) if plan.takes_turns else None
     for name, actor in config.actors.items() if plan.algorithm.is_rl else ():
         if actor.api:
             actors[name] = plan.remote[name]
             continue
         model, ends = speaking_model(plan, name, learners.get(name), ranks)
-        held += [] if name in learners and model is learners[name].policy.hf else [model]
-        engines[name] = make_engine(config, model, plan.chats[name].tokenizer, ranks.size)
+        is_own = name not in learners or model is not learners[name].policy.hf
+        held += [model] if is_own else []
+        offloads = is_own and plan.takes_turns
+        engines[name] = make_engine(config, model, plan.chats[name].tokenizer, ranks.size, offloads)
+        if time_slice is not None:
+            engines[name] = time_slice.engine(engines[name])
         stop = tuple(dict.fromkeys([*plan.chats[name].stop_token_ids, *ends]))
         limits = {"max_turns": config.turn_limit, "max_context_tokens": config.max_context_tokens}
         actors[name] = Actor(
@@ -346,6 +354,7 @@ def build(plan: Plan, ranks: Ranks) -> Run:
     }
     env = EnvMix(envs=plan.envs, limits=limits) if plan.envs else None
     parts = {"ranks": ranks, "learners": learners, "engines": engines, "actors": actors, "env": env, "log": log}
+    parts["time_slice"] = time_slice
     return Run(**vars(plan), **parts, start=state["step"], position=state["position"])
 
 

@@ -107,6 +107,10 @@ def check_config(config: Config) -> None:
         not 0 <= config.rollout.max_failed_fraction <= 1,
         f"--rollout.max_failed_fraction={config.rollout.max_failed_fraction} must lie in 0..1",
     )
+    refuse(
+        config.rollout.max_slice_s < 0,
+        f"--rollout.max_slice_s={config.rollout.max_slice_s} must not be negative; 0 lets each engine take what waits, once",
+    )
     for name in ("dp_replicate", "cp", "tp"):
         refuse(getattr(config, name) < 1, f"--{name}={getattr(config, name)} must be at least 1, which is off")
     given = config.device_memory_gib

@@ -226,6 +226,14 @@ class RolloutConfig:
     max_concurrent: int = flag(256, "episodes in flight, and slots of the embedded engine, on one rank")
     hook_timeout_s: float = flag(60.0, "seconds that one call of a hook may take")
     episode_timeout_s: float = flag(600.0, "seconds that one episode may take")
+    engines_awake: Literal["auto", "all", "one"] = flag(
+        "auto",
+        "of several actors' engines on a device; one: the others sleep, their weights on the host, and requests to them wait; "
+        "auto: all, if a GPU has room for them",
+    )
+    max_slice_s: float = flag(
+        30.0, "engines_awake one: seconds after which an engine takes no further request while others wait"
+    )
     max_failed_fraction: float = flag(0.1, "the run stops when more of a step's episodes than this fail")
     save: bool = flag(True, "write every trajectory to rollouts/")
 

@@ -29,6 +29,7 @@ from rl_core.learning.lora import adapter_size, linear_layers
 from rl_core.learning.model import load_model_config
 
 GIB = 2**30
+ENGINE_ROWS = ("engine weights", "KV cache", "sampling")  # of the table of memory
 PHASES = ("generate", "annotate", "update", "sync")
 OPTIMIZER_BYTES = {"adamw": 8, "paged_adamw": 8, "adamw8bit": 2.03, "paged_adamw8bit": 2.03}  # a parameter
 NF4_BYTES = 0.5625  # a weight: 4 bits, and a scale in fp32 for every 64
@@ -196,11 +197,11 @@ def make_setup(
 
 def actor_of(config: Config) -> ActorConfig:
     """Whose learner it is about: the first that learns."""
-    return config.actors[config.trained[0]]
+    return config.actors[next(iter(config.trained or config.actors))]
 
 
 def setup_of(plan: Plan, num_ranks: int, name: str) -> Setup:
-    """Of the learner of one actor."""
+    """Of the learner of one actor, or of a frozen one's engine."""
     config = replace(plan.config, actors={name: plan.config.actors[name]})
     hf = load_model_config(actor_of(config).model)
     critic = load_model_config(config.critic.model) if config.critic.model else None
@@ -330,14 +331,18 @@ def memory(s: Setup, work: Work) -> tuple[Table, Table]:
         hold(name, size, ["update"])
 
     if s.algorithm.is_rl:
-        slots = engine_slots(s)
         if s.copies_weights:
             hold("engine weights", w * model.total, PHASES)
             hold("a whole weight", 4 * model.largest * (3 if model.adapters else 1), ["sync"])
-        cache = slots * (s.config.max_context_tokens + 1) * 2 * model.layers * model.keys * w
-        hold("KV cache", cache, ["generate"])
-        hold("sampling", 4 * 4 * slots * model.vocabulary, ["generate"])
+        for name, size in engine_cache_bytes(s).items():
+            hold(name, size, ["generate"])
     return device, host
+
+
+def engine_cache_bytes(s: Setup) -> dict[str, float]:
+    slots, model = engine_slots(s), s.model
+    cache = slots * (s.config.max_context_tokens + 1) * 2 * model.layers * model.keys * s.width
+    return {"KV cache": cache, "sampling": 4 * 4 * slots * model.vocabulary}
 
 
 def peak(table: Table, phases: list[str]) -> tuple[float, str]:
@@ -459,6 +464,40 @@ def seconds(s: Setup, work: Work, device: Device) -> dict[str, float]:
         found["generate"] = max(decode, sum(generate_flops(s).values()) * per_rank / rate)
         found["sync"] = over("sync", copy_extent)
     return found
+
+
+def engines_bytes(plan: Plan, num_ranks: int) -> dict[str, float]:
+    """What each local actor's engine holds on a rank while it samples: weights, keys and values, logits. An engine that
+    reads its learner's weights in place holds none of its own."""
+    found = {}
+    for name in plan.chats:
+        actor = plan.config.actors[name]
+        s = setup_of(plan, num_ranks, name)
+        held = s.width * s.model.total if s.copies_weights or not actor.is_trained else 0
+        found[name] = held + sum(engine_cache_bytes(s).values())
+    return found
+
+
+def takes_turns(plan: Plan, num_ranks: int) -> bool:
+    """Whether one engine is awake at a time: as --rollout.engines_awake says, or if there are several that a GPU has no
+    room for beside what learners keep there."""
+    asked, config = plan.config.rollout.engines_awake, plan.config
+    if len(plan.chats) < 2 or not plan.algorithm.is_rl or asked == "all":
+        return False
+    if asked == "one":
+        return True
+    on_gpu = bool(config.device_memory_gib) or torch.cuda.is_available()
+    return on_gpu and awake_bytes(plan, num_ranks) > USABLE * limit_bytes(config, num_ranks)
+
+
+def awake_bytes(plan: Plan, num_ranks: int) -> float:
+    """Of a rank's device while all engines sample."""
+    kept = 0.0  # by learners
+    for name in plan.config.trained:
+        s = setup_of(plan, num_ranks, name)
+        table = memory(s, most_work(s.config, s.algorithm))[0]
+        kept += sum(row.get("generate", 0) for what, row in table.items() if what not in ENGINE_ROWS)
+    return kept + sum(engines_bytes(plan, num_ranks).values())
 
 
 def device_of(config: Config) -> tuple[str, Device] | None:
@@ -596,8 +635,10 @@ def describe(plan: Plan, num_ranks: int) -> str:
     if len(plan.config.actors) == 1:
         return parts[0]
     titled = [f"== {name}\n{part}" for name, part in zip(plan.config.trained, parts, strict=True)]
-    frozen = [name for name in plan.config.actors if name not in plan.config.trained]
-    return "\n\n".join([*titled, *([f"not counted, since they do not learn: {', '.join(frozen)}"] if frozen else [])])
+    engines = ", ".join(f"{name} {size / GIB:.3g}" for name, size in engines_bytes(plan, num_ranks).items())
+    how = "one at a time" if plan.takes_turns else "all at once"
+    last = f"engines awake          {how}; GiB on one rank: {engines}" if plan.algorithm.is_rl else ""
+    return "\n\n".join(filter(None, [*titled, last]))
 
 
 def describe_learner(plan: Plan, num_ranks: int, name: str) -> str:

@@ -109,6 +109,8 @@ async def gather_samples(run: Run, step: int) -> dict[str, list[TrainingSample]]
         write_trajectories(Path(config.out) / "rollouts", f"step_{run.first + step + 1:06d}", trajectories, run.ranks)
     for name, actor in run.remote.items():
         run.note(f"rollout/{name}/", actor.take_metrics())
+    if run.time_slice is not None:
+        run.note("rollout/", run.time_slice.take_metrics())
     samples, advantage_fns = {}, {env: e.advantage_fn for env, e in run.envs.items()}
     for name in run.learners:
         own = [t for t in trajectories if t.actor == name]

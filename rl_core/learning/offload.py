@@ -11,17 +11,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 
 from rl_core.distributed import local
+from rl_core.host_copies import HostCopies
 
 MIN_BYTES = 1024  # of an activation that is worth moving
 
 
 class Offload:
-    """The weights, gradients and optimizer state of a learner, on the device only where on_device() is entered. Tensors
-    stay the same objects and keep their shapes; their memory goes, so that all that refers to them stays right."""
+    """The weights, gradients and optimizer state of a learner, on the device only where on_device() is entered."""
 
     def __init__(self, models: list[nn.Module], optimizers: list[torch.optim.Optimizer], device: torch.device):
-        self.models, self.optimizers, self.device = models, optimizers, device
-        self.waiting: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []  # emptied, its copy on the host
+        self.models, self.optimizers, self.copies = models, optimizers, HostCopies(device)
         self.depth = 0
 
     @contextmanager
@@ -37,35 +36,14 @@ class Offload:
             self.to_host()
 
     def to_host(self) -> None:
-        assert not self.waiting
-        synchronize(self.device)  # FSDP's streams too have ended
-        for storage in self.storages():
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-            host = host.untyped_storage()
-            host.copy_(storage, non_blocking=True)
-            self.waiting.append((storage, host))
-        synchronize(self.device)
-        for storage, _ in self.waiting:
-            storage.resize_(0)
+        self.copies.to_host(self.tensors())
         for model in self.models:
             model.is_away = True
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # an engine may be another process
 
     def to_device(self) -> None:
-        for storage, host in self.waiting:
-            storage.resize_(host.nbytes())
-            storage.copy_(host, non_blocking=True)
-        synchronize(self.device)
-        self.waiting.clear()
+        self.copies.to_device()
         for model in self.models:
             model.is_away = False
-
-    def storages(self) -> list[torch.UntypedStorage]:
-        """The memory of all tensors, each once. What is not torch's own to give back (paged optimizer state, which moves by
-        itself, or a file's pages) is left out."""
-        found = (t.untyped_storage() for t in self.tensors() if t.device.type == self.device.type)
-        return list({s.data_ptr(): s for s in found if s.nbytes() and s.resizable()}.values())
 
     def tensors(self) -> Iterator[Tensor]:
         for model in self.models:
@@ -78,11 +56,6 @@ class Offload:
                     yield local(parameter.grad)
         for optimizer in self.optimizers:
             yield from (local(v) for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def activations_on_host() -> saved_tensors_hooks:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rl_core.config import nearest
+from rl_core.host_copies import HostCopies
 from rl_core.sampling.adapters import AdapterTable
 from rl_core.sampling.slot_cache import ATTENTION, ForwardPlan, SlotCache, Snapshot
 from rl_core.types import Completion, SamplingParams, logit_change
@@ -105,7 +106,8 @@ class EngineStats:
 
 
 class EmbeddedEngine:
-    """Samples from `model`, which it borrows only during a step: attention implementation and mode are put back."""
+    """Samples from `model`, which it borrows only during a step: attention implementation and mode are put back.
+    offloads: the model is its own; the weights wait on the host while it sleeps, and it is made asleep."""
 
     def __init__(
         self,
@@ -115,6 +117,7 @@ class EmbeddedEngine:
         max_context_tokens: int,
         tokenizer: PreTrainedTokenizerBase | None = None,
         policy_version: int = 0,
+        offloads: bool = False,
     ) -> None:
         if num_slots < 1 or max_context_tokens < 2:
             raise ValueError(f"{num_slots=} must be at least 1 and {max_context_tokens=} at least 2")
@@ -136,6 +139,9 @@ class EmbeddedEngine:
         self._steps_since_refill = 0
         self._is_checked = self._is_paused = False
         self._task: asyncio.Task[None] | None = None
+        self._copies = HostCopies(model.device) if offloads else None  # of the weights, while it sleeps
+        if self._copies is not None:
+            self._copies.to_host(model.parameters())
 
     async def generate(
         self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = "", adapter: str = ""
@@ -155,6 +161,7 @@ class EmbeddedEngine:
             random_bits=random.Random(seed).getrandbits,
             future=asyncio.get_running_loop().create_future(),
         )
+        await self.wake()
         self._prompts.setdefault(request.key, SharedPrompt()).owners.append(request)
         self._waiting.append(request)
         self._start_running()
@@ -167,6 +174,7 @@ class EmbeddedEngine:
         """None means that the weights were changed in place. Otherwise each is copied into the model; see Engine."""
         await self._drain()
         self._parked.clear()
+        await self.wake()
         if named_weights is not None:
             load_weights(self.model, named_weights)
         self.policy_version = version
@@ -181,9 +189,15 @@ class EmbeddedEngine:
         self.adapter_versions[name] = version
 
     async def sleep(self) -> None:
-        """Frees the cache's memory and every session's; the next request allocates it again."""
+        """Frees the memory of the cache, of every session and, if it offloads, of the weights; see Engine."""
         await self._drain()
         self._free()
+        if self._copies is not None and not self._copies.waiting:
+            self._copies.to_host(self.model.parameters())
+
+    async def wake(self) -> None:
+        if self._copies is not None:
+            self._copies.to_device()
 
     async def pause(self) -> None:
         """Stops between two tokens; see Engine. What a request has sampled becomes part of its prompt."""

@@ -34,7 +34,13 @@ class Engine(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Frees the memory of keys and values while a learner works; the next request takes it again."""
+        """Frees device memory for others: that of keys and values, and of weights that are the engine's own if it was made
+        so. RuntimeError if requests are running."""
+        ...
+
+    async def wake(self) -> None:
+        """Takes the memory again, with the weights that it had; nothing if it is awake. A request or new weights to an
+        engine that sleeps wake it too."""
         ...
 
     async def pause(self) -> None:
@@ -92,6 +98,9 @@ class ActorEngine:
         """Of all that share it, as the others below."""
         await self.shared.sleep()
 
+    async def wake(self) -> None:
+        await self.shared.wake()
+
     async def pause(self) -> None:
         await self.shared.pause()
 
@@ -102,10 +111,12 @@ class ActorEngine:
         await self.shared.close()
 
 
-def make_engine(config: Config, model, tokenizer, num_ranks: int = 1) -> Engine:
-    """The engine that --engine names, over `model` where it samples in this process."""
+def make_engine(config: Config, model, tokenizer, num_ranks: int = 1, offloads: bool = False) -> Engine:
+    """The engine that --engine names, over `model` where it samples in this process. offloads: the model is the engine's
+    own, and its weights wait on the host while it sleeps, which it does at first."""
     from rl_core.sampling.embedded_engine import EmbeddedEngine
 
     groups = -(-config.tasks_per_step // num_ranks)  # a rank has at most its share at once
     slots = min(config.rollout.max_concurrent, groups * config.group_size)
-    return EmbeddedEngine(model, num_slots=slots, max_context_tokens=config.max_context_tokens, tokenizer=tokenizer)
+    limits = {"num_slots": slots, "max_context_tokens": config.max_context_tokens}
+    return EmbeddedEngine(model, **limits, tokenizer=tokenizer, offloads=offloads)
