@@ -71,7 +71,7 @@ def weights_after(learner, num_steps: int = 2, leaves: bool = False) -> dict[str
             learner.step(minibatches, step)
         if leaves:
             assert sum(t.untyped_storage().nbytes() for t in held(learner)) == 0
-            on_host = sum(host.nbytes() for _, host in learner.offload.waiting)
+            on_host = sum(host.nbytes() for _, host in learner.offload.copies.waiting)
             assert on_host >= sum(t.numel() * t.element_size() for t in held(learner)) > 0
     with learner.on_device():
         return {n: w.clone() for n, w in named_weights(learner.policy)}
@@ -241,7 +241,7 @@ def test_nothing_of_a_learner_is_left_on_the_gpu_while_it_waits(tiny_model):
         del minibatches
         before = torch.cuda.memory_allocated()
     assert before - torch.cuda.memory_allocated() >= held_bytes
-    assert all(host.is_pinned() for _, host in learner.offload.waiting)
+    assert all(host.is_pinned() for _, host in learner.offload.copies.waiting)
 
 
 @pytest.mark.gpu
