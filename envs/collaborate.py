@@ -1,15 +1,16 @@
-"""Any number of actors work on one problem in turn, and who speaks last answers it for all.
+"""Any number of actors work on one problem, each in turn, and who speaks last answers it for all.
 
     rl-core train --env_path envs/collaborate.py --data.train problems.jsonl --out runs/team \
         --actors.ann.model A --actors.ben.model B --actors.cleo.api https://host/v1 --actors.cleo.model C
 
-Rows: {"prompt": "How many ...?", "answer": "12"}; without --data.train, sums of three numbers. Who speaks is drawn once for
-each group of episodes, and all who spoke and learn share the reward: 1 if the last reply is the answer and nothing else.
+Rows: {"prompt": "How many ...?", "answer": "12"}; without --data.train, sums of three numbers. They speak
+in the order of the flags, twice each, or once if they are more than four. All who learn share the reward: 1 if the last reply
+is the answer and nothing else.
 """
 
 import random
 
-turns = "* * (2..4)"  # any actor, two to four times
+max_turns = 8
 name_prefix = True
 truncated_reward = 0.0  # who was cut off did not speak last
 TALK = "You are one of a team. Say in one or two sentences what helps to solve this."
@@ -22,6 +23,10 @@ def load_tasks(split):
     sums = list(dict.fromkeys(tuple(rng.randrange(1, 100) for _ in range(3)) for _ in range(2000)))
     chosen = sums[NUM_EVAL:] if split == "train" else sums[:NUM_EVAL]
     return [{"prompt": f"{TALK}\n\n{a}+{b}+{c}", "answer": str(a + b + c)} for a, b, c in chosen]
+
+
+def turns(actors):
+    return [*actors] * (2 if 2 * len(actors) <= max_turns else 1)
 
 
 def interact(messages, task):

@@ -210,9 +210,24 @@ def load_envs(config: Config) -> dict[str, Env]:
     if envs:
         config.max_turns = max(env.max_turns for env in envs.values())
         check_config(config)
+    if config.is_rl:
+        check_speakers(config, envs)
     if len({env.advantage_fn is None for env in envs.values()}) > 1:
         raise ValueError(f"of {config.env_path} some define advantage_fn and some do not; let all do, or none")
     return envs
+
+
+def check_speakers(config: Config, envs: dict[str, Env]) -> None:
+    """Raises ValueError if an actor that should learn can speak in no environment that is trained in."""
+    trained_in = {n: env for n, env in envs.items() if config.envs.get(n, EnvConfig()).weight}
+    spoken = [env.speakers(list(config.actors)) for env in trained_in.values()]
+    for name in config.trained:
+        if all(names is not None and name not in names for names in spoken):
+            paths = ", ".join(env.path for env in trained_in.values())
+            raise ValueError(
+                f"--actors.{name} would never speak, so that it cannot learn: `turns` of {paths} does not name it; name it "
+                f"there, or give --actors.{name}.train false"
+            )
 
 
 def train_source(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> TaskSource | TaskMix:
@@ -337,6 +352,7 @@ def build(plan: Plan, ranks: Ranks) -> Run:
             engine=engines[name],
             chat=plan.chats[name],
             stop_token_ids=stop,
+            max_tokens=actor.max_tokens,
             is_trainable=name in learners,
             **limits,
         )
@@ -368,8 +384,12 @@ def make_api_actor(config: Config, name: str) -> ApiActor:
         model=actor.model,
         api_key_env=actor.api_key_env,
         max_turns=config.turn_limit,  # of several environments each sets its own
+        max_tokens=actor.max_tokens,
         max_concurrent=actor.api_concurrency,
         requests_per_minute=actor.api_requests_per_minute,
+        timeout_s=actor.api_timeout_s,
+        deadline_s=max(300.0, 2.5 * actor.api_timeout_s),
+        max_retries=actor.api_retries,
     )
 
 

@@ -31,7 +31,7 @@ FLAGS = {
         "action": "append",
         "metavar": "TEXT",
         "help": "a right reply, instead of the answer's column: a Jinja template over the row's columns and `prompt`, the first "
-        "message's text; given again, it is of the next turn",
+        "message's text; given again, it is of the next turn. NAME=TEXT is of one actor",
     },
     "--num_tasks": {"type": int, "default": 8, "help": "tasks that are tried, from the first on [8]"},
 }
@@ -50,7 +50,7 @@ def check(argv: list[str]) -> int:
     env.check_actors(names)
     tasks = load_tasks(env, options)
     chat = load_tokenizer(options.model)
-    kinds, timings = make_kinds(env, chat, tasks[0], options.reply), []
+    kinds, timings = make_kinds(env, chat, tasks[0], by_actor(options.reply or [], names)), []
     watch_hooks(env, timings)
     asyncio.run(play_all(env, chat, kinds, tasks, names, timings))
     say("tokens", describe_view(chat, kinds[0], options.model))
@@ -121,6 +121,16 @@ def actor_names(env: Env, given: str | None) -> list[str]:
     named = named_in(parse_schedule(env.turns)) if isinstance(env.turns, str) else env.turns
     named = named if isinstance(named, list) else []
     return list(dict.fromkeys([*named, *env.system_prompts.templates])) or ["policy"]
+
+
+def by_actor(replies: list[str], names: Sequence[str]) -> dict[str, list[str]]:
+    """Actor -> its texts of --reply, those without an actor's name under ""."""
+    found: dict[str, list[str]] = {}
+    for text in replies:
+        name, _, rest = text.partition("=")
+        is_named = name in names and "=" in text
+        found.setdefault(name if is_named else "", []).append(rest if is_named else text)
+    return found
 
 
 def tool_name(tool: dict[str, Any]) -> str:

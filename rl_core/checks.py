@@ -152,6 +152,12 @@ def check_actors(config: Config) -> None:
             raise ValueError(
                 f"{at}.api={actor.api} speaks with its own model and chat template; leave lora and chat_template out"
             )
+        if actor.api and not (actor.api_timeout_s > 0 and actor.api_retries >= 0):
+            raise ValueError(
+                f"{at}.api_timeout_s={actor.api_timeout_s:g} must be above 0, and {at}.api_retries={actor.api_retries} at least 0"
+            )
+        if actor.max_tokens is not None and not 1 <= actor.max_tokens <= config.max_tokens:
+            raise ValueError(f"{at}.max_tokens={actor.max_tokens} must lie in 1..--max_tokens={config.max_tokens}")
         if actor.lora.rank and not actor.is_trained:
             raise ValueError(
                 f"{at}.lora.rank={actor.lora.rank}: adapters are trained, and {name} is not; leave them out"

@@ -43,6 +43,11 @@ class ActorConfig:
     )
     api_concurrency: int = flag(64, "requests to the endpoint at once, from one rank")
     api_requests_per_minute: float = flag(0.0, "to the endpoint, from one rank; 0 is no limit")
+    api_timeout_s: float = flag(
+        120.0, "seconds that one request may take; a reply, with retries and waits, 300 or 2.5 times as many"
+    )
+    api_retries: int = flag(8, "further requests for a reply, where one before failed in a way that may pass")
+    max_tokens: int | None = flag(None, "tokens that it may sample in one turn; default and most: --max_tokens")
     lr: float | None = flag(None, "peak learning rate; default: --optim.lr")
     chat_template: str | None = flag(None, "file with a Jinja chat template, instead of the tokenizer's own")
     lora: LoraConfig = flag(LoraConfig, "adapters")
@@ -309,6 +314,10 @@ class Config:
         """Name -> file of each environment."""
         paths = [p.strip() for p in (self.env_path or "").split(",") if p.strip()]
         return {os.path.splitext(os.path.basename(p))[0]: p for p in paths}
+
+    def turn_tokens(self, actor: str) -> int:
+        """That this actor may sample in one turn."""
+        return self.actors[actor].max_tokens or self.max_tokens
 
     @property
     def turn_limit(self) -> int:

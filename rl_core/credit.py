@@ -35,8 +35,11 @@ def group_results(
     return [tuple(result[1:]) for result in sorted(r for part in all_gather_json(found, ranks) for r in part)]
 
 
-def has_signal(group: list[Trajectory]) -> bool:
-    return len({t.reward for t in group}) > 1
+def has_signal(group: list[Trajectory], algorithm: Algorithm) -> bool:
+    """Whether what its episodes earned differs: in all, or where each turn has an advantage of its own, in any turn."""
+    if algorithm.turn_discount is None:
+        return len({t.reward for t in group}) > 1
+    return len({tuple(turn_returns(t, 0.0, algorithm.turn_discount)) for t in group}) > 1
 
 
 def samples_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 from pathlib import Path
 
 from rl_core.build import SFT_EXPORT, Run, imitation, make_learner
@@ -12,7 +13,14 @@ from rl_core.distributed import all_gather_json
 from rl_core.learning.checkpoint import save_checkpoint
 from rl_core.learning.model import export_policy, reads_in_place
 from rl_core.metrics import Mean, Sum
-from rl_core.sampling.rollout import RolloutPlan, refuse_failures, rollout, rollout_metrics, write_trajectories
+from rl_core.sampling.rollout import (
+    RolloutPlan,
+    part_metrics,
+    refuse_failures,
+    rollout,
+    rollout_metrics,
+    write_trajectories,
+)
 from rl_core.types import SamplingParams, Task, TrainingSample, Trajectory
 
 
@@ -119,8 +127,8 @@ async def gather_samples(run: Run, step: int) -> dict[str, list[TrainingSample]]
             run.note(f"rollout/{name}/{env}/", rollout_metrics([t for t in own if t.env == env]))
         groups = baseline_groups(own)
         if run.algorithm.refill_rounds:
-            groups = [g for g in groups if has_signal(g)]
-        samples[name] = samples_of(groups, run.algorithm, config.max_tokens, run.ranks, advantage_fns)
+            groups = [g for g in groups if has_signal(g, run.algorithm)]
+        samples[name] = samples_of(groups, run.algorithm, config.turn_tokens(name), run.ranks, advantage_fns)
     return samples
 
 
@@ -152,7 +160,7 @@ async def roll_out_step(run: Run, name: str) -> list[Trajectory]:
             return found
         if number:
             refuse_failures(found, config.rollout.max_failed_fraction, plan, run.ranks)
-        with_signal = len({g[0].group_id for g in baseline_groups(found) if has_signal(g)})
+        with_signal = len({g[0].group_id for g in baseline_groups(found) if has_signal(g, run.algorithm)})
         missing = config.tasks_per_step - sum(all_gather_json(with_signal, run.ranks))
         if missing <= 0:
             break
@@ -182,7 +190,9 @@ async def evaluate(run: Run, step: int) -> None:
             learner.annotate(minibatches)
             run.note("eval/", learner.evaluate(minibatches))
     values = run.log.write(step, run.metrics)
-    shown = [f"{k.removeprefix('eval/')} {v:.4g}" for k, v in values.items() if k.startswith("eval/")]
+    is_part = re.compile(r"/(greedy|sampled)_(?!(score|pass)$)")  # these are in the file alone
+    scores = {k: v for k, v in values.items() if k.startswith("eval/") and not is_part.search(k)}
+    shown = [f"{k.removeprefix('eval/')} {v:.4g}" for k, v in scores.items()]
     run.log.say("  ".join([f"eval at step {step}", *shown]))
 
 
@@ -199,21 +209,22 @@ async def evaluate_tasks(run: Run, step: int, env: str, tasks: list[Task], label
     sampled = {n: getattr(config.eval, n) for n in ("temperature", "top_p", "top_k", "min_p")}
     params = sampling_params(run, **(sampled if label == "sampled" else {"temperature": 0.0}))
     name = f"eval/{step:06d}/{label}" + (f"/{env}" if len(run.eval) > 1 else "")
-    plan = RolloutPlan(name=name, tasks=tasks, group_size=count, params=params, seed=config.seed)
+    plan = RolloutPlan(
+        name=name, tasks=tasks, group_size=count, params=params, seed=config.seed, drawn_as=f"eval/{env}"
+    )
     trajectories = await rollout(run.env, run.actors, plan, config.rollout, run.ranks)
     if config.rollout.save:
         file = name.replace("/", "_")
         write_trajectories(Path(config.out) / "rollouts", file, trajectories, run.ranks)
-    by_actor: dict[str, dict[tuple, list[float]]] = {actor: {} for actor in run.learners}
-    for t in trajectories:
-        if t.reward is not None and t.actor in by_actor:
-            by_actor[t.actor].setdefault((t.group_id, t.seat), []).append(t.reward)
     score, passed = (f"avg@{count}", f"pass@{count}") if label == "sampled" else ("greedy_score", "greedy_pass")
-    for actor, groups in by_actor.items():
-        scores = [sum(g) / len(g) for g in groups.values()]
-        passes = [max(g) >= config.eval.pass_reward for g in groups.values()]
-        found = {score: Mean(sum(scores), len(scores)), passed: Mean(sum(passes), len(passes))}
-        run.note(f"eval/{env}/{actor}/" if len(by_actor) > 1 else f"eval/{env}/", found)
+    for actor in run.learners:
+        own = [t for t in trajectories if t.actor == actor and t.status != "failed"]
+        groups = [[t.reward for t in group] for group in baseline_groups(own)]
+        scores = [sum(g) / len(g) for g in groups]
+        passes = [max(g) >= config.eval.pass_reward for g in groups]
+        found = {f"{label}_{name}": value for name, value in part_metrics(own).items()}
+        found |= {score: Mean(sum(scores), len(scores)), passed: Mean(sum(passes), len(passes))}
+        run.note(f"eval/{env}/{actor}/" if len(run.learners) > 1 else f"eval/{env}/", found)
 
 
 def sampling_params(run: Run, **drawn) -> SamplingParams:

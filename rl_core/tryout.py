@@ -18,6 +18,7 @@ from rl_core.sampling.scripted_engine import ScriptedActor
 from rl_core.types import SamplingParams, Task, Trajectory
 
 ANSWERS = ("answer", "response", "solution", "target", "label", "reference")  # columns whose text may be a right reply
+PLAIN = "I do not know."
 LONG = 100_000  # characters
 GARBAGE = "\x00\x07}{<<]] \\frac{9^9^9\u202e \U0001f600 \u00e9 ,,; None NaN 1e999 -0 </"
 
@@ -29,7 +30,7 @@ class Kind:
     name: str
     what: str
     is_normal: bool  # a failed episode is a failed check
-    replies: Callable[[Task], list[str]]
+    replies: Callable[[Task, str], list[str]]  # of a task and an actor
     is_cut: bool = False  # max_tokens ends the first reply in its middle
     found: list[Trajectory] = dataclasses.field(default_factory=list)
 
@@ -45,30 +46,40 @@ def turn_limit(env: Env) -> int:
     return env.max_turns or (8 if env.is_multi_turn else 1)
 
 
-def make_kinds(env: Env, chat: Chat, task: Task, templates: list[str] | None) -> list[Kind]:
-    """The normal ones first, and of these first the one that should earn most; `task` is like the others."""
+def make_kinds(env: Env, chat: Chat, task: Task, given: dict[str, list[str]]) -> list[Kind]:
+    """The normal ones first, and of these first the one that should earn most; `task` is like the others. `given`: templates
+    of right replies by actor, those under "" for every other."""
     column = answer_column(env, task.row)
+
+    def right_reply(task: Task, actor: str) -> list[str]:
+        if templates := given.get(actor) or given.get(""):
+            return rendered(templates, task)
+        return [str(task.row.get(column, "")) if column else PLAIN]
+
     right = None
-    if templates:
-        what = f"--reply {', then '.join(map(repr, templates))}"
-        right = Kind(name="right", what=what, is_normal=True, replies=lambda task: rendered(templates, task))
+    if given:
+        said = {name: f"{', then '.join(map(repr, templates))}" for name, templates in given.items()}
+        what = "; ".join(f"--reply {name}{'=' * bool(name)}{text}" for name, text in said.items())
+        what += "" if "" in given else f"; any other actor: {f'the column {column}' if column else repr(PLAIN)}"
+        right = Kind(name="right", what=what, is_normal=True, replies=right_reply)
     elif column:
         what = f"the text of the column {column}; give a better one with --reply if that is no right reply"
-        right = Kind(name="right", what=what, is_normal=True, replies=lambda task: [str(task.row.get(column, ""))])
-    plain = Kind(name="plain", what="'I do not know.'", is_normal=True, replies=lambda task: ["I do not know."])
+        right = Kind(name="right", what=what, is_normal=True, replies=right_reply)
+    plain = Kind(name="plain", what=repr(PLAIN), is_normal=True, replies=lambda task, actor: [PLAIN])
     kinds = [right, plain] if right else [plain]
     base = kinds[0].replies
     markers = " ".join([*chat.tokenizer.all_special_tokens[:8], "<think>", "</think>", "<|im_end|>", "</s>"])
 
-    def add(name: str, what: str, replies: Callable[[Task], list[str]], is_cut: bool = False) -> None:
+    def add(name: str, what: str, replies: Callable[[Task, str], list[str]], is_cut: bool = False) -> None:
         kinds.append(Kind(name=name, what=what, is_normal=False, replies=replies, is_cut=is_cut))
 
-    add("empty", "nothing but the token that ends a turn", lambda task: [""])
+    add("empty", "nothing but the token that ends a turn", lambda task, actor: [""])
     add("truncated", f"the {kinds[0].name} reply, cut off by max_tokens in its middle", base, is_cut=True)
-    add("garbage", "control characters, unbalanced brackets, numbers that are none", lambda task: [GARBAGE])
+    add("garbage", "control characters, unbalanced brackets, numbers that are none", lambda task, actor: [GARBAGE])
     how = f"the {kinds[0].name} reply, over and over for {LONG:,} characters"
-    add("long", how, lambda task: [repeated(base(task)[0])])
-    add("special", "strings of special tokens, as text", lambda task: [f"{markers} {base(task)[0]} {markers}"])
+    add("long", how, lambda task, actor: [repeated(base(task, actor)[0])])
+    special = "strings of special tokens, as text"
+    add("special", special, lambda task, actor: [f"{markers} {base(task, actor)[0]} {markers}"])
     return kinds
 
 
@@ -136,11 +147,14 @@ async def play_all(
 
 async def play(env: Env, chat: Chat, kind: Kind, task: Task, names: Sequence[str]) -> list[Trajectory]:
     """The trajectories of one group: of one episode, or of two if a hook compares them."""
-    replies = kind.replies(task)
+    replies = {name: kind.replies(task, name) for name in names}
     room = 10 * LONG
     if kind.is_cut:
-        room = max(1, len(chat.encode(chat.marked(replies[0]), continues=True)) // 2)
-    actors = {n: ScriptedActor(name=n, chat=chat, replies=replies, max_turns=turn_limit(env)) for n in names}
+        shortest = min(len(chat.encode(chat.marked(said[0]), continues=True)) for said in replies.values())
+        room = max(1, shortest // 2)
+    actors = {
+        n: ScriptedActor(name=n, chat=chat, replies=said, max_turns=turn_limit(env)) for n, said in replies.items()
+    }
     plan = RolloutPlan(
         name=f"check/{kind.name}/{task.id}",
         tasks=[task],

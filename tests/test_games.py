@@ -195,6 +195,15 @@ def test_the_warm_up_of_tic_tac_toe_shows_legal_moves_of_both_seats():
 # Collaboration
 
 
+@pytest.mark.parametrize(("names", "rounds"), [("ab", 2), ("dcba", 2), ("abcde", 1)])
+def test_each_collaborator_speaks_in_turn(names, rounds):
+    env = load_env(str(ENVS / "collaborate.py"))
+    task = make_task(env.load_tasks("train")[0], 0, env.name, "train")
+    assert asyncio.run(env.draw(task, list(names), seed=0)).info["turns"] == list(names) * rounds
+    found, _ = play("collaborate", {name: ["9"] for name in names})
+    assert sorted(t.actor for t in found) == sorted(names) and {len(t.turns) for t in found} == {rounds}
+
+
 def test_the_last_speaker_answers_for_all_who_spoke():
     say = {"ann": ["no", "12"], "ben": ["no", "12"]}
     found, _ = play("collaborate", say, answer="12", prompt="5+7")

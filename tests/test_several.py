@@ -12,12 +12,13 @@ import yaml
 from safetensors.torch import load_file
 from test_train import metrics, trajectories
 
+from rl_core.build import make_api_actor
 from rl_core.command_line import parse_config
-from rl_core.credit import turn_advantages, turn_returns
+from rl_core.credit import has_signal, turn_advantages, turn_returns
 from rl_core.data.tasks import TaskMix, TaskSource
 from rl_core.learning.algorithms import PRESETS
 from rl_core.train import main
-from rl_core.types import Completion, Trajectory, Turn
+from rl_core.types import Completion, SamplingParams, Trajectory, Turn
 
 TALK = """
 turns = "bob -> alice -> bob"
@@ -169,6 +170,96 @@ def test_turns_have_the_discounted_return_from_each_on_over_all_turns_of_the_gro
     assert whole == [[0.0] * 3, [0.0] * 2]  # both earned 3 in all
 
 
+def test_a_group_has_signal_where_turns_differ_if_turns_have_advantages_of_their_own():
+    whole, turns = PRESETS["dapo"], dataclasses.replace(PRESETS["dapo"], turn_discount=0.9)
+    groups = {
+        "equal": [episode([1.0, 0.0]), episode([1.0, 0.0])],
+        "only in turns": [episode([1.0, 0.0]), episode([0.0, 1.0])],
+        "in all": [episode([1.0, 0.0]), episode([0.0, 0.0])],
+    }
+    found = {name: (has_signal(group, whole), has_signal(group, turns)) for name, group in groups.items()}
+    assert found == {"equal": (False, False), "only in turns": (False, True), "in all": (True, True)}
+    late, soon = groups["only in turns"]
+    late.turn_rewards = soon.turn_rewards = []
+    assert not has_signal([late, soon], turns)
+
+
+@pytest.mark.parametrize(
+    "turns, is_refused",
+    [
+        ('turns = "bob -> bob"', True),
+        ('turns = "bob -> (alice*0 -> bob)*2"', True),
+        ("turns = ['bob']", True),
+        ('turns = "bob -> (bob/alice)"', False),
+        ('turns = "* * 2"', False),
+        ("def turns(task): return ['bob']", False),
+    ],
+)
+def test_an_actor_that_would_never_speak_is_refused_unless_it_is_frozen(turns, is_refused, two, tmp_path, capsys):
+    (tmp_path / "talk.py").write_text(TALK.replace('turns = "bob -> alice -> bob"', turns))
+    (tmp_path / "other.py").write_text(TALK)
+    flags = [*two, *sizes(tmp_path / "run", 1), "--dry_run"]
+    assert main(flags) == int(is_refused)
+    said = capsys.readouterr().err
+    assert ("--actors.alice would never speak" in said and "--actors.alice.train false" in said) is is_refused
+    assert main([*flags, "--actors.alice.train", "false"]) == 0
+    assert main([*flags, "--env_path", f"{tmp_path / 'talk.py'},{tmp_path / 'other.py'}"]) == 0
+    assert (
+        main([*flags, "--env_path", f"{tmp_path / 'talk.py'},{tmp_path / 'other.py'}", "--envs.other.weight", "0"])
+        == is_refused
+    )
+
+
+def test_an_actor_may_say_less_in_a_turn_than_the_others(two, tmp_path):
+    out = tmp_path / "run"
+    more = ["--sampling.stop", "[]", "--max_tokens", "9", "--actors.bob.max_tokens", "4", "--eval_every", "1"]
+    assert main([*two, *sizes(out, 1), *more, "--algo.overlong", "soft"]) == 0
+    longest = {"bob": 0, "alice": 0}
+    env = tmp_path / "alone.py"
+    env.write_text(TALK.replace("bob -> alice -> bob", "(bob/alice)"))
+    assert main([*two, *sizes(tmp_path / "alone", 1), *more, "--env_path", str(env)]) == 0
+    for file in tmp_path.glob("*/rollouts/*.zst"):
+        for t in trajectories(file):
+            longest[t["actor"]] = max([longest[t["actor"]], *(len(x["completion"]["token_ids"]) for x in t["turns"])])
+    assert longest == {"bob": 4, "alice": 9}
+
+
+def test_evaluations_draw_alike_at_every_step_and_tell_parts_and_metrics(make_model, tmp_path, capsys):
+    (tmp_path / "env.py").write_text(
+        'turns = "(bob/alice)*(1..3)"\n'
+        "from rl_core import reward\n"
+        "def load_tasks(split): return [{'prompt': str(n)} for n in range(6)]\n"
+        "def reward_fn(messages): return {'some': 0.25, 'length': float(len(messages[-1]['content']))}\n"
+        "@reward(weight=0)\n"
+        "def spoken(messages): return sum(m['role'] == 'assistant' for m in messages)\n"
+    )
+    models = [x for n, a in enumerate(("bob", "alice")) for x in (f"--actors.{a}.model", str(make_model(seed=n)))]
+    stop = ["--sampling.stop", json.dumps(list("abcdefghijklmnopqrstuvwxyz")), "--max_tokens", "60"]
+    out = tmp_path / "run"
+    flags = [*models, *stop, "--env_path", str(tmp_path / "env.py"), *sizes(out, 2), "--optim.lr", "0"]
+    assert main([*flags, "--eval_every", "1"]) == 0
+    for label in ("greedy", "sampled"):
+        files = [out / f"rollouts/eval_{step:06d}_{label}.jsonl.zst" for step in (0, 1, 2)]
+        first, second, third = (
+            [(t["task_id"], t["index"], t["actor"], t["messages"]) for t in trajectories(file)] for file in files
+        )
+        assert first == second == third and len(first) > 6
+    assert len({json.dumps(messages) for *_, messages in first}) > 6  # two samples of a task are not the same
+    rows = [row for row in metrics(out) if "eval/env/bob/greedy_score" in row]
+    found = trajectories(out / "rollouts/eval_000002_sampled.jsonl.zst")
+    for actor in ("bob", "alice"):
+        own = [t for t in found if t["actor"] == actor]
+        row = rows[-1]
+        assert row[f"eval/env/{actor}/greedy_reward/some"] == row[f"eval/env/{actor}/sampled_reward/some"] == 0.25
+        for name, values in {
+            "reward/length": [t["reward_parts"]["length"] for t in own],
+            "spoken": [t["metrics"]["spoken"] for t in own],
+        }.items():
+            assert row[f"eval/env/{actor}/sampled_{name}"] == pytest.approx(sum(values) / len(own))
+    [said, *_] = [line for line in capsys.readouterr().out.splitlines() if "eval at step 2" in line]
+    assert "env/bob/greedy_score" in said and "env/bob/pass@2" in said and "some" not in said and "spoken" not in said
+
+
 @pytest.mark.parametrize(
     "flags, said",
     [
@@ -176,6 +267,9 @@ def test_turns_have_the_discounted_return_from_each_on_over_all_turns_of_the_gro
         (["--actors.bob.api", "http://x/v1", "--actors.bob.train", "true"], "cannot learn; drop one"),
         (["--actors.carol.train", "false"], "--actors.carol.model is missing"),
         (["--actors.alice.train", "false", "--actors.alice.lr", "1"], "of an actor that learns"),
+        (["--actors.bob.max_tokens", "999"], "--actors.bob.max_tokens=999 must lie in 1..--max_tokens=256"),
+        (["--actors.bob.api", "http://x/v1", "--actors.bob.api_timeout_s", "0"], "api_timeout_s=0 must be above 0"),
+        (["--actors.bob.api", "http://x/v1", "--actors.bob.api_retries", "-1"], "api_retries=-1 at least 0"),
         (["--algorithm", "sft"], "--algorithm sft trains one actor, there are bob, alice"),
         (["--envs.talks.weight", "2"], "no such file; did you mean 'talk'"),
         (["--envs.talk.weight", "0"], "none is trained in"),
@@ -202,3 +296,16 @@ def test_an_endpoint_that_cannot_be_used_is_refused_before_anything_is_written(t
     judge = ["--actors.judge.api", "http://127.0.0.1:9/v1", "--actors.judge.model", "m"]
     assert main([*two, *judge, *sizes(tmp_path / "run", 1), "--actors.judge.api_key_env", "NO_SUCH_KEY"]) == 1
     assert "NO_SUCH_KEY" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_an_endpoints_limits_are_flags():
+    pytest.importorskip("openai")
+    base = ["--actors.bob.model", "m", "--env_path", "x.py", "--out", "x", "--actors.judge.model", "m"]
+    base += ["--actors.judge.api", "http://127.0.0.1:9/v1", "--actors.judge.api_key_env", ""]
+    usual = make_api_actor(parse_config(base), "judge")
+    assert (usual.timeout_s, usual.deadline_s, usual.max_retries) == (120, 300, 8)
+    more = ["--actors.judge.api_timeout_s", "200", "--actors.judge.api_retries", "0", "--actors.judge.max_tokens", "7"]
+    judge = make_api_actor(parse_config([*base, *more]), "judge")
+    assert (judge.timeout_s, judge.deadline_s, judge.max_retries) == (200, 500, 0)
+    assert judge.speaker(SamplingParams(max_tokens=256), seed=0).params.max_tokens == 7
+    assert usual.speaker(SamplingParams(max_tokens=256), seed=0).params.max_tokens == 256

@@ -19,6 +19,7 @@ class Actor:
     stop_token_ids: tuple[int, ...]  # end its turn
     max_turns: int  # of one episode
     max_context_tokens: int  # of one conversation
+    max_tokens: int | None = None  # of one turn, where more are asked for
     is_trainable: bool = True  # it has a learner
 
     @property
@@ -27,7 +28,12 @@ class Actor:
 
     def speaker(self, params: SamplingParams, seed: int, session: str) -> Speaker:
         """This actor in one episode."""
-        return Speaker(self, params, seed, session)
+        return Speaker(self, at_most(params, self.max_tokens), seed, session)
+
+
+def at_most(params: SamplingParams, max_tokens: int | None) -> SamplingParams:
+    limit = params.max_tokens if max_tokens is None else min(params.max_tokens, max_tokens)
+    return dataclasses.replace(params, max_tokens=limit)
 
 
 class Speaker:

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from rl_core.data.tasks import shorten
 from rl_core.metrics import Metric, Sum
-from rl_core.sampling.actor import Conversation
+from rl_core.sampling.actor import Conversation, at_most
 from rl_core.types import Completion, Message, SamplingParams, Turn, counter_seed
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # between two attempts
@@ -39,6 +39,7 @@ class ApiActor:
     model: str  # as the endpoint calls it
     api_key_env: str = "OPENAI_API_KEY"  # the environment variable that holds the key; "" for an endpoint without one
     max_turns: int = 1  # of one episode
+    max_tokens: int | None = None  # of one turn, where more are asked for
     max_concurrent: int = 64  # requests in flight
     requests_per_minute: float = 0.0  # 0 is no limit
     timeout_s: float = 120.0  # of one request
@@ -83,7 +84,7 @@ class ApiActor:
 
     def speaker(self, params: SamplingParams, seed: int, session: str = "") -> ApiSpeaker:
         """This actor in one episode."""
-        return ApiSpeaker(self, params, seed, session)
+        return ApiSpeaker(self, at_most(params, self.max_tokens), seed, session)
 
     def take_metrics(self) -> dict[str, Metric]:
         """What was asked since the last call: requests, retries, replies that failed, tokens as the endpoint counts them,

@@ -27,7 +27,7 @@ from rl_core.sampling.rewards import (
     score_group,
     task_copy,
 )
-from rl_core.sampling.schedule import check_speaker, draw_turns, parse_schedule
+from rl_core.sampling.schedule import check_speaker, draw_turns, parse_schedule, speakers_of
 from rl_core.types import Message, Task, Trajectory, counter_seed
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ OF_GROUP = frozenset({"trajectories", "prompt", "task", "actor", "actors"})
 ARGUMENTS = {
     "start": BEFORE | {"actor", "actors"},
     "interact": SPOKEN,
-    "turns": BEFORE,
+    "turns": BEFORE | {"actors"},  # their names: nobody can be asked yet
     "rollout": frozenset({"task", "actors"}),
     "task_weight": frozenset({"tries", "success_rate", "mean_reward"}),
 }
@@ -104,6 +104,12 @@ class Env:
             for name in self.turns:
                 self.check_name(name, names, "turns")
 
+    def speakers(self, names: Sequence[str]) -> set[str] | None:
+        """Those of the actors that may speak; None where only a function of the file knows."""
+        if "rollout" in self.hooks or isinstance(self.turns, Hook):
+            return None
+        return speakers_of(self.parsed(names)) if isinstance(self.turns, str) else set(self.turns or names)
+
     def check_name(self, name: str, names: Sequence[str], where: str) -> None:
         try:
             check_speaker(name, names)
@@ -139,6 +145,7 @@ class Env:
                 "messages": lambda: copied(task.messages),
                 "prompt": lambda: copied(task.messages),
                 "task": lambda: task_copy(task),
+                "actors": lambda: list(names),
             }
             order = await self.turns(task.id, task.row, given)
             for name in order:
@@ -182,7 +189,8 @@ def load_env(path: str, *, hook_timeout_s: float = 60.0) -> Env:
             name=name, function=function, path=path, timeout_s=hook_timeout_s if has_deadline else None, threads=threads,
             ours=ours | {"state"} if knows_state else ours,
         )  # fmt: skip
-        if "actors" in hook.ours and "actors" in hook.required | hook.optional and not hook.is_async:
+        asks = name != "turns" and "actors" in hook.ours & (hook.required | hook.optional)
+        if asks and not hook.is_async:
             raise ValueError(
                 f"{path}: {name}() names 'actors', whose replies must be awaited; write async def {name}(...)"
             )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rl_core.sampling.actor import Speaker
+from rl_core.sampling.actor import Speaker, at_most
 from rl_core.sampling.env import Env
 from rl_core.types import Task, Trajectory
 
@@ -34,7 +33,7 @@ class EnvMix:
     async def rollout(self, task: Task, speakers: Mapping[str, Speaker]) -> list[Trajectory]:
         limits = self.limits[task.env]
         for speaker in speakers.values():
-            speaker.params = dataclasses.replace(speaker.params, max_tokens=limits.max_tokens)
+            speaker.params = at_most(speaker.params, limits.max_tokens)
             speaker.max_turns = limits.max_turns
         return await self.envs[task.env].rollout(task, speakers)
 

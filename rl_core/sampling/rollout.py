@@ -24,13 +24,18 @@ from rl_core.types import RunError, SamplingParams, Task, Trajectory, counter_se
 
 @dataclass(kw_only=True, slots=True)
 class RolloutPlan:
-    """What to sample. `name` is unique in the run, such as "train/12": seeds and the counter of groups hang on it."""
+    """What to sample. `name` is unique in the run, such as "train/12": the counter of groups hangs on it, and seeds do unless
+    `drawn_as` names what else they hang on, so that evaluations draw alike at every step."""
 
     name: str
     tasks: Sequence[Task]
     group_size: int
     params: SamplingParams
     seed: int
+    drawn_as: str = ""
+
+    def __post_init__(self) -> None:
+        self.drawn_as = self.drawn_as or self.name
 
 
 async def rollout(
@@ -64,7 +69,7 @@ async def run_group(
     """The trajectories of one group. Its order of speakers is drawn once; what scores it as a whole comes last, and if that
     goes wrong all of it has failed."""
     task, group_id = plan.tasks[number], f"{plan.name}/{number:06d}"
-    seed = counter_seed(plan.seed, plan.name, number, "schedule")
+    seed = counter_seed(plan.seed, plan.drawn_as, number, "schedule")
 
     found: list[Trajectory] = []
     try:
@@ -72,7 +77,7 @@ async def run_group(
         runs = [run_episode(env, actors, plan, drawn, number, index, config) for index in range(plan.group_size)]
         found = [t for trajectories in await asyncio.gather(*runs) for t in trajectories]
         if env.group_rewards:
-            async with speaking(actors, plan, counter_seed(seed, "group"), f"{group_id}/group") as speakers:
+            async with speaking(actors, plan, counter_seed(seed, "group"), f"{plan.drawn_as}/{number:06d}/group") as speakers:
                 await asyncio.wait_for(env.score_group(task, found, speakers), config.episode_timeout_s)
     except Exception as error:
         reason = reason_of(error, f"what scores the group took longer than {limit_of(config)}")
@@ -90,9 +95,9 @@ async def run_episode(
 ) -> list[Trajectory]:
     """One attempt at one task. What goes wrong in it ends here, as a failed trajectory of every actor, with its reason."""
     group_id = f"{plan.name}/{number:06d}"
-    seed = counter_seed(plan.seed, plan.name, number, task.id, index)
+    seed = counter_seed(plan.seed, plan.drawn_as, number, task.id, index)
     try:
-        async with speaking(actors, plan, seed, f"{group_id}/{index}") as speakers:
+        async with speaking(actors, plan, seed, f"{plan.drawn_as}/{number:06d}/{index}") as speakers:
             trajectories = await asyncio.wait_for(env.rollout(task, speakers), config.episode_timeout_s)
     except Exception as error:
         reason = reason_of(error, f"the episode took longer than {limit_of(config)}")
@@ -166,9 +171,15 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
     for t in done:
         groups.setdefault((t.env, t.group_id, t.actor, t.seat), []).append(t.reward)
     metrics["zero_signal_frac"] = Mean(sum(len(set(g)) == 1 for g in groups.values()), len(groups))
+    return metrics | part_metrics(done)
+
+
+def part_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
+    """Means of what the environment gives: each part of the reward, and each metric."""
+    metrics: dict[str, Metric] = {}
     for kind in ("reward_parts", "metrics"):
-        for name in sorted({k for t in done for k in getattr(t, kind)}):
-            values = [getattr(t, kind)[name] for t in done if name in getattr(t, kind)]
+        for name in sorted({k for t in trajectories for k in getattr(t, kind)}):
+            values = [getattr(t, kind)[name] for t in trajectories if name in getattr(t, kind)]
             metrics[f"{'reward/' if kind == 'reward_parts' else ''}{name}"] = Mean(sum(values), len(values))
     return metrics
 

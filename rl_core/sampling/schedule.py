@@ -66,6 +66,12 @@ def num_turns(tree: Sequence[Piece]) -> int:
     return sum(piece.high * (num_turns(piece.pieces) if piece.pieces else 1) for piece in tree)
 
 
+def speakers_of(tree: Sequence[Piece]) -> set[str]:
+    """Names of those who may speak in an order that is drawn."""
+    spoken = [piece for piece in tree if piece.high]
+    return {name for piece in spoken for name in (*piece.names, *speakers_of(piece.pieces))}
+
+
 def check_speaker(name: object, actors: Iterable[str]) -> None:
     """Raises ValueError unless the name is an actor's."""
     if name not in list(actors):
