@@ -43,6 +43,7 @@ from rl_core.sampling.engine import Engine, make_engine
 from rl_core.sampling.env import Env, load_env
 from rl_core.sampling.mix import EnvMix, Limits
 from rl_core.sampling.rewards import weight_of_task
+from rl_core.sampling.stream import Intake
 from rl_core.sampling.time_slice import TimeSlice
 from rl_core.types import Task, TrainingSample, counter_seed
 
@@ -90,9 +91,11 @@ class Run(Plan):
     actors: dict[str, Actor | ApiActor]
     time_slice: TimeSlice | None  # of engines that take turns
     env: EnvMix | None  # all environments as one
-    log: RunLog
+    log: RunLog | None  # None on ranks that only sample
     start: int = 0
     position: int = 0  # of the next training task in the order of the data
+    pending: list[int] = field(default_factory=list)  # positions before it of which no step has learned yet
+    intake: Intake | None = None  # of the groups that steps learn from
     metrics: dict[str, Metric] = field(default_factory=dict)  # of the step under way
 
     @contextmanager
@@ -123,6 +126,8 @@ def make_plan(config: Config) -> Plan:
             )
         algorithm.advantage = "custom"
     check_algorithm(algorithm, config, has_advantage_fn)
+    if config.max_staleness and config.algo.correction is None:
+        algorithm.correction = "tis"  # what older weights sampled is weighted by how likely the newer make it
     train = train_source(config, envs, algorithm)
     held_out = {}
     if config.eval_every:
@@ -132,7 +137,13 @@ def make_plan(config: Config) -> Plan:
             raise ValueError(
                 "--eval_every asks for evaluation, but there is no --data.eval and no load_tasks in the environment"
             )
-    make_mesh(int(os.environ.get("WORLD_SIZE", 1)), config.dp_replicate, config.cp, config.tp)
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if not 0 <= config.engine_ranks < size:
+        raise ValueError(
+            f"--engine_ranks={config.engine_ranks} must leave at least one of {size} rank{'s' * (size > 1)} to learn; raise "
+            "--nproc_per_node, or lower it"
+        )
+    make_mesh(size - config.engine_ranks, config.dp_replicate, config.cp, config.tp)
     chats = {name: check_model(config, name) for name, actor in config.actors.items() if not actor.api}
     remote = {name: make_api_actor(config, name) for name, actor in config.actors.items() if actor.api}
     plan = Plan(config=config, algorithm=algorithm, envs=envs, chats=chats, remote=remote, train=train, eval=held_out)
@@ -319,7 +330,9 @@ def build(plan: Plan, ranks: Ranks) -> Run:
     """Loads the model and makes all that lives as long as the run."""
     config, out = plan.config, Path(plan.config.out)
     all_gather_json(None, ranks)  # every rank has seen that the folder is free
-    if ranks.rank == 0:
+    learns = ranks.link is None or not ranks.link.is_engine
+    samples = plan.algorithm.is_rl and (ranks.link is None or not learns)
+    if ranks.rank == 0 and learns:
         for folder in ("rollouts", "checkpoints", "hf"):
             (out / folder).mkdir(parents=True, exist_ok=True)
         (out / "config.yaml").write_text(to_yaml(config))
@@ -328,13 +341,13 @@ def build(plan: Plan, ranks: Ranks) -> Run:
             (out / "rollouts" / TOKENIZERS).write_text(json.dumps(fingerprints))
     found = checkpoints_in(out / "checkpoints") if config.resume else []
     is_sft = plan.sft is not None and (not found or saved_step(found[-1]) <= plan.first)
-    learners = {name: make_learner(plan.sft if is_sft else plan, name, ranks) for name in config.trained}
+    learners = {name: make_learner(plan.sft if is_sft else plan, name, ranks) for name in config.trained if learns}
     state = load_checkpoint(found[-1], learners) if found else {"step": 0, "position": 0}
     if plan.curriculum:
         plan.curriculum.load(state.get("curriculum", {}))
     engines, actors, held = {}, {}, [m.hf for x in learners.values() for m in x.models()]
     time_slice = TimeSlice(config.rollout.max_slice_s) if plan.takes_turns else None
-    for name, actor in config.actors.items() if plan.algorithm.is_rl else ():
+    for name, actor in config.actors.items() if samples else ():
         if actor.api:
             actors[name] = plan.remote[name]
             continue
@@ -353,7 +366,7 @@ def build(plan: Plan, ranks: Ranks) -> Run:
             chat=plan.chats[name],
             stop_token_ids=stop,
             max_tokens=actor.max_tokens,
-            is_trainable=name in learners,
+            is_trainable=actor.is_trained,
             **limits,
         )
     if config.liger:
@@ -361,7 +374,7 @@ def build(plan: Plan, ranks: Ranks) -> Run:
             held
         )  # last, since what is loaded after it is of Liger's classes, which lack options of some models
     all_gather_json(None, ranks)  # the folders are there
-    log = RunLog(out, ranks, plan.first + config.num_steps, state["step"])
+    log = RunLog(out, ranks, plan.first + config.num_steps, state["step"]) if learns else None
     limits = {
         name: Limits(
             max_turns=env.max_turns, max_tokens=config.envs.get(name, EnvConfig()).max_tokens or config.max_tokens
@@ -371,7 +384,8 @@ def build(plan: Plan, ranks: Ranks) -> Run:
     env = EnvMix(envs=plan.envs, limits=limits) if plan.envs else None
     parts = {"ranks": ranks, "learners": learners, "engines": engines, "actors": actors, "env": env, "log": log}
     parts["time_slice"] = time_slice
-    return Run(**vars(plan), **parts, start=state["step"], position=state["position"])
+    place = {"start": state["step"], "position": state["position"], "pending": state.get("pending", [])}
+    return Run(**vars(plan), **parts, **place)
 
 
 def make_api_actor(config: Config, name: str) -> ApiActor:

@@ -111,6 +111,23 @@ def check_config(config: Config) -> None:
         config.rollout.max_slice_s < 0,
         f"--rollout.max_slice_s={config.rollout.max_slice_s} must not be negative; 0 lets each engine take what waits, once",
     )
+    for name in ("max_staleness", "engine_ranks"):
+        value = getattr(config, name)
+        refuse(value < 0, f"--{name}={value} must be at least 0")
+        refuse(
+            value and not is_rl,
+            f"--{name}={value} is for what episodes are sampled for, and has no meaning for --algorithm {config.algorithm}; "
+            "leave it out",
+        )
+    refuse(
+        config.engine_ranks and s.steps,
+        f"--engine_ranks={config.engine_ranks} would have nothing to do during --sft.steps={s.steps}; run --algorithm sft "
+        "first, and name its hf/policy",
+    )
+    refuse(
+        config.rollout.too_old == "restart" and not config.max_staleness,
+        "--rollout.too_old=restart has no meaning without --max_staleness; set it, or leave this out",
+    )
     for name in ("dp_replicate", "cp", "tp"):
         refuse(getattr(config, name) < 1, f"--{name}={getattr(config, name)} must be at least 1, which is off")
     given = config.device_memory_gib

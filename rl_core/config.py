@@ -241,6 +241,9 @@ class RolloutConfig:
     )
     max_failed_fraction: float = flag(0.1, "the run stops when more of a step's episodes than this fail")
     save: bool = flag(True, "write every trajectory to rollouts/")
+    too_old: Literal["wait", "restart"] = flag(
+        "wait", "groups that would become older than --max_staleness: the step waits for them, or they begin again"
+    )
 
 
 @dataclass(kw_only=True)
@@ -276,6 +279,14 @@ class Config:
     seed: int = flag(0, "of everything that is drawn")
     resume: bool = flag(False, "go on from the newest checkpoint in --out; starts afresh where there is none")
     engine: Literal["embedded"] = flag("embedded", "what samples: embedded is in-process, on any device")
+    max_staleness: int = flag(
+        0,
+        "versions by which the weights trained on may be ahead of those that sampled a token; above 0 generation goes on "
+        "where a step has enough groups, and the others are finished in later steps",
+    )
+    engine_ranks: int = flag(
+        0, "of torchrun's ranks, the last so many only sample, while the others learn; 0: all do both"
+    )
     liger: bool = flag(False, "Liger's kernels for norms, gated MLPs and rotary positions; needs a GPU")
     dp_replicate: int = flag(1, "copies of the weights, each split over the ranks that the copies leave it (HSDP)")
     cp: int = flag(1, "ranks that compute the same sequences, each a part of their tokens (ring attention)")

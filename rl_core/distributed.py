@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from rl_core.link import Link, make_link
 from rl_core.types import RunError
 
 
@@ -68,6 +69,8 @@ class Ranks:
     mesh: Mesh = Mesh()
     weights_mesh: DeviceMesh | None = None  # dp_replicate, dp_shard * cp, tp; None where weights are not sharded
     cp_group: dist.ProcessGroup | None = None  # ranks that hold parts of the same sequences; None if that is this one
+    link: Link | None = None  # between ranks that learn and ranks that only sample; None where each does both
+    tally: dict[str, int] = dataclasses.field(default_factory=dict)  # add()'s, without a store
 
     @property
     def dp_rank(self) -> int:
@@ -84,17 +87,28 @@ class Ranks:
         """Draws 0, 1, 2 ... shared by all ranks: each number goes to exactly one of them."""
         if self.store is None:
             return itertools.count()
-        return (self.store.add(f"counter/{name}", 1) - 1 for _ in itertools.count())
+        return (self.add(f"counter/{name}", 1) - 1 for _ in itertools.count())
+
+    def add(self, name: str, n: int) -> int:
+        """The sum of what all ranks added by this name, those that only sample too."""
+        if self.store is not None:
+            return self.store.add(name, n)
+        self.tally[name] = self.tally.get(name, 0) + n
+        return self.tally[name]
 
 
-def init_ranks(timeout_s: float, is_sharded: bool = False, dp_replicate: int = 1, cp: int = 1, tp: int = 1) -> Ranks:
+def init_ranks(
+    timeout_s: float, is_sharded: bool = False, dp_replicate: int = 1, cp: int = 1, tp: int = 1, engine_ranks: int = 0
+) -> Ranks:
     """This process's place, from the variables that torchrun sets; starts the process group if there are several, or if
-    one alone is to hold its weights as shards, which is what mixed precision asks for. Raises ValueError as make_mesh."""
+    one alone is to hold its weights as shards, which is what mixed precision asks for. The last `engine_ranks` only sample:
+    they and those that learn are each a process group of their own, numbered from 0. Raises ValueError as make_mesh."""
     size, rank, local = (int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    mesh, timeout = make_mesh(size, dp_replicate, cp, tp), timedelta(seconds=timeout_s)
+    timeout, learn = timedelta(seconds=timeout_s), size - engine_ranks
+    mesh = make_mesh(learn, dp_replicate, cp, tp)
     if size == 1 and not is_sharded:
         return Ranks(rank=0, size=1, device=device, store=None)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -103,10 +117,13 @@ def init_ranks(timeout_s: float, is_sharded: bool = False, dp_replicate: int = 1
     else:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    dist.init_process_group(
-        backend, store=dist.PrefixStore("groups", store), rank=rank, world_size=size, timeout=timeout
-    )
-    ranks = Ranks(rank=rank, size=size, device=device, store=dist.PrefixStore("rl_core", store))
+    shared, link, name = dist.PrefixStore("rl_core", store), None, "groups"
+    if engine_ranks:
+        link = make_link(shared, rank, size, engine_ranks, device, timeout_s)
+        name, rank, size = ("engines", rank - learn, engine_ranks) if link.is_engine else ("groups", rank, learn)
+        mesh = Mesh(dp_shard=size) if link.is_engine else mesh
+    dist.init_process_group(backend, store=dist.PrefixStore(name, store), rank=rank, world_size=size, timeout=timeout)
+    ranks = Ranks(rank=rank, size=size, device=device, store=shared, link=link)
     return on_mesh(ranks, mesh)
 
 

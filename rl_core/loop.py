@@ -10,25 +10,40 @@ from pathlib import Path
 from rl_core.build import SFT_EXPORT, Run, imitation, make_learner
 from rl_core.credit import baseline_groups, group_results, has_signal, samples_of
 from rl_core.distributed import all_gather_json
+from rl_core.groups import (
+    evaluate_elsewhere,
+    evaluate_episodes,
+    open_intake,
+    places,
+    record_results,
+    roll_out_step,
+    sample_for_learners,
+    send_weights,
+)
 from rl_core.learning.checkpoint import save_checkpoint
 from rl_core.learning.model import export_policy, reads_in_place
 from rl_core.metrics import Mean, Sum
-from rl_core.sampling.rollout import (
-    RolloutPlan,
-    part_metrics,
-    refuse_failures,
-    rollout,
-    rollout_metrics,
-    write_trajectories,
-)
-from rl_core.types import SamplingParams, Task, TrainingSample, Trajectory
+from rl_core.sampling.rollout import rollout_metrics, write_trajectories
+from rl_core.sampling.stream import HeldClock
+from rl_core.types import TrainingSample
+
+
+async def run_rank(run: Run) -> None:
+    gc.collect()
+    gc.freeze()  # rows and modules live as long as the run; looking through them again and again costs tenths of a second
+    if run.ranks.link is not None and run.ranks.link.is_engine:
+        await sample_for_learners(run)
+    else:
+        await train(run)
+    for actor in run.remote.values():
+        await actor.close()
 
 
 async def train(run: Run) -> None:
     """All steps from run.start on, those of SFT before RL first. Steps are counted by how many are done, in files and
     metrics alike."""
-    gc.collect()
-    gc.freeze()  # rows and modules live as long as the run; looking through them again and again costs tenths of a second
+    if run.ranks.link is not None:
+        send_weights(run, run.start)
     for name, learner in run.learners.items():
         with learner.on_device():
             await sync_engine(run, name, run.start)
@@ -38,8 +53,9 @@ async def train(run: Run) -> None:
         await train_steps(dataclasses.replace(run, **vars(run.sft)))
         start_rl(run)
     await train_steps(run)
-    for actor in run.remote.values():
-        await actor.close()
+    if run.ranks.link is not None and run.ranks.rank == 0:
+        run.ranks.link.say({"stop": True})
+        run.ranks.link.answers("stop")
 
 
 def start_rl(run: Run) -> None:
@@ -54,7 +70,9 @@ def start_rl(run: Run) -> None:
 
 async def train_steps(run: Run) -> None:
     """The steps of one algorithm, which are counted from 0 where seeds, data and learning rates depend on them."""
-    config = run.config
+    config, clock, link = run.config, HeldClock(), run.ranks.link
+    if run.algorithm.is_rl:
+        run.intake = open_intake(run)
     for step in range(run.start - run.first, config.num_steps):
         run.metrics, done = {}, run.first + step + 1
         is_evaluated = is_due(step + 1, config.eval_every, config.num_steps)
@@ -63,17 +81,24 @@ async def train_steps(run: Run) -> None:
                 samples = await gather_samples(run, step)
             for name, learner in run.learners.items():
                 with learner.on_device():
-                    with run.timed("learn"):
+                    with run.timed("learn"), clock.stopped():
                         learn(run, name, samples[name], step)
                     with run.timed("sync"):
                         if run.algorithm.is_rl or is_evaluated:
                             await sync_engine(run, name, done)
+            if link is not None:
+                with run.timed("sync"):
+                    send_weights(run, done)
+            for engine in run.engines.values() if config.max_staleness else ():
+                await engine.resume()
         note_speed(run)
         run.log.progress(done, run.log.write(done, run.metrics))
         if is_evaluated and config.eval_every:
             await evaluate(run, done)
         if is_due(step + 1, config.save_every, config.num_steps):
             save(run, done)
+    if run.intake is not None:
+        await run.intake.close()
 
 
 def learn(run: Run, name: str, samples: list[TrainingSample], step: int) -> None:
@@ -91,6 +116,10 @@ def note_speed(run: Run) -> None:
         tokens = sum(run.metrics[name].value for name in names if name in run.metrics)
         if tokens:
             run.note("time/", {f"{phase}_tokens_per_s": Sum(tokens / run.metrics[f"time/{phase}_s"].value)})
+    if run.ranks.link is not None:
+        waited = {"learners_idle_frac": Mean(run.metrics["time/generate_s"].value, run.metrics["time/step_s"].value)}
+        run.note("time/", waited)
+        run.note("", run.intake.take_metrics())
 
 
 def is_due(done: int, every: int, num_steps: int) -> bool:
@@ -108,11 +137,11 @@ async def gather_samples(run: Run, step: int) -> dict[str, list[TrainingSample]]
         rows = (imitation(run, run.train.tasks(p, 1)[0], f"{p:012d}") for p in positions)
         return {config.trained[0]: [sample for row in rows for sample in row]}
 
-    trajectories = await roll_out_step(run, f"train/{step:06d}")
+    trajectories = await roll_out_step(run, step)
     await sleep_engines(run)
     if run.curriculum:
         results = group_results(trajectories, run.learners, config.eval.pass_reward, run.ranks)
-        run.curriculum.record(results, run.position)
+        record_results(run, results)
     if config.rollout.save:
         write_trajectories(Path(config.out) / "rollouts", f"step_{run.first + step + 1:06d}", trajectories, run.ranks)
     for name, actor in run.remote.items():
@@ -134,38 +163,9 @@ async def gather_samples(run: Run, step: int) -> dict[str, list[TrainingSample]]
 
 async def sleep_engines(run: Run) -> None:
     for engine in run.engines.values():
+        if run.config.max_staleness:
+            await engine.pause()
         await engine.sleep()
-
-
-async def roll_out_step(run: Run, name: str) -> list[Trajectory]:
-    """The step's trajectories on this rank. With refilling, further tasks replace groups without signal (DAPO's dynamic
-    sampling, arXiv:2503.14476, section 3.2), which are given back too."""
-    config, rounds = run.config, run.algorithm.refill_rounds
-    params = sampling_params(run, temperature=config.sampling.temperature)
-    found: list[Trajectory] = []
-    missing = config.tasks_per_step
-    for number in range(rounds + 1):
-        plan = RolloutPlan(
-            name=f"{name}/refill_{number}" if number else name,
-            tasks=run.train.tasks(run.position, missing),
-            group_size=config.group_size,
-            params=params,
-            seed=config.seed,
-        )
-        # A refill can be so small that one failure is a large fraction; the step's own is what counts.
-        limits = dataclasses.replace(config.rollout, max_failed_fraction=1.0) if number else config.rollout
-        found += await rollout(run.env, run.actors, plan, limits, run.ranks)
-        run.position += missing
-        if not rounds:
-            return found
-        if number:
-            refuse_failures(found, config.rollout.max_failed_fraction, plan, run.ranks)
-        with_signal = len({g[0].group_id for g in baseline_groups(found) if has_signal(g, run.algorithm)})
-        missing = config.tasks_per_step - sum(all_gather_json(with_signal, run.ranks))
-        if missing <= 0:
-            break
-    run.note("rollout/", {"refill_rounds": Mean(number), "groups_missing": Mean(max(0, missing))})
-    return found
 
 
 async def sync_engine(run: Run, name: str, version: int) -> None:
@@ -180,7 +180,9 @@ async def evaluate(run: Run, step: int) -> None:
     """Held-out tasks: the greedy score, avg@k and pass@k; for rows to be imitated, their loss."""
     run.metrics = {}
     with run.timed("eval"):
-        if run.engines:
+        if run.ranks.link is not None:
+            evaluate_elsewhere(run, step)
+        elif run.engines:
             await evaluate_episodes(run, step)
         else:
             [learner] = run.learners.values()
@@ -196,45 +198,10 @@ async def evaluate(run: Run, step: int) -> None:
     run.log.say("  ".join([f"eval at step {step}", *shown]))
 
 
-async def evaluate_episodes(run: Run, step: int) -> None:
-    k = run.config.eval.samples
-    for env, source in run.eval.items():
-        tasks = list(source)[: run.config.eval.num_tasks or None]
-        for label, count in [("greedy", 1), ("sampled", k)] if k else [("greedy", 1)]:
-            await evaluate_tasks(run, step, env, tasks, label, count)
-
-
-async def evaluate_tasks(run: Run, step: int, env: str, tasks: list[Task], label: str, count: int) -> None:
-    config = run.config
-    sampled = {n: getattr(config.eval, n) for n in ("temperature", "top_p", "top_k", "min_p")}
-    params = sampling_params(run, **(sampled if label == "sampled" else {"temperature": 0.0}))
-    name = f"eval/{step:06d}/{label}" + (f"/{env}" if len(run.eval) > 1 else "")
-    plan = RolloutPlan(
-        name=name, tasks=tasks, group_size=count, params=params, seed=config.seed, drawn_as=f"eval/{env}"
-    )
-    trajectories = await rollout(run.env, run.actors, plan, config.rollout, run.ranks)
-    if config.rollout.save:
-        file = name.replace("/", "_")
-        write_trajectories(Path(config.out) / "rollouts", file, trajectories, run.ranks)
-    score, passed = (f"avg@{count}", f"pass@{count}") if label == "sampled" else ("greedy_score", "greedy_pass")
-    for actor in run.learners:
-        own = [t for t in trajectories if t.actor == actor and t.status != "failed"]
-        groups = [[t.reward for t in group] for group in baseline_groups(own)]
-        scores = [sum(g) / len(g) for g in groups]
-        passes = [max(g) >= config.eval.pass_reward for g in groups]
-        found = {f"{label}_{name}": value for name, value in part_metrics(own).items()}
-        found |= {score: Mean(sum(scores), len(scores)), passed: Mean(sum(passes), len(passes))}
-        run.note(f"eval/{env}/{actor}/" if len(run.learners) > 1 else f"eval/{env}/", found)
-
-
-def sampling_params(run: Run, **drawn) -> SamplingParams:
-    return SamplingParams(max_tokens=run.config.max_tokens, stop=tuple(run.config.sampling.stop), **drawn)
-
-
 def save(run: Run, step: int) -> None:
     """A checkpoint of all that learns, and each model as a Hugging Face folder."""
     out, learners = Path(run.config.out), run.learners
-    state = {"step": step, "position": run.position, "seed": run.config.seed}
+    state = {"step": step, "seed": run.config.seed, **places(run)}
     if run.curriculum:
         state["curriculum"] = run.curriculum.state()
     folder = out / "checkpoints" / f"step_{step:06d}"

@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         from rl_core.build import build, is_sharded, make_plan
         from rl_core.costs import describe, fit_warning, setup_of, takes_turns
         from rl_core.distributed import close_ranks, init_ranks, naming_what_was_waited_for
-        from rl_core.loop import train
+        from rl_core.loop import run_rank
 
         plan = make_plan(config)
         size, is_first = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("RANK", "0") == "0"
@@ -42,10 +42,10 @@ def main(argv: list[str] | None = None) -> int:
         for name in config.trained if is_first else ():
             if warning := fit_warning(setup_of(plan, size, name)):
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
-        mesh = {"dp_replicate": config.dp_replicate, "cp": config.cp, "tp": config.tp}
-        ranks = init_ranks(config.timeout_s, is_sharded=is_sharded(config), **mesh)
+        parts = {n: getattr(config, n) for n in ("dp_replicate", "cp", "tp", "engine_ranks")}
+        ranks = init_ranks(config.timeout_s, is_sharded=is_sharded(config), **parts)
         with naming_what_was_waited_for("start, log or save", ranks, config.timeout_s):
-            asyncio.run(train(build(plan, ranks)))
+            asyncio.run(run_rank(build(plan, ranks)))
             close_ranks(ranks)
         return 0
     except KeyboardInterrupt:

@@ -116,7 +116,8 @@ def make_engine(config: Config, model, tokenizer, num_ranks: int = 1, offloads: 
     own, and its weights wait on the host while it sleeps, which it does at first."""
     from rl_core.sampling.embedded_engine import EmbeddedEngine
 
-    groups = -(-config.tasks_per_step // num_ranks)  # a rank has at most its share at once
+    # A rank has at most its share at once, of all that may be under way.
+    groups = -(-config.tasks_per_step * (1 + config.max_staleness) // num_ranks)
     slots = min(config.rollout.max_concurrent, groups * config.group_size)
     limits = {"num_slots": slots, "max_context_tokens": config.max_context_tokens}
     return EmbeddedEngine(model, **limits, tokenizer=tokenizer, offloads=offloads)

@@ -19,7 +19,7 @@ from rl_core.distributed import Ranks, all_gather_json
 from rl_core.metrics import Mean, Metric, Sum
 from rl_core.sampling.actor import Actor, Speaker
 from rl_core.sampling.env import Env
-from rl_core.types import RunError, SamplingParams, Task, Trajectory, counter_seed
+from rl_core.types import Completion, RunError, SamplingParams, Task, Trajectory, Turn, counter_seed
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,31 +44,40 @@ async def rollout(
     """The trajectories of the groups that this rank drew, failed ones included, sorted by group and index. Every rank
     must call it. Raises RunError on all ranks alike if more than max_failed_fraction of the episodes failed."""
     numbers = ranks.counter(plan.name)
-    # Of engines that learn; what others cannot take at once waits there.
-    capacities = [actor.capacity for actor in actors.values() if actor.is_trainable]
-    episodes = min([config.max_concurrent, *capacities])
-    share = -(
-        -len(plan.tasks) // ranks.size
-    )  # at most an even share at once, so that no rank takes all before the others come
     found: list[Trajectory] = []
 
     async def draw_groups() -> None:
         for number in numbers:
             if number >= len(plan.tasks):
                 return
-            found.extend(await run_group(env, actors, plan, number, config))
+            found.extend(await run_group(env, actors, plan, plan.tasks[number], number, config))
 
-    await asyncio.gather(*(draw_groups() for _ in range(max(1, min(share, episodes // plan.group_size)))))
-    refuse_failures(found, config.max_failed_fraction, plan, ranks)
-    return sorted(found, key=lambda t: (t.group_id, t.index, t.actor))
+    width = groups_at_once(actors, config, len(plan.tasks), plan.group_size, ranks)
+    await asyncio.gather(*(draw_groups() for _ in range(width)))
+    refuse_failures(found, config.max_failed_fraction, plan.name, ranks)
+    return in_order(found)
+
+
+def groups_at_once(
+    actors: Mapping[str, Actor], config: RolloutConfig, num_groups: int, group_size: int, ranks: Ranks
+) -> int:
+    """That one rank has under way: at most an even share, so that no rank takes all before the others come."""
+    # Of engines that learn; what others cannot take at once waits there.
+    capacities = [actor.capacity for actor in actors.values() if actor.is_trainable]
+    episodes = min([config.max_concurrent, *capacities])
+    return max(1, min(-(-num_groups // ranks.size), episodes // group_size))
+
+
+def in_order(trajectories: list[Trajectory]) -> list[Trajectory]:
+    return sorted(trajectories, key=lambda t: (t.group_id, t.index, t.actor))
 
 
 async def run_group(
-    env: Env, actors: Mapping[str, Actor], plan: RolloutPlan, number: int, config: RolloutConfig
+    env: Env, actors: Mapping[str, Actor], plan: RolloutPlan, task: Task, number: int, config: RolloutConfig
 ) -> list[Trajectory]:
     """The trajectories of one group. Its order of speakers is drawn once; what scores it as a whole comes last, and if that
     goes wrong all of it has failed."""
-    task, group_id = plan.tasks[number], f"{plan.name}/{number:06d}"
+    group_id = f"{plan.name}/{number:06d}"
     seed = counter_seed(plan.seed, plan.drawn_as, number, "schedule")
 
     found: list[Trajectory] = []
@@ -77,7 +86,9 @@ async def run_group(
         runs = [run_episode(env, actors, plan, drawn, number, index, config) for index in range(plan.group_size)]
         found = [t for trajectories in await asyncio.gather(*runs) for t in trajectories]
         if env.group_rewards:
-            async with speaking(actors, plan, counter_seed(seed, "group"), f"{plan.drawn_as}/{number:06d}/group") as speakers:
+            async with speaking(
+                actors, plan, counter_seed(seed, "group"), f"{plan.drawn_as}/{number:06d}/group"
+            ) as speakers:
                 await asyncio.wait_for(env.score_group(task, found, speakers), config.episode_timeout_s)
     except Exception as error:
         reason = reason_of(error, f"what scores the group took longer than {limit_of(config)}")
@@ -142,7 +153,8 @@ def failures(actors: Mapping[str, Actor], task: Task, group_id: str, index: int,
     ]  # fmt: skip
 
 
-def refuse_failures(trajectories: list[Trajectory], limit: float, plan: RolloutPlan, ranks: Ranks) -> None:
+def refuse_failures(trajectories: list[Trajectory], limit: float, name: str, ranks: Ranks) -> None:
+    """Raises RunError on all ranks alike if more than this fraction of the episodes failed."""
     failed = [t for t in trajectories if t.status == "failed"]
     first = f"{failed[0].task_id}: {failed[0].error}" if failed else ""
     num_failed, total = (len({(t.env, t.group_id, t.index) for t in some}) for some in (failed, trajectories))
@@ -150,7 +162,7 @@ def refuse_failures(trajectories: list[Trajectory], limit: float, plan: RolloutP
     num_failed, total = sum(c[0] for c in counts), sum(c[1] for c in counts)
     if num_failed > limit * total:
         raise RunError(
-            f"{num_failed} of {total} episodes of {plan.name} failed, more than "
+            f"{num_failed} of {total} episodes of {name} failed, more than "
             f"--rollout.max_failed_fraction={limit} allows. The first: {next(c[2] for c in counts if c[2])}"
         )
 
@@ -191,10 +203,24 @@ def jsonable(value: Any) -> Any:
     return str(value)
 
 
+def packed(trajectories: list[Trajectory]) -> bytes:
+    """As files hold them: one JSON object a line, compressed by zstd."""
+    lines = "".join(json.dumps(t, default=jsonable) + "\n" for t in trajectories)
+    return zstandard.ZstdCompressor(level=3).compress(lines.encode())
+
+
+def unpacked(data: bytes) -> list[Trajectory]:
+    found = []
+    for line in zstandard.ZstdDecompressor().decompress(data).splitlines():
+        fields = json.loads(line)
+        turns = [Turn(prompt_ids=t["prompt_ids"], completion=Completion(**t["completion"])) for t in fields["turns"]]
+        found.append(Trajectory(**fields | {"turns": turns}))
+    return found
+
+
 def write_trajectories(folder: Path, name: str, trajectories: list[Trajectory], ranks: Ranks) -> None:
     """rollouts/NAME.jsonl.zst; with several ranks each writes its own file, so that nothing is sent to be written."""
     suffix = f".rank_{ranks.rank:05d}" if ranks.size > 1 else ""
-    lines = "".join(json.dumps(t, default=jsonable) + "\n" for t in trajectories)
     beside = folder / f".{name}{suffix}.tmp"
-    beside.write_bytes(zstandard.ZstdCompressor(level=3).compress(lines.encode()))
+    beside.write_bytes(packed(trajectories))
     os.replace(beside, folder / f"{name}{suffix}.jsonl.zst")

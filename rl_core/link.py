@@ -1,0 +1,151 @@
+"""What ranks that learn and ranks that only sample tell each other: words and finished groups by the store of the process
+group, weights in buckets by a group of the first learner and all that sample. Nothing is pickled."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_core.types import RunError
+
+BUCKET_BYTES = 512 << 20
+HANDED = "link/handed"  # counter of groups
+
+
+@dataclass(kw_only=True, slots=True)
+class Link:
+    store: dist.Store
+    group: dist.ProcessGroup | None  # rank 0 is the first learner; None on the other learners
+    num_engines: int
+    is_engine: bool  # this rank only samples
+    device: torch.device  # on which weights travel
+    timeout_s: float
+    num_words: int = 0  # that this rank said or heard
+
+    def say(self, word: dict[str, Any]) -> None:
+        """The first learner's next word, which every rank that samples hears."""
+        self.store.set(f"link/word/{self.num_words}", json.dumps(word))
+        self.num_words += 1
+
+    def hear(self) -> dict[str, Any] | None:
+        """The next word, if it was said already."""
+        key = f"link/word/{self.num_words}"
+        if not self.store.check([key]):
+            return None
+        self.num_words += 1
+        return json.loads(self.store.get(key))
+
+    def hand(self, header: dict[str, Any], payload: bytes) -> None:
+        """Gives a finished group to whoever learns from it."""
+        index = self.store.add(HANDED, 1) - 1
+        self.store.set(f"link/payload/{index}", payload)
+        self.store.set(f"link/header/{index}", json.dumps(header))
+
+    def headers(self, begin: int) -> list[dict[str, Any]]:
+        """Of the groups handed from number `begin` on."""
+        end = self.store.add(HANDED, 0)
+        return [json.loads(self.store.get(f"link/header/{i}")) for i in range(begin, end)]
+
+    def payload(self, index: int) -> bytes:
+        """Of a group, which is then forgotten."""
+        found = bytes(self.store.get(f"link/payload/{index}"))
+        self.forget(index)
+        return found
+
+    def forget(self, index: int) -> None:
+        for kind in ("payload", "header"):
+            self.store.delete_key(f"link/{kind}/{index}")
+
+    def answer(self, name: str, rank: int, value: Any) -> None:
+        self.store.set(f"link/answer/{name}/{rank}", json.dumps(value))
+
+    def answers(self, name: str) -> list[Any]:
+        """What each rank that samples answered. Raises RunError if one has not within timeout_s seconds."""
+        keys, until = (
+            [f"link/answer/{name}/{rank}" for rank in range(self.num_engines)],
+            time.monotonic() + self.timeout_s,
+        )
+        while not self.store.check(keys):
+            if time.monotonic() > until:
+                raise RunError(
+                    f"a rank of --engine_ranks={self.num_engines} did not answer {name!r} within "
+                    f"--timeout_s={self.timeout_s:g}"
+                )
+            time.sleep(0.01)
+        keys = self.answer_keys(name)
+        found = [json.loads(self.store.get(key)) for key in keys]
+        for key in keys:
+            self.store.delete_key(key)
+        return found
+
+    def has_answers(self, name: str) -> bool:
+        return self.store.check(self.answer_keys(name))
+
+    def answer_keys(self, name: str) -> list[str]:
+        return [f"link/answer/{name}/{rank}" for rank in range(self.num_engines)]
+
+    def send_weights(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
+        """(name, full tensor) pairs, in `dtype`. Every learner must call it: all gather, the first one sends."""
+        for bucket in buckets((name, value.to(dtype) if self.group else value) for name, value in weights):
+            if self.group is not None:
+                facts = [[name, list(value.shape)] for name, value in bucket]
+                self.broadcast(json.dumps([str(dtype).removeprefix("torch."), facts]).encode())
+                self.wait(torch.cat([value.reshape(-1) for _, value in bucket]).to(self.device))
+        if self.group is not None:
+            self.broadcast(b"[]")
+
+    def receive_weights(self) -> Iterator[tuple[str, Tensor]]:
+        while facts := json.loads(self.broadcast(None)):
+            dtype, shapes = facts
+            sizes = [torch.Size(shape).numel() for _, shape in shapes]
+            flat = self.wait(torch.empty(sum(sizes), dtype=getattr(torch, dtype), device=self.device))
+            for (name, shape), part in zip(shapes, flat.split(sizes), strict=True):
+                yield name, part.view(shape)
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """The first learner's bytes; None where they are received."""
+        size = self.wait(torch.tensor([len(data or b"")], device=self.device))
+        content = torch.frombuffer(bytearray(data or bytes(int(size))), dtype=torch.uint8)
+        return self.wait(content.to(self.device)).cpu().numpy().tobytes()
+
+    def wait(self, tensor: Tensor) -> Tensor:
+        self.group.broadcast(tensor, 0).wait()
+        return tensor
+
+
+def make_link(
+    store: dist.Store, rank: int, size: int, num_engines: int, device: torch.device, timeout_s: float
+) -> Link:
+    """Of `size` ranks the last `num_engines` sample. Every rank must call it."""
+    is_engine, group = rank >= size - num_engines, None
+    if is_engine or rank == 0:
+        place = rank - (size - num_engines) + 1 if is_engine else 0
+        weights, timeout = dist.PrefixStore("weights", store), timedelta(seconds=timeout_s)
+        if device.type == "cuda":
+            group = dist.ProcessGroupNCCL(weights, place, num_engines + 1, dist.ProcessGroupNCCL.Options())
+        else:
+            group = dist.ProcessGroupGloo(weights, place, num_engines + 1, timeout)
+    return Link(
+        store=store, group=group, num_engines=num_engines, is_engine=is_engine, device=device, timeout_s=timeout_s
+    )
+
+
+def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Of at most BUCKET_BYTES, but for a larger tensor alone."""
+    bucket, size = [], 0
+    for name, value in weights:
+        if bucket and size + value.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, value))
+        size += value.nbytes
+    if bucket:
+        yield bucket
