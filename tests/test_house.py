@@ -18,11 +18,11 @@ ROOT = Path(__file__).parent.parent
 ROOMS = {
     "ground": ["types", "config", "checks", "command_line"],
     "pure": ["data"],
-    "shared": ["distributed", "host_copies", "metrics"],
+    "shared": ["link", "distributed", "host_copies", "metrics"],
     "sampling": ["sampling"],
     "learning": ["learning"],
     "serving": ["serving"],
-    "roof": ["train", "costs", "build", "credit", "loop", "cli", "check", "tryout"],
+    "roof": ["train", "costs", "build", "credit", "groups", "loop", "cli", "check", "tryout"],
 }
 BELOW = {
     "ground": set(),
