@@ -14,6 +14,7 @@ import zlib
 
 LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
 RULES = "Tic-tac-toe. Reply with the number of a free cell alone."
+SEATS = ("x", "o")
 NUM_EVAL = 100
 max_turns = 5  # of one seat; with --max_prompt_tokens it says how long a game's conversation may be
 
@@ -21,13 +22,13 @@ max_turns = 5  # of one seat; with --max_prompt_tokens it says how long a game's
 def load_tasks(split):
     """Training: against a learner, from every board with up to two stones. Evaluation: against the random player."""
     if split == "eval":
-        seats = ["xo"[n % 2] for n in range(NUM_EVAL)]
+        seats = [SEATS[n % 2] for n in range(NUM_EVAL)]
         return [{"prompt": RULES, "opponent": "random", "opening": "", "seat": seat} for seat in seats]
     openings = ["", *"123456789", *(f"{a}{b}" for a in range(1, 10) for b in range(1, 10) if a != b)]
     return [
         {"prompt": RULES, "opponent": "actor", "opening": opening, "seat": seat}
         for opening in openings
-        for seat in "xo"
+        for seat in SEATS
     ]
 
 

@@ -508,7 +508,9 @@ class EmbeddedEngine:
         self._parked[request.session] = Parked(
             adapter=request.adapter, token_ids=token_ids, kept=self._cache.snapshot(request.row, len(token_ids))
         )
-        while sum(len(p.token_ids) for p in self._parked.values()) > self.capacity * self.max_context_tokens:
+        limit = self.capacity * self.max_context_tokens
+        # No more conversations than slots always fit: counting tokens at each turn takes time.
+        while len(self._parked) > self.capacity and sum(len(p.token_ids) for p in self._parked.values()) > limit:
             del self._parked[next(iter(self._parked))]
 
     def _leave(self, request: Request) -> None:
