@@ -45,6 +45,7 @@ from rl_core.sampling.mix import EnvMix, Limits
 from rl_core.sampling.rewards import weight_of_task
 from rl_core.sampling.stream import Intake
 from rl_core.sampling.time_slice import TimeSlice
+from rl_core.timeline import span
 from rl_core.types import Task, TrainingSample, counter_seed
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class Run(Plan):
     @contextmanager
     def timed(self, phase: str):
         began = time.monotonic()
-        with naming_what_was_waited_for(phase, self.ranks, self.config.timeout_s):
+        with naming_what_was_waited_for(phase, self.ranks, self.config.timeout_s), span("rank", phase):
             yield
         name = f"time/{phase}_s"
         # What several actors take in one step adds up.

@@ -291,6 +291,10 @@ class Config:
     dp_replicate: int = flag(1, "copies of the weights, each split over the ranks that the copies leave it (HSDP)")
     cp: int = flag(1, "ranks that compute the same sequences, each a part of their tokens (ring attention)")
     tp: int = flag(1, "ranks that compute the same tokens, each a part of the matrices (tensor parallel)")
+    timeline_step: int = flag(
+        0,
+        "write what each rank did when in this step to timeline_NUMBER.json in --out, for ui.perfetto.dev; 0 is no step",
+    )
     timeout_s: float = flag(600.0, "seconds that a rank waits for the others before it gives up")
     dry_run: bool = flag(False, "print the plan, and what a step costs, and stop")
     device_memory_gib: float | None = flag(

@@ -7,6 +7,7 @@ import gc
 import re
 from pathlib import Path
 
+from rl_core import timeline
 from rl_core.build import SFT_EXPORT, Run, imitation, make_learner
 from rl_core.credit import baseline_groups, group_results, has_signal, samples_of
 from rl_core.distributed import all_gather_json
@@ -25,6 +26,7 @@ from rl_core.learning.model import export_policy, reads_in_place
 from rl_core.metrics import Mean, Sum
 from rl_core.sampling.rollout import rollout_metrics, write_trajectories
 from rl_core.sampling.stream import HeldClock
+from rl_core.timeline import span
 from rl_core.types import TrainingSample
 
 
@@ -75,6 +77,8 @@ async def train_steps(run: Run) -> None:
         run.intake = open_intake(run)
     for step in range(run.start - run.first, config.num_steps):
         run.metrics, done = {}, run.first + step + 1
+        if is_recorded := done == config.timeline_step:
+            record(run)
         is_evaluated = is_due(step + 1, config.eval_every, config.num_steps)
         with run.timed("step"):
             with run.timed("generate"):
@@ -91,6 +95,8 @@ async def train_steps(run: Run) -> None:
                     send_weights(run, done)
             for engine in run.engines.values() if config.max_staleness else ():
                 await engine.resume()
+        if is_recorded:
+            write_timeline(run, done)
         note_speed(run)
         run.log.progress(done, run.log.write(done, run.metrics))
         if is_evaluated and config.eval_every:
@@ -103,9 +109,12 @@ async def train_steps(run: Run) -> None:
 
 def learn(run: Run, name: str, samples: list[TrainingSample], step: int) -> None:
     learner, room = run.learners[name], f"{run.room}/{name}/"
-    minibatches, packing = learner.shard(samples)
-    run.note(room, learner.annotate(minibatches))
-    run.note(room, learner.step(minibatches, step))
+    with span(f"learner {name}", "move samples"):
+        minibatches, packing = learner.shard(samples)
+    with span(f"learner {name}", "annotate"):
+        run.note(room, learner.annotate(minibatches))
+    with span(f"learner {name}", "update"):
+        run.note(room, learner.step(minibatches, step))
     run.note("", packing)
 
 
@@ -166,6 +175,25 @@ async def sleep_engines(run: Run) -> None:
         if run.config.max_staleness:
             await engine.pause()
         await engine.sleep()
+
+
+def record(run: Run) -> None:
+    """From here on, on every rank."""
+    timeline.start()
+    if run.ranks.link is not None and run.ranks.rank == 0:
+        run.ranks.link.say({"record": True})
+
+
+def write_timeline(run: Run, step: int) -> None:
+    """What all ranks did since record(), as one file."""
+    ranks, link = run.ranks, run.ranks.link
+    by_rank = {f"rank {r}": own for r, own in enumerate(all_gather_json(timeline.stop(), ranks))}
+    if ranks.rank > 0:
+        return
+    if link is not None:
+        link.say({"recorded": step})
+        by_rank |= {f"engine rank {r}": own for r, own in enumerate(link.answers(f"recorded/{step}"))}
+    timeline.write(Path(run.config.out) / f"timeline_{step:06d}.json", by_rank)
 
 
 async def sync_engine(run: Run, name: str, version: int) -> None:

@@ -151,7 +151,9 @@ def test_the_check_of_gpus_says_that_there_is_none(tmp_path):
 @pytest.mark.slow
 def test_bench_async_runs_every_mode(tmp_path):
     out = tmp_path / "async.json"
-    subprocess.run([sys.executable, ROOT / "scripts/bench_async.py", "--steps", "3", "--turn_s", "0.01", "--out", out], check=True)
+    subprocess.run(
+        [sys.executable, ROOT / "scripts/bench_async.py", "--steps", "3", "--turn_s", "0.01", "--out", out], check=True
+    )
     runs = json.loads(out.read_text())["runs"]
     assert [r["staleness"] is None for r in runs.values()] == [True, False, False, False, False]
     assert all(r["seconds"] > 0 for r in runs.values())

@@ -231,7 +231,8 @@ def test_ranks_that_only_sample_hand_groups_to_several_learners(uneven, tmp_path
     eval_rows.write_text(
         "".join(json.dumps({"messages": [{"role": "user", "content": "1"}], "n": 1}) + "\n" for _ in "ab")
     )
-    torchrun(4, "-m", "rl_core.train", *flags, "--engine_ranks", "2", "--data.eval", str(eval_rows))
+    flags += ["--data.eval", str(eval_rows)]
+    torchrun(4, "-m", "rl_core.train", *flags, "--engine_ranks", "2")
     steps = steps_of(out)
     ages = [number - v for number, found in enumerate(steps) for t in found for v in versions_of(t)]
     assert max(ages) == 1
@@ -259,6 +260,21 @@ def test_a_rank_that_only_samples_is_missed_when_it_dies(uneven, tmp_path):
     finally:
         process.send_signal(signal.SIGKILL)
     assert process.returncode not in (0, -9) and "Signal 9 (SIGKILL)" in text
+
+
+def test_a_timeline_shows_every_rank(uneven, tmp_path, torchrun):
+    out = tmp_path / "run"
+    flags = [*uneven, "--num_steps", "3", "--max_staleness", "1", "--timeline_step", "2", "--out", str(out)]
+    torchrun(2, "-m", "rl_core.train", *flags, "--engine_ranks", "1")
+    events = json.loads((out / "timeline_000002.json").read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    seen = {(names[e["pid"]], e["cat"], e["name"]) for e in events if e["ph"] == "b"}
+    assert {("rank 0", "rank", "learn"), ("rank 0", "learner policy", "update")} <= seen
+    assert {("engine rank 0", "engine policy", "generate"), ("engine rank 0", "environment", "interact")} <= seen
+    assert ("engine rank 0", "transfer", "weights of version 2") in seen
+    times = {(e["pid"], e["id"], e["ph"]): e["ts"] for e in events if e["ph"] in "be"}
+    ended = [(pid, number) for pid, number, kind in times if kind == "e"]
+    assert ended and all(times[pid, number, "b"] <= times[pid, number, "e"] for pid, number in ended)
 
 
 REFUSED = {
