@@ -24,22 +24,27 @@ from rl_core.learning.algorithms import CRITIC, Algorithm, check_algorithm, make
 from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint, saved_step
 from rl_core.learning.learner import Learner
 from rl_core.learning.liger import apply_liger, check_liger
-from rl_core.learning.lora import check_lora
+from rl_core.learning.loading import second_model
+from rl_core.learning.lora import DEFAULT, check_lora, merged_weights
 from rl_core.learning.model import (
+    Policy,
     PolicyModel,
+    SharedPolicy,
     compile_blocks,
     end_token_ids,
+    is_in_4_bits,
     load_hf_model,
     load_model_config,
     make_policy,
     make_reference,
     reads_in_place,
 )
-from rl_core.learning.offload import activations_on_host
+from rl_core.learning.offload import Offload, activations_on_host
 from rl_core.learning.tensor_parallel import check_tensor_parallel
 from rl_core.metrics import Mean, Metric, RunLog, add_metrics
 from rl_core.sampling.actor import Actor
-from rl_core.sampling.engine import Engine, make_engine
+from rl_core.sampling.embedded_engine import load_weights
+from rl_core.sampling.engine import ActorEngine, Engine, make_engine
 from rl_core.sampling.env import Env, load_env
 from rl_core.sampling.mix import EnvMix, Limits
 from rl_core.sampling.rewards import weight_of_task
@@ -342,23 +347,33 @@ def build(plan: Plan, ranks: Ranks) -> Run:
             (out / "rollouts" / TOKENIZERS).write_text(json.dumps(fingerprints))
     found = checkpoints_in(out / "checkpoints") if config.resume else []
     is_sft = plan.sft is not None and (not found or saved_step(found[-1]) <= plan.first)
-    learners = {name: make_learner(plan.sft if is_sft else plan, name, ranks) for name in config.trained if learns}
+    shared = shared_policies(config, ranks) if learns else {}
+    learners = {
+        name: make_learner(plan.sft if is_sft else plan, name, ranks, shared.get(name))
+        for name in config.trained
+        if learns
+    }
     state = load_checkpoint(found[-1], learners) if found else {"step": 0, "position": 0}
     if plan.curriculum:
         plan.curriculum.load(state.get("curriculum", {}))
     engines, actors, held = {}, {}, [m.hf for x in learners.values() for m in x.models()]
     time_slice = TimeSlice(config.rollout.max_slice_s) if plan.takes_turns else None
+    of_models: dict[str, tuple[Engine, list[int]]] = {}  # by the name of the actor whose model it is
     for name, actor in config.actors.items() if samples else ():
         if actor.api:
             actors[name] = plan.remote[name]
             continue
-        model, ends = speaking_model(plan, name, learners.get(name), ranks)
-        is_own = name not in learners or model is not learners[name].policy.hf
-        held += [model] if is_own else []
-        offloads = is_own and plan.takes_turns
-        engines[name] = make_engine(config, model, plan.chats[name].tokenizer, ranks.size, offloads)
-        if time_slice is not None:
-            engines[name] = time_slice.engine(engines[name])
+        if (owner := actor.share or name) not in of_models:
+            model, ends = speaking_model(plan, owner, learners.get(owner), ranks)
+            held.append(model)
+            is_own = owner not in learners or not reads_in_place(learners[owner].policy)
+            tokenizer, offloads = plan.chats[owner].tokenizer, is_own and plan.takes_turns
+            engine = make_engine(config, model, tokenizer, ranks.size, offloads)
+            of_models[owner] = time_slice.engine(engine) if time_slice else engine, ends
+        engines[name], ends = of_models[owner]
+        if owner in config.sharers:
+            adapter = shared[name].adapter.to_dict() if name in shared else None
+            engines[name] = ActorEngine(engines[name], name if adapter else "", adapter)
         stop = tuple(dict.fromkeys([*plan.chats[name].stop_token_ids, *ends]))
         limits = {"max_turns": config.turn_limit, "max_context_tokens": config.max_context_tokens}
         actors[name] = Actor(
@@ -371,9 +386,8 @@ def build(plan: Plan, ranks: Ranks) -> Run:
             **limits,
         )
     if config.liger:
-        apply_liger(
-            held
-        )  # last, since what is loaded after it is of Liger's classes, which lack options of some models
+        # Last, since what is loaded after it is of Liger's classes, which lack options of some models.
+        apply_liger(list({id(model): model for model in held}.values()))
     all_gather_json(None, ranks)  # the folders are there
     log = RunLog(out, ranks, plan.first + config.num_steps, state["step"]) if learns else None
     limits = {
@@ -410,17 +424,36 @@ def make_api_actor(config: Config, name: str) -> ApiActor:
 
 def speaking_model(plan: Plan, name: str, learner: Learner | None, ranks: Ranks) -> tuple[nn.Module, list[int]]:
     """What an engine samples with, and the tokens that end a turn by its generation_config.json: the learner's own model
-    where it is whole, else a copy in the dtype of compute."""
-    if learner is not None and reads_in_place(learner.policy):
-        return learner.policy.hf, end_token_ids(learner.policy.hf)
+    where it is whole, or its weights where several share them, else a copy in the dtype of compute."""
+    policy = learner and learner.policy
+    if policy is not None and reads_in_place(policy):
+        model = second_model(policy.hf) if isinstance(policy, SharedPolicy) else policy.hf
+        return model, end_token_ids(policy.hf)
     model = load_hf_model(plan.config.actors[name].model, compute_dtype(plan.config), ranks.device)
+    if isinstance(policy, SharedPolicy) and is_in_4_bits(policy):
+        load_weights(model, merged_weights(policy.hf, adapter=None))  # what its adapters learn beside
     return model, end_token_ids(model)
 
 
-def make_learner(plan: Plan, name: str, ranks: Ranks, policy: PolicyModel | None = None) -> Learner:
+def shared_policies(config: Config, ranks: Ranks) -> dict[str, SharedPolicy]:
+    """Of the actors that train adapters of one model, each model loaded once."""
+    found = {}
+    for owner, others in config.sharers.items():
+        names = {owner: DEFAULT} | {name: f"of_{name}" for name in others if config.actors[name].is_trained}
+        loras = {names[name]: (config.actors[name].lora, counter_seed(config.seed, name)) for name in names}
+        lora, seed = loras.pop(DEFAULT)
+        model = make_trained(config, config.actors[owner].model, ranks, lora, seed, more_adapters=loras)
+        offload = Offload([], [], ranks.device)
+        found |= {name: SharedPolicy(model, adapter, offload) for name, adapter in names.items()}
+        if config.learner.offload == "phase" and not reads_in_place(found[owner]):
+            offload.models.append(model)
+    return found
+
+
+def make_learner(plan: Plan, name: str, ranks: Ranks, policy: Policy | None = None) -> Learner:
     """The learner of an actor, with an optimizer that has not stepped yet, and with the reference and the critic that the
-    algorithm asks for. Both start as the model at the start of the run, or as what SFT before RL made of it, which is then
-    the `policy`."""
+    algorithm asks for. Both start as the model at the start of the run, or as what SFT before RL made of it. `policy`: what SFT
+    made, or what is shared."""
     config, actor = plan.config, plan.config.actors[name]
     if actor.lr is not None and plan.algorithm.is_rl:
         config = replace(config, optim=replace(config.optim, lr=actor.lr))

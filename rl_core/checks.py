@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from dataclasses import replace
 from typing import Any
 
-from rl_core.config import Config, EnvConfig, PreferenceConfig, SftConfig, nearest
+from rl_core.config import Config, EnvConfig, LoraConfig, PreferenceConfig, SftConfig, nearest
 
 
 def check_config(config: Config) -> None:
@@ -153,6 +154,7 @@ def check_config(config: Config) -> None:
 
 def check_actors(config: Config) -> None:
     """Raises ValueError for actors that cannot speak or learn, from the flags alone."""
+    share_models(config)
     for name, actor in config.actors.items():
         at = f"--actors.{name}"
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
@@ -194,6 +196,44 @@ def check_actors(config: Config) -> None:
             f"--sft.steps={config.sft.steps}: SFT before RL is for one trained actor, there are {', '.join(config.trained)}; run "
             "SFT of each on its own first"
         )
+
+
+def share_models(config: Config) -> None:
+    """Gives each actor that shares a model what it takes from the one whose it is. Raises ValueError where it cannot."""
+    for name, actor in config.actors.items():
+        if actor.share is None:
+            continue
+        at, others = f"--actors.{name}", [other for other in config.actors if other != name]
+        share = f"{at}.share={actor.share}"
+        if actor.share not in others:
+            raise ValueError(f"{share} is no other actor; {nearest(actor.share, others)}")
+        owner = config.actors[actor.share]
+        if owner.share:
+            raise ValueError(f"{share} shares the model of {owner.share} itself; take {at}.share={owner.share}")
+        if owner.api or not owner.is_trained or not owner.lora.rank:
+            raise ValueError(
+                f"{share}: a model can be shared where it is frozen beside adapters; give {actor.share} some, such as "
+                f"--actors.{actor.share}.lora.rank=16"
+            )
+        if actor.api:
+            raise ValueError(f"{share} and {at}.api={actor.api}: it speaks here or elsewhere; drop one of them")
+        if actor.model not in (None, owner.model):
+            raise ValueError(
+                f"{share}, whose model is {owner.model}, and {at}.model={actor.model}: leave the model out"
+            )
+        if actor.lora.quantize not in ("none", owner.lora.quantize):
+            raise ValueError(
+                f"{share}, whose model has quantize={owner.lora.quantize}, and {at}.lora.quantize={actor.lora.quantize}: "
+                "leave that out"
+            )
+        actor.model = owner.model
+        if actor.is_trained and not actor.lora.rank and replace(actor.lora, quantize="none") != LoraConfig():
+            raise ValueError(
+                f"{at}.lora.rank is missing beside other {at}.lora flags; give it, or leave out all of them"
+            )
+        if actor.is_trained:
+            own = actor.lora if actor.lora.rank else owner.lora
+            actor.lora = replace(own, quantize=owner.lora.quantize)
 
 
 def check_envs(config: Config) -> None:

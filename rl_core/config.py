@@ -49,6 +49,10 @@ class ActorConfig:
     api_retries: int = flag(8, "further requests for a reply, where one before failed in a way that may pass")
     max_tokens: int | None = flag(None, "tokens that it may sample in one turn; default and most: --max_tokens")
     lr: float | None = flag(None, "peak learning rate; default: --optim.lr")
+    share: str | None = flag(
+        None,
+        "name of an actor with adapters, whose model this one speaks with too: by an adapter of its own or, if frozen, by none",
+    )
     chat_template: str | None = flag(None, "file with a Jinja chat template, instead of the tokenizer's own")
     lora: LoraConfig = flag(LoraConfig, "adapters")
 
@@ -323,6 +327,15 @@ class Config:
     def trained(self) -> list[str]:
         """Names of the actors that learn."""
         return [name for name, actor in self.actors.items() if actor.is_trained]
+
+    @property
+    def sharers(self) -> dict[str, list[str]]:
+        """Name of each actor whose model others share -> the others."""
+        found: dict[str, list[str]] = {}
+        for name, actor in self.actors.items():
+            if actor.share:
+                found.setdefault(actor.share, []).append(name)
+        return found
 
     @property
     def env_paths(self) -> dict[str, str]:

@@ -22,7 +22,7 @@ from rl_core.groups import (
     send_weights,
 )
 from rl_core.learning.checkpoint import save_checkpoint
-from rl_core.learning.model import export_policy, reads_in_place
+from rl_core.learning.model import engine_weights, export_policy
 from rl_core.metrics import Mean, Sum
 from rl_core.sampling.rollout import rollout_metrics, write_trajectories
 from rl_core.sampling.stream import HeldClock
@@ -199,9 +199,7 @@ def write_timeline(run: Run, step: int) -> None:
 async def sync_engine(run: Run, name: str, version: int) -> None:
     """The engine's weights become the learner's; one that reads them in place only forgets what it computed with the old."""
     if name in run.engines:
-        learner = run.learners[name]
-        weights = None if reads_in_place(learner.policy) else learner.named_weights()
-        await run.engines[name].update_weights(weights, version)
+        await run.engines[name].update_weights(engine_weights(run.learners[name].policy), version)
 
 
 async def evaluate(run: Run, step: int) -> None:

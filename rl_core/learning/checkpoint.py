@@ -25,12 +25,13 @@ from torch.distributed.tensor import DTensor
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.learning.learner import Learner
 from rl_core.learning.loading import local_part
+from rl_core.learning.model import whole_model
 
 
 def trained_weights(learner: Learner) -> dict[str, Tensor]:
     """Name -> parameter as the learner holds it, sharded or not. What is frozen is loaded from where it came from."""
-    if isinstance(learner.policy, FSDPModule):
-        learner.policy.reshard()  # after a forward without a backward some parameters are still whole
+    if isinstance(model := whole_model(learner.policy), FSDPModule):
+        model.reshard()  # after a forward without a backward some parameters are still whole
     return {n: p.detach() for n, p in learner.policy.named_parameters() if p.requires_grad}
 
 

@@ -35,7 +35,7 @@ from rl_core.learning.algorithms import (
     token_rewards,
 )
 from rl_core.learning.critic import value_losses, value_metrics, value_sums
-from rl_core.learning.model import PolicyModel, named_weights, reads_in_place
+from rl_core.learning.model import Policy, SharedPolicy, named_weights, reads_in_place
 from rl_core.learning.nonfinite import NonfiniteUpdates, SkippedUpdate
 from rl_core.learning.offload import Offload
 from rl_core.learning.optim import learning_rate, make_optimizer
@@ -61,9 +61,9 @@ class Learner:
         self,
         config: Config,
         algorithm: Algorithm,
-        policy: PolicyModel,
+        policy: Policy,
         ranks: Ranks,
-        reference: PolicyModel | None = None,
+        reference: Policy | None = None,
         critic: Learner | None = None,
         name: str = "policy",
     ):
@@ -80,8 +80,10 @@ class Learner:
             Path(config.out) / "nonfinite" / name, config.learner.max_nonfinite_updates, ranks
         )
         learners = self.trained("").values() if config.learner.offload == "phase" else ()
+        shared = policy.offload if isinstance(policy, SharedPolicy) else None
         models = [learner.policy for learner in learners if not reads_in_place(learner.policy)]
-        self.offload = Offload(models, [learner.optimizer for learner in learners], ranks.device)
+        models = [model for model in models if not isinstance(model, SharedPolicy)]
+        self.offload = Offload(models, [learner.optimizer for learner in learners], ranks.device, shared)
 
     def shard(self, samples: list[TrainingSample]) -> tuple[list[Minibatch], dict[str, Metric]]:
         """Every rank's samples -> balanced minibatches, each sample moved at most once, from the rank that has it to the
@@ -141,7 +143,8 @@ class Learner:
             for batch in batches:
                 batch.old_logprobs = self.policy(batch, self.temperature)[0]
         if self.reference is not None:
-            self.reference.to(self.ranks.device)
+            if self.reference is not self.policy:
+                self.reference.to(self.ranks.device)
             for batch in batches:
                 with self.reference.adapter_disabled():
                     batch.ref_logprobs = self.reference(batch, self.temperature)[0]
@@ -305,7 +308,7 @@ class Learner:
         """All that learns here, by the names that a checkpoint gives it."""
         return {name: self} | ({} if self.critic is None else {f"{name}_critic": self.critic})
 
-    def models(self) -> list[PolicyModel]:
+    def models(self) -> list[Policy]:
         """All that it holds, each once."""
         held = [self.policy, self.reference, *(self.critic.models() if self.critic else ())]
         return list({id(model): model for model in held if model is not None}.values())

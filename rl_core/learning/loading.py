@@ -124,6 +124,19 @@ def make_empty_model(
     return model, weights
 
 
+def second_model(hf: nn.Module) -> nn.Module:
+    """A model of its own modules over the weights of another, those of the other's adapters left out."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf.config, dtype=hf.dtype, attn_implementation=attention.NAME)
+    model.requires_grad_(False)  # which the weights' own is set to
+    parameters = hf.named_parameters(remove_duplicate=False)
+    weights = {n.replace(".base_layer.", "."): p for n, p in parameters if ".lora_A." not in n and ".lora_B." not in n}
+    model.load_state_dict(weights, strict=False, assign=True)
+    assert restore_buffers(model), f"{type(model).__name__} has buffers that cannot be computed anew"
+    model.generation_config = hf.generation_config
+    return model.to(hf.device)
+
+
 def load_scoring_model(path: str, device: torch.device) -> nn.Module:
     """A sequence classifier of one label in fp32. Its head `score` is 0, so that no reply is better than another, unless
     the folder holds a trained one."""

@@ -18,6 +18,8 @@ from rl_core.types import counter_seed
 if TYPE_CHECKING:
     import peft
 
+DEFAULT = "default"  # peft's name of an adapter, which exports and checkpoints have in the names of its weights
+
 
 def check_lora(lora: LoraConfig, model_config: PretrainedConfig) -> None:
     """Raises ValueError if the model has no such layers or a rank is larger than a layer, before any weight is read."""
@@ -69,27 +71,32 @@ def quantization(lora: LoraConfig, dtype: torch.dtype, device: torch.device) -> 
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def add_adapters(model: nn.Module, lora: LoraConfig, path: str) -> peft.LoraConfig:
-    """Freezes the model and puts fp32 adapters beside its layers; draw_adapters() fills them."""
+def add_adapters(model: nn.Module, loras: dict[str, LoraConfig], path: str) -> dict[str, peft.LoraConfig]:
+    """Freezes the model and puts fp32 adapters beside its layers, several by name; draw_adapters() fills them."""
     import peft
 
-    config = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=target_names(lora, linear_layers(model)),
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=path,
-    )
-    peft.inject_adapter_in_model(config, model)
-    for _, parameter in adapter_parameters(model):
-        parameter.data = torch.zeros(parameter.shape, device=parameter.device)
-    return config
+    targets = {name: target_names(lora, linear_layers(model)) for name, lora in loras.items()}
+    configs = {}
+    for name, lora in loras.items():
+        configs[name] = peft.LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            target_modules=targets[name],
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=path,
+        )
+        peft.inject_adapter_in_model(configs[name], model, name)
+    for name in loras:
+        for _, parameter in adapter_parameters(model, name):
+            parameter.data = torch.zeros(parameter.shape, device=parameter.device)
+            parameter.requires_grad_(True)  # peft trains but the one that it added first
+    return configs
 
 
 @torch.no_grad()
-def draw_adapters(model: nn.Module, seed: int) -> None:
-    """Adapters as training begins with them, alike for any number of ranks: A is random, B is 0."""
-    for name, parameter in adapter_parameters(model):
+def draw_adapters(model: nn.Module, seed: int, adapter: str = DEFAULT) -> None:
+    """An adapter as training begins with it, alike for any number of ranks and other adapters: A is random, B is 0."""
+    for name, parameter in adapter_parameters(model, adapter):
         draw = torch.zeros(parameter.shape)
         if ".lora_A." in name:
             generator = torch.Generator().manual_seed(counter_seed(seed, "lora", name))
@@ -98,18 +105,21 @@ def draw_adapters(model: nn.Module, seed: int) -> None:
         local.copy_(draw[slices])
 
 
-def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((n, p) for n, p in model.named_parameters() if ".lora_A." in n or ".lora_B." in n)
+def adapter_parameters(model: nn.Module, adapter: str = DEFAULT) -> Iterator[tuple[str, nn.Parameter]]:
+    """Of one adapter, by the names that they would have if it were alone."""
+    for name, parameter in model.named_parameters():
+        if f".lora_A.{adapter}." in name or f".lora_B.{adapter}." in name:
+            yield name.replace(f".{adapter}.", f".{DEFAULT}."), parameter
 
 
-def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(peft's name, full tensor) of each adapter. Every rank must exhaust it."""
-    for name, parameter in adapter_parameters(model):
-        yield f"base_model.model.{name.replace('.default.', '.')}", whole(parameter.detach())
+def adapter_weights(model: nn.Module, adapter: str = DEFAULT) -> Iterator[tuple[str, Tensor]]:
+    """(peft's name, full tensor) of each matrix of an adapter. Every rank must exhaust it."""
+    for name, parameter in adapter_parameters(model, adapter):
+        yield f"base_model.model.{name.replace(f'.{DEFAULT}.', '.')}", whole(parameter.detach())
 
 
-def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) with adapters added, W + alpha/rank B A, and nothing in 4 bits; a tied weight comes
+def merged_weights(model: nn.Module, adapter: str | None = DEFAULT) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor) with an adapter added, W + alpha/rank B A, and nothing in 4 bits; a tied weight comes
     once. Every rank must exhaust it."""
     for name, parameter in model.named_parameters():
         if ".lora_A." in name or ".lora_B." in name:
@@ -123,6 +133,7 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         owner_name = layer_name.removesuffix(".base_layer")
         if kind == "weight" and owner_name != layer_name:
             owner = model.get_submodule(owner_name)
-            a_RD, b_DR = (whole(part["default"].weight.detach()) for part in (owner.lora_A, owner.lora_B))
-            value = value.float() + owner.scaling["default"] * (b_DR @ a_RD)
+            if adapter in owner.lora_A:
+                a_RD, b_DR = (whole(part[adapter].weight.detach()) for part in (owner.lora_A, owner.lora_B))
+                value = value.float() + owner.scaling[adapter] * (b_DR @ a_RD)
         yield f"{owner_name}.{kind}", value

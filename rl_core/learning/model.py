@@ -31,7 +31,16 @@ from rl_core.learning.loading import (
     read_weights,
 )
 from rl_core.learning.logprobs import fused_logprobs
-from rl_core.learning.lora import adapter_weights, add_adapters, draw_adapters, merged_weights, quantization
+from rl_core.learning.lora import (
+    DEFAULT,
+    adapter_parameters,
+    adapter_weights,
+    add_adapters,
+    draw_adapters,
+    merged_weights,
+    quantization,
+)
+from rl_core.learning.offload import Offload
 from rl_core.learning.ring_attention import make_ring
 from rl_core.learning.tensor_parallel import split_again, split_matrices
 from rl_core.types import PackedBatch
@@ -46,9 +55,10 @@ class PolicyModel(nn.Module):
     """A causal language model that gives logprobs of a packed batch, or a classifier that gives scores. The head is
     applied in here, so that sharded weights are whole when it is."""
 
-    def __init__(self, hf: nn.Module, export_dtype: torch.dtype, adapter: peft.LoraConfig | None = None):
+    def __init__(self, hf: nn.Module, export_dtype: torch.dtype, adapters: dict[str, peft.LoraConfig] | None = None):
         super().__init__()
-        self.hf, self.export_dtype, self.adapter = hf, export_dtype, adapter
+        self.hf, self.export_dtype, self.adapters = hf, export_dtype, adapters or {}
+        self.adapter_name, self.active = DEFAULT, DEFAULT if len(self.adapters) < 2 else None
         self.is_away = False  # its weights wait on the host
         self.keeps_activations = nullcontext  # makes the context of a forward
         self.cp_group: dist.ProcessGroup | None = None  # that computes each batch together
@@ -80,13 +90,17 @@ class PolicyModel(nn.Module):
         return outputs, entropy
 
     @property
+    def adapter(self) -> peft.LoraConfig | None:
+        return self.adapters.get(DEFAULT)
+
+    @property
     def is_scoring(self) -> bool:
         return hasattr(self.hf, "score")
 
     @contextmanager
     def adapter_disabled(self):
         """The model without its adapters, which is where its training began."""
-        layers = [m for m in self.hf.modules() if hasattr(m, "_disable_adapters")]
+        layers = self.adapted_layers()
         # peft's own switch changes requires_grad, which FSDP must not see.
         for layer in layers:
             layer._disable_adapters = True
@@ -95,6 +109,49 @@ class PolicyModel(nn.Module):
         finally:
             for layer in layers:
                 layer._disable_adapters = False
+
+    def activate(self, adapter: str) -> None:
+        """Forwards from here on are with that adapter. It stays after one, for what is recomputed in the backward."""
+        if self.active != adapter:
+            for layer in self.adapted_layers():
+                layer._active_adapter = adapter  # for the same reason
+            self.active = adapter
+
+    def adapted_layers(self) -> list[nn.Module]:
+        return [m for m in self.hf.modules() if hasattr(m, "_disable_adapters")]
+
+
+class SharedPolicy:
+    """A model that several actors share, as one of them has it: with the adapter that it alone trains."""
+
+    is_scoring = False
+
+    def __init__(self, model: PolicyModel, adapter_name: str, offload: Offload):
+        self.model, self.adapter_name = model, adapter_name
+        self.offload = offload  # of the weights that all share, and all adapters
+        self.hf, self.export_dtype, self.adapter = model.hf, model.export_dtype, model.adapters[adapter_name]
+
+    def __call__(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        self.model.activate(self.adapter_name)
+        return self.model(batch, temperature)
+
+    @property
+    def is_away(self) -> bool:
+        return self.model.is_away
+
+    def adapter_disabled(self):
+        return self.model.adapter_disabled()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of its adapter, by the names that they would have if it were alone."""
+        return adapter_parameters(self.model, self.adapter_name)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self.named_parameters())
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
 
 
 def make_policy(
@@ -106,10 +163,12 @@ def make_policy(
     seed: int = 0,
     is_scoring: bool = False,
     on_host: bool = False,
+    more_adapters: dict[str, tuple[LoraConfig, int]] | None = None,
 ) -> PolicyModel:
     """fp32 weights on this rank, sharded over all ranks if there are several or compute is not in fp32; each then reads its
     own part alone, where the files' names are the model's. With adapters these are in fp32, and what is frozen is as it
-    came, if compute is so. on_host: all wait on the host, and each block's come to the device to compute."""
+    came, if compute is so; more of them, each with its seed, by their names. on_host: all wait on the host, and each block's
+    come to the device to compute."""
     came_in = load_model_config(path).dtype or torch.float32
     is_split = ranks.size > 1 or dtype != torch.float32 or on_host
     has_adapters = lora is not None and lora.rank > 0
@@ -122,7 +181,9 @@ def make_policy(
         # FSDP moves a block at a time from the host.
         device = torch.device("cpu") if is_split else ranks.device
         hf = load_scoring_model(path, device) if is_scoring else load_hf_model(path, kept_in, device, **how)
-    policy = PolicyModel(hf, came_in, add_adapters(hf, lora, path) if has_adapters else None)
+    adapters = {DEFAULT: (lora, seed)} | (more_adapters or {}) if has_adapters else {}
+    found = add_adapters(hf, {name: lora for name, (lora, _) in adapters.items()}, path) if adapters else {}
+    policy = PolicyModel(hf, came_in, found)
     policy.cp_group = ranks.cp_group
     policy.train()
     without_dropout(policy.hf)
@@ -135,8 +196,8 @@ def make_policy(
     if empty is not None:
         allocate(policy, torch.device("cpu") if on_host else ranks.device, ranks.device)
         read_weights(hf, weights)
-    if has_adapters:
-        draw_adapters(hf, seed)
+    for name, (_, seed) in adapters.items():
+        draw_adapters(hf, seed, name)
     return policy
 
 
@@ -185,23 +246,45 @@ def end_token_ids(hf: nn.Module) -> list[int]:
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
-def is_sharded(policy: PolicyModel) -> bool:
+Policy = PolicyModel | SharedPolicy
+
+
+def whole_model(policy: Policy) -> PolicyModel:
+    """With what others train of it."""
+    return policy.model if isinstance(policy, SharedPolicy) else policy
+
+
+def is_sharded(policy: Policy) -> bool:
     return any(isinstance(p, DTensor) for p in policy.parameters())
 
 
-def reads_in_place(policy: PolicyModel) -> bool:
-    """Whether an engine can sample from the policy's own weights: whole, and without adapters, which are slow to apply at
-    every token. Else it has a copy that named_weights() updates."""
-    return policy.adapter is None and not is_sharded(policy)
+def is_in_4_bits(policy: Policy) -> bool:
+    return hasattr(policy.hf.config, "quantization_config")
 
 
-def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor), one whole tensor at a time, adapters merged. Every rank must exhaust it."""
+def reads_in_place(policy: Policy) -> bool:
+    """Whether an engine can sample from the policy's own weights: whole, and not beside an adapter, which is slow to apply at
+    every token, unless several actors share them. Else it has a copy."""
+    may_read = not is_in_4_bits(policy) if isinstance(policy, SharedPolicy) else policy.adapter is None
+    return may_read and not is_sharded(policy)
+
+
+def engine_weights(policy: Policy) -> Iterator[tuple[str, Tensor]] | None:
+    """What an update sends to the engine: of a shared model the adapter, by peft's names; nothing if the engine reads in
+    place; else all. Every rank must exhaust it."""
     assert not policy.is_away, "the weights wait on the host: enter learner.on_device()"
-    return merged_weights(policy.hf)
+    if isinstance(policy, SharedPolicy):
+        return adapter_weights(policy.hf, policy.adapter_name)
+    return None if reads_in_place(policy) else named_weights(policy)
 
 
-def export_policy(policy: PolicyModel, tokenizer, folder: Path, ranks: Ranks) -> None:
+def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor), one whole tensor at a time, the adapter merged. Every rank must exhaust it."""
+    assert not policy.is_away, "the weights wait on the host: enter learner.on_device()"
+    return merged_weights(policy.hf, policy.adapter_name)
+
+
+def export_policy(policy: Policy, tokenizer, folder: Path, ranks: Ranks) -> None:
     """A Hugging Face folder that from_pretrained loads, in the dtype that the model came in, adapters merged; these also
     on their own in FOLDER_adapter. Written beside its place and renamed, so that an old export stays whole until the new
     one is."""
@@ -247,9 +330,9 @@ def export_policy(policy: PolicyModel, tokenizer, folder: Path, ranks: Ranks) ->
     put_in_place(beside, folder)
 
 
-def export_adapter(policy: PolicyModel, folder: Path, ranks: Ranks) -> None:
+def export_adapter(policy: Policy, folder: Path, ranks: Ranks) -> None:
     """A folder that peft loads beside the model it began with."""
-    weights = {name: value.cpu().contiguous() for name, value in adapter_weights(policy.hf)}
+    weights = {name: value.cpu().contiguous() for name, value in adapter_weights(policy.hf, policy.adapter_name)}
     if ranks.rank == 0:
         beside = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(beside, ignore_errors=True)

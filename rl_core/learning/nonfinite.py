@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_core.distributed import Ranks, all_gather_json, local
+from rl_core.learning.model import Policy
 from rl_core.metrics import Metric, Sum
 from rl_core.types import PackedBatch, RunError, SequenceShard
 
@@ -42,7 +43,7 @@ class NonfiniteUpdates:
         self.in_a_row = 0
         self.kept: list[Path] = []  # this rank's newest files, as many as can come in a row
 
-    def skip(self, update: SkippedUpdate, model: nn.Module) -> dict[str, Metric]:
+    def skip(self, update: SkippedUpdate, model: Policy) -> dict[str, Metric]:
         """The metric of an update that was not made. Every rank must call it; each writes its own batch. Raises RunError on
         all ranks alike if more than max_in_a_row came one after the other."""
         self.in_a_row += 1
@@ -69,7 +70,7 @@ class NonfiniteUpdates:
         return {"nonfinite_updates": Sum(1 / self.ranks.size)}
 
 
-def what_is_not_finite(update: SkippedUpdate, model: nn.Module) -> list[str]:
+def what_is_not_finite(update: SkippedUpdate, model: Policy) -> list[str]:
     """What of loss, gradient, this rank's batch and its part of the weights is NaN or infinite."""
     found = [] if math.isfinite(update.grad_norm) else [f"gradient norm {update.grad_norm}"]
     found += [] if math.isfinite(update.loss) else [f"loss {update.loss}"]

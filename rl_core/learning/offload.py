@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +19,29 @@ MIN_BYTES = 1024  # of an activation that is worth moving
 class Offload:
     """The weights, gradients and optimizer state of a learner, on the device only where on_device() is entered."""
 
-    def __init__(self, models: list[nn.Module], optimizers: list[torch.optim.Optimizer], device: torch.device):
+    def __init__(
+        self,
+        models: list[nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        device: torch.device,
+        shared: Offload | None = None,
+    ):
         self.models, self.optimizers, self.copies = models, optimizers, HostCopies(device)
+        self.shared = shared  # of weights that other learners work with too
         self.depth = 0
 
     @contextmanager
     def on_device(self):
-        if not self.depth:
-            self.to_device()
-        self.depth += 1
-        try:
-            yield
-        finally:
-            self.depth -= 1
-        if not self.depth:  # not after an error, which ends the run
-            self.to_host()
+        with nullcontext() if self.shared is None else self.shared.on_device():
+            if not self.depth:
+                self.to_device()
+            self.depth += 1
+            try:
+                yield
+            finally:
+                self.depth -= 1
+            if not self.depth:  # not after an error, which ends the run
+                self.to_host()
 
     def to_host(self) -> None:
         self.copies.to_host(self.tensors())
@@ -41,6 +49,8 @@ class Offload:
             model.is_away = True
 
     def to_device(self) -> None:
+        if self.shared is not None:
+            self.shared.to_device()
         self.copies.to_device()
         for model in self.models:
             model.is_away = False

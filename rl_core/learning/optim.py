@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rl_core.config import OptimConfig
+from rl_core.learning.model import Policy
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: Policy, config: OptimConfig) -> torch.optim.Optimizer:
     """Over the parameters that are trained, by name; weight decay on matrices, not on norms and biases. torch computes
     with a group's parameters together, which must therefore be sharded over one mesh."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
