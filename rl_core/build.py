@@ -356,37 +356,25 @@ def build(plan: Plan, ranks: Ranks) -> Run:
     state = load_checkpoint(found[-1], learners) if found else {"step": 0, "position": 0}
     if plan.curriculum:
         plan.curriculum.load(state.get("curriculum", {}))
-    engines, actors, held = {}, {}, [m.hf for x in learners.values() for m in x.models()]
     time_slice = TimeSlice(config.rollout.max_slice_s) if plan.takes_turns else None
-    of_models: dict[str, tuple[Engine, list[int]]] = {}  # by the name of the actor whose model it is
-    for name, actor in config.actors.items() if samples else ():
-        if actor.api:
-            actors[name] = plan.remote[name]
-            continue
-        if (owner := actor.share or name) not in of_models:
-            model, ends = speaking_model(plan, owner, learners.get(owner), ranks)
-            held.append(model)
-            is_own = owner not in learners or not reads_in_place(learners[owner].policy)
-            tokenizer, offloads = plan.chats[owner].tokenizer, is_own and plan.takes_turns
-            engine = make_engine(config, model, tokenizer, ranks.size, offloads)
-            of_models[owner] = time_slice.engine(engine) if time_slice else engine, ends
-        engines[name], ends = of_models[owner]
-        if owner in config.sharers:
-            adapter = shared[name].adapter.to_dict() if name in shared else None
-            engines[name] = ActorEngine(engines[name], name if adapter else "", adapter)
-        stop = tuple(dict.fromkeys([*plan.chats[name].stop_token_ids, *ends]))
-        limits = {"max_turns": config.turn_limit, "max_context_tokens": config.max_context_tokens}
-        actors[name] = Actor(
+    speakers = list(config.actors) if samples else []
+    local = [name for name in speakers if name not in plan.remote]
+    engines, ends, models = make_engines(plan, local, learners, ranks, time_slice)
+    limits = {"max_turns": config.turn_limit, "max_context_tokens": config.max_context_tokens}
+    actors = {}
+    for name in speakers:
+        actors[name] = plan.remote.get(name) or Actor(
             name=name,
             engine=engines[name],
             chat=plan.chats[name],
-            stop_token_ids=stop,
-            max_tokens=actor.max_tokens,
-            is_trainable=actor.is_trained,
+            stop_token_ids=tuple(dict.fromkeys([*plan.chats[name].stop_token_ids, *ends[name]])),
+            max_tokens=config.actors[name].max_tokens,
+            is_trainable=config.actors[name].is_trained,
             **limits,
         )
     if config.liger:
         # Last, since what is loaded after it is of Liger's classes, which lack options of some models.
+        held = [*models, *(m.hf for x in learners.values() for m in x.models())]
         apply_liger(list({id(model): model for model in held}.values()))
     all_gather_json(None, ranks)  # the folders are there
     log = RunLog(out, ranks, plan.first + config.num_steps, state["step"]) if learns else None
@@ -401,6 +389,28 @@ def build(plan: Plan, ranks: Ranks) -> Run:
     parts["time_slice"] = time_slice
     place = {"start": state["step"], "position": state["position"], "pending": state.get("pending", [])}
     return Run(**vars(plan), **parts, **place)
+
+
+def make_engines(
+    plan: Plan, names: list[str], learners: dict[str, Learner], ranks: Ranks, time_slice: TimeSlice | None
+) -> tuple[dict[str, Engine], dict[str, list[int]], list[nn.Module]]:
+    """Each actor's engine and the tokens that end its turn by its model, and what the engines sample with. Actors that share a
+    model have one engine, which each asks for its own adapter."""
+    config, engines, ends, models = plan.config, {}, {}, []
+    of_models: dict[str, tuple[Engine, list[int]]] = {}  # by the name of the actor whose model it is
+    for name in names:
+        if (owner := config.actors[name].share or name) not in of_models:
+            model, ends_of_model = speaking_model(plan, owner, learners.get(owner), ranks)
+            models.append(model)
+            is_own = owner not in learners or not reads_in_place(learners[owner].policy)
+            tokenizer, offloads = plan.chats[owner].tokenizer, is_own and plan.takes_turns
+            engine = make_engine(config, model, tokenizer, ranks.size, offloads)
+            of_models[owner] = time_slice.engine(engine) if time_slice else engine, ends_of_model
+        engines[name], ends[name] = of_models[owner]
+        if owner in config.sharers:
+            adapter = learners[name].policy.adapter.to_dict() if name in learners else None
+            engines[name] = ActorEngine(engines[name], name if adapter else "", adapter)
+    return engines, ends, models
 
 
 def make_api_actor(config: Config, name: str) -> ApiActor:
