@@ -136,6 +136,8 @@ class Setup:
     frozen_bytes: int  # of a frozen weight beside adapters
     width: int  # w
     on_gpu: bool
+    is_shared: bool = False  # several actors speak with its model, and one engine
+    base_of: str = ""  # another actor, with whom the frozen weights and the engine are counted
 
     @property
     def shards(self) -> int:
@@ -154,7 +156,10 @@ class Setup:
     @property
     def copies_weights(self) -> bool:
         """Whether an engine has weights of its own."""
-        return self.algorithm.is_rl and (self.is_split or self.model.adapters > 0)
+        if not self.algorithm.is_rl or self.base_of:
+            return False
+        in_4_bits = actor_of(self.config).lora.quantize != "none"
+        return self.is_split or (in_4_bits if self.is_shared else self.model.adapters > 0)
 
     @property
     def annotations(self) -> int:
@@ -202,10 +207,12 @@ def actor_of(config: Config) -> ActorConfig:
 
 def setup_of(plan: Plan, num_ranks: int, name: str) -> Setup:
     """Of the learner of one actor, or of a frozen one's engine."""
-    config = replace(plan.config, actors={name: plan.config.actors[name]})
+    base_of = plan.config.actors[name].share or ""
+    config = replace(plan.config, actors={name: replace(plan.config.actors[name], share=None)})
     hf = load_model_config(actor_of(config).model)
     critic = load_model_config(config.critic.model) if config.critic.model else None
-    return make_setup(config, plan.algorithm, num_ranks, hf, critic, has_reference(plan))
+    s = make_setup(config, plan.algorithm, num_ranks, hf, critic, has_reference(plan))
+    return replace(s, base_of=base_of, is_shared=bool(base_of) or name in plan.config.sharers)
 
 
 def most_work(config: Config, algorithm: Algorithm) -> Work:
@@ -233,7 +240,7 @@ def held_bytes(s: Setup, model: ModelSize) -> tuple[float, float, float]:
     """Of one rank: weights, gradients and optimizer state of a model that is trained, split over a copy's ranks."""
     parts, optim = s.shards * s.mesh.tp, s.config.optim
     trained, frozen = model.adapters or model.total, 0.0
-    if model.adapters:
+    if model.adapters and not s.base_of:
         linear = model.layers * model.linear
         of_linear = NF4_BYTES if actor_of(s.config).lora.quantize == "nf4" else s.frozen_bytes
         frozen = of_linear * linear + s.frozen_bytes * (model.total - linear)
@@ -333,9 +340,9 @@ def memory(s: Setup, work: Work) -> tuple[Table, Table]:
     if s.algorithm.is_rl:
         if s.copies_weights:
             hold("engine weights", w * model.total, PHASES)
-            hold("a whole weight", 4 * model.largest * (3 if model.adapters else 1), ["sync"])
+            hold("a whole weight", 4 * model.largest * (3 if model.adapters else 1) * (not s.is_shared), ["sync"])
         for name, size in engine_cache_bytes(s).items():
-            hold(name, size, ["generate"])
+            hold(name, size * (not s.base_of), ["generate"])
     return device, host
 
 
@@ -427,8 +434,9 @@ def sent_bytes(s: Setup, work: Work) -> dict[str, float]:
         sums = model.layers * (2 * only_forward + epochs * (4 + recomputed)) + only_forward + epochs
         of_head = trained * (16 * (only_forward + epochs) + w * model.hidden * epochs) if model.vocabulary else 0
         found["tensor parallel"] += 2 * scattered(w * model.hidden * tokens * sums + of_head, mesh.tp)
-    if s.copies_weights:
-        whole = 4 * s.model.total if not s.model.adapters else s.frozen_bytes * s.model.total + 4 * s.model.adapters
+    if s.copies_weights or (s.is_shared and s.is_split):
+        whole = 4 * s.model.total if not s.model.adapters else 4 * s.model.adapters
+        whole += s.frozen_bytes * s.model.total if s.model.adapters and not s.is_shared else 0
         found["sync"] = scattered(whole, s.shards * mesh.tp)
     return {name: size for name, size in found.items() if size}
 
@@ -472,6 +480,8 @@ def engines_bytes(plan: Plan, num_ranks: int) -> dict[str, float]:
     found = {}
     for name in plan.chats:
         actor = plan.config.actors[name]
+        if actor.share:
+            continue
         s = setup_of(plan, num_ranks, name)
         held = s.width * s.model.total if s.copies_weights or not actor.is_trained else 0
         found[name] = held + sum(engine_cache_bytes(s).values())
@@ -482,7 +492,8 @@ def takes_turns(plan: Plan, num_ranks: int) -> bool:
     """Whether one engine is awake at a time: as --rollout.engines_awake says, or if there are several that a GPU has no
     room for beside what learners keep there."""
     asked, config = plan.config.rollout.engines_awake, plan.config
-    if len(plan.chats) < 2 or not plan.algorithm.is_rl or asked == "all":
+    engines = {config.actors[name].share or name for name in plan.chats}
+    if len(engines) < 2 or not plan.algorithm.is_rl or asked == "all":
         return False
     if asked == "one":
         return True
@@ -653,6 +664,7 @@ def describe_learner(plan: Plan, num_ranks: int, name: str) -> str:
         kind, episodes = "replies", 2 * config.tasks_per_step
     model = f"{actor_of(config).model}, {s.model.total / 1e6:.2f} M parameters"
     model += f", of adapters {s.model.adapters / 1e6:.2f} M" if s.model.adapters else ""
+    model += f"; all else of it, and its engine, counts with {s.base_of}" if s.base_of else ""
     rows = {
         "algorithm": f"{config.algorithm} {plan.algorithm}",
         "model": model,

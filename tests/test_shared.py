@@ -14,11 +14,12 @@ from test_several import TALK, sizes
 from test_train import metrics, trajectories
 from transformers import AutoModelForCausalLM
 
+from rl_core import costs
 from rl_core.build import build, make_plan
 from rl_core.command_line import parse_config
 from rl_core.distributed import init_ranks
 from rl_core.learning.lora import adapter_parameters
-from rl_core.learning.model import make_policy
+from rl_core.learning.model import engine_weights, make_policy
 from rl_core.loop import train
 from rl_core.train import main
 from rl_core.types import SamplingParams
@@ -109,13 +110,10 @@ def test_each_learns_as_if_it_were_alone(flags, talk, tiny_model, tmp_path):
             for learner in runs.learners.values():
                 learner.step(learner.shard(ragged_samples())[0], step)
     for name in ("bob", "alice"):
-        a, b = (dict(adapter_parameters(*_model(runs.learners[name]))) for runs in (shared, alone))
+        policies = [runs.learners[name].policy for runs in (shared, alone)]
+        a, b = (dict(adapter_parameters(policy.hf, policy.adapter_name)) for policy in policies)
         assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
         assert any(value.abs().max() > 1e-3 for n, value in a.items() if ".lora_B." in n)
-
-
-def _model(learner):
-    return learner.policy.hf, learner.policy.adapter_name
 
 
 def test_after_training_alice_the_engine_says_for_bob_and_the_judge_what_it_said_before(talk, tmp_path):
@@ -125,7 +123,7 @@ def test_after_training_alice_the_engine_says_for_bob_and_the_judge_what_it_said
     for name, learner in run.learners.items():
         for i, parameter in enumerate(learner.policy.parameters()):
             parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
-        asyncio.run(run.engines[name].update_weights(_weights(learner), 0))
+        asyncio.run(run.engines[name].update_weights(engine_weights(learner.policy), 0))
     before = {name: said(run, name) for name in run.engines}
     assert before["judge"] != before["bob"]
     asyncio.run(train(run))
@@ -142,12 +140,6 @@ def test_after_training_alice_the_engine_says_for_bob_and_the_judge_what_it_said
         for turn in t["turns"]
     }
     assert versions == {(1, 0), (2, 1)}
-
-
-def _weights(learner):
-    from rl_core.learning.model import engine_weights
-
-    return engine_weights(learner.policy)
 
 
 def exported(out: Path, name: str) -> dict[str, torch.Tensor]:
@@ -228,3 +220,23 @@ def test_who_shares_takes_what_is_not_given_and_a_saved_configuration_is_the_sam
         parse_config([*BOB, *NF4, "--actors.alice.share", "bob", "--actors.alice.lora.rank", "2"]).actors["alice"].lora
     )
     assert (own.rank, own.alpha, own.quantize) == (2, 32.0, "nf4")
+
+
+def test_the_plan_counts_shared_weights_and_their_engine_once(talk, tiny_model, tmp_path, capsys):
+    size = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny_model).parameters())
+    flags = ["--actors.judge.share", "bob", "--actors.judge.train", "false", "--rollout.engines_awake", "one"]
+    config = parse_config([*talk, *sizes(tmp_path / "run", 1), *flags])
+    plan = make_plan(config)
+    assert not costs.takes_turns(plan, 2), "one engine has nobody to take turns with"
+    tables, learners = {}, build(plan, init_ranks(60)).learners
+    for name in ("bob", "alice"):
+        s = costs.setup_of(plan, 2, name)
+        adapters = sum(p.numel() for p in learners[name].policy.parameters())
+        assert s.model.adapters == adapters
+        assert costs.held_bytes(s, s.model)[0] == 4 * (adapters + (size if name == "bob" else 0)) / 2
+        tables[name] = costs.memory(s, costs.most_work(s.config, s.algorithm))[0]
+    assert tables["bob"]["engine weights"]["generate"] == 4 * size
+    assert tables["bob"]["KV cache"] and not any(tables["alice"].get(row) for row in ("engine weights", "KV cache"))
+    assert list(costs.engines_bytes(plan, 2)) == ["bob"]
+    assert main([*talk, *sizes(tmp_path / "run", 1), "--dry_run"]) == 0
+    assert "counts with bob" in capsys.readouterr().out
