@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 from safetensors.torch import load_file
 from test_learner import ragged_samples
 from test_several import TALK, sizes
@@ -240,3 +241,17 @@ def test_the_plan_counts_shared_weights_and_their_engine_once(talk, tiny_model, 
     assert list(costs.engines_bytes(plan, 2)) == ["bob"]
     assert main([*talk, *sizes(tmp_path / "run", 1), "--dry_run"]) == 0
     assert "counts with bob" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_actors_over_one_model_learn_opposite_tasks_at_once(warm_model, tmp_path):
+    flags = ["--actors.up.model", str(warm_model), "--actors.up.lora.rank", "16", "--actors.down.share", "up"]
+    flags += ["--env_path", str(ROOT / "envs/sort_two_ways.py"), "--out", str(tmp_path / "run"), "--optim.lr", "5e-3"]
+    flags += ["--tasks_per_step", "32", "--group_size", "8", "--num_steps", "60", "--optim.warmup_steps", "5"]
+    assert main([*flags, "--max_tokens", "8", "--max_prompt_tokens", "16", "--algo.clip_high", "0.28"]) == 0
+    rows = metrics(tmp_path / "run")
+    for name in ("up", "down"):
+        rewards = [row[f"rollout/{name}/reward_mean"] for row in rows if f"rollout/{name}/reward_mean" in row]
+        print(name, [round(sum(rewards[n : n + 10]) / 10, 2) for n in range(0, 60, 10)])
+        assert sum(rewards[-10:]) / 10 > sum(rewards[:5]) / 5 + 0.15
+        assert max(row[f"learn/{name}/mismatch_kl_nats_max"] for row in rows) < 1e-6
