@@ -25,7 +25,7 @@ from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint, saved_s
 from rl_core.learning.learner import Learner
 from rl_core.learning.liger import apply_liger, check_liger
 from rl_core.learning.loading import second_model
-from rl_core.learning.lora import DEFAULT, check_lora, merged_weights
+from rl_core.learning.lora import DEFAULT, check_lora, merged_weights, peft_config
 from rl_core.learning.model import (
     Policy,
     PolicyModel,
@@ -397,19 +397,21 @@ def make_engines(
     """Each actor's engine and the tokens that end its turn by its model, and what the engines sample with. Actors that share a
     model have one engine, which each asks for its own adapter."""
     config, engines, ends, models = plan.config, {}, {}, []
-    of_models: dict[str, tuple[Engine, list[int]]] = {}  # by the name of the actor whose model it is
+    of_models: dict[str, tuple[Engine, nn.Module, list[int]]] = {}  # by the name of the actor whose model it is
     for name in names:
-        if (owner := config.actors[name].share or name) not in of_models:
+        actor = config.actors[name]
+        if (owner := actor.share or name) not in of_models:
             model, ends_of_model = speaking_model(plan, owner, learners.get(owner), ranks)
             models.append(model)
             is_own = owner not in learners or not reads_in_place(learners[owner].policy)
             tokenizer, offloads = plan.chats[owner].tokenizer, is_own and plan.takes_turns
             engine = make_engine(config, model, tokenizer, ranks.size, offloads)
-            of_models[owner] = time_slice.engine(engine) if time_slice else engine, ends_of_model
-        engines[name], ends[name] = of_models[owner]
-        if owner in config.sharers:
-            adapter = learners[name].policy.adapter.to_dict() if name in learners else None
-            engines[name] = ActorEngine(engines[name], name if adapter else "", adapter)
+            of_models[owner] = time_slice.engine(engine) if time_slice else engine, model, ends_of_model
+        engines[name], model, ends[name] = of_models[owner]
+        if owner in config.sharers and actor.is_trained:
+            engines[name] = ActorEngine(engines[name], name, peft_config(actor.lora, model, actor.model).to_dict())
+        elif owner in config.sharers:
+            engines[name] = ActorEngine(engines[name])
     return engines, ends, models
 
 

@@ -226,6 +226,11 @@ def share_models(config: Config) -> None:
                 f"{share}, whose model has quantize={owner.lora.quantize}, and {at}.lora.quantize={actor.lora.quantize}: "
                 "leave that out"
             )
+        if config.engine_ranks and owner.lora.quantize != "none":
+            raise ValueError(
+                f"{share}: ranks that only sample (--engine_ranks={config.engine_ranks}) would sample by the weights before "
+                f"quantize={owner.lora.quantize}; leave out one of them"
+            )
         actor.model = owner.model
         if actor.is_trained and not actor.lora.rank and replace(actor.lora, quantize="none") != LoraConfig():
             raise ValueError(

@@ -13,6 +13,7 @@ from rl_core import timeline
 from rl_core.build import Run, compute_dtype
 from rl_core.credit import baseline_groups, has_signal
 from rl_core.distributed import all_gather_json
+from rl_core.learning.model import engine_weights
 from rl_core.link import Link
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics, metric_fields, metrics_of
 from rl_core.sampling.rollout import (
@@ -251,7 +252,8 @@ def send_weights(run: Run, version: int) -> None:
         link.say({"weights": version})
     for learner in run.learners.values():
         with learner.on_device():
-            link.send_weights(learner.named_weights(), compute_dtype(run.config))
+            weights = engine_weights(learner.policy, in_place=False)
+            link.send_weights(weights, compute_dtype(run.config))
     if is_first:
         link.answers(f"weights/{version}")
 

@@ -190,6 +190,18 @@ def test_two_ranks_whose_shared_weights_wait_on_the_host_learn_what_one_does(fla
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--engine_ranks", "1"], ["--max_staleness", "1"]], ids=["apart", "stale"])
+def test_adapters_reach_engines_that_go_on_while_learners_learn(flags, talk, torchrun, tmp_path):
+    more = ["--optim.lr", "1e-2", *flags]
+    torchrun(2 if "--engine_ranks" in flags else 1, "-m", "rl_core.train", *talk, *sizes(tmp_path / "run", 3), *more)
+    for row in metrics(tmp_path / "run"):
+        for name in ("bob", "alice"):
+            assert row[f"learn/{name}/grad_norm"] > 0
+            if "--engine_ranks" in flags:
+                assert row[f"learn/{name}/mismatch_kl_nats_max"] < 5e-11
+
+
 BOB = ["--actors.bob.model", "m", "--actors.bob.lora.rank", "4", "--env_path", "x/talk.py", "--out", "x"]
 
 
@@ -205,6 +217,7 @@ BOB = ["--actors.bob.model", "m", "--actors.bob.lora.rank", "4", "--env_path", "
         (["--actors.alice.share", "bob", "--actors.alice.lora.quantize", "nf4"], "has quantize=none"),
         (["--actors.alice.share", "bob", "--actors.alice.lora.alpha", "4"], "alice.lora.rank is missing"),
         (["--actors.j.share", "bob", "--actors.j.train", "false", "--actors.j.lora.rank", "4"], "adapters are trained"),
+        ([*NF4, "--actors.alice.share", "bob", "--engine_ranks", "1"], "leave out one of them"),
         (["--actors.alice.shar", "bob"], "did you mean 'actors.alice.share'"),
     ],
 )

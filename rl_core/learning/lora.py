@@ -75,22 +75,27 @@ def add_adapters(model: nn.Module, loras: dict[str, LoraConfig], path: str) -> d
     """Freezes the model and puts fp32 adapters beside its layers, several by name; draw_adapters() fills them."""
     import peft
 
-    targets = {name: target_names(lora, linear_layers(model)) for name, lora in loras.items()}
-    configs = {}
-    for name, lora in loras.items():
-        configs[name] = peft.LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha,
-            target_modules=targets[name],
-            task_type="CAUSAL_LM",
-            base_model_name_or_path=path,
-        )
-        peft.inject_adapter_in_model(configs[name], model, name)
+    configs = {name: peft_config(lora, model, path) for name, lora in loras.items()}
+    for name, config in configs.items():
+        peft.inject_adapter_in_model(config, model, name)
     for name in loras:
         for _, parameter in adapter_parameters(model, name):
             parameter.data = torch.zeros(parameter.shape, device=parameter.device)
             parameter.requires_grad_(True)  # peft trains but the one that it added first
     return configs
+
+
+def peft_config(lora: LoraConfig, model: nn.Module, path: str) -> peft.LoraConfig:
+    """Of an adapter for the model at `path`, which has none yet."""
+    import peft
+
+    return peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=target_names(lora, linear_layers(model)),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=path,
+    )
 
 
 @torch.no_grad()

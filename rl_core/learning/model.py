@@ -269,13 +269,13 @@ def reads_in_place(policy: Policy) -> bool:
     return may_read and not is_sharded(policy)
 
 
-def engine_weights(policy: Policy) -> Iterator[tuple[str, Tensor]] | None:
-    """What an update sends to the engine: of a shared model the adapter, by peft's names; nothing if the engine reads in
-    place; else all. Every rank must exhaust it."""
+def engine_weights(policy: Policy, in_place: bool = True) -> Iterator[tuple[str, Tensor]] | None:
+    """What an update sends to the engine: of a shared model the adapter, by peft's names; nothing if the engine can read in
+    place, and does; else all. Every rank must exhaust it."""
     assert not policy.is_away, "the weights wait on the host: enter learner.on_device()"
     if isinstance(policy, SharedPolicy):
         return adapter_weights(policy.hf, policy.adapter_name)
-    return None if reads_in_place(policy) else named_weights(policy)
+    return None if in_place and reads_in_place(policy) else named_weights(policy)
 
 
 def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
