@@ -3,6 +3,7 @@ W may be held in 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -76,8 +77,10 @@ def add_adapters(model: nn.Module, loras: dict[str, LoraConfig], path: str) -> d
     import peft
 
     configs = {name: peft_config(lora, model, path) for name, lora in loras.items()}
-    for name, config in configs.items():
-        peft.inject_adapter_in_model(config, model, name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # of another actor, which is meant
+        for name, config in configs.items():
+            peft.inject_adapter_in_model(config, model, name)
     for name in loras:
         for _, parameter in adapter_parameters(model, name):
             parameter.data = torch.zeros(parameter.shape, device=parameter.device)
