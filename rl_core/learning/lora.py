@@ -84,7 +84,7 @@ def add_adapters(model: nn.Module, loras: dict[str, LoraConfig], path: str) -> d
     for name in loras:
         for _, parameter in adapter_parameters(model, name):
             parameter.data = torch.zeros(parameter.shape, device=parameter.device)
-            parameter.requires_grad_(True)  # peft trains but the one that it added first
+            parameter.requires_grad_(True)  # of several, which peft leaves to its version
     return configs
 
 
