@@ -22,7 +22,9 @@ from torch import Tensor
 from rl_core.config import nearest
 from rl_core.host_copies import HostCopies
 from rl_core.sampling.adapters import AdapterTable
+from rl_core.sampling.engine import check_request
 from rl_core.sampling.slot_cache import ATTENTION, ForwardPlan, SlotCache, Snapshot
+from rl_core.sampling.weights import load_weights
 from rl_core.types import Completion, SamplingParams, logit_change
 
 if TYPE_CHECKING:
@@ -148,7 +150,7 @@ class EmbeddedEngine:
     ) -> Completion:
         """One completion; see SharedEngine. ValueError if the prompt leaves no room in the context, params make no sense or
         the adapter is not there."""
-        self._check_request(prompt_ids, params)
+        check_request(prompt_ids, params, self.max_context_tokens, self.tokenizer)
         if adapter and adapter not in self.adapter_versions:
             raise ValueError(f"no adapter {adapter!r}; {nearest(adapter, self.adapter_versions)}")
         prompt = tuple(prompt_ids)
@@ -240,17 +242,6 @@ class EmbeddedEngine:
             self._task.cancel()
             await asyncio.wait([self._task])
         self._reset(None)
-
-    def _check_request(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        if not 0 < len(prompt_ids) < self.max_context_tokens:
-            raise ValueError(
-                f"a prompt of {len(prompt_ids)} tokens must have at least 1 and fewer than "
-                f"max_context_tokens={self.max_context_tokens}; shorten it or raise the limit"
-            )
-        if params.max_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1 or not 0 <= params.min_p <= 1:
-            raise ValueError(f"{params} must have max_tokens >= 1, temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1")
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={params.stop} needs a tokenizer; give the engine one or use stop_token_ids")
 
     async def _run(self) -> None:
         with self._eval_mode():
@@ -545,20 +536,3 @@ def prefill_chunks(requests: list[Request]) -> Iterator[list[Request]]:
         chunk.append(request)
     if chunk:
         yield chunk
-
-
-@torch.no_grad()
-def load_weights(model: PreTrainedModel, named_weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copies every weight into the model. ValueError on an unknown name, another shape, or a parameter left out."""
-    targets = model.state_dict(keep_vars=True)
-    loaded = set()
-    for name, weight in named_weights:
-        if name not in targets:
-            raise ValueError(f"weight {name!r} is not in {type(model).__name__}; send its own state_dict's names")
-        if weight.shape != targets[name].shape:
-            raise ValueError(f"weight {name!r} has shape {list(weight.shape)}, not {list(targets[name].shape)}")
-        targets[name].copy_(weight)
-        loaded.add(id(targets[name]))
-    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in loaded]
-    if missing:
-        raise ValueError(f"{len(missing)} parameters did not arrive, such as {missing[0]!r}; send all of them")

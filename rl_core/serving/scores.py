@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from rl_core.data.chat import load_chat
 from rl_core.data.samples import conversation_ids
 from rl_core.data.tasks import check_messages
+from rl_core.http import request
 from rl_core.types import Message
 
 MAX_PAUSE_S = 5.0  # between two attempts at a server
@@ -138,7 +139,9 @@ async def remote_scores(
     deadline_s = loop.time() + timeout_s
     while True:
         try:
-            status, answer = await asyncio.wait_for(post(f"{url.rstrip('/')}/classify", body), deadline_s - loop.time())
+            asked = request(f"{url.rstrip('/')}/classify", body)
+            status, content = await asyncio.wait_for(asked, deadline_s - loop.time())
+            answer = json.loads(content)
             if status == 200:
                 scores = [float(item["score"]) for item in answer["data"]]
                 assert len(scores) == len(conversations), (len(scores), len(conversations))
@@ -154,23 +157,6 @@ async def remote_scores(
             raise ConnectionError(f"no scores from {url} within {timeout_s:g} s ({reason}); is the server up?")
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, MAX_PAUSE_S)
-
-
-async def post(url: str, body: bytes) -> tuple[int, dict]:
-    """(status, JSON) of one POST. As HTTP/1.0, whose answers end where the connection does."""
-    at = urlsplit(url)
-    port, tls = at.port or (443 if at.scheme == "https" else 80), True if at.scheme == "https" else None
-    reader, writer = await asyncio.open_connection(at.hostname, port, ssl=tls)
-    head = f"POST {at.path} HTTP/1.0\r\nHost: {at.netloc}\r\nContent-Type: application/json\r\n"
-    try:
-        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        await writer.drain()
-        head, separator, content = (await reader.read()).partition(b"\r\n\r\n")
-    finally:
-        writer.close()
-    if not separator:
-        raise EOFError("the connection was closed before an answer")
-    return int(head.split()[1]), json.loads(content)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,0 +1,128 @@
+"""A server of this rank's own, in a process group of its own: it ends with the rank, and what it says goes to a file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rl_core.http import request
+from rl_core.sampling.engine import EngineDied
+
+LOG_LINES = 12  # quoted when it dies
+PROGRESS_S = 30.0
+# What torchrun tells its ranks is not for their children, who would join the ranks' groups.
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_NAME")
+TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # expandable segments break SGLang's memory saver
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    left_out = (*TORCHRUN, *ALLOCATOR)
+    kept = {k: v for k, v in os.environ.items() if k not in left_out and not k.startswith(TORCHRUN_PREFIXES)}
+    return kept | more
+
+
+def die_with(parent: int) -> None:
+    """This process is killed when the thread that started it ends (Linux); called by the child."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the process that started this one is gone")
+
+
+class ServerProcess:
+    """Runs `module` with an order as JSON on its standard input; {port} of the order's args is a free one."""
+
+    def __init__(self, name: str, module: str, args: list[str], log: Path, key: str, env: dict[str, str]):
+        self.name, self.module, self.args, self.log, self.key, self.env = name, module, args, log, key, env
+        self.process: subprocess.Popen | None = None
+        self.url = ""
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    async def start(self, timeout_s: float) -> None:
+        """Returns once it answers. Raises EngineDied if it ended, or did not answer in time."""
+        self.stop()
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        order = {"parent": os.getpid(), "args": [a.format(port=port) for a in self.args], "key": self.key}
+        with open(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", self.module],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=self.env,
+                start_new_session=True,
+            )
+        # Not as an argument: every user of this machine can read those, and the order has the server's key.
+        self.process.stdin.write(json.dumps(order).encode())
+        self.process.stdin.close()
+        began = told = time.monotonic()
+        while not await self._answers():
+            now = time.monotonic()
+            if not self.is_alive:
+                raise self.died("did not start")
+            if now - began > timeout_s:
+                self.stop()
+                raise self.died(f"did not answer within {timeout_s:g} s of its start")
+            if now - told > PROGRESS_S:
+                told = now
+                print(f"engine {self.name}: starts since {now - began:.0f} s: {self.log_end(1)}", file=sys.stderr)
+            await asyncio.sleep(0.5)
+
+    async def _answers(self) -> bool:
+        try:
+            return (await asyncio.wait_for(request(f"{self.url}/model_info", b"", self.headers, "GET"), 10))[0] == 200
+        except (OSError, EOFError, asyncio.TimeoutError):
+            return False
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"}
+
+    def log_end(self, num_lines: int = LOG_LINES) -> str:
+        with contextlib.suppress(OSError):
+            with open(self.log, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 20_000))
+                lines = file.read().decode(errors="replace").splitlines()
+            return "\n".join([line[:300] for line in lines if line.strip()][-num_lines:])
+        return ""
+
+    def died(self, what: str) -> EngineDied:
+        code = self.process.poll() if self.process else None
+        return EngineDied(f"engine {self.name} {what} (exit status {code}); the end of {self.log}:\n{self.log_end()}")
+
+    async def gone(self, error: Exception) -> EngineDied:
+        """What to raise where the server closed a connection without an answer."""
+        for _ in range(50):
+            if not self.is_alive:
+                return self.died("has died")
+            await asyncio.sleep(0.1)
+        return self.died(f"lives but does not answer ({type(error).__name__}: {error})")
+
+    def stop(self) -> None:
+        """Kills it and its children; nothing if it does not run."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()

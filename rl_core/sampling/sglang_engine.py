@@ -1,0 +1,365 @@
+"""SGLang as an engine, behind its HTTP server in a child process: a crash, its signals and its variables stay there.
+
+Weights go over as safetensors files in shared memory, a bucket at a time, by /update_weights_from_disk: no pickle, on
+every device, for every number of GPUs, the same in all supported versions. `python -m rl_core.sampling.sglang_engine` is the
+child; there alone sglang is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import os
+import re
+import secrets
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rl_core.http import request
+from rl_core.sampling.engine import EngineDied, check_request
+from rl_core.sampling.server_process import ServerProcess, child_environment, die_with
+from rl_core.sampling.weights import arriving, in_buckets
+from rl_core.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+OLDEST = (0, 5, 17)
+BUCKET_BYTES = 512 * 2**20
+ANSWER_TIMEOUT_S = 600.0  # of everything but sampling, which the episode's deadline bounds
+MEMORY = ("weights", "kv_cache", "cuda_graph")
+
+
+def check_sglang() -> None:
+    """Raises ValueError if SGLang is not installed, or too old. Imports nothing."""
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError("--engine=sglang needs sglang, which is not installed: pip install .[sglang]") from None
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
+        raise ValueError(f"--engine=sglang needs sglang >= {'.'.join(map(str, OLDEST))}, {version} is installed")
+
+
+@dataclass(kw_only=True, slots=True)
+class ServerOptions:
+    """What the server is started with."""
+
+    model: str  # folder or hub name
+    dtype: torch.dtype
+    device: torch.device  # of the first of its GPUs
+    tp: int
+    memory_frac: float
+    seed: int
+    num_slots: int
+    max_context_tokens: int
+
+    def args(self) -> list[str]:
+        name = str(self.dtype).removeprefix("torch.")
+        args = f"--host 127.0.0.1 --port {{port}} --dtype {name} --tp-size {self.tp} --random-seed {self.seed} "
+        args += f"--max-running-requests {max(self.num_slots, self.tp)} --log-level-http warning "
+        if self.device.type == "cpu":
+            # Nothing of SGLang's own kernels is needed so; they are built for processors that few machines have.
+            args += "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph "
+            args += f"--disable-overlap-schedule --max-total-tokens {self.num_slots * self.max_context_tokens + 256}"
+        else:
+            args += f"--base-gpu-id {self.device.index or 0} --mem-fraction-static {self.memory_frac} "
+            args += "--enable-memory-saver --enable-weights-cpu-backup"
+        return ["--model-path", self.model.replace("{", "{{").replace("}", "}}"), *args.split()]
+
+    def environment(self) -> dict[str, str]:
+        return child_environment(**({"SGLANG_USE_CPU_ENGINE": "1"} if self.device.type == "cpu" else {}))
+
+
+class SGLangEngine:
+    """An Engine over a server that starts at the first call. `skeleton` has the names and shapes of the model's weights, on
+    "meta". Its seeds are the server's, not a request's: the same seed gives other tokens."""
+
+    def __init__(
+        self,
+        name: str,
+        options: ServerOptions,
+        skeleton: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        log: Path,
+        start_timeout_s: float = 600.0,
+    ) -> None:
+        self.options, self.skeleton, self.tokenizer = options, skeleton, tokenizer
+        self.policy_version, self.capacity = 0, options.num_slots
+        self.start_timeout_s = start_timeout_s
+        module = "rl_core.sampling.sglang_engine"
+        self.server = ServerProcess(
+            name, module, options.args(), log, secrets.token_hex(16), env=options.environment()
+        )
+        self._has_started = self._needs_weights = False
+        self._asleep: set[str] = set()  # of MEMORY
+        self._changing = asyncio.Lock()
+        self._may_run = asyncio.Event()
+        self._may_run.set()
+        self._num_pauses = 0
+        self._num_running = 0  # requests that wait for their completion
+        self._num_asked = 0  # of them at the server
+        self._aborts: set[asyncio.Task] = set()
+
+    async def start(self) -> None:
+        """The server answers; nothing if it does already. EngineDied if it cannot, or has died since: see restart."""
+        async with self._changing:
+            if not self._has_started:
+                await self.server.start(self.start_timeout_s)
+                self._has_started = True
+
+    async def restart(self) -> None:
+        """A new server instead of one that died, or hangs. If weights had come to the old one they must come again."""
+        async with self._changing:
+            self._has_started = False
+            self._asleep.clear()
+            await self.server.start(self.start_timeout_s)
+            self._has_started, self._needs_weights = True, self.policy_version != 0
+
+    async def generate(
+        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = ""
+    ) -> Completion:
+        """One completion; see Engine. Raises as EmbeddedEngine's, and EngineDied."""
+        check_request(prompt_ids, params, self.options.max_context_tokens, self.tokenizer)
+        max_tokens = min(params.max_tokens, self.options.max_context_tokens - len(prompt_ids))
+        done = Completion(token_ids=[], logprobs=[], text="", finish_reason="", policy_version=self.policy_version)
+        self._num_running += 1
+        try:
+            while not done.finish_reason:
+                await self._may_run.wait()
+                await self.wake()
+                # A pause may have come meanwhile; nothing is awaited from here to the request.
+                if self._may_run.is_set():
+                    await self._extend(done, prompt_ids, params, max_tokens)
+        finally:
+            self._num_running -= 1
+        if self.tokenizer is not None:
+            done.text = self.tokenizer.decode(
+                done.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        return done
+
+    async def _extend(
+        self, done: Completion, prompt_ids: list[int], params: SamplingParams, max_tokens: int
+    ) -> None:
+        """More tokens, up to the end or to the next pause."""
+        if self._needs_weights:
+            raise EngineDied(f"engine {self.server.name} was restarted; give it its weights by update_weights")
+        version, rid, num_pauses = self.policy_version, uuid.uuid4().hex, self._num_pauses
+        if not done.token_ids:
+            done.policy_version = version
+        elif version != done.policy_versions[-1]:
+            done.newer_versions.append((len(done.token_ids), version))
+        body = {
+            "rid": rid,
+            "input_ids": [*prompt_ids, *done.token_ids],
+            "return_logprob": True,
+            "sampling_params": sampling_params(params, max_tokens - len(done.token_ids)),
+        }
+        self._num_asked += 1
+        try:
+            answer = await self._ask("generate", body, timeout_s=None)
+        except asyncio.CancelledError:
+            self._aborts.add(task := asyncio.create_task(self._abort(rid)))
+            task.add_done_callback(self._aborts.discard)
+            raise
+        finally:
+            self._num_asked -= 1
+        self._take(answer, done, params, max_tokens, num_pauses)
+
+    def _take(
+        self, answer: dict[str, Any], done: Completion, params: SamplingParams, max_tokens: int, num_pauses: int
+    ) -> None:
+        meta = answer["meta_info"]
+        tokens = answer.get("output_ids") or []
+        logprobs = [item[0] for item in meta.get("output_token_logprobs") or []]
+        if any(x is None or x != x for x in logprobs):
+            raise ValueError("the model's logits are NaN; its weights have diverged or were never loaded")
+        if len(logprobs) != len(tokens):
+            raise ValueError(f"SGLang gave {len(tokens)} tokens and {len(logprobs)} logprobs")
+        done.token_ids += tokens
+        done.logprobs += logprobs
+        reason = meta["finish_reason"]
+        if reason["type"] == "abort" and num_pauses == self._num_pauses:
+            raise RuntimeError(f"SGLang aborted a request: {reason.get('message') or reason}")
+        # SGLang also stops at the tokenizer's own end token, asked or not; then it is asked to go on.
+        if reason["type"] == "stop" and (
+            isinstance(reason.get("matched"), str) or done.token_ids[-1] in params.stop_token_ids
+        ):
+            done.finish_reason = "stop"
+        elif len(done.token_ids) >= max_tokens:
+            done.finish_reason = "length"
+
+    def end_session(self, session: str) -> None:
+        """Nothing: SGLang finds what prompts share by itself, and drops the oldest."""
+
+    async def update_weights(self, named_weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+        """See Engine. Weights are looked at before they are sent, since SGLang leaves out unknown names without a word and
+        dies of other shapes."""
+        assert named_weights is not None, "the server has weights of its own"
+        self._check_idle()
+        coming = iter(named_weights)
+        try:
+            await self.start()
+            await self._set_awake("weights")
+            await self._send(coming)
+            await self._flush()
+        finally:
+            for _ in coming:  # every rank is to take all: gathering one is a collective
+                pass
+        self.policy_version, self._needs_weights = version, False
+
+    async def _send(self, named_weights: Iterator[tuple[str, Tensor]]) -> None:
+        dtype = self.options.dtype
+        folder = Path(tempfile.mkdtemp(prefix="rl_core_", dir=shared_memory()))
+        try:
+            for bucket in in_buckets(self._once(named_weights), dtype, BUCKET_BYTES):
+                save_file(bucket, folder / "model.safetensors")
+                body = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
+                answer = await self._ask("update_weights_from_disk", body)
+                if not answer.get("success"):  # refusals are told, not raised
+                    raise EngineDied(f"engine {self.server.name} refused weights: {answer.get('message')}")
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _once(self, named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Without the second name of a tied head."""
+        seen = set()
+        for name, weight, target in arriving(self.skeleton, named_weights):
+            if id(target) not in seen:
+                yield name, weight
+            seen.add(id(target))
+
+    def _check_idle(self) -> None:
+        if self._num_running and self._may_run.is_set():
+            raise RuntimeError(f"{self._num_running} requests are running; await or cancel them, or pause the engine")
+
+    async def sleep(self) -> None:
+        """Frees the memory of weights, keys and values; wakes with the same weights. RuntimeError if requests run."""
+        self._check_idle()
+        if not self._has_started or self._asleep == set(MEMORY):
+            return
+        await self._flush()  # which also waits for what was cancelled: SGLang dies of a release beside requests
+        async with self._changing:
+            await self._ask("release_memory_occupation", {"tags": sorted(set(MEMORY) - self._asleep)})
+            self._asleep = set(MEMORY)
+
+    async def wake(self) -> None:
+        """Starts it, and takes the memory again; nothing if it is awake."""
+        if not self._has_started:
+            await self.start()
+        if self._asleep:
+            await self._set_awake(*MEMORY)
+
+    async def _set_awake(self, *tags: str) -> None:
+        async with self._changing:
+            if found := sorted(self._asleep & set(tags)):
+                await self._ask("resume_memory_occupation", {"tags": found})
+                self._asleep -= set(found)
+
+    async def pause(self) -> None:
+        """See Engine. Requests are aborted at the server with what they have, and asked for again by `resume`: nothing of
+        them is there while it sleeps, restarts or gets weights."""
+        self._may_run.clear()
+        self._num_pauses += 1
+        while self._num_asked and self.server.is_alive:
+            await self._ask("abort_request", {"abort_all": True})
+            await asyncio.sleep(0.02)  # one may have been on its way there
+
+    async def resume(self) -> None:
+        self._may_run.set()
+
+    async def close(self) -> None:
+        """Kills the server; whoever waits gets EngineDied."""
+        self.server.stop()
+
+    async def _abort(self, rid: str) -> None:
+        with contextlib.suppress(EngineDied):
+            await self._ask("abort_request", {"rid": rid})
+
+    async def _flush(self) -> None:
+        """Drops cached keys and values, once the server is idle."""
+        for _ in range(int(ANSWER_TIMEOUT_S / 0.1)):
+            status, content = await self._request("flush_cache", {}, ANSWER_TIMEOUT_S)
+            if status == 200:
+                return
+            await asyncio.sleep(0.1)
+        raise EngineDied(f"engine {self.server.name} is not idle after {ANSWER_TIMEOUT_S:g} s: {content[:300]!r}")
+
+    async def _ask(self, path: str, body: dict[str, Any], timeout_s: float | None = ANSWER_TIMEOUT_S) -> Any:
+        """The answer's JSON. RuntimeError where the server refuses."""
+        status, content = await self._request(path, body, timeout_s)
+        if status != 200:
+            raise RuntimeError(f"engine {self.server.name} refused /{path} with {status}: {content[:500]!r}")
+        return json.loads(content) if content.strip() else None
+
+    async def _request(self, path: str, body: dict[str, Any], timeout_s: float | None) -> tuple[int, bytes]:
+        if not self.server.is_alive:
+            raise self.server.died("has died")
+        asked = request(f"{self.server.url}/{path}", json.dumps(body).encode(), self.server.headers)
+        try:
+            return await asyncio.wait_for(asked, timeout_s)
+        except asyncio.TimeoutError:
+            raise self.server.died(f"did not answer /{path} within {timeout_s:g} s") from None
+        except (OSError, EOFError) as error:
+            raise await self.server.gone(error) from None
+
+
+def sampling_params(params: SamplingParams, max_tokens: int) -> dict[str, Any]:
+    """As SGLang names them. Its logprobs are of the distribution before truncation, which training does not use."""
+    found = {
+        "max_new_tokens": max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+        "min_p": params.min_p,
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids),
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    return found if params.stop or params.stop_token_ids else found | {"ignore_eos": True}
+
+
+def shared_memory() -> str | None:
+    """A folder in memory where there is one; else the usual temporary one."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def make_skeleton(path: str) -> PreTrainedModel:
+    """The model with shapes alone, on "meta", and with its generation_config.json."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    with contextlib.suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
+
+
+def main() -> None:
+    order = json.load(sys.stdin)
+    die_with(order["parent"])
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(prepare_server_args([*order["args"], "--api-key", order["key"]]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main()
