@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import time
@@ -43,13 +44,13 @@ from rl_core.learning.offload import Offload, activations_on_host
 from rl_core.learning.tensor_parallel import check_tensor_parallel
 from rl_core.metrics import Mean, Metric, RunLog, add_metrics
 from rl_core.sampling.actor import Actor
-from rl_core.sampling.embedded_engine import load_weights
 from rl_core.sampling.engine import ActorEngine, Engine, make_engine
 from rl_core.sampling.env import Env, load_env
 from rl_core.sampling.mix import EnvMix, Limits
 from rl_core.sampling.rewards import weight_of_task
 from rl_core.sampling.stream import Intake
 from rl_core.sampling.time_slice import TimeSlice
+from rl_core.sampling.weights import load_weights
 from rl_core.timeline import span
 from rl_core.types import Task, TrainingSample, counter_seed
 
@@ -150,6 +151,7 @@ def make_plan(config: Config) -> Plan:
             "--nproc_per_node, or lower it"
         )
     make_mesh(size - config.engine_ranks, config.dp_replicate, config.cp, config.tp)
+    choose_engine(config, config.engine_ranks or size)
     chats = {name: check_model(config, name) for name, actor in config.actors.items() if not actor.api}
     remote = {name: make_api_actor(config, name) for name, actor in config.actors.items() if actor.api}
     plan = Plan(config=config, algorithm=algorithm, envs=envs, chats=chats, remote=remote, train=train, eval=held_out)
@@ -169,6 +171,26 @@ def make_plan(config: Config) -> Plan:
             )
         plan.sft = sft_plan(plan)
     return plan
+
+
+def choose_engine(config: Config, num_ranks: int) -> None:
+    """Sets --engine auto to what it stands for here. Raises ValueError if that cannot be done."""
+    if config.engine == "auto":
+        has_sglang = torch.cuda.is_available() and importlib.util.find_spec("sglang") is not None and not config.sharers
+        config.engine = "sglang" if has_sglang else "embedded"
+        check_config(config)
+    if config.engine == "sglang":
+        from rl_core.sampling.sglang_engine import check_sglang
+
+        check_sglang()
+        for owner, others in config.sharers.items():
+            raise ValueError(
+                f"--engine=sglang has no adapters beside a model yet, and {', '.join(others)} would share that of {owner}; take "
+                "--engine embedded"
+            )
+    if num_ranks % config.engine_tp:
+        fits = max(d for d in range(1, config.engine_tp) if num_ranks % d == 0)
+        raise ValueError(f"--engine_tp={config.engine_tp} must divide the number of ranks, {num_ranks}; try {fits}")
 
 
 def check_model(config: Config, name: str) -> Chat:
@@ -401,11 +423,8 @@ def make_engines(
     for name in names:
         actor = config.actors[name]
         if (owner := actor.share or name) not in of_models:
-            model, ends_of_model = speaking_model(plan, owner, learners.get(owner), ranks)
-            models.append(model)
-            is_own = owner not in learners or not reads_in_place(learners[owner].policy)
-            tokenizer, offloads = plan.chats[owner].tokenizer, is_own and plan.takes_turns
-            engine = make_engine(config, model, tokenizer, ranks.size, offloads)
+            engine, model, ends_of_model = sampling_engine(plan, owner, learners.get(owner), ranks)
+            models += [] if config.engine == "sglang" else [model]
             of_models[owner] = time_slice.engine(engine) if time_slice else engine, model, ends_of_model
         engines[name], model, ends[name] = of_models[owner]
         if owner in config.sharers and actor.is_trained:
@@ -432,6 +451,23 @@ def make_api_actor(config: Config, name: str) -> ApiActor:
         deadline_s=max(300.0, 2.5 * actor.api_timeout_s),
         max_retries=actor.api_retries,
     )
+
+
+def sampling_engine(
+    plan: Plan, name: str, learner: Learner | None, ranks: Ranks
+) -> tuple[Engine, nn.Module, list[int]]:
+    """An engine for a model, what it samples with (of SGLang's the shapes alone), and the tokens that end a turn by its
+    generation_config.json."""
+    config, tokenizer = plan.config, plan.chats[name].tokenizer
+    if config.engine == "sglang":
+        from rl_core.sampling.sglang_engine import make_sglang_engine, make_skeleton
+
+        skeleton = make_skeleton(config.actors[name].model)
+        engine = make_sglang_engine(config, name, skeleton, tokenizer, ranks, compute_dtype(config))
+        return engine, skeleton, end_token_ids(skeleton)
+    model, ends = speaking_model(plan, name, learner, ranks)
+    is_own = learner is None or not reads_in_place(learner.policy)
+    return make_engine(config, model, tokenizer, ranks.size, is_own and plan.takes_turns), model, ends
 
 
 def speaking_model(plan: Plan, name: str, learner: Learner | None, ranks: Ranks) -> tuple[nn.Module, list[int]]:

@@ -131,6 +131,15 @@ def check_config(config: Config) -> None:
     )
     for name in ("dp_replicate", "cp", "tp"):
         refuse(getattr(config, name) < 1, f"--{name}={getattr(config, name)} must be at least 1, which is off")
+    refuse(config.engine_tp < 1, f"--engine_tp={config.engine_tp} must be at least 1, which is off")
+    refuse(
+        config.engine_tp > 1 and config.engine == "embedded",
+        f"--engine_tp={config.engine_tp}: the embedded engine is on each rank by itself; leave it out, or take --engine sglang",
+    )
+    refuse(
+        not 0 < config.engine_memory_frac < 1,
+        f"--engine_memory_frac={config.engine_memory_frac} must lie between 0 and 1, such as 0.6",
+    )
     given = config.device_memory_gib
     refuse(given is not None and given <= 0, f"--device_memory_gib={given} must be above 0, such as 80 for an H100")
     refuse(
@@ -278,6 +287,8 @@ def check_extras(config: Config) -> None:
         )
     if config.optim.name not in ("adamw", "sgd"):
         needed.append(("bnb", "bitsandbytes", f"--optim.name={config.optim.name}"))
+    if config.engine == "sglang":
+        needed.append(("sglang", "sglang", "--engine=sglang"))
     if config.liger:
         needed.append(("liger", "liger_kernel", "--liger"))
     for name, actor in config.actors.items():

@@ -282,7 +282,13 @@ class Config:
     keep_checkpoints: int = flag(2, "older checkpoints are deleted; 0 keeps all")
     seed: int = flag(0, "of everything that is drawn")
     resume: bool = flag(False, "go on from the newest checkpoint in --out; starts afresh where there is none")
-    engine: Literal["embedded"] = flag("embedded", "what samples: embedded is in-process, on any device")
+    engine: Literal["auto", "sglang", "embedded"] = flag(
+        "auto",
+        "what samples: sglang in a process of its own; embedded in this one, on any device; auto: sglang where it is installed "
+        "and there is a GPU",
+    )
+    engine_tp: int = flag(1, "sglang: ranks whose devices hold one engine together, a part of its matrices each")
+    engine_memory_frac: float = flag(0.6, "sglang: part of a GPU's memory for its weights, keys and values")
     max_staleness: int = flag(
         0,
         "versions by which the weights trained on may be ahead of those that sampled a token; above 0 generation goes on "

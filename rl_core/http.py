@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 async def request(
     url: str, body: bytes = b"", headers: dict[str, str] | None = None, method: str = "POST"
 ) -> tuple[int, bytes]:
-    """(status, content) of one request, with JSON as its body. As HTTP/1.0, whose answers end where the connection does. Raises OSError or
-    EOFError where there is no answer. Who cancels it closes the connection."""
+    """(status, content) of one request, whose body is JSON. As HTTP/1.0, whose answers end where the connection does. Raises
+    OSError or EOFError where there is no answer. Who cancels it closes the connection."""
     at = urlsplit(url)
     port, tls = at.port or (443 if at.scheme == "https" else 80), True if at.scheme == "https" else None
     reader, writer = await asyncio.open_connection(at.hostname, port, ssl=tls)

@@ -33,12 +33,14 @@ from rl_core.types import TrainingSample
 async def run_rank(run: Run) -> None:
     gc.collect()
     gc.freeze()  # rows and modules live as long as the run; looking through them again and again costs tenths of a second
-    if run.ranks.link is not None and run.ranks.link.is_engine:
-        await sample_for_learners(run)
-    else:
-        await train(run)
-    for actor in run.remote.values():
-        await actor.close()
+    try:
+        if run.ranks.link is not None and run.ranks.link.is_engine:
+            await sample_for_learners(run)
+        else:
+            await train(run)
+    finally:  # nothing that it started is left
+        for speaker in (*run.remote.values(), *run.engines.values()):
+            await speaker.close()
 
 
 async def train(run: Run) -> None:
@@ -146,6 +148,8 @@ async def gather_samples(run: Run, step: int) -> dict[str, list[TrainingSample]]
         rows = (imitation(run, run.train.tasks(p, 1)[0], f"{p:012d}") for p in positions)
         return {config.trained[0]: [sample for row in rows for sample in row]}
 
+    if config.engine_tp > 1:
+        all_gather_json(None, run.ranks)  # no learner has a device that an engine on another rank takes now
     trajectories = await roll_out_step(run, step)
     await sleep_engines(run)
     if run.curriculum:
@@ -171,10 +175,13 @@ async def gather_samples(run: Run, step: int) -> dict[str, list[TrainingSample]]
 
 
 async def sleep_engines(run: Run) -> None:
+    """Every rank must call it: when it returns no engine has a device, those that hold several ranks' devices included."""
     for engine in run.engines.values():
         if run.config.max_staleness:
             await engine.pause()
         await engine.sleep()
+    if run.config.engine_tp > 1:
+        all_gather_json(None, run.ranks)
 
 
 def record(run: Run) -> None:
@@ -199,7 +206,8 @@ def write_timeline(run: Run, step: int) -> None:
 async def sync_engine(run: Run, name: str, version: int) -> None:
     """The engine's weights become the learner's; one that reads them in place only forgets what it computed with the old."""
     if name in run.engines:
-        await run.engines[name].update_weights(engine_weights(run.learners[name].policy), version)
+        in_place = run.config.engine == "embedded"
+        await run.engines[name].update_weights(engine_weights(run.learners[name].policy, in_place), version)
 
 
 async def evaluate(run: Run, step: int) -> None:

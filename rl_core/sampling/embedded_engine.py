@@ -22,7 +22,7 @@ from torch import Tensor
 from rl_core.config import nearest
 from rl_core.host_copies import HostCopies
 from rl_core.sampling.adapters import AdapterTable
-from rl_core.sampling.engine import check_request
+from rl_core.sampling.request import check_request
 from rl_core.sampling.slot_cache import ATTENTION, ForwardPlan, SlotCache, Snapshot
 from rl_core.sampling.weights import load_weights
 from rl_core.types import Completion, SamplingParams, logit_change

@@ -55,23 +55,6 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
-class EngineDied(Exception):
-    """The process of an engine ended, or does not answer; the message quotes the end of its log."""
-
-
-def check_request(prompt_ids: list[int], params: SamplingParams, max_context_tokens: int, tokenizer: Any) -> None:
-    """Raises ValueError for a request that no engine can answer."""
-    if not 0 < len(prompt_ids) < max_context_tokens:
-        raise ValueError(
-            f"a prompt of {len(prompt_ids)} tokens must have at least 1 and fewer than {max_context_tokens=}; shorten it or "
-            "raise the limit"
-        )
-    if params.max_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1 or not 0 <= params.min_p <= 1:
-        raise ValueError(f"{params} must have max_tokens >= 1, temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1")
-    if params.stop and tokenizer is None:
-        raise ValueError(f"stop={params.stop} needs a tokenizer; give the engine one or use stop_token_ids")
-
-
 class SharedEngine(Engine, Protocol):
     """An engine of one set of weights, beside which each request may ask for an adapter; requests with different ones are
     decoded together."""
@@ -126,6 +109,36 @@ class ActorEngine:
 
     async def close(self) -> None:
         await self.shared.close()
+
+
+class Follower:
+    """The engine of a rank whose device is held by another's: it draws no episodes, and takes its part where all ranks have
+    one."""
+
+    policy_version = capacity = 0
+
+    async def generate(
+        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = ""
+    ) -> Completion:
+        raise AssertionError("a rank without an engine was asked for tokens")
+
+    def end_session(self, session: str) -> None: ...
+
+    async def update_weights(self, named_weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+        """Gathering a weight is a collective."""
+        for _ in named_weights or ():
+            pass
+        self.policy_version = version
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 def make_engine(config: Config, model, tokenizer, num_ranks: int = 1, offloads: bool = False) -> Engine:

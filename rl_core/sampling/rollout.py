@@ -65,6 +65,8 @@ def groups_at_once(
     # Of engines that learn; what others cannot take at once waits there.
     capacities = [actor.capacity for actor in actors.values() if actor.is_trainable]
     episodes = min([config.max_concurrent, *capacities])
+    if not episodes:
+        return 0  # the engine is on another rank
     return max(1, min(-(-num_groups // ranks.size), episodes // group_size))
 
 

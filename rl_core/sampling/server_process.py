@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from rl_core.http import request
-from rl_core.sampling.engine import EngineDied
+from rl_core.sampling.request import EngineDied
 
 LOG_LINES = 12  # quoted when it dies
 PROGRESS_S = 30.0
@@ -61,6 +61,21 @@ class ServerProcess:
     async def start(self, timeout_s: float) -> None:
         """Returns once it answers. Raises EngineDied if it ended, or did not answer in time."""
         self.stop()
+        self._launch()
+        began = told = time.monotonic()
+        while not await self._answers():
+            now = time.monotonic()
+            if not self.is_alive:
+                raise self.died("did not start")
+            if now - began > timeout_s:
+                self.stop()
+                raise self.died(f"did not answer within {timeout_s:g} s of its start")
+            if now - told > PROGRESS_S:
+                told = now
+                print(f"engine {self.name}: starts since {now - began:.0f} s: {self.log_end(1)}", file=sys.stderr)
+            await asyncio.sleep(0.5)
+
+    def _launch(self) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         order = {"parent": os.getpid(), "args": [a.format(port=port) for a in self.args], "key": self.key}
@@ -76,18 +91,6 @@ class ServerProcess:
         # Not as an argument: every user of this machine can read those, and the order has the server's key.
         self.process.stdin.write(json.dumps(order).encode())
         self.process.stdin.close()
-        began = told = time.monotonic()
-        while not await self._answers():
-            now = time.monotonic()
-            if not self.is_alive:
-                raise self.died("did not start")
-            if now - began > timeout_s:
-                self.stop()
-                raise self.died(f"did not answer within {timeout_s:g} s of its start")
-            if now - told > PROGRESS_S:
-                told = now
-                print(f"engine {self.name}: starts since {now - began:.0f} s: {self.log_end(1)}", file=sys.stderr)
-            await asyncio.sleep(0.5)
 
     async def _answers(self) -> bool:
         try:

@@ -27,11 +27,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rl_core.config import Config
+from rl_core.distributed import Ranks
 from rl_core.http import request
-from rl_core.sampling.engine import EngineDied, check_request
+from rl_core.sampling.engine import Engine, Follower
+from rl_core.sampling.request import EngineDied, check_request
 from rl_core.sampling.server_process import ServerProcess, child_environment, die_with
 from rl_core.sampling.weights import arriving, in_buckets
-from rl_core.types import Completion, SamplingParams
+from rl_core.types import Completion, SamplingParams, counter_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -99,9 +102,7 @@ class SGLangEngine:
         self.policy_version, self.capacity = 0, options.num_slots
         self.start_timeout_s = start_timeout_s
         module = "rl_core.sampling.sglang_engine"
-        self.server = ServerProcess(
-            name, module, options.args(), log, secrets.token_hex(16), env=options.environment()
-        )
+        self.server = ServerProcess(name, module, options.args(), log, secrets.token_hex(16), env=options.environment())
         self._has_started = self._needs_weights = False
         self._asleep: set[str] = set()  # of MEMORY
         self._changing = asyncio.Lock()
@@ -150,9 +151,7 @@ class SGLangEngine:
             )
         return done
 
-    async def _extend(
-        self, done: Completion, prompt_ids: list[int], params: SamplingParams, max_tokens: int
-    ) -> None:
+    async def _extend(self, done: Completion, prompt_ids: list[int], params: SamplingParams, max_tokens: int) -> None:
         """More tokens, up to the end or to the next pause."""
         if self._needs_weights:
             raise EngineDied(f"engine {self.server.name} was restarted; give it its weights by update_weights")
@@ -335,6 +334,33 @@ def sampling_params(params: SamplingParams, max_tokens: int) -> dict[str, Any]:
 def shared_memory() -> str | None:
     """A folder in memory where there is one; else the usual temporary one."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def make_sglang_engine(
+    config: Config,
+    name: str,
+    skeleton: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks,
+    dtype: torch.dtype,
+) -> Engine:
+    """An actor's engine on this rank: of each --engine_tp neighbours the first has it, on the devices of all."""
+    if ranks.rank % config.engine_tp:
+        return Follower()
+    # An engine has at most its share at once, of all that may be under way.
+    groups = -(-config.tasks_per_step * (1 + config.max_staleness) * config.engine_tp // ranks.size)
+    options = ServerOptions(
+        model=config.actors[name].model,
+        dtype=dtype,
+        device=ranks.device,
+        tp=config.engine_tp,
+        memory_frac=config.engine_memory_frac,
+        seed=counter_seed(config.seed, name, ranks.rank) % 2**31,
+        num_slots=min(config.rollout.max_concurrent, groups * config.group_size),
+        max_context_tokens=config.max_context_tokens,
+    )
+    log = Path(config.out) / f"engine_{name}_{ranks.rank:05d}.log"
+    return SGLangEngine(name, options, skeleton, tokenizer, log, config.timeout_s)
 
 
 def make_skeleton(path: str) -> PreTrainedModel:

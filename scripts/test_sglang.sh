@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Tests the SGLang engine with the real package on a machine without a GPU: makes a virtual environment of its own (2.9 GiB;
+# the argument, or .venv-sglang), and runs the tests that need SGLang in it.
+#   bash scripts/test_sglang.sh [FOLDER [arguments of pytest]]
+# It is a trick for tests, not a supported mode. SGLang is installed without what it asks for: its compiled kernels and
+# torchvision are stubs, in which nothing computes, and torch and transformers are not the versions that it pins.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv="${1:-$PWD/.venv-sglang}"
+shift || true
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+wanted="$PWD $(cat setup.py scripts/test_sglang.sh | cksum)"
+if [ "$(cat "$venv/.rl_core_sglang" 2> /dev/null)" != "$wanted" ]; then
+    echo "installing SGLang into $venv"
+    install() { "$venv/bin/python" -m pip install -q "$@" 2>&1 | { grep -v -e "requires" -e "resolver does not" || true; }; }
+    install torch==2.13.0 setuptools
+    install --no-deps sglang==0.5.23 compressed-tensors==0.18.0 xgrammar==0.2.7
+    # What SGLang's server imports.
+    install orjson pybase64 requests triton==3.9.0 pillow starlette msgspec pyzmq IPython aiohttp uvloop dill \
+        apache-tvm-ffi==0.1.11 sentencepiece loguru gguf openai==2.8.0 partial_json_parser uvicorn fastapi setproctitle \
+        einops psutil jsonschema python-multipart prometheus-client soundfile
+    install transformers==5.23.0 pytest
+    install -e .
+    site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    mkdir -p "$site/sgl_kernel" "$site/torchvision"
+    cat > "$site/sgl_kernel/__init__.py" << 'STUB'
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def missing(*args, **kwargs):
+        raise NotImplementedError(f"sgl_kernel.{name} is a stub")
+
+    return missing
+STUB
+    cat > "$site/torchvision/__init__.py" << 'STUB'
+"""Enough for SGLang and transformers to import torchvision and its modules."""
+import importlib.abc
+import importlib.machinery
+import sys
+
+__version__ = "0.0.0"
+
+
+class Names(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Names(name, (Missing,), {})
+
+
+class Missing(metaclass=Names):
+    def __init__(self, *args, **kwargs):
+        raise NotImplementedError(f"torchvision's {type(self).__name__} is a stub")
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("torchvision."):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def exec_module(self, module):
+        module.__getattr__ = lambda name: getattr(Missing, name)
+
+
+sys.meta_path.append(Finder())
+
+
+def __getattr__(name):
+    return getattr(Missing, name)
+STUB
+    echo "$wanted" > "$venv/.rl_core_sglang"
+fi
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+exec "$venv/bin/python" -m pytest -m "" tests/test_engine_contract.py tests/test_sglang.py "$@"
