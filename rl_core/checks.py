@@ -129,6 +129,10 @@ def check_config(config: Config) -> None:
         config.rollout.too_old == "restart" and not config.max_staleness,
         "--rollout.too_old=restart has no meaning without --max_staleness; set it, or leave this out",
     )
+    refuse(
+        config.canary_tolerance is not None and config.canary_tolerance < 0,
+        f"--canary_tolerance={config.canary_tolerance} must be above 0, such as 0.001; 0 does not look",
+    )
     for name in ("dp_replicate", "cp", "tp"):
         refuse(getattr(config, name) < 1, f"--{name}={getattr(config, name)} must be at least 1, which is off")
     refuse(config.engine_tp < 1, f"--engine_tp={config.engine_tp} must be at least 1, which is off")

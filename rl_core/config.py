@@ -305,6 +305,11 @@ class Config:
         0,
         "write what each rank did when in this step to timeline_NUMBER.json in --out, for ui.perfetto.dev; 0 is no step",
     )
+    canary_tolerance: float | None = flag(
+        None,
+        "nats by which logprobs of engine and learner may differ on fixed prompts after an update; more stops the run; 0 does "
+        "not look; default: 0.001, in bfloat16 0.5",
+    )
     timeout_s: float = flag(600.0, "seconds that a rank waits for the others before it gives up")
     dry_run: bool = flag(False, "print the plan, and what a step costs, and stop")
     device_memory_gib: float | None = flag(

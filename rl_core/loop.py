@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rl_core import timeline
 from rl_core.build import SFT_EXPORT, Run, imitation, make_learner
+from rl_core.canary import check_canary, sample_canaries
 from rl_core.credit import baseline_groups, group_results, has_signal, samples_of
 from rl_core.distributed import all_gather_json
 from rl_core.groups import (
@@ -87,6 +88,7 @@ async def train_steps(run: Run) -> None:
                 samples = await gather_samples(run, step)
             for name, learner in run.learners.items():
                 with learner.on_device():
+                    await check_canary(run, name)
                     with run.timed("learn"), clock.stopped():
                         learn(run, name, samples[name], step)
                     with run.timed("sync"):
@@ -107,6 +109,12 @@ async def train_steps(run: Run) -> None:
             save(run, done)
     if run.intake is not None:
         await run.intake.close()
+    if run.algorithm.is_rl:  # what the last update gave the engines has no next step that checks it
+        await sample_canaries(run)
+        await sleep_engines(run)
+        for name, learner in run.learners.items():
+            with learner.on_device():
+                await check_canary(run, name)
 
 
 def learn(run: Run, name: str, samples: list[TrainingSample], step: int) -> None:
@@ -150,6 +158,7 @@ async def gather_samples(run: Run, step: int) -> dict[str, list[TrainingSample]]
 
     if config.engine_tp > 1:
         all_gather_json(None, run.ranks)  # no learner has a device that an engine on another rank takes now
+    await sample_canaries(run)
     trajectories = await roll_out_step(run, step)
     await sleep_engines(run)
     if run.curriculum:

@@ -22,7 +22,7 @@ ROOMS = {
     "sampling": ["sampling"],
     "learning": ["learning"],
     "serving": ["serving"],
-    "roof": ["train", "costs", "build", "credit", "groups", "loop", "cli", "check", "tryout"],
+    "roof": ["train", "canary", "costs", "build", "credit", "groups", "loop", "cli", "check", "tryout"],
 }
 BELOW = {
     "ground": set(),

@@ -44,6 +44,7 @@ from rl_core.learning.tensor_parallel import sum_partial_gradients
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics
 from rl_core.types import PackedBatch, SequenceShard, TrainingSample, counter_seed
 
+TAIL_NATS = 0.5  # a token beyond it counts for mismatch_tail_frac
 PER_TOKEN = ("token_ids", "loss_mask", "rollout_logprobs", "policy_versions", "advantages")
 
 
@@ -275,6 +276,7 @@ class Learner:
                 "clip_frac": Mean(is_clipped.sum().item(), n),
                 "mismatch_kl_nats": Mean(mismatch.sum().item(), n),
                 "mismatch_kl_nats_max": Max(mismatch.max().item() if n else 0.0),
+                "mismatch_tail_frac": Mean(((learner - batch.rollout_logprobs).abs() > TAIL_NATS).sum().item(), n),
             }
         for name, pair in {
             "step_kl_nats": (batch.old_logprobs, logprobs),

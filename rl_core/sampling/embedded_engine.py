@@ -190,6 +190,10 @@ class EmbeddedEngine:
         self._adapters.load(name, named_weights, config)
         self.adapter_versions[name] = version
 
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) of what it samples with, without adapters; a tied weight comes once."""
+        return self.model.named_parameters()
+
     async def sleep(self) -> None:
         """Frees the memory of the cache, of every session and, if it offloads, of the weights; see Engine."""
         await self._drain()

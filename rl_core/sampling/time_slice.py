@@ -207,6 +207,9 @@ class SlicedEngine:
         if now.holder is self and not now.is_awake and now.switching is None:
             await self.sleep()
 
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        return self.engine.named_weights() if hasattr(self.engine, "named_weights") else ()
+
     async def sleep(self) -> None:
         await self.time_slice.rest(self)
 

@@ -1,0 +1,110 @@
+"""Engines that do not sample with their learner's weights stop the run, which names the tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_train import metrics
+
+from rl_core.sampling import embedded_engine
+from rl_core.sampling.embedded_engine import EmbeddedEngine
+from rl_core.train import main
+
+SIZES = ["--tasks_per_step", "4", "--group_size", "4", "--num_steps", "2", "--optim.lr", "1e-2"]
+SIZES += ["--max_tokens", "8", "--max_prompt_tokens", "16"]
+COPY = ["--actors.policy.lora.rank", "4"]  # adapters, so that the engine has merged weights of its own
+FULL_COPY = ["--learner.offload", "always"]  # shards of one rank
+BROKEN = "model.layers.1.mlp.up_proj.weight"
+
+
+COUNT = """
+def load_tasks(split): return [{"prompt": str(n)} for n in range(8)]
+def reward_fn(completion): return float(sum(map(ord, completion)) % 97)
+"""
+
+
+def flags_of(model: Path, out: Path, *more: str) -> list[str]:
+    (out.parent / "count.py").write_text(COUNT)
+    return ["--model", str(model), "--env_path", str(out.parent / "count.py"), *SIZES, "--out", str(out), *more]
+
+
+def metrics_of(out: Path) -> list[dict]:
+    return metrics(out) if (out / "metrics.jsonl").exists() else []
+
+
+def largest(out: Path) -> list[float]:
+    return [row["learn/policy/canary_max_diff"] for row in metrics(out)]
+
+
+@pytest.mark.parametrize("how", [[], COPY, FULL_COPY, [*FULL_COPY, "--learner.dtype", "bfloat16"]])
+def test_a_healthy_engine_agrees_with_its_learner_after_every_update(tiny_model, tmp_path, how):
+    assert main(flags_of(tiny_model, tmp_path / "run", *how)) == 0
+    found = largest(tmp_path / "run")
+    assert len(found) == 2 and 0 < max(found) < (0.1 if "bfloat16" in how else 1e-4)
+
+
+@pytest.mark.slow
+def test_the_engine_of_each_of_two_ranks_agrees_with_the_sharded_learner(tiny_model, torchrun, tmp_path):
+    torchrun(2, "-m", "rl_core.train", *flags_of(tiny_model, tmp_path / "run"))
+    assert 0 < max(largest(tmp_path / "run")) < 1e-4
+
+
+def test_a_tensor_of_the_engine_that_is_not_the_learners_is_named(tiny_model, tmp_path, monkeypatch, capsys):
+    load = embedded_engine.load_weights
+
+    def load_all_but_a_part(model, named_weights):
+        load(model, named_weights)
+        model.get_parameter(BROKEN).data[0] += 1.0
+
+    monkeypatch.setattr(embedded_engine, "load_weights", load_all_but_a_part)
+    assert main(flags_of(tiny_model, tmp_path / "run", *COPY)) == 1
+    said = capsys.readouterr().err
+    assert "nats at version 0, and --canary_tolerance allows 0.001; on rank 0 1 of 24 tensors differ" in said
+    assert f"most of all {BROKEN} (by up to 1)" in said and not metrics_of(tmp_path / "run")
+    assert main(flags_of(tiny_model, tmp_path / "off", *COPY, "--canary_tolerance", "0")) == 0
+    assert "learn/policy/canary_max_diff" not in metrics(tmp_path / "off")[0]
+
+
+@pytest.mark.parametrize("steps", ["1", "2"])
+def test_an_update_that_did_not_arrive_is_found_the_last_one_too(tiny_model, tmp_path, monkeypatch, capsys, steps):
+    update = EmbeddedEngine.update_weights
+
+    async def lose_the_first_of_the_run(self, named_weights, version):
+        await update(self, named_weights if version != 1 else list(named_weights)[:0] or None, version)
+
+    monkeypatch.setattr(EmbeddedEngine, "update_weights", lose_the_first_of_the_run)
+    assert main(flags_of(tiny_model, tmp_path / "run", *COPY, "--num_steps", steps)) == 1
+    said = capsys.readouterr().err
+    # The output of the embedding is tied to it, and without adapters.
+    assert "nats at version 1" in said and "14 of 24 tensors differ" in said and "_proj.weight" in said
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1]
+
+
+@pytest.mark.slow
+def test_one_of_two_ranks_with_other_weights_stops_both(tiny_model, torchrun, tmp_path):
+    (tmp_path / "broken.py").write_text(
+        "import os, sys\n"
+        "from rl_core.sampling import embedded_engine\n"
+        "from rl_core.train import main\n"
+        "load = embedded_engine.load_weights\n"
+        "def broken(model, named_weights):\n"
+        "    load(model, named_weights)\n"
+        "    if os.environ['RANK'] == '1':\n"
+        f"        model.get_parameter({BROKEN!r}).data[0] += 1.0\n"
+        "embedded_engine.load_weights = broken\n"
+        "status = main(sys.argv[1:])\n"
+        "print('rank', os.environ['RANK'], 'ended with', status, flush=True)\n"
+        "sys.exit(status)\n"
+    )
+    done = torchrun(2, tmp_path / "broken.py", *flags_of(tiny_model, tmp_path / "run"), check=False)
+    assert f"on rank 1 1 of 24 tensors differ, most of all {BROKEN}" in done.stderr
+    assert "rank 0 ended with 1" in done.stdout and "rank 1 ended with 1" in done.stdout
+
+
+def test_what_a_run_samples_is_the_same_with_and_without_it(tiny_model, tmp_path):
+    for name, more in {"with": [], "without": ["--canary_tolerance", "0"]}.items():
+        assert main(flags_of(tiny_model, tmp_path / name, *more)) == 0
+    with_it, without = metrics(tmp_path / "with"), metrics(tmp_path / "without")
+    for name in ("rollout/policy/reward_mean", "learn/policy/loss", "learn/policy/grad_norm"):
+        assert [row[name] for row in with_it] == [row[name] for row in without]
