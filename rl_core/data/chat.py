@@ -13,7 +13,7 @@ import copy
 import hashlib
 import json
 import re
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class _PlainText:
         self._all = "\n".join(special_ids)
         self._longest = max(map(len, special_ids), default=0)
         self._newline_ids = tokenizer.encode("\n", add_special_tokens=False)
+        self._mark_text = lru_cache(512)(self._mark_text)  # a conversation's messages come again at every turn
 
     def mark(self, value: Any) -> Any:
         if isinstance(value, str):
