@@ -193,6 +193,7 @@ class HandingStream(GroupStream):
         self.idle_s, self.since = 0.0, now
         for name, actor in self.run.remote.items():
             add_metrics(metrics, actor.take_metrics(), prefix=f"rollout/{name}/")
+        add_metrics(metrics, restarts_of(self.run))
         header = {"number": group.number, "version": group.version, "metrics": metric_fields(metrics)}
         self.ranks.link.hand(header, packed(group.trajectories))
 
@@ -298,6 +299,15 @@ async def evaluate_tasks(run: Run, step: int, env: str, tasks: list[Task], label
         found = {f"{label}_{name}": value for name, value in part_metrics(own).items()}
         found |= {score: Mean(sum(scores), len(scores)), passed: Mean(sum(passes), len(passes))}
         run.note(f"eval/{env}/{actor}/" if len(config.trained) > 1 else f"eval/{env}/", found)
+
+
+def restarts_of(run: Run) -> dict[str, Metric]:
+    """Of engines that died, since the last time; nothing where none can."""
+    mortal = {name: engine for name, engine in run.engines.items() if hasattr(engine, "num_restarts")}
+    found = {f"rollout/{name}/engine_restarts": Sum(engine.num_restarts) for name, engine in mortal.items()}
+    for engine in mortal.values():
+        engine.num_restarts = 0
+    return found
 
 
 def sampling_params(run: Run, **drawn) -> SamplingParams:

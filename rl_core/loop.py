@@ -18,6 +18,7 @@ from rl_core.groups import (
     open_intake,
     places,
     record_results,
+    restarts_of,
     roll_out_step,
     sample_for_learners,
     send_weights,
@@ -166,6 +167,7 @@ async def gather_samples(run: Run, step: int) -> dict[str, list[TrainingSample]]
         record_results(run, results)
     if config.rollout.save:
         write_trajectories(Path(config.out) / "rollouts", f"step_{run.first + step + 1:06d}", trajectories, run.ranks)
+    run.note("", restarts_of(run))
     for name, actor in run.remote.items():
         run.note(f"rollout/{name}/", actor.take_metrics())
     if run.time_slice is not None:

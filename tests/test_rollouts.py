@@ -20,6 +20,7 @@ from rl_core.data.tasks import make_task
 from rl_core.distributed import init_ranks
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.env import load_env
+from rl_core.sampling.request import EngineDied
 from rl_core.sampling.rollout import RolloutPlan, rollout, rollout_metrics
 from rl_core.types import Completion, RunError, SamplingParams
 
@@ -821,3 +822,69 @@ def test_every_actors_tokens_masks_and_logprobs_equal_a_naive_simulation(env_of,
                     text = "\n\n".join(heard[other.actor])
                     positions = [text.find(s.completion.text) for s in t.turns if len(s.completion.text) > 5]
                     assert -1 not in positions and positions == sorted(positions)
+
+
+class MortalEngine(RuleEngine):
+    """Dies at some requests, with all that run, until it is revived."""
+
+    def __init__(self, chat, rule, dies_at: set[int], stays_dead: bool = False):
+        super().__init__(chat, rule, wait_s=0.01)
+        self.dies_at, self.stays_dead, self.is_dead, self.num_revived = dies_at, stays_dead, False, 0
+
+    async def generate(self, prompt_ids, params, *, seed, session=""):
+        self.is_dead |= len(self.asked) in self.dies_at
+        found = await super().generate(prompt_ids, params, seed=seed, session=session)
+        if self.is_dead:
+            raise EngineDied("engine bob has died (exit status -9)")
+        return found
+
+    async def revive(self):
+        if self.stays_dead:
+            raise EngineDied("engine bob did not start")
+        self.num_revived += self.is_dead
+        self.is_dead = False
+
+
+MORTAL = """
+    turns = "bob*2"
+    async def reward_fn(messages, actors):
+        return float((await actors["bob"].respond("how good?")).text)
+"""
+
+
+@pytest.mark.parametrize("dies_at", [{5}, {0, 21, 22, 60}])
+def test_groups_of_an_engine_that_died_are_done_again(env_of, chat, dies_at):
+    def found(engine):
+        actor = Actor(
+            name="bob",
+            engine=engine,
+            chat=chat,
+            stop_token_ids=chat.stop_token_ids,
+            max_turns=2,
+            max_context_tokens=999,
+        )
+        return run(env_of(MORTAL), {"bob": actor}, group_size=4, rows=[ROW] * 6)
+
+    mortal = MortalEngine(chat, lambda p, s: str(s % 97), dies_at)
+    again, once = found(mortal), found(RuleEngine(chat, lambda p, s: str(s % 97)))
+    assert mortal.num_revived >= min(2, len(dies_at)) and len(mortal.asked) > 6 * 4 * 3
+    assert [t.messages for t in again] == [t.messages for t in once] and len(again) == 24
+    assert [t.reward for t in again] == [t.reward for t in once] and {t.status for t in again} == {"ok"}
+
+
+def test_an_engine_that_cannot_be_revived_ends_the_run(env_of, chat):
+    def end(engine):
+        actor = Actor(
+            name="bob",
+            engine=engine,
+            chat=chat,
+            stop_token_ids=chat.stop_token_ids,
+            max_turns=2,
+            max_context_tokens=999,
+        )
+        run(env_of(MORTAL), {"bob": actor}, group_size=4, rows=[ROW] * 2)
+
+    with pytest.raises(RunError, match="cannot be started again: engine bob did not start"):
+        end(MortalEngine(chat, lambda p, s: "1", {3}, stays_dead=True))
+    with pytest.raises(RunError, match=r"died 3 times in one group of train/0: engine bob has died"):
+        end(MortalEngine(chat, lambda p, s: "1", set(range(1000))))

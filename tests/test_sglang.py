@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,10 @@ def flags(model, data, out, *more) -> list[str]:
     return [str(f) for f in (*found, *lengths)]
 
 
+def rows_of(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_SGLANG, reason="sglang is not installed: bash scripts/test_sglang.sh")
 def test_reward_rises_with_sglang_and_nothing_of_it_is_left(torchrun, warm_model, sort_data, tmp_path):
@@ -35,6 +42,30 @@ def test_reward_rises_with_sglang_and_nothing_of_it_is_left(torchrun, warm_model
     assert "policy" in (out / "config.yaml").read_text() and (out / "engine_policy_00000.log").stat().st_size
     running = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True).stdout
     assert str(out) not in running
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_SGLANG, reason="sglang is not installed: bash scripts/test_sglang.sh")
+@pytest.mark.parametrize("ranks", [["1"], ["2", "--engine_ranks", "1"]], ids=["in step", "rank of its own"])
+def test_a_server_that_is_killed_in_a_rollout_loses_no_group(ranks, warm_model, sort_data, tmp_path):
+    out = tmp_path / "run"
+    command = ["torchrun", "--standalone", "--nproc_per_node", ranks[0], "-m", "rl_core.train", "--engine", "sglang"]
+    command += [*flags(warm_model, sort_data, out, "--num_steps", 6, *ranks[1:])]
+    run = subprocess.Popen(command, cwd=ENV.parent.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        while run.poll() is None and (not (out / "metrics.jsonl").exists() or len(rows_of(out)) < 2):
+            time.sleep(0.02)
+        children = subprocess.run(["pgrep", "-f", "rl_core.sampling.sglang_engine"], capture_output=True, text=True)
+        for pid in children.stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
+        text, _ = run.communicate(timeout=600)
+    finally:
+        run.kill()
+    assert run.returncode == 0, text
+    rows = rows_of(out)
+    assert len(rows) == 6 and sum(row["rollout/policy/engine_restarts"] for row in rows) >= 1
+    assert all(row["rollout/policy/failed"] == 0 for row in rows)
+    assert max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-3, "the new server has the newest weights"
 
 
 @pytest.mark.skipif(HAS_SGLANG, reason="sglang is installed")

@@ -240,6 +240,9 @@ class EmbeddedEngine:
         self._parked.clear()
         self._cache = SlotCache(self.capacity, self.max_context_tokens)
 
+    async def revive(self) -> None:
+        """Nothing: it lives and dies with its process."""
+
     async def close(self) -> None:
         """Cancels what is running and frees the cache."""
         if self._task is not None and not self._task.done():

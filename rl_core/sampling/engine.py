@@ -52,6 +52,11 @@ class Engine(Protocol):
         """Goes on with what waits, by the weights that the engine holds now: each further token is of their version."""
         ...
 
+    async def revive(self) -> None:
+        """After EngineDied: it runs again, with the weights that it had; nothing if another caller did it. Raises EngineDied
+        where that cannot be."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -107,6 +112,9 @@ class ActorEngine:
     async def resume(self) -> None:
         await self.shared.resume()
 
+    async def revive(self) -> None:
+        await self.shared.revive()
+
     async def close(self) -> None:
         await self.shared.close()
 
@@ -137,6 +145,8 @@ class Follower:
     async def pause(self) -> None: ...
 
     async def resume(self) -> None: ...
+
+    async def revive(self) -> None: ...
 
     async def close(self) -> None: ...
 

@@ -19,7 +19,10 @@ from rl_core.distributed import Ranks, all_gather_json
 from rl_core.metrics import Mean, Metric, Sum
 from rl_core.sampling.actor import Actor, Speaker
 from rl_core.sampling.env import Env
+from rl_core.sampling.request import EngineDied
 from rl_core.types import Completion, RunError, SamplingParams, Task, Trajectory, Turn, counter_seed
+
+MAX_REVIVALS = 3  # times that one group may lose an engine
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,8 +80,31 @@ def in_order(trajectories: list[Trajectory]) -> list[Trajectory]:
 async def run_group(
     env: Env, actors: Mapping[str, Actor], plan: RolloutPlan, task: Task, number: int, config: RolloutConfig
 ) -> list[Trajectory]:
+    """The trajectories of one group. If an engine dies it is started again, and the group is done again. Raises RunError if
+    that does not help."""
+    for _ in range(MAX_REVIVALS):
+        try:
+            return await play_group(env, actors, plan, task, number, config)
+        except EngineDied as error:
+            last = error
+            await revive_engines(actors)
+    raise RunError(f"an engine died {MAX_REVIVALS} times in one group of {plan.name}: {last}") from last
+
+
+async def revive_engines(actors: Mapping[str, Actor]) -> None:
+    try:
+        for actor in actors.values():
+            if engine := getattr(actor, "engine", None):  # an endpoint elsewhere has none
+                await engine.revive()
+    except EngineDied as error:
+        raise RunError(f"an engine died and cannot be started again: {error}") from error
+
+
+async def play_group(
+    env: Env, actors: Mapping[str, Actor], plan: RolloutPlan, task: Task, number: int, config: RolloutConfig
+) -> list[Trajectory]:
     """The trajectories of one group. Its order of speakers is drawn once; what scores it as a whole comes last, and if that
-    goes wrong all of it has failed."""
+    goes wrong all of it has failed. Raises EngineDied once all its episodes have ended."""
     group_id = f"{plan.name}/{number:06d}"
     seed = counter_seed(plan.seed, plan.drawn_as, number, "schedule")
 
@@ -86,13 +112,17 @@ async def run_group(
     try:
         drawn = await env.draw(task, list(actors), seed)
         runs = [run_episode(env, actors, plan, drawn, number, index, config) for index in range(plan.group_size)]
-        found = [t for trajectories in await asyncio.gather(*runs) for t in trajectories]
+        ended = await asyncio.gather(*runs, return_exceptions=True)
+        for died in (e for e in ended if isinstance(e, BaseException)):
+            raise died
+        found = [t for trajectories in ended for t in trajectories]
         if env.group_rewards:
             async with speaking(
                 actors, plan, counter_seed(seed, "group"), f"{plan.drawn_as}/{number:06d}/group"
             ) as speakers:
                 await asyncio.wait_for(env.score_group(task, found, speakers), config.episode_timeout_s)
     except Exception as error:
+        refuse_death(error)
         reason = reason_of(error, f"what scores the group took longer than {limit_of(config)}")
         if not found:
             indices = range(plan.group_size)
@@ -106,13 +136,15 @@ async def run_group(
 async def run_episode(
     env: Env, actors: Mapping[str, Actor], plan: RolloutPlan, task: Task, number: int, index: int, config: RolloutConfig
 ) -> list[Trajectory]:
-    """One attempt at one task. What goes wrong in it ends here, as a failed trajectory of every actor, with its reason."""
+    """One attempt at one task. What goes wrong in it ends here, as a failed trajectory of every actor, with its reason, but
+    for the death of an engine, which is no fault of the episode: EngineDied."""
     group_id = f"{plan.name}/{number:06d}"
     seed = counter_seed(plan.seed, plan.drawn_as, number, task.id, index)
     try:
         async with speaking(actors, plan, seed, f"{plan.drawn_as}/{number:06d}/{index}") as speakers:
             trajectories = await asyncio.wait_for(env.rollout(task, speakers), config.episode_timeout_s)
     except Exception as error:
+        refuse_death(error)
         reason = reason_of(error, f"the episode took longer than {limit_of(config)}")
         return failures(actors, task, group_id, index, reason)
     for trajectory in trajectories:
@@ -135,6 +167,15 @@ async def speaking(
 
 def limit_of(config: RolloutConfig) -> str:
     return f"--rollout.episode_timeout_s={config.episode_timeout_s}"
+
+
+def refuse_death(error: BaseException) -> None:
+    """Raises the EngineDied that an error came from, through hooks that asked an actor too."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, EngineDied):
+            raise cause
+        cause = cause.__cause__
 
 
 def reason_of(error: Exception, on_timeout: str) -> str:

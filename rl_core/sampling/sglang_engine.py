@@ -1,7 +1,8 @@
 """SGLang as an engine, behind its HTTP server in a child process: a crash, its signals and its variables stay there.
 
 Weights go over as safetensors files in shared memory, a bucket at a time, by /update_weights_from_disk: no pickle, on
-every device, for every number of GPUs, the same in all supported versions. `python -m rl_core.sampling.sglang_engine` is the
+every device, for every number of GPUs, the same in all supported versions. Where there is room they stay there until the
+next ones come, for another server if this one dies. `python -m rl_core.sampling.sglang_engine` is the
 child; there alone sglang is imported.
 """
 
@@ -104,6 +105,8 @@ class SGLangEngine:
         module = "rl_core.sampling.sglang_engine"
         self.server = ServerProcess(name, module, options.args(), log, secrets.token_hex(16), env=options.environment())
         self._has_started = self._needs_weights = False
+        self._kept: tempfile.TemporaryDirectory | None = None  # the weights that it has, for another server
+        self.num_restarts = 0
         self._asleep: set[str] = set()  # of MEMORY
         self._changing = asyncio.Lock()
         self._may_run = asyncio.Event()
@@ -121,12 +124,27 @@ class SGLangEngine:
                 self._has_started = True
 
     async def restart(self) -> None:
-        """A new server instead of one that died, or hangs. If weights had come to the old one they must come again."""
+        """A new server instead of one that died, or hangs, with the same weights. Where there was no room to keep them they
+        must come again."""
         async with self._changing:
-            self._has_started = False
-            self._asleep.clear()
-            await self.server.start(self.start_timeout_s)
-            self._has_started, self._needs_weights = True, self.policy_version != 0
+            await self._restart()
+
+    async def _restart(self) -> None:
+        self._has_started = False
+        self._asleep.clear()
+        await self.server.start(self.start_timeout_s)
+        self._has_started, self._needs_weights = True, self.policy_version != 0
+        self.num_restarts += 1
+        if self._kept is not None:
+            for folder in sorted(os.listdir(self._kept.name)):
+                await self._load(Path(self._kept.name) / folder)
+            self._needs_weights = False
+
+    async def revive(self) -> None:
+        """See Engine."""
+        async with self._changing:
+            if self._has_started and not self.server.is_alive:
+                await self._restart()
 
     async def generate(
         self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = ""
@@ -220,17 +238,30 @@ class SGLangEngine:
         self.policy_version, self._needs_weights = version, False
 
     async def _send(self, named_weights: Iterator[tuple[str, Tensor]]) -> None:
-        dtype = self.options.dtype
-        folder = Path(tempfile.mkdtemp(prefix="rl_core_", dir=shared_memory()))
-        try:
-            for bucket in in_buckets(self._once(named_weights), dtype, BUCKET_BYTES):
-                save_file(bucket, folder / "model.safetensors")
-                body = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
-                answer = await self._ask("update_weights_from_disk", body)
-                if not answer.get("success"):  # refusals are told, not raised
-                    raise EngineDied(f"engine {self.server.name} refused weights: {answer.get('message')}")
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        if self._kept is not None:
+            self._kept.cleanup()
+            self._kept = None
+        place = shared_memory()
+        sent = tempfile.TemporaryDirectory(prefix=f"rl_core_{os.getpid()}_", dir=place)
+        is_roomy = place is not None and shutil.disk_usage(place).free > 2 * self._num_bytes()
+        for number, bucket in enumerate(in_buckets(self._once(named_weights), self.options.dtype, BUCKET_BYTES)):
+            folder = Path(sent.name) / f"{number:05d}"
+            folder.mkdir()
+            save_file(bucket, folder / "model.safetensors")
+            await self._load(folder)
+            if not is_roomy:
+                shutil.rmtree(folder)
+        if is_roomy:
+            self._kept = sent
+
+    async def _load(self, folder: Path) -> None:
+        body = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
+        answer = await self._ask("update_weights_from_disk", body)
+        if not answer.get("success"):  # refusals are told, not raised
+            raise EngineDied(f"engine {self.server.name} refused weights: {answer.get('message')}")
+
+    def _num_bytes(self) -> int:
+        return sum(p.numel() for p in self.skeleton.parameters()) * self.options.dtype.itemsize
 
     def _once(self, named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Without the second name of a tied head."""
@@ -282,6 +313,9 @@ class SGLangEngine:
     async def close(self) -> None:
         """Kills the server; whoever waits gets EngineDied."""
         self.server.stop()
+        if self._kept is not None:
+            self._kept.cleanup()
+            self._kept = None
 
     async def _abort(self, rid: str) -> None:
         with contextlib.suppress(EngineDied):

@@ -229,6 +229,9 @@ class SlicedEngine:
             self.is_paused = False
             await self.engine.resume()
 
+    async def revive(self) -> None:
+        await self.engine.revive()
+
     async def close(self) -> None:
         """Cancels what waits."""
         for visit in self.waiting:
