@@ -14,6 +14,7 @@ from rl_core.learning.learner import Learner, to_device
 from rl_core.learning.model import reads_in_place
 from rl_core.metrics import Max
 from rl_core.sampling.engine import Engine
+from rl_core.sampling.request import EngineDied
 from rl_core.types import Completion, PackedBatch, RunError, SamplingParams, TrainingSample, counter_seed
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 4
@@ -42,9 +43,16 @@ async def speak(run: Run, name: str) -> list[TrainingSample]:
     words = range(min(len(tokenizer), config.vocab_size))
     prompts = [[draw.choice(words) for _ in range(length)] for _ in range(NUM_PROMPTS)]
     params = SamplingParams(max_tokens=min(NEW_TOKENS, context - length), temperature=run.learners[name].temperature)
-    calls = (run.engines[name].generate(prompt, params, seed=i) for i, prompt in enumerate(prompts))
-    said = await asyncio.gather(*calls)
+    try:
+        said = await speak_all(run.engines[name], prompts, params)
+    except EngineDied:
+        await run.engines[name].revive()
+        said = await speak_all(run.engines[name], prompts, params)
     return [canary_sample(*pair) for pair in zip(prompts, said, strict=True)]
+
+
+async def speak_all(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
+    return await asyncio.gather(*(engine.generate(prompt, params, seed=i) for i, prompt in enumerate(prompts)))
 
 
 def canary_sample(prompt: list[int], said: Completion) -> TrainingSample:
@@ -101,7 +109,7 @@ def batch_of(learner: Learner, gathered: list[list[list]]) -> PackedBatch:
 @torch.no_grad()
 def differing_tensors(learner: Learner, engine: Engine) -> tuple[int, str]:
     """How many, and `2 of 24 tensors differ, most of all A (by up to 0.1), B (by up to 0.01)`. Every rank must call it."""
-    if reads_in_place(learner.policy):
+    if reads_in_place(learner.policy) and learner.config.engine == "embedded":
         return 0, "it reads the learner's own tensors, so that the two compute differently"
     held = dict(engine.named_weights()) if hasattr(engine, "named_weights") else {}
     found, num = [], 0

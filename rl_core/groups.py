@@ -41,10 +41,12 @@ def open_intake(run: Run) -> Intake:
         "total": config.tasks_per_step * (config.num_steps + run.first - run.start),
         "max_staleness": config.max_staleness,
         "gives_up": config.rollout.too_old == "restart",
-        "patience_s": config.rollout.episode_timeout_s + config.timeout_s,
     }
     if run.ranks.link is not None:
+        how |= {"patience_s": config.rollout.episode_timeout_s + config.timeout_s}
+        how |= {"limits": "--rollout.episode_timeout_s plus --timeout_s"}
         return LinkIntake(run.ranks, run.ranks.link, **how)
+    how |= {"patience_s": config.timeout_s, "limits": "--timeout_s"}
     return Intake(run.ranks, GroupStream(roll_out_of(run), run.ranks, width_of(run)), **how)
 
 

@@ -229,6 +229,7 @@ class SGLangEngine:
         coming = iter(named_weights)
         try:
             await self.start()
+            await self.revive()
             await self._set_awake("weights")
             await self._send(coming)
             await self._flush()
@@ -278,7 +279,7 @@ class SGLangEngine:
     async def sleep(self) -> None:
         """Frees the memory of weights, keys and values; wakes with the same weights. RuntimeError if requests run."""
         self._check_idle()
-        if not self._has_started or self._asleep == set(MEMORY):
+        if not self.server.is_alive or self._asleep == set(MEMORY):
             return
         await self._flush()  # which also waits for what was cancelled: SGLang dies of a release beside requests
         async with self._changing:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.types import RunError, Trajectory
 
-POLL_S = 0.02  # between looks at what other ranks have done
+POLL_S, ALONE_S = 0.02, 1.0  # between looks at what other ranks have done, or at nothing but a clock
 FINISHED, ALLOWED, DRAWN = "groups/finished", "groups/allowed", "groups/drawn"  # counters that ranks share
 
 
@@ -103,9 +103,10 @@ class Intake:
         max_staleness: int,
         gives_up: bool,  # groups that are too old, instead of waiting for them
         patience_s: float,
+        limits: str,  # the flags that patience_s is of
     ):
         self.ranks, self.stream, self.per_step, self.left = ranks, stream, per_step, total
-        self.max_staleness, self.gives_up, self.patience_s = max_staleness, gives_up, patience_s
+        self.max_staleness, self.gives_up, self.patience_s, self.limits = max_staleness, gives_up, patience_s, limits
         self.version, self.allowed, self.num_taken = 0, 0, 0
         self.taken: set[int] = set()  # numbers from `lowest` on
         self.lowest = 0
@@ -134,7 +135,7 @@ class Intake:
 
     async def take(self, needed: int) -> list[Group]:
         """This rank's part of the oldest `needed` groups that are complete, once so many are and none is open that a later
-        step could not train on. Raises RunError when nothing has been finished for patience_s seconds."""
+        step could not train on. Raises RunError when others have finished nothing for patience_s seconds."""
         complete: list[tuple[int, int]] = []
         while len(complete) < needed:
             await self.wait(needed)
@@ -153,12 +154,13 @@ class Intake:
     async def wait(self, needed: int) -> None:
         finished, since = -1, time.monotonic()
         while not self.is_enough(needed):
-            if (now := self.ranks.add(FINISHED, 0)) != finished:
+            now = self.ranks.add(FINISHED, 0)
+            if now != finished or (self.stream and self.stream.open):  # its own episodes have deadlines
                 finished, since = now, time.monotonic()
             if time.monotonic() - since > self.patience_s:
                 raise RunError(
-                    f"waited for {needed} groups of episodes, of which {finished - self.num_taken} are complete, and none "
-                    f"was finished for {self.patience_s:g} s (--rollout.episode_timeout_s + --timeout_s)"
+                    f"rank {self.ranks.rank} waited in the phase 'generate' for {needed} groups of episodes, of which "
+                    f"{finished - self.num_taken} are complete: others finished none within {self.limits}={self.patience_s:g}"
                 )
             await self.look_again()
 
@@ -171,11 +173,8 @@ class Intake:
         if self.stream.error is not None:
             raise self.stream.error
         self.stream.changed.clear()
-        if self.ranks.size == 1:
-            await self.stream.changed.wait()
-        else:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self.stream.changed.wait(), POLL_S)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.stream.changed.wait(), POLL_S if self.ranks.size > 1 else ALONE_S)
 
     def complete(self) -> list[tuple[int, int]]:
         """(version, number) of all groups that are complete and not taken yet, on all ranks."""
