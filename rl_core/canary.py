@@ -28,8 +28,10 @@ def tolerance(run: Run) -> float:
 
 
 async def sample_canaries(run: Run) -> None:
-    """What each engine that has a learner says to the fixed prompts now. The learner checks it before it learns on."""
+    """What each engine that has a learner says to the fixed prompts now. The learner checks it before it learns on. One that
+    reads the learner's own tensors cannot miss an update: it is asked before the first alone."""
     names = [name for name in run.learners if name in run.engines] if tolerance(run) else []
+    names = [n for n in names if run.engines[n].policy_version == run.start or not is_reader(run.learners[n])]
     run.canaries = {name: await speak(run, name) for name in names}
 
 
@@ -106,10 +108,15 @@ def batch_of(learner: Learner, gathered: list[list[list]]) -> PackedBatch:
     return to_device(batch, ranks.device)
 
 
+def is_reader(learner: Learner) -> bool:
+    """Whether its engine has no weights but the learner's own."""
+    return reads_in_place(learner.policy) and learner.config.engine == "embedded"
+
+
 @torch.no_grad()
 def differing_tensors(learner: Learner, engine: Engine) -> tuple[int, str]:
     """How many, and `2 of 24 tensors differ, most of all A (by up to 0.1), B (by up to 0.01)`. Every rank must call it."""
-    if reads_in_place(learner.policy) and learner.config.engine == "embedded":
+    if is_reader(learner):
         return 0, "it reads the learner's own tensors, so that the two compute differently"
     held = dict(engine.named_weights()) if hasattr(engine, "named_weights") else {}
     found, num = [], 0

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -49,7 +50,8 @@ def test_reward_rises_with_sglang_and_nothing_of_it_is_left(torchrun, warm_model
 @pytest.mark.parametrize("ranks", [["1"], ["2", "--engine_ranks", "1"]], ids=["in step", "rank of its own"])
 def test_a_server_that_is_killed_in_a_rollout_loses_no_group(ranks, warm_model, sort_data, tmp_path):
     out = tmp_path / "run"
-    command = ["torchrun", "--standalone", "--nproc_per_node", ranks[0], "-m", "rl_core.train", "--engine", "sglang"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks[0]]
+    command += ["-m", "rl_core.train", "--engine", "sglang"]
     command += [*flags(warm_model, sort_data, out, "--num_steps", 6, *ranks[1:])]
     run = subprocess.Popen(command, cwd=ENV.parent.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:

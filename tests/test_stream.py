@@ -8,6 +8,7 @@ import json
 import random
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -252,8 +253,10 @@ def test_ranks_that_only_sample_hand_groups_to_several_learners(uneven, tmp_path
 def test_a_rank_that_only_samples_is_missed_when_it_dies(uneven, tmp_path):
     out = tmp_path / "run"
     flags = [*uneven, "--num_steps", "1000", "--engine_ranks", "1", "--out", str(out)]
-    command = ["torchrun", "--standalone", "--nproc_per_node=2", "-m", "rl_core.train", *flags]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "rl_core.train", *flags]
+    process = subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         while not (out / "metrics.jsonl").exists() and process.poll() is None:
             time.sleep(0.1)
