@@ -852,39 +852,25 @@ MORTAL = """
 """
 
 
+def played(env, chat, engine, num_rows):
+    actor = Actor(
+        name="bob", engine=engine, chat=chat, stop_token_ids=chat.stop_token_ids, max_turns=2, max_context_tokens=999
+    )
+    return run(env, {"bob": actor}, group_size=4, rows=[ROW] * num_rows)
+
+
 @pytest.mark.parametrize("dies_at", [{5}, {0, 21, 22, 60}])
 def test_groups_of_an_engine_that_died_are_done_again(env_of, chat, dies_at):
-    def found(engine):
-        actor = Actor(
-            name="bob",
-            engine=engine,
-            chat=chat,
-            stop_token_ids=chat.stop_token_ids,
-            max_turns=2,
-            max_context_tokens=999,
-        )
-        return run(env_of(MORTAL), {"bob": actor}, group_size=4, rows=[ROW] * 6)
-
     mortal = MortalEngine(chat, lambda p, s: str(s % 97), dies_at)
-    again, once = found(mortal), found(RuleEngine(chat, lambda p, s: str(s % 97)))
+    again = played(env_of(MORTAL), chat, mortal, 6)
+    once = played(env_of(MORTAL), chat, RuleEngine(chat, lambda p, s: str(s % 97)), 6)
     assert mortal.num_revived >= min(2, len(dies_at)) and len(mortal.asked) > 6 * 4 * 3
     assert [t.messages for t in again] == [t.messages for t in once] and len(again) == 24
     assert [t.reward for t in again] == [t.reward for t in once] and {t.status for t in again} == {"ok"}
 
 
 def test_an_engine_that_cannot_be_revived_ends_the_run(env_of, chat):
-    def end(engine):
-        actor = Actor(
-            name="bob",
-            engine=engine,
-            chat=chat,
-            stop_token_ids=chat.stop_token_ids,
-            max_turns=2,
-            max_context_tokens=999,
-        )
-        run(env_of(MORTAL), {"bob": actor}, group_size=4, rows=[ROW] * 2)
-
     with pytest.raises(RunError, match="cannot be started again: engine bob did not start"):
-        end(MortalEngine(chat, lambda p, s: "1", {3}, stays_dead=True))
+        played(env_of(MORTAL), chat, MortalEngine(chat, lambda p, s: "1", {3}, stays_dead=True), 2)
     with pytest.raises(RunError, match=r"died 3 times in one group of train/0: engine bob has died"):
-        end(MortalEngine(chat, lambda p, s: "1", set(range(1000))))
+        played(env_of(MORTAL), chat, MortalEngine(chat, lambda p, s: "1", set(range(1000))), 2)

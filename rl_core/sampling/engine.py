@@ -119,24 +119,10 @@ class ActorEngine:
         await self.shared.close()
 
 
-class Follower:
-    """The engine of a rank whose device is held by another's: it draws no episodes, and takes its part where all ranks have
-    one."""
-
-    policy_version = capacity = 0
-
-    async def generate(
-        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = ""
-    ) -> Completion:
-        raise AssertionError("a rank without an engine was asked for tokens")
+class StillEngine:
+    """What an engine without memory or a process of its own does when it is to sleep, or to stop."""
 
     def end_session(self, session: str) -> None: ...
-
-    async def update_weights(self, named_weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
-        """Gathering a weight is a collective."""
-        for _ in named_weights or ():
-            pass
-        self.policy_version = version
 
     async def sleep(self) -> None: ...
 
@@ -149,6 +135,24 @@ class Follower:
     async def revive(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+class Follower(StillEngine):
+    """The engine of a rank whose device is held by another's: it draws no episodes, and takes its part where all ranks have
+    one."""
+
+    policy_version = capacity = 0
+
+    async def generate(
+        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = ""
+    ) -> Completion:
+        raise AssertionError("a rank without an engine was asked for tokens")
+
+    async def update_weights(self, named_weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+        """Gathering a weight is a collective."""
+        for _ in named_weights or ():
+            pass
+        self.policy_version = version
 
 
 def make_engine(config: Config, model, tokenizer, num_ranks: int = 1, offloads: bool = False) -> Engine:

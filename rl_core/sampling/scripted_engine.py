@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rl_core.data.chat import Chat
 from rl_core.sampling.actor import Actor, Speaker
+from rl_core.sampling.engine import StillEngine
 from rl_core.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ PLAIN_TEMPLATE = (
 )
 
 
-class ScriptedEngine:
+class ScriptedEngine(StillEngine):
     """Gives its replies in order, the last one again and again, as if each token had been certain."""
 
     def __init__(self, chat: Chat, replies: Sequence[str], capacity: int = 256):
@@ -48,22 +49,8 @@ class ScriptedEngine:
             policy_version=self.policy_version,
         )
 
-    def end_session(self, session: str) -> None: ...
-
     async def update_weights(self, named_weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
         self.policy_version = version
-
-    async def sleep(self) -> None: ...
-
-    async def wake(self) -> None: ...
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def revive(self) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(kw_only=True)
