@@ -133,6 +133,7 @@ def flags(work: Work, setting: dict, model: str, folder: Path) -> list[str]:
     }
     if is_rl:
         values |= {"env_path": folder / "env.py", "group_size": GROUP_SIZE}
+        values |= {"canary_tolerance": 0}  # its calls before the first step are none of the work's
     return [f"--{name}={value}" for name, value in (values | setting).items()]
 
 
