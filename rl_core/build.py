@@ -104,9 +104,7 @@ class Run(Plan):
     pending: list[int] = field(default_factory=list)  # positions before it of which no step has learned yet
     intake: Intake | None = None  # of the groups that steps learn from
     metrics: dict[str, Metric] = field(default_factory=dict)  # of the step under way
-    canaries: dict[str, list[TrainingSample]] = field(
-        default_factory=dict
-    )  # what engines said that learners still check
+    canaries: dict[str, list[list]] = field(default_factory=dict)  # what engines said that learners still check
 
     @contextmanager
     def timed(self, phase: str):

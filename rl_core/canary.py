@@ -20,6 +20,7 @@ from rl_core.types import Completion, PackedBatch, RunError, SamplingParams, Tra
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 4
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.5}  # nats; kernels of engine and learner round differently
 SHOWN_TENSORS = 5
+Fact = list  # [prompt's tokens, tokens said, their logprobs, version]
 
 
 def tolerance(run: Run) -> float:
@@ -29,13 +30,13 @@ def tolerance(run: Run) -> float:
 
 async def sample_canaries(run: Run) -> None:
     """What each engine that has a learner says to the fixed prompts now. The learner checks it before it learns on. One that
-    reads the learner's own tensors cannot miss an update: it is asked before the first alone."""
+    reads the learner's own tensors cannot miss an update: it is asked once, when a run starts or goes on."""
     names = [name for name in run.learners if name in run.engines] if tolerance(run) else []
     names = [n for n in names if run.engines[n].policy_version == run.start or not is_reader(run.learners[n])]
     run.canaries = {name: await speak(run, name) for name in names}
 
 
-async def speak(run: Run, name: str) -> list[TrainingSample]:
+async def speak(run: Run, name: str) -> list[Fact]:
     if not run.engines[name].capacity:  # another rank's engine has this one's device
         return []
     tokenizer, config = run.chats[name].tokenizer, run.learners[name].policy.hf.config.get_text_config()
@@ -50,22 +51,13 @@ async def speak(run: Run, name: str) -> list[TrainingSample]:
     except EngineDied:
         await run.engines[name].revive()
         said = await speak_all(run.engines[name], prompts, params)
-    return [canary_sample(*pair) for pair in zip(prompts, said, strict=True)]
+    return [
+        [prompt, one.token_ids, one.logprobs, one.policy_version] for prompt, one in zip(prompts, said, strict=True)
+    ]
 
 
 async def speak_all(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
     return await asyncio.gather(*(engine.generate(prompt, params, seed=i) for i, prompt in enumerate(prompts)))
-
-
-def canary_sample(prompt: list[int], said: Completion) -> TrainingSample:
-    before, n = len(prompt), len(said.token_ids)
-    return TrainingSample(
-        token_ids=prompt + said.token_ids,
-        loss_mask=[0] * before + [1] * n,
-        rollout_logprobs=[0.0] * before + said.logprobs,
-        policy_versions=[-1] * before + [said.policy_version] * n,
-        advantages=[0.0] * (before + n),
-    )
 
 
 async def check_canary(run: Run, name: str) -> None:
@@ -74,13 +66,13 @@ async def check_canary(run: Run, name: str) -> None:
     if name not in run.canaries:
         return
     learner, engine, ranks = run.learners[name], run.engines[name], run.ranks
-    mine = [[s.token_ids, s.loss_mask, s.rollout_logprobs, s.policy_versions] for s in run.canaries.pop(name)]
-    batch = batch_of(learner, all_gather_json(mine, ranks))
+    batch = batch_of(learner, all_gather_json(run.canaries.pop(name), ranks))
     with torch.no_grad():
         logprobs, _ = learner.policy(batch, learner.temperature)
     apart = (logprobs - batch.rollout_logprobs).abs().max().item() if logprobs.numel() else 0.0
     largest = max(all_gather_json(apart, ranks), key=lambda x: (x != x, x))  # NaN counts as most
-    run.note(f"learn/{name}/", {"canary_max_diff": Max(largest)})
+    if not is_reader(learner) or engine.policy_version == run.first:  # metrics are the same in a run that goes on
+        run.note(f"learn/{name}/", {"canary_max_diff": Max(largest)})
     if largest <= (limit := tolerance(run)):
         return
     if hasattr(engine, "named_weights"):
@@ -95,13 +87,21 @@ async def check_canary(run: Run, name: str) -> None:
     )
 
 
-def batch_of(learner: Learner, gathered: list[list[list]]) -> PackedBatch:
+def batch_of(learner: Learner, gathered: list[list[Fact]]) -> PackedBatch:
     """Of the ranks that compute together with this one."""
-    ranks = learner.ranks
+    ranks, samples = learner.ranks, []
     together = [part for r, part in enumerate(gathered) if ranks.dp_rank_of(r) == ranks.dp_rank]
-    names = ("token_ids", "loss_mask", "rollout_logprobs", "policy_versions")
-    facts = [dict(zip(names, fact, strict=True)) for part in together for fact in part]
-    samples = [TrainingSample(**fact, advantages=[0.0] * len(fact["token_ids"])) for fact in facts]
+    for prompt, said, logprobs, version in (fact for part in together for fact in part):
+        before, n = len(prompt), len(said)
+        samples.append(
+            TrainingSample(
+                token_ids=prompt + said,
+                loss_mask=[0] * before + [1] * n,
+                rollout_logprobs=[0.0] * before + logprobs,
+                policy_versions=[-1] * before + [version] * n,
+                advantages=[0.0] * (before + n),
+            )
+        )
     batch = pack_samples(samples, ranks.mesh.cp)
     if ranks.mesh.cp > 1:
         batch = shard_sequences(batch, ranks.mesh.cp, ranks.cp_rank)
