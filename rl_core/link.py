@@ -94,11 +94,11 @@ class Link:
 
     def send_weights(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
         """(name, full tensor) pairs, in `dtype`. Every learner must call it: all gather, the first one sends."""
-        for bucket in buckets((name, value.to(dtype) if self.group else value) for name, value in weights):
+        for bucket in in_buckets((name, value.to(dtype) if self.group else value) for name, value in weights):
             if self.group is not None:
-                facts = [[name, list(value.shape)] for name, value in bucket]
+                facts = [[name, list(value.shape)] for name, value in bucket.items()]
                 self.broadcast(json.dumps([str(dtype).removeprefix("torch."), facts]).encode())
-                self.wait(torch.cat([value.reshape(-1) for _, value in bucket]).to(self.device))
+                self.wait(torch.cat([value.reshape(-1) for value in bucket.values()]).to(self.device))
         if self.group is not None:
             self.broadcast(b"[]")
 
@@ -138,14 +138,14 @@ def make_link(
     )
 
 
-def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Of at most BUCKET_BYTES, but for a larger tensor alone."""
-    bucket, size = [], 0
+def in_buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Parts of at most BUCKET_BYTES, but for a larger tensor alone."""
+    bucket, size = {}, 0
     for name, value in weights:
         if bucket and size + value.nbytes > BUCKET_BYTES:
             yield bucket
-            bucket, size = [], 0
-        bucket.append((name, value))
+            bucket, size = {}, 0
+        bucket[name] = value
         size += value.nbytes
     if bucket:
         yield bucket

@@ -31,17 +31,17 @@ from torch import Tensor
 from rl_core.config import Config
 from rl_core.distributed import Ranks
 from rl_core.http import request
+from rl_core.link import in_buckets
 from rl_core.sampling.engine import Engine, Follower
 from rl_core.sampling.request import EngineDied, check_request
 from rl_core.sampling.server_process import ServerProcess, child_environment, die_with
-from rl_core.sampling.weights import arriving, in_buckets
+from rl_core.sampling.weights import arriving, on_host
 from rl_core.types import Completion, SamplingParams, counter_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 OLDEST = (0, 5, 17)
-BUCKET_BYTES = 512 * 2**20
 ANSWER_TIMEOUT_S = 600.0  # of everything but sampling, which the episode's deadline bounds
 MEMORY = ("weights", "kv_cache", "cuda_graph")
 
@@ -245,7 +245,7 @@ class SGLangEngine:
         place = shared_memory()
         sent = tempfile.TemporaryDirectory(prefix=f"rl_core_{os.getpid()}_", dir=place)
         is_roomy = place is not None and shutil.disk_usage(place).free > 2 * self._num_bytes()
-        for number, bucket in enumerate(in_buckets(self._once(named_weights), self.options.dtype, BUCKET_BYTES)):
+        for number, bucket in enumerate(in_buckets(on_host(self._once(named_weights), self.options.dtype))):
             folder = Path(sent.name) / f"{number:05d}"
             folder.mkdir()
             save_file(bucket, folder / "model.safetensors")

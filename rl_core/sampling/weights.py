@@ -38,17 +38,7 @@ def load_weights(model: PreTrainedModel, named_weights: Iterable[tuple[str, Tens
         target.copy_(weight)
 
 
-def in_buckets(
-    named_weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_bytes: int
-) -> Iterator[dict[str, Tensor]]:
-    """The weights on the host, numbers in dtype, in parts of at least max_bytes but the last: one part is there at a time."""
-    bucket: dict[str, Tensor] = {}
-    size = 0
+def on_host(named_weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The weights, numbers in dtype, as they can be written to a file."""
     for name, weight in named_weights:
-        bucket[name] = weight.detach().to("cpu", dtype if weight.is_floating_point() else weight.dtype).contiguous()
-        size += bucket[name].nbytes
-        if size >= max_bytes:
-            yield bucket
-            bucket, size = {}, 0
-    if bucket:
-        yield bucket
+        yield name, weight.detach().to("cpu", dtype if weight.is_floating_point() else weight.dtype).contiguous()
