@@ -13,17 +13,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rl_core.types import RunError
 
 BUCKET_BYTES = 512 << 20
 HANDED = "link/handed"  # counter of groups
+CHUNK = 1 << 18  # words of a bucket that are weighed at once, in the cache of a processor
 
 
 @dataclass(kw_only=True, slots=True)
 class Link:
     store: dist.Store
     group: dist.ProcessGroup | None  # rank 0 is the first learner; None on the other learners
+    rank: int  # torchrun's
     num_engines: int
     is_engine: bool  # this rank only samples
     device: torch.device  # on which weights travel
@@ -96,19 +99,30 @@ class Link:
         """(name, full tensor) pairs, in `dtype`. Every learner must call it: all gather, the first one sends."""
         for bucket in in_buckets((name, value.to(dtype) if self.group else value) for name, value in weights):
             if self.group is not None:
-                facts = [[name, list(value.shape)] for name, value in bucket.items()]
-                self.broadcast(json.dumps([str(dtype).removeprefix("torch."), facts]).encode())
-                self.wait(torch.cat([value.reshape(-1) for value in bucket.values()]).to(self.device))
+                shapes = [[name, list(value.shape)] for name, value in bucket.items()]
+                flat = torch.cat([value.reshape(-1) for value in bucket.values()]).to(self.device)
+                facts = [str(dtype).removeprefix("torch."), shapes, checksum(flat)]
+                self.broadcast(json.dumps(facts).encode())
+                self.wait(flat)
         if self.group is not None:
             self.broadcast(b"[]")
 
     def receive_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Raises RunError at a bucket that is not what was sent."""
+        number = 0
         while facts := json.loads(self.broadcast(None)):
-            dtype, shapes = facts
+            dtype, shapes, sent = facts
             sizes = [torch.Size(shape).numel() for _, shape in shapes]
             flat = self.wait(torch.empty(sum(sizes), dtype=getattr(torch, dtype), device=self.device))
+            if (found := checksum(flat)) != sent:
+                raise RunError(
+                    f"rank {self.rank} received other weights than were sent to it: bucket {number}, from {shapes[0][0]} to "
+                    f"{shapes[-1][0]}, has checksum {found:016x} instead of {sent:016x}; look at the network and the memory "
+                    "between it and rank 0, and go on with --resume"
+                )
             for (name, shape), part in zip(shapes, flat.split(sizes), strict=True):
                 yield name, part.view(shape)
+            number += 1
 
     def broadcast(self, data: bytes | None) -> bytes:
         """The first learner's bytes; None where they are received."""
@@ -133,9 +147,8 @@ def make_link(
             group = dist.ProcessGroupNCCL(weights, place, num_engines + 1, dist.ProcessGroupNCCL.Options())
         else:
             group = dist.ProcessGroupGloo(weights, place, num_engines + 1, timeout)
-    return Link(
-        store=store, group=group, num_engines=num_engines, is_engine=is_engine, device=device, timeout_s=timeout_s
-    )
+    who = {"rank": rank, "num_engines": num_engines, "is_engine": is_engine}
+    return Link(store=store, group=group, device=device, timeout_s=timeout_s, **who)
 
 
 def in_buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -149,3 +162,21 @@ def in_buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tens
         size += value.nbytes
     if bucket:
         yield bucket
+
+
+def checksum(flat: Tensor) -> int:
+    """Of a tensor's bits, the same on every device: the sum, mod 2^64, of its words of 32 bits, each times an odd number that
+    belongs to its place. One word that changes always gives another sum; so do parts that change places, nearly always."""
+    whole = flat.reshape(-1).view(torch.uint8)
+    end = whole.numel() // 4 * 4
+    parts = [*whole[:end].view(torch.int32).split(CHUNK)]
+    if end < whole.numel():
+        parts.append(pad(whole[end:], (0, 4 - (whole.numel() - end))).view(torch.int32))
+    # Mixed as splitmix64 does it: sums of a plain 1, 3, 5 ... are alike where numbers are regular.
+    places = torch.arange(max(map(len, parts), default=0), device=flat.device) * 0x1E3779B97F4A7C15
+    places = (places ^ (places >> 29)) * 0x3F58476D1CE4E5B9
+    places = (places ^ (places >> 32)) | 1
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for part in parts:
+        total = total * 1_000_003 + (part * places[: len(part)]).sum()
+    return int(total) % 2**64
