@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from rl_core.types import Completion, PackedBatch, RunError, SamplingParams, Tra
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 4
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.5}  # nats; kernels of engine and learner round differently
 SHOWN_TENSORS = 5
-Fact = list  # [prompt's tokens, tokens said, their logprobs, version]
+Fact = list  # [prompt's tokens, tokens said, their logprobs, version, rank among those that have engines]
 
 
 def tolerance(run: Run) -> float:
@@ -29,31 +30,42 @@ def tolerance(run: Run) -> float:
 
 
 async def sample_canaries(run: Run) -> None:
-    """What each engine that has a learner says to the fixed prompts now. The learner checks it before it learns on. One that
-    reads the learner's own tensors cannot miss an update: it is asked once, when a run starts or goes on."""
-    names = [name for name in run.learners if name in run.engines] if tolerance(run) else []
+    """Asks each engine that has a learner to go on with the fixed prompts now; ranks that only sample answer by the link. The
+    learner checks it before it learns on. An engine that reads the learner's own tensors cannot miss an update: it is
+    asked once, when a run starts or goes on."""
+    link, names = run.ranks.link, list(run.learners) if tolerance(run) else []
+    if link is not None:
+        run.canaries = {name: [] for name in names}
+        for name in names if run.ranks.rank == 0 else ():
+            link.say({"canary": name} | question(run, name))
+        return
+    names = [name for name in names if name in run.engines]
     names = [n for n in names if run.engines[n].policy_version == run.start or not is_reader(run.learners[n])]
-    run.canaries = {name: await speak(run, name) for name in names}
+    run.canaries = {n: await answer(run.engines[n], run.ranks.rank, **question(run, n)) for n in names}
 
 
-async def speak(run: Run, name: str) -> list[Fact]:
-    if not run.engines[name].capacity:  # another rank's engine has this one's device
-        return []
+def question(run: Run, name: str) -> dict[str, Any]:
+    """What `answer` is to do."""
     tokenizer, config = run.chats[name].tokenizer, run.learners[name].policy.hf.config.get_text_config()
     context = run.config.max_context_tokens
     length = min(PROMPT_TOKENS, context // 2)
     draw = random.Random(counter_seed("canary"))
     words = range(min(len(tokenizer), config.vocab_size))
     prompts = [[draw.choice(words) for _ in range(length)] for _ in range(NUM_PROMPTS)]
-    params = SamplingParams(max_tokens=min(NEW_TOKENS, context - length), temperature=run.learners[name].temperature)
+    params = {"max_tokens": min(NEW_TOKENS, context - length), "temperature": run.learners[name].temperature}
+    return {"prompts": prompts, "params": params}
+
+
+async def answer(engine: Engine, rank: int, prompts: list[list[int]], params: dict[str, Any]) -> list[Fact]:
+    if not engine.capacity:  # another rank's engine has this one's device
+        return []
     try:
-        said = await speak_all(run.engines[name], prompts, params)
+        said = await speak_all(engine, prompts, SamplingParams(**params))
     except EngineDied:
-        await run.engines[name].revive()
-        said = await speak_all(run.engines[name], prompts, params)
-    return [
-        [prompt, one.token_ids, one.logprobs, one.policy_version] for prompt, one in zip(prompts, said, strict=True)
-    ]
+        await engine.revive()
+        said = await speak_all(engine, prompts, SamplingParams(**params))
+    pairs = zip(prompts, said, strict=True)
+    return [[prompt, one.token_ids, one.logprobs, one.policy_version, rank] for prompt, one in pairs]
 
 
 async def speak_all(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
@@ -65,25 +77,30 @@ async def check_canary(run: Run, name: str) -> None:
     it, with the learner on its device and the weights that the engine was given last."""
     if name not in run.canaries:
         return
-    learner, engine, ranks = run.learners[name], run.engines[name], run.ranks
-    batch = batch_of(learner, all_gather_json(run.canaries.pop(name), ranks))
+    learner, ranks, link = run.learners[name], run.ranks, run.ranks.link
+    said = run.canaries.pop(name)
+    if link is not None and ranks.rank == 0:
+        said = [fact for facts in link.answers(f"canary/{name}") for fact in facts]
+    batch = batch_of(learner, all_gather_json(said, ranks))
     with torch.no_grad():
         logprobs, _ = learner.policy(batch, learner.temperature)
-    apart = (logprobs - batch.rollout_logprobs).abs().max().item() if logprobs.numel() else 0.0
-    largest = max(all_gather_json(apart, ranks), key=lambda x: (x != x, x))  # NaN counts as most
-    if not is_reader(learner) or engine.policy_version == run.first:  # metrics are the same in a run that goes on
+    apart, worst = (logprobs - batch.rollout_logprobs).abs(), (0.0, 0)
+    if apart.numel():
+        worst = apart.max().item(), int(batch.advantages[apart.argmax()])
+    largest, speaker = max(all_gather_json(worst, ranks), key=lambda x: (x[0] != x[0], x[0]))  # NaN counts as most
+    # A run that goes on has the same metrics as one that was not interrupted.
+    if not is_reader(learner) or run.engines[name].policy_version == run.first:
         run.note(f"learn/{name}/", {"canary_max_diff": Max(largest)})
     if largest <= (limit := tolerance(run)):
         return
-    if hasattr(engine, "named_weights"):
-        await engine.wake()
     version = max(all_gather_json(max(batch.policy_versions.tolist(), default=-1), ranks))
-    found = all_gather_json(differing_tensors(learner, engine), ranks)
-    rank = next((r for r, (num, _) in enumerate(found) if num), 0)
+    if link is not None:
+        where = f"most of all on rank {speaker} of --engine_ranks={link.num_engines}, torchrun's {ranks.size + speaker}"
+    else:
+        where = await differing_rank(run, name)
     raise RunError(
         f"the engine of {name} does not sample with its learner's weights: on fixed prompts their logprobs differ by up to "
-        f"{largest:.3g} nats at version {version}, and --canary_tolerance allows {limit:g}; "
-        f"on rank {rank} {found[rank][1]}"
+        f"{largest:.3g} nats at version {version}, and --canary_tolerance allows {limit:g}; {where}"
     )
 
 
@@ -91,7 +108,7 @@ def batch_of(learner: Learner, gathered: list[list[Fact]]) -> PackedBatch:
     """Of the ranks that compute together with this one."""
     ranks, samples = learner.ranks, []
     together = [part for r, part in enumerate(gathered) if ranks.dp_rank_of(r) == ranks.dp_rank]
-    for prompt, said, logprobs, version in (fact for part in together for fact in part):
+    for prompt, said, logprobs, version, rank in (fact for part in together for fact in part):
         before, n = len(prompt), len(said)
         samples.append(
             TrainingSample(
@@ -99,7 +116,7 @@ def batch_of(learner: Learner, gathered: list[list[Fact]]) -> PackedBatch:
                 loss_mask=[0] * before + [1] * n,
                 rollout_logprobs=[0.0] * before + logprobs,
                 policy_versions=[-1] * before + [version] * n,
-                advantages=[0.0] * (before + n),
+                advantages=[float(rank)] * (before + n),  # nobody learns from it: who said it
             )
         )
     batch = pack_samples(samples, ranks.mesh.cp)
@@ -110,7 +127,18 @@ def batch_of(learner: Learner, gathered: list[list[Fact]]) -> PackedBatch:
 
 def is_reader(learner: Learner) -> bool:
     """Whether its engine has no weights but the learner's own."""
-    return reads_in_place(learner.policy) and learner.config.engine == "embedded"
+    is_here = learner.ranks.link is None
+    return is_here and reads_in_place(learner.policy) and learner.config.engine == "embedded"
+
+
+async def differing_rank(run: Run, name: str) -> str:
+    """The first rank whose engine has other tensors, and which. Every rank must call it."""
+    engine = run.engines[name]
+    if hasattr(engine, "named_weights"):
+        await engine.wake()
+    found = all_gather_json(differing_tensors(run.learners[name], engine), run.ranks)
+    rank = next((r for r, (num, _) in enumerate(found) if num), 0)
+    return f"on rank {rank} {found[rank][1]}"
 
 
 @torch.no_grad()

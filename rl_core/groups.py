@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from rl_core import timeline
+from rl_core import canary, timeline
 from rl_core.build import Run, compute_dtype
 from rl_core.credit import baseline_groups, has_signal
 from rl_core.distributed import all_gather_json
@@ -216,6 +216,10 @@ async def sample_for_learners(run: Run) -> None:
             run.metrics = {}
             await evaluate_episodes(run, word["evaluate"])
             link.answer(f"evaluate/{word['evaluate']}", run.ranks.rank, metric_fields(run.metrics))
+        elif name := word.pop("canary", None):
+            link.answer(
+                f"canary/{name}", run.ranks.rank, await canary.answer(run.engines[name], run.ranks.rank, **word)
+            )
         elif "record" in word:
             timeline.start()
         elif "recorded" in word:

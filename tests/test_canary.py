@@ -102,6 +102,30 @@ def test_one_of_two_ranks_with_other_weights_stops_both(tiny_model, torchrun, tm
     assert "rank 0 ended with 1" in done.stdout and "rank 1 ended with 1" in done.stdout
 
 
+@pytest.mark.slow
+def test_a_rank_that_only_samples_with_other_weights_stops_the_run(tiny_model, torchrun, tmp_path):
+    (tmp_path / "broken.py").write_text(
+        "import os, sys\n"
+        "from rl_core.sampling import embedded_engine\n"
+        "from rl_core.train import main\n"
+        "load, calls = embedded_engine.load_weights, []\n"
+        "def broken(model, named_weights):\n"
+        "    load(model, named_weights)\n"
+        "    calls.append(model)\n"
+        "    if os.environ['RANK'] == '2' and len(calls) == 2:\n"
+        f"        model.get_parameter({BROKEN!r}).data[0] += 1.0\n"
+        "embedded_engine.load_weights = broken\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    run = [*flags_of(tiny_model, tmp_path / "run"), "--engine_ranks", "2", "--max_staleness", "1"]
+    done = torchrun(3, tmp_path / "broken.py", *run, check=False)
+    assert (
+        "nats at version 1, and --canary_tolerance allows 0.001; most of all on rank 1 of --engine_ranks=2"
+        in done.stderr
+    )
+    assert "torchrun's 2" in done.stderr and [row["step"] for row in metrics(tmp_path / "run")] == [1]
+
+
 def test_what_a_run_samples_is_the_same_with_and_without_it(tiny_model, tmp_path):
     for name, more in {"with": [], "without": ["--canary_tolerance", "0"]}.items():
         assert main(flags_of(tiny_model, tmp_path / name, *more)) == 0

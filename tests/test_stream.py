@@ -228,6 +228,7 @@ def test_a_rank_that_only_samples_without_staleness_does_what_one_rank_does(warm
         same = [k for k in mine if not k.startswith("time/") and "canary" not in k]  # no engine beside the learner
         assert {k: other[k] for k in same} == pytest.approx({k: mine[k] for k in same}, abs=1e-5)
         if "learn/policy/loss" in other:
+            assert 0 < other["learn/policy/canary_max_diff"] < 1e-4
             assert 0 <= other["time/engines_idle_frac"] <= 1 and 0 < other["time/learners_idle_frac"] < 1
 
 
@@ -248,6 +249,7 @@ def test_ranks_that_only_sample_hand_groups_to_several_learners(uneven, tmp_path
     # Where one version sampled a token, it is the learner's: the weights arrived.
     fresh = [row["learn/policy/mismatch_kl_nats_max"] for row in metrics(out) if row["rollout/staleness_max"] == 0]
     assert fresh and max(fresh) < 1e-6
+    assert all(0 < row["learn/policy/canary_max_diff"] < 1e-4 for row in metrics(out) if "learn/policy/loss" in row)
 
 
 def test_a_rank_that_only_samples_is_missed_when_it_dies(uneven, tmp_path):
