@@ -177,18 +177,14 @@ def make_plan(config: Config) -> Plan:
 def choose_engine(config: Config, num_ranks: int) -> None:
     """Sets --engine auto to what it stands for here. Raises ValueError if that cannot be done."""
     if config.engine == "auto":
-        has_sglang = torch.cuda.is_available() and importlib.util.find_spec("sglang") is not None and not config.sharers
-        config.engine = "sglang" if has_sglang else "embedded"
+        has_sglang = torch.cuda.is_available() and importlib.util.find_spec("sglang") is not None
+        in_4_bits = any(config.actors[owner].lora.quantize != "none" for owner in config.sharers)
+        config.engine = "sglang" if has_sglang and not in_4_bits else "embedded"
         check_config(config)
     if config.engine == "sglang":
         from rl_core.sampling.sglang_engine import check_sglang
 
         check_sglang()
-        for owner, others in config.sharers.items():
-            raise ValueError(
-                f"--engine=sglang has no adapters beside a model yet, and {', '.join(others)} would share that of {owner}; take "
-                "--engine embedded"
-            )
     if num_ranks % config.engine_tp:
         fits = max(d for d in range(1, config.engine_tp) if num_ranks % d == 0)
         raise ValueError(f"--engine_tp={config.engine_tp} must divide the number of ranks, {num_ranks}; try {fits}")
@@ -464,7 +460,9 @@ def sampling_engine(
         from rl_core.sampling.sglang_engine import make_sglang_engine, make_skeleton
 
         skeleton = make_skeleton(config.actors[name].model)
-        engine = make_sglang_engine(config, name, skeleton, tokenizer, ranks, compute_dtype(config))
+        users = [config.actors[n] for n in (name, *config.sharers[name])] if name in config.sharers else []
+        adapters = [peft_config(a.lora, skeleton, a.model).to_dict() for a in users if a.is_trained]
+        engine = make_sglang_engine(config, name, skeleton, tokenizer, ranks, compute_dtype(config), adapters)
         return engine, skeleton, end_token_ids(skeleton)
     model, ends = speaking_model(plan, name, learner, ranks)
     is_own = learner is None or not reads_in_place(learner.policy)

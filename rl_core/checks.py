@@ -244,6 +244,11 @@ def share_models(config: Config) -> None:
                 f"{share}: ranks that only sample (--engine_ranks={config.engine_ranks}) would sample by the weights before "
                 f"quantize={owner.lora.quantize}; leave out one of them"
             )
+        if config.engine == "sglang" and owner.lora.quantize != "none":
+            raise ValueError(
+                f"{share}: --engine=sglang would sample by the weights before quantize={owner.lora.quantize}; leave that out, or "
+                "take --engine embedded"
+            )
         actor.model = owner.model
         if actor.is_trained and not actor.lora.rank and replace(actor.lora, quantize="none") != LoraConfig():
             raise ValueError(

@@ -19,11 +19,23 @@ if [ "$(cat "$venv/.rl_core_sglang" 2> /dev/null)" != "$wanted" ]; then
     install orjson pybase64 requests triton==3.9.0 pillow starlette msgspec pyzmq IPython aiohttp uvloop dill \
         apache-tvm-ffi==0.1.11 sentencepiece loguru gguf openai==2.8.0 partial_json_parser uvicorn fastapi setproctitle \
         einops psutil jsonschema python-multipart prometheus-client soundfile
-    install transformers==5.23.0 pytest
+    install transformers==5.23.0 peft pytest
     install -e .
     site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     mkdir -p "$site/sgl_kernel" "$site/torchvision"
     cat > "$site/sgl_kernel/__init__.py" << 'STUB'
+import torch
+
+
+def without_pinning(make):
+    return lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)
+
+
+# SGLang's adapters ask for pinned memory on every device, which torch refuses where there is no GPU.
+torch.Tensor.pin_memory = lambda self: self
+torch.tensor, torch.zeros = without_pinning(torch.tensor), without_pinning(torch.zeros)
+
+
 def __getattr__(name):
     if name.startswith("__"):
         raise AttributeError(name)
@@ -72,4 +84,4 @@ STUB
     echo "$wanted" > "$venv/.rl_core_sglang"
 fi
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-exec "$venv/bin/python" -m pytest -m "" tests/test_engine_contract.py tests/test_sglang.py "$@"
+exec "$venv/bin/python" -m pytest -m "" tests/test_engine_contract.py tests/test_adapter_contract.py tests/test_sglang.py "$@"

@@ -30,8 +30,8 @@ needs_sglang = pytest.mark.skipif(not HAS_SGLANG, reason="sglang is not installe
 class Subject:
     """An engine and, as `hf`, a model with the weights that it should have."""
 
-    def __init__(self, kind: str, folder: Path, log: Path):
-        self.kind, self.folder, self.version = kind, folder, 0
+    def __init__(self, kind: str, folder: Path, log: Path, adapters: list[dict] | None = None):
+        self.kind, self.folder, self.version, self.adapters = kind, folder, 0, adapters or []
         # One loop for all tests, in which the server's engine waits and is asked.
         self.loop = asyncio.new_event_loop()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -52,6 +52,7 @@ class Subject:
             seed=0,
             num_slots=8,
             max_context_tokens=CONTEXT,
+            adapters=self.adapters,
         )
         return SGLangEngine("policy", options, make_skeleton(str(self.folder)), self.tokenizer, log)
 

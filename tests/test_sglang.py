@@ -45,6 +45,36 @@ def test_reward_rises_with_sglang_and_nothing_of_it_is_left(torchrun, warm_model
     assert str(out) not in running
 
 
+def two_ways(model, out, *more) -> list[str]:
+    """Flags of two actors over one model that learn opposite tasks."""
+    found = ["--actors.up.model", model, "--actors.up.lora.rank", 16, "--actors.down.share", "up"]
+    found += ["--env_path", ENV.parent / "sort_two_ways.py", "--out", out, "--engine", "sglang", *more]
+    return [str(f) for f in (*found, "--max_tokens", 8, "--max_prompt_tokens", 16)]
+
+
+@pytest.mark.skipif(not HAS_SGLANG, reason="sglang is not installed: bash scripts/test_sglang.sh")
+def test_actors_that_share_a_model_are_a_plan_unless_it_is_in_4_bits(tiny_model, tmp_path):
+    plan = make_plan(parse_config(two_ways(tiny_model, tmp_path / "run")))
+    assert plan.config.engine == "sglang" and plan.config.sharers == {"up": ["down"]}
+    with pytest.raises(ValueError, match="the weights before quantize=nf4; leave that out, or take --engine embedded"):
+        parse_config(two_ways(tiny_model, tmp_path / "run", "--actors.up.lora.quantize", "nf4"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_SGLANG, reason="sglang is not installed: bash scripts/test_sglang.sh")
+def test_two_actors_over_one_model_and_one_server_learn_opposite_tasks(torchrun, warm_model, tmp_path):
+    learn = ["--num_steps", 20, "--tasks_per_step", 16, "--group_size", 8, "--optim.lr", "5e-3"]
+    flags = two_ways(warm_model, tmp_path / "run", *learn, "--optim.warmup_steps", 3, "--algo.clip_high", "0.28")
+    torchrun(1, "-m", "rl_core.train", *flags, timeout_s=900)
+    rows = rows_of(tmp_path / "run")
+    assert len(rows) == 20 and [p.name for p in (tmp_path / "run").glob("engine_*")] == ["engine_up_00000.log"]
+    for name in ("up", "down"):
+        rewards = [row[f"rollout/{name}/reward_mean"] for row in rows if f"rollout/{name}/reward_mean" in row]
+        print(name, [round(x, 2) for x in rewards])
+        assert sum(rewards[-4:]) > sum(rewards[:4]) + 0.6
+        assert max(row[f"learn/{name}/mismatch_kl_nats"] for row in rows) < 1e-6
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_SGLANG, reason="sglang is not installed: bash scripts/test_sglang.sh")
 @pytest.mark.parametrize("ranks", [["1"], ["2", "--engine_ranks", "1"]], ids=["in step", "rank of its own"])

@@ -218,6 +218,7 @@ BOB = ["--actors.bob.model", "m", "--actors.bob.lora.rank", "4", "--env_path", "
         (["--actors.alice.share", "bob", "--actors.alice.lora.alpha", "4"], "alice.lora.rank is missing"),
         (["--actors.j.share", "bob", "--actors.j.train", "false", "--actors.j.lora.rank", "4"], "adapters are trained"),
         ([*NF4, "--actors.alice.share", "bob", "--engine_ranks", "1"], "leave out one of them"),
+        ([*NF4, "--actors.alice.share", "bob", "--engine", "sglang"], "sample by the weights before quantize=nf4"),
         (["--actors.alice.shar", "bob"], "did you mean 'actors.alice.share'"),
     ],
 )

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_core.config import nearest
+from rl_core.sampling.weights import arriving_adapter
 
 
 class AdapterTable:
@@ -41,23 +41,14 @@ class AdapterTable:
         if name not in self.spans:
             self.add(name, rank)
         span, arrived = self.spans[name], set()
-        for full, weight in named_weights:
-            layer, _, kind = full.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
-            if layer not in self.linear or kind not in ("lora_A", "lora_B"):
-                raise ValueError(f"adapter {name!r}: {full!r} is of no linear layer; {nearest(layer, self.linear)}")
+        coming = arriving_adapter(
+            name, named_weights, span.stop - span.start, self.linear, self.arrived.get(name, set())
+        )
+        for full, layer, kind, weight in coming:
             if layer not in self.layers:
                 self.attach(layer)
-            value = weight if kind == "lora_A" else scaling * weight.T
-            part = self.layers[layer][kind == "lora_B"][span]
-            if value.shape != part.shape:
-                raise ValueError(f"adapter {name!r}: {full!r} has shape {list(weight.shape)}, its rank is {len(part)}")
-            part.copy_(value)
+            self.layers[layer][kind == "lora_B"][span].copy_(weight if kind == "lora_A" else scaling * weight.T)
             arrived.add(full)
-        pairs = {
-            full.replace(*kinds) for full in arrived for kinds in ((".lora_A.", ".lora_B."), (".lora_B.", ".lora_A."))
-        }
-        if missing := sorted((pairs | self.arrived.get(name, set())) - arrived):
-            raise ValueError(f"adapter {name!r}: {len(missing)} weights did not arrive, such as {missing[0]!r}")
         self.arrived[name] = arrived
 
     def add(self, name: str, rank: int) -> None:

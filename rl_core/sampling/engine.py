@@ -154,6 +154,12 @@ class Follower(StillEngine):
             pass
         self.policy_version = version
 
+    async def update_adapter(
+        self, name: str, named_weights: Iterable[tuple[str, Tensor]], config: dict[str, Any], version: int
+    ) -> None:
+        for _ in named_weights:
+            pass
+
 
 def make_engine(config: Config, model, tokenizer, num_ranks: int = 1, offloads: bool = False) -> Engine:
     """The engine that --engine names, over `model` where it samples in this process. offloads: the model is the engine's

@@ -20,28 +20,30 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from rl_core.config import Config
+from rl_core.config import Config, nearest
 from rl_core.distributed import Ranks
 from rl_core.http import request
 from rl_core.link import in_buckets
+from rl_core.sampling.adapter_slots import Slot, save_adapter
 from rl_core.sampling.engine import Engine, Follower
 from rl_core.sampling.request import EngineDied, check_request
 from rl_core.sampling.server_process import ServerProcess, child_environment, die_with
-from rl_core.sampling.weights import arriving, on_host
+from rl_core.sampling.weights import arriving, arriving_adapter, on_host
 from rl_core.types import Completion, SamplingParams, counter_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 OLDEST = (0, 5, 17)
+FORGETS_ABORTED = (0, 5, 22)  # older ones wait for ever for an adapter's requests that were aborted in their queue
 ANSWER_TIMEOUT_S = 600.0  # of everything but sampling, which the episode's deadline bounds
 MEMORY = ("weights", "kv_cache", "cuda_graph")
 
@@ -52,8 +54,12 @@ def check_sglang() -> None:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         raise ValueError("--engine=sglang needs sglang, which is not installed: pip install .[sglang]") from None
-    if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
+    if numbers(version) < OLDEST:
         raise ValueError(f"--engine=sglang needs sglang >= {'.'.join(map(str, OLDEST))}, {version} is installed")
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,11 +74,18 @@ class ServerOptions:
     seed: int
     num_slots: int
     max_context_tokens: int
+    adapters: list[dict[str, Any]] = field(default_factory=list)  # adapter_config.json of each that will come
 
     def args(self) -> list[str]:
         name = str(self.dtype).removeprefix("torch.")
         args = f"--host 127.0.0.1 --port {{port}} --dtype {name} --tp-size {self.tp} --random-seed {self.seed} "
         args += f"--max-running-requests {max(self.num_slots, self.tp)} --log-level-http warning "
+        if self.adapters:
+            rank, targets = max(x["r"] for x in self.adapters), {n for x in self.adapters for n in x["target_modules"]}
+            # A slot more than adapters: requests with none have one, too.
+            args += f"--enable-lora --max-lora-rank {rank} --max-loras-per-batch {len(self.adapters) + 1} "
+            args += f"--lora-target-modules {' '.join(sorted(targets))} "
+            args += "--lora-backend torch_native " if self.device.type == "cpu" else ""
         if self.device.type == "cpu":
             # Nothing of SGLang's own kernels is needed so; they are built for processors that few machines have.
             args += "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph "
@@ -106,6 +119,8 @@ class SGLangEngine:
         self.server = ServerProcess(name, module, options.args(), log, secrets.token_hex(16), env=options.environment())
         self._has_started = self._needs_weights = False
         self._kept: tempfile.TemporaryDirectory | None = None  # the weights that it has, for another server
+        self._slots: dict[str, Slot] = {}  # by the names of actors
+        self._linear = {name: m for name, m in skeleton.named_modules() if isinstance(m, nn.Linear)}
         self.num_restarts = 0
         self._asleep: set[str] = set()  # of MEMORY
         self._changing = asyncio.Lock()
@@ -139,6 +154,8 @@ class SGLangEngine:
             for folder in sorted(os.listdir(self._kept.name)):
                 await self._load(Path(self._kept.name) / folder)
             self._needs_weights = False
+        for slot in self._slots.values():
+            await self._load_adapter(slot)
 
     async def revive(self) -> None:
         """See Engine."""
@@ -147,10 +164,12 @@ class SGLangEngine:
                 await self._restart()
 
     async def generate(
-        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = ""
+        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = "", adapter: str = ""
     ) -> Completion:
-        """One completion; see Engine. Raises as EmbeddedEngine's, and EngineDied."""
+        """One completion; see SharedEngine. Raises as EmbeddedEngine's, and EngineDied."""
         check_request(prompt_ids, params, self.options.max_context_tokens, self.tokenizer)
+        if adapter and adapter not in self._slots:
+            raise ValueError(f"no adapter {adapter!r}; {nearest(adapter, self._slots)}")
         max_tokens = min(params.max_tokens, self.options.max_context_tokens - len(prompt_ids))
         done = Completion(token_ids=[], logprobs=[], text="", finish_reason="", policy_version=self.policy_version)
         self._num_running += 1
@@ -160,7 +179,7 @@ class SGLangEngine:
                 await self.wake()
                 # A pause may have come meanwhile; nothing is awaited from here to the request.
                 if self._may_run.is_set():
-                    await self._extend(done, prompt_ids, params, max_tokens)
+                    await self._extend(done, prompt_ids, params, max_tokens, adapter)
         finally:
             self._num_running -= 1
         if self.tokenizer is not None:
@@ -169,11 +188,14 @@ class SGLangEngine:
             )
         return done
 
-    async def _extend(self, done: Completion, prompt_ids: list[int], params: SamplingParams, max_tokens: int) -> None:
+    async def _extend(
+        self, done: Completion, prompt_ids: list[int], params: SamplingParams, max_tokens: int, adapter: str
+    ) -> None:
         """More tokens, up to the end or to the next pause."""
         if self._needs_weights:
             raise EngineDied(f"engine {self.server.name} was restarted; give it its weights by update_weights")
-        version, rid, num_pauses = self.policy_version, uuid.uuid4().hex, self._num_pauses
+        slot, rid, num_pauses = self._slots.get(adapter), uuid.uuid4().hex, self._num_pauses
+        version = slot.version if slot else self.policy_version
         if not done.token_ids:
             done.policy_version = version
         elif version != done.policy_versions[-1]:
@@ -184,15 +206,21 @@ class SGLangEngine:
             "return_logprob": True,
             "sampling_params": sampling_params(params, max_tokens - len(done.token_ids)),
         }
+        if slot:
+            body["lora_path"] = slot.name
         self._num_asked += 1
         try:
             answer = await self._ask("generate", body, timeout_s=None)
         except asyncio.CancelledError:
             self._aborts.add(task := asyncio.create_task(self._abort(rid)))
             task.add_done_callback(self._aborts.discard)
+            if slot:
+                slot.was_aborted = True
             raise
         finally:
             self._num_asked -= 1
+        if slot:
+            slot.was_aborted |= answer["meta_info"]["finish_reason"]["type"] == "abort"
         self._take(answer, done, params, max_tokens, num_pauses)
 
     def _take(
@@ -261,6 +289,40 @@ class SGLangEngine:
         if not answer.get("success"):  # refusals are told, not raised
             raise EngineDied(f"engine {self.server.name} refused weights: {answer.get('message')}")
 
+    async def update_adapter(
+        self, name: str, named_weights: Iterable[tuple[str, Tensor]], config: dict[str, Any], version: int
+    ) -> None:
+        """See SharedEngine. The server takes it while it sleeps, too: what it frees then are not its slots."""
+        self._check_idle()
+        coming, old = iter(named_weights), self._slots.get(name)
+        folder = tempfile.TemporaryDirectory(prefix=f"rl_core_{os.getpid()}_adapter_", dir=shared_memory())
+        try:
+            checked = arriving_adapter(name, coming, config["r"], self._linear, old.arrived if old else set())
+            arrived = save_adapter(Path(folder.name), checked, config, self._linear, self.options.dtype)
+            await self.start()
+            await self.revive()
+            new = Slot(name=f"{name}_{uuid.uuid4().hex}", version=version, folder=folder, arrived=arrived)
+            await self._load_adapter(new)
+        except BaseException:
+            folder.cleanup()
+            raise
+        finally:
+            for _ in coming:  # as update_weights
+                pass
+        self._slots[name] = new
+        if old is not None:
+            old.folder.cleanup()
+            if not old.was_aborted or numbers(importlib.metadata.version("sglang")) >= FORGETS_ABORTED:
+                await self._change_adapters("unload", {"lora_name": old.name})
+
+    async def _load_adapter(self, slot: Slot) -> None:
+        await self._change_adapters("load", {"lora_name": slot.name, "lora_path": slot.folder.name})
+
+    async def _change_adapters(self, how: str, body: dict[str, str]) -> None:
+        answer = await self._ask(f"{how}_lora_adapter", body)
+        if not answer.get("success"):
+            raise RuntimeError(f"engine {self.server.name} did not {how} an adapter: {answer.get('error_message')}")
+
     def _num_bytes(self) -> int:
         return sum(p.numel() for p in self.skeleton.parameters()) * self.options.dtype.itemsize
 
@@ -317,6 +379,8 @@ class SGLangEngine:
         if self._kept is not None:
             self._kept.cleanup()
             self._kept = None
+        for slot in self._slots.values():
+            slot.folder.cleanup()
 
     async def _abort(self, rid: str) -> None:
         with contextlib.suppress(EngineDied):
@@ -378,8 +442,10 @@ def make_sglang_engine(
     tokenizer: PreTrainedTokenizerBase,
     ranks: Ranks,
     dtype: torch.dtype,
+    adapters: list[dict[str, Any]],
 ) -> Engine:
-    """An actor's engine on this rank: of each --engine_tp neighbours the first has it, on the devices of all."""
+    """An actor's engine on this rank: of each --engine_tp neighbours the first has it, on the devices of all. adapters:
+    what adapter_config.json would hold of each actor that trains one beside this model."""
     if ranks.rank % config.engine_tp:
         return Follower()
     # An engine has at most its share at once, of all that may be under way.
@@ -393,6 +459,7 @@ def make_sglang_engine(
         seed=counter_seed(config.seed, name, ranks.rank) % 2**31,
         num_slots=min(config.rollout.max_concurrent, groups * config.group_size),
         max_context_tokens=config.max_context_tokens,
+        adapters=adapters,
     )
     log = Path(config.out) / f"engine_{name}_{ranks.rank:05d}.log"
     return SGLangEngine(name, options, skeleton, tokenizer, log, config.timeout_s)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from rl_core.config import nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,6 +31,26 @@ def arriving(
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in loaded]
     if missing:
         raise ValueError(f"{len(missing)} parameters did not arrive, such as {missing[0]!r}; send all of them")
+
+
+def arriving_adapter(
+    name: str, named_weights: Iterable[tuple[str, Tensor]], rank: int, layers: Mapping[str, nn.Linear], before: set[str]
+) -> Iterator[tuple[str, str, str, Tensor]]:
+    """(peft's name, layer, "lora_A" or "lora_B", weight) of each matrix of an adapter. ValueError on a layer that is not in
+    layers, another shape, and, at the end, on a matrix left out: the other one of a layer, or one of those that came before."""
+    arrived = set()
+    for full, weight in named_weights:
+        layer, _, kind = full.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
+        if layer not in layers or kind not in ("lora_A", "lora_B"):
+            raise ValueError(f"adapter {name!r}: {full!r} is of no linear layer; {nearest(layer, layers)}")
+        module = layers[layer]
+        if weight.shape != ((rank, module.in_features) if kind == "lora_A" else (module.out_features, rank)):
+            raise ValueError(f"adapter {name!r}: {full!r} has shape {list(weight.shape)}, its rank is {rank}")
+        yield full, layer, kind, weight
+        arrived.add(full)
+    pairs = {full.replace(*kinds) for full in arrived for kinds in ((".lora_A.", ".lora_B."), (".lora_B.", ".lora_A."))}
+    if missing := sorted((pairs | before) - arrived):
+        raise ValueError(f"adapter {name!r}: {len(missing)} weights did not arrive, such as {missing[0]!r}")
 
 
 @torch.no_grad()
