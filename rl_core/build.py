@@ -76,6 +76,7 @@ class Plan:
     room: str = "learn"  # of the learners' metrics
     sft: Plan | None = None  # of the steps before the first, if they are SFT
     takes_turns: bool = False  # one engine is awake at a time
+    memory_fracs: dict[str, float] = field(default_factory=dict)  # of a GPU, for each SGLang engine
 
     @property
     def chat(self) -> Chat:
@@ -188,6 +189,12 @@ def choose_engine(config: Config, num_ranks: int) -> None:
     if num_ranks % config.engine_tp:
         fits = max(d for d in range(1, config.engine_tp) if num_ranks % d == 0)
         raise ValueError(f"--engine_tp={config.engine_tp} must divide the number of ranks, {num_ranks}; try {fits}")
+    for name, actor in config.actors.items():
+        if (n := len(actor.servers)) and num_ranks % n:
+            raise ValueError(
+                f"--actors.{name}.engine_urls names {n} servers for {num_ranks} ranks that sample, which is not a whole number "
+                f"for each; name {max(d for d in range(1, n) if num_ranks % d == 0)}"
+            )
 
 
 def check_model(config: Config, name: str) -> Chat:
@@ -421,8 +428,9 @@ def make_engines(
         actor = config.actors[name]
         if (owner := actor.share or name) not in of_models:
             engine, model, ends_of_model = sampling_engine(plan, owner, learners.get(owner), ranks)
-            models += [] if config.engine == "sglang" else [model]
-            of_models[owner] = time_slice.engine(engine) if time_slice else engine, model, ends_of_model
+            models += [] if config.engine_of(owner) == "sglang" else [model]
+            takes_turns = time_slice and not config.actors[owner].engine_urls
+            of_models[owner] = time_slice.engine(engine) if takes_turns else engine, model, ends_of_model
         engines[name], model, ends[name] = of_models[owner]
         if owner in config.sharers and actor.is_trained:
             engines[name] = ActorEngine(engines[name], name, peft_config(actor.lora, model, actor.model).to_dict())
@@ -456,13 +464,14 @@ def sampling_engine(
     """An engine for a model, what it samples with (of SGLang's the shapes alone), and the tokens that end a turn by its
     generation_config.json."""
     config, tokenizer = plan.config, plan.chats[name].tokenizer
-    if config.engine == "sglang":
+    if config.engine_of(name) == "sglang":
         from rl_core.sampling.sglang_engine import make_sglang_engine, make_skeleton
 
         skeleton = make_skeleton(config.actors[name].model)
         users = [config.actors[n] for n in (name, *config.sharers[name])] if name in config.sharers else []
         adapters = [peft_config(a.lora, skeleton, a.model).to_dict() for a in users if a.is_trained]
-        engine = make_sglang_engine(config, name, skeleton, tokenizer, ranks, compute_dtype(config), adapters)
+        more = {"dtype": compute_dtype(config), "adapters": adapters, "memory_fracs": plan.memory_fracs}
+        engine = make_sglang_engine(config, name, skeleton, tokenizer, ranks, **more)
         return engine, skeleton, end_token_ids(skeleton)
     model, ends = speaking_model(plan, name, learner, ranks)
     is_own = learner is None or not reads_in_place(learner.policy)

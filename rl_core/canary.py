@@ -40,7 +40,7 @@ async def sample_canaries(run: Run) -> None:
             link.say({"canary": name} | question(run, name))
         return
     names = [name for name in names if name in run.engines]
-    names = [n for n in names if run.engines[n].policy_version == run.start or not is_reader(run.learners[n])]
+    names = [n for n in names if run.engines[n].policy_version == run.start or not is_reader(run, n)]
     run.canaries = {n: await answer(run.engines[n], run.ranks.rank, **question(run, n)) for n in names}
 
 
@@ -88,8 +88,7 @@ async def check_canary(run: Run, name: str) -> None:
     if apart.numel():
         worst = apart.max().item(), int(batch.advantages[apart.argmax()])
     largest, speaker = max(all_gather_json(worst, ranks), key=lambda x: (x[0] != x[0], x[0]))  # NaN counts as most
-    # A run that goes on has the same metrics as one that was not interrupted.
-    if not is_reader(learner) or run.engines[name].policy_version == run.first:
+    if not is_reader(run, name):  # of which no step of a run knows more than another
         run.note(f"learn/{name}/", {"canary_max_diff": Max(largest)})
     if largest <= (limit := tolerance(run)):
         return
@@ -125,10 +124,10 @@ def batch_of(learner: Learner, gathered: list[list[Fact]]) -> PackedBatch:
     return to_device(batch, ranks.device)
 
 
-def is_reader(learner: Learner) -> bool:
-    """Whether its engine has no weights but the learner's own."""
-    is_here = learner.ranks.link is None
-    return is_here and reads_in_place(learner.policy) and learner.config.engine == "embedded"
+def is_reader(run: Run, name: str) -> bool:
+    """Whether an actor's engine has no weights but its learner's own."""
+    is_here = run.ranks.link is None and run.config.engine_of(name) == "embedded"
+    return is_here and reads_in_place(run.learners[name].policy)
 
 
 async def differing_rank(run: Run, name: str) -> str:
@@ -136,16 +135,17 @@ async def differing_rank(run: Run, name: str) -> str:
     engine = run.engines[name]
     if hasattr(engine, "named_weights"):
         await engine.wake()
-    found = all_gather_json(differing_tensors(run.learners[name], engine), run.ranks)
+    found = all_gather_json(differing_tensors(run, name), run.ranks)
     rank = next((r for r, (num, _) in enumerate(found) if num), 0)
     return f"on rank {rank} {found[rank][1]}"
 
 
 @torch.no_grad()
-def differing_tensors(learner: Learner, engine: Engine) -> tuple[int, str]:
+def differing_tensors(run: Run, name: str) -> tuple[int, str]:
     """How many, and `2 of 24 tensors differ, most of all A (by up to 0.1), B (by up to 0.01)`. Every rank must call it."""
-    if is_reader(learner):
+    if is_reader(run, name):
         return 0, "it reads the learner's own tensors, so that the two compute differently"
+    learner, engine = run.learners[name], run.engines[name]
     held = dict(engine.named_weights()) if hasattr(engine, "named_weights") else {}
     found, num = [], 0
     for name, value in learner.named_weights():  # every rank must exhaust it

@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib.util
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rl_core.config import Config, EnvConfig, LoraConfig, PreferenceConfig, SftConfig, nearest
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def check_config(config: Config) -> None:
@@ -188,6 +192,8 @@ def check_actors(config: Config) -> None:
             raise ValueError(
                 f"{at}.api_timeout_s={actor.api_timeout_s:g} must be above 0, and {at}.api_retries={actor.api_retries} at least 0"
             )
+        if actor.engine_urls or actor.engine_folder:
+            check_attached(config, name)
         if actor.max_tokens is not None and not 1 <= actor.max_tokens <= config.max_tokens:
             raise ValueError(f"{at}.max_tokens={actor.max_tokens} must lie in 1..--max_tokens={config.max_tokens}")
         if actor.lora.rank and not actor.is_trained:
@@ -209,6 +215,35 @@ def check_actors(config: Config) -> None:
             f"--sft.steps={config.sft.steps}: SFT before RL is for one trained actor, there are {', '.join(config.trained)}; run "
             "SFT of each on its own first"
         )
+
+
+def check_attached(config: Config, name: str) -> None:
+    """Raises ValueError unless SGLang servers that run already can sample for this actor."""
+    at, actor = f"--actors.{name}", config.actors[name]
+    if not actor.servers:
+        raise ValueError(f"{at}.engine_folder={actor.engine_folder} is for servers, and {at}.engine_urls names none")
+    for url in actor.servers:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+            raise ValueError(f"{at}.engine_urls: {url!r} must be a server's address, such as http://127.0.0.1:30000")
+        if parts.hostname not in LOOPBACK and not actor.engine_folder:
+            raise ValueError(
+                f"{at}.engine_urls: {url} may be another machine, which cannot read this one's memory; name a folder that both "
+                f"see by the same path, such as {at}.engine_folder=/shared/weights"
+            )
+    if len(set(actor.servers)) < len(actor.servers):
+        raise ValueError(f"{at}.engine_urls names a server twice; each has its own share of the episodes")
+    if actor.engine_folder and not Path(actor.engine_folder).is_dir():
+        raise ValueError(f"{at}.engine_folder={actor.engine_folder} is no folder; make it first")
+    if not actor.is_trained:
+        raise ValueError(
+            f"{at}.engine_urls is for an actor that learns, whose weights the servers get; a frozen one is an endpoint: "
+            f"{at}.api={actor.servers[0]}/v1"
+        )
+    if not config.is_rl:
+        raise ValueError(f"{at}.engine_urls: --algorithm {config.algorithm} samples nothing; leave it out")
+    if actor.share or name in config.sharers:
+        raise ValueError(f"{at}.engine_urls: servers that run already get whole weights alone; leave out share")
 
 
 def share_models(config: Config) -> None:

@@ -47,6 +47,14 @@ class ActorConfig:
         120.0, "seconds that one request may take; a reply, with retries and waits, 300 or 2.5 times as many"
     )
     api_retries: int = flag(8, "further requests for a reply, where one before failed in a way that may pass")
+    engine_urls: str | None = flag(
+        None,
+        "SGLang servers that run already, such as http://a:30000,http://b:30000, one for each rank that samples or for each "
+        "few; default: this run's own engines",
+    )
+    engine_folder: str | None = flag(
+        None, "where those servers find its new weights, by the same path; default: memory shared on this machine"
+    )
     max_tokens: int | None = flag(None, "tokens that it may sample in one turn; default and most: --max_tokens")
     lr: float | None = flag(None, "peak learning rate; default: --optim.lr")
     share: str | None = flag(
@@ -55,6 +63,11 @@ class ActorConfig:
     )
     chat_template: str | None = flag(None, "file with a Jinja chat template, instead of the tokenizer's own")
     lora: LoraConfig = flag(LoraConfig, "adapters")
+
+    @property
+    def servers(self) -> list[str]:
+        """Addresses in engine_urls."""
+        return [url.strip() for url in (self.engine_urls or "").split(",") if url.strip()]
 
     @property
     def is_trained(self) -> bool:
@@ -288,7 +301,9 @@ class Config:
         "and there is a GPU",
     )
     engine_tp: int = flag(1, "sglang: ranks whose devices hold one engine together, a part of its matrices each")
-    engine_memory_frac: float = flag(0.6, "sglang: part of a GPU's memory for its weights, keys and values")
+    engine_memory_frac: float = flag(
+        0.6, "sglang: part of a GPU's free memory for weights, keys and values of all engines awake together"
+    )
     max_staleness: int = flag(
         0,
         "versions by which the weights trained on may be ahead of those that sampled a token; above 0 generation goes on "
@@ -333,6 +348,10 @@ class Config:
     def is_rl(self) -> bool:
         """Samples episodes; otherwise imitates rows, or learns from pairs."""
         return self.algorithm not in ("sft", "dpo", "rm")
+
+    def engine_of(self, name: str) -> str:
+        """What samples for an actor whose model is here: "sglang" or "embedded"."""
+        return "sglang" if self.actors[name].engine_urls else self.engine
 
     @property
     def trained(self) -> list[str]:

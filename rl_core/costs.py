@@ -159,7 +159,13 @@ class Setup:
         if not self.algorithm.is_rl or self.base_of:
             return False
         in_4_bits = actor_of(self.config).lora.quantize != "none"
-        return self.is_split or (in_4_bits if self.is_shared else self.model.adapters > 0)
+        return self.engine == "sglang" or self.is_split or (in_4_bits if self.is_shared else self.model.adapters > 0)
+
+    @property
+    def engine(self) -> str:
+        """What samples: "embedded", "sglang", or "elsewhere": a server with memory of its own."""
+        actor = actor_of(self.config)
+        return "elsewhere" if actor.servers else self.config.engine
 
     @property
     def annotations(self) -> int:
@@ -338,11 +344,14 @@ def memory(s: Setup, work: Work) -> tuple[Table, Table]:
         hold(name, size, ["update"])
 
     if s.algorithm.is_rl:
+        if s.engine == "sglang":
+            hold("engine weights", w * model.total / s.config.engine_tp, ["generate", "sync"])
+            hold("engine weights", w * model.total / s.config.engine_tp, PHASES if s.on_gpu else [], on_host=True)
         if s.copies_weights:
-            hold("engine weights", w * model.total, PHASES)
+            hold("engine weights", w * model.total * (s.engine == "embedded"), PHASES)
             hold("a whole weight", 4 * model.largest * (3 if model.adapters else 1) * (not s.is_shared), ["sync"])
         for name, size in engine_cache_bytes(s).items():
-            hold(name, size * (not s.base_of), ["generate"])
+            hold(name, size * (not s.base_of and s.engine != "elsewhere"), ["generate"])
     return device, host
 
 
@@ -480,11 +489,30 @@ def engines_bytes(plan: Plan, num_ranks: int) -> dict[str, float]:
     found = {}
     for name in plan.chats:
         actor = plan.config.actors[name]
-        if actor.share:
+        if actor.share or actor.servers:
             continue
         s = setup_of(plan, num_ranks, name)
         held = s.width * s.model.total if s.copies_weights or not actor.is_trained else 0
-        found[name] = held + sum(engine_cache_bytes(s).values())
+        found[name] = held / plan.config.engine_tp + sum(engine_cache_bytes(s).values())
+    return found
+
+
+def memory_fracs(plan: Plan, num_ranks: int) -> dict[str, float]:
+    """Of each SGLang engine: the part of a GPU's memory that it takes. One that is awake alone has --engine_memory_frac, those
+    that are awake together divide it by what they need. Raises ValueError if one has no room for its weights."""
+    config = plan.config
+    needs = engines_bytes(plan, num_ranks) if config.engine == "sglang" and plan.algorithm.is_rl else {}
+    of_all = sum(needs.values())
+    found = {name: config.engine_memory_frac * (1 if plan.takes_turns else n / of_all) for name, n in needs.items()}
+    for name, frac in found.items() if config.device_memory_gib or torch.cuda.is_available() else ():
+        s = setup_of(plan, num_ranks, name)
+        room, weights = frac * limit_bytes(config, num_ranks) / GIB, s.width * s.model.total / config.engine_tp / GIB
+        if weights > USABLE * room:
+            rest = ", or one engine awake at a time (--rollout.engines_awake one)" if len(found) > 1 else ""
+            raise ValueError(
+                f"the engine of {name} has {room:.3g} GiB by --engine_memory_frac={config.engine_memory_frac}, and its weights "
+                f"alone take {weights:.3g}; raise it, or --engine_tp={config.engine_tp}{rest if not plan.takes_turns else ''}"
+            )
     return found
 
 
@@ -492,7 +520,7 @@ def takes_turns(plan: Plan, num_ranks: int) -> bool:
     """Whether one engine is awake at a time: as --rollout.engines_awake says, or if there are several that a GPU has no
     room for beside what learners keep there."""
     asked, config = plan.config.rollout.engines_awake, plan.config
-    engines = {config.actors[name].share or name for name in plan.chats}
+    engines = {config.actors[name].share or name for name in plan.chats if not config.actors[name].servers}
     if len(engines) < 2 or not plan.algorithm.is_rl or asked == "all":
         return False
     if asked == "one":

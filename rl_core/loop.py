@@ -36,6 +36,9 @@ async def run_rank(run: Run) -> None:
     gc.collect()
     gc.freeze()  # rows and modules live as long as the run; looking through them again and again costs tenths of a second
     try:
+        for engine in run.engines.values():  # one starts while no other has memory, which it would take for its own
+            await engine.wake()
+            await engine.sleep()
         if run.ranks.link is not None and run.ranks.link.is_engine:
             await sample_for_learners(run)
         else:
@@ -217,7 +220,7 @@ def write_timeline(run: Run, step: int) -> None:
 async def sync_engine(run: Run, name: str, version: int) -> None:
     """The engine's weights become the learner's; one that reads them in place only forgets what it computed with the old."""
     if name in run.engines:
-        in_place = run.config.engine == "embedded"
+        in_place = run.config.engine_of(name) == "embedded"
         await run.engines[name].update_weights(engine_weights(run.learners[name].policy, in_place), version)
 
 

@@ -28,13 +28,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse_config(argv)
         from rl_core.build import build, is_sharded, make_plan
-        from rl_core.costs import describe, fit_warning, setup_of, takes_turns
+        from rl_core.costs import describe, fit_warning, memory_fracs, setup_of, takes_turns
         from rl_core.distributed import close_ranks, init_ranks, naming_what_was_waited_for
         from rl_core.loop import run_rank
 
         plan = make_plan(config)
         size, is_first = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("RANK", "0") == "0"
         plan.takes_turns = takes_turns(plan, size)
+        plan.memory_fracs = memory_fracs(plan, size)
         if config.dry_run:
             if is_first:
                 print(describe(plan, size))

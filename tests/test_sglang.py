@@ -15,6 +15,8 @@ import pytest
 
 from rl_core.build import make_plan
 from rl_core.command_line import parse_config
+from rl_core.sampling.server_process import free_port
+from rl_core.train import main
 
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 ENV = Path(__file__).parent.parent / "envs/sort_digits.py"
@@ -98,6 +100,92 @@ def test_a_server_that_is_killed_in_a_rollout_loses_no_group(ranks, warm_model, 
     assert len(rows) == 6 and sum(row["rollout/policy/engine_restarts"] for row in rows) >= 1
     assert all(row["rollout/policy/failed"] == 0 for row in rows)
     assert max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-3, "the new server has the newest weights"
+
+
+def serve(model: Path, port: int, log: Path) -> subprocess.Popen:
+    """A server as somebody starts one on a CPU, with a key."""
+    command = [
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        model,
+        "--port",
+        port,
+        "--dtype",
+        "float32",
+    ]
+    command += ["--api-key", "its-key", "--max-running-requests", "64", "--max-total-tokens", "8192", "--device", "cpu"]
+    command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"]
+    env = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
+    with open(log, "a") as file:
+        return subprocess.Popen([*map(str, command)], stdout=file, stderr=file, env=env, start_new_session=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_SGLANG, reason="sglang is not installed: bash scripts/test_sglang.sh")
+def test_a_server_that_runs_already_gets_the_weights_again_if_it_is_started_anew(
+    warm_model, sort_data, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SGLANG_API_KEY", "its-key")
+    out, port = tmp_path / "run", free_port()
+    url = ["--actors.policy.engine_urls", f"http://127.0.0.1:{port}", "--num_steps", "6", "--optim.lr", "6e-4"]
+    command = [sys.executable, "-m", "rl_core.train", *flags(warm_model, sort_data, out, *url)]
+    server = serve(warm_model, port, tmp_path / "server.log")
+    run = subprocess.Popen(command, cwd=ENV.parent.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        while run.poll() is None and (not (out / "metrics.jsonl").exists() or len(rows_of(out)) < 2):
+            time.sleep(0.02)
+        os.killpg(server.pid, signal.SIGKILL)
+        server = serve(warm_model, port, tmp_path / "server.log")
+        text, _ = run.communicate(timeout=600)
+        assert run.returncode == 0, text
+        assert server.poll() is None, "it is not the run's to end"
+    finally:
+        run.kill()
+        os.killpg(server.pid, signal.SIGKILL)
+    rows = rows_of(out)
+    assert len(rows) == 6 and sum(row["rollout/policy/engine_restarts"] for row in rows) == 1
+    assert max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-3, "it has the newest weights again"
+    assert not (out / "engine_policy_00000.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            ["engine_urls", "10.0.0.1:30000"],
+            "'10.0.0.1:30000' must be a server's address, such as http://127.0.0.1:30000",
+        ),
+        (["engine_urls", "http://localhost:3/v1"], "'http://localhost:3/v1' must be a server's address"),
+        (["engine_urls", "http://10.0.0.1:3"], r"name a folder that both see .* --actors.policy.engine_folder=/shared"),
+        (["engine_urls", "http://localhost:3,http://localhost:3"], "names a server twice"),
+        (["engine_urls", "http://localhost:3,http://localhost:4"], "names 2 servers for 1 ranks that sample"),
+        (["engine_folder", "/tmp"], "engine_folder=/tmp is for servers, and --actors.policy.engine_urls names none"),
+    ],
+)
+def test_servers_that_cannot_be_this_actors_are_refused(given, says, tiny_model, sort_data, tmp_path):
+    given = [f"--actors.policy.{given[0]}", given[1]]
+    with pytest.raises(ValueError, match=says):
+        make_plan(parse_config([*flags(tiny_model, sort_data, tmp_path / "run"), *given]))
+
+
+def test_frozen_and_shared_models_are_not_given_to_running_servers(tiny_model, sort_data, tmp_path):
+    at, urls = "--actors.judge.", ["--actors.judge.engine_urls", "http://localhost:3"]
+    config = [*flags(tiny_model, sort_data, tmp_path / "run"), f"{at}model", str(tiny_model), *urls]
+    with pytest.raises(ValueError, match=r"a frozen one is an endpoint: --actors.judge.api=http://localhost:3/v1"):
+        parse_config([*config, f"{at}train", "false"])
+    shared = [*config[:-4], "--actors.policy.lora.rank", "2", *urls, f"{at}share", "policy", f"{at}lora.rank", "2"]
+    with pytest.raises(ValueError, match="get whole weights alone; leave out share"):
+        parse_config(shared)
+
+
+def test_a_running_server_that_does_not_answer_is_named(tiny_model, sort_data, tmp_path, capfd):
+    url = ["--actors.policy.engine_urls", f"http://127.0.0.1:{(port := free_port())}", "--timeout_s", "1"]
+    assert main([*flags(tiny_model, sort_data, tmp_path / "run"), *url]) == 1
+    said = capfd.readouterr().err
+    assert f"error: engine policy at http://127.0.0.1:{port} did not answer within 1 s" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.skipif(HAS_SGLANG, reason="sglang is installed")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_core.types import SamplingParams
+from rl_core.types import RunError, SamplingParams
 
 
-class EngineDied(Exception):
+class EngineDied(RunError):
     """The process of an engine ended, or does not answer; the message quotes the end of its log."""
 
 

@@ -1,4 +1,5 @@
-"""A server of this rank's own, in a process group of its own: it ends with the rank, and what it says goes to a file."""
+"""Servers that sample. One of this rank's own is in a process group of its own: it ends with the rank, and what it says goes
+to a file. One that runs already is only asked."""
 
 from __future__ import annotations
 
@@ -46,13 +47,74 @@ def die_with(parent: int) -> None:
         sys.exit("the process that started this one is gone")
 
 
-class ServerProcess:
+class RunningServer:
+    """One that somebody else started, and may start again. `key` "": it wants none."""
+
+    def __init__(self, name: str, url: str, key: str):
+        self.name, self.url, self.key = name, url.rstrip("/"), key
+        self.is_alive = False  # as far as anybody knows
+
+    async def start(self, timeout_s: float) -> None:
+        """Returns once it answers. Raises EngineDied if it does not in time."""
+        self.is_alive = True
+        await self._wait(timeout_s)
+
+    async def _wait(self, timeout_s: float) -> None:
+        began = told = time.monotonic()
+        while not await self._answers():
+            now = time.monotonic()
+            if not self.is_alive:
+                raise self.died("did not start")
+            if now - began > timeout_s:
+                self.stop()
+                raise self.died(f"did not answer within {timeout_s:g} s")
+            if now - told > PROGRESS_S:
+                told = now
+                print(
+                    f"{self} does not answer since {now - began:.0f} s {self.log_end(1)}", file=sys.stderr, flush=True
+                )
+            await asyncio.sleep(0.5)
+
+    async def _answers(self) -> bool:
+        try:
+            asked = request(f"{self.url}/model_info", b"", self.headers, "GET")
+            status, _ = await asyncio.wait_for(asked, 10)
+        except (OSError, EOFError, asyncio.TimeoutError):
+            return False
+        if status in (401, 403):
+            self.stop()
+            raise self.died(f"wants another key ({status}); SGLANG_API_KEY is to hold it")
+        return status == 200
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+    def __str__(self) -> str:
+        return f"engine {self.name} at {self.url}"
+
+    def log_end(self, num_lines: int) -> str:
+        return ""
+
+    def died(self, what: str) -> EngineDied:
+        return EngineDied(f"{self} {what}")
+
+    async def gone(self, error: Exception) -> EngineDied:
+        """What to raise where the server closed a connection without an answer."""
+        self.is_alive = False
+        return self.died(f"does not answer ({type(error).__name__}: {error})")
+
+    def stop(self) -> None:
+        self.is_alive = False
+
+
+class ServerProcess(RunningServer):
     """Runs `module` with an order as JSON on its standard input; {port} of the order's args is a free one."""
 
     def __init__(self, name: str, module: str, args: list[str], log: Path, key: str, env: dict[str, str]):
-        self.name, self.module, self.args, self.log, self.key, self.env = name, module, args, log, key, env
+        self.name, self.url, self.key = name, "", key
+        self.module, self.args, self.log, self.env = module, args, log, env
         self.process: subprocess.Popen | None = None
-        self.url = ""
 
     @property
     def is_alive(self) -> bool:
@@ -62,18 +124,7 @@ class ServerProcess:
         """Returns once it answers. Raises EngineDied if it ended, or did not answer in time."""
         self.stop()
         self._launch()
-        began = told = time.monotonic()
-        while not await self._answers():
-            now = time.monotonic()
-            if not self.is_alive:
-                raise self.died("did not start")
-            if now - began > timeout_s:
-                self.stop()
-                raise self.died(f"did not answer within {timeout_s:g} s of its start")
-            if now - told > PROGRESS_S:
-                told = now
-                print(f"engine {self.name}: starts since {now - began:.0f} s: {self.log_end(1)}", file=sys.stderr)
-            await asyncio.sleep(0.5)
+        await self._wait(timeout_s)
 
     def _launch(self) -> None:
         port = free_port()
@@ -92,16 +143,6 @@ class ServerProcess:
         self.process.stdin.write(json.dumps(order).encode())
         self.process.stdin.close()
 
-    async def _answers(self) -> bool:
-        try:
-            return (await asyncio.wait_for(request(f"{self.url}/model_info", b"", self.headers, "GET"), 10))[0] == 200
-        except (OSError, EOFError, asyncio.TimeoutError):
-            return False
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.key}"}
-
     def log_end(self, num_lines: int = LOG_LINES) -> str:
         with contextlib.suppress(OSError):
             with open(self.log, "rb") as file:
@@ -115,7 +156,6 @@ class ServerProcess:
         return EngineDied(f"engine {self.name} {what} (exit status {code}); the end of {self.log}:\n{self.log_end()}")
 
     async def gone(self, error: Exception) -> EngineDied:
-        """What to raise where the server closed a connection without an answer."""
         for _ in range(50):
             if not self.is_alive:
                 return self.died("has died")

@@ -35,7 +35,7 @@ from rl_core.link import in_buckets
 from rl_core.sampling.adapter_slots import Slot, save_adapter
 from rl_core.sampling.engine import Engine, Follower
 from rl_core.sampling.request import EngineDied, check_request
-from rl_core.sampling.server_process import ServerProcess, child_environment, die_with
+from rl_core.sampling.server_process import RunningServer, ServerProcess, child_environment, die_with
 from rl_core.sampling.weights import arriving, arriving_adapter, on_host
 from rl_core.types import Completion, SamplingParams, counter_seed
 
@@ -111,12 +111,19 @@ class SGLangEngine:
         tokenizer: PreTrainedTokenizerBase | None,
         log: Path,
         start_timeout_s: float = 600.0,
+        url: str = "",
+        folder: str | None = None,
     ) -> None:
+        """`url`: of a server that runs already, with options of its own. `folder`: where weights wait for it."""
         self.options, self.skeleton, self.tokenizer = options, skeleton, tokenizer
         self.policy_version, self.capacity = 0, options.num_slots
         self.start_timeout_s = start_timeout_s
-        module = "rl_core.sampling.sglang_engine"
-        self.server = ServerProcess(name, module, options.args(), log, secrets.token_hex(16), env=options.environment())
+        self.is_own, self.folder = not url, folder or shared_memory()
+        if url:
+            self.server = RunningServer(name, url, os.environ.get("SGLANG_API_KEY", ""))
+        else:
+            module, key = "rl_core.sampling.sglang_engine", secrets.token_hex(16)
+            self.server = ServerProcess(name, module, options.args(), log, key, env=options.environment())
         self._has_started = self._needs_weights = False
         self._kept: tempfile.TemporaryDirectory | None = None  # the weights that it has, for another server
         self._slots: dict[str, Slot] = {}  # by the names of actors
@@ -270,7 +277,7 @@ class SGLangEngine:
         if self._kept is not None:
             self._kept.cleanup()
             self._kept = None
-        place = shared_memory()
+        place = self.folder
         sent = tempfile.TemporaryDirectory(prefix=f"rl_core_{os.getpid()}_", dir=place)
         is_roomy = place is not None and shutil.disk_usage(place).free > 2 * self._num_bytes()
         for number, bucket in enumerate(in_buckets(on_host(self._once(named_weights), self.options.dtype))):
@@ -339,9 +346,10 @@ class SGLangEngine:
             raise RuntimeError(f"{self._num_running} requests are running; await or cancel them, or pause the engine")
 
     async def sleep(self) -> None:
-        """Frees the memory of weights, keys and values; wakes with the same weights. RuntimeError if requests run."""
+        """Frees the memory of weights, keys and values; wakes with the same weights. RuntimeError if requests run. A server that
+        somebody else started keeps its memory."""
         self._check_idle()
-        if not self.server.is_alive or self._asleep == set(MEMORY):
+        if not self.is_own or not self.server.is_alive or self._asleep == set(MEMORY):
             return
         await self._flush()  # which also waits for what was cancelled: SGLang dies of a release beside requests
         async with self._changing:
@@ -374,7 +382,10 @@ class SGLangEngine:
         self._may_run.set()
 
     async def close(self) -> None:
-        """Kills the server; whoever waits gets EngineDied."""
+        """Kills the server, or ends the requests at one that somebody else started; whoever waits gets EngineDied."""
+        if not self.is_own and self.server.is_alive:
+            with contextlib.suppress(EngineDied, RuntimeError):
+                await self._ask("abort_request", {"abort_all": True}, timeout_s=5)
         self.server.stop()
         if self._kept is not None:
             self._kept.cleanup()
@@ -443,26 +454,31 @@ def make_sglang_engine(
     ranks: Ranks,
     dtype: torch.dtype,
     adapters: list[dict[str, Any]],
+    memory_fracs: dict[str, float],
 ) -> Engine:
-    """An actor's engine on this rank: of each --engine_tp neighbours the first has it, on the devices of all. adapters:
-    what adapter_config.json would hold of each actor that trains one beside this model."""
-    if ranks.rank % config.engine_tp:
+    """An actor's engine on this rank: of each --engine_tp neighbours the first has it, on the devices of all; so has the first
+    of those that share a server that runs already. adapters: what adapter_config.json would hold of each actor that trains one
+    beside this model."""
+    urls = config.actors[name].servers
+    stride = ranks.size // len(urls) if urls else config.engine_tp
+    if ranks.rank % stride:
         return Follower()
     # An engine has at most its share at once, of all that may be under way.
-    groups = -(-config.tasks_per_step * (1 + config.max_staleness) * config.engine_tp // ranks.size)
+    groups = -(-config.tasks_per_step * (1 + config.max_staleness) * stride // ranks.size)
     options = ServerOptions(
         model=config.actors[name].model,
         dtype=dtype,
         device=ranks.device,
         tp=config.engine_tp,
-        memory_frac=config.engine_memory_frac,
+        memory_frac=round(memory_fracs.get(name, config.engine_memory_frac), 3),
         seed=counter_seed(config.seed, name, ranks.rank) % 2**31,
         num_slots=min(config.rollout.max_concurrent, groups * config.group_size),
         max_context_tokens=config.max_context_tokens,
         adapters=adapters,
     )
     log = Path(config.out) / f"engine_{name}_{ranks.rank:05d}.log"
-    return SGLangEngine(name, options, skeleton, tokenizer, log, config.timeout_s)
+    more = {"url": urls[ranks.rank // stride], "folder": config.actors[name].engine_folder} if urls else {}
+    return SGLangEngine(name, options, skeleton, tokenizer, log, config.timeout_s, **more)
 
 
 def make_skeleton(path: str) -> PreTrainedModel:
