@@ -83,9 +83,7 @@ def roll_out_of(run: Run) -> Callable[[int], Awaitable[list[Trajectory]]]:
     async def roll_out(number: int) -> list[Trajectory]:
         position = position_of(run, number)
         step, place = divmod(position, config.tasks_per_step)
-        plan = RolloutPlan(
-            name=f"train/{step:06d}", tasks=[], group_size=config.group_size, params=params, seed=config.seed
-        )
+        plan = RolloutPlan(name=f"train/{step:06d}", group_size=config.group_size, params=params, seed=config.seed)
         [task] = run.train.tasks(position, 1)
         return await run_group(run.env, run.actors, plan, task, place, config.rollout)
 
@@ -308,11 +306,14 @@ async def evaluate_tasks(run: Run, step: int, env: str, tasks: list[Task], label
 
 
 def restarts_of(run: Run) -> dict[str, Metric]:
-    """Of engines that died, since the last time; nothing where none can."""
-    mortal = {name: engine for name, engine in run.engines.items() if hasattr(engine, "num_restarts")}
-    found = {f"rollout/{name}/engine_restarts": Sum(engine.num_restarts) for name, engine in mortal.items()}
-    for engine in mortal.values():
-        engine.num_restarts = 0
+    """Of engines that died, since the last time; nothing where none can. What actors share counts for the first."""
+    found = {}
+    for name, engine in run.engines.items():
+        while (inner := getattr(engine, "engine", None) or getattr(engine, "shared", None)) is not None:
+            engine = inner
+        if hasattr(engine, "num_restarts"):
+            found[f"rollout/{name}/engine_restarts"] = Sum(engine.num_restarts)
+            engine.num_restarts = 0
     return found
 
 

@@ -341,7 +341,7 @@ def test_a_server_that_dies_is_an_error_for_all_who_wait_and_starts_again(tiny_m
         time.sleep(0.2)
     assert not processes_of(group)
 
-    subject.run(subject.engine.restart())
+    subject.run(subject.engine.revive())
     with pytest.raises(EngineDied, match="give it its weights"):
         subject.ask([[1]], GREEDY)
     subject.change()

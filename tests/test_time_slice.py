@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from transformers import AutoModelForCausalLM
 from rl_core.build import make_plan
 from rl_core.command_line import parse_config
 from rl_core.costs import GIB, awake_bytes, describe, engines_bytes, memory_fracs, setup_of, takes_turns
+from rl_core.groups import restarts_of
 from rl_core.sampling.embedded_engine import EmbeddedEngine
+from rl_core.sampling.engine import ActorEngine, StillEngine
 from rl_core.sampling.scripted_engine import ScriptedEngine, plain_chat
 from rl_core.sampling.time_slice import TimeSlice
 from rl_core.types import SamplingParams
@@ -348,6 +351,20 @@ def talk(make_model, tmp_path, *flags: str):
     ]
     sizes += ["--sampling.stop", json.dumps(list("abcdefghijklmnopqrstuvwxyz"))]  # what is cut short ends the episode
     return [*models, "--env_path", str(tmp_path / "talk.py"), *sizes, "--max_prompt_tokens", "60", *flags]
+
+
+def test_deaths_of_an_engine_that_takes_turns_and_is_shared_are_counted_once():
+    class Mortal(StillEngine):
+        policy_version, capacity, num_restarts = 0, 1, 2
+
+    mortal = Mortal()
+    sliced = TimeSlice(1e9).engine(mortal)
+    run = SimpleNamespace(
+        engines={"bob": ActorEngine(sliced, "bob"), "alice": ActorEngine(sliced), "eve": StillEngine()}
+    )
+    counted = {name: metric.value for name, metric in restarts_of(run).items()}
+    assert counted == {"rollout/bob/engine_restarts": 2, "rollout/alice/engine_restarts": 0}
+    assert mortal.num_restarts == 0
 
 
 def test_the_planner_lets_engines_take_turns_where_they_do_not_fit_together(make_model, tmp_path):

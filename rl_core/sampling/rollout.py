@@ -31,7 +31,7 @@ class RolloutPlan:
     `drawn_as` names what else they hang on, so that evaluations draw alike at every step."""
 
     name: str
-    tasks: Sequence[Task]
+    tasks: Sequence[Task] = ()  # one group of each
     group_size: int
     params: SamplingParams
     seed: int

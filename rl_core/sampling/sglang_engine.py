@@ -139,19 +139,14 @@ class SGLangEngine:
         self._aborts: set[asyncio.Task] = set()
 
     async def start(self) -> None:
-        """The server answers; nothing if it does already. EngineDied if it cannot, or has died since: see restart."""
+        """The server answers; nothing if it does already. EngineDied if it cannot, or has died since: see revive."""
         async with self._changing:
             if not self._has_started:
                 await self.server.start(self.start_timeout_s)
                 self._has_started = True
 
-    async def restart(self) -> None:
-        """A new server instead of one that died, or hangs, with the same weights. Where there was no room to keep them they
-        must come again."""
-        async with self._changing:
-            await self._restart()
-
     async def _restart(self) -> None:
+        """A new server with the same weights. Where there was no room to keep them they must come again."""
         self._has_started = False
         self._asleep.clear()
         await self.server.start(self.start_timeout_s)
