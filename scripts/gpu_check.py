@@ -31,6 +31,7 @@ def stages(out: Path) -> dict[str, tuple[int, list[str | Path]]]:
         "tests": (900, [*tests, str(ROOT / "tests")]),
         "logprobs": (600, [scripts / "bench_logprobs.py", "--device", "cuda", "--out", out / "logprobs.json"]),
         "memory": (600, [scripts / "bench_memory.py", "--device", "cuda", "--out", out / "memory.json"]),
+        "sync": (600, [scripts / "bench_sync.py", "--out", out / "sync.json"]),
         "learner": (900, [scripts / "bench_learner.py", "--out", out / "learner.json"]),
     }
 

@@ -172,3 +172,17 @@ def test_bench_async_runs_every_mode(tmp_path):
     runs = json.loads(out.read_text())["runs"]
     assert [r["staleness"] is None for r in runs.values()] == [True, False, False, False, False]
     assert all(r["seconds"] > 0 for r in runs.values())
+
+
+@pytest.mark.slow
+def test_bench_sync_measures_each_phase_and_what_is_held(tmp_path):
+    out = tmp_path / "sync.json"
+    size = ["--hidden", "128", "--layers", "2", "--cycles", "10", "--engine", "embedded"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, ROOT / "scripts/bench_sync.py", *size, "--out", out]
+    done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+    [found] = json.loads(out.read_text())["engines"]
+    seconds, held = found["seconds"], found["held"]
+    assert found["params"] > 3e5 and seconds["all in"] >= seconds["load"] > 0 < seconds["gather"]
+    assert held["its descriptors"]["at last"] == held["its descriptors"]["at first"] > 0
+    assert held["this process, MiB"]["at last"] > 100 and "at first" in done.stdout
