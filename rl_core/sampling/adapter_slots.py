@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from rl_core.sampling.shared_folder import SharedFolder
 
 # SGLang computes each of these as one layer, and loads no adapter for a part of it: zeros stand for the others.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -23,7 +24,7 @@ class Slot:
 
     name: str  # there, of this version alone: a name that comes again would keep the adapter that it has
     version: int
-    folder: tempfile.TemporaryDirectory  # what it holds, for another server if this one dies
+    folder: SharedFolder  # what it holds, for another server if this one dies
     arrived: set[str]  # names of its weights
     was_aborted: bool = False  # a request for it
 

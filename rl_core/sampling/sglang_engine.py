@@ -17,7 +17,6 @@ import re
 import secrets
 import shutil
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from rl_core.sampling.adapter_slots import Slot, save_adapter
 from rl_core.sampling.engine import Engine, Follower
 from rl_core.sampling.request import EngineDied, check_request
 from rl_core.sampling.server_process import RunningServer, ServerProcess, child_environment, die_with
+from rl_core.sampling.shared_folder import SharedFolder, remove_abandoned, shared_memory
 from rl_core.sampling.weights import arriving, arriving_adapter, on_host
 from rl_core.types import Completion, SamplingParams, counter_seed
 
@@ -125,7 +125,8 @@ class SGLangEngine:
             module, key = "rl_core.sampling.sglang_engine", secrets.token_hex(16)
             self.server = ServerProcess(name, module, options.args(), log, key, env=options.environment())
         self._has_started = self._needs_weights = False
-        self._kept: tempfile.TemporaryDirectory | None = None  # the weights that it has, for another server
+        remove_abandoned()
+        self._kept: SharedFolder | None = None  # the weights that it has, for another server
         self._slots: dict[str, Slot] = {}  # by the names of actors
         self._linear = {name: m for name, m in skeleton.named_modules() if isinstance(m, nn.Linear)}
         self.num_restarts = 0
@@ -272,8 +273,7 @@ class SGLangEngine:
         if self._kept is not None:
             self._kept.cleanup()
             self._kept = None
-        place = self.folder
-        sent = tempfile.TemporaryDirectory(prefix=f"rl_core_{os.getpid()}_", dir=place)
+        place, sent = self.folder, SharedFolder(self.folder)
         is_roomy = place is not None and shutil.disk_usage(place).free > 2 * self._num_bytes()
         for number, bucket in enumerate(in_buckets(on_host(self._once(named_weights), self.options.dtype))):
             folder = Path(sent.name) / f"{number:05d}"
@@ -284,6 +284,8 @@ class SGLangEngine:
                 shutil.rmtree(folder)
         if is_roomy:
             self._kept = sent
+        else:
+            sent.cleanup()
 
     async def _load(self, folder: Path) -> None:
         body = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
@@ -296,8 +298,7 @@ class SGLangEngine:
     ) -> None:
         """See SharedEngine. The server takes it while it sleeps, too: what it frees then are not its slots."""
         self._check_idle()
-        coming, old = iter(named_weights), self._slots.get(name)
-        folder = tempfile.TemporaryDirectory(prefix=f"rl_core_{os.getpid()}_adapter_", dir=shared_memory())
+        coming, old, folder = iter(named_weights), self._slots.get(name), SharedFolder(self.folder)
         try:
             checked = arriving_adapter(name, coming, config["r"], self._linear, old.arrived if old else set())
             arrived = save_adapter(Path(folder.name), checked, config, self._linear, self.options.dtype)
@@ -434,11 +435,6 @@ def sampling_params(params: SamplingParams, max_tokens: int) -> dict[str, Any]:
         "no_stop_trim": True,
     }
     return found if params.stop or params.stop_token_ids else found | {"ignore_eos": True}
-
-
-def shared_memory() -> str | None:
-    """A folder in memory where there is one; else the usual temporary one."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def make_sglang_engine(
