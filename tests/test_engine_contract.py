@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rl_core.link import checksum
 from rl_core.sampling.embedded_engine import EmbeddedEngine
 from rl_core.sampling.request import EngineDied
 from rl_core.types import SamplingParams
@@ -36,6 +37,9 @@ class Subject:
         self.loop = asyncio.new_event_loop()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.engine = self.make(log)
+        if kind == "sglang":
+            self.run(self.engine.start())
+        self.loaded = self.held()  # by itself, from the folder
         self.load_first_weights()
 
     def make(self, log: Path):
@@ -66,6 +70,13 @@ class Subject:
     def update(self) -> None:
         self.version += 1
         self.run(self.engine.update_weights(self.weights(), self.version))
+
+    def held(self) -> dict[str, int | str]:
+        """A checksum of each tensor that the engine has, by its own names."""
+        if self.kind == "embedded":
+            return {name: checksum(value.detach()) for name, value in self.engine.named_weights()}
+        [rank] = self.run(self.engine._ask("weights_checker", {"action": "checksum"}))["ranks"]
+        return rank["checksums"]
 
     def weights(self):
         return ((name, p.detach()) for name, p in self.hf.named_parameters())
@@ -150,6 +161,15 @@ def test_new_weights_are_what_samples(fresh):
         assert new.policy_versions == [fresh.version] * 12
         assert new.logprobs != pytest.approx(old.logprobs, abs=1e-3)
     assert fresh.engine.policy_version == fresh.version
+
+
+def test_each_tensor_that_was_sent_is_exactly_what_the_engine_loads_itself(fresh):
+    fresh.change()
+    fresh.update()
+    changed = fresh.held()
+    assert changed.keys() == fresh.loaded.keys() and not changed.items() & fresh.loaded.items()
+    fresh.load_first_weights()
+    assert fresh.held() == fresh.loaded
 
 
 def test_a_stop_token_ends_the_completion_and_stays_in_it(fresh):
@@ -342,8 +362,8 @@ def test_a_server_that_dies_is_an_error_for_all_who_wait_and_starts_again(tiny_m
     assert not processes_of(group)
 
     subject.run(subject.engine.revive())
-    with pytest.raises(EngineDied, match="give it its weights"):
-        subject.ask([[1]], GREEDY)
+    subject.check([1, 2], subject.ask([[1, 2]], GREEDY)[0])  # with the weights that it had, which were kept
+    assert subject.held() == subject.loaded
     subject.change()
     subject.update()
     subject.check([1, 2], subject.ask([[1, 2]], GREEDY)[0])
