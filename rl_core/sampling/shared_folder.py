@@ -21,7 +21,7 @@ def shared_memory() -> str | None:
 
 
 class SharedFolder(tempfile.TemporaryDirectory):
-    """In `place`; locked as long as this process has it, where that can be. The system gives up the lock of one that is killed."""
+    """In `place`; locked as long as this process has it. The system gives up the lock of one that is killed."""
 
     def __init__(self, place: str | None):
         super().__init__(prefix=f"{PREFIX}{os.getpid()}_", dir=place)
@@ -32,8 +32,8 @@ class SharedFolder(tempfile.TemporaryDirectory):
 
 
 def remove_abandoned() -> None:
-    """Of this user's folders in shared memory those whose process was killed. A lock tells it, as a number of a process cannot where containers
-    share the memory."""
+    """Of this user's folders in shared memory those whose process was killed. A lock tells it, as the number of a process
+    cannot where containers share the memory."""
     for folder in Path(shared_memory() or tempfile.gettempdir()).glob(f"{PREFIX}[0-9]*_*"):
         try:
             facts = folder.stat()
@@ -45,7 +45,7 @@ def remove_abandoned() -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
-        except BlockingIOError:
+        except OSError:  # somebody has it
             pass
         finally:
             os.close(lock)
