@@ -46,10 +46,11 @@ from rl_core.metrics import Mean, Metric, RunLog, add_metrics
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import ActorEngine, Engine, make_engine
 from rl_core.sampling.env import Env, load_env
+from rl_core.sampling.lagged import LaggedEngine
 from rl_core.sampling.mix import EnvMix, Limits
 from rl_core.sampling.rewards import weight_of_task
 from rl_core.sampling.stream import Intake
-from rl_core.sampling.time_slice import TimeSlice
+from rl_core.sampling.time_slice import SlicedEngine, TimeSlice
 from rl_core.sampling.weights import load_weights
 from rl_core.timeline import span
 from rl_core.types import Task, TrainingSample, counter_seed
@@ -135,7 +136,7 @@ def make_plan(config: Config) -> Plan:
             )
         algorithm.advantage = "custom"
     check_algorithm(algorithm, config, has_advantage_fn)
-    if config.max_staleness and config.algo.correction is None:
+    if (config.max_staleness or config.rollout.lagged_frac) and config.algo.correction is None:
         algorithm.correction = "tis"  # what older weights sampled is weighted by how likely the newer make it
     train = train_source(config, envs, algorithm)
     held_out = {}
@@ -180,7 +181,8 @@ def choose_engine(config: Config, num_ranks: int) -> None:
     if config.engine == "auto":
         has_sglang = torch.cuda.is_available() and importlib.util.find_spec("sglang") is not None
         in_4_bits = any(config.actors[owner].lora.quantize != "none" for owner in config.sharers)
-        config.engine = "sglang" if has_sglang and not in_4_bits else "embedded"
+        needs_embedded = in_4_bits or config.rollout.lagged_frac
+        config.engine = "sglang" if has_sglang and not needs_embedded else "embedded"
         check_config(config)
     if config.engine == "sglang":
         from rl_core.sampling.sglang_engine import check_sglang
@@ -429,6 +431,11 @@ def make_engines(
         if (owner := actor.share or name) not in of_models:
             engine, model, ends_of_model = sampling_engine(plan, owner, learners.get(owner), ranks)
             models += [] if config.engine_of(owner) == "sglang" else [model]
+            if config.rollout.lagged_frac and owner in learners:
+                older = load_hf_model(actor.model, compute_dtype(config), ranks.device)
+                models.append(older)
+                second = make_engine(config, older, plan.chats[name].tokenizer, ranks.size, plan.takes_turns)
+                engine = LaggedEngine(engine, second, config.rollout.lagged_every, plan.first)
             takes_turns = time_slice and not config.actors[owner].engine_urls
             of_models[owner] = time_slice.engine(engine) if takes_turns else engine, model, ends_of_model
         engines[name], model, ends[name] = of_models[owner]
@@ -437,6 +444,12 @@ def make_engines(
         elif owner in config.sharers:
             engines[name] = ActorEngine(engines[name])
     return engines, ends, models
+
+
+def lagged_engines(run: Run) -> dict[str, LaggedEngine]:
+    """Of the actors that speak by older weights too, also where engines take turns."""
+    engines = {name: e.engine if isinstance(e, SlicedEngine) else e for name, e in run.engines.items()}
+    return {name: engine for name, engine in engines.items() if isinstance(engine, LaggedEngine)}
 
 
 def make_api_actor(config: Config, name: str) -> ApiActor:

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rl_core.config import Config, EnvConfig, LoraConfig, PreferenceConfig, SftConfig, nearest
+from rl_core.config import (
+    Config,
+    EnvConfig,
+    LoraConfig,
+    PreferenceConfig,
+    RolloutConfig,
+    SftConfig,
+    nearest,
+)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -133,6 +141,7 @@ def check_config(config: Config) -> None:
         config.rollout.too_old == "restart" and not config.max_staleness,
         "--rollout.too_old=restart has no meaning without --max_staleness; set it, or leave this out",
     )
+    check_lagged(config)
     refuse(
         config.canary_tolerance is not None and config.canary_tolerance < 0,
         f"--canary_tolerance={config.canary_tolerance} must be above 0, such as 0.001; 0 does not look",
@@ -167,6 +176,49 @@ def check_config(config: Config) -> None:
         not 0 < config.optim.decay_frac <= 1, f"--optim.decay_frac={config.optim.decay_frac} must lie above 0, up to 1"
     )
     check_extras(config)
+
+
+def check_lagged(config: Config) -> None:
+    """Raises ValueError for older weights beside the newest where that cannot be, from the flags alone."""
+    frac, every = config.rollout.lagged_frac, config.rollout.lagged_every
+    if not frac:
+        if every != RolloutConfig.lagged_every:
+            raise ValueError(
+                f"--rollout.lagged_every={every} has no meaning without --rollout.lagged_frac; set it, or leave this out"
+            )
+        return
+    given = f"--rollout.lagged_frac={frac}"
+    if not 0 < frac <= 1:
+        raise ValueError(f"{given} must lie in 0..1, such as 0.25")
+    if every < 2:
+        raise ValueError(
+            f"--rollout.lagged_every={every} must be at least 2: weights that are new at every step are not older"
+        )
+    if not config.is_rl:
+        raise ValueError(
+            f"{given} is for turns that are sampled, and has no meaning for --algorithm {config.algorithm}; leave it out"
+        )
+    for name in config.trained:
+        if config.engine_of(name) == "sglang":
+            urls = f", and leave out --actors.{name}.engine_urls" if config.actors[name].engine_urls else ""
+            raise ValueError(
+                f"{given} would need a second SGLang server for {name}, which is not there; take --engine embedded{urls}"
+            )
+    if config.max_staleness:
+        raise ValueError(
+            f"{given}: turns by weights that are up to {every - 1} versions old would break the bound of "
+            f"--max_staleness={config.max_staleness}; leave out one of them"
+        )
+    if config.engine_ranks:
+        raise ValueError(
+            f"{given} needs engines beside the learners, which save the older weights, and --engine_ranks="
+            f"{config.engine_ranks} has them on other ranks; leave out one of them"
+        )
+    for owner, others in config.sharers.items():
+        raise ValueError(
+            f"{given} needs a model of its own for each actor that learns, and {', '.join(others)} would share that of {owner}; "
+            f"leave out --actors.{others[0]}.share, or this"
+        )
 
 
 def check_actors(config: Config) -> None:

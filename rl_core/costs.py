@@ -168,6 +168,12 @@ class Setup:
         return "elsewhere" if actor.servers else self.config.engine
 
     @property
+    def has_older(self) -> bool:
+        """Whether a second engine speaks by older weights, which are its own."""
+        is_trained = actor_of(self.config).is_trained
+        return self.algorithm.is_rl and is_trained and self.config.rollout.lagged_frac > 0
+
+    @property
     def annotations(self) -> int:
         """Forwards of the policy's size, without a backward, over the samples of a step."""
         repeated = self.algorithm.is_rl and self.config.learner.minibatches * self.config.learner.epochs > 1
@@ -347,8 +353,9 @@ def memory(s: Setup, work: Work) -> tuple[Table, Table]:
         if s.engine == "sglang":
             hold("engine weights", w * model.total / s.config.engine_tp, ["generate", "sync"])
             hold("engine weights", w * model.total / s.config.engine_tp, PHASES if s.on_gpu else [], on_host=True)
+        num_copies = (s.copies_weights and s.engine == "embedded") + s.has_older
+        hold("engine weights", w * model.total * num_copies, PHASES)
         if s.copies_weights:
-            hold("engine weights", w * model.total * (s.engine == "embedded"), PHASES)
             hold("a whole weight", 4 * model.largest * (3 if model.adapters else 1) * (not s.is_shared), ["sync"])
         for name, size in engine_cache_bytes(s).items():
             hold(name, size * (not s.base_of and s.engine != "elsewhere"), ["generate"])
@@ -358,7 +365,7 @@ def memory(s: Setup, work: Work) -> tuple[Table, Table]:
 def engine_cache_bytes(s: Setup) -> dict[str, float]:
     slots, model = engine_slots(s), s.model
     cache = slots * (s.config.max_context_tokens + 1) * 2 * model.layers * model.keys * s.width
-    return {"KV cache": cache, "sampling": 4 * 4 * slots * model.vocabulary}
+    return {"KV cache": cache * (1 + s.has_older), "sampling": 4 * 4 * slots * model.vocabulary}
 
 
 def peak(table: Table, phases: list[str]) -> tuple[float, str]:
@@ -485,14 +492,15 @@ def seconds(s: Setup, work: Work, device: Device) -> dict[str, float]:
 
 def engines_bytes(plan: Plan, num_ranks: int) -> dict[str, float]:
     """What each local actor's engine holds on a rank while it samples: weights, keys and values, logits. An engine that
-    reads its learner's weights in place holds none of its own."""
+    reads its learner's weights in place holds none of its own, but older ones."""
     found = {}
     for name in plan.chats:
         actor = plan.config.actors[name]
         if actor.share or actor.servers:
             continue
         s = setup_of(plan, num_ranks, name)
-        held = s.width * s.model.total if s.copies_weights or not actor.is_trained else 0
+        num_copies = int(s.copies_weights or not actor.is_trained) + s.has_older
+        held = num_copies * s.width * s.model.total
         found[name] = held / plan.config.engine_tp + sum(engine_cache_bytes(s).values())
     return found
 

@@ -78,7 +78,9 @@ def record_results(run: Run, results: list[tuple[str, str, float, float]]) -> No
 
 
 def roll_out_of(run: Run) -> Callable[[int], Awaitable[list[Trajectory]]]:
-    config, params = run.config, sampling_params(run, temperature=run.config.sampling.temperature)
+    config = run.config
+    drawn = {"temperature": config.sampling.temperature, "lagged_frac": config.rollout.lagged_frac}
+    params = sampling_params(run, **drawn)
 
     async def roll_out(number: int) -> list[Trajectory]:
         position = position_of(run, number)

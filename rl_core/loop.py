@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from rl_core import timeline
-from rl_core.build import SFT_EXPORT, Run, imitation, make_learner
+from rl_core.build import SFT_EXPORT, Run, imitation, lagged_engines, make_learner
 from rl_core.canary import check_canary, sample_canaries
 from rl_core.credit import baseline_groups, group_results, has_signal, samples_of
 from rl_core.distributed import all_gather_json
@@ -23,10 +23,10 @@ from rl_core.groups import (
     sample_for_learners,
     send_weights,
 )
-from rl_core.learning.checkpoint import save_checkpoint
+from rl_core.learning.checkpoint import load_older_weights, save_checkpoint
 from rl_core.learning.model import engine_weights, export_policy
 from rl_core.metrics import Mean, Sum
-from rl_core.sampling.rollout import rollout_metrics, write_trajectories
+from rl_core.sampling.rollout import lag_metrics, rollout_metrics, write_trajectories
 from rl_core.sampling.stream import HeldClock
 from rl_core.timeline import span
 from rl_core.types import TrainingSample
@@ -56,6 +56,7 @@ async def train(run: Run) -> None:
     for name, learner in run.learners.items():
         with learner.on_device():
             await sync_engine(run, name, run.start)
+            await restore_lagged(run, name)
     if run.config.eval_every and run.start == 0:
         await evaluate(run, 0)
     if run.sft is not None and run.start <= run.first:
@@ -110,7 +111,7 @@ async def train_steps(run: Run) -> None:
         if is_evaluated and config.eval_every:
             await evaluate(run, done)
         if is_due(step + 1, config.save_every, config.num_steps):
-            save(run, done)
+            await save(run, done)
     if run.intake is not None:
         await run.intake.close()
     if run.algorithm.is_rl:  # what the last update gave the engines has no next step that checks it
@@ -179,6 +180,8 @@ async def gather_samples(run: Run, step: int) -> dict[str, list[TrainingSample]]
     for name in run.learners:
         own = [t for t in trajectories if t.actor == name]
         run.note(f"rollout/{name}/", rollout_metrics(own))
+        if config.rollout.lagged_frac:
+            run.note(f"rollout/{name}/", lag_metrics(own, run.first + step))
         for env in run.envs if len(run.envs) > 1 else ():
             run.note(f"rollout/{name}/{env}/", rollout_metrics([t for t in own if t.env == env]))
         groups = baseline_groups(own)
@@ -224,6 +227,19 @@ async def sync_engine(run: Run, name: str, version: int) -> None:
         await run.engines[name].update_weights(engine_weights(run.learners[name].policy, in_place), version)
 
 
+async def restore_lagged(run: Run, name: str) -> None:
+    """When a run goes on, older weights are those of its checkpoint, or the newest where it has none."""
+    engine = lagged_engines(run).get(name)
+    if engine is None or engine.older.policy_version == run.start:
+        return
+    if found := load_older_weights(checkpoint_folder(run, run.start), name):
+        version, weights = found
+        await engine.older.update_weights(weights.items(), version)
+    else:
+        await engine.refresh()
+    await engine.sleep()
+
+
 async def evaluate(run: Run, step: int) -> None:
     """Held-out tasks: the greedy score, avg@k and pass@k; for rows to be imitated, their loss."""
     run.metrics = {}
@@ -246,14 +262,21 @@ async def evaluate(run: Run, step: int) -> None:
     run.log.say("  ".join([f"eval at step {step}", *shown]))
 
 
-def save(run: Run, step: int) -> None:
+def checkpoint_folder(run: Run, step: int) -> Path:
+    return Path(run.config.out) / "checkpoints" / f"step_{step:06d}"
+
+
+async def save(run: Run, step: int) -> None:
     """A checkpoint of all that learns, and each model as a Hugging Face folder."""
     out, learners = Path(run.config.out), run.learners
     state = {"step": step, "seed": run.config.seed, **places(run)}
     if run.curriculum:
         state["curriculum"] = run.curriculum.state()
-    folder = out / "checkpoints" / f"step_{step:06d}"
-    save_checkpoint(folder, learners, state, run.ranks, run.config.keep_checkpoints)
+    older = {}
+    for name, engine in lagged_engines(run).items() if run.algorithm.is_rl and run.ranks.rank == 0 else ():
+        if (version := engine.older.policy_version) != step:
+            older[name] = version, await engine.older_weights()
+    save_checkpoint(checkpoint_folder(run, step), learners, state, run.ranks, run.config.keep_checkpoints, older)
     for name, learner in learners.items():
         with learner.on_device():
             export_policy(learner.policy, run.chats[name].tokenizer, out / "hf" / name, run.ranks)

@@ -2,6 +2,7 @@
 
 checkpoints/step_000010/manifest.json                 written last: every file with its size and sha256
                         state.json                    step, data position
+                        policy.lagged.safetensors     weights of an engine's older version, whole, where it has one
                         policy/rank_00000.safetensors trained weights and the optimizer's state; metadata tells where
                                                       each part lies in the whole
 """
@@ -70,8 +71,19 @@ def is_written_here(value: Tensor, ranks: Ranks) -> bool:
     return all(index == 0 for name, index in place if name not in split)
 
 
-def save_checkpoint(folder: Path, learners: dict[str, Learner], state: dict, ranks: Ranks, keep: int) -> None:
-    """checkpoints/step_N, whole or not there at all: of each actor's learner all that it trains. Every rank must call it."""
+OlderWeights = tuple[int, dict[str, Tensor]]  # their version, and name -> whole tensor on the host
+
+
+def save_checkpoint(
+    folder: Path,
+    learners: dict[str, Learner],
+    state: dict,
+    ranks: Ranks,
+    keep: int,
+    older: dict[str, OlderWeights] | None = None,
+) -> None:
+    """checkpoints/step_N, whole or not there at all: of each actor's learner all that it trains. `older`, of rank 0 alone: of
+    actors whose engine has them. Every rank must call it."""
     beside = folder.with_name(f".{folder.name}.tmp")
     if ranks.rank == 0:
         shutil.rmtree(beside, ignore_errors=True)
@@ -87,6 +99,10 @@ def save_checkpoint(folder: Path, learners: dict[str, Learner], state: dict, ran
                 written |= file_facts(file, beside)
                 steps = [int(s["step"]) for s in learner.optimizer.state.values() if "step" in s]
                 state["optimizers"][name] = {"name": type(learner.optimizer).__name__, "steps": max(steps, default=0)}
+    for actor, (version, weights) in (older or {}).items():
+        file = older_file(beside, actor)
+        save_file(weights, file, metadata={"version": str(version)})
+        written |= file_facts(file, beside)
     everything = all_gather_json(written, ranks)
     if ranks.rank == 0:
         (beside / "state.json").write_text(json.dumps(state, indent=1))
@@ -98,6 +114,19 @@ def save_checkpoint(folder: Path, learners: dict[str, Learner], state: dict, ran
             for old in checkpoints_in(folder.parent)[:-keep]:
                 shutil.rmtree(old)
     all_gather_json(None, ranks)  # no rank goes on before the checkpoint stands
+
+
+def older_file(folder: Path, actor: str) -> Path:
+    return folder / f"{actor}.lagged.safetensors"  # no actor's folder has such a name
+
+
+def load_older_weights(folder: Path, actor: str) -> OlderWeights | None:
+    """What a checkpoint holds for an engine with older weights; None if they were no older than the learner's."""
+    file = older_file(folder, actor)
+    if not file.is_file():
+        return None
+    with safe_open(file, framework="pt") as saved:
+        return int(saved.metadata()["version"]), {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
 
 
 def write_parts(learner: Learner, file: Path) -> None:

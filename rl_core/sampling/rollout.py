@@ -229,6 +229,15 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
     return metrics | part_metrics(done)
 
 
+def lag_metrics(trajectories: list[Trajectory], version: int) -> dict[str, Metric]:
+    """Part of the sampled tokens that is of older weights than `version`, and by how many versions these are older."""
+    turns = (turn for t in trajectories if t.status != "failed" for turn in t.turns)
+    lags = [version - v for turn in turns for v in turn.completion.policy_versions]
+    older = [lag for lag in lags if lag > 0]
+    found: dict[str, Metric] = {"lagged_frac": Mean(len(older), len(lags))}
+    return found | ({"lag_versions": Mean(sum(older), len(older))} if older else {})
+
+
 def part_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
     """Means of what the environment gives: each part of the reward, and each metric."""
     metrics: dict[str, Metric] = {}
