@@ -10,7 +10,7 @@ from test_embedded_engine import assert_logprobs, load, random_prompts
 from transformers import AutoModelForCausalLM
 
 from rl_core.sampling.embedded_engine import EmbeddedEngine
-from rl_core.sampling.engine import ActorEngine
+from rl_core.sampling.engine import ActorEngine, Follower
 from rl_core.types import SamplingParams
 
 peft = pytest.importorskip("peft")
@@ -113,6 +113,13 @@ def test_an_actors_view_asks_for_its_own_adapter(tiny_model):
         completion = asyncio.run(view.generate(prompt, GREEDY, seed=0))
         assert_logprobs(of, prompt, completion)
         assert completion.policy_version == view.policy_version == version and view.capacity == shared.capacity
+
+
+def test_a_rank_without_an_engine_takes_all_of_an_adapter():
+    """Gathering a weight is a collective."""
+    view, taken = ActorEngine(Follower(), "bob", {}), []
+    asyncio.run(view.update_weights((taken.append(n) or (n, torch.ones(1)) for n in "abc"), version=4))
+    assert taken == ["a", "b", "c"] and view.policy_version == 4 and not view.capacity
 
 
 def test_what_does_not_fit_is_refused(tiny_model):

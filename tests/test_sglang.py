@@ -73,7 +73,7 @@ def test_two_actors_over_one_model_and_one_server_learn_opposite_tasks(torchrun,
     for name in ("up", "down"):
         rewards = [row[f"rollout/{name}/reward_mean"] for row in rows if f"rollout/{name}/reward_mean" in row]
         print(name, [round(x, 2) for x in rewards])
-        assert sum(rewards[-4:]) > sum(rewards[:4]) + 0.6
+        assert sum(rewards[-10:]) / 10 > sum(rewards[:4]) / 4 + 0.1
         assert max(row[f"learn/{name}/mismatch_kl_nats"] for row in rows) < 1e-6
 
 

@@ -151,14 +151,13 @@ class SGLangEngine:
         self._has_started = False
         self._asleep.clear()
         await self.server.start(self.start_timeout_s)
-        self._has_started, self._needs_weights = True, self.policy_version != 0
+        self._has_started, self._needs_weights = True, self.policy_version != 0 or bool(self._slots)
         self.num_restarts += 1
-        if self._kept is not None:
-            for folder in sorted(os.listdir(self._kept.name)):
-                await self._load(Path(self._kept.name) / folder)
-            self._needs_weights = False
+        for folder in sorted(os.listdir(self._kept.name)) if self._kept else ():
+            await self._load(Path(self._kept.name) / folder)
         for slot in self._slots.values():
             await self._load_adapter(slot)
+        self._needs_weights = self.policy_version != 0 and self._kept is None
 
     async def revive(self) -> None:
         """See Engine."""
