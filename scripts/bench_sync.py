@@ -26,11 +26,12 @@ from statistics import median
 
 import torch
 from make_tiny_model import make_tiny_model
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from rl_core.distributed import Ranks, close_ranks, init_ranks
-from rl_core.learning.model import PolicyModel, engine_weights, make_policy
+from rl_core.learning.model import PolicyModel, engine_weights, make_policy, shard_policy
 from rl_core.sampling.embedded_engine import EmbeddedEngine
 from rl_core.sampling.engine import Engine
 from rl_core.types import SamplingParams
@@ -146,6 +147,8 @@ def held(engine: Engine, before: set[str]) -> dict[str, float]:
 async def measure(kind: str, folder: str, args: argparse.Namespace, ranks: Ranks, out: Path) -> dict:
     dtype, clock, before = getattr(torch, args.dtype), Clock(ranks.device), shared_entries()
     policy = make_policy(folder, dtype, ranks, False)
+    if not isinstance(next(policy.hf.parameters()), DTensor):  # of one rank in fp32, which would be read in place
+        shard_policy(policy, dtype, ranks)
     empty = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
     engine, counts = make_engine(kind, folder, dtype, ranks, out), []
     if kind == "sglang":

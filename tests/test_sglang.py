@@ -32,6 +32,10 @@ def rows_of(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+def children_of(pid: int | str, *more: str) -> list[str]:
+    return subprocess.run(["pgrep", "-P", str(pid), *more], capture_output=True, text=True).stdout.split()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_SGLANG, reason="sglang is not installed: bash scripts/test_sglang.sh")
 def test_reward_rises_with_sglang_and_nothing_of_it_is_left(torchrun, warm_model, sort_data, tmp_path):
@@ -89,9 +93,9 @@ def test_a_server_that_is_killed_in_a_rollout_loses_no_group(ranks, warm_model, 
     try:
         while run.poll() is None and (not (out / "metrics.jsonl").exists() or len(rows_of(out)) < 2):
             time.sleep(0.02)
-        children = subprocess.run(["pgrep", "-f", "rl_core.sampling.sglang_engine"], capture_output=True, text=True)
-        for pid in children.stdout.split():
-            os.kill(int(pid), signal.SIGKILL)
+        for rank in children_of(run.pid):
+            for server in children_of(rank, "-f", "rl_core.sampling.sglang_engine"):
+                os.kill(int(server), signal.SIGKILL)
         text, _ = run.communicate(timeout=600)
     finally:
         run.kill()
