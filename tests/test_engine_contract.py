@@ -38,7 +38,8 @@ class Subject:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.engine = self.make(log)
         if kind == "sglang":
-            self.run(self.engine.start())
+            for begin in (self.engine.start, self.engine.sleep, self.engine.wake):  # at once, as a run does
+                self.run(begin())
         self.loaded = self.held()  # by itself, from the folder
         self.load_first_weights()
 

@@ -80,6 +80,8 @@ class ServerOptions:
         name = str(self.dtype).removeprefix("torch.")
         args = f"--host 127.0.0.1 --port {{port}} --dtype {name} --tp-size {self.tp} --random-seed {self.seed} "
         args += f"--max-running-requests {max(self.num_slots, self.tp)} --log-level-http warning "
+        # Its own first request comes about when it first answers; it dies if it is then told to sleep.
+        args += "--skip-server-warmup "
         if self.adapters:
             rank, targets = max(x["r"] for x in self.adapters), {n for x in self.adapters for n in x["target_modules"]}
             # A slot more than adapters: requests with none have one, too.
