@@ -106,6 +106,19 @@ def test_a_server_that_is_killed_in_a_rollout_loses_no_group(ranks, warm_model, 
     assert max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-3, "the new server has the newest weights"
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_SGLANG, reason="sglang is not installed: bash scripts/test_sglang.sh")
+def test_one_engine_over_two_ranks_has_both_learners_weights(torchrun, warm_model, sort_data, tmp_path):
+    out = tmp_path / "run"
+    learn = ["--engine", "sglang", "--engine_tp", "2", "--num_steps", "3", "--optim.lr", "1e-3"]
+    torchrun(2, "-m", "rl_core.train", *flags(warm_model, sort_data, out, *learn), timeout_s=900)
+    rows = rows_of(out)
+    assert len(rows) == 3 and max(row["learn/policy/canary_max_diff"] for row in rows) < 1e-4
+    assert max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-6
+    assert min(row["rollout/policy/tokens"] for row in rows) > 0
+    assert (out / "engine_policy_00000.log").exists() and not (out / "engine_policy_00001.log").exists()
+
+
 def serve(model: Path, port: int, log: Path) -> subprocess.Popen:
     """A server as somebody starts one on a CPU, with a key."""
     command = [

@@ -70,9 +70,8 @@ class RunningServer:
                 raise self.died(f"did not answer within {timeout_s:g} s")
             if now - told > PROGRESS_S:
                 told = now
-                print(
-                    f"{self} does not answer since {now - began:.0f} s {self.log_end(1)}", file=sys.stderr, flush=True
-                )
+                last = f": {line}" if (line := self.log_end(1)) else ""
+                print(f"{self} has not answered yet, for {now - began:.0f} s{last}", file=sys.stderr, flush=True)
             await asyncio.sleep(0.5)
 
     async def _answers(self) -> bool:

@@ -98,7 +98,10 @@ class ServerOptions:
         return ["--model-path", self.model.replace("{", "{{").replace("}", "}}"), *args.split()]
 
     def environment(self) -> dict[str, str]:
-        return child_environment(**({"SGLANG_USE_CPU_ENGINE": "1"} if self.device.type == "cpu" else {}))
+        if self.device.type != "cpu":
+            return child_environment()
+        more = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(self.tp)))} if self.tp > 1 else {}
+        return child_environment(SGLANG_USE_CPU_ENGINE="1", **more)
 
 
 class SGLangEngine:
