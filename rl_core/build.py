@@ -185,7 +185,7 @@ def choose_engine(config: Config, num_ranks: int) -> None:
         config.engine = "sglang" if has_sglang and not needs_embedded else "embedded"
         check_config(config)
     if config.engine == "sglang":
-        from rl_core.sampling.sglang_engine import check_sglang
+        from rl_core.sampling.sglang_server import check_sglang
 
         check_sglang()
     if num_ranks % config.engine_tp:

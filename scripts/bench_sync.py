@@ -83,7 +83,8 @@ def make_engine(kind: str, folder: str, dtype: torch.dtype, ranks: Ranks, out: P
     if kind == "embedded":
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(ranks.device).requires_grad_(False)
         return EmbeddedEngine(model, **LIMITS, offloads=True)
-    from rl_core.sampling.sglang_engine import ServerOptions, SGLangEngine, make_skeleton
+    from rl_core.sampling.sglang_engine import SGLangEngine, make_skeleton
+    from rl_core.sampling.sglang_server import ServerOptions
 
     options = ServerOptions(
         model=folder, dtype=dtype, device=ranks.device, tp=1, memory_frac=0.5, seed=0, **LIMITS

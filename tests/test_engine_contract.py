@@ -46,7 +46,8 @@ class Subject:
     def make(self, log: Path):
         if self.kind == "embedded":
             return EmbeddedEngine(load(self.folder), num_slots=8, max_context_tokens=CONTEXT, tokenizer=self.tokenizer)
-        from rl_core.sampling.sglang_engine import ServerOptions, SGLangEngine, make_skeleton
+        from rl_core.sampling.sglang_engine import SGLangEngine, make_skeleton
+        from rl_core.sampling.sglang_server import ServerOptions
 
         options = ServerOptions(
             model=str(self.folder),

@@ -34,7 +34,7 @@ BELOW = {
     "roof": {"ground", "pure", "shared", "sampling", "learning", "serving"},
 }
 ROOM_OF = {name: room for room, names in ROOMS.items() for name in names}
-ONLY_IN = {"sglang": {"rl_core.sampling.sglang_engine"}}
+ONLY_IN = {"sglang": {"rl_core.sampling.sglang_server"}}
 # Not pure: what the pure floor and the ground must do without.
 NEEDS_RANKS = {"torch.distributed"}
 

@@ -94,7 +94,7 @@ def test_a_server_that_is_killed_in_a_rollout_loses_no_group(ranks, warm_model, 
         while run.poll() is None and (not (out / "metrics.jsonl").exists() or len(rows_of(out)) < 2):
             time.sleep(0.02)
         for rank in children_of(run.pid):
-            for server in children_of(rank, "-f", "rl_core.sampling.sglang_engine"):
+            for server in children_of(rank, "-f", "rl_core.sampling.sglang_server"):
                 os.kill(int(server), signal.SIGKILL)
         text, _ = run.communicate(timeout=600)
     finally:
