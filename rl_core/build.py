@@ -181,8 +181,7 @@ def choose_engine(config: Config, num_ranks: int) -> None:
     if config.engine == "auto":
         has_sglang = torch.cuda.is_available() and importlib.util.find_spec("sglang") is not None
         in_4_bits = any(config.actors[owner].lora.quantize != "none" for owner in config.sharers)
-        needs_embedded = in_4_bits or config.rollout.lagged_frac
-        config.engine = "sglang" if has_sglang and not needs_embedded else "embedded"
+        config.engine = "sglang" if has_sglang and not in_4_bits else "embedded"
         check_config(config)
     if config.engine == "sglang":
         from rl_core.sampling.sglang_server import check_sglang
@@ -431,11 +430,10 @@ def make_engines(
         if (owner := actor.share or name) not in of_models:
             engine, model, ends_of_model = sampling_engine(plan, owner, learners.get(owner), ranks)
             models += [] if config.engine_of(owner) == "sglang" else [model]
-            if config.rollout.lagged_frac and owner in learners:
-                older = load_hf_model(actor.model, compute_dtype(config), ranks.device)
-                models.append(older)
-                second = make_engine(config, older, plan.chats[name].tokenizer, ranks.size, plan.takes_turns)
-                engine = LaggedEngine(engine, second, config.rollout.lagged_every, plan.first)
+            if config.rollout.lagged_frac and owner in learners and engine.capacity:
+                older, second, _ = sampling_engine(plan, owner, None, ranks, "_older")
+                models += [] if config.engine == "sglang" else [second]
+                engine = LaggedEngine(engine, older, config.rollout.lagged_every, plan.first)
             takes_turns = time_slice and not config.actors[owner].engine_urls
             of_models[owner] = time_slice.engine(engine) if takes_turns else engine, model, ends_of_model
         engines[name], model, ends[name] = of_models[owner]
@@ -472,7 +470,7 @@ def make_api_actor(config: Config, name: str) -> ApiActor:
 
 
 def sampling_engine(
-    plan: Plan, name: str, learner: Learner | None, ranks: Ranks
+    plan: Plan, name: str, learner: Learner | None, ranks: Ranks, role: str = ""
 ) -> tuple[Engine, nn.Module, list[int]]:
     """An engine for a model, what it samples with (of SGLang's the shapes alone), and the tokens that end a turn by its
     generation_config.json."""
@@ -483,7 +481,7 @@ def sampling_engine(
         skeleton = make_skeleton(config.actors[name].model)
         users = [config.actors[n] for n in (name, *config.sharers[name])] if name in config.sharers else []
         adapters = [peft_config(a.lora, skeleton, a.model).to_dict() for a in users if a.is_trained]
-        more = {"dtype": compute_dtype(config), "adapters": adapters, "memory_fracs": plan.memory_fracs}
+        more = {"dtype": compute_dtype(config), "adapters": adapters, "memory_fracs": plan.memory_fracs, "role": role}
         engine = make_sglang_engine(config, name, skeleton, tokenizer, ranks, **more)
         return engine, skeleton, end_token_ids(skeleton)
     model, ends = speaking_model(plan, name, learner, ranks)

@@ -156,7 +156,9 @@ def differing_tensors(run: Run, name: str) -> tuple[int, str]:
         if apart != 0:  # NaN too
             found.append((apart / (value.float().abs().max().item() + 1e-30), apart, name))
     if not found:
-        return 0, "no tensor differs, so that the two compute differently" if num else "its tensors cannot be read here"
+        if not num:
+            return 0, "its tensors cannot be read here"
+        return 0, "no tensor that it was given differs, so that the two compute differently"
     worst = sorted(found, key=lambda x: (x[0] != x[0], x[0]), reverse=True)[:SHOWN_TENSORS]
     names = ", ".join(f"{name} (by up to {apart:.3g})" for _, apart, name in worst)
     return len(found), f"{len(found)} of {num} tensors differ, most of all {names}"

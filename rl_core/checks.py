@@ -199,10 +199,10 @@ def check_lagged(config: Config) -> None:
             f"{given} is for turns that are sampled, and has no meaning for --algorithm {config.algorithm}; leave it out"
         )
     for name in config.trained:
-        if config.engine_of(name) == "sglang":
-            urls = f", and leave out --actors.{name}.engine_urls" if config.actors[name].engine_urls else ""
+        if config.actors[name].engine_urls:
             raise ValueError(
-                f"{given} would need a second SGLang server for {name}, which is not there; take --engine embedded{urls}"
+                f"{given} would need a second server for {name}, with the older weights; leave out "
+                f"--actors.{name}.engine_urls, for engines of this run's own"
             )
     if config.max_staleness:
         raise ValueError(

@@ -264,7 +264,7 @@ class RolloutConfig:
     lagged_frac: float = flag(
         0.0,
         "part of the training turns that actors which learn speak by older weights, drawn for each turn alone; above 0 there is "
-        "a second embedded engine, with its own copy",
+        "a second engine, with its own copy",
     )
     lagged_every: int = flag(4, "steps after which the older weights of lagged_frac become the newest")
 

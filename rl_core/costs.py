@@ -351,10 +351,11 @@ def memory(s: Setup, work: Work) -> tuple[Table, Table]:
 
     if s.algorithm.is_rl:
         if s.engine == "sglang":
-            hold("engine weights", w * model.total / s.config.engine_tp, ["generate", "sync"])
-            hold("engine weights", w * model.total / s.config.engine_tp, PHASES if s.on_gpu else [], on_host=True)
-        num_copies = (s.copies_weights and s.engine == "embedded") + s.has_older
-        hold("engine weights", w * model.total * num_copies, PHASES)
+            size = w * model.total * (1 + s.has_older) / s.config.engine_tp
+            hold("engine weights", size, ["generate", "sync"])
+            hold("engine weights", size, PHASES if s.on_gpu else [], on_host=True)
+        elif s.engine == "embedded":
+            hold("engine weights", w * model.total * (s.copies_weights + s.has_older), PHASES)
         if s.copies_weights:
             hold("a whole weight", 4 * model.largest * (3 if model.adapters else 1) * (not s.is_shared), ["sync"])
         for name, size in engine_cache_bytes(s).items():
@@ -507,16 +508,20 @@ def engines_bytes(plan: Plan, num_ranks: int) -> dict[str, float]:
 
 def memory_fracs(plan: Plan, num_ranks: int) -> dict[str, float]:
     """Of each SGLang engine: the part of a GPU's memory that it takes. One that is awake alone has --engine_memory_frac, those
-    that are awake together divide it by what they need. Raises ValueError if one has no room for its weights."""
+    that are awake together divide it by what they need; an actor's older weights have as much as its newest. Raises ValueError
+    if one has no room for its weights."""
     config = plan.config
     needs = engines_bytes(plan, num_ranks) if config.engine == "sglang" and plan.algorithm.is_rl else {}
     of_all = sum(needs.values())
-    found = {name: config.engine_memory_frac * (1 if plan.takes_turns else n / of_all) for name, n in needs.items()}
-    for name, frac in found.items() if config.device_memory_gib or torch.cuda.is_available() else ():
+    found = {}
+    for name, need in needs.items():
         s = setup_of(plan, num_ranks, name)
+        found[name] = frac = config.engine_memory_frac * (1 if plan.takes_turns else need / of_all) / (1 + s.has_older)
+        if not config.device_memory_gib and not torch.cuda.is_available():
+            continue
         room, weights = frac * limit_bytes(config, num_ranks) / GIB, s.width * s.model.total / config.engine_tp / GIB
         if weights > USABLE * room:
-            rest = ", or one engine awake at a time (--rollout.engines_awake one)" if len(found) > 1 else ""
+            rest = ", or one engine awake at a time (--rollout.engines_awake one)" if len(needs) > 1 else ""
             raise ValueError(
                 f"the engine of {name} has {room:.3g} GiB by --engine_memory_frac={config.engine_memory_frac}, and its weights "
                 f"alone take {weights:.3g}; raise it, or --engine_tp={config.engine_tp}{rest if not plan.takes_turns else ''}"

@@ -16,6 +16,7 @@ from rl_core.distributed import all_gather_json
 from rl_core.learning.model import engine_weights
 from rl_core.link import Link
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics, metric_fields, metrics_of
+from rl_core.sampling.engine import Engine
 from rl_core.sampling.rollout import (
     RolloutPlan,
     groups_at_once,
@@ -311,12 +312,16 @@ def restarts_of(run: Run) -> dict[str, Metric]:
     """Of engines that died, since the last time; nothing where none can. What actors share counts for the first."""
     found = {}
     for name, engine in run.engines.items():
-        while (inner := getattr(engine, "engine", None) or getattr(engine, "shared", None)) is not None:
-            engine = inner
-        if hasattr(engine, "num_restarts"):
-            found[f"rollout/{name}/engine_restarts"] = Sum(engine.num_restarts)
-            engine.num_restarts = 0
+        for mortal in (one for one in parts_of(engine) if hasattr(one, "num_restarts")):
+            add_metrics(found, {f"rollout/{name}/engine_restarts": Sum(mortal.num_restarts)})
+            mortal.num_restarts = 0
     return found
+
+
+def parts_of(engine: Engine) -> list[Engine]:
+    """The engines that an engine passes its requests to, or itself."""
+    inner = [vars(engine)[name] for name in ("engine", "shared", "fresh", "older") if name in vars(engine)]
+    return [part for one in inner for part in parts_of(one)] or [engine]
 
 
 def sampling_params(run: Run, **drawn) -> SamplingParams:

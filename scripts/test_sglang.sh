@@ -84,4 +84,5 @@ STUB
     echo "$wanted" > "$venv/.rl_core_sglang"
 fi
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-exec "$venv/bin/python" -m pytest -m "" tests/test_engine_contract.py tests/test_adapter_contract.py tests/test_sglang.py "$@"
+exec "$venv/bin/python" -m pytest -m "" tests/test_engine_contract.py tests/test_adapter_contract.py \
+    "tests/test_lagged.py::test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it" tests/test_sglang.py "$@"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import io
 import json
 from pathlib import Path
@@ -28,6 +29,9 @@ async def interact(messages): return [{"role": "user", "content": f"{len(message
 async def reward_fn(messages): return float(sum(map(ord, messages[1]["content"])) % 7)
 """
 EVERY = 3
+needs_sglang = pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None, reason="sglang is not installed: bash scripts/test_sglang.sh"
+)
 STOP = json.dumps(list("abcdefghijklmnopqrstuvwxyz"))  # what is cut short ends the episode
 
 
@@ -114,8 +118,10 @@ def test_older_weights_are_renewed_when_their_turn_comes(make_model):
     assert found == [(v, 2 + (v - 2) // 3 * 3, (v - 2) % 3) for v in range(2, 10)]
 
 
-def test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it(talk, tiny_model, tmp_path):
+@pytest.mark.parametrize("engine", ["embedded", pytest.param("sglang", marks=[pytest.mark.slow, needs_sglang])])
+def test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it(engine, talk, tiny_model, tmp_path):
     out, steps = tmp_path / "run", 5
+    talk += ["--engine", engine]
     kept = [
         "--save_every",
         "1",
@@ -164,6 +170,8 @@ def test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it(talk, t
         assert row["rollout/policy/lagged_frac"] == num_older / sum(n for _, n in sampled)
         assert row.get("rollout/policy/lag_versions", 0) == version - older
     assert apart > 1e-2, "the two would have said the same"
+    held = load_file(out / f"checkpoints/step_{steps:06d}/policy.lagged.safetensors")
+    assert held and all(torch.equal(value, models[steps - steps % EVERY].get_parameter(n)) for n, value in held.items())
     for step in (0, 2, 4):
         for label in ("greedy", "sampled"):
             found = trajectories(out / f"rollouts/eval_{step:06d}_{label}.jsonl.zst")
@@ -243,7 +251,6 @@ REFUSED = {
     "--rollout.lagged_every 8": "no meaning without --rollout.lagged_frac",
     "--rollout.lagged_frac 0.5 --max_staleness 1": "would break the bound of --max_staleness=1",
     "--rollout.lagged_frac 0.5 --engine_ranks 1": "leave out one of them",
-    "--rollout.lagged_frac 0.5 --engine sglang": "take --engine embedded",
     "--rollout.lagged_frac 0.5 --actors.policy.engine_urls http://127.0.0.1:1": "leave out --actors.policy.engine_urls",
     "--rollout.lagged_frac 0.5 --algorithm sft": "no meaning for --algorithm sft",
     "--rollout.lagged_frac 0.5 --actors.policy.lora.rank 4 --actors.other.share policy": "leave out --actors.other.share",

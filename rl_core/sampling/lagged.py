@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_core.sampling.embedded_engine import EmbeddedEngine
+    from rl_core.sampling.sglang_engine import SGLangEngine
+
+    WeightyEngine = EmbeddedEngine | SGLangEngine
 
 
 class LaggedEngine:
@@ -18,7 +21,7 @@ class LaggedEngine:
     version from version `first` on. Which of the two answers a call is drawn from its seed alone; the completion has
     version and logprobs of the one that did. A call with params.lagged_frac 0 goes to `fresh`."""
 
-    def __init__(self, fresh: EmbeddedEngine, older: EmbeddedEngine, every: int, first: int = 0):
+    def __init__(self, fresh: WeightyEngine, older: WeightyEngine, every: int, first: int = 0):
         self.fresh, self.older, self.every, self.first = fresh, older, every, first
         self.capacity = fresh.capacity
 
@@ -45,15 +48,19 @@ class LaggedEngine:
 
     async def refresh(self) -> None:
         """The older weights become the newest."""
-        await self.fresh.wake()
-        await self.older.update_weights(self.fresh.named_weights(), self.fresh.policy_version)
+        await self.older.update_weights(await self.weights_of(self.fresh), self.fresh.policy_version)
 
     async def older_weights(self) -> dict[str, Tensor]:
         """Name -> copy on the host."""
-        await self.older.wake()
-        found = {name: weight.detach().to("cpu", copy=True) for name, weight in self.older.named_weights()}
+        weights = await self.weights_of(self.older)
+        found = {name: weight.detach().to("cpu", copy=True) for name, weight in weights}
         await self.older.sleep()  # its next request wakes it
         return found
+
+    async def weights_of(self, engine: WeightyEngine) -> Iterator[tuple[str, Tensor]]:
+        if not hasattr(engine, "server"):  # whose weights wait on the host as they were sent
+            await engine.wake()
+        return engine.named_weights()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The newest."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -34,7 +35,7 @@ from rl_core.sampling.server_process import RunningServer, ServerProcess
 from rl_core.sampling.sglang_server import ServerOptions, numbers
 from rl_core.sampling.shared_folder import SharedFolder, remove_abandoned, shared_memory
 from rl_core.sampling.weights import arriving, arriving_adapter, on_host
-from rl_core.types import Completion, SamplingParams, counter_seed
+from rl_core.types import Completion, RunError, SamplingParams, counter_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -58,8 +59,10 @@ class SGLangEngine:
         start_timeout_s: float = 600.0,
         url: str = "",
         folder: str | None = None,
+        must_keep: bool = False,
     ) -> None:
-        """`url`: of a server that runs already, with options of its own. `folder`: where weights wait for it."""
+        """`url`: of a server that runs already, with options of its own. `folder`: where weights wait for it. must_keep: there
+        they stay, for another engine, or there is an error."""
         self.options, self.skeleton, self.tokenizer = options, skeleton, tokenizer
         self.policy_version, self.capacity = 0, options.num_slots
         self.start_timeout_s = start_timeout_s
@@ -72,6 +75,7 @@ class SGLangEngine:
         self._has_started = self._needs_weights = False
         remove_abandoned()
         self._kept: SharedFolder | None = None  # the weights that it has, for another server
+        self.must_keep = must_keep
         self._slots: dict[str, Slot] = {}  # by the names of actors
         self._linear = {name: m for name, m in skeleton.named_modules() if isinstance(m, nn.Linear)}
         self.num_restarts = 0
@@ -219,6 +223,11 @@ class SGLangEngine:
             self._kept = None
         place, sent = self.folder, SharedFolder(self.folder)
         is_roomy = place is not None and shutil.disk_usage(place).free > 2 * self._num_bytes()
+        if self.must_keep and not is_roomy:
+            raise RunError(
+                f"--rollout.lagged_frac: older weights wait in {place}, which must have {2 * self._num_bytes() / 2**30:.3g} GiB "
+                "free and has not; make room there, or leave it out"
+            )
         for number, bucket in enumerate(in_buckets(on_host(self._once(named_weights), self.options.dtype))):
             folder = Path(sent.name) / f"{number:05d}"
             folder.mkdir()
@@ -230,6 +239,13 @@ class SGLangEngine:
             self._kept = sent
         else:
             sent.cleanup()
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As they were sent last; none where there was no room to keep them."""
+        for folder in sorted(os.listdir(self._kept.name)) if self._kept else ():
+            with safe_open(Path(self._kept.name) / folder / "model.safetensors", framework="pt") as bucket:
+                for name in bucket.keys():  # noqa: SIM118
+                    yield name, bucket.get_tensor(name)
 
     async def _load(self, folder: Path) -> None:
         body = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
@@ -390,10 +406,11 @@ def make_sglang_engine(
     dtype: torch.dtype,
     adapters: list[dict[str, Any]],
     memory_fracs: dict[str, float],
+    role: str = "",
 ) -> Engine:
     """An actor's engine on this rank: of each --engine_tp neighbours the first has it, on the devices of all; so has the first
     of those that share a server that runs already. adapters: what adapter_config.json would hold of each actor that trains one
-    beside this model."""
+    beside this model. role: of several engines of an actor."""
     urls = config.actors[name].servers
     stride = ranks.size // len(urls) if urls else config.engine_tp
     if ranks.rank % stride:
@@ -406,14 +423,15 @@ def make_sglang_engine(
         device=ranks.device,
         tp=config.engine_tp,
         memory_frac=round(memory_fracs.get(name, config.engine_memory_frac), 3),
-        seed=counter_seed(config.seed, name, ranks.rank) % 2**31,
+        seed=counter_seed(config.seed, name + role, ranks.rank) % 2**31,
         num_slots=min(config.rollout.max_concurrent, groups * config.group_size),
         max_context_tokens=config.max_context_tokens,
         adapters=adapters,
     )
-    log = Path(config.out) / f"engine_{name}_{ranks.rank:05d}.log"
+    log = Path(config.out) / f"engine_{name}{role}_{ranks.rank:05d}.log"
     more = {"url": urls[ranks.rank // stride], "folder": config.actors[name].engine_folder} if urls else {}
-    return SGLangEngine(name, options, skeleton, tokenizer, log, config.timeout_s, **more)
+    more["must_keep"] = config.rollout.lagged_frac > 0
+    return SGLangEngine(name + role, options, skeleton, tokenizer, log, config.timeout_s, **more)
 
 
 def make_skeleton(path: str) -> PreTrainedModel:
