@@ -346,6 +346,20 @@ def left_of(group: int) -> list[str]:
 
 @needs_sglang
 @pytest.mark.slow
+def test_a_server_with_other_weights_than_it_was_given_gets_them_again(tiny_model, tmp_path):
+    subject = Subject("sglang", tiny_model, tmp_path / "engine.log")
+    subject.check([1, 2], subject.ask([[1, 2]], GREEDY)[0])
+    body = {"model_path": str(tiny_model), "weight_version": "somebody's", "flush_cache": True}
+    subject.run(subject.engine._ask("update_weights_from_disk", body))
+    with pytest.raises(EngineDied, match="answered with other weights than it was given"):
+        subject.ask([[1, 2]], GREEDY)
+    subject.run(subject.engine.revive())
+    subject.check([1, 2], subject.ask([[1, 2]], GREEDY)[0])
+    subject.run(subject.engine.close())
+
+
+@needs_sglang
+@pytest.mark.slow
 def test_a_server_that_dies_is_an_error_for_all_who_wait_and_starts_again(tiny_model, tmp_path, monkeypatch):
     for name, value in {"RANK": "1", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)

@@ -76,6 +76,7 @@ class SGLangEngine:
         remove_abandoned()
         self._kept: SharedFolder | None = None  # the weights that it has, for another server
         self.must_keep = must_keep
+        self._label = ""  # that those weights have at the server, which gives it with each answer
         self._slots: dict[str, Slot] = {}  # by the names of actors
         self._linear = {name: m for name, m in skeleton.named_modules() if isinstance(m, nn.Linear)}
         self.num_restarts = 0
@@ -178,6 +179,11 @@ class SGLangEngine:
         self, answer: dict[str, Any], done: Completion, params: SamplingParams, max_tokens: int, num_pauses: int
     ) -> None:
         meta = answer["meta_info"]
+        if self._label and meta.get("weight_version", self._label) != self._label:
+            self.server.stop()
+            raise self.server.died(
+                "answered with other weights than it was given: it was started anew, or got some elsewhere"
+            )
         tokens = answer.get("output_ids") or []
         logprobs = [item[0] for item in meta.get("output_token_logprobs") or []]
         if any(x is None or x != x for x in logprobs):
@@ -218,6 +224,7 @@ class SGLangEngine:
         self.policy_version, self._needs_weights = version, False
 
     async def _send(self, named_weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._label = uuid.uuid4().hex
         if self._kept is not None:
             self._kept.cleanup()
             self._kept = None
@@ -249,6 +256,7 @@ class SGLangEngine:
 
     async def _load(self, folder: Path) -> None:
         body = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
+        body["weight_version"] = self._label
         answer = await self._ask("update_weights_from_disk", body)
         if not answer.get("success"):  # refusals are told, not raised
             raise EngineDied(f"engine {self.server.name} refused weights: {answer.get('message')}")
