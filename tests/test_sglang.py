@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -15,7 +16,7 @@ import pytest
 
 from rl_core.build import make_plan
 from rl_core.command_line import parse_config
-from rl_core.sampling.server_process import free_port
+from rl_core.sampling.server_process import RunningServer, free_port
 from rl_core.train import main
 
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
@@ -203,6 +204,27 @@ def test_a_running_server_that_does_not_answer_is_named(tiny_model, sort_data, t
     said = capfd.readouterr().err
     assert f"error: engine policy at http://127.0.0.1:{port} did not answer within 1 s" in said
     assert "Traceback" not in said
+
+
+def test_requests_that_broke_do_not_end_the_wait_for_a_server_that_is_started_anew():
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n{}")
+        writer.close()
+
+    async def wait() -> None:
+        server = RunningServer("policy", f"http://127.0.0.1:{(port := free_port())}", "")
+        starting = asyncio.create_task(server.start(60))
+        await asyncio.sleep(0.1)
+        assert "does not answer (ConnectionResetError" in str(await server.gone(ConnectionResetError()))
+        assert not server.is_alive
+        async with await asyncio.start_server(answer, "127.0.0.1", port):
+            await starting
+            assert server.is_alive
+            await server.gone(ConnectionResetError())  # one that was told late
+            assert server.is_alive
+
+    asyncio.run(wait())
 
 
 @pytest.mark.skipif(HAS_SGLANG, reason="sglang is installed")

@@ -56,14 +56,14 @@ class RunningServer:
 
     async def start(self, timeout_s: float) -> None:
         """Returns once it answers. Raises EngineDied if it does not in time."""
-        self.is_alive = True
         await self._wait(timeout_s)
+        self.is_alive = True
 
     async def _wait(self, timeout_s: float) -> None:
         began = told = time.monotonic()
         while not await self._answers():
             now = time.monotonic()
-            if not self.is_alive:
+            if self._has_ended():
                 raise self.died("did not start")
             if now - began > timeout_s:
                 self.stop()
@@ -73,6 +73,9 @@ class RunningServer:
                 last = f": {line}" if (line := self.log_end(1)) else ""
                 print(f"{self} has not answered yet, for {now - began:.0f} s{last}", file=sys.stderr, flush=True)
             await asyncio.sleep(0.5)
+
+    def _has_ended(self) -> bool:
+        return False  # somebody may start it at any time
 
     async def _answers(self) -> bool:
         try:
@@ -100,7 +103,7 @@ class RunningServer:
 
     async def gone(self, error: Exception) -> EngineDied:
         """What to raise where the server closed a connection without an answer."""
-        self.is_alive = False
+        self.is_alive = self.is_alive and await self._answers()  # another, if it was started anew
         return self.died(f"does not answer ({type(error).__name__}: {error})")
 
     def stop(self) -> None:
@@ -124,6 +127,9 @@ class ServerProcess(RunningServer):
         self.stop()
         self._launch()
         await self._wait(timeout_s)
+
+    def _has_ended(self) -> bool:
+        return not self.is_alive
 
     def _launch(self) -> None:
         port = free_port()
