@@ -112,7 +112,8 @@ def test_one_of_two_ranks_with_other_weights_stops_both(tiny_model, torchrun, tm
         f"        model.get_parameter({BROKEN!r}).data[0] += 1.0\n"
         "embedded_engine.load_weights = broken\n"
         # A rank that ended with an error would have torchrun kill the other before it can say the same.
-        "print('rank', os.environ['RANK'], 'ended with', main(sys.argv[1:]), flush=True)\n"
+        "status = main(sys.argv[1:])\n"
+        "os.write(1, f'rank {os.environ[\"RANK\"]} ended with {status}\\n'.encode())\n"  # at once, whole
     )
     done = torchrun(2, tmp_path / "broken.py", *flags_of(tiny_model, tmp_path / "run"))
     assert f"on rank 1 1 of 24 tensors differ, most of all {BROKEN}" in done.stderr

@@ -171,7 +171,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_each_export_is_the_base_with
     assert any(not torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("flags", [[], pytest.param(NF4, marks=pytest.mark.slow)], ids=["lora", "nf4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], NF4], ids=["lora", "nf4"])
 def test_two_ranks_whose_shared_weights_wait_on_the_host_learn_what_one_does(flags, talk, torchrun, tmp_path):
     if flags:
         pytest.importorskip("bitsandbytes")
