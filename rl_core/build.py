@@ -429,11 +429,12 @@ def make_engines(
         actor = config.actors[name]
         if (owner := actor.share or name) not in of_models:
             engine, model, ends_of_model = sampling_engine(plan, owner, learners.get(owner), ranks)
-            models += [] if config.engine_of(owner) == "sglang" else [model]
+            own = [model]
             if config.rollout.lagged_frac and owner in learners and engine.capacity:
                 older, second, _ = sampling_engine(plan, owner, None, ranks, "_older")
-                models += [] if config.engine == "sglang" else [second]
+                own.append(second)
                 engine = LaggedEngine(engine, older, config.rollout.lagged_every, plan.first)
+            models += own if config.engine_of(owner) == "embedded" else []
             takes_turns = time_slice and not config.actors[owner].engine_urls
             of_models[owner] = time_slice.engine(engine) if takes_turns else engine, model, ends_of_model
         engines[name], model, ends[name] = of_models[owner]
