@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
-import zstandard
-from conftest import ROOT
 from safetensors.torch import load_file
+from test_engine_contract import needs_sglang
+from test_train import SORT, metrics, trajectories
 from transformers import AutoModelForCausalLM
 
 from rl_core.sampling.embedded_engine import EmbeddedEngine
@@ -20,7 +18,6 @@ from rl_core.sampling.lagged import LaggedEngine
 from rl_core.train import main
 from rl_core.types import SamplingParams
 
-SORT = ["--env_path", str(ROOT / "envs/sort_digits.py"), "--max_tokens", "8", "--max_prompt_tokens", "16"]
 # Hooks that are not async run in threads, whose timing says what is computed together, and so how it is rounded.
 TALK = """
 max_turns = 4
@@ -29,23 +26,11 @@ async def interact(messages): return [{"role": "user", "content": f"{len(message
 async def reward_fn(messages): return float(sum(map(ord, messages[1]["content"])) % 7)
 """
 EVERY = 3
-needs_sglang = pytest.mark.skipif(
-    importlib.util.find_spec("sglang") is None, reason="sglang is not installed: bash scripts/test_sglang.sh"
-)
 STOP = json.dumps(list("abcdefghijklmnopqrstuvwxyz"))  # what is cut short ends the episode
 
 
-def rows_of(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 def steps_of(out: Path) -> list[dict]:
-    return [row for row in rows_of(out) if "learn/policy/loss" in row or "learn/bob/loss" in row]
-
-
-def trajectories(file: Path) -> list[dict]:
-    with zstandard.ZstdDecompressor().stream_reader(file.open("rb")) as stream:
-        return [json.loads(line) for line in io.TextIOWrapper(stream)]
+    return [row for row in metrics(out) if "learn/policy/loss" in row or "learn/bob/loss" in row]
 
 
 def makers(trajectory: dict) -> list[int]:
@@ -239,7 +224,7 @@ def test_two_models_that_take_turns_go_on_by_their_own_older_weights(make_model,
 def test_a_run_without_them_has_nothing_of_it_and_can_go_on_with_them(talk, tmp_path):
     out, plain = tmp_path / "run", talk[: talk.index("--rollout.lagged_frac")]
     assert main([*plain, "--num_steps", "1", "--out", str(out)]) == 0
-    assert not any("lag" in name for row in rows_of(out) for name in row) and not list(out.rglob("*lagged*"))
+    assert not any("lag" in name for row in metrics(out) for name in row) and not list(out.rglob("*lagged*"))
     assert main([*talk, "--num_steps", "3", "--out", str(out), "--resume"]) == 0
     versions = [{v for t in trajectories(out / f"rollouts/step_{n:06d}.jsonl.zst") for v in makers(t)} for n in (2, 3)]
     assert versions == [{1}, {1, 2}], "the older weights are the newest at first"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -13,13 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+from test_engine_contract import HAS_SGLANG, needs_sglang
+from test_train import metrics
 
 from rl_core.build import make_plan
 from rl_core.command_line import parse_config
 from rl_core.sampling.server_process import RunningServer, free_port
 from rl_core.train import main
 
-HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 ENV = Path(__file__).parent.parent / "envs/sort_digits.py"
 
 
@@ -29,21 +28,17 @@ def flags(model, data, out, *more) -> list[str]:
     return [str(f) for f in (*found, *lengths)]
 
 
-def rows_of(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 def children_of(pid: int | str, *more: str) -> list[str]:
     return subprocess.run(["pgrep", "-P", str(pid), *more], capture_output=True, text=True).stdout.split()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_SGLANG, reason="sglang is not installed: bash scripts/test_sglang.sh")
+@needs_sglang
 def test_reward_rises_with_sglang_and_nothing_of_it_is_left(torchrun, warm_model, sort_data, tmp_path):
     learn = ["--num_steps", "30", "--optim.lr", "6e-4", "--optim.warmup_steps", "3", "--algo.clip_high", "0.28"]
     out = tmp_path / "run"
     torchrun(1, "-m", "rl_core.train", "--engine", "sglang", *flags(warm_model, sort_data, out, *learn), timeout_s=900)
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics(out)
     rewards = [row["rollout/policy/reward_mean"] for row in rows]
     assert len(rewards) == 30 and sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
     assert max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-3
@@ -59,7 +54,7 @@ def two_ways(model, out, *more) -> list[str]:
     return [str(f) for f in (*found, "--max_tokens", 8, "--max_prompt_tokens", 16)]
 
 
-@pytest.mark.skipif(not HAS_SGLANG, reason="sglang is not installed: bash scripts/test_sglang.sh")
+@needs_sglang
 def test_actors_that_share_a_model_are_a_plan_unless_it_is_in_4_bits(tiny_model, tmp_path):
     plan = make_plan(parse_config(two_ways(tiny_model, tmp_path / "run")))
     assert plan.config.engine == "sglang" and plan.config.sharers == {"up": ["down"]}
@@ -68,12 +63,12 @@ def test_actors_that_share_a_model_are_a_plan_unless_it_is_in_4_bits(tiny_model,
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_SGLANG, reason="sglang is not installed: bash scripts/test_sglang.sh")
+@needs_sglang
 def test_two_actors_over_one_model_and_one_server_learn_opposite_tasks(torchrun, warm_model, tmp_path):
     learn = ["--num_steps", 20, "--tasks_per_step", 16, "--group_size", 8, "--optim.lr", "5e-3"]
     flags = two_ways(warm_model, tmp_path / "run", *learn, "--optim.warmup_steps", 3, "--algo.clip_high", "0.28")
     torchrun(1, "-m", "rl_core.train", *flags, timeout_s=900)
-    rows = rows_of(tmp_path / "run")
+    rows = metrics(tmp_path / "run")
     assert len(rows) == 20 and [p.name for p in (tmp_path / "run").glob("engine_*")] == ["engine_up_00000.log"]
     for name in ("up", "down"):
         rewards = [row[f"rollout/{name}/reward_mean"] for row in rows if f"rollout/{name}/reward_mean" in row]
@@ -83,7 +78,7 @@ def test_two_actors_over_one_model_and_one_server_learn_opposite_tasks(torchrun,
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_SGLANG, reason="sglang is not installed: bash scripts/test_sglang.sh")
+@needs_sglang
 @pytest.mark.parametrize("ranks", [["1"], ["2", "--engine_ranks", "1"]], ids=["in step", "rank of its own"])
 def test_a_server_that_is_killed_in_a_rollout_loses_no_group(ranks, warm_model, sort_data, tmp_path):
     out = tmp_path / "run"
@@ -92,7 +87,7 @@ def test_a_server_that_is_killed_in_a_rollout_loses_no_group(ranks, warm_model, 
     command += [*flags(warm_model, sort_data, out, "--num_steps", 6, *ranks[1:])]
     run = subprocess.Popen(command, cwd=ENV.parent.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        while run.poll() is None and (not (out / "metrics.jsonl").exists() or len(rows_of(out)) < 2):
+        while run.poll() is None and (not (out / "metrics.jsonl").exists() or len(metrics(out)) < 2):
             time.sleep(0.02)
         for rank in children_of(run.pid):
             for server in children_of(rank, "-f", "rl_core.sampling.sglang_server"):
@@ -101,19 +96,19 @@ def test_a_server_that_is_killed_in_a_rollout_loses_no_group(ranks, warm_model, 
     finally:
         run.kill()
     assert run.returncode == 0, text
-    rows = rows_of(out)
+    rows = metrics(out)
     assert len(rows) == 6 and sum(row["rollout/policy/engine_restarts"] for row in rows) >= 1
     assert all(row["rollout/policy/failed"] == 0 for row in rows)
     assert max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-3, "the new server has the newest weights"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_SGLANG, reason="sglang is not installed: bash scripts/test_sglang.sh")
+@needs_sglang
 def test_one_engine_over_two_ranks_has_both_learners_weights(torchrun, warm_model, sort_data, tmp_path):
     out = tmp_path / "run"
     learn = ["--engine", "sglang", "--engine_tp", "2", "--num_steps", "3", "--optim.lr", "1e-3"]
     torchrun(2, "-m", "rl_core.train", *flags(warm_model, sort_data, out, *learn), timeout_s=900)
-    rows = rows_of(out)
+    rows = metrics(out)
     assert len(rows) == 3 and max(row["learn/policy/canary_max_diff"] for row in rows) < 1e-4
     assert max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-6
     assert min(row["rollout/policy/tokens"] for row in rows) > 0
@@ -141,7 +136,7 @@ def serve(model: Path, port: int, log: Path) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_SGLANG, reason="sglang is not installed: bash scripts/test_sglang.sh")
+@needs_sglang
 def test_a_server_that_runs_already_gets_the_weights_again_if_it_is_started_anew(
     warm_model, sort_data, tmp_path, monkeypatch
 ):
@@ -152,7 +147,7 @@ def test_a_server_that_runs_already_gets_the_weights_again_if_it_is_started_anew
     server = serve(warm_model, port, tmp_path / "server.log")
     run = subprocess.Popen(command, cwd=ENV.parent.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        while run.poll() is None and (not (out / "metrics.jsonl").exists() or len(rows_of(out)) < 2):
+        while run.poll() is None and (not (out / "metrics.jsonl").exists() or len(metrics(out)) < 2):
             time.sleep(0.02)
         os.killpg(server.pid, signal.SIGKILL)
         server = serve(warm_model, port, tmp_path / "server.log")
@@ -162,7 +157,7 @@ def test_a_server_that_runs_already_gets_the_weights_again_if_it_is_started_anew
     finally:
         run.kill()
         os.killpg(server.pid, signal.SIGKILL)
-    rows = rows_of(out)
+    rows = metrics(out)
     assert len(rows) == 6 and sum(row["rollout/policy/engine_restarts"] for row in rows) == 1
     assert max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-3, "it has the newest weights again"
     assert not (out / "engine_policy_00000.log").exists()
