@@ -43,6 +43,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["rl_core", "rl_core.*"]),
     install_requires=[
+        "aiohttp>=3.10",
         "torch>=2.11",
         "transformers>=5.12,<6",
         "datasets>=4.0",

@@ -22,6 +22,7 @@ ROOMS = {
     "sampling": ["sampling"],
     "learning": ["learning"],
     "serving": ["serving"],
+    "engines": ["engines"],
     "roof": ["train", "canary", "costs", "build", "credit", "groups", "loop", "cli", "check", "tryout"],
 }
 BELOW = {
@@ -31,7 +32,8 @@ BELOW = {
     "sampling": {"ground", "pure", "shared"},
     "learning": {"ground", "pure", "shared"},
     "serving": {"ground", "pure", "shared"},
-    "roof": {"ground", "pure", "shared", "sampling", "learning", "serving"},
+    "engines": {"ground", "pure", "shared", "sampling", "learning"},
+    "roof": {"ground", "pure", "shared", "sampling", "learning", "serving", "engines"},
 }
 ROOM_OF = {name: room for room, names in ROOMS.items() for name in names}
 ONLY_IN = {"sglang": {"rl_core.sampling.sglang_server"}}
