@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from rl_core.checks import check_config
-from rl_core.config import AlgoConfig, Config, EnvConfig, to_yaml
+from rl_core.config import Config, EnvConfig, to_yaml
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.curriculum import Curriculum, Progress, WeightedOrder
 from rl_core.data.samples import imitation_samples, reply_pair, scored_pair
 from rl_core.data.tasks import ROLLOUTS, TOKENIZERS, TaskMix, TaskSource, is_trajectory, load_rows
 from rl_core.distributed import Ranks, all_gather_json, make_mesh, naming_what_was_waited_for
 from rl_core.learning.algorithms import CRITIC, Algorithm, check_algorithm, make_algorithm
-from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint, saved_step
+from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint
 from rl_core.learning.learner import Learner
 from rl_core.learning.liger import apply_liger, check_liger
 from rl_core.learning.loading import second_model
@@ -58,7 +58,6 @@ from rl_core.types import Task, TrainingSample, counter_seed
 if TYPE_CHECKING:
     from rl_core.sampling.api_actor import ApiActor
 
-SFT_EXPORT = "hf/policy_sft"  # in a run's folder: the model between SFT and RL
 CHECKED_ROWS = 20_000  # of which the length is checked at start-up; rows beyond are checked when they are drawn
 
 
@@ -74,8 +73,6 @@ class Plan:
     chats: dict[str, Chat]  # of the actors that have a model here
     remote: dict[str, ApiActor]  # actors that speak by an endpoint
     curriculum: Curriculum | None = None  # of the training tasks, where an environment has task_weight()
-    room: str = "learn"  # of the learners' metrics
-    sft: Plan | None = None  # of the steps before the first, if they are SFT
     takes_turns: bool = False  # one engine is awake at a time
     memory_fracs: dict[str, float] = field(default_factory=dict)  # of a GPU, for each SGLang engine
 
@@ -83,11 +80,6 @@ class Plan:
     def chat(self) -> Chat:
         """Of the actor that learns, where there is one alone."""
         return self.chats[self.config.trained[0]]
-
-    @property
-    def first(self) -> int:
-        """Steps of the run before this plan's own."""
-        return self.sft.config.num_steps if self.sft else 0
 
 
 @dataclass(kw_only=True)
@@ -161,18 +153,6 @@ def make_plan(config: Config) -> Plan:
     for source in (*(train.sources if isinstance(train, TaskMix) else [train]), *held_out.values()):
         check_lengths(plan, source)
     plan.curriculum = make_curriculum(plan)
-    if config.sft.steps:
-        if has_reference(plan) and config.actors[config.trained[0]].lora.rank:
-            raise ValueError(
-                f"--algo.kl_coef={plan.algorithm.kl_coef}: the reference of adapters is the model without them, which "
-                f"--sft.steps={config.sft.steps} do not change; run SFT on its own first, or leave out the KL"
-            )
-        if config.liger and (has_reference(plan) or plan.algorithm.has_critic):
-            raise ValueError(
-                f"--liger patches models once, and a reference or critic after --sft.steps={config.sft.steps} would be loaded "
-                "later; leave out --liger, or run SFT on its own first"
-            )
-        plan.sft = sft_plan(plan)
     return plan
 
 
@@ -217,27 +197,6 @@ def check_model(config: Config, name: str) -> Chat:
         for path in filter(None, (actor.model, config.critic.model)):
             check_liger(load_model_config(path))
     return load_chat(actor.model, actor.chat_template)
-
-
-def sft_plan(plan: Plan) -> Plan:
-    """Of the SFT before RL: the same model, environment and evaluation, with rows, steps and learning rate of --sft."""
-    config, sft = plan.config, plan.config.sft
-    own = replace(
-        config,
-        algorithm="sft",
-        algo=AlgoConfig(),
-        num_steps=sft.steps,
-        tasks_per_step=sft.rows_per_step or config.tasks_per_step,
-        data=replace(config.data, train=sft.data),
-        optim=replace(config.optim, lr=config.optim.lr if sft.lr is None else sft.lr),
-        learner=replace(config.learner, minibatches=1, epochs=1),
-    )
-    algorithm = make_algorithm("sft", own.algo)
-    rows = load_source(own, None, "data", "train", algorithm)
-    parts = {"config": own, "algorithm": algorithm, "train": rows, "room": "sft"}
-    found = Plan(**vars(plan) | parts)
-    check_lengths(found, rows)
-    return found
 
 
 def load_envs(config: Config) -> dict[str, Env]:
@@ -373,13 +332,8 @@ def build(plan: Plan, ranks: Ranks) -> Run:
             fingerprints = {name: chat.fingerprint for name, chat in plan.chats.items()}
             (out / "rollouts" / TOKENIZERS).write_text(json.dumps(fingerprints))
     found = checkpoints_in(out / "checkpoints") if config.resume else []
-    is_sft = plan.sft is not None and (not found or saved_step(found[-1]) <= plan.first)
     shared = shared_policies(config, ranks) if learns else {}
-    learners = {
-        name: make_learner(plan.sft if is_sft else plan, name, ranks, shared.get(name))
-        for name in config.trained
-        if learns
-    }
+    learners = {name: make_learner(plan, name, ranks, shared.get(name)) for name in config.trained if learns}
     state = load_checkpoint(found[-1], learners) if found else {"step": 0, "position": 0}
     if plan.curriculum:
         plan.curriculum.load(state.get("curriculum", {}))
@@ -404,7 +358,7 @@ def build(plan: Plan, ranks: Ranks) -> Run:
         held = [*models, *(m.hf for x in learners.values() for m in x.models())]
         apply_liger(list({id(model): model for model in held}.values()))
     all_gather_json(None, ranks)  # the folders are there
-    log = RunLog(out, ranks, plan.first + config.num_steps, state["step"]) if learns else None
+    log = RunLog(out, ranks, config.num_steps, state["step"]) if learns else None
     limits = {
         name: Limits(
             max_turns=env.max_turns, max_tokens=config.envs.get(name, EnvConfig()).max_tokens or config.max_tokens
@@ -433,7 +387,7 @@ def make_engines(
             if config.rollout.lagged_frac and owner in learners and engine.capacity:
                 older, second, _ = sampling_engine(plan, owner, None, ranks, "_older")
                 own.append(second)
-                engine = LaggedEngine(engine, older, config.rollout.lagged_every, plan.first)
+                engine = LaggedEngine(engine, older, config.rollout.lagged_every)
             models += own if config.engine_of(owner) == "embedded" else []
             takes_turns = time_slice and not config.actors[owner].engine_urls
             of_models[owner] = time_slice.engine(engine) if takes_turns else engine, model, ends_of_model
@@ -520,18 +474,17 @@ def shared_policies(config: Config, ranks: Ranks) -> dict[str, SharedPolicy]:
 
 def make_learner(plan: Plan, name: str, ranks: Ranks, policy: Policy | None = None) -> Learner:
     """The learner of an actor, with an optimizer that has not stepped yet, and with the reference and the critic that the
-    algorithm asks for. Both start as the model at the start of the run, or as what SFT before RL made of it. `policy`: what SFT
-    made, or what is shared."""
+    algorithm asks for. Both start as the model at the start of the run. `policy`: what is shared."""
     config, actor = plan.config, plan.config.actors[name]
-    if actor.lr is not None and plan.algorithm.is_rl:
+    if actor.lr is not None:
         config = replace(config, optim=replace(config.optim, lr=actor.lr))
     if policy is None:
         is_scoring = plan.algorithm.objective == "rm"
         policy = make_trained(config, actor.model, ranks, actor.lora, counter_seed(config.seed, name), is_scoring)
-    path, reference = str(Path(config.out) / SFT_EXPORT) if plan.sft else actor.model, None
+    reference = None
     if has_reference(plan):
-        reference = policy if policy.adapter else make_reference(path, compute_dtype(config), ranks)
-    critic = make_critic(config, path, ranks, name) if plan.algorithm.has_critic else None
+        reference = policy if policy.adapter else make_reference(actor.model, compute_dtype(config), ranks)
+    critic = make_critic(config, actor.model, ranks, name) if plan.algorithm.has_critic else None
     return Learner(config, plan.algorithm, policy, ranks, reference, critic, name=name)
 
 

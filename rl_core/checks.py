@@ -46,26 +46,9 @@ def check_config(config: Config) -> None:
     )
     s = config.sft
     refuse(
-        config.algorithm != "sft" and s != SftConfig() and not s.steps,
-        f"--sft.* has no meaning for --algorithm {config.algorithm}; leave it out, or ask for SFT before RL with --sft.steps",
+        config.algorithm != "sft" and s != SftConfig(),
+        f"--sft.* has no meaning for --algorithm {config.algorithm}; leave it out, or run --algorithm sft first",
     )
-    for name, value in s.before_rl.items():
-        other = {
-            "steps": "--num_steps",
-            "data": "--data.train",
-            "rows_per_step": "--tasks_per_step",
-            "lr": "--optim.lr",
-        }
-        instead = (
-            f"use {other[name]}" if config.algorithm == "sft" else "run --algorithm sft first, and name its hf/policy"
-        )
-        refuse(
-            not is_rl,
-            f"--sft.{name}={value} is for SFT before RL, and has no meaning for --algorithm {config.algorithm}; {instead}",
-        )
-        at_least = value if isinstance(value, (int, float)) else 1
-        refuse(at_least < 0, f"--sft.{name}={value} must not be negative")
-    refuse(s.steps and not s.data, f"--sft.data is missing: the rows of --sft.steps={s.steps}")
     refuse(
         not (min(s.action_weight, s.observation_weight) >= 0 < s.action_weight + s.observation_weight),
         f"--sft.action_weight={s.action_weight} and --sft.observation_weight={s.observation_weight} must be at least 0, and "
@@ -74,7 +57,7 @@ def check_config(config: Config) -> None:
     for name in ("min_reward", "actor"):
         value = getattr(config.data, name)
         refuse(
-            config.algorithm != "sft" and not s.steps and value is not None,
+            config.algorithm != "sft" and value is not None,
             f"--data.{name}={value} has no meaning for --algorithm {config.algorithm}; leave it out",
         )
     refuse(p.beta <= 0, f"--preference.beta={p.beta} must be above 0; 0.1 is usual")
@@ -132,15 +115,6 @@ def check_config(config: Config) -> None:
             f"--{name}={value} is for what episodes are sampled for, and has no meaning for --algorithm {config.algorithm}; "
             "leave it out",
         )
-    refuse(
-        config.engine_ranks and s.steps,
-        f"--engine_ranks={config.engine_ranks} would have nothing to do during --sft.steps={s.steps}; run --algorithm sft "
-        "first, and name its hf/policy",
-    )
-    refuse(
-        config.rollout.too_old == "restart" and not config.max_staleness,
-        "--rollout.too_old=restart has no meaning without --max_staleness; set it, or leave this out",
-    )
     check_lagged(config)
     refuse(
         config.canary_tolerance is not None and config.canary_tolerance < 0,
@@ -261,11 +235,6 @@ def check_actors(config: Config) -> None:
     if not config.is_rl and len(config.actors) > 1:
         raise ValueError(
             f"--algorithm {config.algorithm} trains one actor, there are {', '.join(config.actors)}; give one model"
-        )
-    if config.sft.steps and len(config.trained) > 1:
-        raise ValueError(
-            f"--sft.steps={config.sft.steps}: SFT before RL is for one trained actor, there are {', '.join(config.trained)}; run "
-            "SFT of each on its own first"
         )
 
 

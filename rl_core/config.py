@@ -207,16 +207,6 @@ class PreferenceConfig:
 class SftConfig:
     action_weight: float = flag(1.0, "of the loss of each token that an assistant says")
     observation_weight: float = flag(0.0, "of each token that an assistant is answered (world model)")
-    steps: int = flag(0, "before RL: steps of SFT in the same run; --num_steps counts those of RL, after them")
-    data: str | None = flag(None, "before RL: rows to imitate, as --data.train of --algorithm sft")
-    rows_per_step: int | None = flag(None, "before RL: rows of one step; default: --tasks_per_step")
-    lr: float | None = flag(None, "before RL: peak learning rate; default: --optim.lr")
-
-    @property
-    def before_rl(self) -> dict[str, Any]:
-        """What has a meaning only before RL, as it was given."""
-        given = {name: getattr(self, name) for name in ("steps", "data", "rows_per_step", "lr")}
-        return {name: value for name, value in given.items() if value not in (None, 0)}
 
 
 @dataclass(kw_only=True)
@@ -258,9 +248,6 @@ class RolloutConfig:
     )
     max_failed_fraction: float = flag(0.1, "the run stops when more of a step's episodes than this fail")
     save: bool = flag(True, "write every trajectory to rollouts/")
-    too_old: Literal["wait", "restart"] = flag(
-        "wait", "groups that would become older than --max_staleness: the step waits for them, or they begin again"
-    )
     lagged_frac: float = flag(
         0.0,
         "part of the training turns that actors which learn speak by older weights, drawn for each turn alone; above 0 there is "

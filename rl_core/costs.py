@@ -717,8 +717,6 @@ def describe_learner(plan: Plan, num_ranks: int, name: str) -> str:
         f"{config.learner.microbatch_tokens} on each rank",
         "updates": f"{config.num_steps} steps, {config.learner.minibatches} minibatches, {config.learner.epochs} epochs",
     }
-    if plan.sft is not None:
-        rows["sft before"] = f"{plan.first} steps of {plan.sft.config.tasks_per_step} of {len(plan.sft.train)} rows"
     lines = [f"{name:<20} {text}" for name, text in rows.items()]
     device, host = memory(s, work)
     lines += ["", *table_lines("GiB on one rank", device, s.phases)]

@@ -39,9 +39,8 @@ def open_intake(run: Run) -> Intake:
     config = run.config
     how = {
         "per_step": config.tasks_per_step,
-        "total": config.tasks_per_step * (config.num_steps + run.first - run.start),
+        "total": config.tasks_per_step * (config.num_steps - run.start),
         "max_staleness": config.max_staleness,
-        "gives_up": config.rollout.too_old == "restart",
     }
     if run.ranks.link is not None:
         how |= {"patience_s": config.rollout.episode_timeout_s + config.timeout_s}
@@ -97,14 +96,14 @@ async def roll_out_step(run: Run, step: int) -> list[Trajectory]:
     """What this rank learns from in a step. With refilling, further groups replace those without signal (DAPO's dynamic
     sampling, arXiv:2503.14476, section 3.2), which are given back too."""
     config, rounds, intake = run.config, run.algorithm.refill_rounds, run.intake
-    intake.advance(run.first + step)
+    intake.advance(step)
     found: list[Trajectory] = []
     missing = config.tasks_per_step
     for number in range(rounds + 1):
         groups = await intake.take(missing)
         note_staleness(run, groups)
         found += [t for g in groups for t in g.trajectories]
-        refuse_failures(found, config.rollout.max_failed_fraction, f"step {run.first + step + 1}", run.ranks)
+        refuse_failures(found, config.rollout.max_failed_fraction, f"step {step + 1}", run.ranks)
         if not rounds:
             break
         with_signal = len({g[0].group_id for g in baseline_groups(found) if has_signal(g, run.algorithm)})
@@ -123,8 +122,6 @@ def note_staleness(run: Run, groups: list[Group]) -> None:
         return
     ages = [intake.version - g.version for g in groups]
     run.note("rollout/", {"staleness": Mean(sum(ages), len(ages)), "staleness_max": Max(max(ages, default=0))})
-    run.note("rollout/", {"groups_restarted": Sum(intake.given_up)})
-    intake.given_up = 0
 
 
 class LinkIntake(Intake):
@@ -141,18 +138,6 @@ class LinkIntake(Intake):
         if self.ranks.rank == 0:
             self.ranks.add(ALLOWED, n)
 
-    def give_up(self, oldest: int) -> None:
-        """Other tasks take the place of groups that came too late; those under way begin again where they are."""
-        late = [n for n, header in self.headers.items() if header["version"] < oldest]
-        self.note_taken(late)
-        for number in late:
-            index = self.headers.pop(number)["index"]
-            if self.ranks.rank == 0:
-                self.given_up += 1
-                self.link.forget(index)
-        if late:
-            self.allow(len(late))
-
     async def look_again(self) -> None:
         await asyncio.sleep(POLL_S)
 
@@ -167,8 +152,6 @@ class LinkIntake(Intake):
             self.num_seen += 1
             if self.ranks.rank == 0:
                 add_metrics(self.metrics, metrics_of(header["metrics"]))
-        if self.gives_up:
-            self.give_up(self.version - self.max_staleness)
         return [(header["version"], number) for number, header in self.headers.items()]
 
     def fetch(self, numbers: list[int]) -> list[Group]:
@@ -203,15 +186,13 @@ class HandingStream(GroupStream):
 
 async def sample_for_learners(run: Run) -> None:
     """What a rank does that only samples, until the learners say that they are done."""
-    stream, link, config = HandingStream(run), run.ranks.link, run.config
+    stream, link = HandingStream(run), run.ranks.link
     while True:
         word = link.hear() or {}
         if "weights" in word:
             version = word["weights"]
             await load_sent_weights(run, version)
             stream.version = version
-            if config.rollout.too_old == "restart":
-                stream.give_up(version - config.max_staleness)
             link.answer(f"weights/{version}", run.ranks.rank, None)
         elif "evaluate" in word:
             run.metrics = {}

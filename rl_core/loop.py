@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import re
 from pathlib import Path
 
 from rl_core import timeline
-from rl_core.build import SFT_EXPORT, Run, imitation, lagged_engines, make_learner
+from rl_core.build import Run, imitation, lagged_engines
 from rl_core.canary import check_canary, sample_canaries
 from rl_core.credit import baseline_groups, group_results, has_signal, samples_of
 from rl_core.distributed import all_gather_json
@@ -49,7 +48,7 @@ async def run_rank(run: Run) -> None:
 
 
 async def train(run: Run) -> None:
-    """All steps from run.start on, those of SFT before RL first. Steps are counted by how many are done, in files and
+    """All steps from run.start on. Steps are counted by how many are done, in files and
     metrics alike."""
     if run.ranks.link is not None:
         send_weights(run, run.start)
@@ -59,23 +58,10 @@ async def train(run: Run) -> None:
             await restore_lagged(run, name)
     if run.config.eval_every and run.start == 0:
         await evaluate(run, 0)
-    if run.sft is not None and run.start <= run.first:
-        await train_steps(dataclasses.replace(run, **vars(run.sft)))
-        start_rl(run)
     await train_steps(run)
     if run.ranks.link is not None and run.ranks.rank == 0:
         run.ranks.link.say({"stop": True})
         run.ranks.link.answers("stop")
-
-
-def start_rl(run: Run) -> None:
-    """What SFT made of the one actor that learns is where RL, its reference and its critic begin."""
-    [(name, learner)] = run.learners.items()
-    learner.offload.to_device()  # to stay: the next learner has the same weights
-    export_policy(learner.policy, run.chat.tokenizer, Path(run.config.out) / SFT_EXPORT, run.ranks)
-    all_gather_json(None, run.ranks)  # the reference is read from there
-    run.learners[name] = make_learner(run, name, run.ranks, learner.policy)
-    run.start, run.position = run.first, 0
 
 
 async def train_steps(run: Run) -> None:
@@ -83,8 +69,8 @@ async def train_steps(run: Run) -> None:
     config, clock, link = run.config, HeldClock(), run.ranks.link
     if run.algorithm.is_rl:
         run.intake = open_intake(run)
-    for step in range(run.start - run.first, config.num_steps):
-        run.metrics, done = {}, run.first + step + 1
+    for step in range(run.start, config.num_steps):
+        run.metrics, done = {}, step + 1
         if is_recorded := done == config.timeline_step:
             record(run)
         is_evaluated = is_due(step + 1, config.eval_every, config.num_steps)
@@ -123,7 +109,7 @@ async def train_steps(run: Run) -> None:
 
 
 def learn(run: Run, name: str, samples: list[TrainingSample], step: int) -> None:
-    learner, room = run.learners[name], f"{run.room}/{name}/"
+    learner, room = run.learners[name], f"learn/{name}/"
     with span(f"learner {name}", "move samples"):
         minibatches, packing = learner.shard(samples)
     with span(f"learner {name}", "annotate"):
@@ -170,7 +156,7 @@ async def gather_samples(run: Run, step: int) -> dict[str, list[TrainingSample]]
         results = group_results(trajectories, run.learners, config.eval.pass_reward, run.ranks)
         record_results(run, results)
     if config.rollout.save:
-        write_trajectories(Path(config.out) / "rollouts", f"step_{run.first + step + 1:06d}", trajectories, run.ranks)
+        write_trajectories(Path(config.out) / "rollouts", f"step_{step + 1:06d}", trajectories, run.ranks)
     run.note("", restarts_of(run))
     for name, actor in run.remote.items():
         run.note(f"rollout/{name}/", actor.take_metrics())
@@ -181,7 +167,7 @@ async def gather_samples(run: Run, step: int) -> dict[str, list[TrainingSample]]
         own = [t for t in trajectories if t.actor == name]
         run.note(f"rollout/{name}/", rollout_metrics(own))
         if config.rollout.lagged_frac:
-            run.note(f"rollout/{name}/", lag_metrics(own, run.first + step))
+            run.note(f"rollout/{name}/", lag_metrics(own, step))
         for env in run.envs if len(run.envs) > 1 else ():
             run.note(f"rollout/{name}/{env}/", rollout_metrics([t for t in own if t.env == env]))
         groups = baseline_groups(own)

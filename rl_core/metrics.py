@@ -99,9 +99,7 @@ class RunLog:
             ("loss", "loss"),
             ("failed", "failed"),
         ):
-            found = [
-                v for k, v in values.items() if k.startswith(("rollout/", "learn/", "sft/")) and k.endswith(f"/{name}")
-            ]
+            found = [v for k, v in values.items() if k.startswith(("rollout/", "learn/")) and k.endswith(f"/{name}")]
             shown += [f"{label} {found[0]:.4g}"] if found and not (name == "failed" and not found[0]) else []
         phases = [
             f"{p} {values[f'time/{p}_s']:.2f}" for p in ("generate", "learn", "sync") if values.get(f"time/{p}_s")

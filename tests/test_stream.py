@@ -73,7 +73,6 @@ def make_intake(roll_out, width: int = 8, **how) -> Intake:
         "per_step": 4,
         "total": 40,
         "max_staleness": 0,
-        "gives_up": False,
         "patience_s": 20.0,
         "limits": "--x",
     } | how
@@ -84,9 +83,8 @@ def some(number: int) -> list[Trajectory]:
     return [Trajectory(task_id=str(number), env="x", group_id=str(number))]
 
 
-@pytest.mark.parametrize("gives_up", [False, True], ids=["waits", "restarts"])
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-def test_no_step_takes_what_is_older_than_allowed_and_every_group_is_taken_once(max_staleness, gives_up):
+def test_no_step_takes_what_is_older_than_allowed_and_every_group_is_taken_once(max_staleness):
     chance, begun = random.Random(max_staleness), []
 
     async def roll_out(number):
@@ -95,7 +93,7 @@ def test_no_step_takes_what_is_older_than_allowed_and_every_group_is_taken_once(
         return some(number)
 
     async def steps():
-        intake, taken, ages = make_intake(roll_out, max_staleness=max_staleness, gives_up=gives_up), [], []
+        intake, taken, ages = make_intake(roll_out, max_staleness=max_staleness), [], []
         for version in range(10):
             intake.advance(version)
             groups = await intake.take(4)
@@ -109,27 +107,7 @@ def test_no_step_takes_what_is_older_than_allowed_and_every_group_is_taken_once(
     taken, ages = asyncio.run(steps())
     assert sorted(taken) == list(range(40))
     assert max(ages) == max_staleness, "what may be older is, where some groups take ten times as long as others"
-    assert len(begun) == 40 or gives_up
-
-
-def test_what_is_too_old_is_begun_again_by_newer_weights():
-    begun: dict[int, int] = {}
-
-    async def roll_out(number):
-        begun[number] = begun.get(number, 0) + 1
-        await asyncio.sleep(60 if number == 0 and begun[0] == 1 else 0)
-        return some(number)
-
-    async def steps():
-        intake = make_intake(roll_out, max_staleness=1, gives_up=True)
-        taken = []
-        for version in range(10):
-            intake.advance(version)
-            taken.append([(g.number, g.version) for g in await intake.take(4)])
-        return taken
-
-    taken = asyncio.run(steps())
-    assert (0, 2) in taken[2] and begun == {0: 2} | dict.fromkeys(range(1, 40), 1)
+    assert len(begun) == 40
 
 
 def test_an_error_in_a_group_reaches_the_step_and_waiting_ends():
@@ -170,10 +148,9 @@ def uneven(tmp_path, tiny_model):
     return flags
 
 
-@pytest.mark.parametrize("too_old", ["wait", "restart"])
-def test_a_partial_run_trains_on_nothing_staler_and_resumes_with_every_task(uneven, tmp_path, too_old):
+def test_a_partial_run_trains_on_nothing_staler_and_resumes_with_every_task(uneven, tmp_path):
     out = tmp_path / "run"
-    flags = [*uneven, "--max_staleness", "2", "--rollout.too_old", too_old, "--out", str(out)]
+    flags = [*uneven, "--max_staleness", "2", "--out", str(out)]
     assert main([*flags, "--num_steps", "3"]) == 0
     state = json.loads((out / "checkpoints/step_000003/state.json").read_text())
     assert main([*flags, "--num_steps", "6", "--resume"]) == 0
@@ -292,7 +269,6 @@ REFUSED = {
     "--engine_ranks 1": "must leave at least one of 1 rank to learn",
     "--engine_ranks -1": "--engine_ranks=-1 must be at least 0",
     "--max_staleness -1": "--max_staleness=-1 must be at least 0",
-    "--rollout.too_old restart": "no meaning without --max_staleness",
     "--algorithm sft --max_staleness 1": "no meaning for --algorithm sft",
 }
 

@@ -37,7 +37,6 @@ class GroupStream:
         self.version = 0  # of the weights by which groups begin
         self.ready: list[Group] = []
         self.open: dict[int, tuple[asyncio.Task, int]] = {}  # number -> (its task, its version)
-        self.again: list[int] = []  # given up, to be begun once more
         self.drawn: int | None = None  # this rank's next, once it is allowed
         self.changed = asyncio.Event()
         self.error: Exception | None = None
@@ -48,8 +47,6 @@ class GroupStream:
             self.open[number] = asyncio.create_task(self.finish(number, self.version)), self.version
 
     def next_number(self) -> int | None:
-        if self.again:
-            return self.again.pop(0)
         if self.drawn is None:
             self.drawn = self.ranks.add(DRAWN, 1) - 1
         if self.drawn >= self.allowed:
@@ -71,18 +68,6 @@ class GroupStream:
     def add(self, group: Group) -> None:
         self.ready.append(group)
 
-    def give_up(self, oldest: int) -> tuple[int, int]:
-        """Groups that began by weights older than version `oldest` are begun again. Gives how many were complete, and how
-        many were not."""
-        late = [g for g in self.ready if g.version < oldest]
-        self.ready = [g for g in self.ready if g.version >= oldest]
-        stale = {number: task for number, (task, version) in self.open.items() if version < oldest}
-        for number, task in stale.items():
-            task.cancel()
-            del self.open[number]
-        self.again += sorted([*stale, *(g.number for g in late)])
-        return len(late), len(stale)
-
     async def close(self) -> None:
         tasks = [task for task, _ in self.open.values()]
         for task in tasks:
@@ -101,16 +86,14 @@ class Intake:
         per_step: int,
         total: int,  # groups of the whole run, but for what replaces others
         max_staleness: int,
-        gives_up: bool,  # groups that are too old, instead of waiting for them
         patience_s: float,
         limits: str,  # the flags that patience_s is of
     ):
         self.ranks, self.stream, self.per_step, self.left = ranks, stream, per_step, total
-        self.max_staleness, self.gives_up, self.patience_s, self.limits = max_staleness, gives_up, patience_s, limits
+        self.max_staleness, self.patience_s, self.limits = max_staleness, patience_s, limits
         self.version, self.allowed, self.num_taken = 0, 0, 0
         self.taken: set[int] = set()  # numbers from `lowest` on
         self.lowest = 0
-        self.given_up = 0  # of this rank, since it was last asked
 
     def advance(self, version: int) -> None:
         """The weights are of this version now; the groups of one more step may begin."""
@@ -118,14 +101,7 @@ class Intake:
         n = min(self.per_step * (1 + ahead), self.left)
         self.left -= n
         self.version = version
-        if self.gives_up:
-            self.give_up(version - self.max_staleness)
         self.allow(n)
-
-    def give_up(self, oldest: int) -> None:
-        counts = self.stream.give_up(oldest)
-        self.num_taken += sum(all_gather_json(counts[0], self.ranks))  # they will be complete once more
-        self.given_up += sum(counts)
 
     def allow(self, n: int) -> None:
         """n more groups may begin."""
@@ -167,7 +143,7 @@ class Intake:
     def is_enough(self, needed: int) -> bool:
         oldest = self.version - self.max_staleness
         begun, done = (self.ranks.add(f"groups/{what}/{oldest}", 0) for what in ("begun", "done"))
-        return (self.gives_up or begun == done) and self.ranks.add(FINISHED, 0) - self.num_taken >= needed
+        return begun == done and self.ranks.add(FINISHED, 0) - self.num_taken >= needed
 
     async def look_again(self) -> None:
         if self.stream.error is not None:
