@@ -31,6 +31,19 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="no GPU"))
 
 
+def pytest_collection_finish(session):
+    if session.items and not session.config.option.collectonly:
+        import kit
+
+        kit.start_server()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--golden-write", action="store_true", help="write tests/golden/ anew, of the runs that -k chooses"
+    )
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_torch_thread():
     import torch

@@ -1,0 +1,244 @@
+"""What many tests need: ranks that start at once, and what a run left in its folder.
+
+Importing torch and rl_core takes seconds, so ranks are forked from a process that has done it. That process is forked
+itself when pytest has collected the tests: then everything is imported, and no test has started a thread yet.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+ROOT = Path(__file__).parent.parent
+GRACE_S = 20.0  # between asking ranks to end and ending them
+
+
+class ForkServer:
+    """A process that forks others for tests. It must be made before the tests start threads."""
+
+    def __init__(self):
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.folder = tempfile.mkdtemp(prefix="rl_core_ranks_")
+        self.pid = os.fork()
+        if self.pid == 0:
+            self.socket.close()
+            in_child(lambda: serve(theirs))
+        theirs.close()
+        self.replies = self.socket.makefile("r")
+
+    def start(self, request: dict[str, Any]) -> int:
+        """Process id of the launcher, which leads a session and a process group of its own."""
+        self.socket.sendall(json.dumps(request).encode() + b"\n")
+        return int(self.replies.readline())
+
+
+def in_child(run: Callable[[], Any]) -> None:
+    """Never returns: ends the process with the status that run() gives, as the interpreter would."""
+    code = 1
+    try:
+        atexit._clear()  # what the parent registered is the parent's
+        code = run()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(BaseException):
+            threading._shutdown()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code or 0)
+
+
+def serve(requests: socket.socket) -> int:
+    """Forks a launcher for every line, until the tests are gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # launchers that end are reaped by the kernel
+    for line in requests.makefile("r"):
+        request = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            requests.close()
+            in_child(lambda request=request: launch(request))
+        requests.sendall(f"{pid}\n".encode())
+    return 0
+
+
+def launch(request: dict[str, Any]) -> int:
+    """Forks the ranks, as torchrun does, and waits for them. Writes the exit status where the test looks for it."""
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    redirect(request["out"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    receive, send = os.pipe()
+    pids = []
+    for rank in range(request["ranks"]):
+        pid = os.fork()
+        if pid == 0:
+            os.close(send)
+            in_child(lambda rank=rank: run_rank(request, rank, int(os.read(receive, 8))))
+        pids.append(pid)
+    from torch.distributed import TCPStore
+
+    # Made after the ranks were forked: it starts a thread. Each read takes its eight digits.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(send, f"{store.port:08d}".encode() * len(pids))
+    code = wait_for_ranks(pids)
+    beside = Path(request["out"] + ".code.tmp")
+    beside.write_text(str(code))
+    beside.rename(request["out"] + ".code")
+    return code
+
+
+def redirect(out: str) -> None:
+    for number, name in ((1, ".stdout"), (2, ".stderr")):
+        file = os.open(out + name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdin = open(os.devnull)
+    sys.stdout, sys.stderr = (os.fdopen(os.dup(n), "w", buffering=1) for n in (1, 2))
+
+
+def wait_for_ranks(pids: list[int]) -> int:
+    """0 if all ranks end well. After the first that does not, the others are asked to end, and then made to."""
+    left, code, deadline = set(pids), 0, None
+    while left:
+        pid, status = os.waitpid(-1, os.WNOHANG if deadline else 0)
+        if pid:
+            left.discard(pid)
+            code = code or abs(os.waitstatus_to_exitcode(status))
+        if code and deadline is None:
+            deadline = time.monotonic() + GRACE_S
+            end_all(left, signal.SIGTERM)
+        if not pid and deadline:
+            if time.monotonic() > deadline:
+                end_all(left, signal.SIGKILL)
+            time.sleep(0.01)
+    return code
+
+
+def end_all(pids: set[int], number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def run_rank(request: dict[str, Any], rank: int, port: int) -> int:
+    for number, does in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        signal.signal(number, does)
+    size = str(request["ranks"])
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0"}
+    first, *args = request["args"]
+    if first == "-m":
+        sys.argv = args
+        if args[0] == "rl_core.train":  # imported already, and of the code that is under test
+            from rl_core.train import main
+
+            return main(args[1:])
+        runpy.run_module(args[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [first, *args]
+        sys.path.insert(0, str(Path(first).parent))
+        runpy.run_path(first, run_name="__main__")
+    return 0
+
+
+server: ForkServer | None = None
+
+
+def start_server() -> None:
+    global server
+    import torch
+    import transformers  # noqa: F401 - what the ranks are to find imported
+
+    import rl_core.build
+    import rl_core.train  # noqa: F401
+
+    torch.set_num_threads(1)
+    server = ForkServer()
+
+
+class RanksProcess:
+    """Ranks that run: their output so far, their end, and signals to all of them."""
+
+    def __init__(self, num_ranks: int, args, cwd: Path | None, env: dict[str, str]):
+        assert server is not None, "conftest.py starts it"
+        self.args = list(map(str, args))
+        self.out = tempfile.mkdtemp(dir=server.folder) + "/ranks"
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""} | env
+        request = {"ranks": num_ranks, "args": self.args, "cwd": str(cwd or os.getcwd()), "env": dict(env)}
+        self.pid = server.start(request | {"out": self.out})
+
+    def text(self, kind: str) -> str:
+        file = Path(f"{self.out}.{kind}")
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def signal(self, number: int) -> None:
+        """To every rank, and to their launcher if it is SIGKILL."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def poll(self) -> int | None:
+        return int(self.text("code")) if self.text("code") else None
+
+    def wait(self, timeout_s: float) -> int:
+        deadline = time.monotonic() + timeout_s
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                self.signal(signal.SIGKILL)
+                raise AssertionError(f"still running after {timeout_s} s: {self.args}\n{self.both()}")
+            time.sleep(0.01)
+        return code
+
+    def both(self) -> str:
+        return f"{self.text('stdout')}\n{self.text('stderr')}"
+
+
+def run_ranks(
+    num_ranks: int,
+    *args: str | Path,
+    timeout_s: float = 120,
+    check: bool = True,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess:
+    """Runs a Python file or `-m module` on so many forked ranks with gloo, as torchrun would, and returns their output and
+    status. Fails with their output unless every rank ended well."""
+    ranks = RanksProcess(num_ranks, args, cwd, env or {})
+    code = ranks.wait(timeout_s)
+    assert not (check and code), f"exit code {code}: {ranks.args}\n{ranks.both()}"
+    return subprocess.CompletedProcess(ranks.args, code, ranks.text("stdout"), ranks.text("stderr"))
+
+
+def metrics(out: Path) -> list[dict]:
+    """Every line of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def trajectories(file: Path) -> list[dict]:
+    with zstandard.ZstdDecompressor().stream_reader(file.open("rb")) as stream:
+        return [json.loads(line) for line in io.TextIOWrapper(stream)]
