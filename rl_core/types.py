@@ -89,7 +89,8 @@ class Completion:
 
 @dataclass(kw_only=True, slots=True)
 class Turn:
-    prompt_ids: list[int]  # everything the actor saw before it spoke, from the first token on
+    new_ids: list[int]  # what the actor saw since its last turn; the whole prompt if the turn is fresh
+    is_fresh: bool  # the token stream begins here: the first turn, or the chat template rewrote history
     completion: Completion
 
 

@@ -370,7 +370,7 @@ def test_the_overlong_penalty_is_dapos():
 
 def episode(reward: float, length: int, status="ok") -> Trajectory:
     done = Completion(token_ids=[9] * length, logprobs=[-1.0] * length, text="", finish_reason="", policy_version=0)
-    turns = [Turn(prompt_ids=[8, 8], completion=done)]
+    turns = [Turn(new_ids=[8, 8], is_fresh=True, completion=done)]
     return Trajectory(task_id="t", env="e", group_id="g", turns=turns, reward=reward, status=status)
 
 

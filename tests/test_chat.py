@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.data.chat import Chat, TokenStream, imitation_turns, load_chat
-from rl_core.data.samples import samples_from_turns
+from rl_core.data.samples import prompts_of, samples_from_turns
 from rl_core.types import Completion, Turn
 
 pytest.importorskip("trl")
@@ -133,7 +133,7 @@ def talk(chat, rng, num_turns):
         before = stream.prompt_ids
         token_ids, finish_reason = sample(chat, rng)
         text = chat.decode(token_ids)
-        turns.append(turn_of(before, token_ids, text, finish_reason, len(turns)))
+        turns.append(turn_of(stream, token_ids, text, finish_reason, len(turns)))
         messages = [*messages, {"role": "assistant", "content": text}]
         new = [next_message(chat, messages, words(rng))] if rng.random() < 0.4 else [user(words(rng))]
         messages = messages + new
@@ -149,12 +149,12 @@ def talk(chat, rng, num_turns):
     return turns, grown
 
 
-def turn_of(prompt_ids, token_ids, text, finish_reason, version):
+def turn_of(stream, token_ids, text, finish_reason, version):
     logprobs = [-0.5 - i for i in range(len(token_ids))]
     completion = Completion(
         token_ids=token_ids, logprobs=logprobs, text=text, finish_reason=finish_reason, policy_version=version
     )
-    return Turn(prompt_ids=prompt_ids, completion=completion)
+    return stream.turn(completion)
 
 
 @every_template
@@ -292,7 +292,7 @@ def test_thinking_is_kept_apart_where_the_template_reads_it_so():
 def test_imitation_does_not_open_thinking_twice():
     chat = chat_of(next(p for p in TEMPLATES if p.stem == "deepseekv3"))
     (turn,) = imitation_turns(chat, [user("hello"), answer("<think>\nthe fox\n</think>\n\n42")])
-    assert chat.tokenizer.decode(turn.prompt_ids).endswith("<think>\n")
+    assert chat.tokenizer.decode(turn.new_ids).endswith("<think>\n")
     assert turn.completion.text == "the fox\n</think>\n\n42"
 
 
@@ -365,7 +365,7 @@ def test_imitation_leaves_out_messages_that_are_only_context():
     chat = Chat(make_tokenizer(), CHATML)
     turns = imitation_turns(chat, [user("hello"), answer("the fox", train=False), user("because"), answer("42")])
     assert [t.completion.text for t in turns] == ["42"]
-    assert "the fox<|im_end|>\n" in chat.tokenizer.decode(turns[0].prompt_ids)
+    assert "the fox<|im_end|>\n" in chat.tokenizer.decode(turns[0].new_ids)
 
 
 @every_template
@@ -376,8 +376,8 @@ def test_imitated_turns_are_prompted_as_an_engine_would_be(path):
         messages = [user("hello"), answer(said), user("because"), answer(said), user("hello"), answer(said)]
         turns = imitation_turns(chat, messages)
         assert len(turns) == 3
-        for i, turn in enumerate(turns):
-            prompt = chat.tokenizer.decode(turn.prompt_ids)
+        for i, (turn, seen) in enumerate(zip(turns, prompts_of(turns), strict=True)):
+            prompt = chat.tokenizer.decode(seen)
             reference = chat.tokenizer.decode(reference_ids(chat, messages[: 2 * i + 1]))
             prompt = prompt.replace("<|return|>", "")  # what was said stays, though history would not show it
             assert without_space(prompt) == without_space(reference)

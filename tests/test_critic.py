@@ -228,7 +228,7 @@ def test_a_critic_starts_from_a_reward_model_or_at_zero(tiny_model, tmp_path):
 
 def episode(env: str, group: int, reward: float, length: int) -> Trajectory:
     done = Completion(token_ids=[9] * length, logprobs=[-1.0] * length, text="", finish_reason="", policy_version=0)
-    turns = [Turn(prompt_ids=[8, 8], completion=done)]
+    turns = [Turn(new_ids=[8, 8], is_fresh=True, completion=done)]
     return Trajectory(task_id="t", env=env, group_id=f"{env}{group}", turns=turns, reward=reward)
 
 

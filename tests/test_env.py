@@ -46,7 +46,7 @@ class Conversation:
         self.truncated = text.endswith("...")
         reason = "length" if self.truncated else "stop"
         completion = Completion(token_ids=[1], logprobs=[0.0], text=text, finish_reason=reason, policy_version=0)
-        self.turns.append(Turn(prompt_ids=[0], completion=completion))
+        self.turns.append(Turn(new_ids=[0], is_fresh=not self.turns, completion=completion))
         self.messages.append({"role": "assistant", "content": text})
         return completion
 

@@ -15,7 +15,7 @@ from make_tiny_model import bpe_tokenizer, character_tokenizer, make_tiny_model
 
 from rl_core.config import RolloutConfig
 from rl_core.data.chat import Chat
-from rl_core.data.samples import samples_from_turns
+from rl_core.data.samples import prompts_of, samples_from_turns
 from rl_core.data.tasks import make_task
 from rl_core.distributed import init_ranks
 from rl_core.sampling.actor import Actor
@@ -797,15 +797,14 @@ def test_every_actors_tokens_masks_and_logprobs_equal_a_naive_simulation(env_of,
         said = [m["content"] for m in t.messages if m["role"] == "assistant"]
         assert said == [turn.completion.text for turn in t.turns]
         places = [i for i, m in enumerate(t.messages) if m["role"] == "assistant"]
-        for number, (turn, place) in enumerate(zip(t.turns, places, strict=True)):
-            assert turn.prompt_ids == naive_ids(t.actor, actor.chat, t.messages[:place], t.turns[:number])
+        for number, (turn, prompt, place) in enumerate(zip(t.turns, prompts_of(t.turns), places, strict=True)):
+            assert prompt == naive_ids(t.actor, actor.chat, t.messages[:place], t.turns[:number])
             num_without_end += turn.completion.token_ids[-1] not in actor.stop_token_ids
         [sample] = samples_from_turns(t.turns, 1.0)  # its stream only grew
-        last = t.turns[-1]
-        assert sample.token_ids == last.prompt_ids + last.completion.token_ids
-        sampled = {
-            i for turn in t.turns for i in range(len(turn.prompt_ids), len(turn.prompt_ids + turn.completion.token_ids))
-        }
+        prompts, said = prompts_of(t.turns), [turn.completion.token_ids for turn in t.turns]
+        assert sample.token_ids == prompts[-1] + said[-1]
+        assert sum(len(turn.new_ids + ids) for turn, ids in zip(t.turns, said, strict=True)) == len(sample.token_ids)
+        sampled = {i for ids, new in zip(prompts, said, strict=True) for i in range(len(ids), len(ids + new))}
         assert [i for i, m in enumerate(sample.loss_mask) if m] == sorted(sampled)
         with torch.no_grad():
             logits = model(torch.tensor([sample.token_ids])).logits[0].double().log_softmax(-1)

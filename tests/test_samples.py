@@ -4,20 +4,20 @@ import pytest
 from test_chat import CHATML, make_tokenizer
 
 from rl_core.data.chat import Chat
-from rl_core.data.samples import imitation_samples, samples_from_turns
+from rl_core.data.samples import imitation_samples, prompts_of, samples_from_turns
 from rl_core.types import Completion, Turn
 
 
-def turn(prompt_ids, token_ids, version=0):
+def turn(new_ids, token_ids, version=0, is_fresh=False):
     logprobs = [-float(t) for t in token_ids]
     completion = Completion(
         token_ids=token_ids, logprobs=logprobs, text="", finish_reason="stop", policy_version=version
     )
-    return Turn(prompt_ids=prompt_ids, completion=completion)
+    return Turn(new_ids=new_ids, is_fresh=is_fresh, completion=completion)
 
 
 def test_turns_that_extend_each_other_are_one_sample():
-    turns = [turn([1, 2], [3, 4], version=7), turn([1, 2, 3, 4, 5], [6], version=8)]
+    turns = [turn([1, 2], [3, 4], version=7, is_fresh=True), turn([5], [6], version=8)]
     (sample,) = samples_from_turns(turns, [0.5, -1.0], group_id="g")
     assert sample.token_ids == [1, 2, 3, 4, 5, 6]
     assert sample.loss_mask == [0, 0, 1, 1, 0, 1]
@@ -27,20 +27,20 @@ def test_turns_that_extend_each_other_are_one_sample():
     assert sample.group_id == "g"
 
 
-@pytest.mark.parametrize("prompt_ids", [[1, 2, 9, 4, 5], [1, 2, 3], [9]])
-def test_a_prompt_that_does_not_extend_the_tokens_before_begins_a_sample(prompt_ids):
-    first, second = samples_from_turns([turn([1, 2], [3, 4]), turn(prompt_ids, [6])], 1.0)
+def test_a_prompt_that_does_not_extend_the_tokens_before_begins_a_sample():
+    turns = [turn([1, 2], [3, 4], is_fresh=True), turn([1, 2, 9, 4, 5], [6], is_fresh=True), turn([7], [8])]
+    first, second = samples_from_turns(turns, 1.0)
     assert first.token_ids == [1, 2, 3, 4]
-    assert second.token_ids == [*prompt_ids, 6]
-    assert sum(second.loss_mask) == 1
+    assert (second.token_ids, second.loss_mask) == ([1, 2, 9, 4, 5, 6, 7, 8], [0, 0, 0, 0, 0, 1, 0, 1])
+    assert prompts_of(turns) == [[1, 2], [1, 2, 9, 4, 5], [1, 2, 9, 4, 5, 6, 7]]
 
 
 def test_a_turn_follows_directly_and_changes_no_turn():
-    turns = [turn([1], [2]), turn([1, 2], [3])]
+    turns = [turn([1], [2], is_fresh=True), turn([], [3])]
     (sample,) = samples_from_turns(turns, 1.0)
     assert sample.token_ids == [1, 2, 3]
     assert [t.completion.token_ids for t in turns] == [[2], [3]]
-    assert turns[0].prompt_ids == [1]
+    assert turns[0].new_ids == [1]
 
 
 def test_nothing_sampled_leaves_no_sample():

@@ -148,7 +148,8 @@ def test_tasks_of_a_mix_are_the_same_from_any_position_on():
 
 def episode(rewards: list[float]) -> Trajectory:
     turn = Turn(
-        prompt_ids=[1],
+        new_ids=[1],
+        is_fresh=True,
         completion=Completion(token_ids=[2, 3], logprobs=[-1.0, -1.0], text="", finish_reason="stop", policy_version=0),
     )
     return Trajectory(

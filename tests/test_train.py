@@ -28,8 +28,15 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 
 def trajectories(file: Path) -> list[dict]:
+    """Its rows, each turn with all that the actor saw before it as `prompt_ids`."""
     with zstandard.ZstdDecompressor().stream_reader(file.open("rb")) as stream:
-        return [json.loads(line) for line in io.TextIOWrapper(stream)]
+        rows = [json.loads(line) for line in io.TextIOWrapper(stream)]
+    for turns in (row["turns"] for row in rows):
+        seen = []
+        for turn in turns:
+            turn["prompt_ids"] = [*([] if turn["is_fresh"] else seen), *turn["new_ids"]]
+            seen = turn["prompt_ids"] + turn["completion"]["token_ids"]
+    return rows
 
 
 def test_grpo_teaches_the_order_that_sft_did_not(warm_model, tmp_path):

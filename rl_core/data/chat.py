@@ -276,9 +276,8 @@ class TokenStream:
         self._chat = chat
         self._tools = tools
         self.messages = list(messages)
-        self.rendered, self.prompt_ids = chat.first_prompt(
-            messages, tools
-        )  # prompt_ids: what the engine is to be given
+        self.rendered, self.prompt_ids = chat.first_prompt(messages, tools)  # prompt_ids: for the engine
+        self.new_ids, self.is_fresh = self.prompt_ids, True  # as of the Turn that is to come
 
     def append(self, token_ids: list[int], text: str, new_messages: list[Message]) -> bool:
         """The actor sampled token_ids (decoded: text), then others said new_messages; prompt_ids then ends with the
@@ -292,10 +291,16 @@ class TokenStream:
         suffix = _text_after(rendered, self.rendered, said)
         self.messages, self.rendered = messages, rendered
         if suffix is None:
-            self.prompt_ids = self._chat.encode(rendered)
+            self.prompt_ids = self.new_ids = self._chat.encode(rendered)
+            self.is_fresh = True
             return False
-        self.prompt_ids = [*self.prompt_ids, *token_ids, *self._chat.encode_after(token_ids, suffix)]
+        self.new_ids, self.is_fresh = self._chat.encode_after(token_ids, suffix), False
+        self.prompt_ids = [*self.prompt_ids, *token_ids, *self.new_ids]
         return True
+
+    def turn(self, completion: Completion) -> Turn:
+        """The turn in which the actor answers the prompt."""
+        return Turn(new_ids=self.new_ids, is_fresh=self.is_fresh, completion=completion)
 
 
 def load_chat(path: str, chat_template: str | None = None) -> Chat:
@@ -330,7 +335,7 @@ def imitation_turns(chat: Chat, messages: list[Message], tools: list | None = No
             finish_reason="stop",
             policy_version=0,
         )
-        turns.append(Turn(prompt_ids=stream.prompt_ids, completion=completion))
+        turns.append(stream.turn(completion))
     return turns
 
 

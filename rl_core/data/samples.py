@@ -20,15 +20,15 @@ def samples_from_turns(
     observed: list[range] | None = None,
     observation_weight: float = 0.0,
 ) -> list[TrainingSample]:
-    """One sample for each run of turns whose prompt extends the tokens before it, so that shared tokens are computed
-    once. `advantages` is of all turns or of each. Turns in which nothing was sampled leave no sample. `observed` names
-    the places of each turn's prompt that are trained too, with a weight of their own."""
+    """One sample for each fresh turn and those that extend it. `advantages` is of all turns or of each. Turns in which
+    nothing was sampled leave no sample. `observed` names the places of each turn's new_ids that are trained too, with a
+    weight of their own."""
     if not isinstance(advantages, list):
         advantages = [advantages] * len(turns)
     assert len(advantages) == len(turns), (len(advantages), len(turns))
     samples: list[TrainingSample] = []
     for number, (turn, advantage) in enumerate(zip(turns, advantages, strict=True)):
-        if not samples or turn.prompt_ids[: len(samples[-1].token_ids)] != samples[-1].token_ids:
+        if turn.is_fresh or not samples:
             samples.append(_empty_sample(group_id))
         _append_turn(samples[-1], turn, advantage, observed[number] if observed else range(0), observation_weight)
     return [s for s in samples if any(s.loss_mask)]
@@ -55,10 +55,10 @@ def imitation_samples(
 def recorded_turns(row: dict[str, Any]) -> list[Turn]:
     """An episode's turns with the tokens that were sampled. Their logprobs are of no use here, and were not kept."""
     turns = []
-    for prompt_ids, token_ids in row["turns"]:
+    for new_ids, is_fresh, token_ids in row["turns"]:
         ids = list(token_ids)
         done = Completion(token_ids=ids, logprobs=[0.0] * len(ids), text="", finish_reason="stop", policy_version=0)
-        turns.append(Turn(prompt_ids=list(prompt_ids), completion=done))
+        turns.append(Turn(new_ids=list(new_ids), is_fresh=is_fresh, completion=done))
     return turns
 
 
@@ -72,45 +72,54 @@ def observations(
     if len(spoken) != len(turns):  # an episode whose messages are not those of its turns
         return turns, [range(0)] * len(turns)
     if spoken[-1] + 1 < len(messages):
-        turns = turns + _closing_turn(chat, turns[-1], messages, spoken[-1], tools)
+        turns = turns + _closing_turn(chat, turns, messages, spoken[-1], tools)
     spans = [range(0)]
     for number, turn in enumerate(turns[1:], 1):
         first, until = spoken[number - 1] + 1, spoken[number] if number < len(spoken) else len(messages)
         is_context = any(m.get("train") is False for m in messages[first:until])
-        before = turns[number - 1].prompt_ids + turns[number - 1].completion.token_ids
-        span = range(0) if is_context else _answer_span(chat, before, turn.prompt_ids, messages[:until], first, tools)
+        said = turns[number - 1].completion.token_ids
+        span = range(0) if is_context else _answer_span(chat, said, turn, messages[:until], first, tools)
         spans.append(span)
     return turns, spans
 
 
-def _closing_turn(chat: Chat, turn: Turn, messages: list[Message], place: int, tools: list | None) -> list[Turn]:
+def prompts_of(turns: list[Turn]) -> list[list[int]]:
+    """All that the actor saw before each turn, which is what the engine was given."""
+    prompts: list[list[int]] = []
+    for number, turn in enumerate(turns):
+        before = [] if turn.is_fresh else [*prompts[-1], *turns[number - 1].completion.token_ids]
+        prompts.append([*before, *turn.new_ids])
+    return prompts
+
+
+def _closing_turn(chat: Chat, turns: list[Turn], messages: list[Message], place: int, tools: list | None) -> list[Turn]:
     """A turn in which nothing is said, and which shows what follows the last one, said in messages[place]; none where the
     template rewrites a history whose tokens are not known to be those of the messages."""
-    stream, done = TokenStream(chat, messages[:place], tools), turn.completion
+    stream, done = TokenStream(chat, messages[:place], tools), turns[-1].completion
     first_ids = stream.prompt_ids
-    if stream.extend(done.token_ids, done.text or chat.decode(done.token_ids), messages):
-        prompt_ids = turn.prompt_ids + stream.prompt_ids[len(first_ids) :]
-    elif first_ids == turn.prompt_ids:
-        prompt_ids = stream.prompt_ids
-    else:
+    is_known = stream.extend(done.token_ids, done.text or chat.decode(done.token_ids), messages)
+    if not is_known and first_ids != prompts_of(turns)[-1]:
         return []
     nothing = Completion(token_ids=[], logprobs=[], text="", finish_reason="stop", policy_version=0)
-    return [Turn(prompt_ids=prompt_ids[: chat.answer_end(prompt_ids)], completion=nothing)]
+    turn = stream.turn(nothing)
+    turn.new_ids = turn.new_ids[: chat.answer_end(turn.new_ids)]
+    return [turn]
 
 
 def _answer_span(
-    chat: Chat, said: list[int], prompt_ids: list[int], messages: list[Message], first: int, tools: list | None
+    chat: Chat, said: list[int], turn: Turn, messages: list[Message], first: int, tools: list | None
 ) -> range:
-    """Where messages[first:] stand in prompt_ids; empty if they are not found, because the template rewrote them."""
-    end = chat.answer_end(prompt_ids)
+    """Where messages[first:] stand in turn.new_ids; empty if they are not found, because the template rewrote them."""
+    end = chat.answer_end(turn.new_ids)
     if not messages[first:]:
         return range(0)
-    if prompt_ids[: len(said)] == said:
+    if not turn.is_fresh:
         # A turn cut short has no end token; the template's is nobody's answer.
-        is_cut = said[-1:] and said[-1] not in chat.stop_token_ids and prompt_ids[len(said)] in chat.stop_token_ids
-        return range(len(said) + bool(is_cut), end)
+        is_ended, follows = said and said[-1] in chat.stop_token_ids, turn.new_ids[:1]
+        is_cut = not is_ended and follows and follows[0] in chat.stop_token_ids
+        return range(bool(is_cut), end)
     ids = chat.answer_ids(messages, first, tools)
-    return range(end - len(ids), end) if prompt_ids[end - len(ids) : end] == ids else range(0)
+    return range(end - len(ids), end) if turn.new_ids[end - len(ids) : end] == ids else range(0)
 
 
 def _without_zero_weights(sample: TrainingSample) -> TrainingSample:
@@ -262,12 +271,10 @@ def _empty_sample(group_id: str) -> TrainingSample:
 def _append_turn(
     sample: TrainingSample, turn: Turn, advantage: float, observed: range = range(0), observation_weight: float = 0.0
 ) -> None:
-    done, begin = turn.completion, len(sample.token_ids)
-    new_ids = turn.prompt_ids[begin:]
-    num_new, num_done = len(new_ids), len(done.token_ids)
+    done, num_new, num_done = turn.completion, len(turn.new_ids), len(turn.completion.token_ids)
     assert len(done.logprobs) == num_done, (len(done.logprobs), num_done)
-    heard = [int(place in observed) for place in range(begin, begin + num_new)]
-    sample.token_ids += new_ids + done.token_ids
+    heard = [int(place in observed) for place in range(num_new)]
+    sample.token_ids += turn.new_ids + done.token_ids
     sample.loss_mask += heard + [1] * num_done
     sample.rollout_logprobs += [0.0] * num_new + list(done.logprobs)
     sample.policy_versions += [h - 1 for h in heard] + done.policy_versions

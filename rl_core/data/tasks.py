@@ -97,7 +97,9 @@ def load_rollouts(files: list[Path], source: str, min_reward: float | None, acto
 
 def episode_row(episode: dict[str, Any], tokenizer: str) -> dict[str, Any]:
     """A trajectory as a row; arrays take a tenth of the memory of lists."""
-    turns = [(array("i", t["prompt_ids"]), array("i", t["completion"]["token_ids"])) for t in episode["turns"]]
+    turns = [
+        (array("i", t["new_ids"]), t["is_fresh"], array("i", t["completion"]["token_ids"])) for t in episode["turns"]
+    ]
     return {"messages": episode["messages"], "reward": episode["reward"], "turns": turns, "tokenizer": tokenizer}
 
 

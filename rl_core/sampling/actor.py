@@ -95,7 +95,7 @@ class Conversation:
         session = "" if is_last else self.session
         with span(f"engine {speaker.name}", "generate"):
             completion = await speaker.actor.engine.generate(prompt_ids, params, seed=seed, session=session)
-        self.turns.append(Turn(prompt_ids=prompt_ids, completion=completion))
+        self.turns.append(self.stream.turn(completion))
         self.messages.append({"role": "assistant", "content": completion.text})
         self.truncated = completion.finish_reason == "length"
         return completion

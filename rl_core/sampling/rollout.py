@@ -265,7 +265,7 @@ def unpacked(data: bytes) -> list[Trajectory]:
     found = []
     for line in zstandard.ZstdDecompressor().decompress(data).splitlines():
         fields = json.loads(line)
-        turns = [Turn(prompt_ids=t["prompt_ids"], completion=Completion(**t["completion"])) for t in fields["turns"]]
+        turns = [Turn(**turn | {"completion": Completion(**turn["completion"])}) for turn in fields["turns"]]
         found.append(Trajectory(**fields | {"turns": turns}))
     return found
 
