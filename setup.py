@@ -26,10 +26,20 @@ EXTRAS = {
     "liger": ["liger-kernel>=0.8"],
     "flash": ["flash-attn>=2.8"],
     "ring": ["ring_flash_attn>=0.1.8"],
+    "serve": ["aiohttp>=3.9"],
 }
 # Each SGLang asks for one torch and one transformers exactly: docs/engines.md.
 EXTRAS["sglang"] = ["sglang>=0.5.17"]
-EXTRAS["test"] = [*EXTRAS["api"], *EXTRAS["math"], *EXTRAS["lora"], *EXTRAS["bnb"], "pytest>=8", "ruff", "trl==1.16.0"]
+EXTRAS["test"] = [
+    *EXTRAS["api"],
+    *EXTRAS["math"],
+    *EXTRAS["lora"],
+    *EXTRAS["bnb"],
+    *EXTRAS["serve"],
+    "pytest>=8",
+    "ruff",
+    "trl==1.16.0",
+]
 # torch for CUDA brings its own; elsewhere its interpreter and compiler test the kernels without a GPU.
 EXTRAS["test"] += [f"{name}; platform_system == 'Linux'" for name in ("triton>=3.3", *EXTRAS["liger"])]
 

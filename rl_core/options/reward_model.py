@@ -1,0 +1,276 @@
+"""A reward model scores conversations: in this process, or asked for over HTTP.
+
+model = RewardModel("runs/rm/hf/policy")
+model.score([[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]])     # [1.25]
+
+python -m rl_core.options.reward_model --model runs/rm/hf/policy --port 8001
+await remote_scores("http://127.0.0.1:8001", [messages])                                         # [1.25]
+
+POST /classify {"messages": [...] or [[...], ...], "tools": [...]} -> {"data": [{"index": 0, "score": 1.25}], ...}
+GET  /health                                                       -> {"status": "ok", "model": "..."}
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from rl_core.config import nearest
+from rl_core.data.chat import load_chat
+from rl_core.data.samples import conversation_ids
+from rl_core.data.tasks import check_messages
+from rl_core.types import Message
+
+MAX_PAUSE_S = 5.0  # between two attempts at a server
+KEYS = ("messages", "tools")
+
+
+class RewardModel:
+    """A sequence classifier with one label, such as --algorithm rm exports. Threads may share it; they take turns."""
+
+    def __init__(
+        self, path: str, device: str | None = None, chat_template: str | None = None, batch_tokens: int = 16384
+    ):
+        """batch_tokens bounds one forward, padding included. Weights are held in fp32 on a CPU, elsewhere in the folder's
+        dtype. Raises ValueError if the folder holds no trained reward model."""
+        import torch  # takes seconds to import, which --help does not wait for
+
+        if device is None:
+            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+        self.path, self.device, self.batch_tokens = path, torch.device(device), batch_tokens
+        self.model = load_classifier(path, self.device)
+        self.chat = load_chat(path, chat_template)
+        self.max_tokens = getattr(self.model.config.get_text_config(), "max_position_embeddings", math.inf)
+        self.lock = threading.Lock()  # tokenizers are not thread-safe
+
+    def score(self, conversations: Sequence[list[Message]], tools: list | None = None) -> list[float]:
+        """A finite score of each conversation: the higher, the better its last reply. Raises ValueError for messages that
+        the chat template refuses, and for more tokens than the model reads."""
+        return self.score_ids([self.token_ids(messages, tools) for messages in conversations])
+
+    def token_ids(self, messages: list[Message], tools: list | None = None) -> list[int]:
+        """The tokens that training scored: the conversation as the chat template renders it."""
+        try:
+            with self.lock:
+                ids = conversation_ids(self.chat, check_messages(messages), tools)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"the messages cannot be rendered: {type(error).__name__}: {error}") from None
+        if not 0 < len(ids) <= self.max_tokens:
+            raise ValueError(f"a conversation of {len(ids)} tokens; the model reads 1 to {self.max_tokens}")
+        return ids
+
+    def score_ids(self, conversations: Sequence[list[int]]) -> list[float]:
+        """As score(), of token ids. Conversations of similar length share a forward."""
+        scores = [math.nan] * len(conversations)
+        with self.lock:
+            for part in padded_batches([len(ids) for ids in conversations], self.batch_tokens):
+                for i, score in zip(part, self.forward([conversations[i] for i in part]), strict=True):
+                    scores[i] = score
+        if bad := [score for score in scores if not math.isfinite(score)]:
+            raise ValueError(f"{self.path} gave a score of {bad[0]}: its weights are broken, or overflow in this dtype")
+        return scores
+
+    def forward(self, conversations: list[list[int]]) -> list[float]:
+        import torch
+
+        rows = [torch.tensor(ids, device=self.device) for ids in conversations]
+        last = torch.tensor([len(ids) - 1 for ids in conversations], device=self.device)
+        input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = (torch.arange(input_ids.shape[1], device=self.device) <= last[:, None]).long()
+        # The classifier's own forward finds the end by a padding token, in which a conversation may end.
+        with torch.inference_mode():
+            hidden = self.model.base_model(input_ids=input_ids, attention_mask=mask, use_cache=False).last_hidden_state
+            return self.model.score(hidden[torch.arange(len(rows), device=self.device), last].float())[:, 0].tolist()
+
+
+def load_classifier(path: str, device: Any) -> Any:
+    """The model with its head in fp32. Weights come from safetensors alone, code from transformers alone."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    how = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
+    dtype = torch.float32 if device.type == "cpu" else "auto"
+    try:
+        model, found = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, **how)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"model {path!r} cannot score: {str(error).splitlines()[0]}") from None
+    missing = sorted(found["missing_keys"])
+    if missing or model.config.num_labels != 1 or not hasattr(model, "score"):
+        why = f"it lacks {missing[0]}" if missing else f"it has {model.config.num_labels} labels"
+        raise ValueError(
+            f"model {path!r} is no trained reward model, {why}: give a sequence classifier with one label, such as "
+            "the folder hf/policy of a run with --algorithm rm"
+        )
+    model.score.float()
+    return model.to(device).eval()
+
+
+def padded_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Indices, longest first, in parts of at most max_tokens once all of a part are padded to its longest."""
+    parts: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= max_tokens:
+            parts[-1].append(i)
+        else:
+            parts.append([i])
+    return parts
+
+
+async def remote_scores(
+    url: str, conversations: Sequence[list[Message]], tools: list | None = None, timeout_s: float = 30.0
+) -> list[float]:
+    """Scores as RewardModel.score(), by the server at `url`. A server that is not there or busy is asked again until
+    timeout_s is over, then ConnectionError says why. Raises ValueError for what the server refuses."""
+    import aiohttp
+
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{url=} must begin with http:// or https://, such as http://127.0.0.1:8001")
+    body = {"messages": list(conversations)} | ({"tools": tools} if tools else {})
+    deadline_s, pause_s = asyncio.get_running_loop().time() + timeout_s, 0.1
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
+        while True:
+            try:
+                async with session.post(f"{url.rstrip('/')}/classify", json=body) as response:
+                    if response.status == 200:
+                        return [item["score"] for item in (await response.json())["data"]]
+                    reason = f"{response.status}: {(await response.text())[:500]}"
+                    if response.status < 500 and response.status != 429:
+                        raise ValueError(f"{url} refused the request with {reason}")
+            except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError) as error:
+                reason = f"{type(error).__name__}: {error}" if str(error) else "no answer"
+            if asyncio.get_running_loop().time() + pause_s >= deadline_s:
+                raise ConnectionError(f"no scores from {url} within {timeout_s:g} s ({reason}); is the server up?")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+
+class ScoreServer:
+    """Answers POST /classify. Requests that arrive while the model computes are its next batch."""
+
+    def __init__(self, model: RewardModel):
+        self.model = model
+        self.waiting: list[tuple[list[list[int]], asyncio.Future]] = []
+        self.scorer: asyncio.Task | None = None
+
+    async def classify(self, request):
+        from aiohttp import web
+
+        try:
+            asked = conversations_of(await request.json())
+            token_ids = []
+            for place, messages, tools in asked:
+                try:
+                    token_ids.append(self.model.token_ids(messages, tools))
+                except ValueError as error:
+                    raise ValueError(f"{place}: {error}") from None
+            scores = await self.scores(token_ids)
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            return web.json_response({"error": f"not JSON: {error}"}, status=400)
+        except ValueError as error:
+            return web.json_response({"error": str(error)}, status=400)
+        data = [{"index": i, "score": score} for i, score in enumerate(scores)]
+        usage = {"prompt_tokens": sum(map(len, token_ids))}
+        return web.json_response({"object": "list", "model": self.model.path, "data": data, "usage": usage})
+
+    async def health(self, request):
+        from aiohttp import web
+
+        return web.json_response({"status": "ok", "model": self.model.path})
+
+    async def scores(self, conversations: list[list[int]]) -> list[float]:
+        future = asyncio.get_running_loop().create_future()
+        self.waiting.append((conversations, future))
+        if self.scorer is None or self.scorer.done():
+            self.scorer = asyncio.create_task(self.work())
+        return await future
+
+    async def work(self) -> None:
+        while self.waiting:
+            jobs, self.waiting = self.waiting, []
+            try:
+                await self.score(jobs)
+            except Exception:  # whoever asked is told; the server goes on
+                for job in jobs:  # one by one, so that nobody is refused for what another asked
+                    try:
+                        await self.score([job])
+                    except Exception as error:
+                        job[1].set_exception(error)
+
+    async def score(self, jobs: list[tuple[list[list[int]], asyncio.Future]]) -> None:
+        found = await asyncio.to_thread(self.model.score_ids, [ids for asked, _ in jobs for ids in asked])
+        scores = iter(found)
+        for asked, future in jobs:
+            own = [next(scores) for _ in asked]
+            if not future.done():  # the client may have gone away
+                future.set_result(own)
+
+
+def conversations_of(request: Any) -> list[tuple[str, list[Message], list | None]]:
+    """(where it stands, messages, tools) of each conversation that a request asks about. Raises ValueError."""
+    if not isinstance(request, dict):
+        raise ValueError(f"must be a JSON object with 'messages', is a {type(request).__name__}")
+    for key in sorted(request.keys() - set(KEYS)):
+        raise ValueError(f"unknown key {key!r}; {nearest(key, KEYS)}")
+    messages, tools = request.get("messages"), request.get("tools") or None
+    if not isinstance(tools, (list, type(None))):
+        raise ValueError("'tools' must be a list of OpenAI schemas")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("'messages' must be a conversation (a list of messages), or a list of conversations")
+    if isinstance(messages[0], dict):
+        return [("messages", messages, tools)]
+    return [(f"messages[{i}]", conversation, tools) for i, conversation in enumerate(messages)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Loads the model once and serves until Ctrl-C. Gives the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m rl_core.options.reward_model", allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="folder or hub name of a reward model: runs/rm/hf/policy")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all interfaces")
+    parser.add_argument("--port", type=int, default=8001, help="0 takes a free one [8001]")
+    parser.add_argument("--device", help="such as cuda:1 or cpu; default: the first GPU if there is one")
+    parser.add_argument("--batch_tokens", type=int, default=16384, help="tokens of one forward, with padding [16384]")
+    parser.add_argument("--max_request_mib", type=float, default=16, help="a larger request is refused [16]")
+    args = parser.parse_args(argv)
+    try:
+        asyncio.run(serve(args))
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def serve(args: argparse.Namespace) -> None:
+    try:
+        from aiohttp import web
+    except ImportError:
+        raise ValueError("serving needs aiohttp, which is not installed: pip install .[serve]") from None
+    server = ScoreServer(RewardModel(args.model, args.device, batch_tokens=args.batch_tokens))
+    app = web.Application(client_max_size=int(args.max_request_mib * 2**20))
+    app.add_routes([web.post(path, server.classify) for path in ("/classify", "/v1/classify")])
+    app.add_routes([web.get("/health", server.health)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, args.host, args.port)
+        try:
+            await site.start()
+        except OSError as error:
+            why = os.strerror(error.errno) if error.errno else error
+            raise OSError(f"cannot listen on {args.host}:{args.port}: {why}; take another --port") from None
+        print(f"scores of {args.model} at http://{args.host}:{runner.addresses[0][1]}", flush=True)
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
