@@ -21,9 +21,10 @@ ROOMS = {
     "shared": ["timeline", "link", "distributed", "host_copies", "metrics"],
     "sampling": ["sampling"],
     "learning": ["learning"],
-    "serving": ["serving"],
     "engines": ["engines"],
-    "roof": ["train", "canary", "costs", "build", "credit", "groups", "loop", "cli", "check", "tryout"],
+    "options": ["options"],
+    "tools": ["tools", "cli"],
+    "roof": ["train", "canary", "costs", "build", "credit", "groups", "loop", "check", "tryout"],
 }
 BELOW = {
     "ground": set(),
@@ -31,9 +32,11 @@ BELOW = {
     "shared": {"ground", "pure"},
     "sampling": {"ground", "pure", "shared"},
     "learning": {"ground", "pure", "shared"},
-    "serving": {"ground", "pure", "shared"},
+    # Options stand beside the spine: they may import it, and it finds them by name (a table of "module:attribute").
     "engines": {"ground", "pure", "shared", "sampling", "learning"},
-    "roof": {"ground", "pure", "shared", "sampling", "learning", "serving", "engines"},
+    "options": {"ground", "pure", "shared", "sampling", "learning", "engines"},
+    "roof": {"ground", "pure", "shared", "sampling", "learning"},
+    "tools": {"ground", "pure", "shared", "sampling", "learning", "engines", "options", "roof"},
 }
 ROOM_OF = {name: room for room, names in ROOMS.items() for name in names}
 ONLY_IN = {"sglang": {"rl_core.sampling.sglang_server"}}
