@@ -150,10 +150,24 @@ def make_plan(config: Config) -> Plan:
     chats = {name: check_model(config, name) for name, actor in config.actors.items() if not actor.api}
     remote = {name: make_api_actor(config, name) for name, actor in config.actors.items() if actor.api}
     plan = Plan(config=config, algorithm=algorithm, envs=envs, chats=chats, remote=remote, train=train, eval=held_out)
+    share_device(plan)
     for source in (*(train.sources if isinstance(train, TaskMix) else [train]), *held_out.values()):
         check_lengths(plan, source)
     plan.curriculum = make_curriculum(plan)
     return plan
+
+
+def share_device(plan: Plan) -> None:
+    """Several engines of one device take turns, or are awake together and divide --engine_memory_frac."""
+    config = plan.config
+    local = {config.actors[name].share or name for name in plan.chats if not config.actors[name].servers}
+    awake = config.rollout.engines_awake
+    is_one = awake == "one" or (awake == "auto" and config.engine == "sglang")
+    plan.takes_turns = plan.algorithm.is_rl and len(local) > 1 and is_one
+    num_awake = 1 if plan.takes_turns else max(1, len(local))
+    for name in local:
+        num_engines = 1 + (config.rollout.lagged_frac > 0 and config.actors[name].is_trained)
+        plan.memory_fracs[name] = config.engine_memory_frac / num_awake / num_engines
 
 
 def choose_engine(config: Config, num_ranks: int) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import traceback
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rl_core.command_line import parse_config
@@ -18,6 +19,8 @@ from rl_core.types import RunError
 
 if TYPE_CHECKING:
     from rl_core.distributed import Ranks
+
+PLAN = "rl_core.tools.plan"  # what --dry_run prints; the spine imports no tool
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,21 +31,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse_config(argv)
         from rl_core.build import build, is_sharded, make_plan
-        from rl_core.costs import describe, fit_warning, memory_fracs, setup_of, takes_turns
         from rl_core.distributed import close_ranks, init_ranks, naming_what_was_waited_for
         from rl_core.loop import run_rank
 
         plan = make_plan(config)
         size, is_first = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("RANK", "0") == "0"
-        plan.takes_turns = takes_turns(plan, size)
-        plan.memory_fracs = memory_fracs(plan, size)
         if config.dry_run:
             if is_first:
-                print(describe(plan, size))
+                print(import_module(PLAN).describe(plan, size))
             return 0
-        for name in config.trained if is_first else ():
-            if warning := fit_warning(setup_of(plan, size, name)):
-                print(f"warning: {warning}", file=sys.stderr, flush=True)
         parts = {n: getattr(config, n) for n in ("dp_replicate", "cp", "tp", "engine_ranks")}
         ranks = init_ranks(config.timeout_s, is_sharded=is_sharded(config), **parts)
         with naming_what_was_waited_for("start, log or save", ranks, config.timeout_s):

@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 
 import torch
-from bench_costs import QWEN3, qwen3
 from bench_logprobs import held_mib
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -32,11 +31,21 @@ from rl_core.learning.model import PolicyModel, shard_policy
 from rl_core.types import TrainingSample
 
 PROMPT = 32
+# Blocks, hidden size, MLP, heads of queries and keys, tied: config.json of Qwen3; heads of 128, 151,936 vocabulary ids.
+QWEN3 = {
+    "0.6B": (28, 1024, 3072, 16, 8, True),
+    "1.7B": (28, 2048, 6144, 16, 8, True),
+    "4B": (36, 2560, 9728, 32, 8, True),
+    "8B": (36, 4096, 12288, 32, 8, False),
+}
 
 
 def model_config(size: str) -> Qwen3Config:
     if size != "tiny":
-        return qwen3(size)
+        layers, hidden, mlp, heads, kv_heads, is_tied = QWEN3[size]
+        widths = {"hidden_size": hidden, "intermediate_size": mlp, "head_dim": 128, "vocab_size": 151_936}
+        heads = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "tie_word_embeddings": is_tied}
+        return Qwen3Config(num_hidden_layers=layers, dtype="bfloat16", **widths, **heads)
     return Qwen3Config(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         intermediate_size=192, vocab_size=512, tie_word_embeddings=True,

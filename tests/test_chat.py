@@ -10,7 +10,7 @@ import pytest
 
 from rl_core.data.chat import Chat, TokenStream, imitation_turns, load_chat
 from rl_core.data.samples import prompts_of, samples_from_turns
-from rl_core.types import Completion, Turn
+from rl_core.types import Completion
 
 pytest.importorskip("trl")
 

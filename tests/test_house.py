@@ -24,7 +24,7 @@ ROOMS = {
     "engines": ["engines"],
     "options": ["options"],
     "tools": ["tools", "cli"],
-    "roof": ["train", "canary", "costs", "build", "credit", "groups", "loop", "check", "tryout"],
+    "roof": ["train", "canary", "build", "credit", "groups", "loop", "check", "tryout"],
 }
 BELOW = {
     "ground": set(),

@@ -15,7 +15,6 @@ from test_several import TALK, sizes
 from test_train import metrics, trajectories
 from transformers import AutoModelForCausalLM
 
-from rl_core import costs
 from rl_core.build import build, make_plan
 from rl_core.command_line import parse_config
 from rl_core.distributed import init_ranks
@@ -236,26 +235,6 @@ def test_who_shares_takes_what_is_not_given_and_a_saved_configuration_is_the_sam
         parse_config([*BOB, *NF4, "--actors.alice.share", "bob", "--actors.alice.lora.rank", "2"]).actors["alice"].lora
     )
     assert (own.rank, own.alpha, own.quantize) == (2, 32.0, "nf4")
-
-
-def test_the_plan_counts_shared_weights_and_their_engine_once(talk, tiny_model, tmp_path, capsys):
-    size = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny_model).parameters())
-    flags = ["--actors.judge.share", "bob", "--actors.judge.train", "false", "--rollout.engines_awake", "one"]
-    config = parse_config([*talk, *sizes(tmp_path / "run", 1), *flags])
-    plan = make_plan(config)
-    assert not costs.takes_turns(plan, 2), "one engine has nobody to take turns with"
-    tables, learners = {}, build(plan, init_ranks(60)).learners
-    for name in ("bob", "alice"):
-        s = costs.setup_of(plan, 2, name)
-        adapters = sum(p.numel() for p in learners[name].policy.parameters())
-        assert s.model.adapters == adapters
-        assert costs.held_bytes(s, s.model)[0] == 4 * (adapters + (size if name == "bob" else 0)) / 2
-        tables[name] = costs.memory(s, costs.most_work(s.config, s.algorithm))[0]
-    assert tables["bob"]["engine weights"]["generate"] == 4 * size
-    assert tables["bob"]["KV cache"] and not any(tables["alice"].get(row) for row in ("engine weights", "KV cache"))
-    assert list(costs.engines_bytes(plan, 2)) == ["bob"]
-    assert main([*talk, *sizes(tmp_path / "run", 1), "--dry_run"]) == 0
-    assert "counts with bob" in capsys.readouterr().out
 
 
 @pytest.mark.slow

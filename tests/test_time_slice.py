@@ -11,9 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl_core.build import make_plan
-from rl_core.command_line import parse_config
-from rl_core.costs import GIB, awake_bytes, describe, engines_bytes, memory_fracs, setup_of, takes_turns
 from rl_core.groups import restarts_of
 from rl_core.sampling.embedded_engine import EmbeddedEngine
 from rl_core.sampling.engine import ActorEngine, StillEngine
@@ -367,22 +364,6 @@ def test_deaths_of_an_engine_that_takes_turns_and_is_shared_are_counted_once():
     assert mortal.num_restarts == 0
 
 
-def test_the_planner_lets_engines_take_turns_where_they_do_not_fit_together(make_model, tmp_path):
-    def plan(*flags):
-        flags = [*talk(make_model, tmp_path), "--actors.alice.train", "false", "--dry_run", *flags]
-        found = make_plan(parse_config(flags))
-        found.takes_turns = takes_turns(found, 1)
-        return found
-
-    assert not plan().takes_turns or torch.cuda.is_available()
-    need = awake_bytes(plan("--device_memory_gib", "80"), 1) / GIB
-    assert plan("--device_memory_gib", str(need)).takes_turns  # some of it is never usable
-    assert not plan("--device_memory_gib", str(1.2 * need)).takes_turns
-    assert plan("--rollout.engines_awake", "one").takes_turns
-    assert not plan("--device_memory_gib", str(need), "--rollout.engines_awake", "all").takes_turns
-    assert "one at a time; GiB on one rank: bob" in describe(plan("--rollout.engines_awake", "one"), 1)
-
-
 def test_a_run_of_engines_that_take_turns_learns_what_one_without_does(make_model, tmp_path):
     from test_several import weights
     from test_train import metrics
@@ -396,31 +377,3 @@ def test_a_run_of_engines_that_take_turns_learns_what_one_without_does(make_mode
     assert all(torch.allclose(a[key], b[key], atol=1e-5) for key in a)
     assert metrics(tmp_path / "one")[-1]["rollout/engine_switches"] >= 3
     assert "rollout/engine_switches" not in metrics(tmp_path / "all")[-1]
-
-
-def test_sglangs_engines_divide_a_gpus_memory_by_what_they_need(make_model, tmp_path):
-    flags = ["--actors.alice.train", "false", "--dry_run", "--device_memory_gib", "80", "--engine_memory_frac", "0.5"]
-
-    def plan(awake: str, gib: str = "80"):
-        more = ["--rollout.engines_awake", awake, "--device_memory_gib", gib]
-        found = make_plan(parse_config([*talk(make_model, tmp_path), *flags, *more]))
-        found.config.engine = "sglang"  # which need not be installed for this
-        found.takes_turns = takes_turns(found, 1)
-        return found
-
-    needs, together = engines_bytes(plan("all"), 1), memory_fracs(plan("all"), 1)
-    assert sum(together.values()) == pytest.approx(0.5) and min(together.values()) > 0
-    assert together["alice"] / together["bob"] == pytest.approx(needs["alice"] / needs["bob"])
-    assert memory_fracs(plan("one"), 1) == {"bob": 0.5, "alice": 0.5}
-    of_each = [setup_of(plan("all"), 1, name) for name in ("bob", "alice")]
-    weights = max(s.width * s.model.total for s in of_each) / GIB
-    assert memory_fracs(plan("one", str(2.5 * weights)), 1)
-    with pytest.raises(
-        ValueError, match=r"the engine of \w+ has .* GiB by --engine_memory_frac=0.5, and its weights .* one engine"
-    ):
-        memory_fracs(plan("all", str(2.5 * weights)), 1)
-    with pytest.raises(ValueError, match=r"raise it, or --engine_tp=1$"):
-        memory_fracs(plan("one", str(2 * weights)), 1)
-    attached = plan("all")
-    attached.config.actors["bob"].engine_urls = "http://127.0.0.1:30000"
-    assert memory_fracs(attached, 1) == {"alice": 0.5}

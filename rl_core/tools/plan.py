@@ -1,0 +1,157 @@
+"""What a run would hold in memory, from the model's config and the flags alone: --dry_run. No weight is read.
+
+Every episode counts as long as it may be. w bytes of a number in compute, L blocks, D hidden size, I of the MLP, Q and K widths
+of all heads of queries and of keys, V vocabulary; T tokens and M trained tokens of a microbatch on one rank.
+docs/parallelism.md explains each row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from rl_core.build import Plan, compute_dtype, has_reference
+from rl_core.config import ActorConfig, Config
+from rl_core.distributed import Mesh, make_mesh
+from rl_core.learning.model import load_model_config
+
+GIB = 2**30
+LOGPROB_TILE_BYTES = 256 << 20  # logits in flight, forward and backward
+OPTIMIZER_BYTES = {"adamw": 8, "adamw8bit": 2.03, "sgd": 4}  # a trained parameter
+NF4_BYTES = 0.5625  # a weight: 4 bits, and a scale in fp32 for every 64
+PHASES = ("sample", "learn")
+Table = dict[str, tuple[float, float]]  # what -> bytes on a rank's device while it samples, while it learns
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Size:
+    """Of a model: parameters, and widths."""
+
+    total: int
+    linear: int  # parameters of matrices in blocks, which LoRA freezes and nf4 quantizes
+    adapters: int  # trained parameters of LoRA; 0 trains the whole model
+    layers: int  # L
+    hidden: int  # D
+    intermediate: int  # I
+    queries: int  # Q
+    keys: int  # K
+    vocabulary: int  # V
+
+
+def model_size(actor: ActorConfig) -> Size:
+    """Of the model that an actor's config.json describes, made on the meta device."""
+    hf = load_model_config(actor.model)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf)
+    text = hf.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    linear = {n: m for n, m in model.base_model.named_modules() if isinstance(m, torch.nn.Linear)}
+    wanted = [t.strip() for t in actor.lora.targets.split(",")]
+    adapted = [m for n, m in linear.items() if "all-linear" in wanted or n.rpartition(".")[2] in wanted]
+    return Size(
+        total=sum(p.numel() for p in model.parameters()),
+        linear=sum(m.weight.numel() for m in linear.values()),
+        adapters=actor.lora.rank * sum(m.in_features + m.out_features for m in adapted),
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        queries=text.num_attention_heads * head_dim,
+        keys=(getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_dim,
+        vocabulary=text.vocab_size,
+    )
+
+
+def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Table:
+    """What a learner holds on one rank. Weights, gradients and optimizer state are fp32, sharded."""
+    config, learner, w = plan.config, plan.config.learner, compute_dtype(plan.config).itemsize
+    shards, trained = mesh.dp_shard * mesh.cp * mesh.tp, size.adapters or size.total
+    frozen = 0.0
+    if size.adapters and not actor.share:
+        of_linear = NF4_BYTES if actor.lora.quantize == "nf4" else w
+        frozen = of_linear * size.linear + w * (size.total - size.linear)
+    weights, moments = (4 * trained + frozen) / shards, OPTIMIZER_BYTES[config.optim.name] * trained / shards
+    while_sampling = learner.offload == "none"
+    while_learning = learner.offload != "always"
+    tokens = learner.microbatch_tokens
+    kept = recomputed_bytes(size, w) if recomputes(config) else size.layers * block_bytes(size, w, mesh.tp)
+    one_block = block_bytes(size, w, mesh.tp) * recomputes(config)
+    found: Table = {
+        "weights": (weights * while_sampling, weights * while_learning),
+        "optimizer": (moments * while_sampling, moments * while_learning),
+        "gradients": (0.0, 4 * trained / shards * while_learning),
+        "gathered weights": (0.0, w * (size.total - size.linear + 2 * size.linear / size.layers) * (shards > 1)),
+        "activations": (0.0, tokens * (kept + one_block + 2 * (4 + w) * size.hidden)),
+        "logprobs": (0.0, 2 * min(LOGPROB_TILE_BYTES, 4 * tokens * size.vocabulary) + 4 * size.vocabulary * size.hidden / mesh.tp),
+    }
+    if has_reference(plan) and not size.adapters:
+        found["reference"] = (0.0, w * size.total / shards)
+    if plan.algorithm.has_critic:
+        held = (4 + OPTIMIZER_BYTES[config.optim.name]) * size.total / shards
+        found["critic, its optimizer"] = (held * while_sampling, held * while_learning)
+    return found
+
+
+def recomputes(config: Config) -> bool:
+    return config.learner.activation_checkpointing
+
+
+def recomputed_bytes(size: Size, w: int) -> float:
+    """A token, with activation checkpointing: the input of each block alone."""
+    return size.layers * w * size.hidden
+
+
+def block_bytes(size: Size, w: int, tp: int) -> float:
+    """What one block keeps of a token for its backward: norms, attention, MLP."""
+    norms, attention = 2 * (4 + 2 * w) * size.hidden, 2 * w * (size.queries + size.keys)
+    return norms + (attention + 4 * w * size.intermediate) / tp
+
+
+def engine_bytes(plan: Plan, size: Size, mesh: Mesh) -> Table:
+    """What an engine holds on one rank: its own copy of the weights, unless it reads the learner's, and the KV cache."""
+    config, w = plan.config, compute_dtype(plan.config).itemsize
+    has_copy = config.engine == "sglang" or mesh.size > 1 or w != 4 or size.adapters > 0
+    groups = math.ceil(config.tasks_per_step * (1 + config.max_staleness) / mesh.size)
+    slots = min(config.rollout.max_concurrent, groups * config.group_size)
+    cache = slots * config.max_context_tokens * 2 * size.layers * size.keys * w
+    weights = has_copy * w * size.total / config.engine_tp
+    stays = config.engine == "embedded"
+    return {"engine weights": (weights, weights * stays), "KV cache": (cache, 0.0)}
+
+
+def describe(plan: Plan, num_ranks: int) -> str:
+    """What --dry_run prints: parameters, tokens of a step, and for each actor that learns GiB on one rank."""
+    config = plan.config
+    mesh = make_mesh(num_ranks - config.engine_ranks, config.dp_replicate, config.cp, config.tp)
+    episodes = config.tasks_per_step * (config.group_size if plan.algorithm.is_rl else 1 + plan.algorithm.is_pairs)
+    kind = "episodes" if plan.algorithm.is_rl else "replies" if plan.algorithm.is_pairs else "rows"
+    longest = config.max_context_tokens
+    rows = {
+        "algorithm": f"{config.algorithm} {plan.algorithm}",
+        "data": f"{len(plan.train)} rows to train on, {sum(map(len, plan.eval.values()))} held out",
+        "ranks": f"{num_ranks}, mesh " + " x ".join(f"{k} {v}" for k, v in asdict(mesh).items()),
+        "tokens per step": f"at most {episodes * longest}: {episodes} {kind} of at most {longest} tokens and "
+        f"{config.turn_limit} turns, microbatches of {config.learner.microbatch_tokens} on each rank",
+        "updates": f"{config.num_steps} steps, {config.learner.minibatches} minibatches, {config.learner.epochs} epochs",
+    }
+    lines = [f"{name:<18} {text}" for name, text in rows.items()]
+    for name in config.trained:
+        actor = config.actors[name]
+        size = model_size(actor)
+        table = learner_bytes(plan, actor, size, mesh)
+        if plan.algorithm.is_rl and not actor.share:
+            table |= engine_bytes(plan, size, mesh)
+        adapters = f", {size.adapters / 1e6:.2f} M of them in adapters" if size.adapters else ""
+        lines += ["", f"{name}: {actor.model}, {size.total / 1e6:.2f} M parameters{adapters}", *table_lines(table)]
+    return "\n".join(lines)
+
+
+def table_lines(table: Table) -> list[str]:
+    """GiB on one rank, most of a phase at its worst moment."""
+    total = tuple(sum(row[i] for row in table.values()) for i in range(len(PHASES)))
+    lines = [f"{'GiB on one rank':<22} " + " ".join(f"{phase:>10}" for phase in PHASES)]
+    for name, row in [*table.items(), ("sum", total)]:
+        lines.append(f"{name:<22} " + " ".join(f"{size / GIB:>10.3g}" if size else f"{'-':>10}" for size in row))
+    return lines

@@ -1,0 +1,85 @@
+"""--dry_run: what it says a run holds, beside what a run holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rl_core.build import build, make_plan
+from rl_core.command_line import parse_config
+from rl_core.distributed import Mesh, init_ranks
+from rl_core.tools.plan import block_bytes, describe, engine_bytes, learner_bytes, model_size
+from rl_core.train import main
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def flags(tiny_model, tmp_path) -> list[str]:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "31524", "answer": "12345"}\n' * 4)
+    flags = ["--env_path", str(ROOT / "envs/sort_digits.py"), "--data.train", str(tmp_path / "rows.jsonl")]
+    flags += ["--tasks_per_step", "4", "--group_size", "8", "--max_tokens", "8", "--max_prompt_tokens", "16"]
+    return ["--model", str(tiny_model), "--out", str(tmp_path / "run"), *flags]
+
+
+@pytest.mark.parametrize("adapters", [(), ("--actors.policy.lora.rank", "4")])
+def test_parameters_gradients_and_optimizer_are_those_of_a_learner(flags, adapters):
+    plan = make_plan(parse_config([*flags, *adapters]))
+    actor = plan.config.actors["policy"]
+    size, learner = model_size(actor), build(plan, init_ranks(60)).learners["policy"]
+    trained = [p for p in learner.policy.parameters() if p.requires_grad]
+    held = sum(p.nbytes for p in learner.policy.parameters())
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    learner.optimizer.step()
+    moments = sum(v.nbytes for s in learner.optimizer.state.values() for k, v in s.items() if k != "step")
+    table = learner_bytes(plan, actor, size, Mesh())
+    assert size.total == sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(actor.model).parameters())
+    assert size.adapters == (sum(p.numel() for p in trained) if adapters else 0)
+    assert table["weights"] == (held, held) and table["optimizer"] == (moments, moments)
+    assert table["gradients"] == (0, sum(p.grad.nbytes for p in trained))
+    assert learner_bytes(plan, actor, size, Mesh(dp_shard=2, tp=2))["optimizer"] == (moments / 4, moments / 4)
+
+
+def test_activations_are_about_those_that_autograd_keeps(flags):
+    size = model_size(make_plan(parse_config(flags)).config.actors["policy"])
+    model, kept = AutoModelForCausalLM.from_pretrained(flags[1]), {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    hidden = torch.randn(1, 100, size.hidden, requires_grad=True)
+    positions = model.model.rotary_emb(hidden, torch.arange(100)[None])
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = model.model.layers[0](hidden, position_embeddings=positions)
+    assert out.requires_grad and sum(kept.values()) == pytest.approx(100 * block_bytes(size, 4, 1), rel=0.4)
+
+
+def test_the_engines_cache_holds_every_episode_in_flight(flags):
+    plan = make_plan(parse_config(flags))
+    size = model_size(plan.config.actors["policy"])
+    table = engine_bytes(plan, size, Mesh())
+    assert table["KV cache"] == (4 * 8 * (16 + 8) * 2 * size.layers * size.keys * 4, 0)
+    assert table["engine weights"] == (0, 0), "it reads the learner's"
+    assert engine_bytes(plan, size, Mesh(dp_shard=2))["engine weights"][0] == 4 * size.total
+
+
+def test_dry_run_prints_parameters_tokens_and_memory_and_starts_nothing(flags, tmp_path, capsys):
+    assert main([*flags, "--dry_run", "--learner.offload", "phase"]) == 0
+    shown = capsys.readouterr().out
+    assert "at most 768: 32 episodes of at most 24 tokens" in shown and " M parameters" in shown
+    row = next(line for line in shown.splitlines() if line.startswith("optimizer"))
+    assert row.split()[1] == "-", "offloaded while engines sample"
+    assert not (tmp_path / "run").exists()
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"prompt": "1", "chosen": "a", "rejected": "b"}) + "\n")
+    at = ["--algorithm", "dpo", "--model", flags[1], "--data.train", str(pairs), "--out", str(tmp_path / "run")]
+    assert "reference" in describe(make_plan(parse_config([*at, "--tasks_per_step", "1"])), 1)
