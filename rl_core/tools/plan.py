@@ -84,7 +84,10 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
         "gradients": (0.0, 4 * trained / shards * while_learning),
         "gathered weights": (0.0, w * (size.total - size.linear + 2 * size.linear / size.layers) * (shards > 1)),
         "activations": (0.0, tokens * (kept + one_block + 2 * (4 + w) * size.hidden)),
-        "logprobs": (0.0, 2 * min(LOGPROB_TILE_BYTES, 4 * tokens * size.vocabulary) + 4 * size.vocabulary * size.hidden / mesh.tp),
+        "logprobs": (
+            0.0,
+            2 * min(LOGPROB_TILE_BYTES, 4 * tokens * size.vocabulary) + 4 * size.vocabulary * size.hidden / mesh.tp,
+        ),
     }
     if has_reference(plan) and not size.adapters:
         found["reference"] = (0.0, w * size.total / shards)
