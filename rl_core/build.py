@@ -52,7 +52,6 @@ from rl_core.sampling.rewards import weight_of_task
 from rl_core.sampling.stream import Intake
 from rl_core.sampling.time_slice import SlicedEngine, TimeSlice
 from rl_core.sampling.weights import load_weights
-from rl_core.timeline import span
 from rl_core.types import Task, TrainingSample, counter_seed
 
 if TYPE_CHECKING:
@@ -103,7 +102,8 @@ class Run(Plan):
     @contextmanager
     def timed(self, phase: str):
         began = time.monotonic()
-        with naming_what_was_waited_for(phase, self.ranks, self.config.timeout_s), span("rank", phase):
+        waiting = naming_what_was_waited_for(phase, self.ranks, self.config.timeout_s)
+        with waiting, torch.profiler.record_function(phase):
             yield
         name = f"time/{phase}_s"
         # What several actors take in one step adds up.
@@ -351,7 +351,7 @@ def build(plan: Plan, ranks: Ranks) -> Run:
     state = load_checkpoint(found[-1], learners) if found else {"step": 0, "position": 0}
     if plan.curriculum:
         plan.curriculum.load(state.get("curriculum", {}))
-    time_slice = TimeSlice(config.rollout.max_slice_s) if plan.takes_turns else None
+    time_slice = TimeSlice() if plan.takes_turns else None
     speakers = list(config.actors) if samples else []
     local = [name for name in speakers if name not in plan.remote]
     engines, ends, models = make_engines(plan, local, learners, ranks, time_slice)
@@ -431,10 +431,6 @@ def make_api_actor(config: Config, name: str) -> ApiActor:
         max_turns=config.turn_limit,  # of several environments each sets its own
         max_tokens=actor.max_tokens,
         max_concurrent=actor.api_concurrency,
-        requests_per_minute=actor.api_requests_per_minute,
-        timeout_s=actor.api_timeout_s,
-        deadline_s=max(300.0, 2.5 * actor.api_timeout_s),
-        max_retries=actor.api_retries,
     )
 
 

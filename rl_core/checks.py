@@ -93,8 +93,6 @@ def check_config(config: Config) -> None:
         config.learner.offload == "phase" and not is_rl,
         f"--learner.offload=phase waits for engines, which --algorithm {config.algorithm} does not have; take always, or none",
     )
-    limit = config.learner.max_nonfinite_updates
-    refuse(limit < 0, f"--learner.max_nonfinite_updates={limit} must be at least 0, which stops at the first")
     refuse(
         config.sampling.temperature <= 0 and is_rl,
         f"--sampling.temperature={config.sampling.temperature} must be above 0: greedy samples of a group are all the same",
@@ -102,10 +100,6 @@ def check_config(config: Config) -> None:
     refuse(
         not 0 <= config.rollout.max_failed_fraction <= 1,
         f"--rollout.max_failed_fraction={config.rollout.max_failed_fraction} must lie in 0..1",
-    )
-    refuse(
-        config.rollout.max_slice_s < 0,
-        f"--rollout.max_slice_s={config.rollout.max_slice_s} must not be negative; 0 lets each engine take what waits, once",
     )
     for name in ("max_staleness", "engine_ranks"):
         value = getattr(config, name)
@@ -131,8 +125,6 @@ def check_config(config: Config) -> None:
         not 0 < config.engine_memory_frac < 1,
         f"--engine_memory_frac={config.engine_memory_frac} must lie between 0 and 1, such as 0.6",
     )
-    given = config.device_memory_gib
-    refuse(given is not None and given <= 0, f"--device_memory_gib={given} must be above 0, such as 80 for an H100")
     refuse(
         config.cp > 1 and 2 * config.cp > config.max_context_tokens,
         f"--cp={config.cp} cuts each sequence into {2 * config.cp} chunks, more than the {config.max_context_tokens} tokens "
@@ -213,10 +205,6 @@ def check_actors(config: Config) -> None:
         if actor.api and (actor.lora.rank or actor.chat_template):
             raise ValueError(
                 f"{at}.api={actor.api} speaks with its own model and chat template; leave lora and chat_template out"
-            )
-        if actor.api and not (actor.api_timeout_s > 0 and actor.api_retries >= 0):
-            raise ValueError(
-                f"{at}.api_timeout_s={actor.api_timeout_s:g} must be above 0, and {at}.api_retries={actor.api_retries} at least 0"
             )
         if actor.engine_urls or actor.engine_folder:
             check_attached(config, name)

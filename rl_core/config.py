@@ -42,11 +42,6 @@ class ActorConfig:
         "OPENAI_API_KEY", "environment variable that holds the endpoint's key; empty: it needs none"
     )
     api_concurrency: int = flag(64, "requests to the endpoint at once, from one rank")
-    api_requests_per_minute: float = flag(0.0, "to the endpoint, from one rank; 0 is no limit")
-    api_timeout_s: float = flag(
-        120.0, "seconds that one request may take; a reply, with retries and waits, 300 or 2.5 times as many"
-    )
-    api_retries: int = flag(8, "further requests for a reply, where one before failed in a way that may pass")
     engine_urls: str | None = flag(
         None,
         "SGLang servers that run already, such as http://a:30000,http://b:30000, one for each rank that samples or for each "
@@ -110,9 +105,9 @@ class SamplingConfig:
 
 @dataclass(kw_only=True)
 class OptimConfig:
-    name: Literal["adamw", "adamw8bit", "paged_adamw", "paged_adamw8bit", "sgd"] = flag(
+    name: Literal["adamw", "adamw8bit", "sgd"] = flag(
         "adamw",
-        "8bit and paged ones through bitsandbytes: a quarter of the state's memory, and state that moves to the host",
+        "adamw8bit: bitsandbytes' AdamW, a quarter of the state's memory",
     )
     lr: float = flag(1e-6, "peak learning rate")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = flag(
@@ -228,9 +223,6 @@ class LearnerConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = flag(
         "auto", "of compute: auto is bfloat16 on a GPU, else float32; weights that are trained are kept in float32"
     )
-    max_nonfinite_updates: int = flag(
-        3, "updates in a row that are skipped because loss or gradient is NaN or infinite; one more stops the run"
-    )
 
 
 @dataclass(kw_only=True)
@@ -240,11 +232,7 @@ class RolloutConfig:
     episode_timeout_s: float = flag(600.0, "seconds that one episode may take")
     engines_awake: Literal["auto", "all", "one"] = flag(
         "auto",
-        "of several actors' engines on a device; one: the others sleep, their weights on the host, and requests to them wait; "
-        "auto: all, if a GPU has room for them",
-    )
-    max_slice_s: float = flag(
-        30.0, "engines_awake one: seconds after which an engine takes no further request while others wait"
+        "of several actors' engines on a device: all, or one while the others sleep; auto: one of SGLang's, else all",
     )
     max_failed_fraction: float = flag(0.1, "the run stops when more of a step's episodes than this fail")
     save: bool = flag(True, "write every trajectory to rollouts/")
@@ -309,10 +297,7 @@ class Config:
     dp_replicate: int = flag(1, "copies of the weights, each split over the ranks that the copies leave it (HSDP)")
     cp: int = flag(1, "ranks that compute the same sequences, each a part of their tokens (ring attention)")
     tp: int = flag(1, "ranks that compute the same tokens, each a part of the matrices (tensor parallel)")
-    timeline_step: int = flag(
-        0,
-        "write what each rank did when in this step to timeline_NUMBER.json in --out, for ui.perfetto.dev; 0 is no step",
-    )
+    profile_step: int = flag(0, "write a trace of this step by torch.profiler, for ui.perfetto.dev; 0: none")
     canary_tolerance: float | None = flag(
         None,
         "nats by which logprobs of engine and learner may differ on fixed prompts after an update; more stops the run; 0 does "
@@ -320,9 +305,6 @@ class Config:
     )
     timeout_s: float = flag(600.0, "seconds that a rank waits for the others before it gives up")
     dry_run: bool = flag(False, "print the plan, and what a step costs, and stop")
-    device_memory_gib: float | None = flag(
-        None, "plan for devices with so much memory; default: the GPU's own, without one the host's over its ranks"
-    )
     debug: bool = flag(False, "errors with their traceback")
     actors: dict[str, ActorConfig] = flag(dict, "who speaks: --actors.NAME.model PATH")
     envs: dict[str, EnvConfig] = flag(dict, "each of several environments, by its file's name: --envs.NAME.weight 2")

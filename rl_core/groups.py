@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from rl_core import canary, timeline
+from rl_core import canary
 from rl_core.build import Run, compute_dtype
 from rl_core.credit import baseline_groups, has_signal
 from rl_core.distributed import all_gather_json
@@ -30,7 +30,6 @@ from rl_core.sampling.rollout import (
     write_trajectories,
 )
 from rl_core.sampling.stream import ALLOWED, POLL_S, Group, GroupStream, Intake
-from rl_core.timeline import span
 from rl_core.types import SamplingParams, Task, Trajectory
 
 
@@ -202,10 +201,6 @@ async def sample_for_learners(run: Run) -> None:
             link.answer(
                 f"canary/{name}", run.ranks.rank, await canary.answer(run.engines[name], run.ranks.rank, **word)
             )
-        elif "record" in word:
-            timeline.start()
-        elif "recorded" in word:
-            link.answer(f"recorded/{word['recorded']}", run.ranks.rank, timeline.stop())
         elif "results" in word:
             run.curriculum.record(map(tuple, word["results"]), word["position"])
         elif "stop" in word:
@@ -227,9 +222,8 @@ async def load_sent_weights(run: Run, version: int) -> None:
     engines = [run.engines[name] for name in run.config.trained]
     for engine in engines:
         await engine.pause()
-    with span("transfer", f"weights of version {version}"):
-        for engine in engines:
-            await engine.update_weights(run.ranks.link.receive_weights(), version)
+    for engine in engines:
+        await engine.update_weights(run.ranks.link.receive_weights(), version)
     for engine in engines:
         await engine.resume()
 

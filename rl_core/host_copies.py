@@ -38,8 +38,7 @@ class HostCopies:
         self.waiting.clear()
 
     def storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-        """The memory of all tensors, each once. What is not torch's own to give back (paged optimizer state, which moves by
-        itself, or a file's pages) is left out."""
+        """The memory of all tensors, each once. What is not torch's own to give back (a file's pages) is left out."""
         found = (t.untyped_storage() for t in tensors if t.device.type == self.device.type)
         return list({s.data_ptr(): s for s in found if s.nbytes() and s.resizable()}.values())
 

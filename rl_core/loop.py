@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import re
+from contextlib import contextmanager
 from pathlib import Path
 
-from rl_core import timeline
+import torch
+
 from rl_core.build import Run, imitation, lagged_engines
 from rl_core.canary import check_canary, sample_canaries
 from rl_core.credit import baseline_groups, group_results, has_signal, samples_of
@@ -27,7 +29,6 @@ from rl_core.learning.model import engine_weights, export_policy
 from rl_core.metrics import Mean, Sum
 from rl_core.sampling.rollout import lag_metrics, rollout_metrics, write_trajectories
 from rl_core.sampling.stream import HeldClock
-from rl_core.timeline import span
 from rl_core.types import TrainingSample
 
 
@@ -71,10 +72,8 @@ async def train_steps(run: Run) -> None:
         run.intake = open_intake(run)
     for step in range(run.start, config.num_steps):
         run.metrics, done = {}, step + 1
-        if is_recorded := done == config.timeline_step:
-            record(run)
         is_evaluated = is_due(step + 1, config.eval_every, config.num_steps)
-        with run.timed("step"):
+        with run.timed("step"), profiled(run, done):
             with run.timed("generate"):
                 samples = await gather_samples(run, step)
             for name, learner in run.learners.items():
@@ -90,8 +89,6 @@ async def train_steps(run: Run) -> None:
                     send_weights(run, done)
             for engine in run.engines.values() if config.max_staleness else ():
                 await engine.resume()
-        if is_recorded:
-            write_timeline(run, done)
         note_speed(run)
         run.log.progress(done, run.log.write(done, run.metrics))
         if is_evaluated and config.eval_every:
@@ -108,14 +105,22 @@ async def train_steps(run: Run) -> None:
                 await check_canary(run, name)
 
 
+@contextmanager
+def profiled(run: Run, step: int):
+    """Writes what this rank does in --profile_step as a Chrome trace."""
+    if step != run.config.profile_step:
+        yield
+        return
+    with torch.profiler.profile() as profile:
+        yield
+    profile.export_chrome_trace(str(Path(run.config.out) / f"trace_step_{step:06d}_rank_{run.ranks.rank}.json"))
+
+
 def learn(run: Run, name: str, samples: list[TrainingSample], step: int) -> None:
     learner, room = run.learners[name], f"learn/{name}/"
-    with span(f"learner {name}", "move samples"):
-        minibatches, packing = learner.shard(samples)
-    with span(f"learner {name}", "annotate"):
-        run.note(room, learner.annotate(minibatches))
-    with span(f"learner {name}", "update"):
-        run.note(room, learner.step(minibatches, step))
+    minibatches, packing = learner.shard(samples)
+    run.note(room, learner.annotate(minibatches))
+    run.note(room, learner.step(minibatches, step))
     run.note("", packing)
 
 
@@ -185,25 +190,6 @@ async def sleep_engines(run: Run) -> None:
         await engine.sleep()
     if run.config.engine_tp > 1:
         all_gather_json(None, run.ranks)
-
-
-def record(run: Run) -> None:
-    """From here on, on every rank."""
-    timeline.start()
-    if run.ranks.link is not None and run.ranks.rank == 0:
-        run.ranks.link.say({"record": True})
-
-
-def write_timeline(run: Run, step: int) -> None:
-    """What all ranks did since record(), as one file."""
-    ranks, link = run.ranks, run.ranks.link
-    by_rank = {f"rank {r}": own for r, own in enumerate(all_gather_json(timeline.stop(), ranks))}
-    if ranks.rank > 0:
-        return
-    if link is not None:
-        link.say({"recorded": step})
-        by_rank |= {f"engine rank {r}": own for r, own in enumerate(link.answers(f"recorded/{step}"))}
-    timeline.write(Path(run.config.out) / f"timeline_{step:06d}.json", by_rank)
 
 
 async def sync_engine(run: Run, name: str, version: int) -> None:

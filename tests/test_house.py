@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS = {
     "ground": ["types", "config", "checks", "command_line", "http"],
     "pure": ["data"],
-    "shared": ["timeline", "link", "distributed", "host_copies", "metrics"],
+    "shared": ["link", "distributed", "host_copies", "metrics"],
     "sampling": ["sampling"],
     "learning": ["learning"],
     "engines": ["engines"],

@@ -12,7 +12,7 @@ from rl_core.learning.checkpoint import load_checkpoint, save_checkpoint
 from rl_core.learning.optim import learning_rate
 from rl_core.train import main
 
-NAMES = ["adamw", "adamw8bit", "paged_adamw", "paged_adamw8bit", "sgd"]
+NAMES = ["adamw", "adamw8bit", "sgd"]
 
 
 def learner_after(model, steps: int, *flags):

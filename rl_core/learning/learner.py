@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ from rl_core.learning.algorithms import (
 )
 from rl_core.learning.critic import value_losses, value_metrics, value_sums
 from rl_core.learning.model import Policy, SharedPolicy, named_weights, reads_in_place
-from rl_core.learning.nonfinite import NonfiniteUpdates, SkippedUpdate
+from rl_core.learning.nonfinite import NonfiniteUpdates
 from rl_core.learning.offload import Offload
 from rl_core.learning.optim import learning_rate, make_optimizer
 from rl_core.learning.preference import pair_losses, pair_metrics
@@ -77,9 +76,7 @@ class Learner:
         mesh = ranks.mesh
         tokens = config.learner.microbatch_tokens * mesh.cp
         self.room = Room(max_tokens=tokens, num_ranks=mesh.dp, cp=mesh.cp, pair_work=pair_work(policy.hf))
-        self.nonfinite = NonfiniteUpdates(
-            Path(config.out) / "nonfinite" / name, config.learner.max_nonfinite_updates, ranks
-        )
+        self.nonfinite = NonfiniteUpdates(ranks)
         learners = self.trained("").values() if config.learner.offload == "phase" else ()
         shared = policy.offload if isinstance(policy, SharedPolicy) else None
         models = [learner.policy for learner in learners if not reads_in_place(learner.policy)]
@@ -199,12 +196,12 @@ class Learner:
         metrics: dict[str, Metric] = {}
         for number in range(self.updates_per_step):
             minibatch = minibatches[number % len(minibatches)]
-            at, name = step + number / self.updates_per_step, f"step_{step + 1:06d}.update_{number:03d}"
+            at, name = step + number / self.updates_per_step, f"step {step + 1}, update {number}"
             is_done, has_work = False, bool(minibatch.batches and minibatch.denominator)
             if self.critic is not None and has_work:
                 lr = learning_rate(self.critic.config.optim, at, self.config.num_steps)
                 of_tokens = dataclasses.replace(minibatch, denominator=minibatch.num_tokens)
-                add_metrics(metrics, self.critic.update(of_tokens, lr, f"{name}.critic")[0], prefix="critic_")
+                add_metrics(metrics, self.critic.update(of_tokens, lr, f"{name} of the critic")[0], prefix="critic_")
             if has_work and (self.critic is None or step >= self.config.critic.warmup_steps):
                 lr = learning_rate(self.config.optim, at, self.config.num_steps)
                 found, is_done = self.update(minibatch, lr, name)
@@ -218,7 +215,7 @@ class Learner:
 
     def update(self, minibatch: Minibatch, lr: float, name: str = "update") -> tuple[dict[str, Metric], bool]:
         """The metrics, and whether the step ends here without this update, because the policy is too far from its start. An
-        update whose loss or gradient is not finite changes nothing; its batch is saved by its name."""
+        update whose loss or gradient is not finite changes nothing."""
         metrics: dict[str, Metric] = {}
         for batch in minibatch.batches:
             losses, found = self.losses(batch)
@@ -235,9 +232,7 @@ class Learner:
         grad_norm = self.clip_gradients()
         if not math.isfinite(grad_norm):
             self.policy.zero_grad()
-            facts = {"loss": metrics["loss"].total, "grad_norm": grad_norm, "denominator": minibatch.denominator}
-            skipped = SkippedUpdate(name=name, batches=minibatch.batches, lr=lr, **facts)
-            return self.nonfinite.skip(skipped, self.policy), False
+            return self.nonfinite.skip(name, minibatch.batches, metrics["loss"].total, grad_norm), False
         self.nonfinite.in_a_row = 0
         for group in self.optimizer.param_groups:
             group["lr"] = lr

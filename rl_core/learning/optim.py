@@ -16,7 +16,7 @@ def make_optimizer(model: Policy, config: OptimConfig) -> torch.optim.Optimizer:
     """Over the parameters that are trained, by name; weight decay on matrices, not on norms and biases. torch computes
     with a group's parameters together, which must therefore be sharded over one mesh."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    if is_by_bitsandbytes(config):
+    if config.name == "adamw8bit":
         named, links = local_views(named)
     kinds: dict[tuple, list] = {}
     for name, p in named:
@@ -28,19 +28,14 @@ def make_optimizer(model: Policy, config: OptimConfig) -> torch.optim.Optimizer:
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.beta1)
     settings = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
-    if not is_by_bitsandbytes(config):
+    if config.name == "adamw":
         return torch.optim.AdamW(groups, fused=True, **settings)
     import bitsandbytes.optim
 
-    names = {"adamw8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw8bit": "PagedAdamW8bit"}
-    optimizer = getattr(bitsandbytes.optim, names[config.name])(groups, **settings)
+    optimizer = bitsandbytes.optim.AdamW8bit(groups, **settings)
     optimizer.register_step_pre_hook(lambda *_: refresh_views(links))
     optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())  # a gradient must not live on in a view
     return optimizer
-
-
-def is_by_bitsandbytes(config: OptimConfig) -> bool:
-    return config.name in ("adamw8bit", "paged_adamw", "paged_adamw8bit")
 
 
 def local_views(named: list[tuple[str, Tensor]]) -> tuple[list[tuple[str, Tensor]], list[tuple[Tensor, Tensor]]]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from rl_core.data.chat import Chat, TokenStream
 from rl_core.sampling.engine import Engine
-from rl_core.timeline import span
 from rl_core.types import Completion, Message, SamplingParams, Task, Trajectory, Turn, counter_seed
 
 
@@ -93,8 +92,7 @@ class Conversation:
         seed = counter_seed(speaker.seed, self.session, len(self.turns))
         is_last = len(self.turns) + 1 == speaker.max_turns  # nothing is kept for a turn that will not come
         session = "" if is_last else self.session
-        with span(f"engine {speaker.name}", "generate"):
-            completion = await speaker.actor.engine.generate(prompt_ids, params, seed=seed, session=session)
+        completion = await speaker.actor.engine.generate(prompt_ids, params, seed=seed, session=session)
         self.turns.append(self.stream.turn(completion))
         self.messages.append({"role": "assistant", "content": completion.text})
         self.truncated = completion.finish_reason == "length"

@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.timeline import span
-
 
 class HookError(RuntimeError):
     """A hook of the user's file raised; says which one and where."""
@@ -66,11 +64,10 @@ class Hook:
         timeout_s of running."""
         arguments = self.arguments(row, given)
         try:
-            with span("environment", self.name):
-                if self.is_async:
-                    return await self.within_deadline(self.function(**arguments))
-                result = await self.threads.run(lambda: self.function(**arguments), self.timeout_s)
-                return await self.within_deadline(result) if inspect.isawaitable(result) else result
+            if self.is_async:
+                return await self.within_deadline(self.function(**arguments))
+            result = await self.threads.run(lambda: self.function(**arguments), self.timeout_s)
+            return await self.within_deadline(result) if inspect.isawaitable(result) else result
         except Deadline:
             raise TimeoutError(
                 f"{self.path}: {self.name}() ran longer than {self.timeout_s:g} s for task {task_id}; "

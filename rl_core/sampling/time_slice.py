@@ -33,7 +33,7 @@ class TimeSlice:
     longest queue comes next; after max_slice_s it takes no further request while others wait, so that it becomes idle. An
     engine that was passed over as often as there are engines comes first, so that nobody waits for ever."""
 
-    def __init__(self, max_slice_s: float, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, max_slice_s: float = 30.0, clock: Callable[[], float] = time.monotonic):
         self.max_slice_s, self.clock = max_slice_s, clock
         self.engines: list[SlicedEngine] = []
         self.present: list[SlicedEngine] = []  # not known to be asleep
