@@ -18,8 +18,9 @@ from rl_core.checks import check_config
 from rl_core.config import Config, EnvConfig, to_yaml
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.curriculum import Curriculum, Progress, WeightedOrder
+from rl_core.data.rows import ROLLOUTS, TOKENIZERS, is_trajectory, load_rows
 from rl_core.data.samples import imitation_samples, reply_pair, scored_pair
-from rl_core.data.tasks import ROLLOUTS, TOKENIZERS, TaskMix, TaskSource, is_trajectory, load_rows
+from rl_core.data.tasks import TaskMix, TaskSource
 from rl_core.distributed import Ranks, all_gather_json, make_mesh, naming_what_was_waited_for
 from rl_core.learning.algorithms import CRITIC, Algorithm, check_algorithm, make_algorithm
 from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint

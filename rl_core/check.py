@@ -139,7 +139,8 @@ def tool_name(tool: dict[str, Any]) -> str:
 
 def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
     """The first tasks, once every row has the columns that hooks need."""
-    from rl_core.data.tasks import TaskSource, load_rows
+    from rl_core.data.rows import load_rows
+    from rl_core.data.tasks import TaskSource
 
     path = getattr(options, "data.train")
     if not path and not env.load_tasks:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.data.tasks import load_rows, make_task
+from rl_core.data.rows import load_rows
+from rl_core.data.tasks import make_task
 from rl_core.sampling.env import load_env
 from rl_core.sampling.hooks import HookError
 from rl_core.types import Completion, SamplingParams, Trajectory, Turn

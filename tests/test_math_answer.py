@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from test_env import Script
 
-from rl_core.data.tasks import TaskSource, load_rows
+from rl_core.data.rows import load_rows
+from rl_core.data.tasks import TaskSource
 from rl_core.sampling.env import load_env
 
 pytest.importorskip("math_verify", reason="envs/math_answer.py needs it: pip install math-verify")

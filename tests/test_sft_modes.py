@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.command_line import parse_config
 from rl_core.data.chat import Chat, imitation_turns, load_chat
+from rl_core.data.rows import load_rows
 from rl_core.data.samples import imitation_samples, samples_from_turns
-from rl_core.data.tasks import load_rows
 from rl_core.distributed import Ranks
 from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.learner import Learner

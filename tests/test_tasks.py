@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from rl_core.data.tasks import RowOrder, TaskSource, load_rows, make_task
+from rl_core.data.rows import load_rows
+from rl_core.data.tasks import RowOrder, TaskSource, make_task
 
 ROWS = [{"prompt": f"say {i}", "answer": f"x{i}"} for i in range(5)]
 
@@ -100,10 +101,10 @@ def test_a_cut_short_jsonl_line_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        (b'{"a": 1}\n\n[1]\n', r":3: a row must be a JSON object, this is an array"),
+        (b'{"a": 1}\n\n[1]\n', r":3: a row must be a JSON object, this is \[1\]"),
         (b'{"a": 1}\nnull\n', r":2: a row must be a JSON object, this is null"),
         (b'{"a": 1}\n{"a": "\xff"}\n', r":2: not UTF-8 text"),
-        (b'{"a": 1}\n{"a": 1,}\n', r":2: not JSON: [^?]*$"),
+        (b'{"a": 1}\n{"a": 1,}\n', r":2: not JSON: .* at line 1, column 9"),
         (b"", r"the data set is empty"),
         (b"\n\n", r"the data set is empty"),
     ],
@@ -118,9 +119,9 @@ def test_a_bad_jsonl_file_is_refused_with_its_line(tmp_path, content, match):
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        ('[{"a": 1},\n {"a": ', r"x\.json:2: not JSON: .*cut short\?"),
-        ('[{"a": 1}, 7]', r"row 2 must be a JSON object, this is 7"),
-        ('{"a": 1}', r"must hold an array of objects, holds an object"),
+        ('[{"a": 1},\n {"a": ', r"x\.json: not JSON: .* at line 2, column \d+.* cut short"),
+        ('[{"a": 1}, 7]', r"row 2: a row must be a JSON object, this is 7"),
+        ('{"a": 1}', r"must hold an array of objects, holds {.a.: 1}"),
         ('{"a": 1}\n{"a": 2}\n', r"one object a line\? Then name it \.jsonl"),
         ("[]", r"the data set is empty"),
     ],
@@ -135,7 +136,7 @@ def test_a_bad_json_file_is_refused(tmp_path, content, match):
 def test_a_cut_short_gzip_file_is_refused(tmp_path):
     path = tmp_path / "x.jsonl.gz"
     path.write_bytes(gzip.compress(jsonl(ROWS).encode())[:-12])
-    with pytest.raises(ValueError, match=r"x\.jsonl\.gz:\d+: not gzip, or the file is cut short"):
+    with pytest.raises(ValueError, match=r"x\.jsonl\.gz: not gz, or the file is cut short"):
         load_rows(str(path))
 
 
@@ -174,13 +175,6 @@ def test_what_looks_like_a_path_is_never_sent_to_the_hub(source, monkeypatch):
 def test_a_hub_name_that_cannot_be_reached_is_one_line():
     with pytest.raises(ValueError, match=r"^nobody/nothing-v1\.2:main is no file here, and the hub: [^\n]*$"):
         load_rows("nobody/nothing-v1.2:main")
-
-
-def test_without_the_datasets_library_the_error_says_what_to_install(tmp_path, monkeypatch):
-    path = write(tmp_path / "a.csv", ROWS)
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match="pip install datasets"):
-        load_rows(str(path))
 
 
 def test_a_task_takes_its_messages_from_any_of_the_usual_columns():

@@ -130,5 +130,4 @@ def drawn_before(train: TaskSource | TaskMix, position: int) -> dict[str, int]:
     """Environment -> how many of its tasks come before a position."""
     if isinstance(train, TaskSource):
         return {train.env: position}
-    train.tasks(position, 0)
-    return {source.env: n for source, n in zip(train.sources, train.drawn, strict=True)}
+    return {source.env: n for source, n in zip(train.sources, train.drawn_before(position), strict=True)}

@@ -7,7 +7,8 @@ from typing import Any
 
 from rl_core.config import nearest
 from rl_core.data.chat import Chat, TokenStream, imitation_turns, shared_length
-from rl_core.data.tasks import check_messages, is_trajectory, shorten
+from rl_core.data.rows import is_trajectory
+from rl_core.data.tasks import check_messages, shorten
 from rl_core.types import Completion, Message, TrainingSample, Turn
 
 PAIR = ("chosen", "rejected")

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import nearest
-from rl_core.data.tasks import check_exists
+from rl_core.data.rows import check_exists
 from rl_core.sampling.env_file import SystemPrompts, check_names, execute_file, listed, longest_order, rows_of
 from rl_core.sampling.episode import Rules, play
 from rl_core.sampling.hooks import Hook, HookThreads
