@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -45,19 +46,21 @@ from rl_core.learning.offload import Offload, activations_on_host
 from rl_core.learning.tensor_parallel import check_tensor_parallel
 from rl_core.metrics import Mean, Metric, RunLog, add_metrics
 from rl_core.sampling.actor import Actor
-from rl_core.sampling.engine import ActorEngine, Engine, make_engine
+from rl_core.sampling.engine import DeviceLease, Engine, EngineSpec
 from rl_core.sampling.env import Env, load_env
-from rl_core.sampling.lagged import LaggedEngine
 from rl_core.sampling.mix import EnvMix, Limits
 from rl_core.sampling.rewards import weight_of_task
 from rl_core.sampling.stream import Intake
-from rl_core.sampling.time_slice import SlicedEngine, TimeSlice
 from rl_core.sampling.weights import load_weights
 from rl_core.types import Task, TrainingSample, counter_seed
 
 if TYPE_CHECKING:
     from rl_core.sampling.api_actor import ApiActor
 
+ENGINES = {
+    "embedded": "rl_core.sampling.embedded_engine:make_engine",
+    "sglang": "rl_core.sampling.sglang_engine:make_engine",
+}
 CHECKED_ROWS = 20_000  # of which the length is checked at start-up; rows beyond are checked when they are drawn
 
 
@@ -88,9 +91,10 @@ class Run(Plan):
 
     ranks: Ranks
     learners: dict[str, Learner]
-    engines: dict[str, Engine]  # none where rows are imitated
+    engines: dict[str, Engine | None]  # none where rows are imitated; None: another rank has this actor's engine
+    older: dict[str, Engine | None]  # of actors that speak by older weights too
     actors: dict[str, Actor | ApiActor]
-    time_slice: TimeSlice | None  # of engines that take turns
+    lease: DeviceLease | None  # where engines share a device
     env: EnvMix | None  # all environments as one
     log: RunLog | None  # None on ranks that only sample
     start: int = 0
@@ -99,6 +103,11 @@ class Run(Plan):
     intake: Intake | None = None  # of the groups that steps learn from
     metrics: dict[str, Metric] = field(default_factory=dict)  # of the step under way
     canaries: dict[str, list[list]] = field(default_factory=dict)  # what engines said that learners still check
+
+    @property
+    def all_engines(self) -> list[Engine]:
+        """Each engine of this rank once."""
+        return list(dict.fromkeys(e for e in (*self.engines.values(), *self.older.values()) if e is not None))
 
     @contextmanager
     def timed(self, phase: str):
@@ -352,10 +361,10 @@ def build(plan: Plan, ranks: Ranks) -> Run:
     state = load_checkpoint(found[-1], learners) if found else {"step": 0, "position": 0}
     if plan.curriculum:
         plan.curriculum.load(state.get("curriculum", {}))
-    time_slice = TimeSlice() if plan.takes_turns else None
+    lease = DeviceLease() if plan.takes_turns else None
     speakers = list(config.actors) if samples else []
     local = [name for name in speakers if name not in plan.remote]
-    engines, ends, models = make_engines(plan, local, learners, ranks, time_slice)
+    engines, older, ends, models = make_engines(plan, local, learners, ranks)
     limits = {"max_turns": config.turn_limit, "max_context_tokens": config.max_context_tokens}
     actors = {}
     for name in speakers:
@@ -366,6 +375,10 @@ def build(plan: Plan, ranks: Ranks) -> Run:
             stop_token_ids=tuple(dict.fromkeys([*plan.chats[name].stop_token_ids, *ends[name]])),
             max_tokens=config.actors[name].max_tokens,
             is_trainable=config.actors[name].is_trained,
+            adapter=name if name in adapters_of(config, config.actors[name].share or name) else "",
+            lease=None if config.actors[config.actors[name].share or name].engine_urls else lease,
+            older=older.get(name),
+            older_frac=config.rollout.lagged_frac,
             **limits,
         )
     if config.liger:
@@ -382,42 +395,34 @@ def build(plan: Plan, ranks: Ranks) -> Run:
     }
     env = EnvMix(envs=plan.envs, limits=limits) if plan.envs else None
     parts = {"ranks": ranks, "learners": learners, "engines": engines, "actors": actors, "env": env, "log": log}
-    parts["time_slice"] = time_slice
+    parts |= {"older": older, "lease": lease}
     place = {"start": state["step"], "position": state["position"], "pending": state.get("pending", [])}
     return Run(**vars(plan), **parts, **place)
 
 
 def make_engines(
-    plan: Plan, names: list[str], learners: dict[str, Learner], ranks: Ranks, time_slice: TimeSlice | None
-) -> tuple[dict[str, Engine], dict[str, list[int]], list[nn.Module]]:
-    """Each actor's engine and the tokens that end its turn by its model, and what the engines sample with. Actors that share a
-    model have one engine, which each asks for its own adapter."""
-    config, engines, ends, models = plan.config, {}, {}, []
-    of_models: dict[str, tuple[Engine, nn.Module, list[int]]] = {}  # by the name of the actor whose model it is
+    plan: Plan, names: list[str], learners: dict[str, Learner], ranks: Ranks
+) -> tuple[dict[str, Engine | None], dict[str, Engine | None], dict[str, list[int]], list[nn.Module]]:
+    """Each actor's engine, the engines with older weights, the tokens that end an actor's turn by its model, and what engines
+    of this process sample with. Actors that share a model have one engine."""
+    config, engines, older, ends, models = plan.config, {}, {}, {}, []
+    made: dict[str, tuple[Engine | None, nn.Module, list[int]]] = {}  # by the name of the actor whose model it is
     for name in names:
-        actor = config.actors[name]
-        if (owner := actor.share or name) not in of_models:
-            engine, model, ends_of_model = sampling_engine(plan, owner, learners.get(owner), ranks)
-            own = [model]
-            if config.rollout.lagged_frac and owner in learners and engine.capacity:
-                older, second, _ = sampling_engine(plan, owner, None, ranks, "_older")
+        if (owner := config.actors[name].share or name) not in made:
+            made[owner] = sampling_engine(plan, owner, learners.get(owner), ranks)
+            own = [made[owner][1]]
+            if config.rollout.lagged_frac and owner in learners:
+                older[owner], second, _ = sampling_engine(plan, owner, None, ranks, "_older")
                 own.append(second)
-                engine = LaggedEngine(engine, older, config.rollout.lagged_every)
             models += own if config.engine_of(owner) == "embedded" else []
-            takes_turns = time_slice and not config.actors[owner].engine_urls
-            of_models[owner] = time_slice.engine(engine) if takes_turns else engine, model, ends_of_model
-        engines[name], model, ends[name] = of_models[owner]
-        if owner in config.sharers and actor.is_trained:
-            engines[name] = ActorEngine(engines[name], name, peft_config(actor.lora, model, actor.model).to_dict())
-        elif owner in config.sharers:
-            engines[name] = ActorEngine(engines[name])
-    return engines, ends, models
+        engines[name], _, ends[name] = made[owner]
+    return engines, older, ends, models
 
 
-def lagged_engines(run: Run) -> dict[str, LaggedEngine]:
-    """Of the actors that speak by older weights too, also where engines take turns."""
-    engines = {name: e.engine if isinstance(e, SlicedEngine) else e for name, e in run.engines.items()}
-    return {name: engine for name, engine in engines.items() if isinstance(engine, LaggedEngine)}
+def adapters_of(config: Config, owner: str) -> list[str]:
+    """Actors that train adapters beside the model of `owner`, which others share."""
+    users = [owner, *config.sharers[owner]] if owner in config.sharers else []
+    return [name for name in users if config.actors[name].is_trained]
 
 
 def make_api_actor(config: Config, name: str) -> ApiActor:
@@ -437,22 +442,56 @@ def make_api_actor(config: Config, name: str) -> ApiActor:
 
 def sampling_engine(
     plan: Plan, name: str, learner: Learner | None, ranks: Ranks, role: str = ""
-) -> tuple[Engine, nn.Module, list[int]]:
+) -> tuple[Engine | None, nn.Module, list[int]]:
     """An engine for a model, what it samples with (of SGLang's the shapes alone), and the tokens that end a turn by its
-    generation_config.json."""
-    config, tokenizer = plan.config, plan.chats[name].tokenizer
+    generation_config.json. None: another rank's engine has this one's device."""
+    config, is_own = plan.config, False
     if config.engine_of(name) == "sglang":
-        from rl_core.sampling.sglang_engine import make_sglang_engine, make_skeleton
+        from rl_core.sampling.sglang_engine import make_skeleton
 
-        skeleton = make_skeleton(config.actors[name].model)
-        users = [config.actors[n] for n in (name, *config.sharers[name])] if name in config.sharers else []
-        adapters = [peft_config(a.lora, skeleton, a.model).to_dict() for a in users if a.is_trained]
-        more = {"dtype": compute_dtype(config), "adapters": adapters, "memory_fracs": plan.memory_fracs, "role": role}
-        engine = make_sglang_engine(config, name, skeleton, tokenizer, ranks, **more)
-        return engine, skeleton, end_token_ids(skeleton)
-    model, ends = speaking_model(plan, name, learner, ranks)
-    is_own = learner is None or not reads_in_place(learner.policy)
-    return make_engine(config, model, tokenizer, ranks.size, is_own and plan.takes_turns), model, ends
+        module = make_skeleton(config.actors[name].model)
+        ends = end_token_ids(module)
+    else:
+        module, ends = speaking_model(plan, name, learner, ranks)
+        is_own = learner is None or not reads_in_place(learner.policy)
+    spec = engine_spec(plan, name, module, ranks, role, is_own and plan.takes_turns)
+    if spec is None:
+        return None, module, ends
+    place, _, function = ENGINES[config.engine_of(name)].partition(":")
+    return getattr(importlib.import_module(place), function)(spec), module, ends
+
+
+def engine_spec(
+    plan: Plan, name: str, module: nn.Module, ranks: Ranks, role: str, owns_weights: bool
+) -> EngineSpec | None:
+    """Of an actor's engine on this rank. None: of each --engine_tp neighbours, or of those that share a server that runs
+    already, the first has the engine. role: which of several engines of the actor."""
+    config, actor = plan.config, plan.config.actors[name]
+    stride = ranks.size // len(actor.servers) if actor.servers else config.engine_tp
+    if ranks.rank % stride:
+        return None
+    # A rank has at most its share at once, of all that may be under way.
+    groups = -(-config.tasks_per_step * (1 + config.max_staleness) * stride // ranks.size)
+    adapters = {n: config.actors[n] for n in adapters_of(config, name)}
+    return EngineSpec(
+        name=name + role,
+        model=actor.model,
+        module=module,
+        tokenizer=plan.chats[name].tokenizer,
+        num_slots=min(config.rollout.max_concurrent, groups * config.group_size),
+        max_context_tokens=config.max_context_tokens,
+        dtype=compute_dtype(config),
+        device=ranks.device,
+        seed=counter_seed(config.seed, name + role, ranks.rank) % 2**31,
+        adapters={n: peft_config(a.lora, module, a.model).to_dict() for n, a in adapters.items()},
+        owns_weights=owns_weights,
+        log=Path(config.out) / f"engine_{name}{role}_{ranks.rank:05d}.log",
+        start_timeout_s=config.timeout_s,
+        tp=config.engine_tp,
+        memory_frac=round(plan.memory_fracs.get(name, config.engine_memory_frac), 3),
+        url=actor.servers[ranks.rank // stride] if actor.servers else "",
+        folder=actor.engine_folder,
+    )
 
 
 def speaking_model(plan: Plan, name: str, learner: Learner | None, ranks: Ranks) -> tuple[nn.Module, list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from rl_core.distributed import all_gather_json
 from rl_core.learning.learner import Learner, to_device
 from rl_core.learning.model import reads_in_place
 from rl_core.metrics import Max
-from rl_core.sampling.engine import Engine
-from rl_core.sampling.request import EngineDied
+from rl_core.sampling.actor import Actor
+from rl_core.sampling.engine import EngineDied
 from rl_core.types import Completion, PackedBatch, RunError, SamplingParams, TrainingSample, counter_seed
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 4
@@ -29,7 +30,7 @@ def tolerance(run: Run) -> float:
     return TOLERANCES[compute_dtype(run.config)] if asked is None else asked
 
 
-async def sample_canaries(run: Run) -> None:
+async def sample_canaries(run: Run, is_first: bool = False) -> None:
     """Asks each engine that has a learner to go on with the fixed prompts now; ranks that only sample answer by the link. The
     learner checks it before it learns on. An engine that reads the learner's own tensors cannot miss an update: it is
     asked once, when a run starts or goes on."""
@@ -40,8 +41,8 @@ async def sample_canaries(run: Run) -> None:
             link.say({"canary": name} | question(run, name))
         return
     names = [name for name in names if name in run.engines]
-    names = [n for n in names if run.engines[n].policy_version == run.start or not is_reader(run, n)]
-    run.canaries = {n: await answer(run.engines[n], run.ranks.rank, **question(run, n)) for n in names}
+    names = [n for n in names if is_first or not is_reader(run, n)]
+    run.canaries = {n: await answer(run.actors[n], run.ranks.rank, **question(run, n)) for n in names}
 
 
 def question(run: Run, name: str) -> dict[str, Any]:
@@ -56,20 +57,21 @@ def question(run: Run, name: str) -> dict[str, Any]:
     return {"prompts": prompts, "params": params}
 
 
-async def answer(engine: Engine, rank: int, prompts: list[list[int]], params: dict[str, Any]) -> list[Fact]:
-    if not engine.capacity:  # another rank's engine has this one's device
+async def answer(actor: Actor, rank: int, prompts: list[list[int]], params: dict[str, Any]) -> list[Fact]:
+    if actor.engine is None:  # another rank's engine has this one's device
         return []
+    newest = replace(actor, older=None)
     try:
-        said = await speak_all(engine, prompts, SamplingParams(**params))
+        said = await speak_all(newest, prompts, SamplingParams(**params))
     except EngineDied:
-        await engine.revive()
-        said = await speak_all(engine, prompts, SamplingParams(**params))
+        await newest.wake()
+        said = await speak_all(newest, prompts, SamplingParams(**params))
     pairs = zip(prompts, said, strict=True)
     return [[prompt, one.token_ids, one.logprobs, one.policy_version, rank] for prompt, one in pairs]
 
 
-async def speak_all(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
-    return await asyncio.gather(*(engine.generate(prompt, params, seed=i) for i, prompt in enumerate(prompts)))
+async def speak_all(actor: Actor, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
+    return await asyncio.gather(*(actor.generate(prompt, params, i) for i, prompt in enumerate(prompts)))
 
 
 async def check_canary(run: Run, name: str) -> None:

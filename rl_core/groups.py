@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core import canary
 from rl_core.build import Run, compute_dtype
@@ -16,6 +17,7 @@ from rl_core.distributed import all_gather_json
 from rl_core.learning.model import engine_weights
 from rl_core.link import Link
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics, metric_fields, metrics_of
+from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import Engine
 from rl_core.sampling.rollout import (
     RolloutPlan,
@@ -31,6 +33,9 @@ from rl_core.sampling.rollout import (
 )
 from rl_core.sampling.stream import ALLOWED, POLL_S, Group, GroupStream, Intake
 from rl_core.types import SamplingParams, Task, Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def open_intake(run: Run) -> Intake:
@@ -78,8 +83,7 @@ def record_results(run: Run, results: list[tuple[str, str, float, float]]) -> No
 
 def roll_out_of(run: Run) -> Callable[[int], Awaitable[list[Trajectory]]]:
     config = run.config
-    drawn = {"temperature": config.sampling.temperature, "lagged_frac": config.rollout.lagged_frac}
-    params = sampling_params(run, **drawn)
+    params = sampling_params(run, temperature=config.sampling.temperature)
 
     async def roll_out(number: int) -> list[Trajectory]:
         position = position_of(run, number)
@@ -198,9 +202,7 @@ async def sample_for_learners(run: Run) -> None:
             await evaluate_episodes(run, word["evaluate"])
             link.answer(f"evaluate/{word['evaluate']}", run.ranks.rank, metric_fields(run.metrics))
         elif name := word.pop("canary", None):
-            link.answer(
-                f"canary/{name}", run.ranks.rank, await canary.answer(run.engines[name], run.ranks.rank, **word)
-            )
+            link.answer(f"canary/{name}", run.ranks.rank, await canary.answer(run.actors[name], run.ranks.rank, **word))
         elif "results" in word:
             run.curriculum.record(map(tuple, word["results"]), word["position"])
         elif "stop" in word:
@@ -219,13 +221,24 @@ async def sample_for_learners(run: Run) -> None:
 
 async def load_sent_weights(run: Run, version: int) -> None:
     """Between two tokens of what is under way, which goes on by the new weights."""
-    engines = [run.engines[name] for name in run.config.trained]
-    for engine in engines:
+    for engine in run.all_engines:
         await engine.pause()
-    for engine in engines:
-        await engine.update_weights(run.ranks.link.receive_weights(), version)
-    for engine in engines:
+    for name in run.config.trained:
+        weights = run.ranks.link.receive_weights()
+        await update_engine(run.engines[name], weights, version, run.actors[name].adapter)
+    for engine in run.all_engines:
         await engine.resume()
+
+
+async def update_engine(
+    engine: Engine | None, weights: Iterable[tuple[str, Tensor]] | None, version: int, adapter: str
+) -> None:
+    """Every rank must call it: gathering a weight is a collective."""
+    if engine is not None:
+        await engine.update(weights, version, adapter=adapter)
+        return
+    for _ in weights or ():
+        pass
 
 
 def send_weights(run: Run, version: int) -> None:
@@ -268,7 +281,8 @@ async def evaluate_tasks(run: Run, step: int, env: str, tasks: list[Task], label
     plan = RolloutPlan(
         name=name, tasks=tasks, group_size=count, params=params, seed=config.seed, drawn_as=f"eval/{env}"
     )
-    trajectories = await rollout(run.env, run.actors, plan, config.rollout, run.ranks)
+    newest = {n: replace(a, older=None) if isinstance(a, Actor) else a for n, a in run.actors.items()}
+    trajectories = await rollout(run.env, newest, plan, config.rollout, run.ranks)
     if config.rollout.save:
         file = name.replace("/", "_")
         write_trajectories(Path(config.out) / "rollouts", file, trajectories, run.ranks)
@@ -286,17 +300,11 @@ async def evaluate_tasks(run: Run, step: int, env: str, tasks: list[Task], label
 def restarts_of(run: Run) -> dict[str, Metric]:
     """Of engines that died, since the last time; nothing where none can. What actors share counts for the first."""
     found = {}
-    for name, engine in run.engines.items():
-        for mortal in (one for one in parts_of(engine) if hasattr(one, "num_restarts")):
-            add_metrics(found, {f"rollout/{name}/engine_restarts": Sum(mortal.num_restarts)})
-            mortal.num_restarts = 0
+    for name, engine in (*run.engines.items(), *run.older.items()):
+        if hasattr(engine, "num_restarts"):
+            add_metrics(found, {f"rollout/{name}/engine_restarts": Sum(engine.num_restarts)})
+            engine.num_restarts = 0
     return found
-
-
-def parts_of(engine: Engine) -> list[Engine]:
-    """The engines that an engine passes its requests to, or itself."""
-    inner = [vars(engine)[name] for name in ("engine", "shared", "fresh", "older") if name in vars(engine)]
-    return [part for one in inner for part in parts_of(one)] or [engine]
 
 
 def sampling_params(run: Run, **drawn) -> SamplingParams:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import re
+from collections.abc import Iterable
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from rl_core.build import Run, imitation, lagged_engines
+from rl_core.build import Run, compute_dtype, imitation
 from rl_core.canary import check_canary, sample_canaries
 from rl_core.credit import baseline_groups, group_results, has_signal, samples_of
 from rl_core.distributed import all_gather_json
@@ -23,20 +26,26 @@ from rl_core.groups import (
     roll_out_step,
     sample_for_learners,
     send_weights,
+    update_engine,
 )
-from rl_core.learning.checkpoint import load_older_weights, save_checkpoint
+from rl_core.learning.checkpoint import load_older_weights, older_file, save_checkpoint
 from rl_core.learning.model import engine_weights, export_policy
 from rl_core.metrics import Mean, Sum
 from rl_core.sampling.rollout import lag_metrics, rollout_metrics, write_trajectories
 from rl_core.sampling.stream import HeldClock
 from rl_core.types import TrainingSample
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OLDER_POLICY = "rl_core.options.older_policy"
+
 
 async def run_rank(run: Run) -> None:
     gc.collect()
     gc.freeze()  # rows and modules live as long as the run; looking through them again and again costs tenths of a second
     try:
-        for engine in run.engines.values():  # one starts while no other has memory, which it would take for its own
+        for engine in run.all_engines:  # one starts while no other has memory, which it would take for its own
             await engine.wake()
             await engine.sleep()
         if run.ranks.link is not None and run.ranks.link.is_engine:
@@ -44,7 +53,7 @@ async def run_rank(run: Run) -> None:
         else:
             await train(run)
     finally:  # nothing that it started is left
-        for speaker in (*run.remote.values(), *run.engines.values()):
+        for speaker in (*run.remote.values(), *run.all_engines):
             await speaker.close()
 
 
@@ -56,7 +65,7 @@ async def train(run: Run) -> None:
     for name, learner in run.learners.items():
         with learner.on_device():
             await sync_engine(run, name, run.start)
-            await restore_lagged(run, name)
+            await restore_older(run, name)
     if run.config.eval_every and run.start == 0:
         await evaluate(run, 0)
     await train_steps(run)
@@ -87,7 +96,7 @@ async def train_steps(run: Run) -> None:
             if link is not None:
                 with run.timed("sync"):
                     send_weights(run, done)
-            for engine in run.engines.values() if config.max_staleness else ():
+            for engine in run.all_engines if config.max_staleness else ():
                 await engine.resume()
         note_speed(run)
         run.log.progress(done, run.log.write(done, run.metrics))
@@ -154,7 +163,7 @@ async def gather_samples(run: Run, step: int) -> dict[str, list[TrainingSample]]
 
     if config.engine_tp > 1:
         all_gather_json(None, run.ranks)  # no learner has a device that an engine on another rank takes now
-    await sample_canaries(run)
+    await sample_canaries(run, is_first=step == run.start)
     trajectories = await roll_out_step(run, step)
     await sleep_engines(run)
     if run.curriculum:
@@ -165,8 +174,10 @@ async def gather_samples(run: Run, step: int) -> dict[str, list[TrainingSample]]
     run.note("", restarts_of(run))
     for name, actor in run.remote.items():
         run.note(f"rollout/{name}/", actor.take_metrics())
-    if run.time_slice is not None:
-        run.note("rollout/", run.time_slice.take_metrics())
+    if run.lease is not None:
+        lease = run.lease
+        run.note("rollout/", {"engine_switches": Sum(lease.num_switches), "engine_switch_s": Sum(lease.switch_s)})
+        lease.num_switches, lease.switch_s = 0, 0.0
     samples, advantage_fns = {}, {env: e.advantage_fn for env, e in run.envs.items()}
     for name in run.learners:
         own = [t for t in trajectories if t.actor == name]
@@ -184,7 +195,7 @@ async def gather_samples(run: Run, step: int) -> dict[str, list[TrainingSample]]
 
 async def sleep_engines(run: Run) -> None:
     """Every rank must call it: when it returns no engine has a device, those that hold several ranks' devices included."""
-    for engine in run.engines.values():
+    for engine in run.all_engines:
         if run.config.max_staleness:
             await engine.pause()
         await engine.sleep()
@@ -194,22 +205,37 @@ async def sleep_engines(run: Run) -> None:
 
 async def sync_engine(run: Run, name: str, version: int) -> None:
     """The engine's weights become the learner's; one that reads them in place only forgets what it computed with the old."""
-    if name in run.engines:
-        in_place = run.config.engine_of(name) == "embedded"
-        await run.engines[name].update_weights(engine_weights(run.learners[name].policy, in_place), version)
-
-
-async def restore_lagged(run: Run, name: str) -> None:
-    """When a run goes on, older weights are those of its checkpoint, or the newest where it has none."""
-    engine = lagged_engines(run).get(name)
-    if engine is None or engine.older.policy_version == run.start:
+    if name not in run.engines:
         return
-    if found := load_older_weights(checkpoint_folder(run, run.start), name):
-        version, weights = found
-        await engine.older.update_weights(weights.items(), version)
-    else:
-        await engine.refresh()
-    await engine.sleep()
+    engine, policy = run.engines[name], run.learners[name].policy
+    in_place = run.config.engine_of(name) == "embedded"
+    await update_engine(engine, engine_weights(policy, in_place), version, run.actors[name].adapter)
+    if is_renewed(run, name, version):
+        await renew_older(run, name, engine_weights(policy, in_place=False), version)
+    if run.lease is not None and engine is not None:
+        await engine.sleep()  # a learner has the device
+
+
+def is_renewed(run: Run, name: str, version: int) -> bool:
+    return name in run.older and version % run.config.rollout.lagged_every == 0
+
+
+async def renew_older(run: Run, name: str, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    older, file = run.older[name], older_file(Path(run.config.out) / "older", name)
+    dtype = compute_dtype(run.config)
+    await import_module(OLDER_POLICY).renew(older, weights, version, dtype, file if run.ranks.rank == 0 else None)
+    if older is not None:
+        await older.sleep()
+
+
+async def restore_older(run: Run, name: str) -> None:
+    """When a run goes on, older weights are those of its checkpoint, or the newest where it has none."""
+    if name in run.older and not is_renewed(run, name, run.start):
+        if found := load_older_weights(checkpoint_folder(run, run.start), name):
+            version, weights = found
+            await renew_older(run, name, weights.items(), version)
+        else:
+            await renew_older(run, name, engine_weights(run.learners[name].policy, in_place=False), run.start)
 
 
 async def evaluate(run: Run, step: int) -> None:
@@ -245,9 +271,9 @@ async def save(run: Run, step: int) -> None:
     if run.curriculum:
         state["curriculum"] = run.curriculum.state()
     older = {}
-    for name, engine in lagged_engines(run).items() if run.algorithm.is_rl and run.ranks.rank == 0 else ():
-        if (version := engine.older.policy_version) != step:
-            older[name] = version, await engine.older_weights()
+    for name in run.older if run.algorithm.is_rl and run.ranks.rank == 0 else ():
+        if not is_renewed(run, name, step):
+            older[name] = load_older_weights(out / "older", name)
     save_checkpoint(checkpoint_folder(run, step), learners, state, run.ranks, run.config.keep_checkpoints, older)
     for name, learner in learners.items():
         with learner.on_device():

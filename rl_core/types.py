@@ -62,7 +62,6 @@ class SamplingParams:
     top_p: float = 1.0  # 1 is off
     top_k: int = 0  # 0 is off
     min_p: float = 0.0  # 0 is off
-    lagged_frac: float = 0.0  # part of the calls that older weights answer, where the engine has some
     stop: tuple[str, ...] = ()  # strings that end the completion; they stay in its tokens and its text
     stop_token_ids: tuple[int, ...] = ()  # tokens that end it; they stay in its tokens
 

@@ -120,7 +120,7 @@ class Recorder:
     def listen(self, name: str):
         generate = self.engines[name].generate
 
-        async def generate_at_length(prompt_ids, params, *, seed, session=""):
+        async def generate_at_length(prompt_ids, params, *, seed, session="", adapter=""):
             params = dataclasses.replace(params, max_tokens=forced_length(seed), stop_token_ids=())
             asked = Asked(actor=name, prompt_ids=prompt_ids, params=params, seed=seed, session=session)
             self.episodes.setdefault(asyncio.current_task(), []).append(asked)
@@ -293,7 +293,7 @@ def run_agents(job: dict[str, Any]) -> dict:
 
 
 def at_length(generate, longest: int):
-    async def generate_at_length(prompt_ids, params, *, seed, session=""):
+    async def generate_at_length(prompt_ids, params, *, seed, session="", adapter=""):
         params = dataclasses.replace(params, max_tokens=min(longest, forced_length(seed)), stop_token_ids=())
         return dataclasses.replace(await generate(prompt_ids, params, seed=seed, session=session), finish_reason="stop")
 

@@ -66,20 +66,21 @@ def main() -> None:
     adapters = dict(zip(names, [DEFAULT, *more], strict=True))
     share, width = args.requests // args.actors, 3 + args.max_tokens + 1
 
+    configs = {name: policy.adapters[adapter].to_dict() for name, adapter in adapters.items()}
+
     def engine(slots: int) -> EmbeddedEngine:
         model = AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False)
-        return EmbeddedEngine(model, num_slots=slots, max_context_tokens=width)
+        return EmbeddedEngine(model, num_slots=slots, max_context_tokens=width, adapters=configs)
 
     shared, copies = engine(args.requests), {name: engine(share) for name in names}
-    configs = {name: policy.adapters[adapter].to_dict() for name, adapter in adapters.items()}
 
     async def update_shared() -> None:
         for name, adapter in adapters.items():
-            await shared.update_adapter(name, adapter_weights(policy.hf, adapter), configs[name], 1)
+            await shared.update(adapter_weights(policy.hf, adapter), 1, adapter=name)
 
     async def update_copies() -> None:
         for name, adapter in adapters.items():
-            await copies[name].update_weights(merged_weights(policy.hf, adapter), 1)
+            await copies[name].update(merged_weights(policy.hf, adapter), 1)
 
     size = sum(p.nbytes for p in shared.model.parameters()) / 2**20
     ways = {

@@ -95,7 +95,7 @@ def make_engine(kind: str, folder: str, dtype: torch.dtype, ranks: Ranks, out: P
 
 async def run_cycle(engine: Engine, policy: PolicyModel, clock: Clock, version: int) -> None:
     with clock.timed("all in"):
-        await engine.update_weights(clock.drawn("gather", engine_weights(policy, in_place=False)), version)
+        await engine.update(clock.drawn("gather", engine_weights(policy, in_place=False)), version)
     with clock.timed("wake"):
         await engine.wake()
     with clock.timed("generate"):

@@ -13,8 +13,7 @@ import torch
 from test_engine_contract import GREEDY, LONG, Subject, needs_sglang, random_prompts
 
 from rl_core.http import request
-from rl_core.sampling.engine import ActorEngine
-from rl_core.sampling.request import EngineDied
+from rl_core.sampling.engine import EngineDied
 from rl_core.types import SamplingParams
 
 peft = pytest.importorskip("peft")
@@ -46,7 +45,7 @@ class Actors(Subject):
     def update_adapter(self, name: str, seed: int) -> None:
         self.loaded[name] = self.adapter(name, seed)
         self.versions[name] = self.versions.get(name, 10 * len(self.versions) + 10) + 1
-        self.run(self.engine.update_adapter(name, self.loaded[name].items(), CONFIGS[name], self.versions[name]))
+        self.run(self.engine.update(self.loaded[name].items(), self.versions[name], adapter=name))
 
     @property
     def models(self) -> dict[str, torch.nn.Module]:
@@ -78,7 +77,7 @@ class Actors(Subject):
 @pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=[needs_sglang, pytest.mark.slow])])
 def subject(request, tiny_model, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "engine.log"
-    found = Actors(request.param, tiny_model, log, list(CONFIGS.values()))
+    found = Actors(request.param, tiny_model, log, CONFIGS)
     yield found
     found.run(found.engine.close())
     found.loop.close()
@@ -110,7 +109,7 @@ def test_an_update_of_one_adapter_leaves_the_others_and_the_weights(fresh):
         fresh.check_all(REQUESTS, after)
         for (name, _), old, new in zip(REQUESTS, before, after, strict=True):
             assert (new.logprobs == pytest.approx(old.logprobs, abs=1e-5)) == (name != "alice")
-    assert fresh.engine.policy_version == fresh.version
+    assert fresh.engine.version == fresh.version
     if fresh.kind == "sglang":  # older versions are gone
         server = fresh.engine.server
         _, models = fresh.run(request(f"{server.url}/v1/models", b"", server.headers, "GET"))
@@ -139,7 +138,7 @@ def test_a_pause_keeps_each_requests_adapter_and_its_versions(fresh):
         asked = [asyncio.create_task(coroutine) for coroutine in asked]
         await asyncio.sleep(0.3)
         await fresh.engine.pause()
-        await fresh.engine.update_adapter("alice", fresh.loaded["alice"].items(), CONFIGS["alice"], 99)
+        await fresh.engine.update(fresh.loaded["alice"].items(), 99, adapter="alice")
         await fresh.engine.resume()
         return await asyncio.gather(*asked)
 
@@ -149,15 +148,6 @@ def test_a_pause_keeps_each_requests_adapter_and_its_versions(fresh):
         assert set(completion.policy_versions) == before | ({99} if name == "alice" else set())
         completion.newer_versions.clear()
     fresh.check_all(requests, found)  # alice's adapter came again as it was
-
-
-def test_an_actors_view_asks_for_its_own_adapter(fresh):
-    bob, judge = ActorEngine(fresh.engine, "bob", CONFIGS["bob"]), ActorEngine(fresh.engine)
-    fresh.run(bob.update_weights(fresh.loaded["bob"].items(), version=55))
-    fresh.versions["bob"] = bob.policy_version
-    found = [fresh.run(view.generate([4, 5], GREEDY, seed=0)) for view in (bob, judge)]
-    fresh.check_all([("bob", [4, 5]), ("", [4, 5])], found)
-    assert [c.policy_version for c in found] == [55, fresh.version]
 
 
 def test_adapters_that_do_not_fit_are_an_error_and_all_are_taken(fresh):
@@ -170,7 +160,7 @@ def test_adapters_that_do_not_fit_are_an_error_and_all_are_taken(fresh):
                 yield name, weight
 
         with pytest.raises(ValueError, match=text):
-            fresh.run(fresh.engine.update_adapter("bob", stream(), CONFIGS["bob"], 99))
+            fresh.run(fresh.engine.update(stream(), 99, adapter="bob"))
         if fresh.kind == "sglang":  # what other ranks wait for
             assert taken == list(weights)
 
@@ -193,7 +183,7 @@ def test_a_revived_engine_has_its_weights_and_the_newest_adapters(fresh):
         os.kill(fresh.engine.server.process.pid, signal.SIGKILL)
         with pytest.raises(EngineDied):
             fresh.speak(REQUESTS)
-    fresh.run(fresh.engine.revive())
+    fresh.run(fresh.engine.wake())
     if fresh.kind == "sglang":
         assert fresh.engine.num_restarts == 1
     fresh.check_all(REQUESTS, fresh.speak(REQUESTS))

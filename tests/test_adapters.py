@@ -10,7 +10,6 @@ from test_embedded_engine import assert_logprobs, load, random_prompts
 from transformers import AutoModelForCausalLM
 
 from rl_core.sampling.embedded_engine import EmbeddedEngine
-from rl_core.sampling.engine import ActorEngine, Follower
 from rl_core.types import SamplingParams
 
 peft = pytest.importorskip("peft")
@@ -31,7 +30,8 @@ def adapted(folder, name: str, seed: int) -> tuple[torch.nn.Module, dict, dict]:
 
 
 def make_engine(folder, **kwargs) -> EmbeddedEngine:
-    return EmbeddedEngine(load(folder), num_slots=8, max_context_tokens=128, **kwargs)
+    configs = {name: peft.LoraConfig(**lora).to_dict() for name, lora in LORAS.items()}
+    return EmbeddedEngine(load(folder), num_slots=8, max_context_tokens=128, adapters=configs, **kwargs)
 
 
 def ask(engine, requests, params=GREEDY):
@@ -45,7 +45,7 @@ def ask(engine, requests, params=GREEDY):
 
 
 def update(engine, name, weights, config, version=1):
-    asyncio.run(engine.update_adapter(name, weights.items(), config, version))
+    asyncio.run(engine.update(weights.items(), version, adapter=name))
 
 
 def test_requests_of_all_actors_in_one_batch_have_each_its_own_models_logprobs(any_model):
@@ -90,7 +90,7 @@ def test_a_conversation_goes_on_with_its_own_keys_and_values_until_its_own_adapt
     async def talk(name: str, update_of: str) -> tuple[int, list[int], object]:
         first = await engine.generate(prompt, GREEDY, seed=0, session="s", adapter="bob")
         if update_of:
-            await engine.update_adapter(update_of, found[0].items(), found[1], 2)
+            await engine.update(found[0].items(), 2, adapter=update_of)
         longer, before = [*prompt, *first.token_ids, 5, 6], engine.stats.prefill_tokens
         second = await engine.generate(longer, GREEDY, seed=1, session="s", adapter=name)
         return engine.stats.prefill_tokens - before, longer, second
@@ -101,25 +101,6 @@ def test_a_conversation_goes_on_with_its_own_keys_and_values_until_its_own_adapt
     new, longer, second = asyncio.run(talk("alice", update_of=""))  # who uses another's session has nothing of it
     assert new == len(longer)
     assert_logprobs(models["alice"], longer, second)
-
-
-def test_an_actors_view_asks_for_its_own_adapter(tiny_model):
-    shared = make_engine(tiny_model)
-    model, weights, config = adapted(tiny_model, "bob", 0)
-    bob, judge = ActorEngine(shared, "bob", config), ActorEngine(shared)
-    asyncio.run(bob.update_weights(weights.items(), version=3))
-    [prompt] = random_prompts(1)
-    for view, of, version in ((bob, model, 3), (judge, load(tiny_model), 0)):
-        completion = asyncio.run(view.generate(prompt, GREEDY, seed=0))
-        assert_logprobs(of, prompt, completion)
-        assert completion.policy_version == view.policy_version == version and view.capacity == shared.capacity
-
-
-def test_a_rank_without_an_engine_takes_all_of_an_adapter():
-    """Gathering a weight is a collective."""
-    view, taken = ActorEngine(Follower(), "bob", {}), []
-    asyncio.run(view.update_weights((taken.append(n) or (n, torch.ones(1)) for n in "abc"), version=4))
-    assert taken == ["a", "b", "c"] and view.policy_version == 4 and not view.capacity
 
 
 def test_what_does_not_fit_is_refused(tiny_model):
@@ -146,14 +127,14 @@ def test_a_pause_keeps_each_requests_adapter_and_its_versions(tiny_model):
     for seed, name in enumerate(LORAS):
         update(engine, name, *adapted(tiny_model, name, seed)[1:])
     requests = [(name, p) for p in random_prompts(3) for name in LORAS]
-    want, (_, weights, config) = ask(engine, requests), adapted(tiny_model, "alice", 1)
+    want, (_, weights, _) = ask(engine, requests), adapted(tiny_model, "alice", 1)
 
     async def with_a_pause():
         asked = [asyncio.create_task(engine.generate(p, GREEDY, seed=0, adapter=name)) for name, p in requests]
         while not any(len(r.token_ids) >= 4 for r in engine._active):  # noqa: ASYNC110
             await asyncio.sleep(0)
         await engine.pause()
-        await engine.update_adapter("alice", weights.items(), config, 2)
+        await engine.update(weights.items(), 2, adapter="alice")
         await engine.resume()
         return await asyncio.gather(*asked)
 

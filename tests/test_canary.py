@@ -86,12 +86,12 @@ def test_an_engine_that_computes_otherwise_with_the_learners_own_weights_is_foun
 
 @pytest.mark.parametrize("steps", ["1", "2"])
 def test_an_update_that_did_not_arrive_is_found_the_last_one_too(tiny_model, tmp_path, monkeypatch, capsys, steps):
-    update = EmbeddedEngine.update_weights
+    update = EmbeddedEngine.update
 
-    async def lose_the_first_of_the_run(self, named_weights, version):
+    async def lose_the_first_of_the_run(self, named_weights, version, adapter=""):
         await update(self, named_weights if version != 1 else list(named_weights)[:0] or None, version)
 
-    monkeypatch.setattr(EmbeddedEngine, "update_weights", lose_the_first_of_the_run)
+    monkeypatch.setattr(EmbeddedEngine, "update", lose_the_first_of_the_run)
     assert main(flags_of(tiny_model, tmp_path / "run", *COPY, "--num_steps", steps)) == 1
     said = capsys.readouterr().err
     # The output of the embedding is tied to it, and without adapters.

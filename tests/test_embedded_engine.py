@@ -338,7 +338,7 @@ def test_new_weights_in_place_change_the_samples_and_drop_what_was_cached(model)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.5)
-        await engine.update_weights(None, version=4)
+        await engine.update(None, version=4)
         second = prompt + old.token_ids
         return old, second, await engine.generate(second, params, seed=1, session="s")
 
@@ -352,7 +352,7 @@ def test_streamed_weights_replace_the_models(model, make_model):
     engine, prompts, params = make(model), random_prompts(4), SamplingParams(max_tokens=8)
     old = run(engine, prompts, params)
     # Parameters are named once, so the tied head is not among them.
-    asyncio.run(engine.update_weights(((n, p.detach().clone()) for n, p in other.named_parameters()), version=1))
+    asyncio.run(engine.update(((n, p.detach().clone()) for n, p in other.named_parameters()), version=1))
     new = run(engine, prompts, params)
     assert [c.token_ids for c in new] == [c.token_ids for c in run(make(other), prompts, params)]
     assert [c.token_ids for c in new] != [c.token_ids for c in old]
@@ -390,7 +390,7 @@ def test_requests_go_on_with_newer_weights_and_every_token_knows_its_own(model, 
     engine = make(load(make_model(seed=0)), num_slots=4)
 
     async def next_weights(number):
-        await engine.update_weights(versions[number + 1].named_parameters(), version=number + 1)
+        await engine.update(versions[number + 1].named_parameters(), version=number + 1)
 
     found = asyncio.run(interrupted(engine, prompts, params, [5, 20], next_weights))
     assert {v for c in found for v in c.policy_versions} == {0, 1, 2} and any(len(c.newer_versions) == 2 for c in found)
@@ -409,13 +409,13 @@ def test_weights_do_not_change_under_a_running_request(model):
         task = asyncio.create_task(engine.generate([1], SamplingParams(max_tokens=20), seed=0))
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError, match="1 requests are running"):
-            await engine.update_weights(None, version=1)
+            await engine.update(None, version=1)
         task.cancel()
         await asyncio.sleep(0)
-        await engine.update_weights(None, version=2)
+        await engine.update(None, version=2)
 
     asyncio.run(update())
-    assert engine.policy_version == 2
+    assert engine.version == 2
 
 
 def test_cancelling_frees_the_slot_and_disturbs_nobody(model):

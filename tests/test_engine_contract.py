@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.link import checksum
 from rl_core.sampling.embedded_engine import EmbeddedEngine
-from rl_core.sampling.request import EngineDied
+from rl_core.sampling.engine import EngineDied
 from rl_core.types import SamplingParams
 
 CONTEXT = 512
@@ -31,8 +31,8 @@ needs_sglang = pytest.mark.skipif(not HAS_SGLANG, reason="sglang is not installe
 class Subject:
     """An engine and, as `hf`, a model with the weights that it should have."""
 
-    def __init__(self, kind: str, folder: Path, log: Path, adapters: list[dict] | None = None):
-        self.kind, self.folder, self.version, self.adapters = kind, folder, 0, adapters or []
+    def __init__(self, kind: str, folder: Path, log: Path, adapters: dict[str, dict] | None = None):
+        self.kind, self.folder, self.version, self.adapters = kind, folder, 0, adapters or {}
         # One loop for all tests, in which the server's engine waits and is asked.
         self.loop = asyncio.new_event_loop()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -45,7 +45,12 @@ class Subject:
 
     def make(self, log: Path):
         if self.kind == "embedded":
-            return EmbeddedEngine(load(self.folder), num_slots=8, max_context_tokens=CONTEXT, tokenizer=self.tokenizer)
+            return EmbeddedEngine(
+                load(self.folder),
+                **{"num_slots": 8, "max_context_tokens": CONTEXT},
+                tokenizer=self.tokenizer,
+                adapters=self.adapters,
+            )
         from rl_core.sampling.sglang_engine import SGLangEngine, make_skeleton
         from rl_core.sampling.sglang_server import ServerOptions
 
@@ -58,9 +63,11 @@ class Subject:
             seed=0,
             num_slots=8,
             max_context_tokens=CONTEXT,
-            adapters=self.adapters,
+            adapters=list(self.adapters.values()),
         )
-        return SGLangEngine("policy", options, make_skeleton(str(self.folder)), self.tokenizer, log)
+        return SGLangEngine(
+            "policy", options, make_skeleton(str(self.folder)), self.tokenizer, log, adapters=self.adapters
+        )
 
     def run(self, coroutine):
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, 600))
@@ -71,7 +78,7 @@ class Subject:
 
     def update(self) -> None:
         self.version += 1
-        self.run(self.engine.update_weights(self.weights(), self.version))
+        self.run(self.engine.update(self.weights(), self.version))
 
     def held(self) -> dict[str, int | str]:
         """A checksum of each tensor that the engine has, by its own names."""
@@ -162,7 +169,7 @@ def test_new_weights_are_what_samples(fresh):
         fresh.check(prompt, new)
         assert new.policy_versions == [fresh.version] * 12
         assert new.logprobs != pytest.approx(old.logprobs, abs=1e-3)
-    assert fresh.engine.policy_version == fresh.version
+    assert fresh.engine.version == fresh.version
 
 
 def test_each_tensor_that_was_sent_is_exactly_what_the_engine_loads_itself(fresh):
@@ -242,8 +249,8 @@ def test_weights_that_do_not_fit_are_an_error_and_all_are_taken(fresh, change, e
             yield name, weight
 
     with pytest.raises(ValueError, match=error):
-        fresh.run(fresh.engine.update_weights(stream(), version=99))
-    assert fresh.engine.policy_version == fresh.version
+        fresh.run(fresh.engine.update(stream(), version=99))
+    assert fresh.engine.version == fresh.version
     if fresh.kind == "sglang":  # what other ranks wait for
         assert taken == list(weights)
     fresh.update()
@@ -254,16 +261,16 @@ def test_weights_do_not_change_under_a_running_request(fresh):
     async def update():
         task = asyncio.create_task(fresh.engine.generate([1], LONG, seed=0))
         await asyncio.sleep(0.05)
-        for refused in (fresh.engine.update_weights(fresh.weights(), version=98), fresh.engine.sleep()):
+        for refused in (fresh.engine.update(fresh.weights(), version=98), fresh.engine.sleep()):
             with pytest.raises(RuntimeError, match="1 requests are running"):
                 await refused
         task.cancel()
         await asyncio.wait([task])
-        await fresh.engine.update_weights(fresh.weights(), version=99)
+        await fresh.engine.update(fresh.weights(), version=99)
         return task.cancelled()
 
     assert fresh.run(update())
-    assert fresh.engine.policy_version == 99
+    assert fresh.engine.version == 99
 
 
 def test_who_is_cancelled_disturbs_nobody(fresh):
@@ -296,7 +303,7 @@ def test_paused_requests_go_on_with_newer_weights_after_a_sleep(fresh):
         await asyncio.sleep(0.05)
         assert not any(t.done() for t in tasks)
         await fresh.engine.sleep()
-        await fresh.engine.update_weights(fresh.weights(), fresh.version + 1)
+        await fresh.engine.update(fresh.weights(), fresh.version + 1)
         await fresh.engine.resume()
         return await asyncio.gather(*tasks)
 
@@ -353,7 +360,7 @@ def test_a_server_with_other_weights_than_it_was_given_gets_them_again(tiny_mode
     subject.run(subject.engine._ask("update_weights_from_disk", body))
     with pytest.raises(EngineDied, match="answered with other weights than it was given"):
         subject.ask([[1, 2]], GREEDY)
-    subject.run(subject.engine.revive())
+    subject.run(subject.engine.wake())
     subject.check([1, 2], subject.ask([[1, 2]], GREEDY)[0])
     subject.run(subject.engine.close())
 
@@ -382,7 +389,7 @@ def test_a_server_that_dies_is_an_error_for_all_who_wait_and_starts_again(tiny_m
         subject.ask([[1]], GREEDY)
     assert not left_of(group)
 
-    subject.run(subject.engine.revive())
+    subject.run(subject.engine.wake())
     subject.check([1, 2], subject.ask([[1, 2]], GREEDY)[0])  # with the weights that it had, which were kept
     assert subject.held() == subject.loaded
     subject.change()

@@ -13,8 +13,8 @@ from test_engine_contract import needs_sglang
 from test_train import SORT, metrics, trajectories
 from transformers import AutoModelForCausalLM
 
+from rl_core.sampling.actor import Actor
 from rl_core.sampling.embedded_engine import EmbeddedEngine
-from rl_core.sampling.lagged import LaggedEngine
 from rl_core.train import main
 from rl_core.types import SamplingParams
 
@@ -60,47 +60,31 @@ def talk(tiny_model, tmp_path) -> list[str]:
 
 def load_engine(folder: Path, version: int) -> EmbeddedEngine:
     model = AutoModelForCausalLM.from_pretrained(folder)
-    return EmbeddedEngine(model, num_slots=8, max_context_tokens=64, policy_version=version)
+    return EmbeddedEngine(model, num_slots=8, max_context_tokens=64, version=version)
 
 
 def test_who_answers_hangs_on_the_calls_seed_alone(make_model):
-    engine = LaggedEngine(load_engine(make_model(), 7), load_engine(make_model(seed=1), 4), every=5)
-    params = SamplingParams(max_tokens=2, lagged_frac=0.25)
+    fresh, older = load_engine(make_model(), 7), load_engine(make_model(seed=1), 4)
+    limits = {"stop_token_ids": (), "max_turns": 1, "max_context_tokens": 64}
+    actor = Actor(name="bob", engine=fresh, chat=None, older=older, older_frac=0.25, **limits)
 
-    async def ask(seeds, params) -> dict[int, tuple]:
-        done = await asyncio.gather(*(engine.generate([5, 6, 7], params, seed=seed) for seed in seeds))
+    async def ask(seeds, actor) -> dict[int, tuple]:
+        params = SamplingParams(max_tokens=2)
+        done = await asyncio.gather(*(actor.generate([5, 6, 7], params, seed) for seed in seeds))
         return {s: (d.policy_version, d.token_ids, d.logprobs) for s, d in zip(seeds, done, strict=True)}
 
     async def ask_all():
         seeds = list(range(300))
-        together, apart = await ask(seeds, params), {}
+        together, apart = await ask(seeds, actor), {}
         for seed in reversed(seeds[:20]):
-            apart |= await ask([seed], params)
-        return together, apart, await ask(seeds[:40], SamplingParams(max_tokens=2))
+            apart |= await ask([seed], actor)
+        return together, apart
 
-    together, apart, fresh = asyncio.run(ask_all())
+    together, apart = asyncio.run(ask_all())
     versions = [version for version, _, _ in together.values()]
     assert set(versions) == {4, 7} and 0.18 < versions.count(4) / len(versions) < 0.32
     for seed, (version, tokens, logprobs) in apart.items():
         assert (version, tokens) == together[seed][:2] and logprobs == pytest.approx(together[seed][2], abs=1e-5)
-    assert {version for version, _, _ in fresh.values()} == {7}
-
-
-def test_older_weights_are_renewed_when_their_turn_comes(make_model):
-    engine = LaggedEngine(load_engine(make_model(), 0), load_engine(make_model(seed=1), 0), every=3, first=2)
-    held, found = engine.fresh.model, []
-
-    async def update() -> None:
-        for version in range(2, 10):
-            with torch.no_grad():
-                for parameter in held.parameters():
-                    parameter += 1.0
-            await engine.update_weights(None, version)  # they were changed in place
-            offset = held.model.norm.weight - engine.older.model.model.norm.weight
-            found.append((engine.policy_version, engine.older.policy_version, offset.mean().item()))
-
-    asyncio.run(update())
-    assert found == [(v, 2 + (v - 2) // 3 * 3, (v - 2) % 3) for v in range(2, 10)]
 
 
 @pytest.mark.parametrize("engine", ["embedded", pytest.param("sglang", marks=[pytest.mark.slow, needs_sglang])])

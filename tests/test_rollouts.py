@@ -19,8 +19,8 @@ from rl_core.data.samples import prompts_of, samples_from_turns
 from rl_core.data.tasks import make_task
 from rl_core.distributed import init_ranks
 from rl_core.sampling.actor import Actor
+from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.env import load_env
-from rl_core.sampling.request import EngineDied
 from rl_core.sampling.rollout import RolloutPlan, rollout, rollout_metrics
 from rl_core.types import Completion, RunError, SamplingParams
 
@@ -44,7 +44,7 @@ class RuleEngine:
         self.asked: list[tuple[str, int, SamplingParams]] = []
         self.sessions: set[str] = set()
 
-    async def generate(self, prompt_ids, params, *, seed, session=""):
+    async def generate(self, prompt_ids, params, *, seed, session="", adapter=""):
         self.sessions.add(session)
         prompt = self.chat.tokenizer.decode(prompt_ids)
         self.asked.append((prompt, seed, params))
@@ -824,20 +824,20 @@ def test_every_actors_tokens_masks_and_logprobs_equal_a_naive_simulation(env_of,
 
 
 class MortalEngine(RuleEngine):
-    """Dies at some requests, with all that run, until it is revived."""
+    """Dies at some requests, with all that run, until it is woken."""
 
     def __init__(self, chat, rule, dies_at: set[int], stays_dead: bool = False):
         super().__init__(chat, rule, wait_s=0.01)
         self.dies_at, self.stays_dead, self.is_dead, self.num_revived = dies_at, stays_dead, False, 0
 
-    async def generate(self, prompt_ids, params, *, seed, session=""):
+    async def generate(self, prompt_ids, params, *, seed, session="", adapter=""):
         self.is_dead |= len(self.asked) in self.dies_at
         found = await super().generate(prompt_ids, params, seed=seed, session=session)
         if self.is_dead:
             raise EngineDied("engine bob has died (exit status -9)")
         return found
 
-    async def revive(self):
+    async def wake(self):
         if self.stays_dead:
             raise EngineDied("engine bob did not start")
         self.num_revived += self.is_dead

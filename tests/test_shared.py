@@ -60,7 +60,7 @@ def logprobs(learner, policy=None) -> torch.Tensor:
 
 def said(run, name: str) -> list[tuple[list[int], list[float]]]:
     async def gather():
-        asked = (run.engines[name].generate([1, 9 + i, 20], GREEDY, seed=i) for i in range(4))
+        asked = (run.actors[name].generate([1, 9 + i, 20], GREEDY, i) for i in range(4))
         return [(c.token_ids, c.logprobs) for c in await asyncio.gather(*asked)]
 
     return asyncio.run(gather())
@@ -68,9 +68,8 @@ def said(run, name: str) -> list[tuple[list[int], list[float]]]:
 
 def test_one_set_of_weights_serves_both_learners_and_their_engine(talk, tiny_model, tmp_path):
     run = make_run(talk, *sizes(tmp_path / "run", 1))
-    engines = {id(view.shared): view.shared for view in run.engines.values()}
-    assert len(run.engines) == 2 and len(engines) == 1
-    [engine] = engines.values()
+    assert len(run.engines) == 2
+    [engine] = run.all_engines
     models = [engine.model, *(model.hf for learner in run.learners.values() for model in learner.models())]
     storages = {p.data_ptr(): p.numel() for m in models for n, p in m.named_parameters() if ".lora_" not in n}
     plain = AutoModelForCausalLM.from_pretrained(tiny_model)
@@ -119,11 +118,11 @@ def test_each_learns_as_if_it_were_alone(flags, talk, tiny_model, tmp_path):
 def test_after_training_alice_the_engine_says_for_bob_and_the_judge_what_it_said_before(talk, tmp_path):
     flags = [*talk, *sizes(tmp_path / "run", 2), "--actors.bob.lr", "0", "--actors.judge.share", "bob"]
     run = make_run(flags, "--actors.judge.train", "false", "--algo.kl_coef", "0.01", "--optim.lr", "1e-2")
-    assert "judge" not in run.learners and len({id(view.shared) for view in run.engines.values()}) == 1
+    assert "judge" not in run.learners and len(run.all_engines) == 1
     for name, learner in run.learners.items():
         for i, parameter in enumerate(learner.policy.parameters()):
             parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
-        asyncio.run(run.engines[name].update_weights(engine_weights(learner.policy), 0))
+        asyncio.run(run.engines[name].update(engine_weights(learner.policy), 0, adapter=run.actors[name].adapter))
     before = {name: said(run, name) for name in run.engines}
     assert before["judge"] != before["bob"]
     asyncio.run(train(run))

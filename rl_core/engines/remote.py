@@ -27,8 +27,7 @@ from aiohttp import web
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rl_core.sampling.engine import Engine
-from rl_core.sampling.request import EngineDied
+from rl_core.sampling.engine import Engine, EngineDied
 from rl_core.types import Completion, RunError, SamplingParams
 
 BUCKET_BYTES = 512 << 20

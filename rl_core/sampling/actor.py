@@ -4,27 +4,56 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
 from rl_core.data.chat import Chat, TokenStream
-from rl_core.sampling.engine import Engine
+from rl_core.sampling.engine import DeviceLease, Engine
 from rl_core.types import Completion, Message, SamplingParams, Task, Trajectory, Turn, counter_seed
 
 
 @dataclass(kw_only=True, slots=True)
 class Actor:
     name: str
-    engine: Engine
+    engine: Engine | None  # None: another rank samples with this one's device
     chat: Chat
     stop_token_ids: tuple[int, ...]  # end its turn
     max_turns: int  # of one episode
     max_context_tokens: int  # of one conversation
     max_tokens: int | None = None  # of one turn, where more are asked for
     is_trainable: bool = True  # it has a learner
+    adapter: str = ""  # LoRA adapter that it speaks with
+    lease: DeviceLease | None = None  # where engines share a device
+    older: Engine | None = None  # an engine with older weights, which answers a part of the turns
+    older_frac: float = 0.0
 
     @property
     def capacity(self) -> int:
-        return self.engine.capacity
+        return self.engine.capacity if self.engine else 0
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [engine for engine in (self.engine, self.older) if engine is not None]
+
+    async def generate(self, prompt_ids: list[int], params: SamplingParams, seed: int, session: str = "") -> Completion:
+        """One completion. Which engine gives it depends on the seed alone."""
+        is_older = self.older is not None and counter_seed("lagged", seed) < self.older_frac * 2**32
+        engine = self.older if is_older else self.engine
+        async with self.device(engine):
+            return await engine.generate(prompt_ids, params, seed=seed, session=session, adapter=self.adapter)
+
+    async def wake(self) -> None:
+        """Engines that died start again."""
+        for engine in self.engines:
+            async with self.device(engine):
+                await engine.wake()
+
+    def device(self, engine: Engine) -> AbstractAsyncContextManager[None]:
+        return self.lease.of(engine) if self.lease else nullcontext()
+
+    def end_session(self, session: str) -> None:
+        for engine in self.engines:
+            engine.end_session(session)
 
     def speaker(self, params: SamplingParams, seed: int, session: str) -> Speaker:
         """This actor in one episode."""
@@ -54,7 +83,7 @@ class Speaker:
 
     def close(self) -> None:
         for session in self.sessions:
-            self.actor.engine.end_session(session)
+            self.actor.end_session(session)
 
 
 class Conversation:
@@ -92,7 +121,7 @@ class Conversation:
         seed = counter_seed(speaker.seed, self.session, len(self.turns))
         is_last = len(self.turns) + 1 == speaker.max_turns  # nothing is kept for a turn that will not come
         session = "" if is_last else self.session
-        completion = await speaker.actor.engine.generate(prompt_ids, params, seed=seed, session=session)
+        completion = await speaker.actor.generate(prompt_ids, params, seed, session)
         self.turns.append(self.stream.turn(completion))
         self.messages.append({"role": "assistant", "content": completion.text})
         self.truncated = completion.finish_reason == "length"

@@ -22,7 +22,7 @@ from torch import Tensor
 from rl_core.config import nearest
 from rl_core.host_copies import HostCopies
 from rl_core.sampling.adapters import AdapterTable
-from rl_core.sampling.request import check_request
+from rl_core.sampling.engine import EngineSpec, check_request
 from rl_core.sampling.slot_cache import ATTENTION, ForwardPlan, SlotCache, Snapshot
 from rl_core.sampling.weights import load_weights
 from rl_core.types import Completion, SamplingParams, logit_change
@@ -118,8 +118,9 @@ class EmbeddedEngine:
         num_slots: int,
         max_context_tokens: int,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        policy_version: int = 0,
+        version: int = 0,
         offloads: bool = False,
+        adapters: dict[str, dict[str, Any]] | None = None,
     ) -> None:
         if num_slots < 1 or max_context_tokens < 2:
             raise ValueError(f"{num_slots=} must be at least 1 and {max_context_tokens=} at least 2")
@@ -127,11 +128,11 @@ class EmbeddedEngine:
             raise ValueError(
                 f"{type(model).__name__} sets {change}; the embedded engine does not apply that: use another engine"
             )
-        self.model, self.tokenizer, self.policy_version, self.capacity = model, tokenizer, policy_version, num_slots
+        self.model, self.tokenizer, self.version, self.capacity = model, tokenizer, version, num_slots
         self.max_context_tokens = max_context_tokens
         self.stats = EngineStats()
         self.adapter_versions: dict[str, int] = {}
-        self._adapters = AdapterTable(model)
+        self._adapters, self._configs = AdapterTable(model), adapters or {}
         self._decoder = model.get_decoder()
         self._cache = SlotCache(num_slots, max_context_tokens)
         self._waiting: deque[Request] = deque()
@@ -148,7 +149,7 @@ class EmbeddedEngine:
     async def generate(
         self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = "", adapter: str = ""
     ) -> Completion:
-        """One completion; see SharedEngine. ValueError if the prompt leaves no room in the context, params make no sense or
+        """One completion; see Engine. ValueError if the prompt leaves no room in the context, params make no sense or
         the adapter is not there."""
         check_request(prompt_ids, params, self.max_context_tokens, self.tokenizer)
         if adapter and adapter not in self.adapter_versions:
@@ -163,7 +164,6 @@ class EmbeddedEngine:
             random_bits=random.Random(seed).getrandbits,
             future=asyncio.get_running_loop().create_future(),
         )
-        await self.wake()
         self._prompts.setdefault(request.key, SharedPrompt()).owners.append(request)
         self._waiting.append(request)
         self._start_running()
@@ -172,23 +172,19 @@ class EmbeddedEngine:
     def end_session(self, session: str) -> None:
         self._parked.pop(session, None)
 
-    async def update_weights(self, named_weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
-        """None means that the weights were changed in place. Otherwise each is copied into the model; see Engine."""
+    async def update(self, weights: Iterable[tuple[str, Tensor]] | None, version: int, *, adapter: str = "") -> None:
+        """Copies each weight into the model; see Engine. It is awake afterwards."""
         await self._drain()
-        self._parked.clear()
         await self.wake()
-        if named_weights is not None:
-            load_weights(self.model, named_weights)
-        self.policy_version = version
-
-    async def update_adapter(
-        self, name: str, named_weights: Iterable[tuple[str, Tensor]], config: dict[str, Any], version: int
-    ) -> None:
-        """See SharedEngine."""
-        await self._drain()
-        self._parked = {session: p for session, p in self._parked.items() if p.adapter != name}
-        self._adapters.load(name, named_weights, config)
-        self.adapter_versions[name] = version
+        if adapter:
+            self._parked = {session: p for session, p in self._parked.items() if p.adapter != adapter}
+            self._adapters.load(adapter, weights, self._configs[adapter])
+            self.adapter_versions[adapter] = version
+            return
+        self._parked.clear()
+        if weights is not None:
+            load_weights(self.model, weights)
+        self.version = version
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of what it samples with, without adapters; a tied weight comes once."""
@@ -240,9 +236,6 @@ class EmbeddedEngine:
         self._parked.clear()
         self._cache = SlotCache(self.capacity, self.max_context_tokens)
 
-    async def revive(self) -> None:
-        """Nothing: it lives and dies with its process."""
-
     async def close(self) -> None:
         """Cancels what is running and frees the cache."""
         if self._task is not None and not self._task.done():
@@ -251,6 +244,7 @@ class EmbeddedEngine:
         self._reset(None)
 
     async def _run(self) -> None:
+        await self.wake()
         with self._eval_mode():
             while True:
                 self._step()
@@ -357,7 +351,7 @@ class EmbeddedEngine:
         for request in admitted:
             if request.row < 0:
                 self._share_prompt(request)
-            version = self.adapter_versions.get(request.adapter, self.policy_version)
+            version = self.adapter_versions.get(request.adapter, self.version)
             if not request.versions or request.versions[-1][1] != version:
                 request.versions.append((len(request.token_ids), version))
         started = self._active[-len(admitted) :]
@@ -543,3 +537,10 @@ def prefill_chunks(requests: list[Request]) -> Iterator[list[Request]]:
         chunk.append(request)
     if chunk:
         yield chunk
+
+
+def make_engine(spec: EngineSpec) -> EmbeddedEngine:
+    limits = {"num_slots": spec.num_slots, "max_context_tokens": spec.max_context_tokens}
+    return EmbeddedEngine(
+        spec.module, **limits, tokenizer=spec.tokenizer, offloads=spec.owns_weights, adapters=spec.adapters
+    )

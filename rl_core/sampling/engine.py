@@ -1,173 +1,153 @@
-"""What an engine is. An engine samples tokens; it knows nothing of messages, rewards or learning."""
+"""What an engine is, what it is made from, and which engine has the device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rl_core.config import Config
-from rl_core.types import Completion, SamplingParams
+from rl_core.types import Completion, RunError, SamplingParams
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class EngineDied(RunError):
+    """The engine's process ended or does not answer. The message quotes the end of its log."""
 
 
 class Engine(Protocol):
-    policy_version: int  # of the weights that it holds
-    capacity: int  # requests that it can decode at once
+    """Samples tokens. Knows nothing of messages, rewards or learning."""
 
-    async def generate(
-        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = ""
-    ) -> Completion:
-        """One completion. The same (weights, prompt, params, seed) give the same tokens up to floating-point noise,
-        whatever else is in the batch. `session` names a conversation whose next prompt will extend this one."""
-        ...
-
-    def end_session(self, session: str) -> None:
-        """Frees what is kept for the next turn of a conversation; unknown names are ignored."""
-        ...
-
-    async def update_weights(self, named_weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
-        """Loads (Hugging Face name, full tensor) pairs and drops every cached key and value. Raises on a name or shape
-        that the model does not have, and on a parameter that did not arrive. None: the engine reads the learner's own
-        parameters, which changed in place."""
-        ...
-
-    async def sleep(self) -> None:
-        """Frees device memory for others: that of keys and values, and of weights that are the engine's own if it was made
-        so. RuntimeError if requests are running."""
-        ...
-
-    async def wake(self) -> None:
-        """Takes the memory again, with the weights that it had; nothing if it is awake. A request or new weights to an
-        engine that sleeps wake it too."""
-        ...
-
-    async def pause(self) -> None:
-        """Stops all requests between two tokens, before the engine sleeps or gets new weights. They keep their tokens, and
-        requests that come now wait with them."""
-        ...
-
-    async def resume(self) -> None:
-        """Goes on with what waits, by the weights that the engine holds now: each further token is of their version."""
-        ...
-
-    async def revive(self) -> None:
-        """After EngineDied: it runs again, with the weights that it had; nothing if another caller did it. Raises EngineDied
-        where that cannot be."""
-        ...
-
-    async def close(self) -> None: ...
-
-
-class SharedEngine(Engine, Protocol):
-    """An engine of one set of weights, beside which each request may ask for an adapter; requests with different ones are
-    decoded together."""
+    version: int  # of the weights that it holds, adapters aside
+    capacity: int  # requests that it decodes at once
 
     async def generate(
         self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = "", adapter: str = ""
     ) -> Completion:
-        """As Engine's, with the adapter of that name; "" is none. The completion has the adapter's version."""
-        ...
+        """One completion. `session` names a conversation whose next prompt extends this one. `adapter` names a LoRA adapter;
+        the completion has the version of the adapter. Raises ValueError for an impossible request, EngineDied."""
 
-    async def update_adapter(
-        self, name: str, named_weights: Iterable[tuple[str, Tensor]], config: dict[str, Any], version: int
+    def end_session(self, session: str) -> None: ...  # frees what is kept for its next turn; an unknown name is ignored
+
+    async def update(
+        self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int, *, adapter: str = ""
     ) -> None:
-        """Loads an adapter, a new one too, from what peft would write: (name, full tensor) pairs of adapter_model.safetensors
-        and what adapter_config.json holds. Drops the keys and values that were cached with it, and no others. Raises as
-        update_weights."""
-        ...
+        """Loads (Hugging Face name, full tensor) pairs and drops the KV cache. With `adapter`, the pairs have peft's names and
+        replace that adapter. None: the weights are read in place and have changed. Raises ValueError on an unknown,
+        missing or misshapen tensor, RuntimeError while requests run unless the engine is paused."""
+
+    async def sleep(self) -> None: ...  # frees device memory; RuntimeError while requests run unless it is paused
+    async def wake(self) -> None: ...  # takes the memory again; after EngineDied starts again with the same weights
+    async def pause(self) -> None: ...  # stops between two tokens; requests keep theirs, and new ones wait
+    async def resume(self) -> None: ...  # goes on with the weights of now; each further token has their version
+    async def close(self) -> None: ...  # ends what runs and frees everything
 
 
-class ActorEngine:
-    """A shared engine as one actor has it, who asks for no adapter but its own."""
+@dataclass(kw_only=True)
+class EngineSpec:
+    """What any engine is made from."""
 
-    def __init__(self, shared: SharedEngine, adapter: str = "", config: dict[str, Any] | None = None):
-        self.shared, self.adapter, self.config = shared, adapter, config
-        self.policy_version, self.capacity = shared.policy_version, shared.capacity
-
-    async def generate(
-        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = ""
-    ) -> Completion:
-        return await self.shared.generate(prompt_ids, params, seed=seed, session=session, adapter=self.adapter)
-
-    def end_session(self, session: str) -> None:
-        self.shared.end_session(session)
-
-    async def update_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Those of the adapter."""
-        await self.shared.update_adapter(self.adapter, named_weights, self.config, version)
-        self.policy_version = version
-
-    async def sleep(self) -> None:
-        """Of all that share it, as the others below."""
-        await self.shared.sleep()
-
-    async def wake(self) -> None:
-        await self.shared.wake()
-
-    async def pause(self) -> None:
-        await self.shared.pause()
-
-    async def resume(self) -> None:
-        await self.shared.resume()
-
-    async def revive(self) -> None:
-        await self.shared.revive()
-
-    async def close(self) -> None:
-        await self.shared.close()
+    name: str  # of its actor, with a suffix if the actor has several engines
+    model: str  # folder or hub name
+    module: PreTrainedModel  # what it samples with, or, on "meta", the shapes of its weights
+    tokenizer: PreTrainedTokenizerBase | None
+    num_slots: int  # requests that it decodes at once
+    max_context_tokens: int
+    dtype: torch.dtype
+    device: torch.device
+    seed: int
+    adapters: dict[str, dict[str, Any]] = field(default_factory=dict)  # what adapter_config.json holds, by actor
+    owns_weights: bool = False  # they wait on the host while it sleeps
+    log: Path  # of its process
+    start_timeout_s: float
+    tp: int = 1  # devices that it spans
+    memory_frac: float  # of a GPU
+    url: str = ""  # of a server that runs already
+    folder: str | None = None  # where weights wait for that server
 
 
-class StillEngine:
-    """What an engine without memory or a process of its own does when it is to sleep, or to stop."""
-
-    def end_session(self, session: str) -> None: ...
-
-    async def sleep(self) -> None: ...
-
-    async def wake(self) -> None: ...
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def revive(self) -> None: ...
-
-    async def close(self) -> None: ...
+def check_request(prompt_ids: list[int], params: SamplingParams, max_context_tokens: int, tokenizer: Any) -> None:
+    """Raises ValueError for a request that no engine can answer."""
+    if not 0 < len(prompt_ids) < max_context_tokens:
+        raise ValueError(
+            f"a prompt of {len(prompt_ids)} tokens must have at least 1 and fewer than {max_context_tokens=}; shorten it or "
+            "raise the limit"
+        )
+    if params.max_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1 or not 0 <= params.min_p <= 1:
+        raise ValueError(f"{params} must have max_tokens >= 1, temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1")
+    if params.stop and tokenizer is None:
+        raise ValueError(f"stop={params.stop} needs a tokenizer; give the engine one or use stop_token_ids")
 
 
-class Follower(StillEngine):
-    """The engine of a rank whose device is held by another's: it draws no episodes, and takes its part where all ranks have
-    one."""
+class DeviceLease:
+    """Engines that share one device, of which one is awake at a time.
 
-    policy_version = capacity = 0
+    Callers of the engine that holds the device run side by side; callers of other engines queue. Once the holder is idle, the
+    engine that waited longest takes over. After `max_slice_s` the holder admits nobody new while others queue.
+    """
 
-    async def generate(
-        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = ""
-    ) -> Completion:
-        raise AssertionError("a rank without an engine was asked for tokens")
+    def __init__(self, max_slice_s: float = 30.0):
+        self.max_slice_s = max_slice_s
+        self.holder: Engine | None = None
+        self.inside: set[asyncio.Future[None]] = set()  # callers of the holder
+        self.queue: dict[Engine, list[asyncio.Future[None]]] = {}  # engine -> callers that wait, longest wait first
+        self.since = 0.0  # when the holder took over
+        self.switch: asyncio.Task[None] | None = None  # of the device to another engine, under way
+        self.num_switches, self.switch_s = 0, 0.0
 
-    async def update_weights(self, named_weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
-        """Gathering a weight is a collective."""
-        for _ in named_weights or ():
-            pass
-        self.policy_version = version
+    @asynccontextmanager
+    async def of(self, engine: Engine) -> AsyncIterator[None]:
+        """Inside, `engine` is awake and has the device. Raises what its waking up, or another's going to sleep, raised."""
+        turn = asyncio.get_running_loop().create_future()
+        self.queue.setdefault(engine, []).append(turn)
+        self._admit()
+        try:
+            await turn
+            yield
+        finally:
+            self.inside.discard(turn)
+            if turn in self.queue.get(engine, ()):  # cancelled
+                self.queue[engine].remove(turn)
+                if not self.queue[engine]:
+                    del self.queue[engine]
+            self._admit()
 
-    async def update_adapter(
-        self, name: str, named_weights: Iterable[tuple[str, Tensor]], config: dict[str, Any], version: int
-    ) -> None:
-        for _ in named_weights:
-            pass
+    def _admit(self) -> None:
+        """Lets in whom there is room for now."""
+        other = next((e for e in self.queue if e is not self.holder), None)
+        if self.switch is not None:
+            return
+        if self.holder in self.queue and (other is None or time.monotonic() - self.since < self.max_slice_s):
+            self._let_in(self.holder)
+        elif other is not None and not self.inside:
+            self.switch = asyncio.create_task(self._hand_over(other))
 
+    def _let_in(self, engine: Engine) -> None:
+        turns = [turn for turn in self.queue.pop(engine, ()) if not turn.done()]
+        self.inside.update(turns)
+        for turn in turns:
+            turn.set_result(None)
 
-def make_engine(config: Config, model, tokenizer, num_ranks: int = 1, offloads: bool = False) -> Engine:
-    """The engine that --engine names, over `model` where it samples in this process. offloads: the model is the engine's
-    own, and its weights wait on the host while it sleeps, which it does at first."""
-    from rl_core.sampling.embedded_engine import EmbeddedEngine
-
-    # A rank has at most its share at once, of all that may be under way.
-    groups = -(-config.tasks_per_step * (1 + config.max_staleness) // num_ranks)
-    slots = min(config.rollout.max_concurrent, groups * config.group_size)
-    limits = {"num_slots": slots, "max_context_tokens": config.max_context_tokens}
-    return EmbeddedEngine(model, **limits, tokenizer=tokenizer, offloads=offloads)
+    async def _hand_over(self, engine: Engine) -> None:
+        began = time.monotonic()
+        try:
+            if self.holder is not None:
+                await self.holder.sleep()
+            self.holder = None  # if waking fails, nobody holds the device
+            await engine.wake()
+            self.holder, self.since = engine, time.monotonic()
+            self.num_switches, self.switch_s = self.num_switches + 1, self.switch_s + self.since - began
+            self._let_in(engine)
+        except Exception as error:
+            for turn in self.queue.pop(engine, ()):
+                if not turn.done():
+                    turn.set_exception(error)
+        finally:
+            self.switch = None
+            self._admit()

@@ -18,8 +18,8 @@ from rl_core.config import RolloutConfig
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.metrics import Mean, Metric, Sum
 from rl_core.sampling.actor import Actor, Speaker
+from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.env import Env
-from rl_core.sampling.request import EngineDied
 from rl_core.types import Completion, RunError, SamplingParams, Task, Trajectory, Turn, counter_seed
 
 MAX_REVIVALS = 3  # times that one group may lose an engine
@@ -94,8 +94,8 @@ async def run_group(
 async def revive_engines(actors: Mapping[str, Actor]) -> None:
     try:
         for actor in actors.values():
-            if engine := getattr(actor, "engine", None):  # an endpoint elsewhere has none
-                await engine.revive()
+            if isinstance(actor, Actor):  # an endpoint elsewhere has no engine
+                await actor.wake()
     except EngineDied as error:
         raise RunError(f"an engine died and cannot be started again: {error}") from error
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from rl_core.data.chat import Chat
 from rl_core.sampling.actor import Actor, Speaker
-from rl_core.sampling.engine import StillEngine
 from rl_core.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -24,15 +23,15 @@ PLAIN_TEMPLATE = (
 )
 
 
-class ScriptedEngine(StillEngine):
+class ScriptedEngine:
     """Gives its replies in order, the last one again and again, as if each token had been certain."""
 
     def __init__(self, chat: Chat, replies: Sequence[str], capacity: int = 256):
         self.chat, self.replies, self.capacity = chat, list(replies), capacity
-        self.policy_version = self.num_requests = 0
+        self.version = self.num_requests = 0
 
     async def generate(
-        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = ""
+        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = "", adapter: str = ""
     ) -> Completion:
         text = self.replies[min(self.num_requests, len(self.replies) - 1)]
         self.num_requests += 1
@@ -46,11 +45,23 @@ class ScriptedEngine(StillEngine):
             logprobs=[0.0] * len(ids),
             text=self.chat.decode(ids),
             finish_reason="length" if is_cut else "stop",
-            policy_version=self.policy_version,
+            policy_version=self.version,
         )
 
-    async def update_weights(self, named_weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
-        self.policy_version = version
+    def end_session(self, session: str) -> None: ...
+
+    async def update(self, weights: Iterable[tuple[str, Tensor]] | None, version: int, *, adapter: str = "") -> None:
+        self.version = version
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from rl_core.http import request
-from rl_core.sampling.request import EngineDied
+from rl_core.sampling.engine import EngineDied
 
 LOG_LINES = 12  # quoted when it dies
 PROGRESS_S = 30.0

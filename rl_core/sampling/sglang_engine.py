@@ -24,18 +24,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rl_core.config import Config, nearest
-from rl_core.distributed import Ranks
+from rl_core.config import nearest
 from rl_core.http import request
 from rl_core.link import in_buckets
 from rl_core.sampling.adapter_slots import Slot, save_adapter
-from rl_core.sampling.engine import Engine, Follower
-from rl_core.sampling.request import EngineDied, check_request
+from rl_core.sampling.engine import EngineDied, EngineSpec, check_request
 from rl_core.sampling.server_process import RunningServer, ServerProcess
 from rl_core.sampling.sglang_server import ServerOptions, numbers
 from rl_core.sampling.shared_folder import SharedFolder, remove_abandoned, shared_memory
 from rl_core.sampling.weights import arriving, arriving_adapter, on_host
-from rl_core.types import Completion, RunError, SamplingParams, counter_seed
+from rl_core.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -59,12 +57,12 @@ class SGLangEngine:
         start_timeout_s: float = 600.0,
         url: str = "",
         folder: str | None = None,
-        must_keep: bool = False,
+        adapters: dict[str, dict[str, Any]] | None = None,
     ) -> None:
-        """`url`: of a server that runs already, with options of its own. `folder`: where weights wait for it. must_keep: there
-        they stay, for another engine, or there is an error."""
+        """`url`: of a server that runs already, with options of its own. `folder`: where weights wait for it. `adapters`: what
+        adapter_config.json would hold of each."""
         self.options, self.skeleton, self.tokenizer = options, skeleton, tokenizer
-        self.policy_version, self.capacity = 0, options.num_slots
+        self.version, self.capacity = 0, options.num_slots
         self.start_timeout_s = start_timeout_s
         self.is_own, self.folder = not url, folder or shared_memory()
         if url:
@@ -75,7 +73,7 @@ class SGLangEngine:
         self._has_started = self._needs_weights = False
         remove_abandoned()
         self._kept: SharedFolder | None = None  # the weights that it has, for another server
-        self.must_keep = must_keep
+        self._configs = adapters or {}
         self._label = ""  # that those weights have at the server, which gives it with each answer
         self._slots: dict[str, Slot] = {}  # by the names of actors
         self._linear = {name: m for name, m in skeleton.named_modules() if isinstance(m, nn.Linear)}
@@ -90,7 +88,9 @@ class SGLangEngine:
         self._aborts: set[asyncio.Task] = set()
 
     async def start(self) -> None:
-        """The server answers; nothing if it does already. EngineDied if it cannot, or has died since: see revive."""
+        """The server answers; nothing if it does already. EngineDied if it cannot, or has died since: see wake."""
+        if self._has_started:
+            return
         async with self._changing:
             if not self._has_started:
                 await self.server.start(self.start_timeout_s)
@@ -101,16 +101,15 @@ class SGLangEngine:
         self._has_started = False
         self._asleep.clear()
         await self.server.start(self.start_timeout_s)
-        self._has_started, self._needs_weights = True, self.policy_version != 0 or bool(self._slots)
+        self._has_started, self._needs_weights = True, self.version != 0 or bool(self._slots)
         self.num_restarts += 1
         for folder in sorted(os.listdir(self._kept.name)) if self._kept else ():
             await self._load(Path(self._kept.name) / folder)
         for slot in self._slots.values():
             await self._load_adapter(slot)
-        self._needs_weights = self.policy_version != 0 and self._kept is None
+        self._needs_weights = self.version != 0 and self._kept is None
 
-    async def revive(self) -> None:
-        """See Engine."""
+    async def _revive(self) -> None:
         async with self._changing:
             if self._has_started and not self.server.is_alive:
                 await self._restart()
@@ -118,17 +117,18 @@ class SGLangEngine:
     async def generate(
         self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = "", adapter: str = ""
     ) -> Completion:
-        """One completion; see SharedEngine. Raises as EmbeddedEngine's, and EngineDied."""
+        """One completion; see Engine. Raises as EmbeddedEngine's, and EngineDied."""
         check_request(prompt_ids, params, self.options.max_context_tokens, self.tokenizer)
         if adapter and adapter not in self._slots:
             raise ValueError(f"no adapter {adapter!r}; {nearest(adapter, self._slots)}")
         max_tokens = min(params.max_tokens, self.options.max_context_tokens - len(prompt_ids))
-        done = Completion(token_ids=[], logprobs=[], text="", finish_reason="", policy_version=self.policy_version)
+        done = Completion(token_ids=[], logprobs=[], text="", finish_reason="", policy_version=self.version)
         self._num_running += 1
         try:
             while not done.finish_reason:
                 await self._may_run.wait()
-                await self.wake()
+                await self.start()
+                await self._set_awake(*MEMORY)
                 # A pause may have come meanwhile; nothing is awaited from here to the request.
                 if self._may_run.is_set():
                     await self._extend(done, prompt_ids, params, max_tokens, adapter)
@@ -145,9 +145,9 @@ class SGLangEngine:
     ) -> None:
         """More tokens, up to the end or to the next pause."""
         if self._needs_weights:
-            raise EngineDied(f"engine {self.server.name} was restarted; give it its weights by update_weights")
+            raise EngineDied(f"engine {self.server.name} was restarted; give it its weights by update")
         slot, rid, num_pauses = self._slots.get(adapter), uuid.uuid4().hex, self._num_pauses
-        version = slot.version if slot else self.policy_version
+        version = slot.version if slot else self.version
         if not done.token_ids:
             done.policy_version = version
         elif version != done.policy_versions[-1]:
@@ -206,22 +206,25 @@ class SGLangEngine:
     def end_session(self, session: str) -> None:
         """Nothing: SGLang finds what prompts share by itself, and drops the oldest."""
 
-    async def update_weights(self, named_weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+    async def update(self, weights: Iterable[tuple[str, Tensor]] | None, version: int, *, adapter: str = "") -> None:
         """See Engine. Weights are looked at before they are sent, since SGLang leaves out unknown names without a word and
         dies of other shapes."""
-        assert named_weights is not None, "the server has weights of its own"
+        assert weights is not None, "the server has weights of its own"
+        if adapter:
+            await self._update_adapter(adapter, weights, version)
+            return
         self._check_idle()
-        coming = iter(named_weights)
+        coming = iter(weights)
         try:
             await self.start()
-            await self.revive()
+            await self._revive()
             await self._set_awake("weights")
             await self._send(coming)
             await self._flush()
         finally:
             for _ in coming:  # every rank is to take all: gathering one is a collective
                 pass
-        self.policy_version, self._needs_weights = version, False
+        self.version, self._needs_weights = version, False
 
     async def _send(self, named_weights: Iterator[tuple[str, Tensor]]) -> None:
         self._label = uuid.uuid4().hex
@@ -230,11 +233,6 @@ class SGLangEngine:
             self._kept = None
         place, sent = self.folder, SharedFolder(self.folder)
         is_roomy = place is not None and shutil.disk_usage(place).free > 2 * self._num_bytes()
-        if self.must_keep and not is_roomy:
-            raise RunError(
-                f"--rollout.lagged_frac: older weights wait in {place}, which must have {2 * self._num_bytes() / 2**30:.3g} GiB "
-                "free and has not; make room there, or leave it out"
-            )
         for number, bucket in enumerate(in_buckets(on_host(self._once(named_weights), self.options.dtype))):
             folder = Path(sent.name) / f"{number:05d}"
             folder.mkdir()
@@ -261,24 +259,23 @@ class SGLangEngine:
         if not answer.get("success"):  # refusals are told, not raised
             raise EngineDied(f"engine {self.server.name} refused weights: {answer.get('message')}")
 
-    async def update_adapter(
-        self, name: str, named_weights: Iterable[tuple[str, Tensor]], config: dict[str, Any], version: int
-    ) -> None:
-        """See SharedEngine. The server takes it while it sleeps, too: what it frees then are not its slots."""
+    async def _update_adapter(self, name: str, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """The server takes it while it sleeps, too: what it frees then are not its slots."""
+        config = self._configs[name]
         self._check_idle()
-        coming, old, folder = iter(named_weights), self._slots.get(name), SharedFolder(self.folder)
+        coming, old, folder = iter(weights), self._slots.get(name), SharedFolder(self.folder)
         try:
             checked = arriving_adapter(name, coming, config["r"], self._linear, old.arrived if old else set())
             arrived = save_adapter(Path(folder.name), checked, config, self._linear, self.options.dtype)
             await self.start()
-            await self.revive()
+            await self._revive()
             new = Slot(name=f"{name}_{uuid.uuid4().hex}", version=version, folder=folder, arrived=arrived)
             await self._load_adapter(new)
         except BaseException:
             folder.cleanup()
             raise
         finally:
-            for _ in coming:  # as update_weights
+            for _ in coming:  # as update
                 pass
         self._slots[name] = new
         if old is not None:
@@ -321,13 +318,14 @@ class SGLangEngine:
             self._asleep = set(MEMORY)
 
     async def wake(self) -> None:
-        """Starts it, and takes the memory again; nothing if it is awake."""
-        if not self._has_started:
-            await self.start()
-        if self._asleep:
-            await self._set_awake(*MEMORY)
+        """Starts it, again if it died, and takes the memory again; nothing if it is awake."""
+        await self.start()
+        await self._revive()
+        await self._set_awake(*MEMORY)
 
     async def _set_awake(self, *tags: str) -> None:
+        if not self._asleep:
+            return
         async with self._changing:
             if found := sorted(self._asleep & set(tags)):
                 await self._ask("resume_memory_occupation", {"tags": found})
@@ -405,41 +403,20 @@ def sampling_params(params: SamplingParams, max_tokens: int) -> dict[str, Any]:
     return found if params.stop or params.stop_token_ids else found | {"ignore_eos": True}
 
 
-def make_sglang_engine(
-    config: Config,
-    name: str,
-    skeleton: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    ranks: Ranks,
-    dtype: torch.dtype,
-    adapters: list[dict[str, Any]],
-    memory_fracs: dict[str, float],
-    role: str = "",
-) -> Engine:
-    """An actor's engine on this rank: of each --engine_tp neighbours the first has it, on the devices of all; so has the first
-    of those that share a server that runs already. adapters: what adapter_config.json would hold of each actor that trains one
-    beside this model. role: of several engines of an actor."""
-    urls = config.actors[name].servers
-    stride = ranks.size // len(urls) if urls else config.engine_tp
-    if ranks.rank % stride:
-        return Follower()
-    # An engine has at most its share at once, of all that may be under way.
-    groups = -(-config.tasks_per_step * (1 + config.max_staleness) * stride // ranks.size)
+def make_engine(spec: EngineSpec) -> SGLangEngine:
     options = ServerOptions(
-        model=config.actors[name].model,
-        dtype=dtype,
-        device=ranks.device,
-        tp=config.engine_tp,
-        memory_frac=round(memory_fracs.get(name, config.engine_memory_frac), 3),
-        seed=counter_seed(config.seed, name + role, ranks.rank) % 2**31,
-        num_slots=min(config.rollout.max_concurrent, groups * config.group_size),
-        max_context_tokens=config.max_context_tokens,
-        adapters=adapters,
+        model=spec.model,
+        dtype=spec.dtype,
+        device=spec.device,
+        tp=spec.tp,
+        memory_frac=spec.memory_frac,
+        seed=spec.seed,
+        num_slots=spec.num_slots,
+        max_context_tokens=spec.max_context_tokens,
+        adapters=list(spec.adapters.values()),
     )
-    log = Path(config.out) / f"engine_{name}{role}_{ranks.rank:05d}.log"
-    more = {"url": urls[ranks.rank // stride], "folder": config.actors[name].engine_folder} if urls else {}
-    more["must_keep"] = config.rollout.lagged_frac > 0
-    return SGLangEngine(name + role, options, skeleton, tokenizer, log, config.timeout_s, **more)
+    more = {"url": spec.url, "folder": spec.folder, "adapters": spec.adapters}
+    return SGLangEngine(spec.name, options, spec.module, spec.tokenizer, spec.log, spec.start_timeout_s, **more)
 
 
 def make_skeleton(path: str) -> PreTrainedModel:
