@@ -172,7 +172,7 @@ def describe_view(chat: Chat, kind: Kind, model: str | None) -> list[str]:
             more = f", sample {number + 1}: the template rewrote history" if number else ""
             trained = f"{sum(sample.loss_mask)} of {len(sample.token_ids)} tokens are trained, marked with >"
             lines += ["", f"{trajectory.actor} in {trajectory.task_id}, {kind.name} reply{more}: {trained}"]
-            lines += shown_tokens(chat, sample.token_ids, sample.loss_mask)
+            lines += shown_tokens(chat, sample.token_ids.tolist(), sample.loss_mask.tolist())
     return lines if len(lines) > 1 else []
 
 

@@ -6,6 +6,8 @@ import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -117,14 +119,31 @@ class Trajectory:
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
 
+# Arrays of a TrainingSample that hold a value for each token.
+PER_TOKEN = {
+    "token_ids": np.int64,
+    "loss_mask": np.bool_,
+    "rollout_logprobs": np.float32,
+    "policy_versions": np.int64,
+    "advantages": np.float32,
+}
+
+
 @dataclass(kw_only=True, slots=True)
 class TrainingSample:
-    token_ids: list[int]  # [L]
-    loss_mask: list[int]  # [L] 1 where the token was sampled by the actor (or is to be imitated)
-    rollout_logprobs: list[float]  # [L] nats, 0 where loss_mask is 0
-    policy_versions: list[int]  # [L] -1 where loss_mask is 0
-    advantages: list[float]  # [L] 0 where loss_mask is 0
+    """One sequence to learn from. Lists given for its arrays become arrays."""
+
+    token_ids: np.ndarray  # [L] int64
+    loss_mask: np.ndarray  # [L] bool, True where the token was sampled by the actor (or is to be imitated)
+    rollout_logprobs: np.ndarray  # [L] fp32 nats, 0 where loss_mask is False
+    policy_versions: np.ndarray  # [L] int64, -1 where loss_mask is False
+    advantages: np.ndarray  # [L] fp32, 0 where loss_mask is False
     group_id: str = ""  # samples of one group stay in one minibatch
+
+    def __post_init__(self):
+        with np.errstate(over="ignore"):  # an infinite loss is reported by the learner
+            for name, dtype in PER_TOKEN.items():
+                setattr(self, name, np.asarray(getattr(self, name), dtype))
 
 
 @dataclass(kw_only=True, slots=True)

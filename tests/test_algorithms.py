@@ -111,14 +111,16 @@ def naive_gradients(learner: Learner, samples, longest=60) -> tuple[dict[str, to
     model.set_attn_implementation("sdpa")
     sequences = []
     for s in samples:
-        logits = model(torch.tensor([s.token_ids]), use_cache=False).logits[0].log_softmax(-1)
+        logits = model(torch.tensor(s.token_ids[None]), use_cache=False).logits[0].log_softmax(-1)
         at = [i for i, m in enumerate(s.loss_mask) if m]
         new = torch.stack([logits[i - 1, s.token_ids[i]] for i in at])
         entropy = torch.stack([-(logits[i - 1].exp() * logits[i - 1]).sum() for i in at])
         old, rollout = (
             new.detach() + torch.tensor([0.5 * math.sin(rate * s.token_ids[i]) for i in at]) for rate in (3, 5)
         )
-        ref = reference_logprobs(learner, torch.tensor([s.token_ids]))[0, [i - 1 for i in at]] if a.kl_coef else None
+        ref = (
+            reference_logprobs(learner, torch.tensor(s.token_ids[None]))[0, [i - 1 for i in at]] if a.kl_coef else None
+        )
         advantages = [s.advantages[i] for i in at]
         if a.kl_coef and a.kl_in != "loss":
             kl = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}[a.kl](rollout, ref).tolist()
@@ -187,7 +189,7 @@ def test_the_loss_is_the_papers_formula_however_the_batch_is_split(preset, flags
     learner = make_pair(tiny_model, preset, *flags)
     want, want_loss = naive_gradients(learner, samples)
     for tokens in (8192, 100):
-        learner.room = dataclasses.replace(learner.room, max_tokens=tokens)
+        learner.budget = dataclasses.replace(learner.budget, max_tokens=tokens)
         assert (len(learner.shard(samples)[0][0].batches) > 1) == (tokens < 8192)
         got, loss = learner_gradients(learner, samples)
         assert loss == pytest.approx(want_loss, rel=1e-5, abs=1e-5)
@@ -228,7 +230,7 @@ def trl_gradients(learner: Learner, model_path, samples, loss_type: str, level: 
     trainer.current_gradient_accumulation_steps = 1
     longest = max(len(s.token_ids) for s in samples)
     ids = torch.tensor([s.token_ids + [0] * (longest - len(s.token_ids)) for s in samples])
-    mask = torch.tensor([s.loss_mask + [0] * (longest - len(s.loss_mask)) for s in samples])
+    mask = torch.tensor([s.loss_mask.tolist() + [0] * (longest - len(s.loss_mask)) for s in samples])
     is_token = torch.tensor([[1] * len(s.token_ids) + [0] * (longest - len(s.token_ids)) for s in samples])
     inputs = {
         "prompt_ids": ids[:, :1],

@@ -357,8 +357,8 @@ def test_imitation_trains_what_is_said_and_the_end_token_and_nothing_else():
     trained = [t for t, m in zip(sample.token_ids, sample.loss_mask, strict=True) if m]
     assert decode(trained) == "the fox<|im_end|>42<|im_end|>"
     whole = chat.render(messages, add_generation_prompt=False)
-    assert decode(sample.token_ids) == whole.removesuffix("\n")
-    assert sample.token_ids == chat.encode(whole)[: len(sample.token_ids)]
+    assert decode(sample.token_ids.tolist()) == whole.removesuffix("\n")
+    assert sample.token_ids.tolist() == chat.encode(whole)[: len(sample.token_ids)]
 
 
 def test_imitation_leaves_out_messages_that_are_only_context():

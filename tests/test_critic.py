@@ -45,7 +45,7 @@ def plain_values(learner: Learner, sample: TrainingSample) -> list[float]:
     """The classifier's score before each trained token, by the plain Hugging Face model."""
     model = learner.critic.policy.hf
     model.set_attn_implementation("sdpa")
-    hidden = model.base_model(torch.tensor([sample.token_ids]), use_cache=False).last_hidden_state[0]
+    hidden = model.base_model(torch.tensor(sample.token_ids)[None], use_cache=False).last_hidden_state[0]
     model.set_attn_implementation("rl_core_packed")
     return [model.score(hidden[i - 1]).item() for i, m in enumerate(sample.loss_mask) if m]
 
@@ -255,7 +255,7 @@ def test_each_environments_advantages_are_divided_by_their_own_deviation(advanta
         tokens = torch.tensor([a for p, _ in pairs for a, m in zip(p.advantages, p.loss_mask, strict=True) if m])
         deviation = tokens.double().std(correction=0).item() or 1.0
         for before, after in pairs:
-            assert after.advantages == pytest.approx([a / deviation for a in before.advantages], rel=1e-6)
+            assert after.advantages == pytest.approx(before.advantages / deviation, rel=1e-6)
             assert any(after.advantages) == any(before.advantages)
 
 
@@ -269,7 +269,7 @@ ranks = init_ranks(60)
 row = dataclasses.replace(PRESETS["dr_grpo"], normalize="env")
 every = groups_of_two_envs()
 mine = every if ranks.size == 1 else every[3:] if ranks.rank else every[:3]
-found = [[s.group_id, s.advantages] for s in samples_of(mine, row, 10, ranks)]
+found = [[s.group_id, s.advantages.tolist()] for s in samples_of(mine, row, 10, ranks)]
 open(f"{out}.{{ranks.size}}.{{ranks.rank}}", "w").write(json.dumps(found))
 close_ranks(ranks)
 """

@@ -14,7 +14,6 @@ from rl_core.command_line import parse_config
 from rl_core.data.packing import balanced_bins, pack_samples
 from rl_core.distributed import init_ranks
 from rl_core.learning.algorithms import clipped_loss, group_advantages, make_algorithm, token_losses
-from rl_core.learning.attention import attention_blocks
 from rl_core.learning.learner import Learner
 from rl_core.learning.model import make_policy
 from rl_core.learning.optim import learning_rate
@@ -86,7 +85,7 @@ def padded_gradients(learner: Learner, samples, old_shift=0.0) -> tuple[dict[str
     """The same from the plain padded forward of the Hugging Face model and the formula written out token by token."""
     model, a = learner.policy.hf, learner.algorithm
     longest = max(len(s.token_ids) for s in samples)
-    ids = torch.tensor([s.token_ids + [0] * (longest - len(s.token_ids)) for s in samples])
+    ids = torch.tensor([s.token_ids.tolist() + [0] * (longest - len(s.token_ids)) for s in samples])
     is_token = torch.tensor([[1] * len(s.token_ids) + [0] * (longest - len(s.token_ids)) for s in samples])
     model.set_attn_implementation("sdpa")
     logits = model(input_ids=ids, attention_mask=is_token, use_cache=False).logits / learner.temperature
@@ -236,20 +235,11 @@ def test_sliding_window_reaches_the_packed_attention(tiny_model, shared_prompt):
     for s in samples:
         distance = torch.arange(len(s.token_ids))[:, None] - torch.arange(len(s.token_ids))
         mask = torch.where((distance >= 0) & (distance < 4), 0.0, -1e9)[None, None]
-        ids = torch.tensor([s.token_ids])
+        ids = torch.tensor(s.token_ids)[None]
         logprobs = hf(input_ids=ids, attention_mask={"full_attention": mask}, use_cache=False).logits[0].log_softmax(-1)
         want += [(t, logprobs[i - 1, t].item()) for i, t in enumerate(s.token_ids) if s.loss_mask[i]]
     for (label, value), (expected_label, expected) in zip(got, sorted(want), strict=True):
         assert label == expected_label and value == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("shared_prompt", [0, 30])
-def test_blocks_cover_every_token_once_with_little_padding(shared_prompt):
-    batch = pack_samples(ragged_samples(200, shared_prompt=shared_prompt))
-    blocks = attention_blocks(batch)
-    assert [b.first for b in blocks] == [0] + [b.last for b in blocks[:-1]]
-    assert blocks[-1].last == len(batch.input_ids)
-    assert sum(b.shape[0] * b.shape[1] for b in blocks) <= len(batch.input_ids) / 0.75
 
 
 def test_bins_are_full_deterministic_and_within_their_limit():

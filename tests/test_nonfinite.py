@@ -34,7 +34,7 @@ def step_with(learner, advantage, step):
     """One step on samples of which one has this advantage in one token."""
     samples = ragged_samples(seed=step)
     if advantage is not None:
-        samples[2].advantages[samples[2].loss_mask.index(1)] = advantage
+        samples[2].advantages[samples[2].loss_mask.argmax()] = advantage
     return learner.step(learner.shard(samples)[0], step)
 
 

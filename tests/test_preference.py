@@ -62,7 +62,9 @@ def test_every_form_of_a_pair_trains_the_two_replies_behind_one_prompt(row):
     chosen, rejected = reply_pair(chat, row)
     prompt = chat.prompt_ids([user("hello")])
     end = chat.encode("<|im_end|>")
-    assert chosen.token_ids == prompt + trained(chosen) and rejected.token_ids == prompt + trained(rejected)
+    assert chosen.token_ids.tolist() == prompt + trained(chosen) and rejected.token_ids.tolist() == prompt + trained(
+        rejected
+    )
     assert trained(chosen) == chat.encode("the fox", continues=True) + end
     assert trained(rejected) == chat.encode("42", continues=True) + end
 
@@ -73,10 +75,10 @@ def test_a_scored_pair_is_the_template_s_text_and_one_token_for_the_score(row):
     chosen, rejected = scored_pair(chat, row)
     for sample, text in ((chosen, "the fox"), (rejected, "42")):
         rendered = chat.tokenizer.apply_chat_template([user("hello"), says(text)], tokenize=False)
-        assert sample.token_ids[:-1] == chat.tokenizer.encode(rendered, add_special_tokens=False)
+        assert sample.token_ids[:-1].tolist() == chat.tokenizer.encode(rendered, add_special_tokens=False)
         assert sample.loss_mask[-1] == 1
-    shared = chosen.loss_mask.index(1)
-    assert rejected.loss_mask.index(1) == shared and chosen.token_ids[:shared] == rejected.token_ids[:shared]
+    shared = chosen.loss_mask.argmax()
+    assert rejected.loss_mask.argmax() == shared and (chosen.token_ids[:shared] == rejected.token_ids[:shared]).all()
     assert chosen.token_ids[shared] != rejected.token_ids[shared]
 
 

@@ -19,26 +19,27 @@ def turn(new_ids, token_ids, version=0, is_fresh=False):
 def test_turns_that_extend_each_other_are_one_sample():
     turns = [turn([1, 2], [3, 4], version=7, is_fresh=True), turn([5], [6], version=8)]
     (sample,) = samples_from_turns(turns, [0.5, -1.0], group_id="g")
-    assert sample.token_ids == [1, 2, 3, 4, 5, 6]
-    assert sample.loss_mask == [0, 0, 1, 1, 0, 1]
-    assert sample.rollout_logprobs == [0, 0, -3.0, -4.0, 0, -6.0]
-    assert sample.policy_versions == [-1, -1, 7, 7, -1, 8]
-    assert sample.advantages == [0, 0, 0.5, 0.5, 0, -1.0]
+    assert sample.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert sample.loss_mask.tolist() == [0, 0, 1, 1, 0, 1]
+    assert sample.rollout_logprobs.tolist() == [0, 0, -3.0, -4.0, 0, -6.0]
+    assert sample.policy_versions.tolist() == [-1, -1, 7, 7, -1, 8]
+    assert sample.advantages.tolist() == [0, 0, 0.5, 0.5, 0, -1.0]
     assert sample.group_id == "g"
 
 
 def test_a_prompt_that_does_not_extend_the_tokens_before_begins_a_sample():
     turns = [turn([1, 2], [3, 4], is_fresh=True), turn([1, 2, 9, 4, 5], [6], is_fresh=True), turn([7], [8])]
     first, second = samples_from_turns(turns, 1.0)
-    assert first.token_ids == [1, 2, 3, 4]
-    assert (second.token_ids, second.loss_mask) == ([1, 2, 9, 4, 5, 6, 7, 8], [0, 0, 0, 0, 0, 1, 0, 1])
+    assert first.token_ids.tolist() == [1, 2, 3, 4]
+    assert second.token_ids.tolist() == [1, 2, 9, 4, 5, 6, 7, 8]
+    assert second.loss_mask.tolist() == [0, 0, 0, 0, 0, 1, 0, 1]
     assert prompts_of(turns) == [[1, 2], [1, 2, 9, 4, 5], [1, 2, 9, 4, 5, 6, 7]]
 
 
 def test_a_turn_follows_directly_and_changes_no_turn():
     turns = [turn([1], [2], is_fresh=True), turn([], [3])]
     (sample,) = samples_from_turns(turns, 1.0)
-    assert sample.token_ids == [1, 2, 3]
+    assert sample.token_ids.tolist() == [1, 2, 3]
     assert [t.completion.token_ids for t in turns] == [[2], [3]]
     assert turns[0].new_ids == [1]
 
@@ -60,12 +61,12 @@ def test_rows_to_imitate(row):
     chat = Chat(make_tokenizer(), CHATML)
     (sample,) = imitation_samples(chat, row)
     assert (
-        chat.tokenizer.decode(sample.token_ids)
+        chat.tokenizer.decode(sample.token_ids.tolist())
         == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n42<|im_end|>"
     )
     trained = [t for t, m in zip(sample.token_ids, sample.loss_mask, strict=True) if m]
     assert chat.tokenizer.decode(trained) == "42<|im_end|>"
-    assert sample.advantages == [float(m) for m in sample.loss_mask]
+    assert sample.advantages.tolist() == [float(m) for m in sample.loss_mask]
 
 
 def test_answers_in_a_prompt_are_not_imitated():

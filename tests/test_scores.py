@@ -104,10 +104,10 @@ def test_scores_are_the_learner_s_and_those_of_transformers(reward_model, batch_
         sample, _ = scored_pair(chat, {"chosen": talk, "rejected": [*talk[:-1], says("another")]})
         with torch.no_grad():
             assert learner(pack_samples([sample]), 1.0)[0][-1].item() == pytest.approx(score, abs=1e-5)
-            assert model(torch.tensor([sample.token_ids[:-1]])).logits.item() == pytest.approx(score, abs=1e-5)
+            assert model(torch.tensor(sample.token_ids[None, :-1])).logits.item() == pytest.approx(score, abs=1e-5)
         if "<|end|>" not in str(talk):  # which transformers would make a special token
             ids = tokenizer.apply_chat_template(talk, tokenize=True, return_dict=True)["input_ids"]
-            assert ids == sample.token_ids[:-1]
+            assert ids == sample.token_ids[:-1].tolist()
 
 
 def test_a_conversation_may_end_in_the_padding_token(reward_model):

@@ -108,7 +108,7 @@ def test_actions_observations_and_generation_prompts_are_all_that_follows_the_fi
     ids = chat.tokenizer.apply_chat_template(CHATML_TALK, chat_template=template, return_dict=False)
     (both,) = imitation_samples(chat, {"messages": CHATML_TALK}, 1.0, 0.5)
     (action,) = imitation_samples(chat, {"messages": CHATML_TALK})
-    assert both.token_ids == ids
+    assert both.token_ids.tolist() == ids
     prompt = chat.tokenizer.encode(header, add_special_tokens=False)
     starts = [i for i in range(len(ids)) if ids[i : i + len(prompt)] == prompt]
     first = starts[0] + len(prompt)
@@ -117,7 +117,7 @@ def test_actions_observations_and_generation_prompts_are_all_that_follows_the_fi
         is_header = any(start <= i < start + len(prompt) for start in starts)
         expected = 0.0 if i < first or is_header else 1.0 if is_action else 0.5
         assert both.advantages[i] == expected, (i, chat.tokenizer.decode(ids[i]))
-    assert both.policy_versions == [0 if m else -1 for m in both.loss_mask]
+    assert both.policy_versions.tolist() == [0 if m else -1 for m in both.loss_mask]
 
 
 def test_what_is_not_to_be_trained_is_no_observation():
@@ -187,7 +187,9 @@ def test_both_weights_1_is_the_loss_of_a_causal_language_model_over_these_tokens
     labels = [[t if m else -100 for t, m in zip(s.token_ids, s.loss_mask, strict=True)] for s in samples]
     is_token = padded([[1] * len(s.token_ids) for s in samples], 0)
     out = model(
-        input_ids=padded([s.token_ids for s in samples], 0), attention_mask=is_token, labels=padded(labels, -100)
+        input_ids=padded([s.token_ids.tolist() for s in samples], 0),
+        attention_mask=is_token,
+        labels=padded(labels, -100),
     )
     out.loss.backward()
     assert loss == pytest.approx(out.loss.item(), rel=1e-6)
@@ -343,7 +345,7 @@ def test_sft_trains_on_exactly_the_sampled_tokens_of_good_episodes(rollouts, tin
     wanted = sorted([t for turn in e["turns"] for t in turn["completion"]["token_ids"]] for e in good)
     assert sorted(map(sampled, samples)) == wanted
     seen = sorted([*e["turns"][-1]["prompt_ids"], *e["turns"][-1]["completion"]["token_ids"]] for e in good)
-    assert sorted(s.token_ids for s in samples) == seen
+    assert sorted(s.token_ids.tolist() for s in samples) == seen
     assert all(a == m for s in samples for a, m in zip(s.advantages, s.loss_mask, strict=True))
 
 

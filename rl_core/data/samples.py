@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from rl_core.config import nearest
 from rl_core.data.chat import Chat, TokenStream, imitation_turns, shared_length
 from rl_core.data.rows import is_trajectory
 from rl_core.data.tasks import check_messages, shorten
-from rl_core.types import Completion, Message, TrainingSample, Turn
+from rl_core.types import PER_TOKEN, Completion, Message, TrainingSample, Turn
 
 PAIR = ("chosen", "rejected")
 
@@ -27,12 +29,12 @@ def samples_from_turns(
     if not isinstance(advantages, list):
         advantages = [advantages] * len(turns)
     assert len(advantages) == len(turns), (len(advantages), len(turns))
-    samples: list[TrainingSample] = []
+    drafts: list[dict[str, list]] = []
     for number, (turn, advantage) in enumerate(zip(turns, advantages, strict=True)):
-        if turn.is_fresh or not samples:
-            samples.append(_empty_sample(group_id))
-        _append_turn(samples[-1], turn, advantage, observed[number] if observed else range(0), observation_weight)
-    return [s for s in samples if any(s.loss_mask)]
+        if turn.is_fresh or not drafts:
+            drafts.append({name: [] for name in PER_TOKEN})
+        _append_turn(drafts[-1], turn, advantage, observed[number] if observed else range(0), observation_weight)
+    return [TrainingSample(**draft, group_id=group_id) for draft in drafts if any(draft["loss_mask"])]
 
 
 def imitation_samples(
@@ -50,7 +52,7 @@ def imitation_samples(
     if observation_weight:
         turns, observed = observations(chat, messages, turns, tools)
     samples = samples_from_turns(turns, action_weight, "", observed, observation_weight)
-    return [s for s in map(_without_zero_weights, samples) if any(s.loss_mask)]
+    return [s for s in map(_without_zero_weights, samples) if s.loss_mask.any()]
 
 
 def recorded_turns(row: dict[str, Any]) -> list[Turn]:
@@ -125,8 +127,8 @@ def _answer_span(
 
 def _without_zero_weights(sample: TrainingSample) -> TrainingSample:
     """The sample, in which tokens of weight 0 are context."""
-    sample.loss_mask = [int(a != 0) for a in sample.advantages]
-    sample.policy_versions = [v if m else -1 for v, m in zip(sample.policy_versions, sample.loss_mask, strict=True)]
+    sample.loss_mask = sample.advantages != 0
+    sample.policy_versions = np.where(sample.loss_mask, sample.policy_versions, -1)
     return sample
 
 
@@ -201,23 +203,24 @@ def scored_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
     samples = []
     for token_ids in ids:
         num = len(token_ids) + 1
-        sample = _empty_sample("")
-        sample.token_ids, sample.loss_mask = [*token_ids, 0], [0] * shared + [1] * (num - shared)
-        sample.rollout_logprobs, sample.policy_versions, sample.advantages = [0.0] * num, [-1] * num, [0.0] * num
-        samples.append(sample)
+        mask = np.arange(num) >= shared
+        zeros = np.zeros(num)
+        of_tokens = {"rollout_logprobs": zeros, "policy_versions": zeros - 1, "advantages": zeros}
+        samples.append(TrainingSample(token_ids=[*token_ids, 0], loss_mask=mask, **of_tokens))
     return _as_pair(samples, row)
 
 
 def _as_pair(samples: list[TrainingSample], row: dict[str, Any]) -> list[TrainingSample]:
     """Its advantage says by how much the chosen reply must be better: the row's margin."""
     chosen, rejected = samples
-    if chosen.token_ids == rejected.token_ids:
+    if np.array_equal(chosen.token_ids, rejected.token_ids):
         raise ValueError("the two replies have the same tokens: a pair must differ")
     margin = row.get("margin") or 0.0
     if not isinstance(margin, (int, float)) or not math.isfinite(margin):
         raise ValueError(f"column 'margin' holds {shorten(margin)}: it must be a number")
     for sample, advantage in ((chosen, float(margin)), (rejected, 0.0)):
-        sample.advantages = [advantage * m for m in sample.loss_mask]
+        with np.errstate(over="ignore"):
+            sample.advantages = np.where(sample.loss_mask, advantage, 0.0).astype(np.float32)
     return samples
 
 
@@ -263,20 +266,14 @@ def _pair_side(value: Any, column: str, role: str) -> list[Message]:
         raise ValueError(f"column {column!r}: {error}") from None
 
 
-def _empty_sample(group_id: str) -> TrainingSample:
-    return TrainingSample(
-        token_ids=[], loss_mask=[], rollout_logprobs=[], policy_versions=[], advantages=[], group_id=group_id
-    )
-
-
 def _append_turn(
-    sample: TrainingSample, turn: Turn, advantage: float, observed: range = range(0), observation_weight: float = 0.0
+    draft: dict[str, list], turn: Turn, advantage: float, observed: range = range(0), observation_weight: float = 0.0
 ) -> None:
     done, num_new, num_done = turn.completion, len(turn.new_ids), len(turn.completion.token_ids)
     assert len(done.logprobs) == num_done, (len(done.logprobs), num_done)
     heard = [int(place in observed) for place in range(num_new)]
-    sample.token_ids += turn.new_ids + done.token_ids
-    sample.loss_mask += heard + [1] * num_done
-    sample.rollout_logprobs += [0.0] * num_new + list(done.logprobs)
-    sample.policy_versions += [h - 1 for h in heard] + done.policy_versions
-    sample.advantages += [h * observation_weight for h in heard] + [advantage] * num_done
+    draft["token_ids"] += turn.new_ids + done.token_ids
+    draft["loss_mask"] += heard + [1] * num_done
+    draft["rollout_logprobs"] += [0.0] * num_new + list(done.logprobs)
+    draft["policy_versions"] += [h - 1 for h in heard] + done.policy_versions
+    draft["advantages"] += [h * observation_weight for h in heard] + [advantage] * num_done

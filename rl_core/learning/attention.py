@@ -1,139 +1,327 @@
-"""Attention over a packed batch as a transformers attention implementation, registered by name.
+"""Attention over packed sequences: one mechanism for whole sequences, shared prompts and sequences cut over ranks.
 
-Pieces of similar length are padded to one block and go through torch's own kernel, so that no work is done between
-sequences and nothing has the size [T, T]. Whole sequences and prompts need no mask beyond the causal one; what follows a
-shared prompt attends to that prompt and to itself.
+Queries attend to segments of keys, which a kernel computes without a mask or padding. Where a query sees several segments,
+their results are merged by log-sum-exp. The backward of each segment takes the output and the log-sum-exp of whole rows: its
+probabilities are then the final ones, and the gradients of all segments only need adding.
 
-H heads, D head dim, T tokens, N pieces of a block, Q and K their padded queries and keys.
+    queries                         segments of keys
+    each piece                      itself, causal
+    what follows a shared prompt    that prompt, all of it
+
+With cp ranks, sequence n is padded at its end to 2 * cp * c_n tokens and cut into 2 * cp chunks. Rank r holds, for each
+sequence in order, chunk r and then chunk 2cp-1-r: all ranks have the same work under a causal mask. Keys and values travel
+round the ring while the segments at hand are computed (Ring Attention, arXiv 2310.01889). One rank is a ring of one.
+
+    keys from           segments        seen by the queries
+    this rank           both chunks     both, causal: the two chunks lie in their order
+    a lower rank        first chunk     both: it ends before either begins
+    a higher rank       both chunks     the second only: it begins after either ends
+
+T local tokens, H heads of queries, G of keys (H is a multiple of G), D head dim.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import embedding, scaled_dot_product_attention
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from rl_core.learning.ring_attention import refuse_more, ring_attention_forward
-from rl_core.types import PackedBatch
-
 NAME = "rl_core_packed"
-MAX_PADDING = 0.25  # of the tokens of a block; less padding means more and smaller blocks
-MAX_MASK = 1 << 24  # entries of a block's mask
+# --attention: what computes a segment, and the library that it needs.
+KERNELS = {
+    "torch": ("rl_core.options.attention_kernels:TORCH", "torch"),
+    "flash_attn": ("rl_core.options.attention_kernels:FLASH_ATTN", "flash_attn.flash_attn_interface"),
+    "ring_flash_attn": ("rl_core.options.attention_kernels:RING_FLASH_ATTN", "ring_flash_attn"),
+}
+
+Rows = slice | Tensor  # which tokens
 
 
 @dataclass(kw_only=True, slots=True)
-class Block:
-    """N pieces of at most Q tokens, which lie together in the packed batch."""
+class Kernel:
+    """forward(q, k, v, segments, scale) -> out [T, H, D], lse [H, T] of fp32, or fp64 for fp64
+    backward(dout, q, k, v, out, lse, segments, scale) -> dq, dk, dv
+    ring(q, k, v, plan, scale) -> out: a library's own ring, if it has one"""
 
-    first: int  # token of the packed batch
-    last: int
-    shape: tuple[int, int]  # N, Q
-    padded_from: Tensor | None  # [N * Q] which token, counted from `first`, stands there; None: nothing is padded
-    packed_from: Tensor | None  # [last - first] where in the padded block each token stands
-    keys_from: Tensor | None = None  # [N * K] which token of the batch is this key; None: the block's own tokens
-    query_positions: Tensor | None = None  # [N, Q] place in the sequence
-    key_positions: Tensor | None = None  # [N, K]; beyond every query where nothing stands
-    masks: dict = field(default_factory=dict)
-
-    def mask(self, window: int | None, like: Tensor) -> Tensor | None:
-        """[N or 1, 1, Q, K] to be added to the scores, made once for all layers; None if causal is all there is."""
-        if self.keys_from is None and (window is None or self.shape[1] <= window):
-            return None
-        if window not in self.masks:
-            queries = keys = torch.arange(self.shape[1], device=like.device)[None]
-            if self.keys_from is not None:
-                queries, keys = self.query_positions, self.key_positions
-            distance = (queries[:, :, None] - keys[:, None, :])[:, None]
-            is_seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-            self.masks[window] = torch.zeros_like(is_seen, dtype=like.dtype).masked_fill_(~is_seen, -torch.inf)
-        return self.masks[window]
+    forward: Callable
+    backward: Callable
+    ring: Callable | None = None
 
 
-def attention_blocks(batch: PackedBatch) -> list[Block]:
-    """Blocks that cover the pieces in their order. If they are sorted by length, blocks are few and padding is little."""
-    starts, device = batch.cu_seqlens.tolist(), batch.input_ids.device
-    lengths = [b - a for a, b in itertools.pairwise(starts)]
-    blocks, begin = [], 0
-    while begin < len(lengths):
-        end, total = begin, 0
-        while end < len(lengths) and (batch.parents[end] < 0) == (batch.parents[begin] < 0):
-            # Pieces come sorted, so that the newest is the longest.
-            num, longest, prompts = end + 1 - begin, lengths[end], batch.parents[begin : end + 1]
-            keys = longest + (max(lengths[p] for p in prompts) if prompts[0] >= 0 else 0)
-            if end > begin and (
-                total + longest < (1 - MAX_PADDING) * num * longest
-                or (prompts[0] >= 0 and num * longest * keys > MAX_MASK)
-            ):
-                break
-            end, total = end + 1, total + longest
-        block = make_block(lengths[begin:end], starts[begin], device)
-        if batch.parents[begin] >= 0:
-            parents = batch.parents[begin:end]
-            prompts = [(starts[p], lengths[p]) for p in parents]
-            add_prompts(block, list(zip(starts[begin:end], lengths[begin:end], strict=True)), prompts, device)
-        blocks.append(block)
-        begin = end
-    return blocks
+def find_kernel(name: str, device: torch.device) -> Kernel:
+    """Raises ValueError if its library does not import here. "auto": flash-attn's on a GPU where it is installed."""
+    if name == "auto":
+        name = "flash_attn" if device.type == "cuda" and find_spec("flash_attn") else "torch"
+    place, library = KERNELS[name]
+    try:
+        import_module(library)
+    except Exception as error:  # whatever a library does when it is imported
+        raise ValueError(
+            f"--attention={name} needs {library.partition('.')[0]}, which does not import here "
+            f"({type(error).__name__}: {error}); install it, or leave --attention at auto"
+        ) from None
+    module, _, attribute = place.partition(":")
+    return getattr(import_module(module), attribute)
 
 
-def make_block(lengths: list[int], first: int, device: torch.device) -> Block:
-    num, longest, total = len(lengths), max(lengths), sum(lengths)
-    padded_from = packed_from = None
-    if total < num * longest:
-        sizes = torch.tensor(lengths)
-        column = torch.arange(longest)
-        is_token = column < sizes[:, None]
-        starts = sizes.cumsum(0) - sizes
-        padded_from = torch.where(is_token, starts[:, None] + column, 0).flatten().to(device)
-        packed_from = is_token.flatten().nonzero()[:, 0].to(device)
-    last = first + total
-    return Block(first=first, last=last, shape=(num, longest), padded_from=padded_from, packed_from=packed_from)
+@dataclass(kw_only=True, slots=True)
+class Segments:
+    """P runs of queries, each with the segment of keys that it attends to. If causal, the last of both is one token."""
+
+    q_rows: Rows
+    k_rows: Rows
+    lengths: list[tuple[int, int]]  # [P] of queries and keys, none of them 0
+    cu_q: Tensor  # [P+1] int32 on the device
+    cu_k: Tensor  # [P+1]
+    max_q: int
+    max_k: int
+    is_causal: bool
+    window: int | None = None  # a query sees this many keys, itself included
+    layout: Any = None  # a kernel's own
 
 
-def add_prompts(block: Block, pieces: list, prompts: list, device: torch.device) -> None:
-    """Keys of a block whose pieces follow prompts: each prompt's tokens, padded, then the piece's own, padded. `pieces`
-    and `prompts` are (first token, length) of each."""
-    (first, length), (prompt_first, prompt_length) = (torch.tensor(x).T[:, :, None] for x in (pieces, prompts))
-    own, prompt = torch.arange(block.shape[1]), torch.arange(int(prompt_length.max()))
-    nowhere = int(prompt_length.max()) + block.shape[1]
-    is_prompt, is_own = prompt < prompt_length, own < length
-    keys = torch.cat([torch.where(is_prompt, prompt_first + prompt, 0), torch.where(is_own, first + own, 0)], 1)
-    places = torch.cat([torch.where(is_prompt, prompt, nowhere), torch.where(is_own, prompt_length + own, nowhere)], 1)
-    block.keys_from = keys.flatten().to(device)
-    block.key_positions = places.to(device)
-    block.query_positions = (prompt_length + own).to(device)
+def make_segments(
+    runs: list[tuple[range, range | np.ndarray]],
+    device: torch.device,
+    is_causal: bool = False,
+    window: int | None = None,
+) -> list[Segments]:
+    """[the Segments of these tokens (queries, keys)], or []."""
+    runs = [(q, k) for q, k in runs if len(q) and len(k)]
+    if not runs:
+        return []
+    lengths = [(len(q), len(k)) for q, k in runs]
+    starts = np.cumsum([(0, 0), *lengths], 0, dtype=np.int32).T.copy()
+    cu_q, cu_k = torch.from_numpy(starts).to(device)
+    q_rows, k_rows = (rows_of(part, device) for part in zip(*runs, strict=True))
+    # One query a sequence sends the flash kernels down their path for decoding, which lays out its results otherwise.
+    max_q, max_k = max(2, *(q for q, _ in lengths)), max(k for _, k in lengths)
+    return [
+        Segments(
+            q_rows=q_rows,
+            k_rows=k_rows,
+            lengths=lengths,
+            cu_q=cu_q,
+            cu_k=cu_k,
+            max_q=max_q,
+            max_k=max_k,
+            is_causal=is_causal,
+            window=window,
+        )
+    ]
 
 
-class Pad(torch.autograd.Function):
-    """[tokens, ...] -> [N * Q, ...]. What stands in a padded place reaches no token, so it has no gradient."""
-
-    @staticmethod
-    def forward(ctx, x_TC, block):
-        ctx.block = block
-        return embedding(block.padded_from, x_TC)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return embedding(ctx.block.packed_from, grad), None
+def rows_of(parts: Sequence[range | np.ndarray], device: torch.device) -> Rows:
+    """These tokens one after the other: a slice, which costs no copy, where nothing lies between them."""
+    rows = np.concatenate([np.arange(x.start, x.stop) if isinstance(x, range) else x for x in parts])
+    first = int(rows[0])
+    is_slice = np.array_equal(rows, np.arange(first, first + len(rows)))
+    return slice(first, first + len(rows)) if is_slice else torch.from_numpy(rows).to(device)
 
 
-class Unpad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_TC, block):
-        ctx.block, ctx.rows = block, x_TC.shape[0]
-        return embedding(block.packed_from, x_TC)
+@dataclass(kw_only=True, slots=True)
+class AttentionPlan:
+    """What attention needs to know about one batch. Made once by make_plan(), and given to every layer."""
 
-    @staticmethod
-    def backward(ctx, grad):
-        out = grad.new_zeros(ctx.rows, grad.shape[1])
-        return out.index_copy_(0, ctx.block.packed_from, grad), None
+    kernel: Kernel
+    group: dist.ProcessGroup | None  # None: this process alone
+    rank: int
+    size: int
+    device: torch.device
+    pieces: list[range]  # local tokens of each
+    prompts: list[range]  # tokens of the prompt that each follows, or none
+    by_source: list[list[Segments]]  # of the keys of each rank; the first covers all queries of this rank
+    longest: int  # tokens of a sequence
+    windows: dict[int, list[Segments]] = field(default_factory=dict)  # see window_segments()
+
+
+def make_plan(
+    cu_seqlens: Tensor,
+    parents: list[int],
+    device: torch.device,
+    kernel: str = "auto",
+    group: dist.ProcessGroup | None = None,
+) -> AttentionPlan:
+    """Of a batch whose pieces start at cu_seqlens [N+1], on the host, and follow the prompts `parents` (-1: none). What
+    follows one prompt stands together. With a group of ranks the pieces are this rank's parts of whole sequences."""
+    pieces = [range(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist())]
+    prompts = [pieces[parent] if parent >= 0 else range(0) for parent in parents]
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    own = make_segments([(piece, piece) for piece in pieces], device, is_causal=True)
+    if size == 1:
+        # The queries after one prompt are one run, for which its keys are read once.
+        families = [list(family) for _, family in itertools.groupby(zip(prompts, pieces, strict=True), lambda x: x[0])]
+        followed = [(range(family[0][1].start, family[-1][1].stop), family[0][0]) for family in families]
+        by_source = [own + make_segments(followed, device)]
+    else:
+        lower = make_segments([(piece, piece[: len(piece) // 2]) for piece in pieces], device)
+        higher = make_segments([(piece[len(piece) // 2 :], piece) for piece in pieces], device)
+        by_source = [lower] * rank + [own] + [higher] * (size - 1 - rank)
+    return AttentionPlan(
+        kernel=find_kernel(kernel, device),
+        group=group,
+        rank=rank,
+        size=size,
+        device=device,
+        pieces=pieces,
+        prompts=prompts,
+        by_source=by_source,
+        longest=max(len(prompt) + len(piece) * size for prompt, piece in zip(prompts, pieces, strict=True)),
+    )
+
+
+def window_segments(plan: AttentionPlan, window: int) -> list[Segments]:
+    """Each run of queries with the keys within its window, which are few: rows of the keys of all ranks, rank by rank."""
+    if window not in plan.windows:
+        runs, num_local = [], plan.pieces[-1].stop
+        for piece, prompt in zip(plan.pieces, plan.prompts, strict=True):
+            if plan.size == 1:
+                tokens = np.concatenate([prompt, piece]).astype(np.int64)
+                runs.append((piece, tokens[max(0, len(prompt) - window + 1) :]))
+                continue
+            length = len(piece) // 2
+            for n, chunk in enumerate((plan.rank, 2 * plan.size - 1 - plan.rank)):
+                seen = np.arange(max(0, chunk * length - window + 1), (chunk + 1) * length)
+                its_chunk, place = divmod(seen, max(1, length))
+                owner = np.minimum(its_chunk, 2 * plan.size - 1 - its_chunk)
+                rows = owner * num_local + piece.start + (its_chunk >= plan.size) * length + place
+                runs.append((piece[n * length : (n + 1) * length], rows))
+        plan.windows[window] = make_segments(runs, plan.device, is_causal=True, window=window)
+    return plan.windows[window]
 
 
 def packed_attention(
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, plan: AttentionPlan, scale: float, window: int | None = None
+) -> Tensor:
+    """[T, H, D]: what this rank's tokens see of their whole sequences, causal. With a window a token sees that many, itself
+    included. Every rank of the group must call it, and run its backward, in the same order."""
+    assert len(query_THD) == plan.pieces[-1].stop, (query_THD.shape, plan.pieces[-1])
+    if window is not None and window >= plan.longest:
+        window = None
+    if window is None and plan.size > 1 and plan.kernel.ring:
+        return plan.kernel.ring(query_THD, key_TGD, value_TGD, plan, scale)
+    return PackedAttention.apply(query_THD, key_TGD, value_TGD, plan, scale, window)
+
+
+class PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_THD, k_TGD, v_TGD, plan, scale, window):
+        out = lse = None
+        for kv, parts in keys_and_segments([k_TGD, v_TGD], plan, window):
+            for part in parts:
+                found = plan.kernel.forward(q_THD[part.q_rows], *(x[part.k_rows] for x in kv), part, scale)
+                out, lse = found if out is None else merged(out, lse, *found, part.q_rows)
+        out = out.to(q_THD.dtype)
+        ctx.save_for_backward(q_THD, k_TGD, v_TGD, out, lse)
+        ctx.how = plan, scale, window
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        (q, k, v, out, lse), (plan, scale, window) = ctx.saved_tensors, ctx.how
+        dq = dkv = None
+        for kv, parts in keys_and_segments([k, v], plan, window):
+            # The gradient of these keys so far arrives from the rank before, which has just added its own part.
+            arriving = None if dkv is None else Shift(dkv, plan)
+            found = [part_gradients(plan.kernel, dout, q, kv, out, lse, part, scale) for part in parts]
+            dkv = arriving.wait() if arriving else [None, None]
+            for part, (dq_part, *dkv_part) in zip(parts, found, strict=True):
+                dq = added(dq, dq_part, part.q_rows, len(q))
+                dkv = [added(total, x, part.k_rows, len(kv[0])) for total, x in zip(dkv, dkv_part, strict=True)]
+            del found  # not while the next segments are computed
+        if plan.size > 1:
+            dkv = [scattered(x, plan) for x in dkv] if window else Shift(dkv, plan).wait()
+        return dq.to(q.dtype), *(x.to(k.dtype) for x in dkv), None, None, None
+
+
+def part_gradients(kernel: Kernel, dout, q, kv: list[Tensor], out, lse, part: Segments, scale: float):
+    rows = part.q_rows
+    return kernel.backward(dout[rows], q[rows], *(x[part.k_rows] for x in kv), out[rows], lse[:, rows], part, scale)
+
+
+def merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of queries of which `rows` see more keys: those of the part."""
+    out, before = out.to(lse.dtype), lse[:, rows]
+    share = torch.sigmoid(part_lse - before).T[:, :, None]
+    out[rows] = torch.lerp(out[rows], part.to(out.dtype), share)
+    lse[:, rows] = torch.logaddexp(before, part_lse)
+    return out, lse
+
+
+def added(total: Tensor | None, part: Tensor, rows: Rows, num: int) -> Tensor:
+    """[num, heads, D] sum of gradients, the part's at `rows`; in fp32, or fp64, once there are several."""
+    if total is None and isinstance(rows, slice) and rows.stop - rows.start == num:
+        return part
+    wide = torch.promote_types(part.dtype, torch.float32)
+    total = part.new_zeros(num, *part.shape[1:], dtype=wide) if total is None else total.to(wide)
+    if isinstance(rows, slice):
+        total[rows] += part
+    else:
+        total.index_add_(0, rows, part.to(wide))
+    return total
+
+
+def keys_and_segments(
+    kv: list[Tensor], plan: AttentionPlan, window: int | None
+) -> Iterator[tuple[list[Tensor], list[Segments]]]:
+    """Keys and values of each rank, this one first, and the segments in them. The next travel while the caller works. With
+    a window, the keys of all ranks at once."""
+    if window is not None:
+        yield [gathered(x, plan) for x in kv], window_segments(plan, window)
+        return
+    for step in range(plan.size):
+        arriving = Shift(kv, plan) if step + 1 < plan.size else None
+        yield kv, plan.by_source[(plan.rank - step) % plan.size]
+        kv = arriving.wait() if arriving else kv
+
+
+class Shift:
+    """One step round the ring: the tensors leave for the next rank, and wait() gives those of the rank before."""
+
+    def __init__(self, tensors: list[Tensor], plan: AttentionPlan):
+        to, source = (plan.rank + 1) % plan.size, (plan.rank - 1) % plan.size
+        self.sent = [x.contiguous() for x in tensors]
+        self.received = [torch.empty_like(x) for x in self.sent]
+        moves = [dist.P2POp(dist.isend, x, group=plan.group, group_peer=to) for x in self.sent]
+        moves += [dist.P2POp(dist.irecv, x, group=plan.group, group_peer=source) for x in self.received]
+        self.works = dist.batch_isend_irecv(moves)
+
+    def wait(self) -> list[Tensor]:
+        for work in self.works:
+            work.wait()
+        self.sent = self.works = None
+        return self.received
+
+
+def gathered(x: Tensor, plan: AttentionPlan) -> Tensor:
+    """[cp * T, G, D]: rank by rank."""
+    if plan.size == 1:
+        return x
+    out = x.new_empty(plan.size * len(x), *x.shape[1:])
+    dist.all_gather(list(out.chunk(plan.size)), x.contiguous(), group=plan.group)
+    return out
+
+
+def scattered(grad: Tensor, plan: AttentionPlan) -> Tensor:
+    """[T, G, D]: this rank's part of the sum over ranks."""
+    summed = grad.new_empty(len(grad) // plan.size, *grad.shape[1:])
+    dist.reduce_scatter(summed, list(grad.chunk(plan.size)), group=plan.group)
+    return summed
+
+
+def attention_forward(
     module,
     query,
     key,
@@ -141,56 +329,23 @@ def packed_attention(
     attention_mask,
     scaling=None,
     dropout=0.0,
-    blocks=None,
-    ring=None,
+    attention_plan=None,
     sliding_window=None,
     **more,
 ):
-    """[1, T, H, D]. query [1, H, T, D], key and value [1, Hkv, T, D]; `blocks`, or the `ring` of ranks that hold parts of
-    the sequences, comes through the model's forward."""
-    if ring is not None:
-        return ring_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling,
-            dropout,
-            ring=ring,
-            sliding_window=sliding_window,
-            **more,
-        )
-    refuse_more(more)
-    head_dim = query.shape[3]
-    # embedding() copies rows several times faster than index_select() does, and adds their gradients faster too.
-    q_TC, k_TC, v_TC = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
-    outs = []
-    for block in blocks:
-        own = slice(block.first, block.last)
-        q = to_heads(padded(q_TC[own], block), block.shape[0], head_dim)
-        k, v = (
-            padded(x[own], block) if block.keys_from is None else embedding(block.keys_from, x) for x in (k_TC, v_TC)
-        )
-        k, v = (to_heads(x, block.shape[0], head_dim) for x in (k, v))
-        mask, is_grouped = block.mask(sliding_window, q), q.shape[1] != k.shape[1]
-        out = scaled_dot_product_attention(
-            q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
-        )
-        out = out.transpose(1, 2).reshape(-1, q_TC.shape[1])
-        outs.append(out if block.packed_from is None else Unpad.apply(out, block))
-    return (outs[0] if len(outs) == 1 else torch.cat(outs)).unflatten(1, (-1, head_dim))[None], None
+    """[1, T, H, D]. query [1, H, T, D], key and value [1, G, T, D]; `attention_plan` comes through the model's forward.
+    Raises ValueError if a model's attention asks for what would be left out silently."""
+    unknown = [name for name in ("softcap", "s_aux") if more.get(name) is not None]
+    if dropout or unknown:
+        raise ValueError(f"attention here has no {' or '.join(unknown) or 'dropout'}; train a model without it")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    width, head_dim = v.shape[2], q.shape[2]
+    if width < head_dim:  # kernels want one head dim
+        v = pad(v, (0, head_dim - width))
+    scale = head_dim**-0.5 if scaling is None else scaling
+    return packed_attention(q, k, v, attention_plan, scale, sliding_window)[None, ..., :width], None
 
 
-def padded(x_TC: Tensor, block: Block) -> Tensor:
-    return x_TC if block.padded_from is None else Pad.apply(x_TC, block)
-
-
-def to_heads(x_TC: Tensor, num: int, head_dim: int) -> Tensor:
-    """[N, H, length, D]"""
-    return x_TC.reshape(num, -1, x_TC.shape[1] // head_dim, head_dim).transpose(1, 2)
-
-
-AttentionInterface.register(NAME, packed_attention)
-# The blocks say all that a mask would; building one of [T, T] is what this file exists to avoid.
+AttentionInterface.register(NAME, attention_forward)
+# The plan says all that a mask would; building one of [T, T] is what this file exists to avoid.
 AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

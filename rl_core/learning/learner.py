@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl_core.config import Config
 from rl_core.data.packing import (
     Entry,
-    Room,
+    PackBudget,
+    make_entry,
     pack_samples,
     plan_minibatches,
-    prompt_length,
     shard_sequences,
-    trained_span,
+    trimmed,
 )
 from rl_core.distributed import Ranks, all_gather_json, exchange, local, whole
 from rl_core.learning.algorithms import (
@@ -41,10 +42,9 @@ from rl_core.learning.optim import learning_rate, make_optimizer
 from rl_core.learning.preference import pair_losses, pair_metrics
 from rl_core.learning.tensor_parallel import sum_partial_gradients
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics
-from rl_core.types import PackedBatch, SequenceShard, TrainingSample, counter_seed
+from rl_core.types import PER_TOKEN, PackedBatch, SequenceShard, TrainingSample
 
 TAIL_NATS = 0.5  # a token beyond it counts for mismatch_tail_frac
-PER_TOKEN = ("token_ids", "loss_mask", "rollout_logprobs", "policy_versions", "advantages")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,7 +75,7 @@ class Learner:
         self.updates_per_step = config.learner.minibatches * config.learner.epochs
         mesh = ranks.mesh
         tokens = config.learner.microbatch_tokens * mesh.cp
-        self.room = Room(max_tokens=tokens, num_ranks=mesh.dp, cp=mesh.cp, pair_work=pair_work(policy.hf))
+        self.budget = PackBudget(max_tokens=tokens, num_ranks=mesh.dp, cp=mesh.cp, pair_work=pair_work(policy.hf))
         self.nonfinite = NonfiniteUpdates(ranks)
         learners = self.trained("").values() if config.learner.offload == "phase" else ()
         shared = policy.offload if isinstance(policy, SharedPolicy) else None
@@ -88,10 +88,10 @@ class Learner:
         ranks that train on it. Every rank must call it; the plan is computed alike on all of them."""
         me, dp, cp, config = self.ranks.dp_rank, self.ranks.mesh.dp, self.ranks.mesh.cp, self.config.learner
         samples = [trimmed(s) for s in samples]
-        facts = [entry_of(s, self.ranks.rank, i) for i, s in enumerate(samples)]
+        facts = [make_entry(s, self.ranks.rank, i) for i, s in enumerate(samples)]
         entries = [Entry(*fact) for part in all_gather_json(facts, self.ranks) for fact in part]
         skip, is_pairs = self.algorithm.skips_zero_advantages, self.algorithm.is_pairs
-        plans = plan_minibatches(entries, config.minibatches, self.room, skip, is_pairs)
+        plans = plan_minibatches(entries, config.minibatches, self.budget, skip, is_pairs)
         trainer = {plan.entries[i]: b % dp for plan in plans for b, part in enumerate(plan.bins) for i in part}
         here = self.move(samples, trainer)
         minibatches, metrics = [], {}
@@ -321,42 +321,14 @@ def pair_work(hf: nn.Module) -> float:
     return 2 * width * text.num_hidden_layers / sum(p.numel() for p in hf.parameters())
 
 
-def entry_of(sample: TrainingSample, rank: int, index: int) -> Entry:
-    prompt = sample.token_ids[: prompt_length(sample.loss_mask)]
-    return Entry(
-        group_id=sample.group_id,
-        rank=rank,
-        index=index,
-        length=len(sample.token_ids),
-        prompt_length=len(prompt),
-        prompt=counter_seed(*prompt),
-        num_trained=sum(sample.loss_mask),
-        has_signal=any(sample.advantages),
-    )
-
-
 def flattened(samples: list[TrainingSample]) -> Tensor:
     """Every per-token array of every sample, end to end, as float64, which holds token ids exactly."""
-    return torch.tensor([x for s in samples for name in PER_TOKEN for x in getattr(s, name)], dtype=torch.float64)
+    arrays = [getattr(s, name) for s in samples for name in PER_TOKEN]
+    return torch.from_numpy(np.concatenate(arrays, dtype=np.float64) if arrays else np.zeros(0))
 
 
 def unflattened(numbers: Tensor) -> TrainingSample:
-    token_ids, loss_mask, rollout_logprobs, policy_versions, advantages = numbers.view(len(PER_TOKEN), -1).tolist()
-    return TrainingSample(
-        token_ids=list(map(int, token_ids)),
-        loss_mask=list(map(int, loss_mask)),
-        rollout_logprobs=rollout_logprobs,
-        policy_versions=list(map(int, policy_versions)),
-        advantages=advantages,
-    )
-
-
-def trimmed(sample: TrainingSample) -> TrainingSample:
-    """Without what follows the last trained token."""
-    keep = trained_span(sample.loss_mask) + 1
-    if keep == len(sample.token_ids):
-        return sample
-    return dataclasses.replace(sample, **{name: getattr(sample, name)[:keep] for name in PER_TOKEN})
+    return TrainingSample(**dict(zip(PER_TOKEN, numbers.view(len(PER_TOKEN), -1).numpy(), strict=True)))
 
 
 def to_device(batch: PackedBatch | SequenceShard, device: torch.device) -> PackedBatch | SequenceShard:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_core.config import LoraConfig
 from rl_core.distributed import FromShards, Ranks
-from rl_core.learning import attention
+from rl_core.learning.attention import make_plan
 from rl_core.learning.loading import (
     allocate,
     load_hf_model,
@@ -41,7 +41,6 @@ from rl_core.learning.lora import (
     quantization,
 )
 from rl_core.learning.offload import Offload
-from rl_core.learning.ring_attention import make_ring
 from rl_core.learning.tensor_parallel import split_again, split_matrices
 from rl_core.types import PackedBatch
 
@@ -62,22 +61,23 @@ class PolicyModel(nn.Module):
         self.is_away = False  # its weights wait on the host
         self.keeps_activations = nullcontext  # makes the context of a forward
         self.cp_group: dist.ProcessGroup | None = None  # that computes each batch together
+        self.attention = "auto"  # a name of attention.KERNELS
 
     def forward(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """(logprobs, entropy), both [M] fp32, of the M trained tokens of the batch in their order; of a classifier (scores
         of the tokens before them, 0)."""
         assert not self.is_away, "the weights wait on the host: enter learner.on_device()"
         part, ids, positions, sources = batch.shard, batch.input_ids, batch.position_ids, batch.sources
-        labels, how = batch.labels, {}
-        if part is None:
-            how["blocks"] = attention.attention_blocks(batch)
-        else:
+        labels = batch.labels
+        starts, parents, group = batch.cu_seqlens, batch.parents, None
+        if part is not None:
             ids, positions = ids[part.tokens], positions[part.tokens]
             sources, labels = part.sources, labels[part.trained]
-            how["ring"] = make_ring(part.cu_seqlens, self.cp_group, ids.device)
+            starts, group = part.cu_seqlens, self.cp_group
+        plan = make_plan(starts, parents, ids.device, self.attention, group)
         with self.keeps_activations():
             hidden_TD = self.hf.base_model(
-                input_ids=ids[None], position_ids=positions[None], use_cache=False, **how
+                input_ids=ids[None], position_ids=positions[None], use_cache=False, attention_plan=plan
             ).last_hidden_state[0]
         if self.is_scoring:
             outputs = self.hf.score(hidden_TD[sources])[:, 0].float()

@@ -1,0 +1,372 @@
+"""Packed attention: outputs, gradients, memory and messages, against torch's own attention over each whole document.
+
+Four ranks are started once; they measure everything for groups of 1, 2 and 4, and the tests read their results.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from rl_core.learning.attention import NAME, attention_forward, find_kernel, make_plan, packed_attention
+
+SIZES = (1, 2, 4)
+HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (3, 1)}
+LENGTHS = [3, 21, 1, 16, 7, 21, 0, 5]  # four ranks pad each to a multiple of 8
+WINDOWS = (1, 3, 6, 20, 1000)
+SCALE = 0.3
+ARCHITECTURES = ("qwen3", "qwen2", "llama")
+# Lengths of pieces, and which of them holds the prompt that each follows.
+FAMILIES = [5, 17, 2, 9, 12, 3, 0, 30, 1, 4], [-1, -1, -1, -1, -1, 2, 3, 3, 4, 4]
+
+
+@dataclass
+class Shard:
+    """What one rank holds of documents of these lengths: local starts, each local token's place, and which token it is."""
+
+    cu_seqlens: Tensor
+    positions: Tensor  # [T] in its document
+    tokens: Tensor  # [T] of all documents one after the other; -1 is padding
+
+    @property
+    def is_real(self) -> Tensor:
+        return self.tokens >= 0
+
+    def of(self, x: Tensor, padding: float = 0.0) -> Tensor:
+        """This rank's part; `padding` is what stands in padded places."""
+        part = x[self.tokens.clamp(min=0)].clone()
+        part[~self.is_real] = padding
+        return part
+
+    def plan(self, group=None, device: str = "cpu", kernel: str = "auto"):
+        return make_plan(self.cu_seqlens, [-1] * (len(self.cu_seqlens) - 1), torch.device(device), kernel, group)
+
+
+def shard(lengths: list[int], rank: int, size: int) -> Shard:
+    positions, tokens, starts, begin = [], [], [0], 0
+    for length in lengths:
+        chunk = -(-length // (2 * size))
+        for i in (rank, 2 * size - 1 - rank):
+            place = torch.arange(i * chunk, (i + 1) * chunk)
+            positions.append(place)
+            tokens.append(torch.where(place < length, begin + place, -1))
+        starts.append(starts[-1] + 2 * chunk)
+        begin += length
+    return Shard(torch.tensor(starts, dtype=torch.int32), torch.cat(positions), torch.cat(tokens))
+
+
+def whole_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """[T, H, D]: torch's attention with a mask of [T, T]."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, seen, scale=SCALE, enable_gqa=True)[0].transpose(0, 1)
+
+
+def seen_tokens(lengths: list[int], parents: list[int] | None = None, window: int | None = None) -> Tensor:
+    """[T, T] bool: which tokens each token of these pieces sees."""
+    parents = parents or [-1] * len(lengths)
+    prompts = [lengths[p] if p >= 0 else 0 for p in parents]
+    piece = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    place = torch.cat([torch.arange(p, p + n) for p, n in zip(prompts, lengths, strict=True)])
+    is_related = (piece[:, None] == piece) | (torch.tensor(parents)[piece][:, None] == piece)
+    distance = place[:, None] - place
+    return is_related & (distance >= 0) & (distance < (window or len(place) + 1))
+
+
+def make_inputs(lengths: list[int], heads: tuple[int, int], dtype=torch.float64, dim: int = 8) -> list[Tensor]:
+    """q, k, v and the gradient of the output."""
+    generator = torch.Generator().manual_seed(sum(lengths) + sum(heads))
+    num, groups = heads
+    return [torch.randn(sum(lengths), h, dim, generator=generator).to(dtype) for h in (num, groups, groups, num)]
+
+
+def results(attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """The output and the gradients of q, k and v."""
+    qkv = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*qkv)
+    assert out.dtype == q.dtype
+    return [out.detach(), *torch.autograd.grad(out, qkv, dout)]
+
+
+def reference(inputs: list[Tensor], lengths: list[int], window: int | None = None, parents=None) -> list[Tensor]:
+    seen = seen_tokens(lengths, parents, window)
+    return results(partial(whole_attention, seen=seen), *(x.double() for x in inputs))
+
+
+def error(mine: Tensor, right: Tensor) -> float:
+    """The largest difference; not a number is a large one."""
+    return (mine.cpu().double() - right).abs().max().nan_to_num(1e9).item()
+
+
+def ring_errors(inputs: list[Tensor], lengths: list[int], group, window=None, attend=packed_attention) -> dict:
+    """How far output and gradients of this rank's tokens are off, and what gradient padding has."""
+    mine = shard(lengths, group.rank(), group.size())
+    # What stands in padded places may be anything that is finite; only its output's gradient is none.
+    q, k, v, dout = *(mine.of(x, padding=7.0) for x in inputs[:3]), mine.of(inputs[3])
+    call = partial(attend, plan=mine.plan(group), scale=SCALE, window=window)
+    found = results(call, q, k, v, dout)
+    right, real = reference(inputs, lengths, window), mine.is_real
+    worst = {name: error(x[real], mine.of(y)[real]) for name, x, y in zip("oqkv", found, right, strict=True)}
+    return worst | {"padding": max(x[~real].abs().sum().item() for x in found[1:])}
+
+
+def through_checkpoint(*args, **kwargs):
+    # A product after it, so that recomputing may not end with the attention's forward.
+    return checkpoint(lambda *x: packed_attention(*x, **kwargs) * 1.0, *args, use_reentrant=False)
+
+
+def measure_memory(group) -> dict:
+    """Bytes that autograd keeps, and the most that live at once in forward and backward."""
+    lengths = [256, 64, 64, 128]
+    mine = shard(lengths, group.rank(), group.size())
+    inputs = [mine.of(x) for x in make_inputs(lengths, (4, 2), dim=16)]
+    saved = {"ring": 0, "window": 0}
+    for name, window in (("ring", None), ("window", 20)):
+
+        def count(x, name=name):
+            saved[name] += x.nbytes
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            results(partial(packed_attention, plan=mine.plan(group), scale=SCALE, window=window), *inputs)
+    with MemTracker() as tracker:
+        results(partial(packed_attention, plan=mine.plan(group), scale=SCALE), *[x.clone() for x in inputs])
+    peak = next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"]
+    return saved | {"peak": peak}
+
+
+def marker_is_next(group) -> float:
+    """0 if nothing was left between the ranks: a message sent now is the next that arrives."""
+    if group.size() == 1:
+        return 0.0
+    marker, got = torch.full((5,), float(group.rank())), torch.full((5,), -1.0)
+    to, source = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
+    works = [dist.P2POp(dist.isend, marker, group=group, group_peer=to)]
+    works.append(dist.P2POp(dist.irecv, got, group=group, group_peer=source))
+    for work in dist.batch_isend_irecv(works):
+        work.wait(timedelta(seconds=20))
+    return (got - source).abs().max().item()
+
+
+def small_model(arch: str, implementation: str):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    more = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True}
+    if arch == "qwen2":
+        layers = ["sliding_attention", "full_attention"]
+        more |= {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "layer_types": layers}
+    if arch == "deepseek_v3":  # values are narrower than keys
+        more = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 8}
+        more |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 2}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(arch, **sizes, **more, initializer_range=0.3)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double()
+
+
+def model_errors(arch: str, group, is_checkpointed: bool) -> dict:
+    """Logits of this rank's tokens, and gradients summed over the group, against one document at a time."""
+    lengths = [n for n in LENGTHS if n]
+    generator = torch.Generator().manual_seed(1)
+    input_ids = torch.randint(40, (sum(lengths),), generator=generator)
+    weights = torch.randn(sum(lengths), 40, generator=generator, dtype=torch.float64)
+    whole, model = small_model(arch, "sdpa"), small_model(arch, NAME)
+    logits = torch.cat([whole(input_ids=x[None], use_cache=False).logits[0] for x in input_ids.split(lengths)])
+    (logits * weights).sum().backward()
+
+    if is_checkpointed:
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    mine = shard(lengths, group.rank(), group.size())
+    given = {"input_ids": mine.of(input_ids)[None], "position_ids": mine.positions[None]}
+    local = model(**given, use_cache=False, attention_plan=mine.plan(group)).logits[0]
+    (local * mine.of(weights)).sum().backward()
+    grads = torch.cat([p.grad.flatten() for p in model.parameters()])
+    dist.all_reduce(grads, group=group)
+    right = torch.cat([p.grad.flatten() for p in whole.parameters()])
+    is_real = mine.is_real
+    return {
+        "logits": error(local[is_real], logits.detach()[mine.tokens[is_real]]),
+        "grads": error(grads, right) / right.abs().max().item(),
+    }
+
+
+def measure(path: str) -> None:
+    """What every rank runs; the worst of all ranks is written."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    found: dict[str, dict] = {}
+    for size in SIZES:
+        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, 4, size)]
+        group = groups[dist.get_rank() // size]
+        gqa = HEADS["gqa"]
+        for name, heads in HEADS.items():
+            for window in (None, *WINDOWS):
+                found[f"exact/{name}/{window}/{size}"] = ring_errors(
+                    make_inputs(LENGTHS, heads), LENGTHS, group, window
+                )
+        found[f"exact/one document/{size}"] = ring_errors(make_inputs([30], gqa), [30], group)
+        for window in (None, 6):
+            inputs = make_inputs(LENGTHS, gqa)
+            found[f"exact/recomputed/{window}/{size}"] = ring_errors(inputs, LENGTHS, group, window, through_checkpoint)
+            inputs = make_inputs(LENGTHS, gqa, torch.float32)
+            found[f"float32/{window}/{size}"] = ring_errors(inputs, LENGTHS, group, window)
+        low = make_inputs([40, 9, 120], gqa, torch.bfloat16)
+        found[f"bfloat16/{size}"] = ring_errors(low, [40, 9, 120], group)
+        for arch in ARCHITECTURES:
+            for is_checkpointed in (False, True):
+                found[f"model/{arch}/{is_checkpointed}/{size}"] = model_errors(arch, group, is_checkpointed)
+        found[f"memory/{size}"] = measure_memory(group)
+        found[f"messages/{size}"] = {"left": marker_is_next(group)}
+    everyone = [None] * 4
+    dist.all_gather_object(everyone, found)
+    if dist.get_rank() == 0:
+        worst = {key: {n: max(each[key][n] for each in everyone) for n in found[key]} for key in found}
+        Path(path).write_text(json.dumps(worst))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> dict:
+    from kit import run_ranks
+
+    path = tmp_path_factory.mktemp("ring") / "errors.json"
+    run_ranks(4, __file__, path)
+    return json.loads(path.read_text())
+
+
+def worst(measured: dict, start: str) -> dict[str, float]:
+    found = {key: max(values.values()) for key, values in measured.items() if key.startswith(start)}
+    assert found, start
+    return found
+
+
+def test_outputs_and_gradients_are_those_of_whole_attention_with_any_ring_window_and_heads(measured):
+    assert len(worst(measured, "exact/")) == 3 * (3 * 6 + 3)
+    assert {key: x for key, x in worst(measured, "exact/").items() if x >= 1e-13} == {}
+    assert {key: x for key, x in worst(measured, "float32/").items() if x >= 2e-6} == {}
+
+
+def test_bfloat16_is_as_near_as_attention_that_is_not_cut(measured):
+    low = make_inputs([40, 9, 120], HEADS["gqa"], torch.bfloat16)
+    found = [[], [], [], []]
+    for parts in zip(*(x.split([40, 9, 120]) for x in low), strict=True):
+        one = results(partial(whole_attention, seen=seen_tokens([len(parts[0])])), *parts)
+        for total, x in zip(found, one, strict=True):
+            total.append(x)
+    right = reference(low, [40, 9, 120])
+    for size in SIZES:
+        for name, x, y in zip("oqkv", found, right, strict=True):
+            assert measured[f"bfloat16/{size}"][name] < 1.5 * error(torch.cat(x), y), (name, size)
+
+
+def test_a_model_cut_over_ranks_has_the_logits_and_gradients_of_a_whole_one(measured):
+    assert {key: x for key, x in worst(measured, "model/").items() if x >= 1e-6} == {}
+
+
+def test_what_a_rank_keeps_falls_with_the_number_of_ranks(measured):
+    memory = {size: measured[f"memory/{size}"] for size in SIZES}
+    for size in SIZES:
+        assert memory[size]["ring"] * size == memory[1]["ring"]
+        assert memory[size]["window"] * size == memory[1]["window"]
+    # A quarter, and what is in transit: beside its own, one rank's keys and their gradient, never those of all.
+    assert memory[4]["peak"] < 0.38 * memory[1]["peak"], memory
+    assert memory[2]["peak"] < 0.68 * memory[1]["peak"], memory
+
+
+def test_no_message_is_left_between_ranks(measured):
+    assert max(worst(measured, "messages/").values()) == 0
+
+
+def family_plan(device: str = "cpu", kernel: str = "auto"):
+    starts = torch.tensor([0, *FAMILIES[0]]).cumsum(0)
+    return make_plan(starts, FAMILIES[1], torch.device(device), kernel)
+
+
+def family_errors(heads, window, dtype=torch.float64, device="cpu", dim=8, kernel="auto") -> float:
+    inputs = make_inputs(FAMILIES[0], heads, dtype, dim)
+    attend = partial(packed_attention, plan=family_plan(device, kernel), scale=SCALE, window=window)
+    found = results(attend, *(x.to(device) for x in inputs))
+    return max(map(error, found, reference(inputs, FAMILIES[0], window, FAMILIES[1])))
+
+
+@pytest.mark.parametrize("window", [None, *WINDOWS])
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_shared_prompt_is_seen_by_all_that_follows_it_and_by_nothing_else(heads, window):
+    assert family_errors(HEADS[heads], window) < 1e-13
+    assert family_errors(HEADS[heads], window, torch.float32) < 2e-6
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_attention_written_out_for_what_has_no_fused_kernel_gives_the_same(window, monkeypatch):
+    from rl_core.options import attention_kernels
+
+    monkeypatch.setattr(attention_kernels, "fused_on_cpu", lambda q: False)
+    for heads in HEADS.values():
+        assert family_errors(heads, window) < 1e-13
+    assert family_errors(HEADS["gqa"], window, torch.bfloat16) < 0.05
+
+
+def test_values_narrower_than_keys_are_those_of_the_models_own_attention():
+    whole, model, ids = small_model("deepseek_v3", "sdpa"), small_model("deepseek_v3", NAME), torch.arange(20)[None]
+    plan = make_plan(torch.tensor([0, 20]), [-1], torch.device("cpu"))
+    mine = model(input_ids=ids, use_cache=False, attention_plan=plan).logits
+    torch.testing.assert_close(mine, whole(input_ids=ids, use_cache=False).logits)
+
+
+def test_pieces_of_ragged_lengths_are_padded_by_a_third_at_most():
+    from rl_core.options.attention_kernels import layout_of
+
+    lengths = torch.randint(1, 200, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    plan = make_plan(torch.tensor([0, *lengths]).cumsum(0), [-1] * 300, torch.device("cpu"))
+    blocks = layout_of(plan.by_source[0][0], plan.device).blocks
+    assert sum(num for num, _, _ in blocks) == 300 and len(blocks) < 20
+    assert sum(num * queries for num, queries, _ in blocks) <= sum(lengths) / 0.75
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_torch_takes_what_its_flash_kernels_are_given(window):
+    # Shapes only: it needs no GPU to see that arguments and the layout of the log-sum-exp still are what they were.
+    num = sum(FAMILIES[0])
+    q, k = (torch.empty(num, h, 16, dtype=torch.bfloat16, device="meta") for h in (4, 2))
+    attend = partial(packed_attention, plan=family_plan("meta"), scale=SCALE, window=window)
+    assert [x.shape for x in results(attend, q, k, k, q)] == [q.shape, q.shape, k.shape, k.shape]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("kernel", ["torch", "flash_attn"])
+def test_kernels_of_a_gpu_give_what_whole_attention_does(kernel, window):
+    if kernel == "flash_attn":
+        pytest.importorskip("flash_attn")
+    for heads in HEADS.values():
+        of_rounding = family_errors(heads, window, torch.bfloat16, "cpu", 64)
+        # These kernels round probabilities too; what is wrong is wrong by far more.
+        assert family_errors(heads, window, torch.bfloat16, "cuda", 64, kernel) < 3 * of_rounding
+    assert family_errors(HEADS["gqa"], window, torch.float32, "cuda", 64) < 1e-4
+
+
+def test_what_it_cannot_do_is_refused():
+    plan, x = family_plan(), torch.randn(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="softcap"):
+        attention_forward(None, x, x, x, None, attention_plan=plan, softcap=50.0)
+    with pytest.raises(ValueError, match="dropout"):
+        attention_forward(None, x, x, x, None, dropout=0.1, attention_plan=plan)
+    for name in ("flash_attn", "ring_flash_attn"):
+        with pytest.raises(ValueError, match=f"--attention={name} needs {name}, which does not import here"):
+            find_kernel(name, torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    measure(sys.argv[1])
