@@ -37,6 +37,7 @@ EXTRAS["test"] = [
     *EXTRAS["bnb"],
     *EXTRAS["serve"],
     "pytest>=8",
+    "pytest-xdist>=3.6",
     "ruff",
     "trl==1.16.0",
 ]

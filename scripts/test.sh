@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Sets up what the tests need and runs them: the quick ones first, then those marked slow.
-#   bash scripts/test.sh                        everything
-#   bash scripts/test.sh -k packing -x          arguments go to pytest, which then leaves out slow tests unless asked with -m
+# Sets up what the tests need and runs them, all but long learning runs, benchmarks and the real SGLang.
+#   bash scripts/test.sh                   every test, on two cores
+#   bash scripts/test.sh -k packing -x     arguments go to pytest; -n 0 runs in one process
+#   bash scripts/test.sh --slow            long learning runs and benchmarks too
 # An active virtual environment is reused; without one, .venv is made in the repository's root.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,7 +10,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extra=test
 . scripts/install.sh
 
-if [ "$#" -eq 0 ]; then
-    set -- -m ""
-fi
-exec "$python" -m pytest "$@"
+exec "$python" -m pytest -q -n 2 --dist loadfile "$@"

@@ -1,15 +1,18 @@
-"""What several test files need: tiny real models, real data, and real ranks."""
+"""What several test files need: tiny real models, real data, and real ranks. Session fixtures are made once, whichever of
+pytest's workers needs them first."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
+import re
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).parent.parent
 
@@ -19,9 +22,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def pytest_collection_modifyitems(items):
-    # A mistake should show within seconds; sort() is stable, so the files keep their order.
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run long learning runs and benchmarks too")
+    parser.addoption(
+        "--golden-write", action="store_true", help="write tests/golden/ anew, of the runs that -k chooses"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.option.slow:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in set(slow)]
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu:
         import torch
@@ -32,16 +44,37 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-    if session.items and not session.config.option.collectonly:
+    """Ranks are forked from a process that is made here, before any test starts a thread."""
+    needs_ranks = "kit" in sys.modules or any("torchrun" in item.fixturenames for item in session.items)
+    if session.items and needs_ranks and not session.config.option.collectonly:
         import kit
 
         kit.start_server()
 
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--golden-write", action="store_true", help="write tests/golden/ anew, of the runs that -k chooses"
-    )
+# Continuous integration names the reasons for which a test may be skipped there. Any other skip fails.
+MAY_SKIP = os.environ.get("RL_CORE_MAY_SKIP")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    return without_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    return without_skip((yield))
+
+
+def without_skip(report):
+    if (
+        MAY_SKIP
+        and report.skipped
+        and not hasattr(report, "wasxfail")
+        and not re.search(MAY_SKIP, str(report.longrepr))
+    ):
+        report.outcome, report.longrepr = "failed", f"skipped where nothing may be: {report.longrepr}"
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -52,18 +85,32 @@ def one_torch_thread():
 
 
 @pytest.fixture(scope="session")
-def make_model(tmp_path_factory):
-    """make_model(arch="qwen3", hidden=64, layers=2, heads=4, seed=0) -> folder of such a model, made once."""
+def made_once(tmp_path_factory):
+    """made_once(name, make) -> the path of that name, which make(path) made for all workers of this session."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent / "made_once" if "PYTEST_XDIST_WORKER" in os.environ else folder / "made_once"
+    folder.mkdir(exist_ok=True)
+
+    def get(name: str, make: Callable[[Path], object]) -> Path:
+        with FileLock(folder / f"{name}.lock", timeout=300):
+            if not (folder / name).exists():
+                beside = folder / f"{name}.part"
+                shutil.rmtree(beside, ignore_errors=True)
+                make(beside)
+                beside.rename(folder / name)
+        return folder / name
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def make_model(made_once):
+    """make_model(arch="qwen3", hidden=64, layers=2, heads=4, seed=0) -> folder of such a model."""
     from make_tiny_model import make_tiny_model
 
-    folders = {}
-
     def make(arch: str = "qwen3", hidden: int = 64, layers: int = 2, heads: int = 4, seed: int = 0) -> Path:
-        key = (arch, hidden, layers, heads, seed)
-        if key not in folders:
-            folders[key] = tmp_path_factory.mktemp(f"{arch}_{hidden}x{layers}")
-            make_tiny_model(folders[key], hidden, layers, heads, seed, arch)
-        return folders[key]
+        name = f"{arch}_{hidden}x{layers}_{heads}_{seed}"
+        return made_once(name, lambda out: make_tiny_model(out, hidden, layers, heads, seed, arch))
 
     return make
 
@@ -90,49 +137,31 @@ def data_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def sort_data(tmp_path_factory) -> Path:
+def sort_data(made_once) -> Path:
+    """Folder with rows of sort_digits: train.jsonl, eval.jsonl, sft.jsonl."""
     from demo_data import demo_data
 
-    folder = tmp_path_factory.mktemp("sort")
-    for name, rows in demo_data("sort", 0, 32000, 64, 64).items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return folder
+    def make(folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        for name, rows in demo_data("sort", 0, 32000, 64, 64).items():
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+    return made_once("sort", make)
 
 
 @pytest.fixture(scope="session")
-def warm_model(tiny_model, sort_data, tmp_path_factory) -> Path:
+def warm_model(tiny_model, sort_data, made_once) -> Path:
     """The tiny model after 400 steps of SFT on the form of an answer."""
-    out = tmp_path_factory.mktemp("warm") / "run"
-    from rl_core.train import main
+    from kit import run, words
 
-    sft = ["--algorithm", "sft", "--max_tokens", "8", "--max_prompt_tokens", "16", "--optim.lr", "3e-3"]
-    flags = ["--data.train", str(sort_data / "sft.jsonl"), "--tasks_per_step", "64", "--num_steps", "400"]
-    assert main(["--model", str(tiny_model), *sft, *flags, "--out", str(out), "--optim.schedule", "cosine"]) == 0
-    return out / "hf/policy"
+    sft = "--algorithm sft --max_tokens 8 --max_prompt_tokens 16 --tasks_per_step 64 --num_steps 400 --optim.lr 3e-3"
+    flags = words("--model", tiny_model, sft, "--optim.schedule cosine --data.train", sort_data / "sft.jsonl")
+    return made_once("warm", lambda out: run(out, flags)) / "hf/policy"
 
 
 @pytest.fixture(scope="session")
 def torchrun():
-    """torchrun(num_ranks, "file.py" or "-m", *args, timeout_s=, check=) -> CompletedProcess with text output."""
+    """kit.run_ranks, which forks the ranks: torchrun(num_ranks, "file.py" or "-m", *args) -> CompletedProcess."""
+    from kit import run_ranks
+
     return run_ranks
-
-
-def run_ranks(num_ranks: int, *args: str | Path, timeout_s: float = 180, check: bool = True, cwd: Path | None = None):
-    """Runs a Python file or `-m module` under torchrun on gloo; fails with its output unless every rank ended well."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    command += map(str, args)
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    # A session of its own, so that a hang ends with its ranks and not only with their launcher.
-    process = subprocess.Popen(
-        command, env=env, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        stdout, stderr = process.communicate()
-        pytest.fail(f"still running after {timeout_s} s: {' '.join(command)}\n{stdout}\n{stderr}")
-    if check and process.returncode:
-        pytest.fail(f"exit code {process.returncode}: {' '.join(command)}\n{stdout}\n{stderr}")
-    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)

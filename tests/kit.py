@@ -7,9 +7,11 @@ itself when pytest has collected the tests: then everything is imported, and no 
 from __future__ import annotations
 
 import atexit
+import importlib
 import io
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import socket
@@ -116,7 +118,9 @@ def redirect(out: str) -> None:
         file = os.open(out + name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
-    sys.stdin = open(os.devnull)  # noqa: SIM115
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     sys.stdout, sys.stderr = (os.fdopen(os.dup(n), "w", buffering=1) for n in (1, 2))
 
 
@@ -172,11 +176,13 @@ server: ForkServer | None = None
 def start_server() -> None:
     global server
     import torch
-    import transformers  # noqa: F401 - what the ranks are to find imported
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2ForCausalLM, Qwen3ForCausalLM  # noqa: F401
 
-    import rl_core.build
-    import rl_core.train  # noqa: F401
+    import rl_core
 
+    for module in pkgutil.walk_packages(rl_core.__path__, "rl_core."):
+        with suppress(ImportError):  # of what is not installed here
+            importlib.import_module(module.name)
     torch.set_num_threads(1)
     server = ForkServer()
 
@@ -232,6 +238,88 @@ def run_ranks(
     code = ranks.wait(timeout_s)
     assert not (check and code), f"exit code {code}: {ranks.args}\n{ranks.both()}"
     return subprocess.CompletedProcess(ranks.args, code, ranks.text("stdout"), ranks.text("stderr"))
+
+
+def torchrun(
+    num_ranks: int, *args: str | Path, timeout_s: float = 120, check: bool = True, flags: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess:
+    """As run_ranks, by the real torchrun, which takes seconds to import everything on each rank."""
+    with start_torchrun(num_ranks, *args, flags=flags) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        finally:
+            kill_session(process)
+    assert not (check and process.returncode), f"exit code {process.returncode}\n{stdout}\n{stderr}"
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def start_torchrun(num_ranks: int, *args: str | Path, flags: tuple[str, ...] = ("--standalone",)) -> subprocess.Popen:
+    """A real torchrun in a session of its own, with pipes for its output, in which Ctrl-C works."""
+    command = [sys.executable, "-m", "torch.distributed.run", *(flags or ["--standalone"])]
+    return start_process(*command, f"--nproc_per_node={num_ranks}", *args)
+
+
+def start_process(*command: str | Path) -> subprocess.Popen:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    # A suite that was started in the background ignores SIGINT, and so would all that it starts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(list(map(str, command)), env=env, cwd=ROOT, **pipes)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def kill_session(process: subprocess.Popen) -> None:
+    """Ends a process that leads a session, and all that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_until(happened: Callable[[], Any], what: str, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.05)
+
+
+def words(*parts: Any) -> list[str]:
+    """Arguments of a command: words("--model", path, "--seed 1"). Strings are split at spaces, items of lists are not."""
+    found: list[str] = []
+    for part in parts:
+        found += (
+            map(str, part)
+            if isinstance(part, (list, tuple))
+            else part.split()
+            if isinstance(part, str)
+            else [str(part)]
+        )
+    return found
+
+
+def run(out: Path, *flags: Any, ranks: int = 1) -> Path:
+    """The folder of a run with these flags, which must end well: in this process, or on forked ranks."""
+    given = [*words(*flags), "--out", str(out)]
+    if ranks > 1:
+        run_ranks(ranks, "-m", "rl_core.train", *given)
+    else:
+        from rl_core.train import main
+
+        assert main(given) == 0, given
+    return out
+
+
+def steps(out: Path) -> list[dict]:
+    """The lines of metrics.jsonl that say what a step learned."""
+    return [row for row in metrics(out) if any(name.startswith("learn/") for name in row)]
+
+
+def weights(out: Path, actor: str = "policy") -> dict[str, Any]:
+    """Name -> tensor of an actor's exported weights or adapter."""
+    from safetensors.torch import load_file
+
+    return {n: w for file in sorted((out / "hf" / actor).glob("*.safetensors")) for n, w in load_file(file).items()}
 
 
 def metrics(out: Path) -> list[dict]:

@@ -74,7 +74,7 @@ class Actors(Subject):
         self.hf = base
 
 
-@pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=[needs_sglang, pytest.mark.slow])])
+@pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=needs_sglang)])
 def subject(request, tiny_model, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "engine.log"
     found = Actors(request.param, tiny_model, log, CONFIGS)

@@ -44,7 +44,6 @@ def test_a_healthy_engine_agrees_with_its_learner_after_every_update(tiny_model,
     assert len(found) == 2 and 0 < max(found) < (0.1 if "bfloat16" in how else 1e-4)
 
 
-@pytest.mark.slow
 def test_the_engine_of_each_of_two_ranks_agrees_with_the_sharded_learner(tiny_model, torchrun, tmp_path):
     torchrun(2, "-m", "rl_core.train", *flags_of(tiny_model, tmp_path / "run"))
     assert 0 < max(largest(tmp_path / "run")) < 1e-4
@@ -99,7 +98,6 @@ def test_an_update_that_did_not_arrive_is_found_the_last_one_too(tiny_model, tmp
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1]
 
 
-@pytest.mark.slow
 def test_one_of_two_ranks_with_other_weights_stops_both(tiny_model, torchrun, tmp_path):
     (tmp_path / "broken.py").write_text(
         "import os, sys\n"
@@ -120,7 +118,6 @@ def test_one_of_two_ranks_with_other_weights_stops_both(tiny_model, torchrun, tm
     assert "rank 0 ended with 1" in done.stdout and "rank 1 ended with 1" in done.stdout
 
 
-@pytest.mark.slow
 def test_a_rank_that_only_samples_with_other_weights_stops_the_run(tiny_model, torchrun, tmp_path):
     (tmp_path / "broken.py").write_text(
         "import os, sys\n"

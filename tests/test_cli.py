@@ -156,7 +156,6 @@ def family_of(pid):
     return {pid}.union(*map(family_of, children))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_several_ranks_and_ctrl_c_ends_them_all(tiny_model, tmp_path):
     process = start(
@@ -183,7 +182,6 @@ def test_several_ranks_and_ctrl_c_ends_them_all(tiny_model, tmp_path):
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
 def test_the_status_of_ranks_that_fail_is_the_commands(tiny_model, tmp_path):
     (tmp_path / "x.py").write_text("def reward_fn(messages): raise RuntimeError('broken on purpose')\n")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n' * 8)

@@ -275,7 +275,6 @@ close_ranks(ranks)
 """
 
 
-@pytest.mark.slow
 def test_an_environments_deviation_is_over_all_ranks(torchrun, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(ENV_SCRIPT.format(path=[str(Path(__file__).parent)], out=tmp_path / "found"))
@@ -316,11 +315,10 @@ def test_a_resumed_run_is_the_uninterrupted_run(warm_model, tmp_path):
     "preset, flags",
     [
         ("ppo", ["--tasks_per_step", 5, "--group_size", 3, "--algo.kl_coef", "0.1", "--learner.epochs", 2]),
-        pytest.param("ppo", ["--tasks_per_step", 1, "--group_size", 1], marks=pytest.mark.slow),  # nothing on one rank
+        pytest.param("ppo", ["--tasks_per_step", 1, "--group_size", 1]),  # nothing on one rank
         pytest.param(
             "cispo",
             ["--tasks_per_step", 4, "--group_size", 4, "--algo.advantage", "gae", "--learner.minibatches", 2],
-            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -25,7 +25,7 @@ CONTEXT = 512
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 LONG = SamplingParams(max_tokens=400)
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
-needs_sglang = pytest.mark.skipif(not HAS_SGLANG, reason="sglang is not installed: bash scripts/test_sglang.sh")
+needs_sglang = pytest.mark.skipif(not HAS_SGLANG, reason="SGLang is not installed: bash scripts/test_sglang.sh")
 
 
 class Subject:
@@ -120,7 +120,7 @@ def load(folder):
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
 
 
-@pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=[needs_sglang, pytest.mark.slow])])
+@pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=needs_sglang)])
 def subject(request, tiny_model, tmp_path_factory):
     found = Subject(request.param, tiny_model, tmp_path_factory.mktemp("log") / "engine.log")
     yield found

@@ -11,9 +11,8 @@ import re
 from pathlib import Path
 
 import pytest
-from kit import metrics, run_ranks
-
-from rl_core.train import main
+from kit import metrics
+from kit import run as run_command
 
 GOLDEN = Path(__file__).parent / "golden"
 # Names of metrics that are compared. Not those of times, packing and agreement of two implementations.
@@ -141,11 +140,7 @@ def run(name: str, places: dict[str, str], folder: Path) -> Path:
         out = folder / ("out" if is_last or "--resume" in parts[-1] else "first")
         defaults = [] if "--optim.lr" in part else ["--optim.lr", "1e-2"]
         defaults += [] if "--num_steps" in part else ["--num_steps", "2"]
-        flags = part.format(**places, first=folder / "first").split() + defaults + ["--out", str(out)]
-        if name in RANKS:
-            run_ranks(RANKS[name], "-m", "rl_core.train", *flags)
-        else:
-            assert main(flags) == 0
+        run_command(out, part.format(**places, first=folder / "first"), defaults, ranks=RANKS.get(name, 1))
     return folder / "out"
 
 

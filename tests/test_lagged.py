@@ -87,7 +87,7 @@ def test_who_answers_hangs_on_the_calls_seed_alone(make_model):
         assert (version, tokens) == together[seed][:2] and logprobs == pytest.approx(together[seed][2], abs=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["embedded", pytest.param("sglang", marks=[pytest.mark.slow, needs_sglang])])
+@pytest.mark.parametrize("engine", ["embedded", pytest.param("sglang", marks=needs_sglang)])
 def test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it(engine, talk, tiny_model, tmp_path):
     out, steps = tmp_path / "run", 5
     talk += ["--engine", engine]
@@ -153,7 +153,7 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("how", ["alone", *(pytest.param(how, marks=pytest.mark.slow) for how in list(HOW)[1:])])
+@pytest.mark.parametrize("how", HOW)
 def test_a_run_that_goes_on_between_two_renewals_is_the_uninterrupted_one(how, talk, tmp_path):
     flags = [*talk, *HOW[how]]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -181,7 +181,6 @@ def assert_same(whole: Path, parts: Path, *actors: str) -> None:
         assert all(torch.equal(a[n], b[n]) for n in a)
 
 
-@pytest.mark.slow
 def test_two_models_that_take_turns_go_on_by_their_own_older_weights(make_model, tmp_path):
     (tmp_path / "say.py").write_text(
         'turns = "bob -> alice -> bob -> alice"\n'
@@ -245,7 +244,6 @@ def test_the_plan_counts_the_second_copy_and_its_cache(talk, tiny_model, capsys)
     assert both == pytest.approx(2 * cache, rel=0.01)
 
 
-@pytest.mark.slow
 def test_two_ranks_with_shards_mix_as_one_does_and_one_goes_on_from_theirs(warm_model, torchrun, tmp_path):
     flags = ["--model", str(warm_model), *SORT, "--tasks_per_step", "4", "--optim.lr", "1e-3"]
     flags += ["--rollout.lagged_frac", "0.5", "--rollout.lagged_every", str(EVERY)]

@@ -106,7 +106,6 @@ def test_a_checksum_is_the_same_on_a_gpu():
         assert checksum(flat) == checksum(flat.cuda())
 
 
-@pytest.mark.slow
 def test_a_bucket_that_changed_ends_both_ranks_of_a_run(tiny_model, torchrun, tmp_path):
     (tmp_path / "broken.py").write_text(
         "import os, sys\n"

@@ -129,7 +129,6 @@ def test_merged_weights_and_both_exports_give_the_adapted_models_logits(flags, t
     assert config["base_model_name_or_path"] == str(tiny_model) and config["r"] == 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flags", [LORA, NF4], ids=["lora", "nf4"])
 def test_two_ranks_do_what_one_does_after_resuming_too(flags, tiny_model, sort_data, torchrun, tmp_path):
     data = sort_data / "sft.jsonl"

@@ -212,7 +212,6 @@ def test_activations_are_copied_to_the_host_and_weights_are_not():
     assert torch.equal(product._saved_mat1, before)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_blocks_give_the_same_gradient_and_are_compiled_once(make_model):
     """Once for 12 blocks, batches of three sizes, and recomputation."""

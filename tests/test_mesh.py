@@ -132,7 +132,6 @@ def results(tiny_model, torchrun, tmp_path_factory):
     return json.loads(out.read_text())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("case, num_samples", [(c, n) for c in CASES for n in NUM_SAMPLES[c]])
 def test_an_update_is_the_same_on_every_mesh(results, case, num_samples, mesh):

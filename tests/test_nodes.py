@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parent.parent
-pytestmark = pytest.mark.slow
 
 
 def free_port() -> int:

@@ -107,9 +107,7 @@ def rm_flags(model, folder, margins, *more):
     ]
 
 
-@pytest.mark.parametrize(
-    "num_ranks, more", [(1, []), (2, []), pytest.param(2, ["--dp_replicate", 2], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("num_ranks, more", [(1, []), (2, []), (2, ["--dp_replicate", 2])])
 def test_an_infinite_loss_on_one_rank_skips_the_update_on_all(num_ranks, more, tiny_model, tmp_path, torchrun):
     """Its gradient alone would be finite. Also where each rank has all weights, and a norm of its own."""
     flags = rm_flags(tiny_model, tmp_path, [0, 0.5, 0, 1e300, 0, 0], *more)

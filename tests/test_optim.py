@@ -73,7 +73,6 @@ def test_state_of_another_optimizer_is_refused(tiny_model, tmp_path):
         load_checkpoint(tmp_path / "step_000001", {"policy": learner_after(tiny_model, 0, "--optim.name", "sgd")})
 
 
-@pytest.mark.slow
 def test_8_bits_over_two_ranks_resume_with_two_and_refuse_one(tiny_model, sort_data, torchrun, tmp_path, capsys):
     args = ["--algorithm", "sft", "--model", tiny_model, "--data.train", sort_data / "sft.jsonl", "--tasks_per_step", 7]
     args += ["--max_tokens", 8, "--max_prompt_tokens", 16, "--optim.lr", "3e-3", "--optim.name", "adamw8bit"]

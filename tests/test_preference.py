@@ -32,10 +32,6 @@ from rl_core.train import main
 from rl_core.types import TrainingSample
 
 
-def slow(cases):
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
-
-
 def user(text):
     return {"role": "user", "content": text}
 
@@ -433,7 +429,7 @@ def test_the_reward_model_of_the_docs_example_rewards_episodes(preference_runs, 
     assert row["rollout/policy/failed"] == 0 and row["rollout/policy/zero_signal_frac"] < 1
 
 
-@pytest.mark.parametrize("algorithm, pairs", [("dpo", 3), ("rm", 1), *slow([("dpo", 1), ("rm", 3)])])
+@pytest.mark.parametrize("algorithm, pairs", [("dpo", 3), ("rm", 1), ("dpo", 1), ("rm", 3)])
 def test_two_ranks_learn_from_pairs_as_one_does(algorithm, pairs, tiny_model, pair_data, torchrun, tmp_path):
     """Steps of three pairs, and of one, which leaves a rank without any."""
     more = ["--num_steps", 3, "--tasks_per_step", pairs, "--learner.microbatch_tokens", 60]

@@ -169,7 +169,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_each_export_is_the_base_with
     assert any(not torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], NF4], ids=["lora", "nf4"])
 def test_two_ranks_whose_shared_weights_wait_on_the_host_learn_what_one_does(flags, talk, torchrun, tmp_path):
     if flags:
@@ -189,7 +188,6 @@ def test_two_ranks_whose_shared_weights_wait_on_the_host_learn_what_one_does(fla
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--engine_ranks", "1"], ["--max_staleness", "1"]], ids=["apart", "stale"])
 def test_adapters_reach_engines_that_go_on_while_learners_learn(flags, talk, torchrun, tmp_path):
     more = ["--optim.lr", "1e-2", *flags]

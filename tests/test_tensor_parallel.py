@@ -342,7 +342,6 @@ def test_bf16_is_as_near_as_without(results, size):
     assert found["split"] < 1.5 * found["whole"]
 
 
-@pytest.mark.slow
 def test_ppo_on_split_models_goes_on_with_whole_ones(tiny_model, torchrun, tmp_path):
     (tmp_path / "tasks.jsonl").write_text('{"messages": [{"role": "user", "content": "digits"}]}\n' * 4)
     env = tmp_path / "env.py"
