@@ -24,6 +24,7 @@ from rl_core.data.samples import imitation_samples, reply_pair, scored_pair
 from rl_core.data.tasks import TaskMix, TaskSource
 from rl_core.distributed import Ranks, all_gather_json, make_mesh, naming_what_was_waited_for
 from rl_core.learning.algorithms import CRITIC, Algorithm, check_algorithm, make_algorithm
+from rl_core.learning.attention import find_kernel
 from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint
 from rl_core.learning.learner import Learner
 from rl_core.learning.liger import apply_liger, check_liger
@@ -534,6 +535,7 @@ def make_learner(plan: Plan, name: str, ranks: Ranks, policy: Policy | None = No
     reference = None
     if has_reference(plan):
         reference = policy if policy.adapter else make_reference(actor.model, compute_dtype(config), ranks)
+        reference.attention = config.attention
     critic = make_critic(config, actor.model, ranks, name) if plan.algorithm.has_critic else None
     return Learner(config, plan.algorithm, policy, ranks, reference, critic, name=name)
 
@@ -548,7 +550,9 @@ def make_trained(config: Config, path: str, ranks: Ranks, *how, **more) -> Polic
     learner = config.learner
     on_host = learner.offload == "always"
     checkpointing = learner.activation_checkpointing
+    find_kernel(config.attention, ranks.device)  # before the weights are read
     model = make_policy(path, compute_dtype(config), ranks, checkpointing, *how, on_host=on_host, **more)
+    model.attention = config.attention
     if learner.activation_offload:
         model.keeps_activations = activations_on_host
     if learner.compile:

@@ -296,6 +296,9 @@ class Config:
     liger: bool = flag(False, "Liger's kernels for norms, gated MLPs and rotary positions; needs a GPU")
     dp_replicate: int = flag(1, "copies of the weights, each split over the ranks that the copies leave it (HSDP)")
     cp: int = flag(1, "ranks that compute the same sequences, each a part of their tokens (ring attention)")
+    attention: Literal["auto", "torch", "flash_attn", "ring_flash_attn"] = flag(
+        "auto", "attention kernel of the learner; auto: flash_attn where it is installed, else torch's"
+    )
     tp: int = flag(1, "ranks that compute the same tokens, each a part of the matrices (tensor parallel)")
     profile_step: int = flag(0, "write a trace of this step by torch.profiler, for ui.perfetto.dev; 0: none")
     canary_tolerance: float | None = flag(

@@ -5,6 +5,7 @@ Four ranks are started once; they measure everything for groups of 1, 2 and 4, a
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from rl_core.learning.attention import NAME, attention_forward, find_kernel, make_plan, packed_attention
+from rl_core.learning.attention import NAME, AttentionPlan, attention_forward, packed_attention
 
 SIZES = (1, 2, 4)
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (3, 1)}
@@ -51,7 +52,7 @@ class Shard:
         return part
 
     def plan(self, group=None, device: str = "cpu", kernel: str = "auto"):
-        return make_plan(self.cu_seqlens, [-1] * (len(self.cu_seqlens) - 1), torch.device(device), kernel, group)
+        return AttentionPlan(self.cu_seqlens, [-1] * (len(self.cu_seqlens) - 1), torch.device(device), kernel, group)
 
 
 def shard(lengths: list[int], rank: int, size: int) -> Shard:
@@ -291,7 +292,7 @@ def test_no_message_is_left_between_ranks(measured):
 
 def family_plan(device: str = "cpu", kernel: str = "auto"):
     starts = torch.tensor([0, *FAMILIES[0]]).cumsum(0)
-    return make_plan(starts, FAMILIES[1], torch.device(device), kernel)
+    return AttentionPlan(starts, FAMILIES[1], torch.device(device), kernel)
 
 
 def family_errors(heads, window, dtype=torch.float64, device="cpu", dim=8, kernel="auto") -> float:
@@ -320,7 +321,7 @@ def test_attention_written_out_for_what_has_no_fused_kernel_gives_the_same(windo
 
 def test_values_narrower_than_keys_are_those_of_the_models_own_attention():
     whole, model, ids = small_model("deepseek_v3", "sdpa"), small_model("deepseek_v3", NAME), torch.arange(20)[None]
-    plan = make_plan(torch.tensor([0, 20]), [-1], torch.device("cpu"))
+    plan = AttentionPlan(torch.tensor([0, 20]), [-1], torch.device("cpu"))
     mine = model(input_ids=ids, use_cache=False, attention_plan=plan).logits
     torch.testing.assert_close(mine, whole(input_ids=ids, use_cache=False).logits)
 
@@ -329,7 +330,7 @@ def test_pieces_of_ragged_lengths_are_padded_by_a_third_at_most():
     from rl_core.options.attention_kernels import layout_of
 
     lengths = torch.randint(1, 200, (300,), generator=torch.Generator().manual_seed(0)).tolist()
-    plan = make_plan(torch.tensor([0, *lengths]).cumsum(0), [-1] * 300, torch.device("cpu"))
+    plan = AttentionPlan(torch.tensor([0, *lengths]).cumsum(0), [-1] * 300, torch.device("cpu"))
     blocks = layout_of(plan.by_source[0][0], plan.device).blocks
     assert sum(num for num, _, _ in blocks) == 300 and len(blocks) < 20
     assert sum(num * queries for num, queries, _ in blocks) <= sum(lengths) / 0.75
@@ -363,9 +364,18 @@ def test_what_it_cannot_do_is_refused():
         attention_forward(None, x, x, x, None, attention_plan=plan, softcap=50.0)
     with pytest.raises(ValueError, match="dropout"):
         attention_forward(None, x, x, x, None, dropout=0.1, attention_plan=plan)
-    for name in ("flash_attn", "ring_flash_attn"):
-        with pytest.raises(ValueError, match=f"--attention={name} needs {name}, which does not import here"):
-            find_kernel(name, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", [x for x in ("flash_attn", "ring_flash_attn") if not importlib.util.find_spec(x)])
+def test_a_kernel_whose_library_does_not_import_is_refused(name, tiny_model, tmp_path, capfd):
+    from rl_core.train import main
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1", "response": "2"}))
+    flags = ["--algorithm", "sft", "--data.train", str(rows), "--out", str(tmp_path / "run"), "--attention", name]
+    assert main(["--model", str(tiny_model), *flags]) != 0
+    said = capfd.readouterr().err
+    assert f"--attention={name} needs {name}, which does not import here (ModuleNotFoundError" in said
 
 
 if __name__ == "__main__":

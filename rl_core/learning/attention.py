@@ -23,8 +23,8 @@ T local tokens, H heads of queries, G of keys (H is a multiple of G), D head dim
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -75,130 +75,86 @@ def find_kernel(name: str, device: torch.device) -> Kernel:
     return getattr(import_module(module), attribute)
 
 
-@dataclass(kw_only=True, slots=True)
 class Segments:
     """P runs of queries, each with the segment of keys that it attends to. If causal, the last of both is one token."""
 
-    q_rows: Rows
-    k_rows: Rows
-    lengths: list[tuple[int, int]]  # [P] of queries and keys, none of them 0
-    cu_q: Tensor  # [P+1] int32 on the device
-    cu_k: Tensor  # [P+1]
-    max_q: int
-    max_k: int
-    is_causal: bool
-    window: int | None = None  # a query sees this many keys, itself included
-    layout: Any = None  # a kernel's own
+    def __init__(
+        self,
+        runs: list[tuple[range, range | np.ndarray]],  # tokens (queries, keys)
+        device: torch.device,
+        is_causal: bool = False,
+        window: int | None = None,  # a query sees this many keys, itself included
+    ):
+        runs = [(q, k) for q, k in runs if len(q) and len(k)]
+        self.lengths = [(len(q), len(k)) for q, k in runs]  # [P]
+        self.q_rows, self.k_rows = (rows_of([run[i] for run in runs], device) for i in range(2))
+        starts = np.cumsum([(0, 0), *self.lengths], 0, dtype=np.int32).T.copy()
+        self.cu_q, self.cu_k = torch.from_numpy(starts).to(device)  # [P+1] each
+        # One query a sequence sends the flash kernels down their path for decoding, which lays out its results otherwise.
+        self.max_q, self.max_k = max([2, *(q for q, _ in self.lengths)]), max([1, *(k for _, k in self.lengths)])
+        self.is_causal, self.window = is_causal, window
+        self.layout: Any = None  # a kernel's own
 
 
-def make_segments(
-    runs: list[tuple[range, range | np.ndarray]],
-    device: torch.device,
-    is_causal: bool = False,
-    window: int | None = None,
-) -> list[Segments]:
-    """[the Segments of these tokens (queries, keys)], or []."""
-    runs = [(q, k) for q, k in runs if len(q) and len(k)]
-    if not runs:
-        return []
-    lengths = [(len(q), len(k)) for q, k in runs]
-    starts = np.cumsum([(0, 0), *lengths], 0, dtype=np.int32).T.copy()
-    cu_q, cu_k = torch.from_numpy(starts).to(device)
-    q_rows, k_rows = (rows_of(part, device) for part in zip(*runs, strict=True))
-    # One query a sequence sends the flash kernels down their path for decoding, which lays out its results otherwise.
-    max_q, max_k = max(2, *(q for q, _ in lengths)), max(k for _, k in lengths)
-    return [
-        Segments(
-            q_rows=q_rows,
-            k_rows=k_rows,
-            lengths=lengths,
-            cu_q=cu_q,
-            cu_k=cu_k,
-            max_q=max_q,
-            max_k=max_k,
-            is_causal=is_causal,
-            window=window,
-        )
-    ]
-
-
-def rows_of(parts: Sequence[range | np.ndarray], device: torch.device) -> Rows:
+def rows_of(parts: list[range | np.ndarray], device: torch.device) -> Rows:
     """These tokens one after the other: a slice, which costs no copy, where nothing lies between them."""
-    rows = np.concatenate([np.arange(x.start, x.stop) if isinstance(x, range) else x for x in parts])
-    first = int(rows[0])
+    rows = np.concatenate([np.arange(x.start, x.stop) if isinstance(x, range) else x for x in parts or [range(0)]])
+    first = int(rows[0]) if len(rows) else 0
     is_slice = np.array_equal(rows, np.arange(first, first + len(rows)))
     return slice(first, first + len(rows)) if is_slice else torch.from_numpy(rows).to(device)
 
 
-@dataclass(kw_only=True, slots=True)
 class AttentionPlan:
-    """What attention needs to know about one batch. Made once by make_plan(), and given to every layer."""
+    """What attention needs to know about one batch, made once and given to every layer.
 
-    kernel: Kernel
-    group: dist.ProcessGroup | None  # None: this process alone
-    rank: int
-    size: int
-    device: torch.device
-    pieces: list[range]  # local tokens of each
-    prompts: list[range]  # tokens of the prompt that each follows, or none
-    by_source: list[list[Segments]]  # of the keys of each rank; the first covers all queries of this rank
-    longest: int  # tokens of a sequence
-    windows: dict[int, list[Segments]] = field(default_factory=dict)  # see window_segments()
+    Its pieces start at cu_seqlens [N+1], on the host, and follow the prompts `parents` (-1: none); what follows one prompt
+    stands together. With a group of ranks the pieces are this rank's parts of whole sequences."""
 
+    def __init__(
+        self,
+        cu_seqlens: Tensor,
+        parents: list[int],
+        device: torch.device,
+        kernel: str = "auto",
+        group: dist.ProcessGroup | None = None,
+    ):
+        self.kernel, self.device, self.group = find_kernel(kernel, device), device, group
+        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
+        self.pieces = pieces = [range(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist())]
+        self.prompts = [pieces[parent] if parent >= 0 else range(0) for parent in parents]
+        both = list(zip(self.prompts, pieces, strict=True))
+        self.longest = max(len(prompt) + len(piece) * self.size for prompt, piece in both)  # tokens of a sequence
+        own = Segments([(piece, piece) for piece in pieces], device, is_causal=True)
+        if self.size == 1:
+            # The queries after one prompt are one run, for which its keys are read once.
+            families = [list(family) for _, family in itertools.groupby(both, lambda x: x[0])]
+            followed = Segments([(range(f[0][1].start, f[-1][1].stop), f[0][0]) for f in families], device)
+            by_source = [[own, followed] if followed.lengths else [own]]
+        else:
+            lower = Segments([(piece, piece[: len(piece) // 2]) for piece in pieces], device)
+            higher = Segments([(piece[len(piece) // 2 :], piece) for piece in pieces], device)
+            by_source = [[lower]] * self.rank + [[own]] + [[higher]] * (self.size - 1 - self.rank)
+        self.by_source = by_source  # segments in the keys of each rank; the first of its own covers all queries
+        self.windows: dict[int, Segments] = {}
 
-def make_plan(
-    cu_seqlens: Tensor,
-    parents: list[int],
-    device: torch.device,
-    kernel: str = "auto",
-    group: dist.ProcessGroup | None = None,
-) -> AttentionPlan:
-    """Of a batch whose pieces start at cu_seqlens [N+1], on the host, and follow the prompts `parents` (-1: none). What
-    follows one prompt stands together. With a group of ranks the pieces are this rank's parts of whole sequences."""
-    pieces = [range(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist())]
-    prompts = [pieces[parent] if parent >= 0 else range(0) for parent in parents]
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    own = make_segments([(piece, piece) for piece in pieces], device, is_causal=True)
-    if size == 1:
-        # The queries after one prompt are one run, for which its keys are read once.
-        families = [list(family) for _, family in itertools.groupby(zip(prompts, pieces, strict=True), lambda x: x[0])]
-        followed = [(range(family[0][1].start, family[-1][1].stop), family[0][0]) for family in families]
-        by_source = [own + make_segments(followed, device)]
-    else:
-        lower = make_segments([(piece, piece[: len(piece) // 2]) for piece in pieces], device)
-        higher = make_segments([(piece[len(piece) // 2 :], piece) for piece in pieces], device)
-        by_source = [lower] * rank + [own] + [higher] * (size - 1 - rank)
-    return AttentionPlan(
-        kernel=find_kernel(kernel, device),
-        group=group,
-        rank=rank,
-        size=size,
-        device=device,
-        pieces=pieces,
-        prompts=prompts,
-        by_source=by_source,
-        longest=max(len(prompt) + len(piece) * size for prompt, piece in zip(prompts, pieces, strict=True)),
-    )
-
-
-def window_segments(plan: AttentionPlan, window: int) -> list[Segments]:
-    """Each run of queries with the keys within its window, which are few: rows of the keys of all ranks, rank by rank."""
-    if window not in plan.windows:
-        runs, num_local = [], plan.pieces[-1].stop
-        for piece, prompt in zip(plan.pieces, plan.prompts, strict=True):
-            if plan.size == 1:
-                tokens = np.concatenate([prompt, piece]).astype(np.int64)
-                runs.append((piece, tokens[max(0, len(prompt) - window + 1) :]))
-                continue
-            length = len(piece) // 2
-            for n, chunk in enumerate((plan.rank, 2 * plan.size - 1 - plan.rank)):
-                seen = np.arange(max(0, chunk * length - window + 1), (chunk + 1) * length)
-                its_chunk, place = divmod(seen, max(1, length))
-                owner = np.minimum(its_chunk, 2 * plan.size - 1 - its_chunk)
-                rows = owner * num_local + piece.start + (its_chunk >= plan.size) * length + place
-                runs.append((piece[n * length : (n + 1) * length], rows))
-        plan.windows[window] = make_segments(runs, plan.device, is_causal=True, window=window)
-    return plan.windows[window]
+    def near(self, window: int) -> Segments:
+        """Each run of queries with the keys within its window, which are few: rows of the keys of all ranks, rank by rank."""
+        if window not in self.windows:
+            runs, num_local, size = [], self.pieces[-1].stop, self.size
+            for piece, prompt in zip(self.pieces, self.prompts, strict=True):
+                if size == 1:
+                    tokens = np.concatenate([prompt, piece]).astype(np.int64)
+                    runs.append((piece, tokens[max(0, len(prompt) - window + 1) :]))
+                    continue
+                length = len(piece) // 2
+                for n, chunk in enumerate((self.rank, 2 * size - 1 - self.rank)):
+                    seen = np.arange(max(0, chunk * length - window + 1), (chunk + 1) * length)
+                    its_chunk, place = divmod(seen, max(1, length))
+                    owner = np.minimum(its_chunk, 2 * size - 1 - its_chunk)
+                    rows = owner * num_local + piece.start + (its_chunk >= size) * length + place
+                    runs.append((piece[n * length : (n + 1) * length], rows))
+            self.windows[window] = Segments(runs, self.device, is_causal=True, window=window)
+        return self.windows[window]
 
 
 def packed_attention(
@@ -242,7 +198,7 @@ class PackedAttention(torch.autograd.Function):
                 dkv = [added(total, x, part.k_rows, len(kv[0])) for total, x in zip(dkv, dkv_part, strict=True)]
             del found  # not while the next segments are computed
         if plan.size > 1:
-            dkv = [scattered(x, plan) for x in dkv] if window else Shift(dkv, plan).wait()
+            dkv = [scattered(x.to(lse.dtype), plan) for x in dkv] if window else Shift(dkv, plan).wait()
         return dq.to(q.dtype), *(x.to(k.dtype) for x in dkv), None, None, None
 
 
@@ -273,13 +229,11 @@ def added(total: Tensor | None, part: Tensor, rows: Rows, num: int) -> Tensor:
     return total
 
 
-def keys_and_segments(
-    kv: list[Tensor], plan: AttentionPlan, window: int | None
-) -> Iterator[tuple[list[Tensor], list[Segments]]]:
+def keys_and_segments(kv: list[Tensor], plan: AttentionPlan, window: int | None) -> Iterator[tuple[list, list]]:
     """Keys and values of each rank, this one first, and the segments in them. The next travel while the caller works. With
     a window, the keys of all ranks at once."""
     if window is not None:
-        yield [gathered(x, plan) for x in kv], window_segments(plan, window)
+        yield [gathered(x, plan) for x in kv], [plan.near(window)]
         return
     for step in range(plan.size):
         arriving = Shift(kv, plan) if step + 1 < plan.size else None
@@ -321,23 +275,12 @@ def scattered(grad: Tensor, plan: AttentionPlan) -> Tensor:
     return summed
 
 
-def attention_forward(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    scaling=None,
-    dropout=0.0,
-    attention_plan=None,
-    sliding_window=None,
-    **more,
-):
+def attention_forward(module, query, key, value, _, scaling=None, sliding_window=None, attention_plan=None, **more):
     """[1, T, H, D]. query [1, H, T, D], key and value [1, G, T, D]; `attention_plan` comes through the model's forward.
     Raises ValueError if a model's attention asks for what would be left out silently."""
-    unknown = [name for name in ("softcap", "s_aux") if more.get(name) is not None]
-    if dropout or unknown:
-        raise ValueError(f"attention here has no {' or '.join(unknown) or 'dropout'}; train a model without it")
+    more["dropout"] = more.get("dropout") or None
+    if unknown := [name for name in ("softcap", "s_aux", "dropout") if more.get(name) is not None]:
+        raise ValueError(f"attention here has no {' or '.join(unknown)}; train a model without it")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     width, head_dim = v.shape[2], q.shape[2]
     if width < head_dim:  # kernels want one head dim

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_core.config import LoraConfig
 from rl_core.distributed import FromShards, Ranks
-from rl_core.learning.attention import make_plan
+from rl_core.learning.attention import AttentionPlan
 from rl_core.learning.loading import (
     allocate,
     load_hf_model,
@@ -74,7 +74,7 @@ class PolicyModel(nn.Module):
             ids, positions = ids[part.tokens], positions[part.tokens]
             sources, labels = part.sources, labels[part.trained]
             starts, group = part.cu_seqlens, self.cp_group
-        plan = make_plan(starts, parents, ids.device, self.attention, group)
+        plan = AttentionPlan(starts, parents, ids.device, self.attention, group)
         with self.keeps_activations():
             hidden_TD = self.hf.base_model(
                 input_ids=ids[None], position_ids=positions[None], use_cache=False, attention_plan=plan
