@@ -10,7 +10,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,7 +20,6 @@ from rl_core.config import Config, EnvConfig, to_yaml
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.curriculum import Curriculum, Progress, WeightedOrder
 from rl_core.data.rows import ROLLOUTS, TOKENIZERS, is_trajectory, load_rows
-from rl_core.data.samples import imitation_samples, reply_pair, scored_pair
 from rl_core.data.tasks import TaskMix, TaskSource
 from rl_core.distributed import Ranks, all_gather_json, make_mesh, naming_what_was_waited_for
 from rl_core.learning.algorithms import CRITIC, Algorithm, check_algorithm, make_algorithm
@@ -61,6 +60,12 @@ if TYPE_CHECKING:
 ENGINES = {
     "embedded": "rl_core.sampling.embedded_engine:make_engine",
     "sglang": "rl_core.sampling.sglang_engine:make_engine",
+}
+# What makes samples of a row, by the algorithm.
+ROWS = {
+    "sft": "rl_core.options.imitation:imitation_samples",
+    "dpo": "rl_core.options.pairs:reply_pair",
+    "rm": "rl_core.options.pairs:scored_pair",
 }
 CHECKED_ROWS = 20_000  # of which the length is checked at start-up; rows beyond are checked when they are drawn
 
@@ -458,8 +463,7 @@ def sampling_engine(
     spec = engine_spec(plan, name, module, ranks, role, is_own and plan.takes_turns)
     if spec is None:
         return None, module, ends
-    place, _, function = ENGINES[config.engine_of(name)].partition(":")
-    return getattr(importlib.import_module(place), function)(spec), module, ends
+    return imported(ENGINES[config.engine_of(name)])(spec), module, ends
 
 
 def engine_spec(
@@ -567,15 +571,18 @@ def make_critic(config: Config, path: str, ranks: Ranks, name: str = "policy") -
     return Learner(replace(config, optim=replace(config.optim, lr=config.critic.lr)), CRITIC, model, ranks, name=name)
 
 
+def imported(name: str) -> Any:
+    """What "module:attribute" names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 def imitation(run: Plan, task: Task, group_id: str = "") -> list[TrainingSample]:
     """The samples of one row that is to be imitated, or of one pair. Raises ValueError if it is too long, unless such rows
     are skipped."""
-    pair_of_row, sft = {"dpo": reply_pair, "rm": scored_pair}.get(run.algorithm.objective), run.config.sft
+    weights = (run.config.sft.action_weight, run.config.sft.observation_weight) if run.config.algorithm == "sft" else ()
     try:
-        if pair_of_row:
-            samples = pair_of_row(run.chat, task.row)
-        else:
-            samples = imitation_samples(run.chat, task.row, sft.action_weight, sft.observation_weight)
+        samples = imported(ROWS[run.config.algorithm])(run.chat, task.row, *weights)
     except ValueError as error:
         raise ValueError(f"{task.id}: {error}") from None
     longest, limit = max((len(s.token_ids) for s in samples), default=0), run.config.max_context_tokens

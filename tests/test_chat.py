@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.data.chat import Chat, TokenStream, imitation_turns, load_chat
+from rl_core.data.chat import Chat, TokenStream, load_chat
 from rl_core.data.samples import prompts_of, samples_from_turns
+from rl_core.options.imitation import imitation_turns
 from rl_core.types import Completion
 
 pytest.importorskip("trl")

@@ -22,12 +22,13 @@ from rl_core.command_line import parse_config
 from rl_core.config import PreferenceConfig
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.packing import pack_samples
-from rl_core.data.samples import imitation_samples, reply_pair, scored_pair
 from rl_core.distributed import init_ranks
 from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.learner import Learner
 from rl_core.learning.model import make_policy, make_reference
 from rl_core.learning.preference import dpo_losses, rm_losses
+from rl_core.options.imitation import imitation_samples
+from rl_core.options.pairs import reply_pair, scored_pair
 from rl_core.train import main
 from rl_core.types import TrainingSample
 

@@ -4,7 +4,8 @@ import pytest
 from test_chat import CHATML, make_tokenizer
 
 from rl_core.data.chat import Chat
-from rl_core.data.samples import imitation_samples, prompts_of, samples_from_turns
+from rl_core.data.samples import prompts_of, samples_from_turns
+from rl_core.options.imitation import imitation_samples
 from rl_core.types import Completion, Turn
 
 

@@ -14,13 +14,14 @@ from test_train import SORT, metrics, trajectories, weights
 from transformers import AutoModelForCausalLM
 
 from rl_core.command_line import parse_config
-from rl_core.data.chat import Chat, imitation_turns, load_chat
+from rl_core.data.chat import Chat, load_chat
 from rl_core.data.rows import load_rows
-from rl_core.data.samples import imitation_samples, samples_from_turns
+from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import Ranks
 from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.learner import Learner
 from rl_core.learning.model import make_policy
+from rl_core.options.imitation import imitation_samples, imitation_turns
 from rl_core.train import main
 
 ROOT = Path(__file__).parent.parent

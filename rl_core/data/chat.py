@@ -20,7 +20,7 @@ from typing import Any
 from rl_core.types import Completion, Message, Turn
 
 _MARK = "\ufdd0"  # Unicode keeps these two for internal use, so templates and tokenizers have no rule for them
-_PROBE = "\ufdd1"
+PROBE = "\ufdd1"
 _UNSEEN, _SEEN = re.compile(rf"[\s{_MARK}]+"), re.compile(rf"[^\s{_MARK}]+")
 _NOT_USER_TEXT = ("role", "type")  # keys whose values templates compare or put into a token's name
 
@@ -110,7 +110,7 @@ class Chat:
             )
         self.tokenizer = tokenizer
         self.chat_template = tokenizer.chat_template  # one tokenizer may serve chats with different templates
-        self._wants_parts = not self._reads(_PROBE) and self._reads([{"type": "text", "text": _PROBE}])
+        self._wants_parts = not self._reads(PROBE) and self._reads([{"type": "text", "text": PROBE}])
         added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
         self.end_token_id = self._find_end_token(added)
         special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -119,8 +119,7 @@ class Chat:
         self._plain = _PlainText(tokenizer, special)
         stops = dict.fromkeys(i for i in (tokenizer.eos_token_id, self.end_token_id) if i is not None)
         self.stop_token_ids: tuple[int, ...] = tuple(stops)
-        self._special_ids = special
-        self._special_texts = tuple(sorted(special, key=len, reverse=True))
+        self.special_ids = special
         self._newest: tuple[Any, str, list[int]] | None = None
 
     def render(self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True) -> str:
@@ -143,6 +142,10 @@ class Chat:
             rendered = self.render(messages, tools)
             self._newest = (copy.deepcopy(asked), rendered, self.encode(rendered))
         return self._newest[1:]
+
+    def conversation_ids(self, messages: list[Message], tools: list | None = None) -> list[int]:
+        """Token ids of a whole conversation, which is what a reward model reads."""
+        return self.encode(self.render(messages, tools, add_generation_prompt=False))
 
     def decode(self, token_ids: list[int]) -> str:
         """Text without special tokens, nor a stop token at the end that is not flagged special."""
@@ -169,47 +172,12 @@ class Chat:
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
     @cached_property
-    def _generation_prompt(self) -> tuple[str, list[int]]:
+    def generation_prompt(self) -> tuple[str, list[int]]:
         """(text without the space around it, token ids) of what a template puts before an assistant speaks."""
         talk = [self._in_form({"role": "user", "content": "x"})]
         without, ids = (self.encode(self._apply(talk, None, prompted)) for prompted in (False, True))
         ids = ids[shared_length(without, ids) :]
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip(), ids
-
-    def answer_end(self, prompt_ids: list[int]) -> int:
-        """Where a prompt's generation prompt begins; the prompt's length if it ends in none."""
-        text, ids = self._generation_prompt
-        if not text:
-            return len(prompt_ids)
-        if prompt_ids[-len(ids) :] == ids:
-            return len(prompt_ids) - len(ids)
-        for n in range(1, min(len(ids) + 2, len(prompt_ids)) + 1):  # a token may reach over its beginning
-            tail = self.tokenizer.decode(prompt_ids[-n:], clean_up_tokenization_spaces=False)
-            if tail.strip().endswith(text):
-                return len(prompt_ids) - n
-        return len(prompt_ids)
-
-    def answer_ids(self, messages: list[Message], first: int, tools: list | None = None) -> list[int]:
-        """Tokens of messages[first:] behind the assistant's message before them, from what follows its end token on."""
-        rendered = self.render(messages, tools, add_generation_prompt=False)
-        changed = {**messages[first], "content": _PROBE}
-        other = self.render([*messages[:first], changed, *messages[first + 1 :]], tools, add_generation_prompt=False)
-        seen = rendered[: shared_length(rendered, other)]  # up to the content of the first of them
-        ends = [s for s, i in self._special_ids.items() if i in self.stop_token_ids]
-        start = max((seen.rfind(s) + len(s) for s in ends if s in seen), default=len(seen))
-        return self.encode(rendered[start:], continues=True)
-
-    def split_end(self, text: str) -> tuple[str, int | None]:
-        """(a rendered turn up to its end token, the end token's id or None): of the special tokens and whitespace
-        that the text ends in, the first that an engine stops at."""
-        rest, said, end_id = text.rstrip(), text, None
-        while rest.endswith(self._special_texts):
-            token = next(s for s in self._special_texts if rest.endswith(s))
-            rest = rest[: -len(token)]
-            if self._special_ids[token] in self.stop_token_ids:
-                said, end_id = rest, self._special_ids[token]
-            rest = rest.rstrip()
-        return said, end_id
 
     def assistant_message(self, text: str) -> Message:
         """What an actor said as the template's history wants it: thinking apart if the template reads it so."""
@@ -248,7 +216,7 @@ class Chat:
 
     def _reads(self, content: Any) -> bool:
         try:
-            return _PROBE in self._apply([{"role": "user", "content": content}], None, True)
+            return PROBE in self._apply([{"role": "user", "content": content}], None, True)
         except ValueError:
             return False
 
@@ -256,11 +224,11 @@ class Chat:
         """The token that the template puts behind an assistant's content; where it is the next speaker's header
         that ends a turn, that one."""
         talk = [
-            self._in_form({"role": r, "content": c}) for r, c in (("user", "x"), ("assistant", _PROBE), ("user", "x"))
+            self._in_form({"role": r, "content": c}) for r, c in (("user", "x"), ("assistant", PROBE), ("user", "x"))
         ]
         for messages in (talk[:2], talk):
             try:
-                text = self._apply(messages, None, False).rpartition(_PROBE)[2].lstrip()
+                text = self._apply(messages, None, False).rpartition(PROBE)[2].lstrip()
             except ValueError:
                 continue
             for token in sorted(added, key=len, reverse=True):
@@ -288,7 +256,7 @@ class TokenStream:
     def extend(self, token_ids: list[int], said: str, messages: list[Message]) -> bool:
         """As append, for a turn that the template renders as `said`, and with all messages so far."""
         rendered = self._chat.render(messages, self._tools)
-        suffix = _text_after(rendered, self.rendered, said)
+        suffix = text_after(rendered, self.rendered, said)
         self.messages, self.rendered = messages, rendered
         if suffix is None:
             self.prompt_ids = self.new_ids = self._chat.encode(rendered)
@@ -314,54 +282,9 @@ def load_chat(path: str, chat_template: str | None = None) -> Chat:
     return Chat(AutoTokenizer.from_pretrained(path, trust_remote_code=False), chat_template)
 
 
-def imitation_turns(chat: Chat, messages: list[Message], tools: list | None = None) -> list[Turn]:
-    """Every assistant message as if it had been sampled, its end token included. A message with "train": False is
-    only context. The prompt is the one that an engine would be given there, so earlier turns may look different in it
-    than when they were said; then it does not extend the turn before."""
-    chosen = [i for i, m in enumerate(messages) if m.get("role") == "assistant" and m.get("train") is not False]
-    if not chosen:
-        return []
-    stream, said = TokenStream(chat, messages[: chosen[0]], tools), ""
-    turns: list[Turn] = []
-    for i in chosen:
-        if turns:
-            stream.extend(turns[-1].completion.token_ids, said, messages[:i])
-        said, end_id = _imitated_text(chat, stream.rendered, messages[: i + 1], tools)
-        token_ids = chat.encode(said, continues=True) + ([] if end_id is None else [end_id])
-        completion = Completion(
-            token_ids=token_ids,
-            logprobs=[0.0] * len(token_ids),
-            text=unmarked(said),
-            finish_reason="stop",
-            policy_version=0,
-        )
-        turns.append(stream.turn(completion))
-    return turns
-
-
 def unmarked(text: str) -> str:
     """A rendering as people read it."""
     return re.sub(f"{_MARK}({_MARK}?)", r"\1", text) if _MARK in text else text
-
-
-def _imitated_text(chat: Chat, prompt: str, messages: list[Message], tools: list | None) -> tuple[str, int | None]:
-    """(marked text of the last message as the template renders it behind `prompt`, id of the token that ends it)."""
-    rendered = chat.render(messages, tools, add_generation_prompt=False)
-    default_end = chat.end_token_id if chat.end_token_id is not None else chat.tokenizer.eos_token_id
-    said = _text_after(rendered, prompt, "")
-    if said is not None:
-        said, end_id = chat.split_end(said)
-        return said, default_end if end_id is None else end_id
-    message = messages[-1]
-    content = message.get("content") or ""
-    if isinstance(content, list):
-        content = "".join(part.get("text", "") for part in content)
-    if message.get("tool_calls") or not content:
-        raise ValueError(
-            f"message {len(messages) - 1} cannot be imitated: the template renders it so that the generation prompt "
-            f'{unmarked(prompt)[-40:]!r} is not before it; give its text as "content", or "train": false'
-        )
-    return _without_repeat(prompt, chat.marked(content)), default_end
 
 
 def shared_length(a: str | list, b: str | list) -> int:
@@ -369,15 +292,7 @@ def shared_length(a: str | list, b: str | list) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _without_repeat(prompt: str, content: str) -> str:
-    """content less its beginning that the prompt ends with already, as '<think>' in some generation prompts."""
-    opening = re.search(r"<[^<>|]+>\s*\Z", prompt)
-    if opening and content.lstrip().startswith(opening[0].strip()):
-        return content.lstrip()[len(opening[0].strip()) :].lstrip()
-    return content
-
-
-def _text_after(rendered: str, seen: str, said: str) -> str | None:
+def text_after(rendered: str, seen: str, said: str) -> str | None:
     """What follows seen + said in rendered; whitespace does not count, because templates trim, and marks do not. None
     if rendered does not begin with them."""
     rest, start = rendered, seen + said

@@ -24,7 +24,6 @@ from typing import Any
 
 from rl_core.config import nearest
 from rl_core.data.chat import load_chat
-from rl_core.data.samples import conversation_ids
 from rl_core.data.tasks import check_messages
 from rl_core.types import Message
 
@@ -59,7 +58,7 @@ class RewardModel:
         """The tokens that training scored: the conversation as the chat template renders it."""
         try:
             with self.lock:
-                ids = conversation_ids(self.chat, check_messages(messages), tools)
+                ids = self.chat.conversation_ids(check_messages(messages), tools)
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"the messages cannot be rendered: {type(error).__name__}: {error}") from None
         if not 0 < len(ids) <= self.max_tokens:

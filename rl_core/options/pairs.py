@@ -1,0 +1,103 @@
+"""Rows of preference pairs -> TrainingSamples: two replies for DPO, two conversations for a reward model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from rl_core.config import nearest
+from rl_core.data.chat import Chat, shared_length
+from rl_core.data.tasks import check_messages, shorten
+from rl_core.options.imitation import imitation_samples
+from rl_core.types import Message, TrainingSample
+
+PAIR = ("chosen", "rejected")
+
+
+def reply_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
+    """[chosen, rejected] of a preference row: the same prompt and each reply, of which what assistants say is trained."""
+    context, *replies = pair_messages(row)
+    context = [{**m, "train": False} for m in context]
+    samples = []
+    for side, reply in zip(PAIR, replies, strict=True):
+        found = imitation_samples(chat, {"messages": context + reply, "tools": row.get("tools")})
+        if len(found) != 1:
+            raise ValueError(
+                f"the chat template rewrites earlier turns of column {side!r}, so that its tokens are {len(found)} "
+                "sequences; give a reply of one assistant message"
+            )
+        samples += found
+    return with_margin(samples, row)
+
+
+def scored_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
+    """[chosen, rejected] of a preference row, each the whole conversation as the chat template renders it, so that a
+    sequence classifier reads the same tokens. A last token of no meaning stands for the score: it is what the hidden
+    state of the conversation's own last token "predicts". Trained is all that the two do not begin with alike."""
+    context, *replies = pair_messages(row)
+    tools, pad = row.get("tools") or None, chat.tokenizer.pad_token_id
+    ids = [chat.conversation_ids(context + reply, tools) for reply in replies]
+    if pad is not None and any(i[-1:] == [pad] for i in ids):
+        raise ValueError(
+            f"the conversation ends in the padding token {chat.tokenizer.pad_token!r}, so that a sequence classifier "
+            "would not see where it ends; give the tokenizer another pad_token"
+        )
+    shared, samples = shared_length(*ids), []
+    for token_ids in ids:
+        num = len(token_ids) + 1
+        zeros = {"rollout_logprobs": [0.0] * num, "policy_versions": [-1] * num, "advantages": [0.0] * num}
+        mask = [0] * shared + [1] * (num - shared)
+        samples.append(TrainingSample(token_ids=[*token_ids, 0], loss_mask=mask, **zeros))
+    return with_margin(samples, row)
+
+
+def with_margin(samples: list[TrainingSample], row: dict[str, Any]) -> list[TrainingSample]:
+    """The pair; its advantage says by how much the chosen reply must be better: the row's margin."""
+    if list(samples[0].token_ids) == list(samples[1].token_ids):
+        raise ValueError("the two replies have the same tokens: a pair must differ")
+    margin = row.get("margin") or 0.0
+    if not isinstance(margin, (int, float)) or not math.isfinite(margin):
+        raise ValueError(f"column 'margin' holds {shorten(margin)}: it must be a number")
+    values = (float(margin), 0.0)
+    return [replace(s, advantages=[v * m for m in s.loss_mask]) for s, v in zip(samples, values, strict=True)]
+
+
+def pair_messages(row: dict[str, Any]) -> tuple[list[Message], list[Message], list[Message]]:
+    """(context, chosen reply, rejected reply) of a row {"chosen", "rejected"}. Both are replies (strings, or messages that
+    an assistant begins) to the row's `messages` or `prompt`, or whole conversations that begin alike. Raises ValueError."""
+    sides = []
+    for column in PAIR:
+        if row.get(column) is None:
+            raise ValueError(f"a preference pair needs a column {column!r}; {nearest(column, row)}")
+        sides.append(as_messages(row[column], column, "assistant"))
+    if all(side[0]["role"] == "assistant" for side in sides):
+        column = next((c for c in ("messages", "prompt") if row.get(c) is not None), None)
+        if column is None:
+            hint = nearest("prompt", row)
+            raise ValueError(f"the replies of a pair need the column 'messages' or 'prompt' that they reply to; {hint}")
+        context = as_messages(row[column], column, "user")
+    else:
+        shared = shared_length(*sides)
+        context, sides = sides[0][:shared], [side[shared:] for side in sides]
+    if sides[0] == sides[1]:
+        raise ValueError(f"'chosen' and 'rejected' are equal, {shorten(row['chosen'])}: a pair must differ")
+    for column, side in zip(PAIR, sides, strict=True):
+        said = side[-1] if side else {}
+        if not said.get("tool_calls") and not str(said.get("content") or "").strip():
+            raise ValueError(f"column {column!r} has an empty reply, {shorten(row[column])}: it must say something")
+        if not context or side[0]["role"] != "assistant" or said["role"] != "assistant":
+            raise ValueError(
+                f"column {column!r} must be a reply that begins and ends with an assistant's message, or a conversation "
+                f"that begins as the other one does and ends so; is {shorten(row[column])}"
+            )
+    return context, sides[0], sides[1]
+
+
+def as_messages(value: Any, column: str, role: str) -> list[Message]:
+    if isinstance(value, str) and column != "messages":
+        return [{"role": role, "content": value}]
+    try:
+        return check_messages(value)
+    except ValueError as error:
+        raise ValueError(f"column {column!r}: {error}") from None
