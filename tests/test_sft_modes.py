@@ -6,6 +6,7 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import zstandard
@@ -23,6 +24,7 @@ from rl_core.learning.learner import Learner
 from rl_core.learning.model import make_policy
 from rl_core.options.imitation import imitation_samples, imitation_turns
 from rl_core.train import main
+from rl_core.types import PER_TOKEN
 
 ROOT = Path(__file__).parent.parent
 
@@ -220,7 +222,8 @@ def test_a_weight_of_actions_alone_is_behavioural_cloning_bit_for_bit(tiny_model
     rows = talks()
     turns = [imitation_turns(chat, row["messages"]) for row in rows]
     plain = [s for t in turns for s in samples_from_turns(t, 1.0)]
-    assert samples_with(chat, rows, 1.0, 0.0) == plain
+    for a, b in zip(samples_with(chat, rows, 1.0, 0.0), plain, strict=True):
+        assert all(np.array_equal(getattr(a, name), getattr(b, name)) for name in PER_TOKEN)
     (minibatch,), _ = learner.shard(plain)
     for batch in minibatch.batches:
         logprobs, _ = learner.policy(batch, 1.0)
@@ -400,7 +403,9 @@ def test_what_rollouts_cannot_be(rollouts, tiny_model, tmp_path, capsys):
     file = next(rollouts.glob("step_000001*"))
     cut = tmp_path / "cut.jsonl.zst"
     cut.write_bytes(file.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"cut\.jsonl\.zst: not zst, or the file is cut short: it ends after \d+ whole lines"):
+    with pytest.raises(
+        ValueError, match=r"cut\.jsonl\.zst: not zst, or the file is cut short: it ends after \d+ whole lines"
+    ):
         load_rows(str(cut))
     cut.write_bytes(b"no zstd at all")
     with pytest.raises(ValueError, match="not zst"):
