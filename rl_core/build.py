@@ -10,7 +10,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,12 +54,9 @@ from rl_core.sampling.stream import Intake
 from rl_core.sampling.weights import load_weights
 from rl_core.types import Task, TrainingSample, counter_seed
 
-if TYPE_CHECKING:
-    from rl_core.sampling.api_actor import ApiActor
-
 ENGINES = {
     "embedded": "rl_core.sampling.embedded_engine:make_engine",
-    "sglang": "rl_core.sampling.sglang_engine:make_engine",
+    "sglang": "rl_core.engines.sglang:make_engine",
 }
 # What makes samples of a row, by the algorithm.
 ROWS = {
@@ -67,6 +64,7 @@ ROWS = {
     "dpo": "rl_core.options.pairs:reply_pair",
     "rm": "rl_core.options.pairs:scored_pair",
 }
+API_ACTOR = "rl_core.engines.api:ApiActor"
 CHECKED_ROWS = 20_000  # of which the length is checked at start-up; rows beyond are checked when they are drawn
 
 
@@ -80,7 +78,7 @@ class Plan:
     train: TaskSource | TaskMix
     eval: dict[str, TaskSource]  # by the name of its environment
     chats: dict[str, Chat]  # of the actors that have a model here
-    remote: dict[str, ApiActor]  # actors that speak by an endpoint
+    remote: dict[str, Any]  # actors that speak by an endpoint
     curriculum: Curriculum | None = None  # of the training tasks, where an environment has task_weight()
     takes_turns: bool = False  # one engine is awake at a time
     memory_fracs: dict[str, float] = field(default_factory=dict)  # of a GPU, for each SGLang engine
@@ -99,7 +97,7 @@ class Run(Plan):
     learners: dict[str, Learner]
     engines: dict[str, Engine | None]  # none where rows are imitated; None: another rank has this actor's engine
     older: dict[str, Engine | None]  # of actors that speak by older weights too
-    actors: dict[str, Actor | ApiActor]
+    actors: dict[str, Any]
     lease: DeviceLease | None  # where engines share a device
     env: EnvMix | None  # all environments as one
     log: RunLog | None  # None on ranks that only sample
@@ -194,9 +192,7 @@ def choose_engine(config: Config, num_ranks: int) -> None:
         config.engine = "sglang" if has_sglang and not in_4_bits else "embedded"
         check_config(config)
     if config.engine == "sglang":
-        from rl_core.sampling.sglang_server import check_sglang
-
-        check_sglang()
+        imported("rl_core.engines.sglang_server:check_sglang")()
     if num_ranks % config.engine_tp:
         fits = max(d for d in range(1, config.engine_tp) if num_ranks % d == 0)
         raise ValueError(f"--engine_tp={config.engine_tp} must divide the number of ranks, {num_ranks}; try {fits}")
@@ -431,11 +427,9 @@ def adapters_of(config: Config, owner: str) -> list[str]:
     return [name for name in users if config.actors[name].is_trained]
 
 
-def make_api_actor(config: Config, name: str) -> ApiActor:
-    from rl_core.sampling.api_actor import ApiActor
-
+def make_api_actor(config: Config, name: str) -> Any:
     actor = config.actors[name]
-    return ApiActor(
+    return imported(API_ACTOR)(
         name=name,
         url=actor.api,
         model=actor.model,
@@ -453,9 +447,7 @@ def sampling_engine(
     generation_config.json. None: another rank's engine has this one's device."""
     config, is_own = plan.config, False
     if config.engine_of(name) == "sglang":
-        from rl_core.sampling.sglang_engine import make_skeleton
-
-        module = make_skeleton(config.actors[name].model)
+        module = imported("rl_core.engines.sglang:make_skeleton")(config.actors[name].model)
         ends = end_token_ids(module)
     else:
         module, ends = speaking_model(plan, name, learner, ranks)

@@ -33,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 from rl_core.distributed import Ranks, close_ranks, init_ranks
 from rl_core.learning.model import PolicyModel, engine_weights, make_policy, shard_policy
 from rl_core.sampling.embedded_engine import EmbeddedEngine
-from rl_core.sampling.engine import Engine
+from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.types import SamplingParams
 
 SHORT, PROMPTS = SamplingParams(max_tokens=4), [[8, 9, 10 + i] for i in range(4)]
@@ -83,14 +83,13 @@ def make_engine(kind: str, folder: str, dtype: torch.dtype, ranks: Ranks, out: P
     if kind == "embedded":
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(ranks.device).requires_grad_(False)
         return EmbeddedEngine(model, **LIMITS, offloads=True)
-    from rl_core.sampling.sglang_engine import SGLangEngine, make_skeleton
-    from rl_core.sampling.sglang_server import ServerOptions
+    from rl_core.engines.sglang import SGLangEngine, make_skeleton
 
-    options = ServerOptions(
-        model=folder, dtype=dtype, device=ranks.device, tp=1, memory_frac=0.5, seed=0, **LIMITS
+    spec = EngineSpec(
+        name="policy", model=folder, module=make_skeleton(folder), tokenizer=AutoTokenizer.from_pretrained(folder), **LIMITS,
+        dtype=dtype, device=ranks.device, seed=0, log=out / f"engine_{ranks.rank}.log", start_timeout_s=600, memory_frac=0.5,
     )  # fmt: skip
-    log = out / f"engine_{ranks.rank}.log"
-    return SGLangEngine("policy", options, make_skeleton(folder), AutoTokenizer.from_pretrained(folder), log)
+    return SGLangEngine(spec)
 
 
 async def run_cycle(engine: Engine, policy: PolicyModel, clock: Clock, version: int) -> None:
@@ -153,7 +152,7 @@ async def measure(kind: str, folder: str, args: argparse.Namespace, ranks: Ranks
     empty = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
     engine, counts = make_engine(kind, folder, dtype, ranks, out), []
     if kind == "sglang":
-        await engine.start()  # not a part of the first update
+        await engine.wake()  # not a part of the first update
         engine._load = clock.watch("load", engine._load)
     try:
         for version in range(1, args.cycles + 1):

@@ -16,9 +16,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl_core.link import checksum
+from rl_core.engines.remote import checksum
+from rl_core.engines.sglang import SGLangEngine, make_skeleton
 from rl_core.sampling.embedded_engine import EmbeddedEngine
-from rl_core.sampling.engine import EngineDied
+from rl_core.sampling.engine import EngineDied, EngineSpec
 from rl_core.types import SamplingParams
 
 CONTEXT = 512
@@ -38,36 +39,16 @@ class Subject:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.engine = self.make(log)
         if kind == "sglang":
-            for begin in (self.engine.start, self.engine.sleep, self.engine.wake):  # at once, as a run does
+            for begin in (self.engine.wake, self.engine.sleep, self.engine.wake):  # at once, as a run does
                 self.run(begin())
         self.loaded = self.held()  # by itself, from the folder
         self.load_first_weights()
 
     def make(self, log: Path):
         if self.kind == "embedded":
-            return EmbeddedEngine(
-                load(self.folder),
-                **{"num_slots": 8, "max_context_tokens": CONTEXT},
-                tokenizer=self.tokenizer,
-                adapters=self.adapters,
-            )
-        from rl_core.sampling.sglang_engine import SGLangEngine, make_skeleton
-        from rl_core.sampling.sglang_server import ServerOptions
-
-        options = ServerOptions(
-            model=str(self.folder),
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            tp=1,
-            memory_frac=0.5,
-            seed=0,
-            num_slots=8,
-            max_context_tokens=CONTEXT,
-            adapters=list(self.adapters.values()),
-        )
-        return SGLangEngine(
-            "policy", options, make_skeleton(str(self.folder)), self.tokenizer, log, adapters=self.adapters
-        )
+            return make_embedded(self.folder, self.adapters)
+        skeleton = make_skeleton(str(self.folder))
+        return SGLangEngine(spec_of(self.folder, log, skeleton, self.tokenizer, adapters=self.adapters))
 
     def run(self, coroutine):
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, 600))
@@ -114,6 +95,19 @@ class Subject:
     def check(self, prompt, completion, temperature: float = 1.0) -> None:
         found = torch.tensor(completion.logprobs)
         torch.testing.assert_close(found, self.logprobs(prompt, completion.token_ids, temperature), atol=1e-4, rtol=0)
+
+
+def spec_of(folder: Path, log: Path, skeleton, tokenizer, **more) -> EngineSpec:
+    return EngineSpec(
+        name="policy", model=str(folder), module=skeleton, tokenizer=tokenizer, num_slots=8, max_context_tokens=CONTEXT,
+        dtype=torch.float32, device=torch.device("cpu"), seed=0, log=log, start_timeout_s=600, memory_frac=0.5, **more,
+    )  # fmt: skip
+
+
+def make_embedded(folder: Path, adapters: dict | None = None) -> EmbeddedEngine:
+    limits = {"num_slots": 8, "max_context_tokens": CONTEXT}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return EmbeddedEngine(load(folder), **limits, tokenizer=tokenizer, adapters=adapters or {})
 
 
 def load(folder):
@@ -353,20 +347,6 @@ def left_of(group: int) -> list[str]:
 
 @needs_sglang
 @pytest.mark.slow
-def test_a_server_with_other_weights_than_it_was_given_gets_them_again(tiny_model, tmp_path):
-    subject = Subject("sglang", tiny_model, tmp_path / "engine.log")
-    subject.check([1, 2], subject.ask([[1, 2]], GREEDY)[0])
-    body = {"model_path": str(tiny_model), "weight_version": "somebody's", "flush_cache": True}
-    subject.run(subject.engine._ask("update_weights_from_disk", body))
-    with pytest.raises(EngineDied, match="answered with other weights than it was given"):
-        subject.ask([[1, 2]], GREEDY)
-    subject.run(subject.engine.wake())
-    subject.check([1, 2], subject.ask([[1, 2]], GREEDY)[0])
-    subject.run(subject.engine.close())
-
-
-@needs_sglang
-@pytest.mark.slow
 def test_a_server_that_dies_is_an_error_for_all_who_wait_and_starts_again(tiny_model, tmp_path, monkeypatch):
     for name, value in {"RANK": "1", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
@@ -398,11 +378,3 @@ def test_a_server_that_dies_is_an_error_for_all_who_wait_and_starts_again(tiny_m
     group = subject.engine.server.process.pid
     subject.run(subject.engine.close())
     assert not left_of(group)
-
-
-def test_a_server_that_does_not_start_quotes_its_log(tiny_model, tmp_path):
-    from rl_core.sampling.server_process import ServerProcess, child_environment
-
-    server = ServerProcess("policy", "rl_core.no_such_module", [], tmp_path / "log", "key", child_environment())
-    with pytest.raises(EngineDied, match=r"engine policy did not start(.|\n)*No module named rl_core.no_such_module"):
-        asyncio.run(server.start(60))

@@ -39,7 +39,7 @@ BELOW = {
     "tools": {"ground", "pure", "shared", "sampling", "learning", "engines", "options", "roof"},
 }
 ROOM_OF = {name: room for room, names in ROOMS.items() for name in names}
-ONLY_IN = {"sglang": {"rl_core.sampling.sglang_server"}}
+ONLY_IN = {"sglang": {"rl_core.engines.sglang_server"}}
 # Not pure: what the pure floor and the ground must do without.
 NEEDS_RANKS = {"torch.distributed"}
 

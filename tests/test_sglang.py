@@ -1,25 +1,307 @@
-"""Runs that sample with SGLang: bash scripts/test_sglang.sh installs it where there is no GPU."""
+"""SGLang as an engine. First without it: a server of a few lines speaks its HTTP. Then the real one, which
+bash scripts/test_sglang.sh installs where there is no GPU."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from test_engine_contract import HAS_SGLANG, needs_sglang
-from test_train import metrics
+import torch
+from aiohttp import web
+from conftest import ROOT
+from kit import metrics
+from safetensors.torch import load_file
+from test_engine_contract import GREEDY, HAS_SGLANG, needs_sglang, spec_of
 
 from rl_core.build import make_plan
 from rl_core.command_line import parse_config
-from rl_core.sampling.server_process import RunningServer, free_port
+from rl_core.engines import sglang
+from rl_core.engines.sglang import SGLangEngine, make_skeleton, remove_abandoned
+from rl_core.sampling.engine import EngineDied
 from rl_core.train import main
+from rl_core.types import RunError, SamplingParams
 
-ENV = Path(__file__).parent.parent / "envs/sort_digits.py"
+ENV = ROOT / "envs/sort_digits.py"
+
+
+class Standin:
+    """Answers as SGLang does, with tokens that it is told to give. `held`: the weights that it has read."""
+
+    def __init__(self):
+        self.answers, self.held, self.label, self.requests = [([5], {"type": "length"})], {}, "default", []
+        self.loop, started = asyncio.new_event_loop(), threading.Event()
+        threading.Thread(target=self.serve, args=(started,), daemon=True).start()
+        assert started.wait(60)
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+
+    def serve(self, started) -> None:
+        asyncio.set_event_loop(self.loop)
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path}", self.answer)
+        self.runner = web.AppRunner(app)
+        self.loop.run_until_complete(self.runner.setup())
+        self.loop.run_until_complete(web.TCPSite(self.runner, "127.0.0.1", 0).start())
+        started.set()
+        self.loop.run_forever()
+
+    async def answer(self, request) -> web.Response:
+        path, body = request.match_info["path"], await request.json() if request.can_read_body else {}
+        self.requests.append((path, body))
+        if path == "generate":
+            tokens, reason, *logprob = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+            meta = {"finish_reason": reason, "output_token_logprobs": [[*(logprob or [-0.5]), t] for t in tokens]}
+            return web.json_response({"output_ids": tokens, "meta_info": meta | {"weight_version": self.label}})
+        if path == "update_weights_from_disk":
+            self.label = body["weight_version"]
+            self.held |= load_file(Path(body["model_path"]) / "model.safetensors")
+        return web.json_response({"success": True})
+
+
+@pytest.fixture
+def standin():
+    found = Standin()
+    yield found
+    found.loop.call_soon_threadsafe(found.loop.stop)
+
+
+@pytest.fixture
+def make(tiny_model, standin, tmp_path):
+    """Makes engines over the stand-in's server; they are closed at the end."""
+    made = []
+
+    def engine() -> SGLangEngine:
+        spec = spec_of(tiny_model, tmp_path / "engine.log", make_skeleton(str(tiny_model)), None, url=standin.url)
+        made.append(SGLangEngine(spec))
+        return made[-1]
+
+    yield engine
+    for one in made:
+        asyncio.run(one.close())
+
+
+def weights_of(engine: SGLangEngine, value: float) -> dict[str, torch.Tensor]:
+    shapes = {name: p.shape for name, p in engine.spec.module.named_parameters()}
+    return {name: torch.full(shape, float(value)) for name, shape in shapes.items()}
+
+
+def update(engine: SGLangEngine, value: float, version: int) -> dict[str, torch.Tensor]:
+    asyncio.run(engine.update((weights := weights_of(engine, value)).items(), version))
+    return weights
+
+
+def ask(engine: SGLangEngine, params: SamplingParams = GREEDY):
+    return asyncio.run(asyncio.wait_for(engine.generate([1, 2], params, seed=0), 60))
+
+
+def restart(engine: SGLangEngine, standin: Standin) -> None:
+    """Somebody starts the server anew, and the engine finds out."""
+    standin.held, standin.label = {}, "default"
+    with pytest.raises(EngineDied, match="answered with other weights than it was given"):
+        ask(engine)
+    asyncio.run(engine.wake())
+
+
+def is_same(held, sent) -> bool:
+    return held.keys() == sent.keys() and all(torch.equal(held[name], sent[name]) for name in sent)
+
+
+# What the server answers
+
+
+def test_a_request_that_the_server_cuts_off_is_a_completion_of_that_length(make, standin):
+    """At the model's context, say, which may be shorter than the run's."""
+    standin.answers = [([5, 6, 7], {"type": "length"})]
+    done = ask(make())
+    assert (done.token_ids, done.finish_reason) == ([5, 6, 7], "length") and GREEDY.max_tokens > 3
+
+
+def test_an_end_token_that_was_not_asked_for_does_not_end_a_completion(make, standin):
+    standin.answers = [([5, 2], {"type": "stop", "matched": 2}), ([9], {"type": "stop", "matched": 9})]
+    done = ask(make(), SamplingParams(max_tokens=8, stop_token_ids=(9,)))
+    assert (done.token_ids, done.finish_reason) == ([5, 2, 9], "stop")
+    assert [body["input_ids"] for path, body in standin.requests if path == "generate"] == [[1, 2], [1, 2, 5, 2]]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (([], {"type": "stop", "matched": 2}), "gave no token"),
+        (([], {"type": "abort", "message": "out of memory"}), "aborted a request: out of memory"),
+        (([5], {"type": "length"}, None), "logits are NaN"),
+    ],
+)
+def test_an_answer_that_nobody_can_use_is_an_error(make, standin, answer, says):
+    standin.answers = [answer]
+    with pytest.raises((RuntimeError, ValueError), match=says):
+        ask(make())
+
+
+def test_a_server_that_somebody_starts_anew_gets_its_weights_again(make, standin):
+    engine = make()
+    sent = update(engine, 0.5, version=3)
+    assert is_same(standin.held, sent) and ask(engine).policy_version == 3
+    restart(engine, standin)
+    assert is_same(standin.held, sent) and ask(engine).policy_version == 3 and engine.num_restarts == 1
+
+
+# Where weights go
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Gives engines two folders, of `shared` and `temporary` free bytes while they are empty."""
+    usage, sizes, most = namedtuple("usage", "total used free"), {}, {}
+
+    def used(place: Path) -> int:
+        return sum(f.stat().st_size for f in place.rglob("*") if f.is_file())
+
+    def disk_usage(path):
+        place = next(p for p in sizes if Path(path).is_relative_to(p))
+        return usage(sizes[place], used(place), max(0, sizes[place] - used(place)))
+
+    def write_bytes(path: Path, data: bytes) -> None:
+        place = next(p for p in sizes if path.is_relative_to(p))
+        if used(place) + len(data) > sizes[place]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        path.open("wb").write(data)
+        most[place.name] = max(most.get(place.name, 0), used(place))
+
+    def give(engine: SGLangEngine, shared: int, temporary: int) -> dict[str, int]:
+        for name, size in {"shared": shared, "temporary": temporary}.items():
+            (tmp_path / name).mkdir(exist_ok=True)
+            sizes[tmp_path / name] = size
+        engine.files.places = [str(place) for place in sizes]
+        return most
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    monkeypatch.setattr(sglang, "MIN_BUCKET_BYTES", 10_000)
+    return give
+
+
+def total_bytes(engine: SGLangEngine) -> int:
+    return sum(p.numel() * 4 for p in engine.spec.module.parameters())
+
+
+def test_weights_that_fit_into_shared_memory_stay_there_until_the_next(make, standin, places):
+    engine = make()
+    size = total_bytes(engine)
+    most = places(engine, shared=2 * size, temporary=0)
+    for version in (1, 2, 3):
+        sent = update(engine, version, version)
+        assert is_same(standin.held, sent)
+        restart(engine, standin)
+        assert is_same(standin.held, sent), "they are there for another server"
+    assert size <= most["shared"] < 1.5 * size, "of one version at a time"
+
+
+def test_weights_go_through_shared_memory_that_holds_but_a_part_of_them(make, standin, places):
+    engine = make()
+    size = total_bytes(engine)
+    most = places(engine, shared=size // 2, temporary=10 * size)
+    for version in (1, 2):
+        assert is_same(standin.held, update(engine, version, version))
+    assert most.keys() == {"shared"}
+    restart(engine, standin)
+    with pytest.raises(EngineDied, match="no room to keep them"):
+        ask(engine)
+
+
+def test_tensors_that_do_not_fit_into_shared_memory_go_through_the_temporary_folder(make, standin, places):
+    engine = make()
+    most = places(engine, shared=20_000, temporary=10 * total_bytes(engine))
+    assert is_same(standin.held, update(engine, 1.5, 1))
+    assert most["temporary"] > 20_000
+
+
+def test_two_servers_on_a_host_share_what_is_free(make, standin, places):
+    """There is room for one's weights, and not for both: each gets its own all the same."""
+    engines = [make(), make()]
+    size = total_bytes(engines[0])
+    for engine in engines:
+        most = places(engine, shared=int(1.6 * size), temporary=0)
+    for version in (1, 2):
+        for engine in engines:
+            assert is_same(standin.held, update(engine, version, version))
+    assert most["shared"] <= 1.6 * size
+
+
+def test_weights_that_fit_nowhere_are_an_error_that_says_where(make, standin, places, tmp_path):
+    engine = make()
+    places(engine, shared=1000, temporary=1000)
+    with pytest.raises(RunError, match=f"fit in none of {tmp_path}/shared, {tmp_path}/temporary; make room"):
+        update(engine, 1, 1)
+
+
+# The server's process, its port and its folders
+
+
+def test_nobody_else_gets_a_servers_port_before_it_listens(tiny_model, tmp_path):
+    spec = spec_of(tiny_model, tmp_path / "engine.log", make_skeleton(str(tiny_model)), None)
+    engines = [SGLangEngine(spec) for _ in range(2)]
+    ports = [int(engine.server.url.rpartition(":")[2]) for engine in engines]
+    assert len(set(ports)) == 2
+    for port in ports:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+
+
+def test_a_server_that_does_not_start_quotes_its_log(tiny_model, tmp_path):
+    spec = spec_of(Path("no/such model"), tmp_path / "engine.log", make_skeleton(str(tiny_model)), None)
+    engine = SGLangEngine(spec)
+    with pytest.raises(
+        EngineDied, match=r"engine policy did not start .exit status 1.; the end of .*engine.log:(.|\n)*Error"
+    ):
+        asyncio.run(engine.wake())
+    asyncio.run(engine.close())
+
+
+HOLD = """
+import sys
+from rl_core.engines.sglang import WeightFiles
+files = WeightFiles(sys.argv[1])
+print(files.write("00000", {"model": b"weights"}), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_folder_goes_once_its_process_was_killed_and_no_sooner(tmp_path):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    made = [subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], env=env, **pipes) for _ in range(2)]
+    try:
+        left, held = (Path(process.stdout.readline().strip()).parent for process in made)
+        made[0].kill()
+        made[0].wait()
+        remove_abandoned([tmp_path])
+        assert left.exists(), "it may be so new that its process has not locked it yet"
+        for folder in (left, held):
+            os.utime(folder, (0, 0))
+        remove_abandoned([tmp_path])
+        assert not left.exists() and (held / "00000/model").read_bytes() == b"weights"
+    finally:
+        for process in made:
+            process.communicate()  # ends it
+
+
+# Flags
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def flags(model, data, out, *more) -> list[str]:
@@ -30,6 +312,66 @@ def flags(model, data, out, *more) -> list[str]:
 
 def children_of(pid: int | str, *more: str) -> list[str]:
     return subprocess.run(["pgrep", "-P", str(pid), *more], capture_output=True, text=True).stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            ["engine_urls", "10.0.0.1:30000"],
+            "'10.0.0.1:30000' must be a server's address, such as http://127.0.0.1:30000",
+        ),
+        (["engine_urls", "http://localhost:3/v1"], "'http://localhost:3/v1' must be a server's address"),
+        (["engine_urls", "http://10.0.0.1:3"], r"name a folder that both see .* --actors.policy.engine_folder=/shared"),
+        (["engine_urls", "http://localhost:3,http://localhost:3"], "names a server twice"),
+        (["engine_urls", "http://localhost:3,http://localhost:4"], "names 2 servers for 1 ranks that sample"),
+        (["engine_folder", "/tmp"], "engine_folder=/tmp is for servers, and --actors.policy.engine_urls names none"),
+    ],
+)
+def test_servers_that_cannot_be_this_actors_are_refused(given, says, tiny_model, sort_data, tmp_path):
+    given = [f"--actors.policy.{given[0]}", given[1]]
+    with pytest.raises(ValueError, match=says):
+        make_plan(parse_config([*flags(tiny_model, sort_data, tmp_path / "run"), *given]))
+
+
+def test_frozen_and_shared_models_are_not_given_to_running_servers(tiny_model, sort_data, tmp_path):
+    at, urls = "--actors.judge.", ["--actors.judge.engine_urls", "http://localhost:3"]
+    config = [*flags(tiny_model, sort_data, tmp_path / "run"), f"{at}model", str(tiny_model), *urls]
+    with pytest.raises(ValueError, match=r"a frozen one is an endpoint: --actors.judge.api=http://localhost:3/v1"):
+        parse_config([*config, f"{at}train", "false"])
+    shared = [*config[:-4], "--actors.policy.lora.rank", "2", *urls, f"{at}share", "policy", f"{at}lora.rank", "2"]
+    with pytest.raises(ValueError, match="get whole weights alone; leave out share"):
+        parse_config(shared)
+
+
+def test_a_running_server_that_does_not_answer_is_named(tiny_model, sort_data, tmp_path, capfd):
+    url = ["--actors.policy.engine_urls", f"http://127.0.0.1:{(port := free_port())}", "--timeout_s", "1"]
+    assert main([*flags(tiny_model, sort_data, tmp_path / "run"), *url]) == 1
+    said = capfd.readouterr().err
+    assert f"error: engine policy at http://127.0.0.1:{port} did not answer within 1 s" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.skipif(HAS_SGLANG, reason="sglang is installed")
+def test_an_engine_that_is_not_installed_is_refused_with_its_extra(tiny_model, sort_data, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"--engine=sglang needs sglang, which is not installed: pip install \.\[sglang\]"
+    ):
+        parse_config([*flags(tiny_model, sort_data, tmp_path / "run"), "--engine", "sglang"])
+
+
+def test_auto_is_the_embedded_engine_without_a_gpu(tiny_model, sort_data, tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    plan = make_plan(parse_config(flags(tiny_model, sort_data, tmp_path / "run")))
+    assert plan.config.engine == "embedded"
+    config = parse_config([*flags(tiny_model, sort_data, tmp_path / "run"), "--engine_tp", "2"])
+    with pytest.raises(ValueError, match="--engine_tp=2: the embedded engine is on each rank by itself"):
+        make_plan(config)
+
+
+# The real one
 
 
 @pytest.mark.slow
@@ -90,7 +432,7 @@ def test_a_server_that_is_killed_in_a_rollout_loses_no_group(ranks, warm_model, 
         while run.poll() is None and (not (out / "metrics.jsonl").exists() or len(metrics(out)) < 2):
             time.sleep(0.02)
         for rank in children_of(run.pid):
-            for server in children_of(rank, "-f", "rl_core.sampling.sglang_server"):
+            for server in children_of(rank, "-f", "rl_core.engines.sglang_server"):
                 os.kill(int(server), signal.SIGKILL)
         text, _ = run.communicate(timeout=600)
     finally:
@@ -161,81 +503,3 @@ def test_a_server_that_runs_already_gets_the_weights_again_if_it_is_started_anew
     assert len(rows) == 6 and sum(row["rollout/policy/engine_restarts"] for row in rows) == 1
     assert max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-3, "it has the newest weights again"
     assert not (out / "engine_policy_00000.log").exists()
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (
-            ["engine_urls", "10.0.0.1:30000"],
-            "'10.0.0.1:30000' must be a server's address, such as http://127.0.0.1:30000",
-        ),
-        (["engine_urls", "http://localhost:3/v1"], "'http://localhost:3/v1' must be a server's address"),
-        (["engine_urls", "http://10.0.0.1:3"], r"name a folder that both see .* --actors.policy.engine_folder=/shared"),
-        (["engine_urls", "http://localhost:3,http://localhost:3"], "names a server twice"),
-        (["engine_urls", "http://localhost:3,http://localhost:4"], "names 2 servers for 1 ranks that sample"),
-        (["engine_folder", "/tmp"], "engine_folder=/tmp is for servers, and --actors.policy.engine_urls names none"),
-    ],
-)
-def test_servers_that_cannot_be_this_actors_are_refused(given, says, tiny_model, sort_data, tmp_path):
-    given = [f"--actors.policy.{given[0]}", given[1]]
-    with pytest.raises(ValueError, match=says):
-        make_plan(parse_config([*flags(tiny_model, sort_data, tmp_path / "run"), *given]))
-
-
-def test_frozen_and_shared_models_are_not_given_to_running_servers(tiny_model, sort_data, tmp_path):
-    at, urls = "--actors.judge.", ["--actors.judge.engine_urls", "http://localhost:3"]
-    config = [*flags(tiny_model, sort_data, tmp_path / "run"), f"{at}model", str(tiny_model), *urls]
-    with pytest.raises(ValueError, match=r"a frozen one is an endpoint: --actors.judge.api=http://localhost:3/v1"):
-        parse_config([*config, f"{at}train", "false"])
-    shared = [*config[:-4], "--actors.policy.lora.rank", "2", *urls, f"{at}share", "policy", f"{at}lora.rank", "2"]
-    with pytest.raises(ValueError, match="get whole weights alone; leave out share"):
-        parse_config(shared)
-
-
-def test_a_running_server_that_does_not_answer_is_named(tiny_model, sort_data, tmp_path, capfd):
-    url = ["--actors.policy.engine_urls", f"http://127.0.0.1:{(port := free_port())}", "--timeout_s", "1"]
-    assert main([*flags(tiny_model, sort_data, tmp_path / "run"), *url]) == 1
-    said = capfd.readouterr().err
-    assert f"error: engine policy at http://127.0.0.1:{port} did not answer within 1 s" in said
-    assert "Traceback" not in said
-
-
-def test_requests_that_broke_do_not_end_the_wait_for_a_server_that_is_started_anew():
-    async def answer(reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.0 200 OK\r\n\r\n{}")
-        writer.close()
-
-    async def wait() -> None:
-        server = RunningServer("policy", f"http://127.0.0.1:{(port := free_port())}", "")
-        starting = asyncio.create_task(server.start(60))
-        await asyncio.sleep(0.1)
-        assert "does not answer (ConnectionResetError" in str(await server.gone(ConnectionResetError()))
-        assert not server.is_alive
-        async with await asyncio.start_server(answer, "127.0.0.1", port):
-            await starting
-            assert server.is_alive
-            await server.gone(ConnectionResetError())  # one that was told late
-            assert server.is_alive
-
-    asyncio.run(wait())
-
-
-@pytest.mark.skipif(HAS_SGLANG, reason="sglang is installed")
-def test_an_engine_that_is_not_installed_is_refused_with_its_extra(tiny_model, sort_data, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"--engine=sglang needs sglang, which is not installed: pip install \.\[sglang\]"
-    ):
-        parse_config([*flags(tiny_model, sort_data, tmp_path / "run"), "--engine", "sglang"])
-
-
-def test_auto_is_the_embedded_engine_without_a_gpu(tiny_model, sort_data, tmp_path, monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    plan = make_plan(parse_config(flags(tiny_model, sort_data, tmp_path / "run")))
-    assert plan.config.engine == "embedded"
-    config = parse_config([*flags(tiny_model, sort_data, tmp_path / "run"), "--engine_tp", "2"])
-    with pytest.raises(ValueError, match="--engine_tp=2: the embedded engine is on each rank by itself"):
-        make_plan(config)

@@ -27,7 +27,8 @@ from aiohttp import web
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rl_core.sampling.engine import Engine, EngineDied
+from rl_core.distributed import Ranks
+from rl_core.sampling.engine import DeviceLease, Engine, EngineDied
 from rl_core.types import Completion, RunError, SamplingParams
 
 BUCKET_BYTES = 512 << 20
@@ -51,7 +52,7 @@ class WeightChannel:
     """Weights from the first learner to all ranks that sample."""
 
     group: dist.ProcessGroup | None  # rank 0 is the first learner; None on the other learners
-    rank: int  # torchrun's
+    number: int  # of this rank among those that sample
     device: torch.device  # on which weights travel
 
     def send(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
@@ -76,9 +77,9 @@ class WeightChannel:
             flat = self._broadcast(torch.empty(sum(sizes), dtype=getattr(torch, dtype), device=self.device))
             if (found := checksum(flat)) != sent:
                 raise RunError(
-                    f"rank {self.rank} received other weights than were sent to it: bucket {number}, from {shapes[0][0]} to "
-                    f"{shapes[-1][0]}, has checksum {found:016x} instead of {sent:016x}; look at the network and the memory "
-                    "between it and rank 0, and go on with --resume"
+                    f"engine rank {self.number} received other weights than were sent to it: bucket {number}, from "
+                    f"{shapes[0][0]} to {shapes[-1][0]}, has checksum {found:016x} instead of {sent:016x}; look at the "
+                    "network and the memory between it and the first learner, and go on with --resume"
                 )
             for (name, shape), part in zip(shapes, flat.split(sizes), strict=True):
                 yield name, part.view(shape)
@@ -96,42 +97,49 @@ class WeightChannel:
         return tensor
 
 
-def make_weight_channel(
-    store: dist.Store, rank: int, size: int, num_engines: int, device: torch.device, timeout_s: float
-) -> WeightChannel:
-    """Of `size` ranks the last `num_engines` sample. Every rank must call it."""
-    num_learners, group = size - num_engines, None
-    if rank == 0 or rank >= num_learners:
-        place, weights = max(0, rank - num_learners + 1), dist.PrefixStore("weights", store)
-        if device.type == "cuda":
-            group = dist.ProcessGroupNCCL(weights, place, num_engines + 1, dist.ProcessGroupNCCL.Options())
+def make_weight_channel(ranks: Ranks, timeout_s: float) -> WeightChannel:
+    """Every rank must call it. Waits until the others do."""
+    group, place = None, ranks.rank + 1 if ranks.is_engine else 0
+    if ranks.is_engine or ranks.rank == 0:
+        store, size = dist.PrefixStore("weights", ranks.store), ranks.engine_ranks + 1
+        if ranks.device.type == "cuda":
+            group = dist.ProcessGroupNCCL(store, place, size, dist.ProcessGroupNCCL.Options())
         else:
-            group = dist.ProcessGroupGloo(weights, place, num_engines + 1, timedelta(seconds=timeout_s))
-    return WeightChannel(group=group, rank=rank, device=device)
+            group = dist.ProcessGroupGloo(store, place, size, timedelta(seconds=timeout_s))
+    return WeightChannel(group=group, number=ranks.rank, device=ranks.device)
 
 
 class EngineServer:
     """Serves the engines of a rank that only samples. `engines` has None where another rank holds an actor's engine."""
 
-    def __init__(self, engines: dict[str, Engine | None], channel: WeightChannel):
-        self.engines, self.channel, self.token = engines, channel, secrets.token_hex(16)
-        self.stopped, self.updating = asyncio.Event(), None  # updating: the task of the update under way
+    def __init__(self, engines: dict[str, Engine | None], lease: DeviceLease | None, ranks: Ranks, timeout_s: float):
+        self.engines, self.lease, self.ranks, self.token = engines, lease, ranks, secrets.token_hex(16)
+        self.channel = make_weight_channel(ranks, timeout_s)
+        self.stopped: asyncio.Future[None] | None = None
+        self.updating: asyncio.Task | None = None  # the update under way
         self.num_open, self.idle_s, self.idle_since, self.asked = 0, 0.0, time.monotonic(), time.monotonic()
 
-    async def serve(self, store: dist.Store, number: int) -> None:
-        """Answers until a learner says stop. `number` counts the ranks that sample."""
+    @property
+    def all_engines(self) -> list[Engine]:
+        return list(dict.fromkeys(engine for engine in self.engines.values() if engine is not None))
+
+    async def serve(self) -> None:
+        """Answers until a learner says stop. Raises RunError if weights arrive broken."""
+        self.stopped = asyncio.get_running_loop().create_future()
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/{actor}/{verb}", self.handle)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await runner.setup()
         host, bound = own_address()
-        site = web.TCPSite(runner, bound, 0, backlog=4096)
-        await site.start()
+        await web.TCPSite(runner, bound, 0, backlog=4096).start()
         url = f"http://{host}:{runner.addresses[0][1]}"
         capacity = {name: engine.capacity if engine else 0 for name, engine in self.engines.items()}
-        store.set(f"engine/{number}", json.dumps({"url": url, "token": self.token, "capacity": capacity}))
-        await self.stopped.wait()
-        await runner.cleanup()
+        facts = {"url": url, "token": self.token, "capacity": capacity}
+        self.ranks.store.set(f"engine/{self.ranks.rank}", json.dumps(facts))
+        try:
+            await self.stopped
+        finally:
+            await runner.cleanup()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if not hmac.compare_digest(request.headers.get("Authorization", ""), f"Bearer {self.token}"):
@@ -158,30 +166,37 @@ class EngineServer:
         self.num_open += 1
         try:
             params = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
-            return dataclasses.asdict(await engine.generate(params=SamplingParams(**params), **request))
+            async with self.lease.of(engine) if self.lease else contextlib.nullcontext():
+                return dataclasses.asdict(await engine.generate(params=SamplingParams(**params), **request))
         finally:
             self.num_open -= 1
             self.idle_since = time.monotonic()
 
     async def do_begin_update(self, engine: Engine | None, version: int, adapter: str) -> None:
-        if engine is not None:
-            await engine.pause()
+        for one in self.all_engines:
+            await one.pause()
+            if self.lease:  # no other engine has memory while this one loads weights
+                await one.sleep()
 
     async def receive(self, engine: Engine | None, version: int, adapter: str) -> None:
-        if engine is None:  # a broadcast needs every rank
-            for _ in self.channel.receive():
-                pass
-            return
+        coming = self.channel.receive()
         try:
-            await engine.update(self.channel.receive(), version, adapter=adapter)
+            if engine is not None:
+                await engine.update(coming, version, adapter=adapter)
+        except RunError as error:  # a broken transfer cannot go on
+            self.stopped.set_exception(error)
+            raise
         finally:
-            await engine.resume()
+            for _ in coming:  # a broadcast needs every rank
+                pass
+            for one in self.all_engines:
+                await one.resume()
 
     async def do_end_update(self, engine: Engine | None) -> None:
         await self.updating
 
-    async def do_wake(self, engine: Engine | None) -> None:
-        if engine is not None:
+    async def do_wake(self, engine: Engine) -> None:
+        async with self.lease.of(engine) if self.lease else contextlib.nullcontext():
             await engine.wake()
 
     async def do_health(self, engine: Engine | None) -> dict[str, float]:
@@ -195,7 +210,8 @@ class EngineServer:
         return {"idle_frac": idle_s / max(now - was_asked, 1e-9), "restarts": restarts}
 
     async def do_stop(self, engine: Engine | None) -> None:
-        self.stopped.set()
+        if not self.stopped.done():
+            self.stopped.set_result(None)
 
 
 def own_address() -> tuple[str, str]:
@@ -298,20 +314,14 @@ class RemoteEngine:
             await asyncio.gather(*(server.ask(f"{self.name}/{verb}", **body) for server in self.servers))
 
 
-def connect_engines(
-    names: Iterable[str],
-    store: dist.Store,
-    channel: WeightChannel,
-    dtype: torch.dtype,
-    num_engines: int,
-    num_learners: int,
-) -> dict[str, RemoteEngine]:
-    """A learner's engines. Waits until the ranks that sample have published their addresses."""
-    found = [json.loads(store.get(f"engine/{number}")) for number in range(num_engines)]
+def connect(names: Iterable[str], ranks: Ranks, dtype: torch.dtype, timeout_s: float) -> dict[str, RemoteEngine]:
+    """A learner's engines, by actor. Waits until the ranks that sample have published their addresses."""
+    channel = make_weight_channel(ranks, timeout_s)
+    found = [json.loads(ranks.store.get(f"engine/{number}")) for number in range(ranks.engine_ranks)]
     engines = {}
     for name in names:
         servers = [Server(url=f["url"], token=f["token"], capacity=f["capacity"][name]) for f in found]
-        engines[name] = RemoteEngine(name, servers, channel, dtype, num_learners)
+        engines[name] = RemoteEngine(name, servers, channel, dtype, ranks.size)
     return engines
 
 

@@ -1,0 +1,198 @@
+"""An actor that is an OpenAI-compatible endpoint: a provider's, or what SGLang, vLLM and others serve.
+
+judge = ApiActor(name="judge", url="http://127.0.0.1:8000/v1", model="Qwen/Qwen3-8B", api_key_env="")
+reply = await judge.speaker(SamplingParams(max_tokens=256), seed=0, session="").converse(messages).respond()
+
+It cannot be trained: only the text of what it says is known. The key is read from the environment. It is never printed or
+written, and is cut out of what an endpoint answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from rl_core.data.tasks import shorten
+from rl_core.metrics import Metric, Sum
+from rl_core.sampling.actor import Conversation, at_most
+from rl_core.types import Completion, Message, SamplingParams, counter_seed
+
+SENT = ("role", "content", "name", "tool_calls", "tool_call_id")  # keys of a message; endpoints refuse others
+COUNTS = ("requests", "retries", "failed", "prompt_tokens", "completion_tokens")
+
+
+@dataclass(kw_only=True)
+class ApiActor:
+    """All its conversations in this process share its limits."""
+
+    name: str
+    url: str  # up to and with /v1
+    model: str  # as the endpoint calls it
+    api_key_env: str = "OPENAI_API_KEY"  # the environment variable that holds the key; "" for an endpoint without one
+    max_turns: int = 1  # of one episode
+    max_tokens: int | None = None  # of one turn, where more are asked for
+    max_concurrent: int = 64  # requests in flight
+    timeout_s: float = 120.0  # of one attempt
+    max_retries: int = 8  # after 408, 409, 429, 5xx and broken connections; Retry-After is kept to
+    request: dict[str, Any] = field(default_factory=dict)  # added to every request; None leaves a key out
+    is_trainable: bool = field(init=False, default=False)
+    counts: dict[str, float] = field(init=False, default_factory=lambda: dict.fromkeys(COUNTS, 0.0))
+
+    def __post_init__(self) -> None:
+        url = urlsplit(self.url)
+        if url.username or url.password or url.query or url.fragment:  # may hold a secret, so it is not shown
+            raise ValueError(
+                f"actor {self.name!r}: url=... must hold no password and no query; put the key into a variable"
+            )
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ValueError(f"actor {self.name!r}: url={self.url!r} must be like http://127.0.0.1:8000/v1")
+        self.key = read_key(self.name, self.api_key_env)
+        try:
+            import openai  # an optional library
+        except ImportError:
+            raise ValueError(f"actor {self.name!r} needs openai, which is not installed: pip install .[api]") from None
+        limits = {"timeout": self.timeout_s, "max_retries": self.max_retries}
+        self.client = openai.AsyncOpenAI(base_url=self.url, api_key=self.key or "none", **limits)
+        self.slots = asyncio.Semaphore(self.max_concurrent)
+
+    @property
+    def capacity(self) -> int:
+        return sys.maxsize  # what exceeds max_concurrent waits here and holds no engine up
+
+    def speaker(self, params: SamplingParams, seed: int, session: str = "") -> ApiSpeaker:
+        """This actor in one episode."""
+        return ApiSpeaker(self, at_most(params, self.max_tokens), seed, session)
+
+    def take_metrics(self) -> dict[str, Metric]:
+        """Counts since the last call: requests, retries, replies that failed, and tokens as the endpoint counts them."""
+        taken, self.counts = self.counts, dict.fromkeys(COUNTS, 0.0)
+        return {name: Sum(number) for name, number in taken.items()}
+
+    async def close(self) -> None:
+        await self.client.close()
+
+    async def ask(
+        self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int
+    ) -> dict[str, Any]:
+        """The endpoint's first choice. Raises ValueError if it refuses the request, ConnectionError if it does not answer."""
+        import openai
+
+        request = {"model": self.model, **request_of(messages, tools, params, seed), **self.request}
+        request = {key: value for key, value in request.items() if value is not None}
+        known = {key: request.pop(key) for key in ("model", "messages")}
+        error: Exception
+        async with self.slots:
+            self.counts["requests"] += 1
+            try:
+                raw = await self.client.chat.completions.with_raw_response.create(**known, extra_body=request)
+                self.counts["retries"] += raw.retries_taken
+                return self._first_choice(raw.http_response.json())
+            except openai.APIStatusError as found:
+                kind = ConnectionError if found.status_code == 429 or found.status_code >= 500 else ValueError
+                error = kind(self._told(f"{found.status_code}: {found.response.text or found.message}"))
+            except openai.APIConnectionError as found:
+                limits = f"timeout_s={self.timeout_s:g}, max_retries={self.max_retries}"
+                error = ConnectionError(self._told(f"no answer ({found.__cause__ or found}; {limits}); is it up?"))
+            except (ValueError, openai.APIError) as found:
+                error = ValueError(self._told(f"an answer that cannot be read: {found}"))
+        self.counts["failed"] += 1
+        raise error  # out here it drags along no other error, whose request would hold the key
+
+    def _first_choice(self, answer: Any) -> dict[str, Any]:
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        message = choices[0].get("message") if choices and isinstance(choices[0], dict) else None
+        if not isinstance(message, dict) or not isinstance(message.get("content") or "", str):
+            raise ValueError(f"no message in {shorten(answer)}")
+        for name in ("prompt_tokens", "completion_tokens"):
+            self.counts[name] += (answer.get("usage") or {}).get(name) or 0
+        return choices[0]
+
+    def _told(self, text: str) -> str:
+        """One line of bearable length, without the key: an endpoint may repeat the key that it refuses."""
+        text = text.replace(self.key, "***") if self.key else text
+        return f"actor {self.name!r}: {self.url} gave {shorten(' '.join(text.split()), 400)}"
+
+
+class ApiSpeaker:
+    """An ApiActor in one episode, as Speaker is of an Actor."""
+
+    def __init__(self, actor: ApiActor, params: SamplingParams, seed: int, session: str):
+        self.actor, self.params, self.seed, self.session = actor, params, seed, session
+        self.name, self.max_turns, self.is_trainable = actor.name, actor.max_turns, actor.is_trainable
+        self.sessions: list[str] = []  # of its conversations
+
+    def converse(
+        self, messages: list[Message], tools: list | None = None, params: SamplingParams | None = None, label: str = ""
+    ) -> ApiConversation:
+        """A conversation that begins with these messages. Its seeds depend on its label, by default its number."""
+        self.sessions.append(f"{self.session}/{label or len(self.sessions)}")
+        return ApiConversation(self, messages, tools, params or self.params, self.sessions[-1])
+
+    def close(self) -> None: ...
+
+
+class ApiConversation:
+    """Messages alone: without tokens there is nothing to train, and only the endpoint knows how full its context is."""
+
+    def __init__(
+        self, speaker: ApiSpeaker, messages: list[Message], tools: list | None, params: SamplingParams, session: str
+    ):
+        self.speaker, self.tools, self.params, self.session = speaker, tools, params, session
+        self.messages, self.turns, self.stream = list(messages), [], None  # turns stays empty
+        self.num_replies, self.num_forks, self.truncated = 0, 0, False
+
+    async def respond(self) -> Completion:
+        """The actor's next message, without tokens. It is appended to `messages`. Raises as ApiActor.ask."""
+        seed = counter_seed(self.speaker.seed, self.session, self.num_replies)
+        choice = await self.speaker.actor.ask(self.messages, self.tools, self.params, seed)
+        said = {key: choice["message"].get(key) for key in ("content", "tool_calls")}
+        message = {"role": "assistant", "content": said["content"] or ""}
+        self.messages.append(message | ({"tool_calls": said["tool_calls"]} if said["tool_calls"] else {}))
+        self.num_replies += 1
+        self.truncated = choice.get("finish_reason") == "length"
+        reason = "length" if self.truncated else "stop"
+        return Completion(token_ids=[], logprobs=[], text=message["content"], finish_reason=reason, policy_version=-1)
+
+    def add(self, messages: list[Message]) -> bool:
+        """What others say to the actor. True: the next turn may have room."""
+        self.messages.extend(messages)
+        return True
+
+    fork, trajectory = Conversation.fork, Conversation.trajectory
+
+
+def request_of(messages: list[Message], tools: list | None, params: SamplingParams, seed: int) -> dict[str, Any]:
+    """Body of a request; what is off is None, since not every endpoint knows it."""
+    return {
+        "messages": [{key: message[key] for key in SENT if key in message} for message in messages],
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p if params.top_p < 1 else None,
+        "top_k": params.top_k or None,
+        "min_p": params.min_p or None,
+        "stop": list(params.stop) or None,
+        "tools": list(tools) if tools else None,
+        "seed": seed >> 1,  # some endpoints read a signed 32-bit number
+    }
+
+
+def read_key(actor: str, variable: str) -> str:
+    """The key in the environment variable, "" if none is named. An error never shows it."""
+    if not variable:
+        return ""
+    if not re.fullmatch(r"[A-Za-z_]\w*", variable, re.ASCII):
+        raise ValueError(
+            f"actor {actor!r}: api_key_env must be the name of an environment variable, not the key itself"
+        )
+    key = os.environ.get(variable, "").strip()
+    if not re.fullmatch(r"[!-~]+", key):
+        raise ValueError(
+            f"actor {actor!r}: {variable} must hold a key, one line of ASCII without spaces; for an endpoint that wants none "
+            "give api_key_env=''"
+        )
+    return key

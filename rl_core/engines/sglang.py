@@ -1,0 +1,426 @@
+"""SGLang as an engine, behind its HTTP server (sglang_server.py).
+
+New weights are safetensors files in shared memory. The server reads them by /update_weights_from_disk: no pickle, and the same on
+every device, for every number of GPUs and in all supported versions. While there is room they stay until the next update, for
+another server if this one dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import os
+import shutil
+import tempfile
+import time
+import uuid
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from rl_core.config import nearest
+from rl_core.engines.remote import BUCKET_BYTES, ask, in_buckets
+from rl_core.engines.sglang_server import Server, numbers
+from rl_core.sampling.engine import EngineDied, EngineSpec, check_request
+from rl_core.sampling.weights import arriving, arriving_adapter, on_host
+from rl_core.types import Completion, RunError, SamplingParams
+
+FORGETS_ABORTED = (0, 5, 22)  # older versions wait for ever for an adapter's requests that were aborted in their queue
+ANSWER_TIMEOUT_S = 600.0  # of everything but sampling, which the episode's deadline bounds
+MIN_BUCKET_BYTES = 16 << 20
+MEMORY = ("weights", "kv_cache", "cuda_graph")
+# SGLang computes each of these as one layer and loads no adapter for a part of it: zeros stand for the others.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+PREFIX, SETTLED_S = "rl_core_weights_", 60.0  # a folder that nobody has locked after so long is nobody's
+
+
+def make_engine(spec: EngineSpec) -> SGLangEngine:
+    return SGLangEngine(spec)
+
+
+def make_skeleton(path: str) -> nn.Module:
+    """The model with shapes alone, on "meta", and its generation_config.json."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    with contextlib.suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
+
+
+@dataclass(kw_only=True, slots=True)
+class AdapterSlot:
+    """An actor's adapter at the server."""
+
+    name: str  # unique to this version: SGLang keeps the old adapter if a name comes again
+    version: int
+    folder: Path
+    arrived: set[str]  # names of its weights
+    was_aborted: bool = False  # a request for it
+
+
+class SGLangEngine:
+    """See Engine. It starts its server at the first call. Seeds are the server's: the same seed gives other tokens."""
+
+    def __init__(self, spec: EngineSpec):
+        """spec.module has the names and shapes of the weights; it may be on "meta"."""
+        self.spec, self.server, self.files = spec, Server(spec), WeightFiles(spec.folder)
+        self.version, self.capacity, self.num_restarts = 0, spec.num_slots, 0
+        self._is_started = self._needs_weights = False
+        self._label = ""  # of the weights at the server, which gives it back with each answer
+        self._slots: dict[str, AdapterSlot] = {}  # by actor
+        self._linear = {name: m for name, m in spec.module.named_modules() if isinstance(m, nn.Linear)}
+        self._asleep: set[str] = set()  # of MEMORY
+        self._changing, self._may_run = asyncio.Lock(), asyncio.Event()
+        self._may_run.set()
+        self._num_pauses = self._num_running = self._num_asked = 0  # asked: requests at the server
+        self._aborts: set[asyncio.Task] = set()
+
+    async def wake(self) -> None:
+        """Starts the server, or a new one with the same weights if it died, and takes the memory that sleep freed."""
+        await self._be_awake(restarts=True)
+
+    async def _be_awake(self, tags: Iterable[str] = MEMORY, restarts: bool = False) -> None:
+        async with self._changing:
+            if not self._is_started:
+                await self.server.start()
+                self._is_started = True
+            elif restarts and not self.server.is_alive:
+                await self._restart()
+            if found := sorted(self._asleep.intersection(tags)):
+                await self._ask("resume_memory_occupation", {"tags": found})
+                self._asleep.difference_update(found)
+
+    async def _restart(self) -> None:
+        self._is_started, self._asleep = False, set()
+        await self.server.start()
+        self._is_started = self._needs_weights = True
+        self.num_restarts += 1
+        for folder in self.files.kept:
+            await self._load(folder)
+        for slot in self._slots.values():
+            await self._change_adapters("load", {"lora_name": slot.name, "lora_path": str(slot.folder)})
+        self._needs_weights = self.version != 0 and not self.files.kept
+
+    async def generate(
+        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = "", adapter: str = ""
+    ) -> Completion:
+        spec = self.spec
+        check_request(prompt_ids, params, spec.max_context_tokens, spec.tokenizer)
+        if adapter and adapter not in self._slots:
+            raise ValueError(f"no adapter {adapter!r}; {nearest(adapter, self._slots)}")
+        max_tokens = min(params.max_tokens, spec.max_context_tokens - len(prompt_ids))
+        done = Completion(token_ids=[], logprobs=[], text="", finish_reason="", policy_version=self.version)
+        self._num_running += 1
+        try:
+            while not done.finish_reason:
+                await self._may_run.wait()
+                await self._be_awake()
+                # A pause may have come meanwhile; nothing is awaited from here to the request.
+                if self._may_run.is_set():
+                    await self._extend(done, prompt_ids, params, max_tokens, adapter)
+        finally:
+            self._num_running -= 1
+        if spec.tokenizer is not None:
+            how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+            done.text = spec.tokenizer.decode(done.token_ids, **how)
+        return done
+
+    async def _extend(
+        self, done: Completion, prompt_ids: list[int], params: SamplingParams, max_tokens: int, adapter: str
+    ) -> None:
+        """Samples more tokens, up to the end or the next pause."""
+        if self._needs_weights:
+            raise EngineDied(
+                f"{self.server} was restarted without weights: there was no room to keep them; use --resume"
+            )
+        slot, rid, num_pauses = self._slots.get(adapter), uuid.uuid4().hex, self._num_pauses
+        version = slot.version if slot else self.version
+        if not done.token_ids:
+            done.policy_version = version
+        elif version != done.policy_versions[-1]:
+            done.newer_versions.append((len(done.token_ids), version))
+        body = {"rid": rid, "input_ids": [*prompt_ids, *done.token_ids], "return_logprob": True}
+        body["sampling_params"] = sampling_params(params, max_tokens - len(done.token_ids))
+        body |= {"lora_path": slot.name} if slot else {}
+        self._num_asked += 1
+        try:
+            answer = await self._ask("generate", body, timeout_s=None)
+        except asyncio.CancelledError:
+            self._aborts.add(task := asyncio.create_task(self._abort(rid)))
+            task.add_done_callback(self._aborts.discard)
+            if slot:
+                slot.was_aborted = True
+            raise
+        finally:
+            self._num_asked -= 1
+        if slot:
+            slot.was_aborted |= answer["meta_info"]["finish_reason"]["type"] == "abort"
+        self._take(answer, done, params, max_tokens, is_paused=num_pauses != self._num_pauses)
+
+    def _take(self, answer: dict, done: Completion, params: SamplingParams, max_tokens: int, is_paused: bool) -> None:
+        meta, tokens = answer["meta_info"], answer.get("output_ids") or []
+        if self._label and meta.get("weight_version", self._label) != self._label:
+            self.server.stop()
+            raise self.server.died("answered with other weights than it was given: somebody restarted or updated it")
+        logprobs = [item[0] for item in meta.get("output_token_logprobs") or []]
+        if any(x is None or x != x for x in logprobs):
+            raise ValueError("the model's logits are NaN; its weights have diverged or were never loaded")
+        if len(logprobs) != len(tokens):
+            raise ValueError(f"SGLang gave {len(tokens)} tokens and {len(logprobs)} logprobs")
+        done.token_ids += tokens
+        done.logprobs += logprobs
+        reason = meta["finish_reason"]
+        if reason["type"] == "abort" and not is_paused:
+            raise RuntimeError(f"SGLang aborted a request: {reason.get('message') or reason}")
+        is_stop_token = bool(tokens) and tokens[-1] in params.stop_token_ids
+        if reason["type"] == "stop" and (isinstance(reason.get("matched"), str) or is_stop_token):
+            done.finish_reason = "stop"
+        # SGLang cuts a request off at its own limits too: the model's context, and its memory.
+        elif reason["type"] == "length" or len(done.token_ids) >= max_tokens:
+            done.finish_reason = "length"
+        elif not tokens and reason["type"] != "abort":
+            raise RuntimeError(f"SGLang gave no token: {reason}")
+        # Else it was paused, or it stopped at the tokenizer's end token, which was not asked for: it is asked to go on.
+
+    def end_session(self, session: str) -> None: ...  # SGLang finds shared prefixes itself and drops the oldest
+
+    async def update(self, weights: Iterable[tuple[str, Tensor]] | None, version: int, *, adapter: str = "") -> None:
+        """See Engine. Names and shapes are checked first: SGLang ignores unknown names and dies of wrong shapes."""
+        assert weights is not None, "the server has weights of its own"
+        self._check_idle()
+        coming = iter(weights)
+        try:
+            # Sleeping does not free the slots of adapters.
+            await self._be_awake(() if adapter else ["weights"], restarts=True)
+            if adapter:
+                await self._send_adapter(adapter, coming, version)
+                return
+            await self._send(coming)
+            await self._flush()
+        finally:
+            for _ in coming:  # every rank takes all: gathering a weight is a collective
+                pass
+        self.version, self._needs_weights = version, False
+
+    async def _send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._label = uuid.uuid4().hex
+        self.files.clear()
+        cast = on_host(self._once(weights), self.spec.dtype)
+        for number, bucket in enumerate(in_buckets(cast, self.files.bucket_bytes())):
+            folder = self.files.write(f"{number:05d}", {"model.safetensors": safetensors.torch.save(bucket)})
+            await self._load(folder)
+            self.files.keep(folder)
+
+    def _once(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Without the second name of a tied head."""
+        seen = set()
+        for name, weight, target in arriving(self.spec.module, weights):
+            if id(target) not in seen:
+                yield name, weight
+            seen.add(id(target))
+
+    async def _load(self, folder: Path) -> None:
+        body = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
+        answer = await self._ask("update_weights_from_disk", body | {"weight_version": self._label})
+        if not answer.get("success"):  # SGLang reports refusals with status 200
+            raise EngineDied(f"{self.server} refused weights: {answer.get('message')}")
+
+    async def _send_adapter(self, actor: str, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        config, old, name = self.spec.adapters[actor], self._slots.get(actor), f"{actor}_{uuid.uuid4().hex}"
+        arrived = [*arriving_adapter(actor, weights, config["r"], self._linear, old.arrived if old else set())]
+        folder = self.files.write(name, adapter_files(arrived, config, self._linear, self.spec.dtype))
+        try:
+            await self._change_adapters("load", {"lora_name": name, "lora_path": str(folder)})
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+        names = {full for full, *_ in arrived}
+        self._slots[actor] = AdapterSlot(name=name, version=version, folder=folder, arrived=names)
+        if old is not None:
+            shutil.rmtree(old.folder)
+            if not old.was_aborted or numbers(importlib.metadata.version("sglang")) >= FORGETS_ABORTED:
+                await self._change_adapters("unload", {"lora_name": old.name})
+
+    async def _change_adapters(self, how: str, body: dict[str, str]) -> None:
+        answer = await self._ask(f"{how}_lora_adapter", body)
+        if not answer.get("success"):
+            raise RuntimeError(f"{self.server} did not {how} an adapter: {answer.get('error_message')}")
+
+    def _check_idle(self) -> None:
+        if self._num_running and self._may_run.is_set():
+            raise RuntimeError(f"{self._num_running} requests are running; await or cancel them, or pause the engine")
+
+    async def sleep(self) -> None:
+        """See Engine. A server that somebody else runs keeps its memory."""
+        self._check_idle()
+        if not self.server.is_own or not self.server.is_alive or self._asleep == set(MEMORY):
+            return
+        await self._flush()  # also waits for cancelled requests: SGLang dies of a release beside requests
+        async with self._changing:
+            await self._ask("release_memory_occupation", {"tags": sorted(set(MEMORY) - self._asleep)})
+            self._asleep = set(MEMORY)
+
+    async def pause(self) -> None:
+        """See Engine. Requests are aborted at the server and asked for again by `resume`, with the tokens that they have: while
+        paused the server may sleep, restart and get weights."""
+        self._may_run.clear()
+        self._num_pauses += 1
+        while self._num_asked and self.server.is_alive:
+            await self._ask("abort_request", {"abort_all": True})
+            await asyncio.sleep(0.02)  # a request may have been on its way
+
+    async def resume(self) -> None:
+        self._may_run.set()
+
+    async def close(self) -> None:
+        """Kills the server, or ends the requests at one that somebody else runs. Whoever waits gets EngineDied."""
+        if not self.server.is_own and self.server.is_alive:
+            with contextlib.suppress(EngineDied, RuntimeError):
+                await self._ask("abort_request", {"abort_all": True}, timeout_s=5)
+        self.server.stop()
+        self.files.close()
+
+    async def _abort(self, rid: str) -> None:
+        with contextlib.suppress(EngineDied):
+            await self._ask("abort_request", {"rid": rid})
+
+    async def _flush(self) -> None:
+        """Drops the KV cache once the server is idle."""
+        until = time.monotonic() + ANSWER_TIMEOUT_S
+        while (answer := await self._request("flush_cache", {}, ANSWER_TIMEOUT_S))[0] != 200:
+            if time.monotonic() > until:
+                raise EngineDied(f"{self.server} is not idle after {ANSWER_TIMEOUT_S:g} s: {answer[1][:300]!r}")
+            await asyncio.sleep(0.1)
+
+    async def _ask(self, path: str, body: dict[str, Any], timeout_s: float | None = ANSWER_TIMEOUT_S) -> Any:
+        """The answer's JSON. Raises RuntimeError if the server refuses."""
+        status, content = await self._request(path, body, timeout_s)
+        if status != 200:
+            raise RuntimeError(f"{self.server} refused /{path} with {status}: {content[:500]!r}")
+        return json.loads(content) if content.strip() else None
+
+    async def _request(self, path: str, body: dict[str, Any], timeout_s: float | None) -> tuple[int, bytes]:
+        if not self.server.is_alive:
+            raise self.server.died("has died")
+        try:
+            return await ask(f"{self.server.url}/{path}", body, self.server.key, timeout_s)
+        except asyncio.TimeoutError:
+            raise self.server.died(f"did not answer /{path} within {timeout_s:g} s") from None
+        except aiohttp.ClientError as error:
+            raise await self.server.gone(error) from None
+
+
+def sampling_params(params: SamplingParams, max_tokens: int) -> dict[str, Any]:
+    """In SGLang's names. Its logprobs are of the distribution before truncation, which training does not use."""
+    found = {name: getattr(params, name) for name in ("temperature", "top_p", "min_p")}
+    found |= {"max_new_tokens": max_tokens, "top_k": params.top_k or -1, "skip_special_tokens": False}
+    found |= {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids), "no_stop_trim": True}
+    return found if params.stop or params.stop_token_ids else found | {"ignore_eos": True}
+
+
+def adapter_files(
+    arrived: list[tuple[str, str, str, Tensor]],
+    config: dict[str, Any],
+    layers: dict[str, nn.Linear],
+    dtype: torch.dtype,
+) -> dict[str, bytes]:
+    """An adapter as peft writes it, in a form that SGLang can load. `arrived`: what arriving_adapter yields."""
+    rank, tensors = config["r"], {}
+    for _, layer, kind, _ in arrived:
+        parent, _, own = layer.rpartition(".")
+        for other in next((parts for parts in FUSED if own in parts), ()):
+            if module := layers.get(f"{parent}.{other}"):
+                shape = (rank, module.in_features) if kind == "lora_A" else (module.out_features, rank)
+                tensors[f"base_model.model.{parent}.{other}.{kind}.weight"] = torch.zeros(shape, dtype=dtype)
+    tensors |= on_host(((full, weight) for full, _, _, weight in arrived), dtype)
+    targets = sorted({full.split(".")[-3] for full in tensors})
+    read = {"peft_type": "LORA", "r": rank, "lora_alpha": config["lora_alpha"], "target_modules": targets}
+    data = safetensors.torch.save(tensors)
+    return {"adapter_model.safetensors": data, "adapter_config.json": json.dumps(read).encode()}
+
+
+class WeightFiles:
+    """Folders that the server reads: in shared memory, else in the temporary folder; with `folder`, only there."""
+
+    def __init__(self, folder: str | None):
+        shared = ["/dev/shm"] if os.access("/dev/shm", os.W_OK) else []
+        self.places = [folder] if folder else [*shared, tempfile.gettempdir()]
+        self.homes: dict[str, tempfile.TemporaryDirectory] = {}  # by place
+        self.kept: list[Path] = []  # all weights of the last update, in order; none if they did not fit
+        self.fits = True  # what came so far of the update under way
+        remove_abandoned(self.places)
+
+    def bucket_bytes(self) -> int:
+        """A quarter of the free space, since another server may take as much at once. Docker gives 64 MiB in all."""
+        return max(MIN_BUCKET_BYTES, min(BUCKET_BYTES, shutil.disk_usage(self.places[0]).free // 4))
+
+    def write(self, name: str, files: dict[str, bytes]) -> Path:
+        """A new folder, in the first place that has room. Weights that are kept give way."""
+        for place in self.places:
+            while not (folder := self._try(place, name, files)) and self.kept:
+                self.clear(fits=False)
+            if folder:
+                return folder
+        size = sum(map(len, files.values())) / 2**30
+        raise RunError(f"{size:.3g} GiB of weights fit in none of {', '.join(self.places)}; make room there")
+
+    def _try(self, place: str, name: str, files: dict[str, bytes]) -> Path | None:
+        folder = Path(self._home(place).name) / name
+        with contextlib.suppress(OSError):  # others may fill the place meanwhile
+            if shutil.disk_usage(place).free > sum(map(len, files.values())):
+                folder.mkdir()
+                for file, data in files.items():
+                    (folder / file).write_bytes(data)
+                return folder
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+
+    def keep(self, folder: Path) -> None:
+        """Keeps what the server has read, while there is room for as much again; else drops all of this update."""
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        self.kept.append(folder)
+        if not self.fits or shutil.disk_usage(folder).free < size:
+            self.clear(fits=False)
+
+    def clear(self, fits: bool = True) -> None:
+        for folder in self.kept:
+            shutil.rmtree(folder)
+        self.kept, self.fits = [], fits
+
+    def _home(self, place: str) -> tempfile.TemporaryDirectory:
+        if place not in self.homes:
+            home = self.homes[place] = tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}_", dir=place)
+            lock = os.open(home.name, os.O_RDONLY)  # the system releases it when this process ends, however it ends
+            weakref.finalize(home, os.close, lock)
+            with contextlib.suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(lock, fcntl.LOCK_SH)
+        return self.homes[place]
+
+    def close(self) -> None:
+        for home in self.homes.values():
+            home.cleanup()
+        self.homes, self.kept = {}, []
+
+
+def remove_abandoned(places: Iterable[str]) -> None:
+    """Removes this user's folders whose process was killed. A lock tells: process numbers differ between containers."""
+    for folder in (found for place in places for found in Path(place).glob(f"{PREFIX}[0-9]*_*")):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # it is gone, or somebody has the lock
+            facts = folder.stat()
+            if facts.st_uid == os.getuid() and time.time() - facts.st_mtime > SETTLED_S:
+                lock = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)

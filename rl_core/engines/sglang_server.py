@@ -1,0 +1,199 @@
+"""SGLang's HTTP server: the process as a rank sees it (Server), and what it runs.
+
+`python -m rl_core.engines.sglang_server` reads its order as JSON from standard input. Only this file imports sglang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib.metadata
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import aiohttp
+
+from rl_core.engines.remote import ask
+from rl_core.sampling.engine import EngineDied, EngineSpec
+
+OLDEST = (0, 5, 17)
+PROGRESS_S = 30.0
+LOG_LINES = 12  # quoted when a server dies
+PR_SET_PDEATHSIG = 1
+# torchrun's variables would make a child join the ranks' groups. Expandable segments break SGLang's memory saver.
+NOT_FOR_CHILDREN = re.compile(
+    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|PYTORCH(_CUDA)?_ALLOC_CONF)$"
+    r"|TORCHELASTIC_|GROUP_|ROLE_"
+)
+
+
+def check_sglang() -> None:
+    """Raises ValueError if SGLang is not installed or too old. Imports nothing."""
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError("--engine=sglang needs sglang, which is not installed: pip install .[sglang]") from None
+    if numbers(version) < OLDEST:
+        raise ValueError(f"--engine=sglang needs sglang >= {'.'.join(map(str, OLDEST))}, {version} is installed")
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+class Server:
+    """SGLang's HTTP server: a child process in a process group of its own, or one that somebody else runs at spec.url."""
+
+    def __init__(self, spec: EngineSpec):
+        self.spec, self.is_own, self.process, self._answered = spec, not spec.url, None, False
+        self.url, self.key = spec.url.rstrip("/"), os.environ.get("SGLANG_API_KEY", "")
+        if self.is_own:
+            # Bound, and not listening: the child listens on this port, and nobody else gets it before or after.
+            self.port = socket.socket()
+            self.port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.port.bind(("127.0.0.1", 0))
+            self.url, self.key = f"http://127.0.0.1:{self.port.getsockname()[1]}", secrets.token_hex(16)
+
+    def __str__(self) -> str:
+        return f"engine {self.spec.name}" + (f" at {self.url}" if not self.is_own else "")
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None if self.is_own else self._answered
+
+    async def start(self) -> None:
+        """Returns once it answers. Raises EngineDied if it ended or does not answer in time."""
+        if self.is_own:
+            self._launch()
+        began = told = time.monotonic()
+        while not await self._answers():
+            now, limit_s = time.monotonic(), self.spec.start_timeout_s
+            if self.is_own and not self.is_alive:
+                raise self.died("did not start")
+            if now - began > limit_s:
+                self.stop()
+                raise self.died(f"did not answer within {limit_s:g} s")
+            if now - told > PROGRESS_S:
+                told = now
+                print(
+                    f"{self} has not answered for {now - began:.0f} s: {self._log_end(1)}", file=sys.stderr, flush=True
+                )
+            await asyncio.sleep(0.5)
+        self._answered = True
+
+    async def _answers(self) -> bool:
+        try:
+            status, _ = await ask(f"{self.url}/model_info", None, self.key, 10)
+        except (aiohttp.ClientError, asyncio.TimeoutError):
+            return False
+        if status in (401, 403):
+            self.stop()
+            raise self.died(f"wants another key ({status}); set SGLANG_API_KEY")
+        return status == 200
+
+    def _launch(self) -> None:
+        self.stop()
+        env = {name: value for name, value in os.environ.items() if not NOT_FOR_CHILDREN.match(name)}
+        if self.spec.device.type == "cpu":
+            env["SGLANG_USE_CPU_ENGINE"] = "1"
+            if self.spec.tp > 1:
+                env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.spec.tp)))
+        args = [*server_args(self.spec), "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]]
+        command = [sys.executable, "-m", "rl_core.engines.sglang_server"]
+        with open(os.open(self.spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=env, start_new_session=True
+            )
+        self.process.stdin.write(json.dumps({"parent": os.getpid(), "args": args, "key": self.key}).encode())
+        self.process.stdin.close()
+
+    def _log_end(self, num_lines: int) -> str:
+        try:
+            lines = self.spec.log.read_bytes()[-20_000:].decode(errors="replace").splitlines()
+        except OSError:  # a server that somebody else runs
+            return ""
+        return "\n".join([line[:300] for line in lines if line.strip()][-num_lines:])
+
+    def died(self, what: str) -> EngineDied:
+        if not self.is_own:
+            return EngineDied(f"{self} {what}")
+        code = self.process.poll() if self.process else None
+        return EngineDied(
+            f"{self} {what} (exit status {code}); the end of {self.spec.log}:\n{self._log_end(LOG_LINES)}"
+        )
+
+    async def gone(self, error: Exception) -> EngineDied:
+        """What to raise when it closed a connection without an answer."""
+        if not self.is_own:
+            self._answered = self._answered and await self._answers()  # somebody may have started it anew
+        for _ in range(50 if self.is_own else 0):
+            if not self.is_alive:
+                return self.died("has died")
+            await asyncio.sleep(0.1)
+        return self.died(f"does not answer ({type(error).__name__}: {error})")
+
+    def stop(self) -> None:
+        """Kills it and its children, unless somebody else runs it."""
+        self._answered = False
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def server_args(spec: EngineSpec) -> list[str]:
+    """Arguments of sglang.launch_server."""
+    args = f"--dtype {str(spec.dtype).removeprefix('torch.')} --tp-size {spec.tp} --random-seed {spec.seed} "
+    args += f"--max-running-requests {max(spec.num_slots, spec.tp)} --log-level-http warning "
+    # Its own first request comes about when it first answers; it dies if it is then told to sleep.
+    args += "--skip-server-warmup "
+    if spec.adapters:
+        configs = spec.adapters.values()
+        targets = sorted({name for config in configs for name in config["target_modules"]})
+        # One slot more than adapters: requests without an adapter take one too.
+        args += (
+            f"--enable-lora --max-lora-rank {max(c['r'] for c in configs)} --max-loras-per-batch {len(configs) + 1} "
+        )
+        args += f"--lora-target-modules {' '.join(targets)} "
+        args += "--lora-backend torch_native " if spec.device.type == "cpu" else ""
+    if spec.device.type == "cpu":
+        # None of SGLang's own kernels are needed so; they are built for processors that few machines have.
+        args += "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph "
+        args += f"--disable-overlap-schedule --max-total-tokens {spec.num_slots * spec.max_context_tokens + 256}"
+    else:
+        args += f"--base-gpu-id {spec.device.index or 0} --mem-fraction-static {spec.memory_frac} "
+        args += "--enable-memory-saver --enable-weights-cpu-backup"
+    return ["--model-path", spec.model, *args.split()]
+
+
+def die_with(parent: int) -> None:
+    """The system kills this process when the thread that started it ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the process that started this one is gone")
+
+
+def main() -> None:
+    order = json.load(sys.stdin)  # not arguments: every user of this machine can read those, and the order has the key
+    die_with(order["parent"])
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(prepare_server_args([*order["args"], "--api-key", order["key"]]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main()

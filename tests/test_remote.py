@@ -1,0 +1,265 @@
+"""Engines on other ranks: the same answers as an engine here, new weights to all of them, and nobody else may ask."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_engine_contract import GREEDY, LONG, load, make_embedded
+
+from rl_core.engines import remote
+from rl_core.engines.remote import (
+    EngineServer,
+    ask,
+    checksum,
+    connect,
+    in_buckets,
+    make_weight_channel,
+)
+from rl_core.sampling.engine import DeviceLease, EngineDied
+from rl_core.types import RunError, SamplingParams
+
+NUM_ENGINES = 2
+
+
+def in_threads(function, arguments) -> list:
+    found = [None] * len(arguments)
+
+    def run(number: int) -> None:
+        found[number] = function(arguments[number])
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(arguments))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+@pytest.fixture
+def ranks():
+    """A learner and two ranks that sample, which are processes in all but their threads."""
+    same = {"store": dist.HashStore(), "device": torch.device("cpu"), "engine_ranks": NUM_ENGINES}
+    samplers = [SimpleNamespace(rank=n, size=NUM_ENGINES, is_engine=True, **same) for n in range(NUM_ENGINES)]
+    return [SimpleNamespace(rank=0, size=1, is_engine=False, **same), *samplers]
+
+
+@pytest.fixture
+def channels(ranks):
+    return in_threads(lambda one: make_weight_channel(one, 60), ranks)
+
+
+@pytest.fixture
+def served(ranks, tiny_model):
+    """(the learner's engine, those that answer it)"""
+    engines = [make_embedded(tiny_model) for _ in range(NUM_ENGINES)]
+
+    def serve(number: int) -> None:
+        asyncio.run(EngineServer({"policy": engines[number]}, DeviceLease(), ranks[1 + number], 60).serve())
+
+    threads = [threading.Thread(target=serve, args=(number,)) for number in range(NUM_ENGINES)]
+    for thread in threads:
+        thread.start()
+    found = connect(["policy"], ranks[0], torch.float32, 60)["policy"]
+    asyncio.run(found.wake())
+    yield found, engines
+    asyncio.run(found.close())
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "it goes on serving after stop"
+
+
+def changed(folder, factor: float):
+    model = load(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    return dict(model.named_parameters())
+
+
+async def all_of(coroutines):
+    return await asyncio.wait_for(asyncio.gather(*coroutines, return_exceptions=True), 120)
+
+
+def test_it_answers_as_an_engine_here(served, tiny_model):
+    engine, others = served
+    assert engine.capacity == sum(one.capacity for one in others)
+    prompts = [[3, 4, 5], [7] * 20, [1], [9, 8]]
+    params = SamplingParams(max_tokens=12, stop_token_ids=(5,), stop=("zz",))
+
+    async def both():
+        here = make_embedded(tiny_model)
+        local = await asyncio.gather(*(here.generate(p, params, seed=i) for i, p in enumerate(prompts)))
+        far = await asyncio.gather(*(engine.generate(p, params, seed=i) for i, p in enumerate(prompts)))
+        return local, far
+
+    for local, far in zip(*asyncio.run(both()), strict=True):
+        assert (local.token_ids, local.text, local.finish_reason) == (far.token_ids, far.text, far.finish_reason)
+        assert far.logprobs == pytest.approx(local.logprobs, abs=1e-5)
+
+
+def test_new_weights_reach_all_of_them_while_requests_go_on(served, tiny_model):
+    engine, others = served
+
+    async def run():
+        tasks = [asyncio.create_task(engine.generate([i], LONG, seed=i)) for i in range(4)]
+        while sum(server.num_open for server in engine.servers) < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await engine.update(changed(tiny_model, 1.3).items(), version=7)
+        return await asyncio.gather(*tasks, engine.generate([3, 4], GREEDY, seed=0))
+
+    *found, late = asyncio.run(run())
+    assert late.policy_versions == [7] * 12
+    for completion in found:  # each goes on where it stopped, or had not begun
+        assert len(completion.token_ids) == LONG.max_tokens and completion.policy_versions[-1] == 7
+    for one in others:
+        held = dict(one.named_weights())
+        assert all(torch.equal(held[name], value) for name, value in changed(tiny_model, 1.3).items())
+
+
+def test_a_conversation_stays_where_its_keys_and_values_are(served):
+    engine, _ = served
+
+    async def talk():
+        for name in ("a", "b"):
+            [first] = await all_of([engine.generate([1, 2, 3], GREEDY, seed=0, session=name)])
+            place = engine.places[name]
+            await all_of([engine.generate([1, 2, 3, *first.token_ids, 4], GREEDY, seed=0, session=name)])
+            assert engine.places[name] is place
+            engine.end_session(name)
+        assert not engine.places
+
+    asyncio.run(talk())
+
+
+def test_errors_arrive_as_they_were(served):
+    engine, _ = served
+
+    async def run():
+        [refused] = await all_of([engine.generate([1] * 10_000, GREEDY, seed=0)])
+        engine.servers[0].url = engine.servers[1].url = "http://127.0.0.1:9"
+        [gone] = await all_of([engine.generate([1], GREEDY, seed=0)])
+        return refused, gone
+
+    urls = [server.url for server in engine.servers]
+    refused, gone = asyncio.run(run())
+    for server, url in zip(engine.servers, urls, strict=True):
+        server.url = url
+    assert isinstance(refused, ValueError) and "a prompt of 10000 tokens" in str(refused)
+    assert isinstance(gone, EngineDied) and "http://127.0.0.1:9 does not answer" in str(gone)
+
+
+def test_it_says_how_idle_engines_were(served):
+    engine, _ = served
+    assert all(0 <= found["idle_frac"] <= 1 and found["restarts"] == 0 for found in asyncio.run(engine.health()))
+
+
+def test_a_stranger_gets_no_answer(served):
+    engine, _ = served
+    for token in ("", "guess"):
+        status, content = asyncio.run(ask(f"{engine.servers[0].url}/policy/stop", {}, token, 60))
+        assert (status, content) == (401, b"")
+
+
+@pytest.mark.parametrize("change", [lambda w: w.pop("model.norm.weight"), lambda w: w.update(alien=torch.ones(1))])
+def test_weights_that_do_not_fit_are_the_learners_error(served, tiny_model, change):
+    engine, _ = served
+    weights = changed(tiny_model, 1.0)
+    change(weights)
+    weights |= {name: weights.pop(name) for name in list(weights)[:-1]}  # the last comes first
+    with pytest.raises(ValueError, match=r"model.norm.weight|alien"):
+        asyncio.run(engine.update(weights.items(), version=9))
+    assert asyncio.run(engine.generate([1], GREEDY, seed=0)).policy_version == 0
+    asyncio.run(engine.update(changed(tiny_model, 1.0).items(), version=9))
+    assert asyncio.run(engine.generate([1], GREEDY, seed=0)).policy_version == 9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_weight_arrives_in_the_dtype_of_compute(channels, monkeypatch, dtype):
+    monkeypatch.setattr(remote, "BUCKET_BYTES", 200)
+    weights = some_weights()
+    for found in sent(channels, weights, dtype):
+        assert list(found) == list(weights)
+        assert all(torch.equal(found[name], value.to(dtype)) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("how", ["a bit", "places"])
+def test_a_bucket_that_changed_on_its_way_is_named(channels, monkeypatch, how):
+    monkeypatch.setattr(remote, "BUCKET_BYTES", 300)
+    engine, broadcast = channels[1], remote.WeightChannel._broadcast
+
+    def receive(self, tensor):
+        tensor = broadcast(self, tensor)
+        if self is engine and tensor.is_floating_point() and tensor.numel() == 65:  # layers 3 and 4
+            if how == "a bit":
+                tensor.view(torch.int32)[17] ^= 1
+            else:
+                tensor[:2] = tensor[:2].flip(0)
+        return tensor
+
+    monkeypatch.setattr(remote.WeightChannel, "_broadcast", receive)
+    named = (
+        r"engine rank 0 received other weights .*: bucket 1, from layer.3 to layer.4, has checksum \w+ instead of \w+;"
+    )
+    with pytest.raises(RunError, match=named):
+        sent(channels, some_weights(), torch.float32)
+
+
+def some_weights() -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {f"layer.{i}": torch.randn(3 + i, 5, generator=draw) for i in range(7)}
+
+
+def sent(channels, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
+    """What arrives at each rank that samples. Raises what the first of them does."""
+    learner, *others = channels
+    found, errors = [{} for _ in others], []
+
+    def receive(number: int) -> None:
+        try:
+            found[number] |= {name: value.clone() for name, value in others[number].receive()}
+        except Exception as error:
+            errors.append(error)
+            for _ in others[number].receive():
+                pass
+
+    threads = [threading.Thread(target=receive, args=(number,), daemon=True) for number in range(len(others))]
+    for thread in threads:
+        thread.start()
+    learner.send(weights.items(), dtype)
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    return found
+
+
+def test_buckets_hold_as_much_as_they_may_and_a_larger_tensor_is_alone():
+    sizes = {"a": 40, "b": 60, "c": 1, "d": 300, "e": 100, "f": 1}
+    tensors = ((n, torch.zeros(s, dtype=torch.uint8)) for n, s in sizes.items())
+    assert [list(bucket) for bucket in in_buckets(tensors, 100)] == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 50])
+def test_a_checksum_sees_each_element_and_its_place(monkeypatch, dtype, size):
+    monkeypatch.setattr(remote, "CHUNK", 8)  # several, the last one not full
+    flat = torch.arange(1, size + 1).to(dtype)
+    assert checksum(flat) == checksum(flat.clone())
+    others = [flat.clone() for _ in range(2 * size)]
+    for i in range(size):
+        others[i][i] = 0
+        others[size + i][[i, (i + 1) % size]] = flat[[(i + 1) % size, i]]
+    sums = [checksum(other) for other in others[: size if size == 1 else None]]
+    assert checksum(flat) not in sums and len({checksum(flat), checksum(-flat)}) == 2
+    assert len(set(sums)) == len(sums) or size == 2  # whose two swaps are one
+
+
+@pytest.mark.gpu
+def test_a_checksum_is_the_same_on_a_gpu():
+    for flat in (torch.randn(10_000_003), torch.randn(1_001).bfloat16()):
+        assert checksum(flat) == checksum(flat.cuda())
