@@ -159,6 +159,20 @@ def warm_model(tiny_model, sort_data, made_once) -> Path:
     return made_once("warm", lambda out: run(out, flags)) / "hf/policy"
 
 
+@pytest.fixture(scope="module")
+def places(make_model, tmp_path_factory) -> dict[str, str]:
+    """What flags name: a folder with the environments and rows of kit.py, and two tiny models."""
+    from kit import DATA, ENVS
+
+    folder = tmp_path_factory.mktemp("places")
+    for name, text in ENVS.items():
+        (folder / f"{name}.py").write_text(text)
+    for name, rows in DATA.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model, other = make_model(hidden=32, heads=4), make_model(hidden=32, heads=4, arch="llama", seed=1)
+    return {"dir": str(folder), "model": str(model), "other": str(other)}
+
+
 @pytest.fixture(scope="session")
 def torchrun():
     """kit.run_ranks, which forks the ranks: torchrun(num_ranks, "file.py" or "-m", *args) -> CompletedProcess."""

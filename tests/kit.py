@@ -29,6 +29,40 @@ from typing import Any
 import zstandard
 
 ROOT = Path(__file__).parent.parent
+# Environments and rows of tiny runs.
+# Rewards vary from the first sample on, by what an untrained model says.
+LETTERS = """
+def load_tasks(split):
+    return [{"prompt": f"{n} and {n * 7 % 10}"} for n in range(8)]
+
+def reward_fn(completion):
+    return sum(map(ord, completion)) / 1000
+"""
+DIGITS = LETTERS.replace("sum(map(ord, completion))", "(300 * completion.count('4') + len(completion))")
+ASK = (
+    LETTERS
+    + """
+max_turns = 3
+
+def interact(messages):
+    return [{"role": "user", "content": str(len(messages))}]
+"""
+)
+TALK = (
+    LETTERS.replace("reward_fn(completion)", "reward_fn(completion, actor)").replace(
+        "/ 1000", "/ (1000 if actor == 'bob' else -1000)"
+    )
+    + 'turns = "bob -> alice -> bob"\n'
+)
+ROWS = [
+    {"messages": [{"role": "user", "content": str(n)}, {"role": "assistant", "content": f"it is {n * n}"}]}
+    for n in range(3, 19)
+]
+DIALOGS = [{"messages": [*row["messages"], *row["messages"][::-1][1:], *row["messages"][1:]]} for row in ROWS]
+PAIRS = [{"prompt": str(n), "chosen": "a" * (n % 4 + 1), "rejected": f"{n} b"} for n in range(16)]
+ENVS = {"letters": LETTERS, "digits": DIGITS, "ask": ASK, "talk": TALK}
+DATA = {"rows": ROWS, "dialogs": DIALOGS, "pairs": PAIRS}
+
 GRACE_S = 20.0  # between asking ranks to end and ending them
 
 
@@ -133,6 +167,7 @@ def wait_for_ranks(pids: list[int]) -> int:
             left.discard(pid)
             code = code or abs(os.waitstatus_to_exitcode(status))
         if code and deadline is None:
+            time.sleep(0.2)  # torchrun looks after its ranks every 0.1 s
             deadline = time.monotonic() + GRACE_S
             end_all(left, signal.SIGTERM)
         if not pid and deadline:

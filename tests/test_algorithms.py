@@ -409,37 +409,6 @@ def test_updates_stop_when_the_policy_is_too_far_from_the_steps_start(tiny_model
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
-REFUSED = {
-    "--group_size 1": "--algo.advantage none",
-    "--algo.advantage custom": "advantage_fn",
-    "--algo.objective cispo --algo.ratio sequence": "objective clip",
-    "--algo.dual_clip 0.9": "above 1",
-    "--algo.objective cispo --algo.dual_clip 3": "objective clip",
-    "--algo.clip_low 1.5": "0..1",
-    "--algo.clip_high=-1": "at least 0",
-    "--algo.kl k1": "--algo.kl_coef",
-    "--algo.kl_coef=-0.1": "at least 0",
-    "--algo.correction_high 3": "--algo.correction",
-    "--algo.correction mask --algo.correction_low 3": "between",
-    "--algo.correction tis --algo.correction_low 0.1": "upper bound",
-    "--algo.overlong_buffer 5": "--algo.overlong soft",
-    "--algo.overlong soft --algo.overlong_buffer 70": "0..--max_tokens=60",
-    "--algo.refill_rounds=-1": "at least 0",
-    "--algo.refill_rounds 1 --group_size 1 --algo.advantage none": "--group_size",
-    "--algo.target_kl=-1 --learner.epochs 2": "at least 0",
-    "--algo.target_kl 0.1": "--learner.minibatches",
-    "--algorithm sft --algo.kl_coef 0.1": "--algo.kl_coef has no meaning for --algorithm sft",
-}
-
-
-@pytest.mark.parametrize("flags", REFUSED)
-def test_parts_that_contradict_each_other_are_refused(flags):
-    config = parse_config(["--model", "m", *FLAGS, *flags.split()])
-    with pytest.raises(ValueError, match="--") as error:
-        check_algorithm(make_algorithm(config.algorithm, config.algo), config)
-    assert REFUSED[flags] in str(error.value)
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_contradict_nothing(preset):
     config = parse_config(["--model", "m", *FLAGS, "--algorithm", preset])

@@ -19,7 +19,7 @@ from rl_core.command_line import parse_config
 from rl_core.credit import samples_of
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
-from rl_core.learning.algorithms import PRESETS, check_algorithm, gae_advantages, make_algorithm, token_losses
+from rl_core.learning.algorithms import PRESETS, gae_advantages, token_losses
 from rl_core.learning.critic import value_losses, value_metrics, value_sums
 from rl_core.learning.learner import Learner, Minibatch
 from rl_core.learning.model import make_policy
@@ -356,49 +356,6 @@ def test_the_plan_counts_the_critic(tiny_model, sort_data, tmp_path, capsys):
     assert "critic, its optimizer" in capsys.readouterr().out
     assert main([*flags, "--algorithm", "grpo"]) == 0
     assert "critic" not in capsys.readouterr().out
-
-
-REFUSED = {
-    "--critic.lr 1e-4": "--algorithm ppo",
-    "--algorithm ppo --algo.advantage group_norm --critic.gamma 0.9": "the advantage group_norm, which asks no critic",
-    "--algorithm ppo --algo.ratio sequence": "take ratio token",
-    "--algorithm gspo --algo.advantage gae": "take ratio token",
-    "--algorithm ppo --algo.refill_rounds 3": "--algo.refill_rounds 0",
-    "--algorithm dapo --algo.advantage gae": "--algo.refill_rounds 0",
-    "--algorithm ppo --algo.normalize env": "batch or none",
-    "--algorithm ppo --critic.warmup_steps 100": "less than --num_steps=100",
-    "--algorithm ppo --critic.warmup_steps=-1": "--critic.warmup_steps=-1 must not be negative",
-    "--algorithm ppo --critic.gamma 1.1": "--critic.gamma=1.1 must lie in 0..1",
-    "--algorithm ppo --critic.gae_lambda=-0.1": "must lie in 0..1",
-    "--algorithm ppo --critic.value_clip=-1": "must not be negative",
-    "--algorithm ppo --critic.gae_lamda 1": "did you mean 'critic.gae_lambda'",
-    "--algorithm poo": "--algorithm=poo must be one of",
-    "--algorithm sft --algo.normalize batch": "--algo.normalize has no meaning for --algorithm sft",
-    "--algorithm dpo --critic.lr 1e-4": "leave it out",
-}
-
-
-@pytest.mark.parametrize("flags", REFUSED)
-def test_parts_that_contradict_a_critic_are_refused(flags):
-    with pytest.raises(ValueError, match="--") as error:
-        config = parse_config(["--model", "m", *FLAGS, *flags.split()])
-        check_algorithm(make_algorithm(config.algorithm, config.algo), config)
-    assert REFUSED[flags] in str(error.value)
-
-
-def test_a_critic_of_another_vocabulary_and_advantages_of_the_environment_are_refused(tiny_model, tmp_path, capsys):
-    from transformers import AutoConfig
-
-    AutoConfig.from_pretrained(tiny_model, vocab_size=77).save_pretrained(tmp_path / "other")
-    flags = ["--model", str(tiny_model), "--algorithm", "ppo", "--out", str(tmp_path / "o")]
-    assert main([*flags, *SORT, "--critic.model", str(tmp_path / "other")]) == 1
-    assert "has a vocabulary of 77 tokens" in capsys.readouterr().err
-    (tmp_path / "env.py").write_text(
-        "def load_tasks(split): return [{'prompt': '1'}]\n"
-        "def reward_fn(completion): return 1.0\ndef advantage_fn(rewards): return rewards\n"
-    )
-    assert main([*flags, "--env_path", str(tmp_path / "env.py")]) == 1
-    assert "set --algo.advantage gae to ask it all the same" in capsys.readouterr().err
 
 
 COUNTED = """

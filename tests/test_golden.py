@@ -23,39 +23,6 @@ STABLE = re.compile(
 UNSTABLE = re.compile(r"^time/|mismatch|canary")
 RELATIVE, ABSOLUTE = 1e-4, 1e-6
 
-# Rewards vary from the first sample on, by what an untrained model says.
-LETTERS = """
-def load_tasks(split):
-    return [{"prompt": f"{n} and {n * 7 % 10}"} for n in range(8)]
-
-def reward_fn(completion):
-    return sum(map(ord, completion)) / 1000
-"""
-DIGITS = LETTERS.replace("sum(map(ord, completion))", "(300 * completion.count('4') + len(completion))")
-ASK = (
-    LETTERS
-    + """
-max_turns = 3
-
-def interact(messages):
-    return [{"role": "user", "content": str(len(messages))}]
-"""
-)
-TALK = (
-    LETTERS.replace("reward_fn(completion)", "reward_fn(completion, actor)").replace(
-        "/ 1000", "/ (1000 if actor == 'bob' else -1000)"
-    )
-    + 'turns = "bob -> alice -> bob"\n'
-)
-ROWS = [
-    {"messages": [{"role": "user", "content": str(n)}, {"role": "assistant", "content": f"it is {n * n}"}]}
-    for n in range(3, 19)
-]
-DIALOGS = [{"messages": [*row["messages"], *row["messages"][::-1][1:], *row["messages"][1:]]} for row in ROWS]
-PAIRS = [{"prompt": str(n), "chosen": "a" * (n % 4 + 1), "rejected": f"{n} b"} for n in range(16)]
-ENVS = {"letters": LETTERS, "digits": DIGITS, "ask": ASK, "talk": TALK}
-DATA = {"rows": ROWS, "dialogs": DIALOGS, "pairs": PAIRS}
-
 RL = "--model {model} --env_path {dir}/letters.py --max_tokens 10 --max_prompt_tokens 24 --tasks_per_step 4 --group_size 4"
 FIT = "--model {model} --max_tokens 40 --max_prompt_tokens 24 --max_turns 3 --tasks_per_step 4"
 STOP = ' --sampling.stop ["a","b","c","d","e","f","g","h"]'
@@ -120,17 +87,6 @@ def numbers(out: Path) -> list[dict[str, float]]:
         {k: v for k, v in row.items() if k == "step" or (STABLE.search(k) and not UNSTABLE.search(k))}
         for row in metrics(out)
     ]
-
-
-@pytest.fixture(scope="module")
-def places(make_model, tmp_path_factory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("golden")
-    for name, text in ENVS.items():
-        (folder / f"{name}.py").write_text(text)
-    for name, rows in DATA.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model, other = make_model(hidden=32, heads=4), make_model(hidden=32, heads=4, arch="llama", seed=1)
-    return {"dir": str(folder), "model": str(model), "other": str(other)}
 
 
 def run(name: str, places: dict[str, str], folder: Path) -> Path:

@@ -194,39 +194,6 @@ def test_grpo_with_adapters_teaches_the_order(flags, warm_model, tmp_path):
     assert max(row["learn/policy/mismatch_kl_nats_max"] for row in metrics(out)) < 1e-6
 
 
-@pytest.mark.parametrize(
-    "flags, parts",
-    [
-        (["--actors.policy.lora.rank", "65"], ["rank=65", "at most 32", "k_proj"]),
-        (["--actors.policy.lora.rank", "-1"], ["rank=-1"]),
-        (["--actors.policy.lora.quantize", "nf4"], ["quantize=nf4", "rank=16"]),
-        ([*LORA, "--actors.policy.lora.targets", "q_proj,lm_head"], ["lm_head", "all-linear", "q_proj"]),
-        ([*LORA, "--algorithm", "rm"], ["rm trains the whole model"]),
-        (["--actors.policy.lora.rnak", "4"], ["unknown flag", "did you mean 'actors.policy.lora.rank"]),
-    ],
-)
-def test_wrong_adapters_are_refused_before_a_model_loads(flags, parts, tiny_model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("rl_core.learning.model.load_hf_model", None)
-    assert main(["--model", str(tiny_model), *SORT, *flags, "--out", str(tmp_path / "run")]) != 0
-    error = capsys.readouterr().err
-    assert all(part in error for part in parts), error
-
-
-@pytest.mark.parametrize(
-    "library, flags, extra",
-    [
-        ("peft", LORA, "pip install .[lora]"),
-        ("bitsandbytes", NF4, "pip install .[bnb]"),
-        ("bitsandbytes", ["--optim.name", "adamw8bit"], "pip install .[bnb]"),
-    ],
-)
-def test_a_missing_extra_is_named_at_start_up(library, flags, extra, monkeypatch):
-    find = __import__("importlib.util").util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == library else find(name, *a))
-    with pytest.raises(ValueError, match=extra.replace("[", r"\[").replace(".", r"\.")):
-        parse_config(["--model", "m", *FLAGS, *flags])
-
-
 def test_a_config_file_holds_adapters(tiny_model, tmp_path):
     config = parse_config(["--model", str(tiny_model), *FLAGS, *LORA])
     (tmp_path / "c.yaml").write_text(to_yaml(config))

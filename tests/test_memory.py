@@ -295,22 +295,6 @@ def test_a_model_whose_files_name_weights_otherwise_is_left_to_transformers(tiny
     assert got.keys() == expected.keys() and all(torch.equal(v, got[n]) for n, v in expected.items())
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--learner.offload", "phase", "--algorithm", "sft"], "waits for engines"),
-        (["--learner.offload", "always", "--optim.name", "adamw8bit"], "take --optim.name adamw"),
-        (["--learner.offload", "always", *LORA, "--actors.policy.lora.quantize", "nf4"], "quantize=nf4"),
-        (["--learner.activation_offload", "--learner.activation_checkpointing"], "take one of them"),
-        (["--learner.compile", "--tp", "2"], "--tp computes otherwise"),
-        (["--learner.compile", *LORA, "--actors.policy.lora.quantize", "nf4"], "cannot compile"),
-    ],
-)
-def test_flags_that_contradict_each_other_are_refused(flags, message):
-    with pytest.raises(ValueError, match=message):
-        parse_config(["--model", "m", *FLAGS, *flags])
-
-
 def test_a_run_learns_the_same_wherever_its_learner_waits(tiny_model, tmp_path):
     """All through the command: a policy beside a critic and a reference, evaluated, saved, and resumed."""
     (tmp_path / "env.py").write_text(

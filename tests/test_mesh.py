@@ -152,12 +152,6 @@ def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do():
         make_mesh(8, dp_replicate=3, cp=2, tp=2)
 
 
-def test_more_chunks_than_tokens_are_refused():
-    flags = ["--model", "m", "--env_path", "x.py", "--out", "x", "--max_prompt_tokens", "4", "--max_tokens", "8"]
-    with pytest.raises(ValueError, match=r"--cp=8 cuts each sequence into 16 chunks, more than the 12 .* try --cp 6"):
-        parse_config([*flags, "--cp", "8"])
-
-
 @pytest.mark.parametrize("kind, why", [("qwen3_next", "linear_attention"), ("bloom", "its own attention")])
 def test_a_model_that_would_mix_packed_sequences_is_refused(kind, why, tmp_path):
     from rl_core.learning.loading import load_model_config

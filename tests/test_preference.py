@@ -455,28 +455,3 @@ def test_a_resumed_run_of_pairs_is_the_uninterrupted_run(algorithm, tiny_model, 
             assert main(flags_of(algorithm, tiny_model, pair_data, tmp_path / out, *more)) == 0
     a, b = (load_file(tmp_path / out / "hf/policy/model.safetensors") for out in ("whole", "parts"))
     assert all(torch.equal(a[n], b[n]) for n in a)
-
-
-@pytest.mark.parametrize(
-    "flags, error",
-    [
-        (["--algorithm", "sft", "--preference.beta", "0.2"], "--preference.* has no meaning for --algorithm sft"),
-        (["--algorithm", "dpo", "--preference.beta", "0"], "--preference.beta=0.0 must be above 0"),
-        (["--algorithm", "dpo", "--preference.label_smoothing", "0.5"], "label_smoothing=0.5 must lie in 0..0.5"),
-        (["--algorithm", "dpo", "--preference.label_smoothing", "0.1", "--preference.loss", "ipo"], "loss sigmoid"),
-        (
-            ["--algorithm", "dpo", "--algo.aggregation", "token"],
-            "--algo.aggregation has no meaning for --algorithm dpo",
-        ),
-        (["--algorithm", "rm", "--learner.microbatch_tokens", "50"], "one whole pair of up to 56 tokens"),
-        (["--algorithm", "rm", "--actors.policy.lora.rank", "4"], "lora.rank=4: --algorithm rm trains the whole model"),
-        (["--algorithm", "rm", "--max_prompt_tokens", "1"], "longer than 9 (max_prompt_tokens + max_tokens)"),
-        (["--algorithm", "dpo", "--data.train", "EQUAL"], "train/1: 'chosen' and 'rejected' are equal"),
-    ],
-)
-def test_flags_and_rows_that_do_not_fit_are_refused_in_one_line(flags, error, tiny_model, pair_data, tmp_path, capsys):
-    rows = [ROWS[0], ROWS[1] | {"rejected": ROWS[1]["chosen"]}]
-    (tmp_path / "equal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = [str(tmp_path / "equal.jsonl") if flag == "EQUAL" else flag for flag in flags]
-    assert main([*flags_of("rm", tiny_model, pair_data, tmp_path / "run"), *flags]) != 0
-    assert error in capsys.readouterr().err

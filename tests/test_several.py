@@ -260,42 +260,6 @@ def test_evaluations_draw_alike_at_every_step_and_tell_parts_and_metrics(make_mo
     assert "env/bob/greedy_score" in said and "env/bob/pass@2" in said and "some" not in said and "spoken" not in said
 
 
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        (["--actors.bob.train", "false", "--actors.alice.train", "false"], "none of the actors bob, alice learns"),
-        (["--actors.bob.api", "http://x/v1", "--actors.bob.train", "true"], "cannot learn; drop one"),
-        (["--actors.carol.train", "false"], "--actors.carol.model is missing"),
-        (["--actors.alice.train", "false", "--actors.alice.lr", "1"], "of an actor that learns"),
-        (["--actors.bob.max_tokens", "999"], "--actors.bob.max_tokens=999 must lie in 1..--max_tokens=256"),
-        (["--algorithm", "sft"], "--algorithm sft trains one actor, there are bob, alice"),
-        (["--envs.talks.weight", "2"], "no such file; did you mean 'talk'"),
-        (["--envs.talk.weight", "0"], "none is trained in"),
-        (["--envs.talk.weigth", "1"], "unknown flag --envs.talk.weigth; did you mean 'envs.talk.weight'"),
-    ],
-)
-def test_actors_and_environments_that_cannot_be_are_refused(flags, said):
-    base = ["--actors.bob.model", "m", "--actors.alice.model", "m", "--env_path", "x/talk.py", "--out", "x"]
-    with pytest.raises(ValueError) as error:
-        parse_config([*base, *flags])
-    assert said in str(error.value)
-
-
-def test_an_unknown_actor_of_a_schedule_is_refused_before_a_model_loads(two, tmp_path, capsys):
-    (tmp_path / "talk.py").write_text(TALK.replace("bob -> alice -> bob", "bob -> alicia"))
-    assert main([*two, *sizes(tmp_path / "run", 1)]) == 1
-    [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
-    assert "alicia" in line and "alice" in line and not (tmp_path / "run").exists()
-
-
-def test_an_endpoint_that_cannot_be_used_is_refused_before_anything_is_written(two, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("openai")
-    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    judge = ["--actors.judge.api", "http://127.0.0.1:9/v1", "--actors.judge.model", "m"]
-    assert main([*two, *judge, *sizes(tmp_path / "run", 1), "--actors.judge.api_key_env", "NO_SUCH_KEY"]) == 1
-    assert "NO_SUCH_KEY" in capsys.readouterr().err and not (tmp_path / "run").exists()
-
-
 def test_an_endpoints_limits_are_flags():
     pytest.importorskip("openai")
     base = ["--actors.bob.model", "m", "--env_path", "x.py", "--out", "x", "--actors.judge.model", "m"]

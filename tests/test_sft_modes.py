@@ -257,21 +257,6 @@ def test_two_ranks_learn_the_world_that_one_learns(tiny_model, torchrun, tmp_pat
         torch.testing.assert_close(a[name], b[name], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("flags", "rule"),
-    [
-        (["--sft.action_weight", "0"], "one of them above 0"),
-        (["--sft.observation_weight", "-1"], "must be at least 0"),
-        (["--sft.action_wieght", "1"], "did you mean 'sft.action_weight'"),
-        (["--algorithm", "dpo", "--sft.action_weight", "2"], "no meaning for --algorithm dpo"),
-        (["--algorithm", "grpo", "--data.min_reward", "1"], "no meaning for --algorithm grpo"),
-    ],
-)
-def test_weights_that_make_no_sense_are_refused(flags, rule):
-    with pytest.raises(ValueError, match=rule):
-        parse_config(["--model", "x", "--out", "x", "--env_path", "x.py", "--algorithm", "sft", *flags])
-
-
 # Episodes of a run
 
 
@@ -428,8 +413,3 @@ def test_what_rollouts_cannot_be(rollouts, tiny_model, tmp_path, capsys):
     flags = ["--model", str(tiny_model), *SORT, "--num_steps", "1", "--out", str(tmp_path / "run")]
     assert main([*flags, "--data.train", str(rollouts)]) == 1
     assert "which are for --algorithm sft" in capsys.readouterr().err
-
-
-def test_weights_of_sft_are_refused_beside_another_algorithm():
-    with pytest.raises(ValueError, match="leave it out, or run --algorithm sft first"):
-        parse_config(["--model", "x", "--out", "x", "--env_path", "x.py", "--sft.observation_weight", "1"])

@@ -202,29 +202,6 @@ def test_adapters_reach_engines_that_go_on_while_learners_learn(flags, talk, tor
 BOB = ["--actors.bob.model", "m", "--actors.bob.lora.rank", "4", "--env_path", "x/talk.py", "--out", "x"]
 
 
-@pytest.mark.parametrize(
-    "flags, text",
-    [
-        (["--actors.alice.share", "bop"], "share=bop is no other actor; did you mean 'bob'"),
-        (["--actors.bob.share", "bob"], "share=bob is no other actor"),
-        (["--actors.alice.share", "bob", "--actors.carol.share", "alice"], "take --actors.carol.share=bob"),
-        (["--actors.alice.share", "bob", "--actors.bob.lora.rank", "0"], "such as --actors.bob.lora.rank=16"),
-        (["--actors.alice.share", "bob", "--actors.alice.model", "n"], "whose model is m, and --actors.alice.model=n"),
-        (["--actors.alice.share", "bob", "--actors.alice.api", "http://x/v1"], "here or elsewhere"),
-        (["--actors.alice.share", "bob", "--actors.alice.lora.quantize", "nf4"], "has quantize=none"),
-        (["--actors.alice.share", "bob", "--actors.alice.lora.alpha", "4"], "alice.lora.rank is missing"),
-        (["--actors.j.share", "bob", "--actors.j.train", "false", "--actors.j.lora.rank", "4"], "adapters are trained"),
-        ([*NF4, "--actors.alice.share", "bob", "--engine_ranks", "1"], "leave out one of them"),
-        ([*NF4, "--actors.alice.share", "bob", "--engine", "sglang"], "sample by the weights before quantize=nf4"),
-        (["--actors.alice.shar", "bob"], "did you mean 'actors.alice.share'"),
-    ],
-)
-def test_what_cannot_be_shared_is_refused(flags, text):
-    with pytest.raises(ValueError) as error:
-        parse_config([*BOB, *flags])
-    assert text in str(error.value)
-
-
 def test_who_shares_takes_what_is_not_given_and_a_saved_configuration_is_the_same():
     config = parse_config([*BOB, "--actors.bob.lora.alpha", "8", "--actors.alice.share", "bob"])
     assert config.actors["alice"].model == "m" and config.actors["alice"].lora == config.actors["bob"].lora

@@ -259,21 +259,6 @@ def test_a_profiled_step_is_a_chrome_trace(uneven, tmp_path):
     assert {"generate", "learn", "sync", "aten::addmm"} <= names
 
 
-REFUSED = {
-    "--engine_ranks 1": "must leave at least one of 1 rank to learn",
-    "--engine_ranks -1": "--engine_ranks=-1 must be at least 0",
-    "--max_staleness -1": "--max_staleness=-1 must be at least 0",
-    "--algorithm sft --max_staleness 1": "no meaning for --algorithm sft",
-}
-
-
-@pytest.mark.parametrize("wrong", REFUSED)
-def test_what_makes_no_sense_is_refused(wrong, tiny_model, tmp_path, capsys):
-    flags = ["--model", str(tiny_model), *SORT, *wrong.split(), "--out", str(tmp_path / "run")]
-    assert main(flags) == 1
-    assert REFUSED[wrong] in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--max_staleness", "1"], ["--max_staleness", "2", "--engine_ranks", "1"]])
 def test_the_sort_task_is_learnt_from_older_weights_too(flags, warm_model, tmp_path, torchrun):
