@@ -141,21 +141,6 @@ def test_the_learners_benchmark_counts_the_operations_that_torch_counts(tmp_path
     assert line["documents"] == 2 and line["mfu"] > 0 and line["peak_gib"] > 0
 
 
-@pytest.mark.slow
-def test_the_benchmark_of_actors_finds_each_failure_and_compares_equal_work(tmp_path):
-    out = tmp_path / "result.json"
-    command = [sys.executable, ROOT / "scripts/bench_actors.py", "--quick", "--out", out]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())
-    [talk], [agents] = found["conversations"]["rounds"], found["agents"]["rounds"]
-    assert sum(talk["statuses"].values()) == 32 > talk["statuses"]["scored"] > 16
-    assert talk["tokens"] > 2 * talk["requests"] > 2 * 32 and found["conversations"]["engine_over_episodes"]
-    assert agents["both"]["tokens"] == agents["one after the other"]["tokens"] > 0
-    assert set(found["memory"]) == {"none", "phase"} and "MiB" in done.stdout
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_check_of_gpus_says_that_there_is_none(tmp_path):
     command = [sys.executable, ROOT / "scripts/gpu_check.py", "--out", tmp_path]
