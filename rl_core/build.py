@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_core.checks import check_config
-from rl_core.config import Config, EnvConfig, to_yaml
+from rl_core.config import Config, to_yaml
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.curriculum import Curriculum, Progress, WeightedOrder
 from rl_core.data.rows import ROLLOUTS, TOKENIZERS, is_trajectory, load_rows
 from rl_core.data.tasks import TaskMix, TaskSource
 from rl_core.distributed import Ranks, all_gather_json, make_mesh, naming_what_was_waited_for
-from rl_core.learning.algorithms import CRITIC, Algorithm, check_algorithm, make_algorithm
+from rl_core.learning.algorithms import CRITIC, Algorithm, make_algorithm
 from rl_core.learning.attention import find_kernel
 from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint
 from rl_core.learning.learner import Learner
@@ -45,6 +44,7 @@ from rl_core.learning.model import (
 from rl_core.learning.offload import Offload, activations_on_host
 from rl_core.learning.tensor_parallel import check_tensor_parallel
 from rl_core.metrics import Mean, Metric, RunLog, add_metrics
+from rl_core.rules import check, check_algorithm
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import DeviceLease, Engine, EngineSpec
 from rl_core.sampling.env import Env, load_env
@@ -132,7 +132,8 @@ def make_plan(config: Config) -> Plan:
     out = Path(config.out) if config.out else None
     if out and out.exists() and not config.resume and not config.dry_run and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {out} exists already; go on with it by --resume, or name another folder")
-    algorithm, envs = make_algorithm(config.algorithm, config.algo), load_envs(config)
+    algorithm = make_algorithm(config.algorithm, config.algo)
+    config, envs = load_envs(config)
     has_advantage_fn = bool(envs) and all(env.advantage_fn for env in envs.values())
     if has_advantage_fn and config.algo.advantage is None and algorithm.is_rl:
         if algorithm.has_critic:
@@ -141,7 +142,9 @@ def make_plan(config: Config) -> Plan:
                 "critic; set --algo.advantage gae to ask it all the same, or take --algorithm grpo"
             )
         algorithm.advantage = "custom"
-    check_algorithm(algorithm, config, has_advantage_fn)
+    if algorithm.advantage == "custom" and not has_advantage_fn:
+        raise ValueError(f"--algo.advantage=custom needs def advantage_fn(rewards) in {config.env_path}; define it")
+    check_algorithm(algorithm, config)
     if (config.max_staleness or config.rollout.lagged_frac) and config.algo.correction is None:
         algorithm.correction = "tis"  # what older weights sampled is weighted by how likely the newer make it
     train = train_source(config, envs, algorithm)
@@ -160,7 +163,7 @@ def make_plan(config: Config) -> Plan:
             "--nproc_per_node, or lower it"
         )
     make_mesh(size - config.engine_ranks, config.dp_replicate, config.cp, config.tp)
-    choose_engine(config, config.engine_ranks or size)
+    config = choose_engine(config, config.engine_ranks or size)
     chats = {name: check_model(config, name) for name, actor in config.actors.items() if not actor.api}
     remote = {name: make_api_actor(config, name) for name, actor in config.actors.items() if actor.api}
     plan = Plan(config=config, algorithm=algorithm, envs=envs, chats=chats, remote=remote, train=train, eval=held_out)
@@ -184,13 +187,13 @@ def share_device(plan: Plan) -> None:
         plan.memory_fracs[name] = config.engine_memory_frac / num_awake / num_engines
 
 
-def choose_engine(config: Config, num_ranks: int) -> None:
-    """Sets --engine auto to what it stands for here. Raises ValueError if that cannot be done."""
+def choose_engine(config: Config, num_ranks: int) -> Config:
+    """--engine auto becomes what it stands for here. Raises ValueError if that cannot be done."""
     if config.engine == "auto":
         has_sglang = torch.cuda.is_available() and importlib.util.find_spec("sglang") is not None
         in_4_bits = any(config.actors[owner].lora.quantize != "none" for owner in config.sharers)
-        config.engine = "sglang" if has_sglang and not in_4_bits else "embedded"
-        check_config(config)
+        config = replace(config, engine="sglang" if has_sglang and not in_4_bits else "embedded")
+        check(config)
     if config.engine == "sglang":
         imported("rl_core.engines.sglang_server:check_sglang")()
     if num_ranks % config.engine_tp:
@@ -202,6 +205,7 @@ def choose_engine(config: Config, num_ranks: int) -> None:
                 f"--actors.{name}.engine_urls names {n} servers for {num_ranks} ranks that sample, which is not a whole number "
                 f"for each; name {max(d for d in range(1, n) if num_ranks % d == 0)}"
             )
+    return config
 
 
 def check_model(config: Config, name: str) -> Chat:
@@ -219,36 +223,36 @@ def check_model(config: Config, name: str) -> Chat:
                     f"--critic.model={path} has a vocabulary of {critic_config.vocab_size} tokens, that of {name} has "
                     f"{model_config.vocab_size}: a critic reads the actor's tokens; take a model of the same family"
                 )
-    if config.liger:
+    if config.learner.kernels == "liger":
         for path in filter(None, (actor.model, config.critic.model)):
             check_liger(load_model_config(path))
     return load_chat(actor.model, actor.chat_template)
 
 
-def load_envs(config: Config) -> dict[str, Env]:
-    """By the names of their files. The flags' limits hold, then a file's own."""
+def load_envs(config: Config) -> tuple[Config, dict[str, Env]]:
+    """(the configuration with --max_turns filled in, environments by the names of their files). The flags' limits hold, then a
+    file's own."""
     envs = {}
     for name, path in config.env_paths.items():
         env = envs[name] = load_env(path, hook_timeout_s=config.rollout.hook_timeout_s)
         env.check_actors(list(config.actors))
-        own = config.envs.get(name, EnvConfig()).max_turns
+        own = config.env(name).max_turns
         env.max_turns = own or config.max_turns or env.max_turns or (8 if env.is_multi_turn else 1)
-    if len(envs) > 1:  # each keeps its own when the run is gone on with from its config.yaml
-        for name, env in envs.items():
-            config.envs.setdefault(name, EnvConfig()).max_turns = env.max_turns
     if envs:
-        config.max_turns = max(env.max_turns for env in envs.values())
-        check_config(config)
+        own = {name: replace(config.env(name), max_turns=env.max_turns) for name, env in envs.items()}
+        limit = max(env.max_turns for env in envs.values())
+        config = replace(config, max_turns=limit, envs=own if len(envs) > 1 else config.envs)
+        check(config)
     if config.is_rl:
         check_speakers(config, envs)
     if len({env.advantage_fn is None for env in envs.values()}) > 1:
         raise ValueError(f"of {config.env_path} some define advantage_fn and some do not; let all do, or none")
-    return envs
+    return config, envs
 
 
 def check_speakers(config: Config, envs: dict[str, Env]) -> None:
     """Raises ValueError if an actor that should learn can speak in no environment that is trained in."""
-    trained_in = {n: env for n, env in envs.items() if config.envs.get(n, EnvConfig()).weight}
+    trained_in = {n: env for n, env in envs.items() if config.env(n).weight}
     spoken = [env.speakers(list(config.actors)) for env in trained_in.values()]
     for name in config.trained:
         if all(names is not None and name not in names for names in spoken):
@@ -260,7 +264,7 @@ def check_speakers(config: Config, envs: dict[str, Env]) -> None:
 
 
 def train_source(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> TaskSource | TaskMix:
-    weights = {name: config.envs.get(name, EnvConfig()).weight for name in envs} or {"data": 1.0}
+    weights = {name: config.env(name).weight for name in envs} or {"data": 1.0}
     sources = {}
     for name in (name for name, weight in weights.items() if weight):
         source = sources[name] = load_source(config, envs.get(name), name, "train", algorithm)
@@ -383,16 +387,14 @@ def build(plan: Plan, ranks: Ranks) -> Run:
             older_frac=config.rollout.lagged_frac,
             **limits,
         )
-    if config.liger:
+    if config.learner.kernels == "liger":
         # Last, since what is loaded after it is of Liger's classes, which lack options of some models.
         held = [*models, *(m.hf for x in learners.values() for m in x.models())]
         apply_liger(list({id(model): model for model in held}.values()))
     all_gather_json(None, ranks)  # the folders are there
     log = RunLog(out, ranks, config.num_steps, state["step"]) if learns else None
     limits = {
-        name: Limits(
-            max_turns=env.max_turns, max_tokens=config.envs.get(name, EnvConfig()).max_tokens or config.max_tokens
-        )
+        name: Limits(max_turns=env.max_turns, max_tokens=config.env(name).max_tokens or config.max_tokens)
         for name, env in plan.envs.items()
     }
     env = EnvMix(envs=plan.envs, limits=limits) if plan.envs else None
@@ -545,13 +547,13 @@ def make_trained(config: Config, path: str, ranks: Ranks, *how, **more) -> Polic
     """A model that is trained, with what --learner.* says of its memory."""
     learner = config.learner
     on_host = learner.offload == "always"
-    checkpointing = learner.activation_checkpointing
+    checkpointing = learner.activations == "recompute"
     find_kernel(config.attention, ranks.device)  # before the weights are read
     model = make_policy(path, compute_dtype(config), ranks, checkpointing, *how, on_host=on_host, **more)
     model.attention = config.attention
-    if learner.activation_offload:
+    if learner.activations == "offload":
         model.keeps_activations = activations_on_host
-    if learner.compile:
+    if learner.kernels == "compile":
         compile_blocks(model)
     return model
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from rl_core.command_line import parse_config
-from rl_core.config import nearest
+from rl_core.config import nearest, parse_config
 from rl_core.types import RunError
 
 COMMANDS = {

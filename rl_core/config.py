@@ -1,68 +1,66 @@
-"""Every flag: its default and its help line. One dataclass a section. Imports nothing heavy."""
+"""Every flag with its default, range and help, and how a command line and YAML become a checked Config. Imports nothing heavy.
+
+config = parse_config(["--model", "m", "--data.train", "rows.jsonl", "--env_path", "envs/x.py", "--out", "runs/x"])
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import difflib
 import os
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import re
+import shutil
+import textwrap
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
+from rl_core.rules import check, nearest, split
 
-def flag(default: Any, help: str) -> Any:
-    """A dataclass field with its help line; a dataclass type as default makes a section."""
-    factory = default if isinstance(default, type) else None
+NAMED = ("actors", "envs")  # sections that hold one section for each name that the user gives
+RL = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo")
+USAGE = "usage: torchrun --nproc_per_node N -m rl_core.train --model PATH --env_path FILE --out FOLDER [--flag value]"
+
+
+def flag(default: Any, help: str, *, at_least=None, above=None, at_most=None, only=()) -> Any:
+    """A field with its help line and range. A type as default makes a section, a list or a dict. Setting the flag for an
+    algorithm that is not among `only` is refused."""
+    rule = {"help": help, "at_least": at_least, "above": above, "at_most": at_most, "only": only}
     return (
-        field(default_factory=factory, metadata={"help": help})
-        if factory
-        else field(default=default, metadata={"help": help})
+        field(default_factory=default, metadata=rule)
+        if isinstance(default, type)
+        else field(default=default, metadata=rule)
     )
 
 
 @dataclass(kw_only=True)
 class LoraConfig:
-    rank: int = flag(0, "train adapters of this rank beside a frozen model; 0 trains the whole model")
-    alpha: float = flag(32.0, "the adapter's product is scaled by alpha / rank")
-    targets: str = flag("all-linear", "modules with an adapter, by the last part of their name: q_proj,v_proj")
-    quantize: Literal["none", "nf4"] = flag("none", "of the frozen model: nf4 keeps it in 4 bits (QLoRA)")
+    rank: int = flag(0, "LoRA: rank of the adapters beside a frozen model; 0 trains the whole model", at_least=0)
+    alpha: float = flag(32.0, "LoRA: the adapters' product is scaled by alpha / rank", above=0)
+    targets: str = flag("all-linear", "LoRA: modules with an adapter, by their last name, such as q_proj,v_proj")
+    quantize: Literal["none", "nf4"] = flag("none", "QLoRA: nf4 keeps the frozen model in 4 bits")
 
 
 @dataclass(kw_only=True)
 class ActorConfig:
-    model: str | None = flag(
-        None, "folder or hub name of the model that this actor speaks with; with api, its name there"
-    )
-    train: bool | None = flag(None, "whether it learns; default: yes, unless it has an api. A frozen one only speaks")
-    api: str | None = flag(
-        None, "URL of an OpenAI-compatible endpoint, such as http://host:8000/v1, instead of a local model"
-    )
-    api_key_env: str = flag(
-        "OPENAI_API_KEY", "environment variable that holds the endpoint's key; empty: it needs none"
-    )
-    api_concurrency: int = flag(64, "requests to the endpoint at once, from one rank")
-    engine_urls: str | None = flag(
-        None,
-        "SGLang servers that run already, such as http://a:30000,http://b:30000, one for each rank that samples or for each "
-        "few; default: this run's own engines",
-    )
-    engine_folder: str | None = flag(
-        None, "where those servers find its new weights, by the same path; default: memory shared on this machine"
-    )
-    max_tokens: int | None = flag(None, "tokens that it may sample in one turn; default and most: --max_tokens")
-    lr: float | None = flag(None, "peak learning rate; default: --optim.lr")
-    share: str | None = flag(
-        None,
-        "name of an actor with adapters, whose model this one speaks with too: by an adapter of its own or, if frozen, by none",
-    )
-    chat_template: str | None = flag(None, "file with a Jinja chat template, instead of the tokenizer's own")
+    model: str | None = flag(None, "folder or hub name of its model; with api, the model's name there")
+    train: bool | None = flag(None, "whether it learns; default: yes, unless it has an api")
+    api: str | None = flag(None, "URL of an OpenAI-compatible endpoint, such as http://host:8000/v1")
+    api_key_env: str = flag("OPENAI_API_KEY", "environment variable that holds the endpoint's key; '': none")
+    api_concurrency: int = flag(64, "concurrent requests to the endpoint, from one rank", at_least=1)
+    engine_urls: str | None = flag(None, "SGLang servers that run already: http://a:30000,http://b:30000")
+    engine_folder: str | None = flag(None, "shared folder where servers on other machines find new weights")
+    max_tokens: int | None = flag(None, "max new tokens of one of its turns; default: --max_tokens", at_least=1)
+    lr: float | None = flag(None, "its peak learning rate; default: --optim.lr", at_least=0)
+    share: str | None = flag(None, "actor with LoRA whose base model and engine this one uses too")
+    chat_template: str | None = flag(None, "file with a Jinja chat template, instead of the tokenizer's")
     lora: LoraConfig = flag(LoraConfig, "adapters")
 
     @property
     def servers(self) -> list[str]:
         """Addresses in engine_urls."""
-        return [url.strip() for url in (self.engine_urls or "").split(",") if url.strip()]
+        return split(self.engine_urls)
 
     @property
     def is_trained(self) -> bool:
@@ -71,56 +69,42 @@ class ActorConfig:
 
 @dataclass(kw_only=True)
 class EnvConfig:
-    weight: float = flag(
-        1.0, "share of a step's tasks, beside the other environments' weights; 0: it is only evaluated"
-    )
+    weight: float = flag(1.0, "its share of a step's tasks; 0: it is only evaluated", at_least=0)
     train: str | None = flag(None, "its training rows; default: its load_tasks")
     eval: str | None = flag(None, "its held-out rows; default: its load_tasks")
-    max_tokens: int | None = flag(
-        None, "tokens that an actor may sample in one turn here; default and most: --max_tokens"
-    )
-    max_turns: int | None = flag(None, "turns of an episode here; default: the file's max_turns, or 1, or 8")
+    max_tokens: int | None = flag(None, "max new tokens of a turn here; default: --max_tokens", at_least=1)
+    max_turns: int | None = flag(None, "turns of an episode here; default: the file's max_turns, 1 or 8", at_least=1)
 
 
 @dataclass(kw_only=True)
 class DataConfig:
-    train: str | None = flag(
-        None,
-        "training rows: .json .jsonl .csv .parquet .arrow (.gz too) or a `datasets` name; sft: a run's rollouts/ folder too",
-    )
+    train: str | None = flag(None, "training rows: json, jsonl, csv, parquet, a hub dataset; sft: rollouts/ too")
     eval: str | None = flag(None, "held-out rows, same formats")
-    shuffle: bool = flag(True, "a fresh order each epoch, drawn from the seed; false keeps the file's order")
-    skip_long: bool = flag(False, "leave out rows that are longer than the limits instead of refusing the file")
-    min_reward: float | None = flag(None, "sft from a run's rollouts: only episodes with at least this reward")
-    actor: str | None = flag(
-        None, "sft from a run's rollouts: only what this actor saw and said; needed if several spoke"
-    )
+    shuffle: bool = flag(True, "a new order each epoch, drawn from the seed")
+    skip_long: bool = flag(False, "leave out rows that are too long, instead of refusing the file")
+    min_reward: float | None = flag(None, "sft on rollouts: only episodes with this reward", only=("sft",))
+    actor: str | None = flag(None, "sft on rollouts: only this actor's view and replies", only=("sft",))
 
 
 @dataclass(kw_only=True)
 class SamplingConfig:
-    temperature: float = flag(1.0, "of training samples; the learner's logprobs are at the same temperature")
+    temperature: float = flag(1.0, "of training samples, and of the learner's logprobs", above=0)
     stop: list[str] = flag(list, "strings that end a turn; they stay in the text")
 
 
 @dataclass(kw_only=True)
 class OptimConfig:
-    name: Literal["adamw", "adamw8bit", "sgd"] = flag(
-        "adamw",
-        "adamw8bit: bitsandbytes' AdamW, a quarter of the state's memory",
+    name: Literal["adamw", "adamw8bit", "sgd"] = flag("adamw", "optimizer; adamw8bit is that of bitsandbytes")
+    lr: float = flag(1e-6, "peak learning rate", at_least=0)
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = flag("constant", "learning rate after the warmup")
+    warmup_steps: int = flag(0, "steps over which the learning rate rises from 0", at_least=0)
+    min_lr_frac: float = flag(0.0, "where linear, cosine and wsd end, as a fraction of lr", at_least=0, at_most=1)
+    betas: tuple[float, float] = flag(
+        (0.9, 0.95), "AdamW's decay rates; the first is SGD's momentum", at_least=0, at_most=1
     )
-    lr: float = flag(1e-6, "peak learning rate")
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = flag(
-        "constant", "of the learning rate after the warm-up"
-    )
-    warmup_steps: int = flag(0, "steps over which the learning rate rises linearly from 0")
-    decay_frac: float = flag(0.2, "of wsd: part of the run, at its end, over which the learning rate falls")
-    min_lr_frac: float = flag(0.0, "where linear, cosine and wsd end, as a fraction of the peak")
-    beta1: float = flag(0.9, "of AdamW: decay of the gradient's running mean; of SGD: momentum")
-    beta2: float = flag(0.95, "of AdamW: decay of the squared gradient's running mean")
-    eps: float = flag(1e-8, "of AdamW")
-    weight_decay: float = flag(0.0, "on matrices only")
-    max_grad_norm: float = flag(1.0, "the gradient is clipped to this 2-norm; 0 is off")
+    eps: float = flag(1e-8, "AdamW's epsilon", at_least=0)
+    weight_decay: float = flag(0.0, "weight decay of matrices; biases and norms have none", at_least=0)
+    max_grad_norm: float = flag(1.0, "clip the gradient to this norm; 0 is off", at_least=0)
 
 
 @dataclass(kw_only=True)
@@ -128,186 +112,160 @@ class AlgoConfig:
     """Parts of the algorithm. None keeps what the preset of --algorithm says."""
 
     advantage: Literal["group_mean", "group_norm", "group_norm_unbiased", "rloo", "gae", "none", "custom"] | None = (
-        flag(
-            None,
-            "of rewards over their group: R - mean, or that over the standard deviation (of the population, or unbiased), or "
-            "R - mean of the others; gae: over what a critic expects; none: R; custom: the environment's advantage_fn",
-        )
+        flag(None, "baseline over the group; gae: a critic's; custom: advantage_fn", only=RL)
     )
     normalize: Literal["none", "batch", "env"] | None = flag(
-        None, "of advantages over a step: batch: (A - mean) / deviation; env: each environment's A / its deviation"
+        None, "whiten advantages over a batch or an environment", only=RL
     )
-    ratio: Literal["token", "sequence"] | None = flag(None, "new over old probability of a token, or sequence (GSPO)")
-    objective: Literal["clip", "cispo"] | None = flag(None, "PPO's clipped ratio, or CISPO's weight on the logprob")
-    clip_low: float | None = flag(None, "the ratio is clipped below 1 - clip_low; 1 is no bound")
-    clip_high: float | None = flag(None, "the ratio is clipped above 1 + clip_high")
-    dual_clip: float | None = flag(None, "largest ratio that counts where the advantage is negative, above 1; 0 is off")
+    ratio: Literal["token", "sequence"] | None = flag(
+        None, "importance ratio per token, or per sequence (GSPO)", only=RL
+    )
+    objective: Literal["clip", "cispo"] | None = flag(None, "PPO's clipped ratio, or CISPO", only=RL)
+    clip_low: float | None = flag(None, "PPO clip range: lower bound 1 - clip_low", at_least=0, at_most=1, only=RL)
+    clip_high: float | None = flag(None, "PPO clip range: upper bound 1 + clip_high", at_least=0, only=RL)
+    dual_clip: float | None = flag(
+        None, "dual clip: bound of the ratio for negative advantages; 0 is off", at_least=0, only=RL
+    )
     aggregation: Literal["token", "sequence", "constant"] | None = flag(
-        None, "mean over all tokens, mean of the sequences' means, or sum over sequences * largest length (Dr. GRPO)"
+        None, "loss: token mean, sequence mean, or constant length (Dr. GRPO)", only=(*RL, "sft")
     )
-    kl: Literal["k1", "k2", "k3"] | None = flag(None, "estimator of the KL to the reference, the model at the start")
-    kl_in: Literal["reward", "loss", "advantage"] | None = flag(
-        None, "where the KL goes: each token's reward (the sum to the end counts), the loss, or its own advantage"
-    )
-    kl_coef: float | None = flag(None, "weight of the KL to the reference model; 0 is off, and no reference is loaded")
-    entropy_coef: float | None = flag(None, "weight of the entropy bonus, per token in nats; 0 is off")
+    kl: Literal["k1", "k2", "k3"] | None = flag(None, "estimator of the KL to the reference model", only=RL)
+    kl_in: Literal["reward", "loss", "advantage"] | None = flag(None, "where the KL penalty goes", only=RL)
+    kl_coef: float | None = flag(None, "weight of the KL penalty (beta); 0: no reference model", at_least=0, only=RL)
+    entropy_coef: float | None = flag(None, "weight of the entropy bonus; 0 is off", only=RL)
     correction: Literal["none", "tis", "mask", "sequence_mask"] | None = flag(
-        None, "of tokens that the engine sampled with c = learner's over engine's probability: weight min(c, high); c, or "
-        "0 outside low..high (IcePop); 0 for sequences whose mean c is outside"
-    )  # fmt: skip
-    correction_low: float | None = flag(None, "lower bound of the correction; default 0.5")
-    correction_high: float | None = flag(None, "upper bound of the correction; default 2")
-    overlong: Literal["none", "mask", "soft"] | None = flag(
-        None,
-        "truncated episodes: as others, not trained on, or a penalty that grows over the last overlong_buffer tokens",
+        None, "importance sampling correction of off-policy tokens: truncated, or masked (IcePop)", only=RL
     )
-    overlong_buffer: int | None = flag(None, "tokens before --max_tokens where the soft penalty begins; 0 is a fifth")
+    correction_range: tuple[float, float] | None = flag(
+        None, "bounds of the correction, such as 0.5,2", at_least=0, only=RL
+    )
+    overlong: Literal["none", "mask", "soft"] | None = flag(
+        None, "truncated episodes: mask, or soft penalty (DAPO)", only=RL
+    )
+    overlong_buffer: int | None = flag(
+        None, "last tokens over which the soft penalty grows; 0: a fifth", at_least=0, only=RL
+    )
     refill_rounds: int | None = flag(
-        None, "groups whose rewards are all equal are replaced by further tasks, in at most so many rounds; 0 is off"
+        None, "dynamic sampling: rounds that replace zero-signal groups", at_least=0, only=RL
     )
     turn_discount: float | None = flag(
-        None,
-        "each turn has its own advantage: of the rewards from it on, one further turn counting so much less, over all turns of "
-        "the group; default: all turns have that of the episode",
+        None, "advantage per turn, later rewards discounted by this", at_least=0, at_most=1, only=RL
     )
     target_kl: float | None = flag(
-        None, "a step's other updates are left out once the KL to its start is more; 0 is off"
+        None, "early stop: skip a step's other updates above this KL; 0 is off", at_least=0, only=RL
     )
 
 
 @dataclass(kw_only=True)
 class CriticConfig:
-    model: str | None = flag(None, "folder or hub name that it starts from, a reward model too; default: the actor's")
-    lr: float = flag(1e-5, "its peak learning rate; other settings of its optimizer are those of --optim")
-    warmup_steps: int = flag(0, "steps in which the critic learns and the actor does not, after which both do")
-    value_clip: float = flag(
-        0.2, "a value's loss is at least that of one no farther than this from the step's start; 0 is off"
-    )
-    gamma: float = flag(1.0, "discount of a reward per token")
-    gae_lambda: float = flag(0.95, "0 trusts the critic at the next token, 1 only rewards")
+    model: str | None = flag(None, "value model to start from, a reward model too; default: the actor's", only=RL)
+    lr: float = flag(1e-5, "its peak learning rate; --optim has the rest", at_least=0, only=RL)
+    warmup_steps: int = flag(0, "steps in which only the critic learns", at_least=0, only=RL)
+    value_clip: float = flag(0.2, "clip range of values; 0 is off", at_least=0, only=RL)
+    gamma: float = flag(1.0, "discount of rewards per token", at_least=0, at_most=1, only=RL)
+    gae_lambda: float = flag(0.95, "GAE's lambda: 0 trusts the critic, 1 the rewards", at_least=0, at_most=1, only=RL)
 
 
 @dataclass(kw_only=True)
 class PreferenceConfig:
-    beta: float = flag(0.1, "dpo: how firmly the reference is held to; rewards are beta times log-ratios")
-    loss: Literal["sigmoid", "ipo", "hinge"] = flag("sigmoid", "dpo: of a pair's reward margin")
+    beta: float = flag(0.1, "DPO: strength of the KL to the reference", above=0, only=("dpo",))
+    loss: Literal["sigmoid", "ipo", "hinge"] = flag("sigmoid", "DPO: loss of a pair's margin", only=("dpo",))
     label_smoothing: float = flag(
-        0.0, "dpo, sigmoid: the fraction of pairs that are believed to be the wrong way round"
+        0.0, "DPO: fraction of pairs assumed to be swapped", at_least=0, at_most=0.5, only=("dpo",)
     )
-    reference_free: bool = flag(False, "dpo: log-ratios to a uniform reference; no reference model is held")
-    length_normalized: bool = flag(False, "dpo: a reply's log-ratio is the mean over its tokens, not the sum")
+    reference_free: bool = flag(False, "DPO: without a reference model", only=("dpo",))
+    length_normalized: bool = flag(False, "DPO: mean of token logprobs instead of their sum", only=("dpo",))
 
 
 @dataclass(kw_only=True)
 class SftConfig:
-    action_weight: float = flag(1.0, "of the loss of each token that an assistant says")
-    observation_weight: float = flag(0.0, "of each token that an assistant is answered (world model)")
+    action_weight: float = flag(1.0, "loss weight of tokens that an assistant says", at_least=0, only=("sft",))
+    observation_weight: float = flag(0.0, "loss weight of what it is answered (world model)", at_least=0, only=("sft",))
 
 
 @dataclass(kw_only=True)
 class LearnerConfig:
-    minibatches: int = flag(1, "optimizer steps per batch of rollouts; each takes its share of the tasks")
-    epochs: int = flag(1, "passes over a batch of rollouts")
-    microbatch_tokens: int = flag(
-        8192,
-        "tokens of one forward and backward on one rank; memory grows with it. Together --cp ranks hold cp times as many",
+    minibatches: int = flag(1, "optimizer steps of one step, each on its share of the tasks", at_least=1)
+    epochs: int = flag(1, "passes over the episodes of a step", at_least=1)
+    microbatch_tokens: int = flag(8192, "tokens of one forward and backward on a rank, packed", at_least=1)
+    activations: Literal["keep", "recompute", "offload"] = flag(
+        "keep", "recompute: activation (gradient) checkpointing"
     )
-    activation_checkpointing: bool = flag(False, "recompute activations in the backward pass to save memory")
-    activation_offload: bool = flag(False, "keep activations on the host until the backward pass needs them")
-    compile: bool = flag(False, "compile each block's MLP and norms with torch.compile, at the first step")
+    kernels: Literal["default", "compile", "liger"] = flag(
+        "default", "torch.compile of MLPs and norms, or Liger's kernels"
+    )
     offload: Literal["none", "phase", "always"] = flag(
-        "none",
-        "phase: weights, gradients and optimizer state wait on the host while engines sample; always: they stay there, the "
-        "optimizer steps there, and each block's weights come to the device to compute",
+        "none", "CPU offload of weights and optimizer; phase: while sampling"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = flag(
-        "auto", "of compute: auto is bfloat16 on a GPU, else float32; weights that are trained are kept in float32"
+        "auto", "mixed precision; auto: bfloat16 on a GPU, else float32"
     )
 
 
 @dataclass(kw_only=True)
 class RolloutConfig:
-    max_concurrent: int = flag(256, "episodes in flight, and slots of the embedded engine, on one rank")
-    hook_timeout_s: float = flag(60.0, "seconds that one call of a hook may take")
-    episode_timeout_s: float = flag(600.0, "seconds that one episode may take")
+    max_concurrent: int = flag(256, "concurrent episodes, and slots of the embedded engine, on one rank", at_least=1)
+    hook_timeout_s: float = flag(60.0, "timeout of one call of a hook (reward, interact)", above=0)
+    episode_timeout_s: float = flag(600.0, "timeout of one episode", above=0)
     engines_awake: Literal["auto", "all", "one"] = flag(
-        "auto",
-        "of several actors' engines on a device: all, or one while the others sleep; auto: one of SGLang's, else all",
+        "auto", "several engines that colocate: all, or one while others sleep"
     )
-    max_failed_fraction: float = flag(0.1, "the run stops when more of a step's episodes than this fail")
+    max_failed_fraction: float = flag(0.1, "the run stops when more of a step's episodes fail", at_least=0, at_most=1)
     save: bool = flag(True, "write every trajectory to rollouts/")
     lagged_frac: float = flag(
-        0.0,
-        "part of the training turns that actors which learn speak by older weights, drawn for each turn alone; above 0 there is "
-        "a second engine, with its own copy",
+        0.0, "off-policy: part of the turns spoken by older weights", at_least=0, at_most=1, only=RL
     )
-    lagged_every: int = flag(4, "steps after which the older weights of lagged_frac become the newest")
+    lagged_every: int = flag(4, "steps between renewals of the older weights", at_least=2, only=RL)
 
 
 @dataclass(kw_only=True)
 class EvalConfig:
-    num_tasks: int = flag(0, "tasks of the held-out data that are evaluated; 0 is all of them")
-    samples: int = flag(4, "k of avg@k and pass@k; 0 evaluates greedily alone")
-    temperature: float = flag(1.0, "of the k samples")
-    top_p: float = flag(1.0, "nucleus truncation of the k samples, 1 is off; training samples are never truncated")
-    top_k: int = flag(0, "top-k truncation of the k samples, 0 is off")
-    min_p: float = flag(0.0, "min-p truncation of the k samples, 0 is off")
+    num_tasks: int = flag(0, "held-out tasks that are evaluated; 0: all", at_least=0)
+    samples: int = flag(4, "k of avg@k and pass@k; 0: greedy alone", at_least=0)
+    sampling: dict[str, float] = flag(dict, "of the k samples, such as temperature=0.6,top_p=0.95,top_k=20")
     pass_reward: float = flag(1.0, "an episode passes with at least this reward")
 
 
 @dataclass(kw_only=True)
 class Config:
-    algorithm: Literal[
-        "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo", "sft", "dpo", "rm"
-    ] = flag("grpo", "preset; --algo.* changes single parts of it")
+    algorithm: Literal[(*RL, "sft", "dpo", "rm")] = flag("grpo", "preset; --algo.* changes single parts")
     model: str | None = flag(None, "short for --actors.policy.model")
-    env_path: str | None = flag(
-        None, "Python file with reward_fn and, if wanted, interact and other hooks; several with commas between them"
-    )
-    out: str | None = flag(None, "folder of the run; must not exist yet, unless --resume")
-    tasks_per_step: int = flag(16, "tasks (sft, dpo, rm: rows) of one step")
-    group_size: int = flag(8, "episodes of each task")
-    num_steps: int = flag(100, "steps of the whole run")
-    max_tokens: int = flag(256, "tokens that an actor may sample in one turn")
-    max_prompt_tokens: int = flag(512, "tokens of the first prompt; a longer one is refused at start-up")
-    max_turns: int | None = flag(None, "turns of an episode; default: the environment's max_turns, or 1, or 8")
-    eval_every: int = flag(0, "evaluate before the first step, every so many steps and at the end; 0 is never")
-    save_every: int = flag(0, "checkpoint every so many steps; 0 is only at the end")
-    keep_checkpoints: int = flag(2, "older checkpoints are deleted; 0 keeps all")
-    seed: int = flag(0, "of everything that is drawn")
-    resume: bool = flag(False, "go on from the newest checkpoint in --out; starts afresh where there is none")
+    env_path: str | None = flag(None, "Python file with reward_fn and other hooks; several: a.py,b.py")
+    out: str | None = flag(None, "output folder of the run; new, unless --resume")
+    tasks_per_step: int = flag(16, "tasks (sft, dpo, rm: rows) of one step", at_least=1)
+    group_size: int = flag(8, "episodes (generations) of each task", at_least=1)
+    num_steps: int = flag(100, "steps of the whole run", at_least=0)
+    max_tokens: int = flag(256, "max new tokens of one turn", at_least=1)
+    max_prompt_tokens: int = flag(512, "max tokens of the first prompt", at_least=1)
+    max_turns: int | None = flag(None, "turns of an episode; default: the environment's max_turns, 1 or 8", at_least=1)
+    eval_every: int = flag(0, "evaluate every so many steps, at the start and the end; 0: never", at_least=0)
+    save_every: int = flag(0, "checkpoint every so many steps; 0: at the end", at_least=0)
+    keep_checkpoints: int = flag(2, "newest checkpoints that are kept; 0: all", at_least=0)
+    seed: int = flag(0, "random seed of everything that is drawn")
+    resume: bool = flag(False, "go on from the newest checkpoint in --out")
     engine: Literal["auto", "sglang", "embedded"] = flag(
-        "auto",
-        "what samples: sglang in a process of its own; embedded in this one, on any device; auto: sglang where it is installed "
-        "and there is a GPU",
+        "auto", "inference engine; auto: sglang on a GPU, if installed"
     )
-    engine_tp: int = flag(1, "sglang: ranks whose devices hold one engine together, a part of its matrices each")
+    engine_tp: int = flag(1, "sglang: tensor parallel ranks of one engine", at_least=1)
     engine_memory_frac: float = flag(
-        0.6, "sglang: part of a GPU's free memory for weights, keys and values of all engines awake together"
-    )
-    max_staleness: int = flag(
-        0,
-        "versions by which the weights trained on may be ahead of those that sampled a token; above 0 generation goes on "
-        "where a step has enough groups, and the others are finished in later steps",
+        0.6, "sglang: fraction of GPU memory for weights and KV cache", above=0, at_most=0.99
     )
     engine_ranks: int = flag(
-        0, "of torchrun's ranks, the last so many only sample, while the others learn; 0: all do both"
+        0, "asynchronous: torchrun's last ranks only sample, the others learn", at_least=0, only=RL
     )
-    liger: bool = flag(False, "Liger's kernels for norms, gated MLPs and rotary positions; needs a GPU")
-    dp_replicate: int = flag(1, "copies of the weights, each split over the ranks that the copies leave it (HSDP)")
-    cp: int = flag(1, "ranks that compute the same sequences, each a part of their tokens (ring attention)")
+    max_staleness: int = flag(0, "asynchronous: versions by which samples may be off-policy", at_least=0, only=RL)
     attention: Literal["auto", "torch", "flash_attn", "ring_flash_attn"] = flag(
-        "auto", "attention kernel of the learner; auto: flash_attn where it is installed, else torch's"
+        "auto", "varlen attention kernel; auto: flash_attn if installed, else torch's"
     )
-    tp: int = flag(1, "ranks that compute the same tokens, each a part of the matrices (tensor parallel)")
-    profile_step: int = flag(0, "write a trace of this step by torch.profiler, for ui.perfetto.dev; 0: none")
+    dp_replicate: int = flag(1, "HSDP: copies of the weights, each sharded (FSDP) over the other ranks", at_least=1)
+    cp: int = flag(1, "context parallel: ranks that split each sequence (ring attention)", at_least=1)
+    tp: int = flag(1, "tensor parallel: ranks that split each matrix", at_least=1)
+    profile_step: int = flag(0, "write torch.profiler's trace of this step; 0: none", at_least=0)
     canary_tolerance: float | None = flag(
-        None,
-        "nats by which logprobs of engine and learner may differ on fixed prompts after an update; more stops the run; 0 does "
-        "not look; default: 0.001, in bfloat16 0.5",
+        None, "largest logprob difference of engine and learner; 0: no check", at_least=0
     )
-    timeout_s: float = flag(600.0, "seconds that a rank waits for the others before it gives up")
-    dry_run: bool = flag(False, "print the plan, and what a step costs, and stop")
+    timeout_s: float = flag(600.0, "seconds that a rank waits for the others", above=0)
+    dry_run: bool = flag(False, "print the plan and its memory, and stop")
     debug: bool = flag(False, "errors with their traceback")
     actors: dict[str, ActorConfig] = flag(dict, "who speaks: --actors.NAME.model PATH")
     envs: dict[str, EnvConfig] = flag(dict, "each of several environments, by its file's name: --envs.NAME.weight 2")
@@ -315,7 +273,7 @@ class Config:
     sampling: SamplingConfig = flag(SamplingConfig, "how tokens are drawn")
     rollout: RolloutConfig = flag(RolloutConfig, "episodes, deadlines, failures")
     algo: AlgoConfig = flag(AlgoConfig, "advantage and loss")
-    critic: CriticConfig = flag(CriticConfig, "model that expects rewards (ppo)")
+    critic: CriticConfig = flag(CriticConfig, "value model (ppo)")
     preference: PreferenceConfig = flag(PreferenceConfig, "loss of pairs (dpo)")
     sft: SftConfig = flag(SftConfig, "what is imitated")
     learner: LearnerConfig = flag(LearnerConfig, "batches and memory")
@@ -325,11 +283,15 @@ class Config:
     @property
     def is_rl(self) -> bool:
         """Samples episodes; otherwise imitates rows, or learns from pairs."""
-        return self.algorithm not in ("sft", "dpo", "rm")
+        return self.algorithm in RL
 
     def engine_of(self, name: str) -> str:
         """What samples for an actor whose model is here: "sglang" or "embedded"."""
         return "sglang" if self.actors[name].engine_urls else self.engine
+
+    @property
+    def has_servers(self) -> bool:
+        return any(actor.engine_urls for actor in self.actors.values())
 
     @property
     def trained(self) -> list[str]:
@@ -339,17 +301,16 @@ class Config:
     @property
     def sharers(self) -> dict[str, list[str]]:
         """Name of each actor whose model others share -> the others."""
-        found: dict[str, list[str]] = {}
-        for name, actor in self.actors.items():
-            if actor.share:
-                found.setdefault(actor.share, []).append(name)
-        return found
+        owners = dict.fromkeys(actor.share for actor in self.actors.values() if actor.share)
+        return {owner: [name for name, actor in self.actors.items() if actor.share == owner] for owner in owners}
 
     @property
     def env_paths(self) -> dict[str, str]:
         """Name -> file of each environment."""
-        paths = [p.strip() for p in (self.env_path or "").split(",") if p.strip()]
-        return {os.path.splitext(os.path.basename(p))[0]: p for p in paths}
+        return {os.path.splitext(os.path.basename(path))[0]: path for path in split(self.env_path)}
+
+    def env(self, name: str) -> EnvConfig:
+        return self.envs.get(name) or EnvConfig()
 
     def turn_tokens(self, actor: str) -> int:
         """That this actor may sample in one turn."""
@@ -364,12 +325,154 @@ class Config:
         """Tokens of a whole episode: first prompt, turns, and what the environment says in between."""
         return self.max_prompt_tokens + self.max_tokens * self.turn_limit
 
+    @property
+    def longest_tokens(self) -> int:
+        """Of an episode, or of a pair, on one rank of --cp: the least that a microbatch must hold."""
+        return -(-self.max_context_tokens * (2 if self.algorithm in ("dpo", "rm") else 1) // self.cp)
 
-def nearest(name: str, known) -> str:
-    """`, did you mean 'x'?` or the list of what is known."""
-    known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+def leaves(
+    cls: type, given: dict[str, list[str]] | None = None, prefix: str = ""
+) -> dict[str, tuple[dataclasses.Field, Any]]:
+    """Dotted flag name -> its field and type. `given`: names that the user gave in sections that take any (actors, envs)."""
+    found, hints = {}, get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        hint, names = hints[f.name], [f.name]
+        if get_origin(hint) is dict and dataclasses.is_dataclass(get_args(hint)[1]):
+            hint, names = get_args(hint)[1], [f"{f.name}.{n}" for n in (given or {}).get(f.name) or ["NAME"]]
+        for name in names:
+            is_section = dataclasses.is_dataclass(hint)
+            found |= leaves(hint, None, f"{prefix}{name}.") if is_section else {prefix + name: (f, hint)}
+    return found
+
+
+def help_page(section: str = "") -> str:
+    """One section's flags with their help and defaults; without a name, the general flags and the list of sections."""
+    sections = {f.name: f for f in dataclasses.fields(Config) if isinstance(f.default_factory, type)}
+    if section and section not in sections:
+        raise ValueError(f"--help {section}: no such section; {nearest(section, sections)}")
+    lines, width = [USAGE], min(shutil.get_terminal_size().columns, 120)
+    for name, (f, hint) in leaves(Config).items():
+        if (name.partition(".")[0] if "." in name else "") != section:
+            continue
+        value = f.default if f.default is not dataclasses.MISSING else None
+        choices = [c for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
+        about = f.metadata["help"] + (f" {{{', '.join(choices)}}}" if choices else "")
+        about += "" if value in (None, False) else f" [{value}]"
+        lines += textwrap.wrap(about, width, initial_indent=f"  --{name:<26} ", subsequent_indent=" " * 31)
+    if not section:
+        lines += ["  --config FILE                a YAML file with the same keys; flags override it"]
+        lines += ["", "more, each with a page of its own (--help SECTION):"]
+        lines += [f"  {name:<10} {f.metadata['help']}" for name, f in sections.items()]
+    return "\n".join(lines)
+
+
+def parse_config(argv: list[str]) -> Config:
+    """The checked configuration of a command line. Raises ValueError with the value, the rule and the fix; prints and exits
+    on --help."""
+    for i, arg in enumerate(argv):
+        if arg in ("--help", "-h"):
+            print(help_page(argv[i + 1] if i + 1 < len(argv) and not argv[i + 1].startswith("-") else ""))
+            raise SystemExit(0)
+    config = resolve(read_values(spelled_out(argv)))
+    check(config)
+    return config
+
+
+def given_flags(argv: list[str]) -> list[tuple[str, str | None]]:
+    """(name, value) of each flag; the value is None where none follows."""
+    found: list[tuple[str, str | None]] = []
+    for arg in argv:
+        if arg.startswith("--"):
+            name, equals, value = arg[2:].partition("=")
+            found.append((name, value if equals else None))
+        elif found and found[-1][1] is None:
+            found[-1] = found[-1][0], arg
+        else:
+            raise ValueError(f"argument {arg!r} has no flag before it")
+    return found
+
+
+def spelled_out(argv: list[str]) -> list[str]:
+    """argv as jsonargparse reads it. Raises ValueError for an unknown flag, with the nearest known one."""
+    out, given = [], given_flags(argv)
+    words = [name.split(".") for name, _ in given]
+    known = leaves(Config, {s: sorted({w[1] for w in words if w[0] == s and w[2:]}) for s in NAMED})
+    for name, value in given:
+        if name == "config":
+            check_file(value or "")
+        elif name not in known:
+            raise ValueError(f"unknown flag --{name}; {nearest(name, known)}")
+        kind = str(known[name][0].type) if name in known else "str"
+        if value is None and kind != "bool":
+            raise ValueError(f"--{name} has no value")
+        if kind.startswith("tuple") and not value.startswith("["):
+            value = f"[{value}]"  # 0.9,0.95
+        elif kind.startswith("dict") and "=" in value:
+            value = "{" + value.replace("=", ": ") + "}"  # temperature=0.6,top_p=0.95
+        out.append(f"--{name}={'true' if value is None else value}")
+    return out
+
+
+def check_file(path: str) -> None:
+    """Raises ValueError if a YAML file is not there, does not parse, or has a key that is no flag."""
+    if not os.path.isfile(path):
+        raise ValueError(f"--config {path}: no such file")
+    with open(path) as file:
+        try:
+            content = yaml.safe_load(file) or {}
+        except yaml.YAMLError as error:
+            raise ValueError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path}: must hold keys and values, holds a {type(content).__name__}")
+    known = leaves(Config, {s: [str(name) for name in content.get(s) or {}] for s in NAMED})
+
+    def walk(node: dict, prefix: str) -> None:
+        for key, value in node.items():
+            name = f"{prefix}{key}"
+            is_section = any(k.startswith(f"{name}.") for k in known) or name in NAMED
+            if is_section and isinstance(value, dict):
+                walk(value, name + ".")
+            elif name not in known and not (is_section and value is None):
+                raise ValueError(f"--config {path}: unknown key {name!r}; {nearest(name, known)}")
+
+    walk(content, "")
+
+
+def read_values(argv: list[str]) -> Config:
+    import jsonargparse
+
+    parser = jsonargparse.ArgumentParser(exit_on_error=False, add_help=False)
+    parser.add_argument("--config", action="config")
+    parser.add_class_arguments(Config)
+    try:
+        config = parser.instantiate_classes(parser.parse_args(argv))
+    except (jsonargparse.ArgumentError, TypeError) as error:
+        text = " ".join(str(error).split())
+        found = re.match(r'Parser key "([\w.]+)":.*(?:Got value|Given value): (.*)', text)
+        if not found:
+            raise ValueError(text) from None
+        section, _, rest = found[1].partition(".")
+        known = leaves(Config, {section: [rest.partition(".")[0]]})
+        hint = str(known[found[1]][0].type) if found[1] in known else "of another type"
+        rule = hint.replace("Literal", "one of ").replace(" | None", "")
+        raise ValueError(f"--{found[1]}={found[2]} must be {rule}") from None
+    return Config(**{f.name: config[f.name] for f in dataclasses.fields(Config)})
+
+
+def resolve(config: Config) -> Config:
+    """A new configuration: --model is the actor policy's, and an actor that shares a model has what it takes from the owner."""
+    actors = copy.deepcopy(config.actors)
+    if config.model is not None:
+        actors.setdefault("policy", ActorConfig()).model = config.model
+    for actor in actors.values():
+        if owner := actors.get(actor.share):
+            actor.model = owner.model if actor.model is None else actor.model
+            if actor.is_trained:
+                own, quantize = actor.lora, max(actor.lora.quantize, owner.lora.quantize, key=lambda q: q != "none")
+                inherited = owner.lora if replace(own, quantize="none") == LoraConfig() else own
+                actor.lora = replace(inherited, quantize=quantize)
+    return replace(config, actors=actors)
 
 
 def to_yaml(config: Config) -> str:

@@ -275,8 +275,7 @@ async def evaluate_episodes(run: Run, step: int) -> None:
 
 async def evaluate_tasks(run: Run, step: int, env: str, tasks: list[Task], label: str, count: int) -> None:
     config = run.config
-    sampled = {n: getattr(config.eval, n) for n in ("temperature", "top_p", "top_k", "min_p")}
-    params = sampling_params(run, **(sampled if label == "sampled" else {"temperature": 0.0}))
+    params = sampling_params(run, **(config.eval.sampling if label == "sampled" else {"temperature": 0.0}))
     name = f"eval/{step:06d}/{label}" + (f"/{env}" if len(run.eval) > 1 else "")
     plan = RolloutPlan(
         name=name, tasks=tasks, group_size=count, params=params, seed=config.seed, drawn_as=f"eval/{env}"

@@ -14,7 +14,7 @@ import traceback
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from rl_core.command_line import parse_config
+from rl_core.config import parse_config
 from rl_core.types import RunError
 
 if TYPE_CHECKING:

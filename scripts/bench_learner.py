@@ -23,7 +23,7 @@ import torch
 from bench_logprobs import held_mib
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rl_core.command_line import parse_config
+from rl_core.config import parse_config
 from rl_core.distributed import Ranks, close_ranks, init_ranks
 from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.learner import Learner

@@ -15,7 +15,7 @@ from test_learner import FLAGS, assert_same, make_learner, ragged_samples
 from test_train import SORT, metrics, weights
 
 from rl_core.build import make_critic
-from rl_core.command_line import parse_config
+from rl_core.config import parse_config
 from rl_core.credit import samples_of
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
@@ -26,7 +26,7 @@ from rl_core.learning.model import make_policy
 from rl_core.train import main
 from rl_core.types import Completion, TrainingSample, Trajectory, Turn
 
-SGD = ("--optim.name", "sgd", "--optim.beta1", "0")
+SGD = ("--optim.name", "sgd", "--optim.betas", "0,0.95")
 
 
 def with_critic(learner: Learner, head_std: float = 0.1) -> Learner:

@@ -11,7 +11,7 @@ from test_train import metrics, trajectories
 
 from rl_core.build import make_plan
 from rl_core.cli import main as rl_core
-from rl_core.command_line import parse_config
+from rl_core.config import parse_config
 from rl_core.data.curriculum import Curriculum, Progress, WeightedOrder
 from rl_core.data.tasks import TaskMix, TaskSource
 from rl_core.sampling.env import load_env

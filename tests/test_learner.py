@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 
-from rl_core.command_line import parse_config
+from rl_core.config import parse_config
 from rl_core.data.packing import balanced_bins, pack_samples
 from rl_core.distributed import init_ranks
 from rl_core.learning.algorithms import clipped_loss, group_advantages, make_algorithm, token_losses
@@ -24,7 +24,7 @@ FLAGS = ["--env_path", "x.py", "--out", "x", "--max_prompt_tokens", "40", "--max
 
 def make_learner(model, *flags, algorithm="grpo") -> Learner:
     config = parse_config(["--model", str(model), "--algorithm", algorithm, *FLAGS, *flags])
-    policy = make_policy(str(model), torch.float32, init_ranks(60), config.learner.activation_checkpointing)
+    policy = make_policy(str(model), torch.float32, init_ranks(60), config.learner.activations == "recompute")
     return Learner(config, make_algorithm(algorithm, config.algo), policy, init_ranks(60))
 
 
@@ -164,7 +164,7 @@ def test_four_microbatches_give_the_same_gradient_as_one(tiny_model, algorithm):
 
 def test_activation_checkpointing_gives_the_same_gradient(tiny_model):
     a, _ = gradients(make_learner(tiny_model), ragged_samples())
-    b, _ = gradients(make_learner(tiny_model, "--learner.activation_checkpointing"), ragged_samples())
+    b, _ = gradients(make_learner(tiny_model, "--learner.activations", "recompute"), ragged_samples())
     assert_same(a, b)
 
 

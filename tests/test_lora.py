@@ -11,8 +11,7 @@ from test_learner import FLAGS, gradients, ragged_samples
 from test_train import SORT, metrics, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl_core.command_line import parse_config
-from rl_core.config import to_yaml
+from rl_core.config import parse_config, to_yaml
 from rl_core.distributed import init_ranks
 from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.learner import Learner

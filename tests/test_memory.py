@@ -19,8 +19,7 @@ from test_lora import LORA, make_lora_learner
 from test_train import weights
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rl_core.command_line import parse_config
-from rl_core.config import LoraConfig
+from rl_core.config import LoraConfig, parse_config
 from rl_core.distributed import Mesh, close_ranks, init_ranks, on_mesh
 from rl_core.learning import loading
 from rl_core.learning import model as model_file
@@ -219,7 +218,7 @@ def test_compiled_blocks_give_the_same_gradient_and_are_compiled_once(make_model
 
     model = make_model(layers=12)
     plain, compiled = make_learner(model), make_learner(model)
-    checkpointed = make_learner(model, "--learner.activation_checkpointing")
+    checkpointed = make_learner(model, "--learner.activations", "recompute")
     compile_blocks(compiled.policy)
     compile_blocks(checkpointed.policy)
     counters.clear()
@@ -307,7 +306,7 @@ def test_a_run_learns_the_same_wherever_its_learner_waits(tiny_model, tmp_path):
     found = {}
     for offload in ("none", "phase", "always"):
         run = [*flags, "--model", str(tiny_model), "--out", str(tmp_path / offload), "--learner.offload", offload]
-        run += ["--learner.activation_offload"] if offload == "always" else []
+        run += ["--learner.activations", "offload"] if offload == "always" else []
         assert main([*run, "--num_steps", "1"]) == 0
         assert main([*run, "--num_steps", "2", "--resume"]) == 0
         found[offload] = weights(tmp_path / offload)

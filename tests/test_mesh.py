@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rl_core.build import make_critic
-from rl_core.command_line import parse_config
+from rl_core.config import parse_config
 from rl_core.distributed import Mesh, Ranks, close_ranks, init_ranks, make_mesh, on_mesh
 from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.learner import Learner

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from test_learner import FLAGS, ragged_samples
 from test_train import metrics
 
-from rl_core.command_line import parse_config
+from rl_core.config import parse_config
 from rl_core.distributed import init_ranks
 from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.learner import Learner

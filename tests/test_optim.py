@@ -27,7 +27,9 @@ def stepped(learner, steps: int):
 
 
 def test_sgd_is_torchs_with_momentum_and_decay_on_matrices_alone(tiny_model):
-    learner = learner_after(tiny_model, 3, "--optim.name", "sgd", "--optim.weight_decay", "0.1", "--optim.beta1", "0.8")
+    learner = learner_after(
+        tiny_model, 3, "--optim.name", "sgd", "--optim.weight_decay", "0.1", "--optim.betas", "0.8,0.95"
+    )
     plain = make_learner(tiny_model, "--optim.lr", "1e-2", algorithm="sft")
     matrices, rest = ([p for p in plain.policy.parameters() if (p.ndim > 1) == m] for m in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
@@ -99,10 +101,10 @@ def test_8_bits_over_two_ranks_resume_with_two_and_refuse_one(tiny_model, sort_d
 
 
 def test_wsd_warms_up_stays_and_falls_to_its_floor():
-    config = OptimConfig(lr=2.0, schedule="wsd", warmup_steps=3, decay_frac=0.25, min_lr_frac=0.1)
+    config = OptimConfig(lr=2.0, schedule="wsd", warmup_steps=3, min_lr_frac=0.1)
     rates = [learning_rate(config, step, 20) for step in range(21)]
-    assert rates[:3] == pytest.approx([0.5, 1.0, 1.5]) and rates[3:16] == [2.0] * 13
-    assert rates[16:] == pytest.approx([2.0 - 1.8 * k / 5 for k in (1, 2, 3, 4, 5)])
+    assert rates[:3] == pytest.approx([0.5, 1.0, 1.5]) and rates[3:17] == [2.0] * 14
+    assert rates[17:] == pytest.approx([2.0 - 1.8 * k / 4 for k in (1, 2, 3, 4)])
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])

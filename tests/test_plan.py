@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_core.build import build, make_plan
-from rl_core.command_line import parse_config
+from rl_core.config import parse_config
 from rl_core.distributed import Mesh, init_ranks
 from rl_core.tools.plan import block_bytes, describe, engine_bytes, learner_bytes, model_size
 from rl_core.train import main

@@ -18,8 +18,7 @@ from test_learner import assert_same
 from test_train import ROOT, metrics
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rl_core.command_line import parse_config
-from rl_core.config import PreferenceConfig
+from rl_core.config import PreferenceConfig, parse_config
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks

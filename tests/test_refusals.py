@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 from kit import words
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from rl_core.config import Config, leaves, parse_config
+from rl_core.learning.algorithms import PRESETS, make_algorithm
+from rl_core.rules import check_algorithm
 from rl_core.train import main
 
 RL = "--model {model} --env_path {dir}/letters.py --max_tokens 60 --max_prompt_tokens 40"
@@ -16,128 +20,34 @@ FIT = "--model {model} --max_tokens 40 --max_prompt_tokens 24 --data.train {dir}
 PAIRS = FIT.replace("rows.jsonl --algorithm sft", "pairs.jsonl")
 TWO = "--actors.bob.model {model} --actors.alice.model {model} --env_path {dir}/talk.py --max_prompt_tokens 40"
 LORA = "--model {model} --env_path {dir}/letters.py --actors.policy.lora.rank 4"
-SHARE = "--actors.bob.model {model} --actors.bob.lora.rank 4 --env_path {dir}/talk.py"
 
 # Base -> further arguments -> fragments of the message, with " ... " between them.
 REFUSED = {
     RL: {
-        "--grop_size 4": "--grop_size ... did you mean 'group_size'",
         "--optim.lr fast": "--optim.lr=fast",
         "--model {out}/nothing": "nothing",
         "--model {out}/bare": "chat template ... .chat_template FILE",
         "--out {dir}": "exists ... --resume",
         "--max_prompt_tokens 3": "tokens ... --max_prompt_tokens=3 ... --data.skip_long",
-        "--learner.minibatches 3": "--learner.minibatches=3 ... divide ... try",
-        "--group_size 1": "--group_size=1 ... --algo.advantage none",
         "--algo.advantage custom": "advantage_fn",
-        "--algo.objective cispo --algo.ratio sequence": "objective clip",
         "--algo.dual_clip 0.9": "above 1",
-        "--algo.objective cispo --algo.dual_clip 3": "objective clip",
-        "--algo.clip_low 1.5": "0..1",
-        "--algo.clip_high=-1": "at least 0",
-        "--algo.kl k1": "--algo.kl_coef",
-        "--algo.kl_coef=-0.1": "at least 0",
-        "--algo.correction_high 3": "--algo.correction",
-        "--algo.correction mask --algo.correction_low 3": "between",
-        "--algo.correction tis --algo.correction_low 0.1": "upper bound",
-        "--algo.overlong_buffer 5": "--algo.overlong soft",
-        "--algo.overlong soft --algo.overlong_buffer 70": "0..--max_tokens=60",
-        "--algo.refill_rounds=-1": "at least 0",
-        "--algo.refill_rounds 1 --group_size 1 --algo.advantage none": "--group_size",
-        "--algo.target_kl=-1 --learner.epochs 2": "at least 0",
-        "--algo.target_kl 0.1": "--learner.minibatches",
-        "--critic.lr 1e-4": "--algorithm ppo",
-        "--algorithm poo": "--algorithm=poo must be one of",
-        "--algorithm ppo --algo.advantage group_norm --critic.gamma 0.9": "the advantage group_norm, which asks no critic",
-        "--algorithm ppo --algo.ratio sequence": "take ratio token",
-        "--algorithm gspo --algo.advantage gae": "take ratio token",
-        "--algorithm ppo --algo.refill_rounds 3": "--algo.refill_rounds 0",
-        "--algorithm dapo --algo.advantage gae": "--algo.refill_rounds 0",
-        "--algorithm ppo --algo.normalize env": "batch or none",
-        "--algorithm ppo --critic.warmup_steps 100": "less than --num_steps=100",
-        "--algorithm ppo --critic.warmup_steps=-1": "--critic.warmup_steps=-1",
-        "--algorithm ppo --critic.gamma 1.1": "--critic.gamma=1.1 must lie in 0..1",
-        "--algorithm ppo --critic.gae_lambda=-0.1": "must lie in 0..1",
-        "--algorithm ppo --critic.value_clip=-1": "--critic.value_clip=-1",
-        "--algorithm ppo --critic.gae_lamda 1": "did you mean 'critic.gae_lambda'",
         "--algorithm ppo --critic.model {out}/other": "has a vocabulary of 77 tokens",
         "--algorithm ppo --env_path {dir}/own_advantage.py": "set --algo.advantage gae to ask it all the same",
-        "--sft.observation_weight 1": "run --algorithm sft first",
-        "--data.min_reward 1": "no meaning for --algorithm grpo",
         "--engine_ranks 1": "must leave at least one of 1 rank to learn",
-        "--engine_ranks -1": "--engine_ranks=-1 must be at least 0",
-        "--max_staleness -1": "--max_staleness=-1 must be at least 0",
-        "--rollout.lagged_frac 1.5": "--rollout.lagged_frac=1.5 must lie in 0..1",
-        "--rollout.lagged_frac 0.5 --rollout.lagged_every 1": "--rollout.lagged_every=1 must be at least 2",
-        "--rollout.lagged_every 8": "no meaning without --rollout.lagged_frac",
-        "--rollout.lagged_frac 0.5 --max_staleness 1": "would break the bound of --max_staleness=1",
-        "--rollout.lagged_frac 0.5 --engine_ranks 1": "leave out one of them",
-        "--cp 8 --max_prompt_tokens 4 --max_tokens 8": "--cp=8 ... try --cp 6",
-        "--learner.offload always --optim.name adamw8bit": "take --optim.name adamw",
-        "--learner.activation_offload --learner.activation_checkpointing": "take one of them",
-        "--learner.compile --tp 2": "--tp computes otherwise",
-        "--engine_tp 2": "--engine_tp=2: the embedded engine is on each rank by itself",
+        "--engine_tp 2": "--engine_tp=2 needs --engine sglang",
     },
-    FIT: {
-        "--data.train {dir}/row.jsonl": "row.jsonl ... did you mean 'rows.jsonl'",
-        "--algo.kl_coef 0.1": "--algo.kl_coef has no meaning for --algorithm sft",
-        "--algo.normalize batch": "--algo.normalize has no meaning for --algorithm sft",
-        "--max_staleness 1": "no meaning for --algorithm sft",
-        "--rollout.lagged_frac 0.5": "no meaning for --algorithm sft",
-        "--sft.action_weight 0": "one of them above 0",
-        "--sft.observation_weight -1": "must be at least 0",
-        "--sft.action_wieght 1": "did you mean 'sft.action_weight'",
-        "--preference.beta 0.2": "--preference.* has no meaning for --algorithm sft",
-        "--learner.offload phase": "waits for engines",
-    },
+    FIT: {"--data.train {dir}/row.jsonl": "row.jsonl ... did you mean 'rows.jsonl'"},
     PAIRS: {
-        "--algorithm dpo --sft.action_weight 2": "no meaning for --algorithm dpo",
-        "--algorithm dpo --critic.lr 1e-4": "leave it out",
-        "--algorithm dpo --preference.beta 0": "--preference.beta=0",
-        "--algorithm dpo --preference.label_smoothing 0.5": "label_smoothing=0.5 must lie in 0..0.5",
-        "--algorithm dpo --preference.label_smoothing 0.1 --preference.loss ipo": "loss sigmoid",
-        "--algorithm dpo --algo.aggregation token": "--algo.aggregation has no meaning for --algorithm dpo",
-        "--algorithm rm --learner.microbatch_tokens 50": "one whole pair of up to 128 tokens",
-        "--algorithm rm --actors.policy.lora.rank 4": "rm trains the whole model",
         "--algorithm rm --max_prompt_tokens 1 --max_tokens 4": "longer than 5 (max_prompt_tokens + max_tokens)",
         "--algorithm dpo --data.train {dir}/equal.jsonl": "train/0: 'chosen' and 'rejected' are equal",
     },
     TWO: {
-        "--actors.bob.train false --actors.alice.train false": "none of the actors bob, alice learns",
-        "--actors.bob.api http://x/v1 --actors.bob.train true": "cannot learn; drop one",
-        "--actors.carol.train false": "--actors.carol.model is missing",
-        "--actors.alice.train false --actors.alice.lr 1": "of an actor that learns",
-        "--actors.bob.max_tokens 999": "--actors.bob.max_tokens=999 must lie in 1..--max_tokens=256",
-        "--algorithm sft": "--algorithm sft trains one actor, there are bob, alice",
-        "--envs.talks.weight 2": "no such file; did you mean 'talk'",
-        "--envs.talk.weight 0": "none is trained in",
-        "--envs.talk.weigth 1": "unknown flag --envs.talk.weigth; did you mean 'envs.talk.weight'",
         "--env_path {dir}/alicia.py": "alicia ... alice",
         "--actors.judge.api http://127.0.0.1:9/v1 --actors.judge.model m --actors.judge.api_key_env NO_SUCH": "NO_SUCH",
     },
     LORA: {
         "--actors.policy.lora.rank 65": "rank=65 ... k_proj; take at most 16",
-        "--actors.policy.lora.rank -1": "rank=-1",
-        "--actors.policy.lora.rank 0 --actors.policy.lora.quantize nf4": "quantize=nf4 ... rank=16",
         "--actors.policy.lora.targets q_proj,lm_head": "lm_head ... all-linear ... q_proj",
-        "--actors.policy.lora.rnak 4": "unknown flag ... did you mean 'actors.policy.lora.rank",
-        "--rollout.lagged_frac 0.5 --actors.other.share policy": "leave out --actors.other.share",
-        "--learner.offload always --actors.policy.lora.quantize nf4": "quantize=nf4",
-        "--learner.compile --actors.policy.lora.quantize nf4": "cannot compile",
-    },
-    SHARE: {
-        "--actors.alice.share bop": "share=bop is no other actor; did you mean 'bob'",
-        "--actors.bob.share bob": "share=bob is no other actor",
-        "--actors.alice.share bob --actors.carol.share alice": "take --actors.carol.share=bob",
-        "--actors.alice.share bob --actors.bob.lora.rank 0": "such as --actors.bob.lora.rank=16",
-        "--actors.alice.share bob --actors.alice.model n": "and --actors.alice.model=n",
-        "--actors.alice.share bob --actors.alice.api http://x/v1": "here or elsewhere",
-        "--actors.alice.share bob --actors.alice.lora.quantize nf4": "has quantize=none",
-        "--actors.alice.share bob --actors.alice.lora.alpha 4": "alice.lora.rank is missing",
-        "--actors.j.share bob --actors.j.train false --actors.j.lora.rank 4": "adapters are trained",
-        "--actors.bob.lora.quantize nf4 --actors.alice.share bob --engine_ranks 1": "leave out one of them",
-        "--actors.bob.lora.quantize nf4 --actors.alice.share bob --engine sglang": "quantize=nf4",
-        "--actors.alice.shar bob": "did you mean 'actors.alice.share'",
     },
 }
 ROW = '{"messages": [{"role": "user", "content": "31524"}], "answer": "12345"}\n'
@@ -216,16 +126,159 @@ def test_two_ranks_refuse_bad_input_once_and_do_not_hang(case, tiny_model, tmp_p
     assert all(part in errors[0] for part in BAD_FILES[case][2].split(" ... "))
 
 
+# From the flags alone
+
+MODEL = ["--model", "m", "--env_path", "x/talk.py", "--out", "x"]
+PAIR = ["--actors.bob.model", "m", "--actors.alice.model", "m", *MODEL[2:]]
+BOB = ["--actors.bob.model", "m", "--actors.bob.lora.rank", "4", *MODEL[2:]]  # whose model others may share
+NF4 = "--actors.bob.lora.quantize nf4"
+SFT, DPO, PPO = "--algorithm sft", "--algorithm dpo", "--algorithm ppo"
+FLAGS = [
+    # names, types, ranges
+    (MODEL, "--modle x", "unknown flag --modle; did you mean 'model'"),
+    (MODEL, "--grop_size 4", "did you mean 'group_size'"),
+    (MODEL, "--actors.bob.lora.rnk 4", "unknown flag --actors.bob.lora.rnk; did you mean 'actors.bob.lora.rank'"),
+    (MODEL, "--envs.talk.weigth 1", "did you mean 'envs.talk.weight'"),
+    (MODEL, "--critic.gae_lamda 1", "did you mean 'critic.gae_lambda'"),
+    (MODEL, "4", "argument '4' has no flag before it"),
+    (MODEL, "--optim.lr", "--optim.lr has no value"),
+    (MODEL, "--optim.lr fast", "--optim.lr=fast must be float"),
+    (MODEL, "--algorithm poo", "--algorithm=poo must be one of"),
+    (MODEL, "--optim.betas 0.9", "--optim.betas=[0.9] must be tuple[float, float]"),
+    (MODEL, "--optim.betas 0.9,1.5", "--optim.betas=(0.9, 1.5) must be at most 1"),
+    (MODEL, "--num_steps=-1", "--num_steps=-1 must be at least 0"),
+    (MODEL, "--sampling.temperature 0", "--sampling.temperature=0.0 must be above 0"),
+    (MODEL, "--rollout.lagged_every 1", "must be at least 2"),
+    (MODEL, "--actors.policy.lora.rank=-1", "--actors.policy.lora.rank=-1 must be at least 0"),
+    (MODEL, "--eval.sampling topp=1", "knows temperature, top_p, top_k and min_p"),
+    # what is missing
+    ([], "--model m --env_path x.py", "--out is missing"),
+    ([], "--out x --env_path x.py", "--model is missing"),
+    ([], "--out x --model m", "--env_path is missing"),
+    # a flag of another algorithm
+    (MODEL, f"{SFT} --max_staleness 1", "--max_staleness=1 has no meaning for --algorithm sft"),
+    (MODEL, f"{SFT} --engine_ranks 1", "no meaning for --algorithm sft"),
+    (MODEL, f"{SFT} --rollout.lagged_frac 0.5", "no meaning for --algorithm sft"),
+    (MODEL, f"{SFT} --algo.kl_coef 0.1", "--algo.kl_coef=0.1 has no meaning for --algorithm sft"),
+    (MODEL, f"{SFT} --preference.beta 0.2", "--preference.beta=0.2 has no meaning for --algorithm sft"),
+    (MODEL, f"{DPO} --algo.aggregation token", "no meaning for --algorithm dpo"),
+    (MODEL, f"{DPO} --critic.lr 1e-4", "no meaning for --algorithm dpo"),
+    (MODEL, f"{DPO} --sft.action_weight 2", "no meaning for --algorithm dpo"),
+    (MODEL, "--sft.observation_weight 1", "no meaning for --algorithm grpo"),
+    (MODEL, "--data.min_reward 1", "no meaning for --algorithm grpo"),
+    # batches and memory
+    (MODEL, "--learner.minibatches 3", "--learner.minibatches=3 must divide --tasks_per_step=16"),
+    (MODEL, "--learner.microbatch_tokens 50", "must hold a whole episode (or pair) of 768 tokens"),
+    (MODEL, "--algorithm rm --learner.microbatch_tokens 1000", "of 1536 tokens"),
+    (MODEL, "--max_prompt_tokens 4 --max_tokens 8 --cp 8", "--cp=8: a sequence has fewer tokens than chunks"),
+    (MODEL, "--learner.kernels compile --tp 2", "has no --tp"),
+    (MODEL, f"{SFT} --learner.offload phase", "waits for engines"),
+    (MODEL, "--learner.offload always --optim.name adamw8bit", "take adamw"),
+    (MODEL, "--engine_tp 2 --engine embedded", "--engine_tp=2 needs --engine sglang"),
+    # preferences and imitation
+    (MODEL, f"{DPO} --preference.beta 0", "--preference.beta=0.0 must be above 0"),
+    (MODEL, f"{DPO} --preference.label_smoothing 0.6", "must be at most 0.5"),
+    (MODEL, f"{DPO} --preference.label_smoothing 0.1 --preference.loss ipo", "needs --preference.loss sigmoid"),
+    (MODEL, f"{SFT} --sft.action_weight 0", "raise one above 0"),
+    # older weights
+    (MODEL, "--rollout.lagged_frac 0.5 --max_staleness 1", "leave out --max_staleness"),
+    (MODEL, "--rollout.lagged_frac 0.5 --engine_ranks 1", "leave out --max_staleness"),
+    (MODEL, "--rollout.lagged_frac 0.5 --actors.policy.engine_urls http://127.0.0.1:1", "engine_urls"),
+    (BOB, "--rollout.lagged_frac 0.5 --actors.alice.share bob", "share and engine_urls"),
+    # actors
+    (PAIR, "--actors.bob.train false --actors.alice.train false", "none of the actors learns"),
+    (PAIR, "--actors.bob.api http://x/v1 --actors.bob.train true", "an endpoint cannot learn"),
+    (PAIR, "--actors.carol.train false", "--actors.carol.model is missing"),
+    (PAIR, "--actors.alice.train false --actors.alice.lr 1", "of an actor that learns"),
+    (PAIR, "--actors.bob.max_tokens 999", "--actors.bob.max_tokens=999 must be at most --max_tokens=256"),
+    (PAIR, SFT, "--algorithm sft trains one actor"),
+    (BOB, "--algorithm rm", "--algorithm rm trains the whole model"),
+    (MODEL, "--actors.policy.lora.quantize nf4", "freezes the model; train adapters beside it"),
+    (BOB, f"{NF4} --learner.offload always", "leave one out"),
+    (BOB, f"{NF4} --learner.kernels compile", "leave one out"),
+    # shared models
+    (BOB, "--actors.alice.share bop", "share=bop is no other actor; did you mean 'bob'"),
+    (BOB, "--actors.bob.share bob", "share=bob is no other actor"),
+    (BOB, "--actors.alice.share bob --actors.carol.share alice", "a frozen model beside adapters"),
+    (BOB, "--actors.alice.share bob --actors.bob.lora.rank 0", "give --actors.bob.lora.rank 16"),
+    (BOB, "--actors.alice.share bob --actors.alice.model n", "leave out model, api and engine_urls"),
+    (BOB, "--actors.alice.share bob --actors.alice.api http://x/v1", "leave out model, api and engine_urls"),
+    (BOB, "--actors.alice.share bob --actors.bob.engine_urls http://127.0.0.1:1", "leave out model, api"),
+    (BOB, "--actors.alice.share bob --actors.alice.lora.quantize nf4", "the shared model has none"),
+    (BOB, "--actors.alice.share bob --actors.alice.lora.alpha 4", "alice.lora.rank is missing"),
+    (BOB, "--actors.j.share bob --actors.j.train false --actors.j.lora.rank 4", "of an actor that learns"),
+    (BOB, f"{NF4} --actors.alice.share bob --engine_ranks 1", "take --engine embedded"),
+    (BOB, f"{NF4} --actors.alice.share bob --engine sglang", "take --engine embedded"),
+    # servers that run already
+    (MODEL, "--actors.policy.engine_urls localhost", "must be different addresses"),
+    (MODEL, "--actors.policy.engine_urls http://localhost:3,http://localhost:3", "must be different addresses"),
+    (MODEL, "--actors.policy.engine_urls http://far:3", "a folder that both see"),
+    (PAIR, "--actors.bob.train false --actors.bob.engine_urls http://localhost:3", "--actors.bob.api URL/v1"),
+    # environments
+    (MODEL, "--envs.talks.weight 2", "no such file; did you mean 'talk'"),
+    (MODEL, "--envs.talk.weight 0", "none is trained in"),
+    (MODEL, "--envs.talk.max_tokens 999", "--envs.talk.max_tokens=999 must be at most --max_tokens=256"),
+    (MODEL, "--env_path a/talk.py,b/talk.py", "two files have one name"),
+    (MODEL, "--env_path a.py,b.py --data.train rows.jsonl", "give --envs.NAME.train"),
+    # parts of the algorithm
+    (MODEL, "--group_size 1", "--algo.advantage none"),
+    (MODEL, "--algo.clip_low 1.5", "must be at most 1"),
+    (MODEL, "--algo.dual_clip 0.9", "must be above 1"),
+    (MODEL, "--algo.objective cispo --algo.ratio sequence", "take objective clip"),
+    (MODEL, "--algo.objective cispo --algo.dual_clip 3", "take objective clip"),
+    (MODEL, "--algo.kl k1", "need --algo.kl_coef above 0"),
+    (MODEL, "--algo.correction_range 0.5,3", "needs --algo.correction"),
+    (MODEL, "--algo.correction mask --algo.correction_range 3,2", "the lower first"),
+    (MODEL, "--algo.overlong_buffer 5", "needs --algo.overlong soft"),
+    (MODEL, "--algo.overlong soft --algo.overlong_buffer 700", "must be at most --max_tokens=256"),
+    (MODEL, "--algo.refill_rounds 1 --group_size 1 --algo.advantage none", "needs --group_size"),
+    (MODEL, "--algo.target_kl 0.1", "raise --learner.minibatches"),
+    (MODEL, "--critic.lr 1e-4", "take --algorithm ppo"),
+    (MODEL, f"{PPO} --algo.ratio sequence", "leave out ratio sequence"),
+    (MODEL, f"{PPO} --algo.refill_rounds 2", "refill_rounds"),
+    (MODEL, f"{PPO} --algo.normalize env", "normalize env"),
+    (MODEL, f"{PPO} --algo.turn_discount 0.9", "no meaning with a critic"),
+    (MODEL, f"{PPO} --critic.warmup_steps 100", "must be less than --num_steps=100"),
+    (MODEL, f"{PPO} --critic.gamma 1.5", "--critic.gamma=1.5 must be at most 1"),
+]
+
+
+@pytest.fixture
+def every_extra(monkeypatch):
+    """Libraries that are optional count as installed here."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+
+
+@pytest.mark.parametrize("base, flags, says", FLAGS, ids=[flags for _, flags, _ in FLAGS])
+def test_flags_alone_are_refused_with_the_value_and_the_fix(base, flags, says, every_extra):
+    with pytest.raises(ValueError, match=r"--|learns|argument") as error:
+        config = parse_config([*base, *flags.split()])
+        check_algorithm(make_algorithm(config.algorithm, config.algo), config)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_contradict_nothing(preset):
+    config = parse_config([*MODEL, "--algorithm", preset])
+    check_algorithm(make_algorithm(preset, config.algo), config)
+
+
 @pytest.mark.parametrize(
-    "library, flags",
+    "flags, library, extra",
     [
-        ("peft", LORA),
-        ("bitsandbytes", f"{LORA} --actors.policy.lora.quantize nf4"),
-        ("bitsandbytes", f"{RL} --optim.name adamw8bit"),
+        ("--optim.name adamw8bit", "bitsandbytes", "bnb"),
+        ("--actors.policy.lora.rank 4 --actors.policy.lora.quantize nf4", "bitsandbytes", "bnb"),
+        ("--engine sglang", "sglang", "sglang"),
+        ("--learner.kernels liger", "liger_kernel", "liger"),
+        ("--actors.judge.model m --actors.judge.api http://x/v1", "openai", "api"),
     ],
 )
-def test_a_library_that_is_missing_is_named_with_its_extra(library, flags, places, tmp_path, capsys, monkeypatch):
-    find = __import__("importlib.util").util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == library else find(name, *a))
-    error = refusal(words(flags.format(**places), "--out", tmp_path / "run"), capsys)
-    assert "pip install .[" in error, error
+def test_a_missing_library_is_named_with_its_extra(flags, library, extra, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == library else object())
+    with pytest.raises(ValueError, match=rf"needs {library}, which is not installed: pip install \.\[{extra}\]"):
+        parse_config([*MODEL, *flags.split()])
+
+
+def test_help_of_a_flag_is_one_short_line():
+    for name, (f, _) in leaves(Config).items():
+        assert 0 < len(f.metadata["help"]) < 90 and "\n" not in f.metadata["help"], name

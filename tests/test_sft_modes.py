@@ -14,7 +14,7 @@ from test_chat import CHATML, chat_of, every_template, make_tokenizer, user, wor
 from test_train import SORT, metrics, trajectories, weights
 from transformers import AutoModelForCausalLM
 
-from rl_core.command_line import parse_config
+from rl_core.config import parse_config
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.rows import load_rows
 from rl_core.data.samples import samples_from_turns

@@ -16,7 +16,7 @@ from test_train import metrics, trajectories
 from transformers import AutoModelForCausalLM
 
 from rl_core.build import build, make_plan
-from rl_core.command_line import parse_config
+from rl_core.config import parse_config
 from rl_core.distributed import init_ranks
 from rl_core.learning.lora import adapter_parameters
 from rl_core.learning.model import engine_weights, make_policy
@@ -97,7 +97,7 @@ def test_a_step_of_one_leaves_the_other_and_the_base_bit_for_bit(talk, tiny_mode
     assert all(p.grad is None for p in bob.policy.model.parameters())
 
 
-@pytest.mark.parametrize("flags", [[], ["--learner.activation_checkpointing"]])
+@pytest.mark.parametrize("flags", [[], ["--learner.activations", "recompute"]])
 def test_each_learns_as_if_it_were_alone(flags, talk, tiny_model, tmp_path):
     """With activation checkpointing a backward computes anew what the forward did, with the same adapter."""
     shared = make_run(talk, *sizes(tmp_path / "shared", 1), *flags)

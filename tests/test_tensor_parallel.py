@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from rl_core.command_line import parse_config
-from rl_core.config import LoraConfig
+from rl_core.config import LoraConfig, parse_config
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import Mesh, Ranks, all_gather_json, close_ranks, init_ranks, on_mesh
 from rl_core.learning import logprobs as fused
@@ -156,7 +155,7 @@ def make_learner(model: Path, ranks: Ranks, *flags: str) -> Learner:
     config = parse_config(["--model", str(model), "--algorithm", "grpo", *FLAGS, *OPTIM, *flags])
     is_scoring = "scoring" in str(model)
     policy = make_policy(
-        str(model), torch.float32, ranks, config.learner.activation_checkpointing, is_scoring=is_scoring
+        str(model), torch.float32, ranks, config.learner.activations == "recompute", is_scoring=is_scoring
     )
     return Learner(config, make_algorithm(config.algorithm, config.algo), policy, ranks)
 
@@ -204,7 +203,7 @@ def compare(models: Path, out: Path) -> None:
         trained = everything(one)
         for name in [mesh for mesh, other in cases if other == model]:
             on = on_mesh(ranks, MESHES[name])
-            learner = make_learner(path, on, *(["--learner.activation_checkpointing"] if "llama" in model else []))
+            learner = make_learner(path, on, *(["--learner.activations", "recompute"] if "llama" in model else []))
             held = sum(p.to_local().numel() for p in learner.policy.parameters())
             result = {"loaded": distance(start, {n: w.clone() for n, w in named_weights(learner.policy)})}
             result["held"] = held * ranks.size / on.mesh.dp_replicate / sum(w.numel() for w in start.values())

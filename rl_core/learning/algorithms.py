@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_core.config import AlgoConfig, Config, CriticConfig
+from rl_core.config import AlgoConfig
 from rl_core.types import PackedBatch
 
 
@@ -32,8 +32,7 @@ class Algorithm:
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
     correction: str = "none"
-    correction_low: float = 0.5
-    correction_high: float = 2.0
+    correction_range: tuple[float, float] = (0.5, 2.0)
     overlong: str = "none"
     overlong_buffer: int = 0
     refill_rounds: int = 0
@@ -80,114 +79,12 @@ PRESETS = {
     # Bradley-Terry on pairs of scores: Ouyang et al. 2022, arXiv:2203.02155
     "rm": Algorithm(is_rl=False, advantage="none", objective="rm", aggregation="pair"),
 }
-GROUP_BASELINES = ("group_mean", "group_norm", "group_norm_unbiased", "rloo")
 CRITIC = Algorithm(is_rl=False, advantage="none", objective="value")  # of the learner that trains the critic
 
 
 def make_algorithm(preset: str, parts: AlgoConfig) -> Algorithm:
     """The preset's row of the table with the parts that were set one by one."""
     return dataclasses.replace(PRESETS[preset], **{k: v for k, v in vars(parts).items() if v is not None})
-
-
-def check_algorithm(a: Algorithm, config: Config, has_advantage_fn: bool = False) -> None:
-    """Raises ValueError for parts that contradict each other, or that would do nothing."""
-    given = {name for name, value in vars(config.algo).items() if value is not None}
-    updates = config.learner.minibatches * config.learner.epochs
-    if config.critic != CriticConfig() and not a.has_critic:
-        raise ValueError(
-            f"--critic.* has no meaning for --algorithm {config.algorithm} with the advantage {a.advantage}, which asks no "
-            "critic; leave it out, or take --algorithm ppo"
-        )
-    if not a.is_rl:
-        for name in sorted(given - (set() if a.is_pairs else {"aggregation"})):
-            raise ValueError(f"--algo.{name} has no meaning for --algorithm {config.algorithm}; leave it out")
-        return
-    rules = [
-        (
-            a.advantage in GROUP_BASELINES and config.group_size < 2,
-            f"--group_size={config.group_size}: the baseline is the group's mean, so that one episode has no signal; "
-            "take at least 2, or --algo.advantage none or gae",
-        ),
-        (
-            a.has_critic and a.ratio == "sequence",
-            "--algo.ratio=sequence contradicts --algo.advantage=gae, which gives each token an advantage of its own; take "
-            "ratio token",
-        ),
-        (
-            a.has_critic and a.refill_rounds,
-            f"--algo.refill_rounds={a.refill_rounds} leaves out groups whose rewards are all equal, from which "
-            "--algo.advantage=gae and its critic learn too; set --algo.refill_rounds 0",
-        ),
-        (
-            a.has_critic and a.normalize == "env",
-            "--algo.normalize=env contradicts --algo.advantage=gae: it scales what rewards say before the critic is asked; "
-            "take batch or none",
-        ),
-        (
-            a.has_critic and config.critic.warmup_steps >= config.num_steps > 0,
-            f"--critic.warmup_steps={config.critic.warmup_steps} must be less than --num_steps={config.num_steps}, or the "
-            "actor would never learn",
-        ),
-        (
-            a.advantage == "custom" and not has_advantage_fn,
-            f"--algo.advantage=custom needs def advantage_fn(rewards) in {config.env_path}; define it or take another one",
-        ),
-        (
-            a.objective == "cispo" and a.ratio == "sequence",
-            "--algo.ratio=sequence contradicts --algo.objective=cispo, which weighs each token; take objective clip",
-        ),
-        (
-            a.dual_clip and (a.objective == "cispo" or a.dual_clip <= 1),
-            f"--algo.dual_clip={a.dual_clip} must be above 1 (0 is off) and needs --algo.objective clip; 3 is usual",
-        ),
-        (not 0 <= a.clip_low <= 1, f"--algo.clip_low={a.clip_low} must lie in 0..1; 1 is no lower bound"),
-        (a.clip_high < 0, f"--algo.clip_high={a.clip_high} must be at least 0"),
-        (a.kl_coef < 0, f"--algo.kl_coef={a.kl_coef} must be at least 0; 0 is off"),
-        (
-            given & {"kl", "kl_in"} and not a.kl_coef,
-            "--algo.kl and --algo.kl_in have no meaning without a KL; set --algo.kl_coef above 0, such as 0.01",
-        ),
-        (
-            given & {"correction_low", "correction_high"} and a.correction == "none",
-            "--algo.correction_low and _high have no meaning without --algo.correction; set it, or leave them out",
-        ),
-        (
-            not 0 <= a.correction_low < a.correction_high,
-            f"--algo.correction_low={a.correction_low} must lie between 0 and "
-            f"--algo.correction_high={a.correction_high}; 0.5 and 2 are usual",
-        ),
-        (
-            a.correction == "tis" and "correction_low" in given,
-            "--algo.correction_low has no meaning for --algo.correction tis, which has only an upper bound; leave it out",
-        ),
-        (
-            a.overlong_buffer and a.overlong != "soft",
-            f"--algo.overlong_buffer={a.overlong_buffer} has no meaning without --algo.overlong soft; leave it out",
-        ),
-        (
-            not 0 <= a.overlong_buffer <= config.max_tokens,
-            f"--algo.overlong_buffer={a.overlong_buffer} must lie in 0..--max_tokens={config.max_tokens}",
-        ),
-        (a.refill_rounds < 0, f"--algo.refill_rounds={a.refill_rounds} must be at least 0; 0 is off"),
-        (
-            a.refill_rounds and config.group_size < 2,
-            f"--algo.refill_rounds={a.refill_rounds} replaces groups whose rewards are all equal, as in every group of "
-            "one; raise --group_size, or set --algo.refill_rounds 0",
-        ),
-        (
-            a.turn_discount is not None and (not 0 <= a.turn_discount <= 1 or a.has_critic),
-            f"--algo.turn_discount={a.turn_discount} must lie in 0..1; with a critic (--algo.advantage gae) it has no meaning",
-        ),
-        (a.target_kl < 0, f"--algo.target_kl={a.target_kl} must be at least 0; 0 is off"),
-        (
-            a.target_kl and updates == 1,
-            f"--algo.target_kl={a.target_kl} stops later updates of a step, of which there are none; "
-            "raise --learner.minibatches or --learner.epochs, or leave it out",
-        ),
-    ]
-    for is_broken, text in rules:
-        if is_broken:
-            raise ValueError(text)
 
 
 def group_advantages(
@@ -370,8 +267,9 @@ def correction_weights(algorithm: Algorithm, old_logprobs: Tensor, batch: Packed
         log_c = sequence_mean(log_c, batch.sequences)
     c = torch.exp(log_c)
     if algorithm.correction == "tis":
-        return c.clamp(max=algorithm.correction_high)
-    is_inside = (c >= algorithm.correction_low) & (c <= algorithm.correction_high)
+        return c.clamp(max=algorithm.correction_range[1])
+    low, high = algorithm.correction_range
+    is_inside = (c >= low) & (c <= high)
     return torch.where(is_inside, c if algorithm.correction == "mask" else 1.0, 0.0)
 
 

@@ -15,12 +15,12 @@ LOSSES_OFF = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 def check_liger(model_config: PretrainedConfig) -> None:
     """Raises ValueError without a GPU, and for an architecture that Liger does not know, before any weight is read."""
     if not torch.cuda.is_available():
-        raise ValueError("--liger: its kernels need a GPU, and torch sees none here; leave --liger out")
+        raise ValueError("--learner.kernels=liger needs a GPU, and torch sees none here; leave it out")
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
 
     if model_config.model_type not in KNOWN:
         raise ValueError(
-            f"--liger: liger-kernel has no kernels for models of type {model_config.model_type!r}; leave --liger out, or "
+            f"--learner.kernels=liger has none for models of type {model_config.model_type!r}; leave it out, or "
             f"take one of {', '.join(sorted(KNOWN))}"
         )
 

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from rl_core.config import OptimConfig
 from rl_core.learning.model import Policy
 
+WSD_DECAY_FRAC = 0.2
+
 
 def make_optimizer(model: Policy, config: OptimConfig) -> torch.optim.Optimizer:
     """Over the parameters that are trained, by name; weight decay on matrices, not on norms and biases. torch computes
@@ -26,8 +28,8 @@ def make_optimizer(model: Policy, config: OptimConfig) -> torch.optim.Optimizer:
         for (is_matrix, _), part in kinds.items()
     ]
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.beta1)
-    settings = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.betas[0])
+    settings = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.name == "adamw":
         return torch.optim.AdamW(groups, fused=True, **settings)
     import bitsandbytes.optim
@@ -61,7 +63,7 @@ def refresh_views(links: list[tuple[Tensor, Tensor]]) -> None:
 
 def learning_rate(config: OptimConfig, step: float, num_steps: int) -> float:
     """The learning rate of an update that starts `step` (a fraction for later minibatches) of num_steps. wsd: constant
-    until the last decay_frac of the run, then linear (Hu et al. 2024, arXiv:2404.06395, section 4)."""
+    until the last fifth of the run, then linear (Hu et al. 2024, arXiv:2404.06395, section 4)."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / (config.warmup_steps + 1)
     done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
@@ -69,6 +71,6 @@ def learning_rate(config: OptimConfig, step: float, num_steps: int) -> float:
         "constant": lambda: 1.0,
         "linear": lambda: 1 - done,
         "cosine": lambda: 0.5 * (1 + math.cos(math.pi * done)),
-        "wsd": lambda: min(1.0, (num_steps - step) / (config.decay_frac * num_steps)),
+        "wsd": lambda: min(1.0, (num_steps - step) / (WSD_DECAY_FRAC * num_steps)),
     }[config.schedule]()
     return config.lr * (config.min_lr_frac + (1 - config.min_lr_frac) * height)

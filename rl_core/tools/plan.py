@@ -98,7 +98,7 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
 
 
 def recomputes(config: Config) -> bool:
-    return config.learner.activation_checkpointing
+    return config.learner.activations == "recompute"
 
 
 def recomputed_bytes(size: Size, w: int) -> float:
