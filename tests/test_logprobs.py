@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import weakref
 
 import pytest
@@ -24,7 +25,7 @@ needs_triton = pytest.mark.skipif(
 
 def set_tiles(monkeypatch, tile_bytes: int, least_words: int, kept_bytes: int = 512 << 20) -> None:
     monkeypatch.setattr(fused, "CPU_TILE_BYTES", tile_bytes)
-    monkeypatch.setattr(fused, "LEAST_WORDS", least_words)
+    monkeypatch.setattr(fused, "LEAST_IDS", least_words)
     monkeypatch.setattr(fused, "KEPT_BYTES", kept_bytes)
 
 
@@ -185,7 +186,7 @@ def test_peak_memory_is_below_a_gibibyte_at_the_sizes_of_real_models(
     monkeypatch, num_tokens, num_words, width, device, dtype
 ):
     if device == "cuda":
-        set_tiles(monkeypatch, fused.CUDA_TILE_BYTES, fused.LEAST_WORDS, kept_bytes=0)
+        set_tiles(monkeypatch, fused.CUDA_TILE_BYTES, fused.LEAST_IDS, kept_bytes=0)
     # Tensors without numbers: sizes are what counts here, and no work is done.
     hidden = torch.empty(num_tokens, width, dtype=dtype, device="meta", requires_grad=True)
     weight = torch.empty(num_words, width, dtype=dtype, device="meta", requires_grad=True)
@@ -223,7 +224,7 @@ def test_tiles_of_any_length_and_vocabulary_fit_into_a_gibibyte(num_tokens, num_
 def compare_triton_kernels(device: str) -> None:
     """Several tiles, spans and blocks, none of them full; on a CPU in Triton's interpreter, which multiplies bf16 numbers
     as if they were integers, so that fp16 stands for them."""
-    fused.triton_kernels = lambda hidden: importlib.import_module("rl_core.learning.logprobs_triton")
+    fused.triton_kernels = lambda hidden: importlib.import_module("rl_core.options.triton_logprobs")
     low = torch.bfloat16 if device == "cuda" else torch.float16
     for tile_bytes in (256 << 20, 4 * 140 * 2100):
         fused.TRITON_TILE_BYTES = tile_bytes
@@ -255,12 +256,12 @@ def test_triton_kernels_equal_autograd_over_all_logits_on_a_gpu():
 
 
 def compile_triton_kernels() -> None:
-    """For A100 and H100, which needs neither."""
-    from triton import compile
+    """For A100, H100 and B200, none of which is needed, and that no registers spill to memory."""
+    from triton import compile, knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from rl_core.learning import logprobs_triton as kernels
+    from rl_core.options import triton_logprobs as kernels
 
     options = kernels.launch(torch.empty(1, 4096, dtype=torch.bfloat16))
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
@@ -274,10 +275,16 @@ def compile_triton_kernels() -> None:
         signature = {n: types.get(n, "*fp32") for n in kernel.arg_names} | {"out_ptr": out}
         signature |= dict.fromkeys(constants, "constexpr")
         aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t.startswith("*")}
-        for capability, tensor_core in [(80, "mma.sync"), (90, "wgmma")]:
+        for capability, tensor_core in [(80, "mma.sync"), (90, "wgmma"), (100, "tcgen05.mma")]:
             target = GPUTarget("cuda", capability, 32)
             made = compile(ASTSource(kernel, signature, constants, aligned), target=target, options=launch)
             assert tensor_core in made.asm["ptx"] and made.metadata.shared <= 99 << 10
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(made.asm["cubin"])
+                file.flush()
+                command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+                said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            assert "STACK:0 " in said and "LOCAL:0 " in said, (kernel, capability, said)
 
 
 @needs_triton

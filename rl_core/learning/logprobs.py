@@ -1,15 +1,16 @@
 """Hidden states x head weight -> logprob and entropy of each trained token, never all tokens x vocabulary at once.
 
-Logits live in tiles of C tokens x S words, and a token's softmax is put together tile by tile. On a GPU with Triton the
-kernels of logprobs_triton.py fill the tiles, elsewhere torch does.
+Logits live in tiles of C tokens x S vocabulary ids, and a token's softmax is put together tile by tile. On a GPU with Triton
+the kernels of options/triton_logprobs.py fill the tiles, elsewhere torch does.
 
-M trained tokens, D hidden, V vocabulary, C tokens and S words of one tile.
+M trained tokens, D hidden, V vocabulary, C tokens and S vocabulary ids of one tile.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -19,13 +20,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-# Of one fp32 tile. On a CPU it stays in the cache; with fewer than 512 tokens or 2048 words products get slow.
+TRITON = "rl_core.options.triton_logprobs"
+# Of one fp32 tile. On a CPU it stays in the cache; with fewer than 512 tokens or 2048 ids products get slow.
 CPU_TILE_BYTES, CUDA_TILE_BYTES, TRITON_TILE_BYTES = 4 << 20, 64 << 20, 256 << 20
-LEAST_WORDS = 2048
+LEAST_IDS = 2048
 SIDE_BYTES = 128 << 20  # of the hidden states, and of the weights, of one tile in fp32
 KEPT_BYTES = (
     512 << 20
-)  # on a CPU fewer numerators of the softmax are kept, elsewhere or if more they are computed again
+)  # on a CPU at most these probabilities are kept for the backward; if more, they are computed again
 FAR_BELOW = -1e30  # under any logit; finite, since -inf * 0 is not a number
 
 
@@ -35,7 +37,7 @@ def fused_logprobs(
     """Logprobs of `labels` and entropies, both [M] in nats, of softmax(hidden @ weight.T / temperature): fp64 if hidden
     is, else fp32. Both are differentiable, once, in hidden and weight. bf16 factors are multiplied as they are but their
     sums, logits included, stay in fp32; on a GPU alone, gradients of logits are rounded to bf16 for their products.
-    Of a weight that is split by rows, a DTensor, each rank computes the logits of its own words; all give the same.
+    Of a weight that is split by rows, a DTensor, each rank computes the logits of its own ids; all give the same.
 
     Peak extra memory is below 1 GiB at any M and V, beside the two gradients; that of a bf16 weight is summed in fp32
     where the tokens do not fit one tile."""
@@ -46,18 +48,15 @@ def fused_logprobs(
             weight_VD.shape, weight_VD.device_mesh, weight_VD.placements
         )
         group, weight_VD = weight_VD.device_mesh.get_group(), weight_VD.to_local()
-        place, is_here = label_places(labels, first, len(weight_VD))
-        labels = torch.where(is_here, place, -1)
-    keeps = torch.is_grad_enabled() and not hidden_MD.is_cuda and 4 * len(labels) * len(weight_VD) <= KEPT_BYTES
-    return FusedLogprobs.apply(hidden_MD, weight_VD, labels, temperature, triton_kernels(hidden_MD), keeps, group)
+        labels = torch.where(is_between(labels, first, first + len(weight_VD)), labels - first, -1)
+    is_small = not hidden_MD.is_cuda and 4 * len(labels) * len(weight_VD) <= KEPT_BYTES
+    keeps = torch.is_grad_enabled() and is_small and group is None
+    return FusedLogprobs.apply(hidden_MD, weight_VD, labels, temperature, keeps, group)
 
 
 def triton_kernels(hidden_MD: Tensor) -> ModuleType | None:
-    if hidden_MD.is_cuda and hidden_MD.dtype != torch.float64 and importlib.util.find_spec("triton"):
-        from rl_core.learning import logprobs_triton
-
-        return logprobs_triton
-    return None
+    is_usable = hidden_MD.is_cuda and hidden_MD.dtype != torch.float64 and find_spec("triton")
+    return import_module(TRITON) if is_usable else None
 
 
 class FusedLogprobs(torch.autograd.Function):
@@ -65,20 +64,20 @@ class FusedLogprobs(torch.autograd.Function):
     d logprob / dz = onehot - p and d entropy / dz = -p (log p + entropy)."""
 
     @staticmethod
-    def forward(ctx, hidden_MD, weight_VD, labels, temperature, kernels, keeps, group=None):
+    def forward(ctx, hidden_MD, weight_VD, labels, temperature, keeps, group):
+        kernels, num = triton_kernels(hidden_MD), len(labels)
         tile_bytes = TRITON_TILE_BYTES if kernels else CUDA_TILE_BYTES if hidden_MD.is_cuda else CPU_TILE_BYTES
-        ctx.tile = tile_shape(len(labels), *weight_VD.shape, tile_bytes)
-        ctx.temperature, ctx.kernels, ctx.group = temperature, kernels, group
-        logprobs = hidden_MD.new_empty(labels.shape, dtype=sum_dtype(hidden_MD))
-        entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        kept = [] if keeps and any(ctx.needs_input_grad) else None
-        for rows in slices(len(labels), ctx.tile[0]):
+        tile = tile_shape(num, *weight_VD.shape, tile_bytes)
+        stats, kept = hidden_MD.new_empty(3, num, dtype=sum_dtype(hidden_MD)), []
+        for rows in slices(num, tile[0]):
             args = hidden_MD[rows], weight_VD, labels[rows], temperature
-            stats = kernels.softmax_stats(*args) if kernels else softmax_stats(*args, ctx.tile[1], kept)
-            logprobs[rows], entropy[rows], lse[rows] = stats
+            found = kernels.softmax_stats(*args) if kernels else softmax_stats(*args, tile[1], kept if keeps else None)
+            stats[:, rows] = torch.stack(found)
         if group is not None:
-            logprobs, entropy, lse = stats_of_all_words(logprobs, entropy, lse, labels >= 0, group)
-        ctx.save_for_backward(hidden_MD, weight_VD, labels, lse, entropy, *(kept or ()))
+            stats = stats_of_all_ids(*stats, labels >= 0, group)
+        logprobs, entropy, lse = (x.clone() for x in stats)
+        ctx.save_for_backward(hidden_MD, weight_VD, labels, lse, entropy, *kept)
+        ctx.how = tile, temperature, kernels, group
         ctx.set_materialize_grads(False)  # None, not zeros, for the entropy's gradient where no bonus is asked
         return logprobs, entropy
 
@@ -86,44 +85,40 @@ class FusedLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden_MD, weight_VD, labels, lse, entropy, *kept = ctx.saved_tensors
-        kept = iter(kept)  # two tensors for each tile of tokens
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(lse)
-        grad_hidden = torch.zeros_like(hidden_MD) if ctx.needs_input_grad[0] else None
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            is_summed = len(labels) > ctx.tile[0]  # over several tiles of tokens
-            grad_weight = torch.zeros_like(weight_VD, dtype=sum_dtype(weight_VD) if is_summed else None)
-        for rows in slices(len(labels), ctx.tile[0]):
+        (num_tokens, num_ids), temperature, kernels, group = ctx.how
+        grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
+        of_hidden, of_weight, *_ = ctx.needs_input_grad
+        grad_hidden = torch.zeros_like(hidden_MD) if of_hidden else None
+        is_summed = len(labels) > num_tokens  # over several tiles of tokens
+        grad_weight = (
+            torch.zeros_like(weight_VD, dtype=sum_dtype(weight_VD) if is_summed else None) if of_weight else None
+        )
+        for tile, rows in enumerate(slices(len(labels), num_tokens)):
             h_CD = hidden_MD[rows]
-            # The gradient itself where it is of the sum's dtype.
-            sum_CD = None if grad_hidden is None else grad_hidden[rows].to(sum_dtype(h_CD))
-            row_grads = grad_logprobs[rows], None if grad_entropy is None else grad_entropy[rows]
-            row_stats = labels[rows], lse[rows], entropy[rows]
-            e_CV, tops = next(kept, None), next(kept, None)
-            for words in slices(len(weight_VD), ctx.tile[1]):
-                args = h_CD, weight_VD[words], words.start, *row_stats, *row_grads, ctx.temperature
-                if ctx.kernels:
-                    grad_CS = ctx.kernels.logit_gradients(*args)
+            sum_CD = torch.zeros_like(h_CD, dtype=sum_dtype(h_CD)) if of_hidden else None
+            of_rows = [None if x is None else x[rows] for x in (labels, lse, entropy, grad_logprobs, grad_entropy)]
+            for ids in slices(len(weight_VD), num_ids):
+                args = h_CD, weight_VD[ids], ids.start, *of_rows, temperature
+                if kernels:
+                    grad_CS = kernels.logit_gradients(*args)
                 else:
-                    known = None if e_CV is None else (e_CV[:, words], tops[words.start // ctx.tile[1]])
-                    grad_CS = logit_gradients(*args, known)
-                if sum_CD is not None:
-                    add_product(sum_CD, grad_CS, weight_VD[words])
-                if grad_weight is not None:
-                    add_product(grad_weight[words], grad_CS.T, h_CD)
-            if sum_CD is not None and sum_CD.dtype != h_CD.dtype:
+                    grad_CS = logit_gradients(*args, kept[tile][:, ids] if kept else None)
+                if of_hidden:
+                    add_product(sum_CD, grad_CS, weight_VD[ids])
+                if of_weight:
+                    add_product(grad_weight[ids], grad_CS.T, h_CD)
+            if of_hidden:
                 grad_hidden[rows] = sum_CD
-        if ctx.group is not None and grad_hidden is not None:
-            dist.all_reduce(grad_hidden, group=ctx.group)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), *[None] * 5
+        if group is not None and of_hidden:
+            dist.all_reduce(grad_hidden, group=group)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), *[None] * 4
 
 
-def tile_shape(num_tokens: int, num_words: int, width: int, tile_bytes: int) -> tuple[int, int]:
+def tile_shape(num_tokens: int, num_ids: int, width: int, tile_bytes: int) -> tuple[int, int]:
     """(C, S)"""
     size, side = tile_bytes // 4, max(1, SIDE_BYTES // 4 // width)
-    words = min(num_words, side, max(LEAST_WORDS, size // max(1, num_tokens)))
-    return min(side, max(1, size // words)), words
+    ids = min(num_ids, side, max(LEAST_IDS, size // max(1, num_tokens)))
+    return min(side, max(1, size // ids)), ids
 
 
 def slices(total: int, size: int) -> Iterator[slice]:
@@ -134,37 +129,43 @@ def sum_dtype(factor: Tensor) -> torch.dtype:
     return torch.promote_types(factor.dtype, torch.float32)
 
 
+def is_between(labels: Tensor, first: int, last: int) -> Tensor:
+    return (labels >= first) & (labels < last)
+
+
 def softmax_stats(
-    h_CD: Tensor, weight_VD: Tensor, labels: Tensor, temperature: float, num_words: int, kept: list[Tensor] | None
+    h_CD: Tensor, weight_VD: Tensor, labels: Tensor, temperature: float, num_ids: int, kept: list[Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logprobs, entropy, lse), all [C], in one pass over the vocabulary (online softmax, Milakov and Gimelshein 2018):
-    top is the largest logit so far, total the sum of e^(z - top) and moment that of e^(z - top) (z - top). Appended to
-    `kept`: e^(z - top) [C, V], and its top [words of a tile, C]."""
+    top is the largest logit so far, total the sum of e^(z - top) and moment that of e^(z - top) (z - top). The
+    probabilities [C, V] are appended to `kept`."""
     top = h_CD.new_full((len(h_CD),), FAR_BELOW, dtype=sum_dtype(h_CD))
     total, moment, chosen = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(top)
     # One block: many of a tile's size would leave holes of that size in the heap.
-    e_CV, tops = None if kept is None else top.new_empty(len(h_CD), len(weight_VD)), []
-    for words in slices(len(weight_VD), num_words):
-        z_CS = scaled_logits(h_CD, weight_VD[words], temperature)
-        place, is_here = label_places(labels, words.start, z_CS.shape[1])
-        chosen = torch.where(is_here, z_CS.gather(-1, place[:, None])[:, 0], chosen)
+    p_CV, tops = None if kept is None else top.new_empty(len(h_CD), len(weight_VD)), []
+    for ids in slices(len(weight_VD), num_ids):
+        z_CS = product(h_CD, weight_VD[ids].T).div_(temperature)
+        place = (labels - ids.start).clamp(0, z_CS.shape[1] - 1)[:, None]
+        chosen = torch.where(is_between(labels, ids.start, ids.stop), z_CS.gather(-1, place)[:, 0], chosen)
         last, top = top, torch.maximum(top, z_CS.amax(-1))
         z_CS -= top[:, None]
-        e_CS = torch.exp(z_CS, out=None if e_CV is None else e_CV[:, words])
+        e_CS = torch.exp(z_CS, out=None if p_CV is None else p_CV[:, ids])
         shrink = (last - top).exp_()
         moment = shrink * (moment + (last - top) * total) + torch.linalg.vecdot(e_CS, z_CS)
         total = shrink * total + e_CS.sum(-1)
-        tops.append(top)
-    if kept is not None:
-        kept += [e_CV, torch.stack(tops)]
+        tops.append((ids, top))
     lse = top + total.log()
+    if kept is not None:
+        kept.append(p_CV)
+        for ids, top_then in tops:
+            p_CV[:, ids] *= (top_then - lse).exp_()[:, None]
     return chosen - lse, total.log() - moment / total, lse
 
 
-def stats_of_all_words(
-    logprobs: Tensor, entropy: Tensor, lse: Tensor, is_here: Tensor, group: dist.ProcessGroup
+def stats_of_all_ids(
+    logprobs, entropy, lse, is_here: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of all ranks' words, from those of each one's, all [M]. A rank's words have the share w = e^(lse_r - lse),
+    """The same of all ranks' ids, from those of each one's, all [M]. A rank's ids have the share w = e^(lse_r - lse),
     and entropy = sum_r w (entropy_r - log w)."""
     top = lse.clone()
     dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
@@ -176,39 +177,21 @@ def stats_of_all_words(
 
 
 def logit_gradients(
-    h_CD: Tensor,
-    weight_SD: Tensor,
-    first_word: int,
-    labels: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    temperature: float,
-    known: tuple[Tensor, Tensor] | None,
+    h_CD, weight_SD, first_id: int, labels, lse, entropy, grad_logprobs, grad_entropy, temperature: float, p_CS=None
 ) -> Tensor:
-    """[C, S]: the gradient of the undivided logits h @ weight.T, from e^(z - top) and top where these are known."""
-    e_CS, top = known or (scaled_logits(h_CD, weight_SD, temperature).sub_(lse[:, None]).exp_(), lse)
-    share_C = (top - lse).exp_()  # p = e share
+    """[C, S]: the gradient of the undivided logits h @ weight.T, from their probabilities if these are known."""
+    if p_CS is None:
+        p_CS = product(h_CD, weight_SD.T).div_(temperature).sub_(lse[:, None]).exp_()
     onehot_C = grad_logprobs / temperature
     if grad_entropy is None:
-        grad_CS = e_CS * (-onehot_C * share_C)[:, None]
+        grad_CS = p_CS * -onehot_C[:, None]
     else:
-        p_CS, entropy_C = e_CS * share_C[:, None], grad_entropy / temperature
+        entropy_C = grad_entropy / temperature
         grad_CS = torch.special.xlogy(p_CS, p_CS).mul_(-entropy_C[:, None])
         grad_CS.addcmul_(p_CS, (-onehot_C - entropy_C * entropy)[:, None])
-    place, is_here = label_places(labels, first_word, grad_CS.shape[1])
-    return grad_CS.scatter_add_(-1, place[:, None], torch.where(is_here, onehot_C, 0.0)[:, None])
-
-
-def label_places(labels: Tensor, first_word: int, num_words: int) -> tuple[Tensor, Tensor]:
-    """Each label's place in the tile (any place if it is not there), and whether it is there."""
-    place = labels - first_word
-    return place.clamp(0, num_words - 1), (place >= 0) & (place < num_words)
-
-
-def scaled_logits(h_CD: Tensor, weight_SD: Tensor, temperature: float) -> Tensor:
-    return product(h_CD, weight_SD.T).div_(temperature)
+    last_id = first_id + grad_CS.shape[1]
+    place = (labels - first_id).clamp(0, grad_CS.shape[1] - 1)[:, None]
+    return grad_CS.scatter_add_(-1, place, torch.where(is_between(labels, first_id, last_id), onehot_C, 0.0)[:, None])
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
