@@ -48,8 +48,6 @@ from rl_core.rules import check, check_algorithm
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import DeviceLease, Engine, EngineSpec
 from rl_core.sampling.env import Env, load_env
-from rl_core.sampling.mix import EnvMix, Limits
-from rl_core.sampling.rewards import weight_of_task
 from rl_core.sampling.stream import Intake
 from rl_core.sampling.weights import load_weights
 from rl_core.types import Task, TrainingSample, counter_seed
@@ -99,7 +97,6 @@ class Run(Plan):
     older: dict[str, Engine | None]  # of actors that speak by older weights too
     actors: dict[str, Any]
     lease: DeviceLease | None  # where engines share a device
-    env: EnvMix | None  # all environments as one
     log: RunLog | None  # None on ranks that only sample
     start: int = 0
     position: int = 0  # of the next training task in the order of the data
@@ -236,8 +233,9 @@ def load_envs(config: Config) -> tuple[Config, dict[str, Env]]:
     for name, path in config.env_paths.items():
         env = envs[name] = load_env(path, hook_timeout_s=config.rollout.hook_timeout_s)
         env.check_actors(list(config.actors))
-        own = config.env(name).max_turns
-        env.max_turns = own or config.max_turns or env.max_turns or (8 if env.is_multi_turn else 1)
+        own = config.env(name)
+        env.max_turns = own.max_turns or config.max_turns or env.max_turns or (8 if env.is_multi_turn else 1)
+        env.max_tokens = own.max_tokens or config.max_tokens
     if envs:
         own = {name: replace(config.env(name), max_turns=env.max_turns) for name, env in envs.items()}
         limit = max(env.max_turns for env in envs.values())
@@ -328,9 +326,9 @@ def make_curriculum(plan: Plan) -> Curriculum | None:
             if columns and not hook.takes_all and (names := getattr(rows, "column_names", None)) is not None:
                 rows = rows.select_columns(sorted(columns & set(names)))  # reading a row of a table is slow
 
-            def weigh(row: int, known: Progress, hook=hook, rows=rows, source=source) -> float:
+            def weigh(row: int, known: Progress, env=plan.envs[source.env], rows=rows, source=source) -> float:
                 values = {"tries": known.tries, "success_rate": known.success_rate, "mean_reward": known.mean_reward}
-                return weight_of_task(hook, f"{source.split}/{row}", rows[row], values)
+                return env.task_weight(f"{source.split}/{row}", rows[row], values)
 
             orders[source.env] = WeightedOrder(source, weigh, is_by_row=bool(columns) or hook.takes_all)
             source.order = orders[source.env]
@@ -393,12 +391,7 @@ def build(plan: Plan, ranks: Ranks) -> Run:
         apply_liger(list({id(model): model for model in held}.values()))
     all_gather_json(None, ranks)  # the folders are there
     log = RunLog(out, ranks, config.num_steps, state["step"]) if learns else None
-    limits = {
-        name: Limits(max_turns=env.max_turns, max_tokens=config.env(name).max_tokens or config.max_tokens)
-        for name, env in plan.envs.items()
-    }
-    env = EnvMix(envs=plan.envs, limits=limits) if plan.envs else None
-    parts = {"ranks": ranks, "learners": learners, "engines": engines, "actors": actors, "env": env, "log": log}
+    parts = {"ranks": ranks, "learners": learners, "engines": engines, "actors": actors, "log": log}
     parts |= {"older": older, "lease": lease}
     place = {"start": state["step"], "position": state["position"], "pending": state.get("pending", [])}
     return Run(**vars(plan), **parts, **place)

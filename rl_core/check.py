@@ -17,7 +17,6 @@ from rl_core.config import nearest
 if TYPE_CHECKING:
     from rl_core.data.chat import Chat
     from rl_core.sampling.env import Env
-    from rl_core.sampling.schedule import Piece
     from rl_core.tryout import Kind, Timing
     from rl_core.types import Task, Trajectory
 
@@ -101,9 +100,7 @@ def describe_hooks(env: Env) -> list[str]:
     lines += ["load_tasks(split)"] if env.load_tasks else []
     lines += ["advantage_fn(rewards)"] if env.advantage_fn else []
     lines += [f"turns = {env.turns!r}"] if isinstance(env.turns, (str, list)) else []
-    prompts = [
-        f"{name} (columns {', '.join(sorted(c))})" if c else name for name, c in env.system_prompts.columns.items()
-    ]
+    prompts = [f"{name} (columns {', '.join(sorted(c))})" if c else name for name, (_, c) in env.system_prompts.items()]
     lines += [f"system_prompts of {', '.join(prompts)}"] if prompts else []
     lines += [f"tools = {', '.join(tool_name(tool) for tool in env.tools)}"] if env.tools else []
     return lines
@@ -111,16 +108,10 @@ def describe_hooks(env: Env) -> list[str]:
 
 def actor_names(env: Env, given: str | None) -> list[str]:
     """Those of --actors, else those that `turns` and `system_prompts` name, else the one actor `policy`."""
-    from rl_core.sampling.schedule import parse_schedule
-
-    def named_in(pieces: Sequence[Piece]) -> list[str]:
-        return [n for p in pieces for n in (*p.names, *named_in(p.pieces)) if n != "*"]
-
     if given:
         return [name.strip() for name in given.split(",")]
-    named = named_in(parse_schedule(env.turns)) if isinstance(env.turns, str) else env.turns
-    named = named if isinstance(named, list) else []
-    return list(dict.fromkeys([*named, *env.system_prompts.templates])) or ["policy"]
+    named = [name for name in (*(env.speakers() or ()), *env.system_prompts) if name != "*"]
+    return list(dict.fromkeys(named)) or ["policy"]
 
 
 def by_actor(replies: list[str], names: Sequence[str]) -> dict[str, list[str]]:
@@ -222,14 +213,12 @@ def describe_advantages(env: Env, kinds: list[Kind]) -> list[str]:
 
 def describe_weights(env: Env, task: Task) -> list[str]:
     """What task_weight() gives for a task that is new, or was solved so often. Raises ValueError if it is unfit."""
-    from rl_core.sampling.rewards import weight_of_task
-
     if "task_weight" not in env.hooks:
         return []
     shown = []
     for what, tries, rate in (("new", 0, 0.5), ("never solved", 4, 0.0), ("solved half", 4, 0.5), ("always", 4, 1.0)):
         known = {"tries": tries, "success_rate": rate, "mean_reward": rate if tries else 0.0}
-        shown.append(f"{what} {weight_of_task(env.hooks['task_weight'], task.id, task.row, known):.4g}")
+        shown.append(f"{what} {env.task_weight(task.id, task.row, known):.4g}")
     return [f"{task.id}: {', '.join(shown)}"]
 
 

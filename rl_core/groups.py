@@ -90,7 +90,7 @@ def roll_out_of(run: Run) -> Callable[[int], Awaitable[list[Trajectory]]]:
         step, place = divmod(position, config.tasks_per_step)
         plan = RolloutPlan(name=f"train/{step:06d}", group_size=config.group_size, params=params, seed=config.seed)
         [task] = run.train.tasks(position, 1)
-        return await run_group(run.env, run.actors, plan, task, place, config.rollout)
+        return await run_group(run.envs, run.actors, plan, task, place, config.rollout)
 
     return roll_out
 
@@ -281,7 +281,7 @@ async def evaluate_tasks(run: Run, step: int, env: str, tasks: list[Task], label
         name=name, tasks=tasks, group_size=count, params=params, seed=config.seed, drawn_as=f"eval/{env}"
     )
     newest = {n: replace(a, older=None) if isinstance(a, Actor) else a for n, a in run.actors.items()}
-    trajectories = await rollout(run.env, newest, plan, config.rollout, run.ranks)
+    trajectories = await rollout(run.envs, newest, plan, config.rollout, run.ranks)
     if config.rollout.save:
         file = name.replace("/", "_")
         write_trajectories(Path(config.out) / "rollouts", file, trajectories, run.ranks)

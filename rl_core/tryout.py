@@ -163,4 +163,4 @@ async def play(env: Env, chat: Chat, kind: Kind, task: Task, names: Sequence[str
         seed=0,
     )
     ranks = Ranks(rank=0, size=1, device=None, store=None)
-    return await rollout(env, actors, plan, RolloutConfig(max_failed_fraction=1.0), ranks)
+    return await rollout({env.name: env}, actors, plan, RolloutConfig(max_failed_fraction=1.0), ranks)

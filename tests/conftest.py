@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -171,6 +172,21 @@ def places(make_model, tmp_path_factory) -> dict[str, str]:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model, other = make_model(hidden=32, heads=4), make_model(hidden=32, heads=4, arch="llama", seed=1)
     return {"dir": str(folder), "model": str(model), "other": str(other)}
+
+
+@pytest.fixture
+def env_of(tmp_path, monkeypatch):
+    """env_of(code) -> the environment of a file x.py in the current folder."""
+    from rl_core.sampling.env import load_env
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+
+    def make(code: str, name: str = "x.py", **options):
+        Path(name).write_text(textwrap.dedent(code))
+        return load_env(name, **options)
+
+    return make
 
 
 @pytest.fixture(scope="session")

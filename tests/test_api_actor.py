@@ -18,7 +18,7 @@ import zstandard
 
 from rl_core.engines.api import ApiActor
 from rl_core.train import main
-from rl_core.types import SamplingParams, Task
+from rl_core.types import SamplingParams
 
 ROOT = Path(__file__).parent.parent
 KEY = "sk-a-secret-0123456789"
@@ -95,7 +95,7 @@ def ask(actor, num=1, params=None):
     """The outcomes of num replies that are asked for at once."""
 
     async def run():
-        speakers = [actor.speaker(params or SamplingParams(max_tokens=9), seed) for seed in range(num)]
+        speakers = [actor.in_episode(params or SamplingParams(max_tokens=9), seed) for seed in range(num)]
         try:
             return await asyncio.gather(*(s.converse(HELLO).respond() for s in speakers), return_exceptions=True)
         finally:
@@ -114,21 +114,19 @@ def test_a_conversation_of_several_turns_with_tools():
     params = SamplingParams(max_tokens=9, temperature=0.5, top_p=0.9, stop=("END",))
 
     async def talk(actor):
-        conversation = actor.speaker(params, seed=3, session="s").converse([{**HELLO[0], "train": False}], tools)
-        first = await conversation.respond()
-        assert conversation.add([{"role": "tool", "tool_call_id": "c1", "content": "5"}])
+        conversation = actor.in_episode(params, seed=3, session="s").converse([{**HELLO[0], "train": False}], tools)
+        texts, answer = [(await conversation.respond()).text], [{"role": "tool", "tool_call_id": "c1", "content": "5"}]
         other = conversation.fork()
-        second = await conversation.respond()
-        await other.respond()
+        texts.append((await conversation.respond(answer)).text)
+        await other.respond(answer)
         await actor.close()
-        return conversation, first, second
+        return conversation, texts
 
     answers = [reply(None, "tool_calls", tool_calls=calls), reply("tw", "length"), reply("other")]
     with serving(*((200, answer) for answer in answers)) as server:
         actor = judge(server)
-        conversation, first, second = asyncio.run(talk(actor))
-    assert (first.text, first.finish_reason, first.token_ids, first.logprobs) == ("", "stop", [], [])
-    assert (second.text, second.finish_reason, conversation.truncated) == ("tw", "length", True)
+        conversation, texts = asyncio.run(talk(actor))
+    assert (texts, conversation.turns, conversation.truncated) == (["", "tw"], [], True)
     path, headers, asked = server.requests[0]
     assert (path, headers["Authorization"]) == ("/v1/chat/completions", f"Bearer {KEY}")
     seeds = [request.pop("seed") for _, _, request in server.requests]
@@ -141,8 +139,7 @@ def test_a_conversation_of_several_turns_with_tools():
     counts = {"requests": 3, "retries": 0, "failed": 0, "prompt_tokens": 21, "completion_tokens": 9}
     assert values(actor) == counts and not any(values(actor).values())
 
-    task = Task(id="train/0", env="x", row={}, messages=HELLO)
-    made = conversation.trajectory(task, reward=1.0, reward_parts={}, metrics={})
+    made = conversation.trajectory(1.0)
     assert (made.actor, made.turns, made.status, made.num_tokens) == ("judge", [], "truncated", 0)
 
 
@@ -216,7 +213,7 @@ def test_no_more_requests_are_in_flight_than_allowed_and_a_cancelled_one_gives_i
     ends = threading.Event()
 
     async def run(actor):
-        speak = lambda seed: actor.speaker(SamplingParams(max_tokens=9), seed).converse(HELLO).respond()  # noqa: E731
+        speak = lambda seed: actor.in_episode(SamplingParams(max_tokens=9), seed).converse(HELLO).respond()  # noqa: E731
         hanging = [asyncio.ensure_future(speak(seed)) for seed in range(3)]
         while len(server.requests) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -266,7 +263,7 @@ from rl_core.types import SamplingParams
 
 async def ask(url):
     actor = ApiActor(name="judge", url=url, model="m", api_key_env="JUDGE_KEY", max_retries=1)
-    speaker = actor.speaker(SamplingParams(max_tokens=9), 0)
+    speaker = actor.in_episode(SamplingParams(max_tokens=9), 0)
     print(actor, actor.client, repr(speaker))
     try:
         await speaker.converse([{"role": "user", "content": "hello"}]).respond()

@@ -213,12 +213,8 @@ def test_a_scripted_actor_begins_anew_in_every_episode():
     actor = ScriptedActor(name="bob", chat=chat, replies=["one", "two"], max_turns=2)
 
     async def play(session):
-        conversation = actor.speaker(SamplingParams(max_tokens=9), 0, session).converse(
-            [{"role": "user", "content": "?"}]
-        )
-        first = await conversation.respond()
-        conversation.add([{"role": "user", "content": "and?"}])
-        return [first.text, (await conversation.respond()).text]
+        reply = await actor.in_episode(SamplingParams(max_tokens=9), 0, session).respond("?")
+        return [reply.text, (await reply.respond("and?")).text]
 
     async def play_both():
         return await asyncio.gather(play("a"), play("b"))

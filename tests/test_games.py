@@ -38,7 +38,7 @@ def play(name: str, replies: dict[str, list[str]], max_tokens: int = 99, split: 
     }
     plan = RolloutPlan(name="test", tasks=[task], group_size=1, params=SamplingParams(max_tokens=max_tokens), seed=0)
     ranks = Ranks(rank=0, size=1, device=None, store=None)
-    return asyncio.run(rollout(env, actors, plan, RolloutConfig(max_failed_fraction=1.0), ranks)), task
+    return asyncio.run(rollout({env.name: env}, actors, plan, RolloutConfig(max_failed_fraction=1.0), ranks)), task
 
 
 def rewards(found) -> dict[tuple[str, str], float]:

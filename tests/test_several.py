@@ -266,5 +266,5 @@ def test_an_endpoints_limits_are_flags():
     base += ["--actors.judge.api", "http://127.0.0.1:9/v1", "--actors.judge.api_key_env", ""]
     usual = make_api_actor(parse_config(base), "judge")
     judge = make_api_actor(parse_config([*base, "--actors.judge.max_tokens", "7"]), "judge")
-    assert judge.speaker(SamplingParams(max_tokens=256), seed=0).params.max_tokens == 7
-    assert usual.speaker(SamplingParams(max_tokens=256), seed=0).params.max_tokens == 256
+    assert judge.in_episode(SamplingParams(max_tokens=256), seed=0).params.max_tokens == 7
+    assert usual.in_episode(SamplingParams(max_tokens=256), seed=0).params.max_tokens == 256

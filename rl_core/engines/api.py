@@ -1,7 +1,7 @@
 """An actor that is an OpenAI-compatible endpoint: a provider's, or what SGLang, vLLM and others serve.
 
 judge = ApiActor(name="judge", url="http://127.0.0.1:8000/v1", model="Qwen/Qwen3-8B", api_key_env="")
-reply = await judge.speaker(SamplingParams(max_tokens=256), seed=0, session="").converse(messages).respond()
+reply = await judge.in_episode(SamplingParams(max_tokens=256), seed=0).respond(messages)
 
 It cannot be trained: only the text of what it says is known. The key is read from the environment. It is never printed or
 written, and is cut out of what an endpoint answers.
@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 from rl_core.data.tasks import shorten
 from rl_core.metrics import Metric, Sum
-from rl_core.sampling.actor import Conversation, at_most
-from rl_core.types import Completion, Message, SamplingParams, counter_seed
+from rl_core.sampling.actor import Actor
+from rl_core.types import Completion, Message, SamplingParams
 
 SENT = ("role", "content", "name", "tool_calls", "tool_call_id")  # keys of a message; endpoints refuse others
 COUNTS = ("requests", "retries", "failed", "prompt_tokens", "completion_tokens")
@@ -64,9 +64,25 @@ class ApiActor:
     def capacity(self) -> int:
         return sys.maxsize  # what exceeds max_concurrent waits here and holds no engine up
 
-    def speaker(self, params: SamplingParams, seed: int, session: str = "") -> ApiSpeaker:
-        """This actor in one episode."""
-        return ApiSpeaker(self, at_most(params, self.max_tokens), seed, session)
+    def in_episode(self, params: SamplingParams, seed: int, session: str = "") -> Actor:
+        """This actor in one episode. Without a chat template its conversations hold messages and no tokens: nothing of it is
+        trained, and only the endpoint knows how full its context is."""
+        own = {"max_turns": self.max_turns, "max_tokens": self.max_tokens, "is_trainable": False}
+        return Actor(name=self.name, engine=self, chat=None, **own).in_episode(params, seed, session)
+
+    async def chat(
+        self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int
+    ) -> tuple[Message, Completion]:
+        """The next message, and the completion of which it is the text. Raises as ask()."""
+        choice = await self.ask(messages, tools, params, seed)
+        said = {key: choice["message"].get(key) for key in ("content", "tool_calls")}
+        message = {"role": "assistant", "content": said["content"] or ""}
+        message |= {"tool_calls": said["tool_calls"]} if said["tool_calls"] else {}
+        reason = "length" if choice.get("finish_reason") == "length" else "stop"
+        text = message["content"]
+        return message, Completion(token_ids=[], logprobs=[], text=text, finish_reason=reason, policy_version=-1)
+
+    def end_session(self, session: str) -> None: ...
 
     def take_metrics(self) -> dict[str, Metric]:
         """Counts since the last call: requests, retries, replies that failed, and tokens as the endpoint counts them."""
@@ -116,54 +132,6 @@ class ApiActor:
         """One line of bearable length, without the key: an endpoint may repeat the key that it refuses."""
         text = text.replace(self.key, "***") if self.key else text
         return f"actor {self.name!r}: {self.url} gave {shorten(' '.join(text.split()), 400)}"
-
-
-class ApiSpeaker:
-    """An ApiActor in one episode, as Speaker is of an Actor."""
-
-    def __init__(self, actor: ApiActor, params: SamplingParams, seed: int, session: str):
-        self.actor, self.params, self.seed, self.session = actor, params, seed, session
-        self.name, self.max_turns, self.is_trainable = actor.name, actor.max_turns, actor.is_trainable
-        self.sessions: list[str] = []  # of its conversations
-
-    def converse(
-        self, messages: list[Message], tools: list | None = None, params: SamplingParams | None = None, label: str = ""
-    ) -> ApiConversation:
-        """A conversation that begins with these messages. Its seeds depend on its label, by default its number."""
-        self.sessions.append(f"{self.session}/{label or len(self.sessions)}")
-        return ApiConversation(self, messages, tools, params or self.params, self.sessions[-1])
-
-    def close(self) -> None: ...
-
-
-class ApiConversation:
-    """Messages alone: without tokens there is nothing to train, and only the endpoint knows how full its context is."""
-
-    def __init__(
-        self, speaker: ApiSpeaker, messages: list[Message], tools: list | None, params: SamplingParams, session: str
-    ):
-        self.speaker, self.tools, self.params, self.session = speaker, tools, params, session
-        self.messages, self.turns, self.stream = list(messages), [], None  # turns stays empty
-        self.num_replies, self.num_forks, self.truncated = 0, 0, False
-
-    async def respond(self) -> Completion:
-        """The actor's next message, without tokens. It is appended to `messages`. Raises as ApiActor.ask."""
-        seed = counter_seed(self.speaker.seed, self.session, self.num_replies)
-        choice = await self.speaker.actor.ask(self.messages, self.tools, self.params, seed)
-        said = {key: choice["message"].get(key) for key in ("content", "tool_calls")}
-        message = {"role": "assistant", "content": said["content"] or ""}
-        self.messages.append(message | ({"tool_calls": said["tool_calls"]} if said["tool_calls"] else {}))
-        self.num_replies += 1
-        self.truncated = choice.get("finish_reason") == "length"
-        reason = "length" if self.truncated else "stop"
-        return Completion(token_ids=[], logprobs=[], text=message["content"], finish_reason=reason, policy_version=-1)
-
-    def add(self, messages: list[Message]) -> bool:
-        """What others say to the actor. True: the next turn may have room."""
-        self.messages.extend(messages)
-        return True
-
-    fork, trajectory = Conversation.fork, Conversation.trajectory
 
 
 def request_of(messages: list[Message], tools: list | None, params: SamplingParams, seed: int) -> dict[str, Any]:

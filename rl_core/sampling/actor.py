@@ -1,31 +1,49 @@
-"""A named speaker. An Actor lasts for the run, a Speaker for one episode, a Conversation is what a Speaker sees of it."""
+"""An actor speaks. A conversation is one actor in one episode, and what hooks hold as its reply."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from zlib import crc32
 
+from rl_core.config import nearest
 from rl_core.data.chat import Chat, TokenStream
+from rl_core.data.tasks import check_messages
 from rl_core.sampling.engine import DeviceLease, Engine
-from rl_core.types import Completion, Message, SamplingParams, Task, Trajectory, Turn, counter_seed
+from rl_core.sampling.hooks import finite_parts, wait_for_all
+from rl_core.types import Completion, Message, SamplingParams, Trajectory, counter_seed
+
+# A trainable actor's tokens must be drawn as the learner assumes: a reply for which one of these was given is not trained.
+DRAWING = ("temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass(kw_only=True, slots=True)
 class Actor:
+    """A name with a model. Adapter, older weights and a shared device are facts about it, not engines around engines.
+    In an episode it is a copy that has a seed and keeps its conversations; hooks hold that copy."""
+
     name: str
     engine: Engine | None  # None: another rank samples with this one's device
-    chat: Chat
-    stop_token_ids: tuple[int, ...]  # end its turn
-    max_turns: int  # of one episode
-    max_context_tokens: int  # of one conversation
+    chat: Chat | None  # None: the engine reads messages, and its tokens are not known
+    stop_token_ids: tuple[int, ...] = ()  # end its turn
+    max_turns: int = 1  # of one episode
+    max_context_tokens: int = 0  # of one conversation
     max_tokens: int | None = None  # of one turn, where more are asked for
     is_trainable: bool = True  # it has a learner
     adapter: str = ""  # LoRA adapter that it speaks with
     lease: DeviceLease | None = None  # where engines share a device
     older: Engine | None = None  # an engine with older weights, which answers a part of the turns
     older_frac: float = 0.0
+    params: SamplingParams | None = None  # of one episode, as all below
+    seed: int = 0
+    session: str = ""
+    num_asked: Counter[str] = field(default_factory=Counter)
+    conversations: list[Conversation] = field(default_factory=list)
 
     @property
     def capacity(self) -> int:
@@ -51,112 +69,188 @@ class Actor:
     def device(self, engine: Engine) -> AbstractAsyncContextManager[None]:
         return self.lease.of(engine) if self.lease else nullcontext()
 
-    def end_session(self, session: str) -> None:
-        for engine in self.engines:
-            engine.end_session(session)
-
-    def speaker(self, params: SamplingParams, seed: int, session: str) -> Speaker:
-        """This actor in one episode."""
-        return Speaker(self, at_most(params, self.max_tokens), seed, session)
-
-
-def at_most(params: SamplingParams, max_tokens: int | None) -> SamplingParams:
-    limit = params.max_tokens if max_tokens is None else min(params.max_tokens, max_tokens)
-    return dataclasses.replace(params, max_tokens=limit)
-
-
-class Speaker:
-    """An actor in one episode. The same seed gives the same replies."""
-
-    def __init__(self, actor: Actor, params: SamplingParams, seed: int, session: str):
-        self.actor, self.params, self.seed, self.session = actor, params, seed, session
-        self.name, self.max_turns, self.is_trainable = actor.name, actor.max_turns, actor.is_trainable
-        self.sessions: list[str] = []
+    def in_episode(self, params: SamplingParams, seed: int, session: str) -> Actor:
+        own = at_most(params, self.max_tokens)
+        return replace(self, params=own, seed=seed, session=session, num_asked=Counter(), conversations=[])
 
     def converse(
         self, messages: list[Message], tools: list | None = None, params: SamplingParams | None = None, label: str = ""
     ) -> Conversation:
-        """A conversation that begins with these messages. Its seeds hang on its label, by default how many came before it.
+        """A conversation that begins with these messages. Its seeds depend on its label, by default how many came before.
         Raises ValueError if the chat template refuses the messages."""
-        self.sessions.append(f"{self.session}/{label or len(self.sessions)}")
-        return Conversation(self, messages, tools, params or self.params, self.sessions[-1])
+        session = f"{self.session}/{label or len(self.conversations)}"
+        self.conversations.append(Conversation(self, messages, tools, params or self.params, session))
+        return self.conversations[-1]
+
+    async def respond(
+        self, messages: str | Sequence[Message], n: int | None = None, tools: list | None = None, **sampling
+    ) -> Conversation | list[Conversation]:
+        """What the actor answers: one reply, or a list of `n` that are drawn side by side. Text is one message of the user.
+        `sampling`: max_tokens and stop; and temperature, top_p, top_k, min_p, with which a reply cannot be trained."""
+        for name in sampling.keys() - {"max_tokens", "stop", *DRAWING}:
+            raise ValueError(
+                f"respond({name}=...) is unknown; {nearest(name, ('n', 'tools', 'max_tokens', 'stop', *DRAWING))}"
+            )
+        if "stop" in sampling:
+            sampling["stop"] = (sampling["stop"],) if isinstance(sampling["stop"], str) else tuple(sampling["stop"])
+        messages = as_messages(messages)
+        # Not a running number: whose turn comes first may depend on the time that others take.
+        asked = f"{crc32(json.dumps([messages, tools], default=str).encode()):08x}"
+        replies = []
+        for _ in range(1 if n is None else n):
+            reply = self.converse(messages, tools, replace(self.params, **sampling), f"{asked}-{self.num_asked[asked]}")
+            reply.drawn_by = [name for name in DRAWING if name in sampling]
+            self.num_asked[asked] += 1
+            replies.append(reply)
+        await wait_for_all([reply.respond() for reply in replies])
+        return replies[0] if n is None else replies
+
+
+class Cast(dict[str, Actor]):
+    """The actors of one episode by name, as hooks get them."""
+
+    def __init__(self, actors: Mapping[str, Actor], params: SamplingParams, seed: int, session: str):
+        super().__init__({n: actor.in_episode(params, seed, f"{session}/{n}") for n, actor in actors.items()})
+
+    def __missing__(self, name: str) -> Actor:
+        raise KeyError(f"{name!r} is no actor; {nearest(str(name), sorted(self))}")
 
     def close(self) -> None:
-        for session in self.sessions:
-            self.actor.end_session(session)
+        """Engines free what they keep for the episode."""
+        for actor in self.values():
+            for engine in actor.engines:
+                for conversation in actor.conversations:
+                    engine.end_session(conversation.session)
 
 
 class Conversation:
-    """Messages and, beside them, the tokens that the actor saw and sampled. The tokens only grow, but where the chat
-    template rewrites history."""
+    """Messages and, beside them, the tokens that the actor saw and sampled. Tokens only grow, except where the chat template
+    rewrites history. A conversation of which no trajectory is returned is not trained."""
 
-    def __init__(
-        self, speaker: Speaker, messages: list[Message], tools: list | None, params: SamplingParams, session: str
-    ):
-        self.speaker, self.params, self.session = speaker, params, session
-        self.messages = list(messages)
-        self.turns: list[Turn] = []
-        self.num_forks = 0
-        self.stream = TokenStream(speaker.actor.chat, self.messages, tools)
+    def __init__(self, actor: Actor, messages: list[Message], tools: list | None, params: SamplingParams, session: str):
+        self.speaker, self.tools, self.params, self.session = actor, tools, params, session
+        self.history, self.turns, self.text = list(messages), [], ""  # text: what the actor said last
+        self.stream = actor.chat and TokenStream(actor.chat, self.history, tools)
         self.truncated = self.is_full  # a turn hit max_tokens, or the context is full
+        self.num_replies = self.num_forks = 0
+        self.drawn_by: list[str] = []  # sampling parameters that a hook chose
+        self.is_busy = False
+
+    @property
+    def actor(self) -> str:
+        return self.speaker.name
+
+    @property
+    def messages(self) -> list[Message]:
+        """A copy, the last reply at its end."""
+        return copied(self.history)
+
+    @property
+    def answer(self) -> str:
+        """The text without what was thought before it."""
+        return without_thoughts(self.text)
+
+    @property
+    def last_text(self) -> str:
+        """What the actor said in its last turn, which `text` is not if there was no room for one more."""
+        return next((m["content"] for m in reversed(self.history) if m["role"] == "assistant"), "")
 
     @property
     def is_full(self) -> bool:
-        return len(self.stream.prompt_ids) >= self.speaker.actor.max_context_tokens
+        return self.stream is not None and len(self.stream.prompt_ids) >= self.speaker.max_context_tokens
 
-    async def respond(self) -> Completion:
-        """The actor's next message. It is appended to `messages`. Raises ValueError if no token fits in the context."""
-        speaker, prompt_ids = self.speaker, self.stream.prompt_ids
-        room = speaker.actor.max_context_tokens - len(prompt_ids)
+    async def respond(self, messages: str | Sequence[Message] = ()) -> Conversation:
+        """This conversation, with the actor's next turn after `messages` from others. If they leave no room for it, its text
+        is "" and it is truncated. Raises ValueError if the first prompt leaves none."""
+        self._check_idle()
+        messages = as_messages(messages) if messages else []
+        self.is_busy = True  # for good if this raises: tokens and messages may differ
+        if self.num_replies:
+            self.history += copied(messages)
+            if self.stream:
+                last = self.turns[-1].completion
+                self.stream.append(last.token_ids, last.text, messages)
+        if self.num_replies and self.is_full:
+            self.text, self.truncated = "", True
+        else:
+            await self._speak()
+        self.is_busy = False
+        return self
+
+    async def _speak(self) -> None:
+        actor, seed = self.speaker, counter_seed(self.speaker.seed, self.session, self.num_replies)
+        if self.stream is None:
+            said, completion = await actor.engine.chat(self.history, self.tools, self.params, seed)
+        else:
+            completion = await self._sample(seed)
+            said = {"role": "assistant", "content": completion.text}
+            self.turns.append(self.stream.turn(completion))
+        self.history.append(said)
+        self.text, self.truncated = completion.text, completion.finish_reason == "length"
+        self.num_replies += 1
+
+    async def _sample(self, seed: int) -> Completion:
+        actor, prompt_ids = self.speaker, self.stream.prompt_ids
+        room = actor.max_context_tokens - len(prompt_ids)
         if room < 1:
             raise ValueError(
-                f"a prompt of {len(prompt_ids)} tokens fills the context of {speaker.actor.max_context_tokens}; "
+                f"a prompt of {len(prompt_ids)} tokens fills the context of {actor.max_context_tokens}; "
                 "raise --max_prompt_tokens"
             )
-        params = dataclasses.replace(
-            self.params,
-            max_tokens=min(room, self.params.max_tokens),
-            stop_token_ids=speaker.actor.stop_token_ids,
-        )
-        seed = counter_seed(speaker.seed, self.session, len(self.turns))
-        is_last = len(self.turns) + 1 == speaker.max_turns  # nothing is kept for a turn that will not come
-        session = "" if is_last else self.session
-        completion = await speaker.actor.generate(prompt_ids, params, seed, session)
-        self.turns.append(self.stream.turn(completion))
-        self.messages.append({"role": "assistant", "content": completion.text})
-        self.truncated = completion.finish_reason == "length"
-        return completion
-
-    def add(self, messages: list[Message]) -> bool:
-        """What others say to the actor. False if the next turn has no room left in the context."""
-        last = self.turns[-1].completion
-        self.messages.extend(messages)
-        self.stream.append(last.token_ids, last.text, messages)
-        self.truncated = self.is_full
-        return not self.truncated
+        own = {"max_tokens": min(room, self.params.max_tokens), "stop_token_ids": actor.stop_token_ids}
+        is_last = len(self.turns) + 1 == actor.max_turns  # nothing is kept for a turn that will not come
+        return await actor.generate(prompt_ids, replace(self.params, **own), seed, "" if is_last else self.session)
 
     def fork(self) -> Conversation:
-        """Another conversation that goes on from here by itself, with the same tokens so far and seeds of its own."""
+        """A second conversation that goes on from here by itself, with the same tokens so far and seeds of its own."""
+        self._check_idle()
         other = copy.copy(self)
-        other.messages, other.turns, other.stream = list(self.messages), list(self.turns), copy.copy(self.stream)
+        other.history, other.turns, other.stream = list(self.history), list(self.turns), copy.copy(self.stream)
         other.session, other.num_forks = f"{self.session}.{self.num_forks}", 0
         self.num_forks += 1
-        self.speaker.sessions.append(other.session)
+        self.speaker.conversations.append(other)
         return other
 
     def trajectory(
-        self, task: Task, *, reward: float, reward_parts: dict[str, float], metrics: dict[str, float]
+        self, reward: float | dict[str, float] | None, *, seat: str = "", metrics: dict[str, float] | None = None
     ) -> Trajectory:
-        """This conversation as it stands, scored; who asked for it fills in group and index."""
-        return Trajectory(
-            task_id=task.id,
-            env=task.env,
-            group_id="",
-            actor=self.speaker.name,
-            messages=list(self.messages),
-            turns=list(self.turns),
-            reward=reward,
-            reward_parts=reward_parts,
-            metrics=metrics,
-            status="truncated" if self.truncated else "ok",
-        )
+        """The conversation as it stands, scored. A dict is summed and each part is logged. In a group, trajectories of one
+        actor and seat share a baseline. The caller fills in task, group and index."""
+        self._check_idle()
+        if self.drawn_by and self.speaker.is_trainable:
+            raise ValueError(
+                f"a reply of {self.actor} for which {self.drawn_by[0]} was given cannot be trained: the run says how it samples "
+                f"what it trains on; leave {self.drawn_by[0]} out, or return no trajectory of it"
+            )
+        parts = finite_parts(reward, "rollout", f"trajectory(reward=...) of {self.actor}")
+        return self.record(reward=math.fsum(parts.values()), reward_parts=parts, seat=seat, metrics=dict(metrics or {}))
+
+    def record(self, **more) -> Trajectory:
+        """The conversation as it stands."""
+        status = {"status": "truncated" if self.truncated else "ok"}
+        lists = {"messages": copied(self.history), "turns": list(self.turns)}
+        return Trajectory(task_id="", env="", group_id="", actor=self.actor, **lists | status | more)
+
+    def _check_idle(self) -> None:
+        if self.is_busy:
+            raise ValueError(
+                f"this reply of {self.actor} is still being continued, or failed to be; fork() it before each branch"
+            )
+
+
+def at_most(params: SamplingParams, max_tokens: int | None) -> SamplingParams:
+    return replace(params, max_tokens=min(params.max_tokens, max_tokens or params.max_tokens))
+
+
+def without_thoughts(text: str) -> str:
+    """What follows </think>; all of it where that does not stand."""
+    _, ended, answer = text.rpartition("</think>")
+    return answer.lstrip("\n") if ended else text
+
+
+def as_messages(messages: str | Sequence[Message]) -> list[Message]:
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else check_messages(messages)
+
+
+def copied(messages: Sequence[Message]) -> list[Message]:
+    return [dict(message) for message in messages]

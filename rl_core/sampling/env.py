@@ -1,49 +1,67 @@
-"""A user's environment file -> one async function, rollout(task, speakers) -> trajectories.
-
-Whatever hooks the file has, everything above this file knows that one shape.
-"""
+"""A user's environment file -> an Env, whose rollout(task, actors) plays one episode. Here it is found out what the file
+has, and refused what cannot be."""
 
 from __future__ import annotations
 
+import asyncio
+import difflib
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import importlib
+import importlib.util
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl_core.config import nearest
 from rl_core.data.rows import check_exists
-from rl_core.sampling.env_file import SystemPrompts, check_names, execute_file, listed, longest_order, rows_of
-from rl_core.sampling.episode import Rules, play
-from rl_core.sampling.hooks import Hook, HookThreads
-from rl_core.sampling.replies import Voices, check_trajectories
-from rl_core.sampling.rewards import (
-    Reward,
-    advantages_of,
-    copied,
-    finite_reward,
-    marked_rewards,
-    score_group,
-    task_copy,
-)
-from rl_core.sampling.schedule import check_speaker, draw_turns, parse_schedule, speakers_of
-from rl_core.types import Message, Task, Trajectory, counter_seed
+from rl_core.data.tasks import shorten
+from rl_core.sampling.actor import Cast, at_most, copied
+from rl_core.sampling.episode import Reward, play, score_group, task_copy
+from rl_core.sampling.hooks import Hook, describe_error, finite
+from rl_core.types import Message, RunError, Task, Trajectory, counter_seed
 
-if TYPE_CHECKING:
-    from rl_core.sampling.actor import Speaker
-
-# What each hook may name besides the data's columns. `state` joins them if there is a start().
+SCHEDULE = "rl_core.options.schedule"  # imported where `turns` is a string
+MAX_TURNS = 10_000  # that are taken of a turns() that yields for ever
+# What each hook may name besides the data's columns. `state` joins SPOKEN if there is a start().
 BEFORE = frozenset({"messages", "prompt", "task"})
 SPOKEN = BEFORE | {"completion", "trajectory", "actor", "actors"}
 OF_GROUP = frozenset({"trajectories", "prompt", "task", "actor", "actors"})
 ARGUMENTS = {
     "start": BEFORE | {"actor", "actors"},
     "interact": SPOKEN,
-    "turns": BEFORE | {"actors"},  # their names: nobody can be asked yet
+    "turns": BEFORE | {"actors"},  # their names: they cannot speak yet
     "rollout": frozenset({"task", "actors"}),
     "task_weight": frozenset({"tries", "success_rate", "mean_reward"}),
 }
+FUNCTIONS = (*ARGUMENTS, "reward_fn", "group_reward_fn", "load_tasks", "advantage_fn")
+# Setting -> (whether a value is good, what it must be).
+SETTINGS = {
+    "max_turns": (lambda v: type(v) is int and v >= 1, "a whole number of at least 1"),
+    "tools": (lambda v: is_list(v, dict), "a list of OpenAI schemas (dictionaries)"),
+    "turns": (
+        lambda v: isinstance(v, str) or callable(v) or (v and is_list(v, str)),
+        "a schedule such as 'bob -> alice', a list of names, or a function that yields names",
+    ),
+    "system_prompts": (
+        lambda v: isinstance(v, dict) and is_list([*v, *v.values()], str),
+        "a dictionary of actors' names and texts",
+    ),
+    "name_prefix": (lambda v: isinstance(v, bool), "True or False"),
+    "truncated_reward": (
+        lambda v: type(v) in (int, float) and abs(v) < float("inf"),
+        "None, or the finite reward of an episode that was cut off",
+    ),
+}
+
+
+def is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)
 
 
 @dataclass(kw_only=True)
@@ -51,14 +69,20 @@ class Env:
     name: str  # the file's stem
     path: str
     hooks: dict[str, Hook]
-    rollout: Callable[[Task, Mapping[str, Speaker]], Awaitable[list[Trajectory]]]
-    load_tasks: Callable[[str], Sequence[dict[str, Any]]] | None = None  # split -> rows
-    advantage_fn: Callable[[list[float]], list[float]] | None = None  # rewards of a group -> advantages
-    max_turns: int | None = None  # of all actors together
-    tools: list[dict[str, Any]] | None = None
-    turns: str | list[str] | Hook | None = None
-    system_prompts: SystemPrompts
-    group_rewards: list[Reward] = field(default_factory=list)
+    rewards: list[Reward]
+    load_tasks: Callable[[str], Sequence[dict[str, Any]]] | None  # split -> rows
+    advantage_fn: Callable[[list[float]], list[float]] | None  # rewards of a group -> advantages
+    turns: str | list[str] | Hook | None
+    max_turns: int | None  # of all actors together; None: as each actor says
+    max_tokens: int | None = None  # of one turn, where actors may say more
+    tools: list[dict[str, Any]] | None
+    system_prompts: dict[str, tuple[Any, set[str]]]  # actor -> (Jinja template, columns that it names)
+    name_prefix: bool
+    truncated_reward: float | None
+
+    @property
+    def group_rewards(self) -> list[Reward]:
+        return [reward for reward in self.rewards if reward.batched]
 
     @property
     def is_multi_turn(self) -> bool:
@@ -66,70 +90,63 @@ class Env:
 
     def check_columns(self, rows: Sequence[dict[str, Any]], source: str) -> None:
         """Raises ValueError if a hook or a system prompt names what is neither ours nor a column of every row."""
+        wanted = [(f"{hook.name}()", hook.required - hook.ours, hook.ours) for hook in self.hooks.values()]
+        wanted += [(f"system_prompts[{a!r}]", names, set()) for a, (_, names) in self.system_prompts.items()]
         columns = getattr(rows, "column_names", None)  # a table's rows all have the same
-        wanted = [(hook, hook.required - hook.ours) for hook in self.hooks.values()]
         for number, row in enumerate([dict.fromkeys(columns)] if columns is not None else rows, 1):
-            for hook, names in wanted:
-                if missing := sorted(names - row.keys()):
+            for what, names, ours in wanted:
+                for name in sorted(names - row.keys()):
+                    hint = "it needs start(task)" if name == "state" else nearest(name, sorted({*ours, *row}))
                     raise ValueError(
-                        f"{self.path}: {hook.name}() names {missing[0]!r}, which is neither an argument of hooks nor a "
-                        f"column of row {number} of {source}; {missing_hint(hook, missing[0], row)}"
-                    )
-            for actor, names in self.system_prompts.columns.items():
-                if missing := sorted(names - row.keys()):
-                    raise ValueError(
-                        f"{self.path}: system_prompts[{actor!r}] names {missing[0]!r}, which is no column of row {number} of "
-                        f"{source}; {nearest(missing[0], sorted(row))}"
+                        f"{self.path}: {what} names {name!r}, which is neither an argument that it can have nor a column of "
+                        f"row {number} of {source}; {hint}"
                     )
 
     def check_actors(self, names: Sequence[str]) -> None:
-        """Raises ValueError unless these actors can play: those that `turns` and `system_prompts` name are among them, and
-        with several somebody says whose turn it is."""
-        for actor in self.system_prompts.templates:
-            self.check_name(actor, names, "system_prompts")
-        if len(names) > 1:
-            if self.turns is None and "rollout" not in self.hooks:
-                raise ValueError(
-                    f"{self.path}: there are {len(names)} actors, {', '.join(names)}, and nothing says whose turn it is; add "
-                    f'turns = "{" -> ".join(names)}", or write async def rollout(task, actors)'
-                )
-            start = self.hooks.get("start")
-            if start and "actor" in start.required:
-                raise ValueError(
-                    f"{self.path}: start() names 'actor', but is called before one of {', '.join(names)} speaks; drop it"
-                )
+        """Raises ValueError unless these actors can play."""
+        known = dict.fromkeys(self.system_prompts, "system_prompts")
         if isinstance(self.turns, str):
-            self.parsed(names)
+            self._schedule(names)
         elif isinstance(self.turns, list):
-            for name in self.turns:
-                self.check_name(name, names, "turns")
+            known |= dict.fromkeys(self.turns, "turns")
+        elif self.turns is None and len(names) > 1 and "rollout" not in self.hooks:
+            raise ValueError(
+                f"{self.path}: there are {len(names)} actors, {', '.join(names)}, and nothing says whose turn it is; add "
+                f'turns = "{" -> ".join(names)}", or write async def rollout(task, actors)'
+            )
+        for name, where in known.items():
+            self._check_actor(name, names, where)
 
-    def speakers(self, names: Sequence[str]) -> set[str] | None:
-        """Those of the actors that may speak; None where only a function of the file knows."""
-        if "rollout" in self.hooks or isinstance(self.turns, Hook):
-            return None
-        return speakers_of(self.parsed(names)) if isinstance(self.turns, str) else set(self.turns or names)
+    def _check_actor(self, name: str, names: Sequence[str], where: str) -> None:
+        if name not in names:
+            raise ValueError(f"{self.path}: {where}: {name!r} is no actor; {nearest(str(name), sorted(names))}")
 
-    def check_name(self, name: str, names: Sequence[str], where: str) -> None:
+    def _schedule(self, names: Sequence[str] = ()) -> tuple:
         try:
-            check_speaker(name, names)
-        except ValueError as error:
-            raise ValueError(f"{self.path}: {where}: {error}") from None
-
-    def parsed(self, names: Sequence[str]) -> tuple:
-        try:
-            return parse_schedule(self.turns, sorted(names))
+            return importlib.import_module(SCHEDULE).parse_schedule(self.turns, sorted(names))
         except ValueError as error:
             raise ValueError(f"{self.path}: turns: {error}") from None
 
+    def speakers(self, names: Sequence[str] = ()) -> list[str] | None:
+        """Those of the actors that may speak, or that the file names if none are given; None where only a function of the
+        file knows."""
+        if "rollout" in self.hooks or isinstance(self.turns, Hook):
+            return None
+        if isinstance(self.turns, str):
+            return importlib.import_module(SCHEDULE).speakers_of(self._schedule(names))
+        return list(self.turns or names)
+
     def opening(self, task: Task, actor: str) -> list[Message]:
-        """What an actor sees before anybody has spoken. Its system prompt takes the place of the task's own."""
-        messages = copied(task.messages)
-        prompt = self.system_prompts.render(actor, task)
-        if prompt is None:
-            return messages
-        own = messages[:1] if messages[:1] and messages[0].get("role") == "system" else []
-        return [{"role": "system", "content": prompt}, *messages[len(own) :]]
+        """What an actor sees before anybody has spoken. Its system prompt replaces the task's own."""
+        if actor not in self.system_prompts:
+            return copied(task.messages)
+        try:
+            text = self.system_prompts[actor][0].render(task.row)
+        except Exception as error:  # a template is a hook too: filters raise what they like
+            what = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{self.path}: system_prompts[{actor!r}] fails for task {task.id}: {what}") from error
+        has_own = bool(task.messages) and task.messages[0].get("role") == "system"
+        return [{"role": "system", "content": text}, *copied(task.messages[has_own:])]
 
     async def draw(self, task: Task, names: Sequence[str], seed: int) -> Task:
         """The task with who speaks when in info["turns"], the same for all episodes of a group. Raises ValueError, HookError
@@ -137,132 +154,224 @@ class Env:
         if self.turns is None:
             return task
         if isinstance(self.turns, str):
-            order = draw_turns(self.parsed(names), seed)
+            order = importlib.import_module(SCHEDULE).draw_turns(self._schedule(names), seed)
         elif isinstance(self.turns, list):
             order = self.turns
         else:
-            given = {
-                "messages": lambda: copied(task.messages),
-                "prompt": lambda: copied(task.messages),
-                "task": lambda: task_copy(task),
-                "actors": lambda: list(names),
-            }
+            given = {name: lambda: copied(task.messages) for name in ("messages", "prompt")}
+            given |= {"task": lambda: task_copy(task), "actors": lambda: list(names)}
             order = await self.turns(task.id, task.row, given)
             for name in order:
-                self.check_name(name, names, f"turns() for task {task.id}")
+                self._check_actor(name, names, f"turns() for task {task.id}")
         return replace(task, info=task.info | {"turns": list(order)})
 
-    async def score_group(
-        self, task: Task, trajectories: Sequence[Trajectory], speakers: Mapping[str, Speaker]
-    ) -> None:
+    async def rollout(self, task: Task, actors: Cast) -> list[Trajectory]:
+        """The trajectories of one episode."""
+        for actor in actors.values():
+            actor.params, actor.max_turns = at_most(actor.params, self.max_tokens), self.max_turns or actor.max_turns
+        if "rollout" in self.hooks:
+            given = {"task": lambda: task_copy(task), "actors": lambda: actors}
+            return self._checked(await self.hooks["rollout"](task.id, task.row, given), task, actors)
+        if self.turns is not None and "turns" not in task.info:
+            task = await self.draw(task, list(actors), counter_seed(task.id, "schedule"))
+        return await play(self, task, actors)
+
+    def _checked(self, found: Any, task: Task, actors: Cast) -> list[Trajectory]:
+        """What the user's rollout() returned. Raises ValueError unless it is a list of scored trajectories."""
+        if not found or not is_list(found, Trajectory):
+            fix = "it must be a list of at least one Trajectory: return [reply.trajectory(reward=...)]"
+            raise ValueError(f"{self.path}: what rollout() returned is {shorten(found)}; {fix}")
+        last = [id(t.turns[-1]) for t in found if t.turns]
+        if len(set(last)) < len(last):
+            raise ValueError(
+                f"{self.path}: rollout() returned two trajectories that end in the same reply; fork() the reply"
+            )
+        for t in found:
+            what = f"{self.path}: a trajectory of {t.actor!r} that rollout() returned"
+            self._check_actor(t.actor, list(actors), "a trajectory that rollout() returned")
+            t.reward = finite(t.reward, f"the reward of {what}")
+            if t.turn_rewards and len(t.turn_rewards) != len(t.turns):
+                raise ValueError(f"{what} has {len(t.turn_rewards)} turn_rewards for {len(t.turns)} turns")
+            t.task_id, t.env = task.id, task.env
+        return list(found)
+
+    async def score_group(self, task: Task, trajectories: Sequence[Trajectory], actors: Cast) -> None:
         """Adds what the hooks for a whole group give. Raises what they raise, ValueError for what is no reward."""
-        await score_group(self.group_rewards, task, trajectories, Voices(speakers, task))
+        await score_group(self.group_rewards, task, trajectories, actors)
 
-
-def missing_hint(hook: Hook, name: str, row: Mapping[str, Any]) -> str:
-    if name == "trajectories":
-        return "mark it by @reward(batched=True), or call it group_reward_fn: it then gets those of a whole group"
-    if "trajectories" in hook.ours and name in SPOKEN | {"state"}:
-        return f"{hook.name}() is called once for a group, and finds what was said in `trajectories`"
-    if hook.name == "task_weight" and name in SPOKEN | {"state"}:
-        return f"it is asked before a task is drawn: it may name {', '.join(sorted(hook.ours))} and columns"
-    if name == "state" and hook.name not in ("start", "turns", "rollout"):
-        return "define start(task), which makes it"
-    if name in SPOKEN and hook.name != "rollout":
-        return f"it does not exist yet when {hook.name}() is called"
-    return nearest(name, sorted({*hook.ours, *row}))
+    def task_weight(self, task_id: str, row: dict[str, Any], known: Mapping[str, float]) -> float:
+        """What the user's task_weight() gives for a task of which so much is known. Raises ValueError unless it is a finite
+        number of at least 0."""
+        hook, given = self.hooks["task_weight"], ", ".join(f"{name}={value:.4g}" for name, value in known.items())
+        what = f"{self.path}: task_weight() for task {task_id} with {given}"
+        try:
+            weight = hook.function(**hook.arguments(row, {name: lambda v=v: v for name, v in known.items()}))
+        except Exception as error:
+            raise ValueError(f"{what} failed: {describe_error(error, self.path)}") from error
+        with suppress(ValueError):
+            if finite(weight, what) >= 0:
+                return float(weight)
+        raise ValueError(f"{what} gave {shorten(weight)}; it must give a finite number of at least 0")
 
 
 def load_env(path: str, *, hook_timeout_s: float = 60.0) -> Env:
-    """The environment of a Python file. Raises ValueError with file and line for what the file raises, and for hooks
-    that are missing, misspelled or of the wrong kind."""
+    """The environment of a Python file. Raises ValueError, with file and line for what the file raises, and for hooks that
+    are missing, misspelled or of the wrong kind."""
     file = Path(path).expanduser()
     check_exists(file)
     module = execute_file(file, path)
+    has, marked = vars(module), marked_rewards(module)
     check_names(module, path)
-    threads = HookThreads()
-
-    def hook_of(name: str, function: Callable, ours: frozenset[str], has_deadline: bool = True) -> Hook:
-        is_outside = name in ("start", "turns", "rollout", "task_weight") or ours is OF_GROUP
-        knows_state = hasattr(module, "start") and not is_outside
-        hook = Hook(
-            name=name, function=function, path=path, timeout_s=hook_timeout_s if has_deadline else None, threads=threads,
-            ours=ours | {"state"} if knows_state else ours,
-        )  # fmt: skip
-        asks = name != "turns" and "actors" in hook.ours & (hook.required | hook.optional)
-        if asks and not hook.is_async:
-            raise ValueError(
-                f"{path}: {name}() names 'actors', whose replies must be awaited; write async def {name}(...)"
-            )
-        return hook
-
-    hooks = {n: hook_of(n, getattr(module, n), ARGUMENTS[n]) for n in ("start", "interact") if hasattr(module, n)}
-    rewards = []
-    for name, (function, weight, batched) in marked_rewards(vars(module)).items():
-        hooks[name] = hook_of(name, function, OF_GROUP if batched else SPOKEN)
-        rewards.append(Reward(hook=hooks[name], weight=weight, batched=batched))
-    turns = getattr(module, "turns", None)
-    max_turns = getattr(module, "max_turns", None)
-    if callable(turns):
-        turns = hooks["turns"] = hook_of("turns", listed(turns, path), ARGUMENTS["turns"])
-    elif turns is not None:
-        turns = turns if isinstance(turns, str) else list(turns)
-        max_turns = max_turns or longest_order(turns, path)
-    if hasattr(module, "rollout"):
-        # It waits for whole conversations; the episode has a deadline of its own.
-        hooks["rollout"] = hook_of("rollout", module.rollout, ARGUMENTS["rollout"], has_deadline=False)
-    if hasattr(module, "task_weight"):
-        hooks["task_weight"] = hook_of("task_weight", module.task_weight, ARGUMENTS["task_weight"], has_deadline=False)
-        if hooks["task_weight"].is_async:
-            raise ValueError(f"{path}: task_weight() is asked between steps, when nothing else runs; drop the async")
-    load = getattr(module, "load_tasks", None)
-    advantages = getattr(module, "advantage_fn", None)
+    functions = {name: has[name] for name in ARGUMENTS if callable(has.get(name))} | {
+        n: f for n, (f, *_) in marked.items()
+    }
+    hooks = {}
+    for name, function in functions.items():
+        ours = ARGUMENTS.get(name) or (OF_GROUP if marked[name][2] else SPOKEN)
+        hooks[name] = hook = Hook(
+            name=name,
+            function=listed(function, path) if name == "turns" else function,
+            path=path,
+            timeout_s=None if name in ("rollout", "task_weight") else hook_timeout_s,  # an episode has its own deadline
+            ours=ours | {"state"} if "start" in has and ours is SPOKEN else ours,
+        )
+        if hook.is_async and name == "task_weight":
+            raise ValueError(f"{path}: task_weight() is called between steps, when nothing else runs; drop the async")
+        if not hook.is_async and name != "turns" and "actors" in hook.ours & (hook.required | hook.optional):
+            raise ValueError(f"{path}: {name}() names 'actors', who must be awaited; write async def {name}(...)")
+    turns, load, advantages = hooks.get("turns", has.get("turns")), has.get("load_tasks"), has.get("advantage_fn")
+    turns = list(turns) if isinstance(turns, tuple) else turns
+    longest = len(turns) if isinstance(turns, list) else None
     env = Env(
         name=file.stem,
         path=path,
         hooks=hooks,
-        rollout=None,
-        load_tasks=load and (lambda split: rows_of(load, split, path)),
-        advantage_fn=advantages and (lambda rewards: advantages_of(advantages, rewards, path)),
-        max_turns=max_turns,
-        tools=getattr(module, "tools", None),
+        rewards=[Reward(hook=hooks[name], weight=w, batched=b) for name, (_, w, b) in marked.items()],
+        load_tasks=load and functools.partial(rows_of, load, path=path),
+        advantage_fn=advantages and functools.partial(advantages_of, advantages, path=path),
         turns=turns,
-        system_prompts=SystemPrompts(getattr(module, "system_prompts", {}), path),
-        group_rewards=[reward for reward in rewards if reward.batched],
+        max_turns=has.get("max_turns") or longest,
+        tools=has.get("tools"),
+        system_prompts=load_prompts(has.get("system_prompts") or {}, path),
+        name_prefix=has.get("name_prefix", False),
+        truncated_reward=has.get("truncated_reward"),
     )
-    env.rollout = make_rollout(env, module, rewards)
+    if isinstance(turns, str):
+        env.max_turns = env.max_turns or importlib.import_module(SCHEDULE).num_turns(env._schedule())
     return env
 
 
-def make_rollout(env: Env, module: ModuleType, rewards: list[Reward]) -> Callable:
-    """The adapter: the user's own rollout(), or one episode by the other hooks."""
-    if "rollout" in env.hooks:
-        return functools.partial(free_rollout, env)
-    truncated_reward = getattr(module, "truncated_reward", None)
-    rules = Rules(
-        path=env.path,
-        start=env.hooks.get("start"),
-        interact=env.hooks.get("interact"),
-        rewards=[reward for reward in rewards if not reward.batched],
-        opening=env.opening,
-        tools=env.tools,
-        is_grouped=bool(env.group_rewards),
-        has_order=env.turns is not None,
-        name_prefix=getattr(module, "name_prefix", False),
-        truncated_reward=None if truncated_reward is None else finite_reward(truncated_reward),
-    )
-    return functools.partial(turn_taking_rollout, env, rules)
+def execute_file(file: Path, path: str) -> ModuleType:
+    name = f"rl_core_env_{file.stem}"
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader=None, origin=path))
+    module.__file__ = str(file.resolve())
+    sys.modules[name] = module  # dataclasses and pickle look a class up there
+    # Files beside it can be imported, as in a script; last, so that they hide no library.
+    if str(file.resolve().parent) not in sys.path:
+        sys.path.append(str(file.resolve().parent))
+    try:
+        exec(
+            compile(file.read_bytes(), path, "exec"), module.__dict__
+        )  # errors then name the path as the user wrote it
+    except (Exception, SystemExit) as error:
+        hint = "; pip install it, or drop the import" if isinstance(error, ModuleNotFoundError) else ""
+        raise ValueError(f"{path} does not load: {describe_error(error, path)}{hint}") from error
+    return module
 
 
-async def turn_taking_rollout(env: Env, rules: Rules, task: Task, speakers: Mapping[str, Speaker]) -> list[Trajectory]:
-    if env.turns is None and len(speakers) != 1:
-        env.check_actors(list(speakers))
-    if env.turns is not None and "turns" not in task.info:
-        task = await env.draw(task, list(speakers), counter_seed(task.id, "schedule"))
-    return await play(rules, task, speakers, task.info["turns"] if env.turns is not None else None)
+def marked_rewards(module: ModuleType) -> dict[str, tuple[Callable, float, bool]]:
+    """Name -> (function, weight, whether it is batched). One that has two names counts once."""
+    found: dict[str, tuple[Callable, float, bool]] = {}
+    for name, value in vars(module).items():
+        plain = {"reward_fn": (1.0, False), "group_reward_fn": (1.0, True)}.get(name)
+        mark = getattr(value, "reward_mark", plain)
+        if mark and callable(value) and all(value is not known[0] for known in found.values()):
+            found[name] = (value, mark[0], mark[1] or name == "group_reward_fn")
+    return found
 
 
-async def free_rollout(env: Env, task: Task, speakers: Mapping[str, Speaker]) -> list[Trajectory]:
-    given = {"task": lambda: task_copy(task), "actors": lambda: Voices(speakers, task)}
-    found = await env.hooks["rollout"](task.id, task.row, given)
-    return check_trajectories(found, task, speakers, env.path)
+def check_names(module: ModuleType, path: str) -> None:
+    """Raises ValueError for misspelled hooks, settings of the wrong kind, and a file without a hook that scores."""
+    has, marked = vars(module), marked_rewards(module)
+    for name, value in has.items():
+        is_own = not callable(value) or getattr(value, "__module__", "") == module.__name__
+        if name.startswith("_") or inspect.ismodule(value) or not is_own:
+            continue
+        close = difflib.get_close_matches(name.lower(), FUNCTIONS if callable(value) else SETTINGS, n=1, cutoff=0.75)
+        # Where the hook itself is there, a similar name is a helper of it; TURNS and SYSTEM_PROMPT are anybody's.
+        if close and close[0] not in has and not (name.isupper() and close[0] in ("turns", "system_prompts")):
+            raise ValueError(f"{path}: {name!r} is no hook; did you mean {close[0]!r}? Begin a helper's name with _")
+    for name in FUNCTIONS:
+        if name in has and name not in SETTINGS and not callable(has[name]):
+            raise ValueError(f"{path}: {name} must be a function, is {shorten(has[name])}")
+    for name, (is_good, rule) in SETTINGS.items():
+        if has.get(name) is not None and not is_good(has[name]):
+            raise ValueError(f"{path}: {name} = {shorten(has[name])} must be {rule}")
+    if "interact" not in has and "rollout" not in has and not marked:
+        raise ValueError(f"{path}: defines no hook; it needs def reward_fn(messages, ...) or def interact(messages)")
+    if "rollout" in has:
+        unused = [
+            n for n in ("start", "interact", "turns", "system_prompts", "name_prefix", "truncated_reward") if n in has
+        ]
+        for name in [*unused, *(n for n, (_, _, batched) in marked.items() if not batched)]:
+            raise ValueError(
+                f"{path}: rollout() does all that {name!r} is for, which nobody would call; drop one of them"
+            )
+
+
+def listed(turns: Callable, path: str) -> Callable:
+    """The user's turns() as a function that gives a list: it may yield names for ever."""
+
+    @functools.wraps(turns)
+    def call(*args, **kwargs) -> list[str]:
+        order = turns(*args, **kwargs)
+        if isinstance(order, str) or not hasattr(order, "__iter__"):
+            raise ValueError(f"turns() gave {shorten(order)}; it must yield names, or return a list of them")
+        return list(itertools.islice(order, MAX_TURNS))
+
+    return call
+
+
+def load_prompts(texts: Mapping[str, str], path: str) -> dict[str, tuple[Any, set[str]]]:
+    """Actor -> (template, columns that it names). What a template may do is bounded; an unknown name is an error."""
+    if not texts:
+        return {}
+    from jinja2 import StrictUndefined, TemplateSyntaxError, meta
+    from jinja2.sandbox import SandboxedEnvironment
+
+    sandbox, found = SandboxedEnvironment(undefined=StrictUndefined), {}
+    for actor, text in texts.items():
+        try:
+            found[actor] = sandbox.from_string(text), meta.find_undeclared_variables(sandbox.parse(text))
+        except TemplateSyntaxError as error:
+            where = f"{path}: system_prompts[{actor!r}], line {error.lineno}"
+            raise ValueError(f"{where}: {error.message}") from None
+    return found
+
+
+def rows_of(load_tasks: Callable, split: str, path: str) -> Sequence[dict[str, Any]]:
+    """What the user's load_tasks(split) gives: a table of `datasets`, or a list of rows."""
+    try:
+        rows = load_tasks(split)
+        rows = asyncio.run(rows) if inspect.iscoroutine(rows) else rows
+        rows = rows if hasattr(rows, "column_names") else list(rows)
+    except Exception as error:
+        raise ValueError(f"{path}: load_tasks({split!r}) failed: {describe_error(error, path)}") from error
+    for number, row in enumerate(rows if isinstance(rows, list) else [], 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}: load_tasks({split!r}): row {number} must be a dict, is {shorten(row)}")
+    return rows
+
+
+def advantages_of(advantage_fn: Callable, rewards: list[float], path: str) -> list[float]:
+    """What the user's advantage_fn(rewards) gives for a group. Raises RunError unless it is a finite number for each."""
+    what = f"{path}: advantage_fn({rewards})"
+    try:
+        values = advantage_fn(list(rewards))
+        values = values.tolist() if hasattr(values, "tolist") else list(values)
+        values = [finite(value, "an advantage") for value in values]
+    except Exception as error:
+        raise RunError(f"{what} failed: {describe_error(error, path)}") from error
+    if len(values) != len(rewards):
+        raise RunError(f"{what} gave {len(values)} values; it must give one for each reward")
+    return values

@@ -1,242 +1,260 @@
-"""Levels 1 to 3 of an environment file as a rollout: who speaks in turn, what each sees of it, and its rewards."""
+"""One attempt by all actors at one task: who speaks in turn, what each sees of it, and its rewards."""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from rl_core.data.tasks import check_messages
-from rl_core.sampling.hooks import Hook, wait_for_all
-from rl_core.sampling.replies import Voices, without_thoughts
-from rl_core.sampling.rewards import Reward, add_rewards, copied, finite_reward, reward_parts, task_copy
+from rl_core.data.tasks import check_messages, shorten
+from rl_core.sampling.actor import Cast, Conversation, copied, without_thoughts
+from rl_core.sampling.hooks import Hook, finite, finite_parts, wait_for_all
 from rl_core.types import Message, Task, Trajectory
 
-if TYPE_CHECKING:
-    from rl_core.sampling.actor import Conversation, Speaker
-
-# Stands between two turns of an actor in a row: many chat templates, and many servers, refuse two assistants in a row.
-CONTINUE = "Continue."
+# Between two turns of one actor: many chat templates, and many servers, refuse two assistants in a row.
+CONTINUE = [{"role": "user", "content": "Continue."}]
 
 
-@dataclass(kw_only=True, slots=True)
-class Rules:
-    """What a user's file says of its episodes."""
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Reward:
+    """A hook that scores: reward_fn, group_reward_fn, or a function marked by @reward."""
 
-    path: str
-    start: Hook | None
-    interact: Hook | None
-    rewards: list[Reward]  # not the batched ones, which score_group calls
-    opening: Callable[[Task, str], list[Message]]  # what an actor sees before anybody has spoken
-    tools: list[dict[str, Any]] | None
-    is_grouped: bool  # it has batched rewards
-    has_order: bool  # it has `turns`, which end the episode
-    name_prefix: bool
-    truncated_reward: float | None
-
-
-@dataclass(kw_only=True, slots=True)
-class View:
-    """An episode as one actor sees it."""
-
-    conversation: Conversation
-    num_heard: int = 0  # messages of the episode that are in it
-    text: str = ""  # what it said last
-    parts: dict[str, float] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    turn_rewards: list[float] = field(default_factory=list)  # by interact, one for each turn
-
-
-@dataclass(kw_only=True, slots=True)
-class Episode:
-    """One attempt by all actors at one task, and what hooks can see of it."""
-
-    rules: Rules
-    task: Task
-    actors: Mapping[str, Speaker]
-    voices: Voices
-    messages: list[Message]  # the task's, then what was said, each turn with the speaker's name if there are several
-    views: dict[str, View] = field(default_factory=dict)  # of those who spoke
-    speaker: str = ""  # who spoke last
-    state: Any = None
-    truncated: bool = False
+    hook: Hook
+    weight: float = 1.0  # 0: only logged
+    batched: bool = False  # called once for a group
 
     @property
-    def has_several(self) -> bool:
-        return len(self.actors) > 1
+    def is_per_actor(self) -> bool:
+        return self.hook.names("actor") or self.hook.names("trajectory")
+
+    def add(self, trajectory: Trajectory, parts: dict[str, float]) -> None:
+        if not self.weight:
+            trajectory.metrics |= parts
+            return
+        for part, value in parts.items():
+            if part in trajectory.reward_parts:
+                raise ValueError(f"{self.hook.path}: two hooks give the reward part {part!r}; rename it in one of them")
+            trajectory.reward_parts[part] = self.weight * value
+
+
+class Episode:
+    """What hooks can see of it, and what each actor has seen."""
+
+    def __init__(self, env: Any, task: Task, actors: Cast):  # env: an Env, whose file imports this one
+        self.env, self.task, self.actors = env, task, actors
+        self.messages = copied(task.messages)  # then each turn, with its speaker's name if there are several
+        self.conversations: dict[str, Conversation] = {}  # of the actors that spoke
+        self.scores: dict[str, Trajectory] = {}  # their rewards, as they are given
+        self.num_heard: dict[str, int] = {}  # messages of the episode that stand in a conversation
+        self.speaker = ""  # who spoke last
+        self.state: Any = None
+        self.truncated = False
 
     async def call(self, hook: Hook, actor: str = "") -> Any:
-        """What a hook returns, asked about one actor, by default the one that spoke last."""
-        task, name = self.task, actor or self.speaker
-        # Made only when named, and copied: a hook can spoil neither the conversation nor the task of the next episode.
+        """What a hook returns about an actor, by default the last speaker. It gets copies, and only of what it names."""
+        name = actor or self.speaker
         given = {
             "messages": lambda: copied(self.messages),
-            "prompt": lambda: copied(task.messages),
-            "completion": lambda: self.views[name].text,
-            "task": lambda: task_copy(task),
-            "trajectory": lambda: copy.deepcopy(self.trajectory(name, reward=None)),
+            "prompt": lambda: copied(self.task.messages),
+            "completion": lambda: self.conversations[name].last_text,
+            "task": lambda: task_copy(self.task),
+            "trajectory": lambda: trajectory_copy(self.trajectory(name)),
             "actor": lambda: name,
-            "actors": lambda: self.voices,
+            "actors": lambda: self.actors,
             "state": lambda: self.state,
         }
-        return await hook(task.id, task.row, given)
+        return await hook(self.task.id, self.task.row, given)
+
+    async def take_turns(self, order: Sequence[str]) -> None:
+        interact = self.env.hooks.get("interact")
+        for number, name in enumerate(order, 1):
+            if not await self.speak(name):
+                break
+            if interact is None:
+                continue
+            ends = self.env.turns is None  # with an order only "done" ends the episode
+            messages, reward, is_done = read_answer(await self.call(interact), self.env.path, ends)
+            if reward is not None:
+                score = self.scores[name]
+                score.reward_parts["interact"] = score.reward_parts.get("interact", 0.0) + reward
+                score.turn_rewards[-1] += reward
+            # Only the reward counts after the last turn, unless it ended the episode: nobody would answer.
+            if is_done or number < len(order):
+                self.messages.extend(messages)
+            if is_done:
+                break
+        for name, conversation in self.conversations.items():
+            # For readers of the trajectory. The actor does not answer it, so it needs no room among the tokens.
+            conversation.history += self.heard_by(name, self.messages[self.num_heard[name] :])
 
     async def speak(self, name: str) -> bool:
-        """The actor's next turn. False if it had no room, or was cut off, which ends the episode."""
-        view = self.views.get(name)
-        if view is None:
-            view = View(conversation=self.open_conversation(name))
-            has_room = not (self.speaker and view.conversation.truncated)
-        else:
-            heard = self.heard_by(name, self.messages[view.num_heard :])
-            has_room = view.conversation.add(heard or [{"role": "user", "content": CONTINUE}])
-        if has_room:
-            view.text = (await view.conversation.respond()).text
-            view.turn_rewards.append(0.0)
-            said = dict(view.conversation.messages[-1])
-            self.messages.append(said | {"name": name} if self.has_several else said)
-            self.views[name], self.speaker = view, name
-        view.num_heard = len(self.messages)
-        self.truncated = not has_room or view.conversation.truncated
+        """The actor's next turn. False if it had no room or was cut off, which ends the episode."""
+        conversation = self.conversations.get(name) or self.open(name)
+        num_replies = conversation.num_replies
+        if num_replies:
+            await conversation.respond(self.heard_by(name, self.messages[self.num_heard[name] :]) or CONTINUE)
+        elif not (conversation.is_full and self.speaker):  # where nobody has spoken yet, the task is too long: an error
+            await conversation.respond()
+        if conversation.num_replies > num_replies:
+            said = dict(conversation.history[-1])
+            self.messages.append(said | {"name": name} if len(self.actors) > 1 else said)
+            self.conversations[name], self.speaker = conversation, name
+            self.scores.setdefault(name, conversation.record()).turn_rewards.append(0.0)
+        self.num_heard[name] = len(self.messages)
+        self.truncated = conversation.truncated
         return not self.truncated
 
-    def open_conversation(self, name: str) -> Conversation:
+    def open(self, name: str) -> Conversation:
         said = self.messages[len(self.task.messages) :]
-        messages = self.rules.opening(self.task, name) + self.heard_by(name, said)
-        messages = merged(messages) if self.has_several else messages
-        return self.actors[name].converse(messages, list(self.rules.tools) if self.rules.tools else None)
+        messages = self.env.opening(self.task, name) + self.heard_by(name, said)
+        messages = merged(messages) if len(self.actors) > 1 else messages
+        return self.actors[name].converse(messages, list(self.env.tools) if self.env.tools else None)
 
     def heard_by(self, name: str, messages: Sequence[Message]) -> list[Message]:
-        """Messages as others say them: actors as users, without what they thought, and one after the other as one message,
+        """Messages as others hear them: actors are users, without their thoughts, and what users say in a row is one message,
         because many chat templates refuse two users in a row."""
-        if not self.has_several:
+        if len(self.actors) == 1:
             return copied(messages)
         heard = []
         for message in messages:
             speaker = message.get("name") if message["role"] == "assistant" else None
-            if speaker is None:
-                heard.append(dict(message))
-                continue
-            text = without_thoughts(message.get("content") or "")
-            heard.append({"role": "user", "content": f"{speaker} says: {text}" if self.rules.name_prefix else text})
+            if speaker is not None:
+                text = without_thoughts(message.get("content") or "")
+                message = {"role": "user", "content": f"{speaker} says: {text}" if self.env.name_prefix else text}
+            heard.append(message)
         return merged(heard)
 
-    def trajectory(self, name: str, reward: float | None) -> Trajectory:
-        view = self.views[name]
-        found = view.conversation.trajectory(
-            self.task, reward=reward, reward_parts=dict(view.parts), metrics=dict(view.metrics)
-        )
-        if self.truncated:
-            found.status = "truncated"
+    async def score(self, names: Sequence[str]) -> None:
+        """Fills in the parts of each actor's reward. A hook that names `actor` or `trajectory` is called for each actor."""
+        env = self.env
+        if self.truncated and env.truncated_reward is not None:
+            for name in names:
+                self.scores[name].reward_parts["truncated"] = env.truncated_reward
+            return
+        single = [reward for reward in env.rewards if not reward.batched]
+        asked = [(reward, name) for reward in single for name in (names if reward.is_per_actor else [""])]
+        values = await wait_for_all([self.call(reward.hook, name) for reward, name in asked])
+        for (reward, name), value in zip(asked, values, strict=True):
+            hook = reward.hook.name
+            parts = finite_parts(value, hook, f"{env.path}: what {hook}() returned")
+            if len(self.actors) > 1 and (named := parts.keys() & self.actors.keys()):
+                raise ValueError(
+                    f"{env.path}: {hook}() returned a part named {min(named)!r}, which is an actor; parts are summed. For a "
+                    "reward of each actor name `actor` among its arguments"
+                )
+            for spoken in [name] if name else names:
+                reward.add(self.scores[spoken], parts)
+        if not env.rewards:
+            for name in names:
+                self.scores[name].reward_parts.setdefault("interact", 0.0)  # it never gave one
+
+    def trajectory(self, name: str) -> Trajectory:
+        now, task = self.conversations[name].record(), self.task
+        status = "truncated" if self.truncated else now.status
+        same = {"task_id": task.id, "env": task.env, "messages": now.messages, "turns": now.turns}
+        return replace(self.scores[name], status=status, **same)
+
+    def scored(self, name: str) -> Trajectory:
+        found = self.trajectory(name)
+        parts = found.reward_parts
+        found.reward = math.fsum(parts.values())
+        if "interact" in parts and found.turns:
+            found.turn_rewards[-1] += math.fsum(value for part, value in parts.items() if part != "interact")
+        else:
+            found.turn_rewards = []
         return found
 
 
 def merged(messages: Sequence[Message]) -> list[Message]:
-    """The messages, in which users' texts that follow each other are one, with a blank line in between."""
+    """The messages, in which texts of users in a row are one, with a blank line in between."""
     found: list[Message] = []
     for message in messages:
         last = found[-1] if found else {}
-        is_text = all(m.get("role") == "user" and isinstance(m.get("content"), str) for m in (last, message))
-        if is_text:
+        if all(m.get("role") == "user" and isinstance(m.get("content"), str) for m in (last, message)):
             found[-1] = last | {"content": f"{last['content']}\n\n{message['content']}"}
         else:
             found.append(dict(message))
     return found
 
 
-async def play(
-    rules: Rules, task: Task, actors: Mapping[str, Speaker], order: Sequence[str] | None
-) -> list[Trajectory]:
-    """One episode: start, then turns and interact, then the rewards. A trajectory of each actor with a learner that spoke,
-    or of each that spoke if none has one. Without an order the only actor speaks."""
-    only = next(iter(actors)) if len(actors) == 1 else ""
-    episode = Episode(
-        rules=rules, task=task, actors=actors, voices=Voices(actors, task), messages=copied(task.messages)
-    )
-    if rules.start:
-        episode.state = await episode.call(rules.start, only)
-    limit = max(speaker.max_turns for speaker in actors.values())
-    await take_turns(episode, list(order)[:limit] if order is not None else [only] * (limit if rules.interact else 1))
-    is_frozen = not any(speaker.is_trainable for speaker in actors.values())
-    scored = [name for name in episode.views if is_frozen or actors[name].is_trainable]
-    if scored:
-        await score(episode, scored)
-    return [scored_trajectory(episode, name) for name in scored]
-
-
-async def take_turns(episode: Episode, turns: Sequence[str]) -> None:
-    rules = episode.rules
-    for number, name in enumerate(turns, 1):
-        if not await episode.speak(name):
-            break
-        if rules.interact is None:
-            continue
-        messages, reward, is_done = check_reply(await episode.call(rules.interact), rules.path, rules.has_order)
-        if reward is not None:
-            view = episode.views[name]
-            view.parts["interact"] = view.parts.get("interact", 0.0) + reward
-            view.turn_rewards[-1] += reward
-        # After the last turn only its reward counts, unless it ended the episode: what it says would stand unanswered.
-        if is_done or number < len(turns):
-            episode.messages.extend(messages)
-        if is_done:
-            break
-    for name, view in episode.views.items():
-        # Seen by who reads the trajectory, but not answered, so that they need no room among the tokens.
-        view.conversation.messages.extend(episode.heard_by(name, episode.messages[view.num_heard :]))
-
-
-async def score(episode: Episode, scored: Sequence[str]) -> None:
-    """Fills in the parts of each actor's reward: by a hook that names `actor` or `trajectory` each its own."""
-    rules, views = episode.rules, episode.views
-    if episode.truncated and rules.truncated_reward is not None:
-        for name in scored:
-            add_rewards(views[name].parts, {"truncated": rules.truncated_reward}, rules.path)
-        return
-    asked = [(reward, name) for reward in rules.rewards for name in (scored if reward.is_per_actor else [""])]
-    values = await wait_for_all([episode.call(reward.hook, name) for reward, name in asked])
-    for (reward, name), value in zip(asked, values, strict=True):
-        parts = reward_parts(value, reward.hook.name, rules.path)
-        if episode.has_several and (named := parts.keys() & episode.actors.keys()):
-            raise ValueError(
-                f"{rules.path}: {reward.hook.name}() returned a part named {min(named)!r}, which is an actor; parts are summed. "
-                "For a reward of each actor name `actor` among its arguments: it is then called for each"
-            )
-        for view in [views[n] for n in ([name] if name else scored)]:
-            if reward.weight:
-                add_rewards(view.parts, {part: reward.weight * v for part, v in parts.items()}, rules.path)
-            else:
-                view.metrics.update(parts)
-    if not rules.rewards and not rules.is_grouped:
-        for name in scored:
-            views[name].parts.setdefault("interact", 0.0)  # it never gave one
-
-
-def scored_trajectory(episode: Episode, name: str) -> Trajectory:
-    parts, turn_rewards = episode.views[name].parts, episode.views[name].turn_rewards
-    found = episode.trajectory(name, reward=math.fsum(parts.values()))
-    if "interact" in parts and found.turns:
-        final = math.fsum(value for part, value in parts.items() if part != "interact")
-        found.turn_rewards = [*turn_rewards[:-1], turn_rewards[-1] + final]
-    return found
-
-
-def check_reply(reply: Any, path: str, goes_on: bool = False) -> tuple[list[Message], float | None, bool]:
-    """(messages, reward, whether the episode is over) of what interact returned; nothing ends it unless it goes on."""
-    if reply is None or (isinstance(reply, (list, tuple)) and not reply):
-        return [], None, not goes_on
-    reward, is_done = None, False
+def read_answer(answer: Any, path: str, ends: bool) -> tuple[list[Message], float | None, bool]:
+    """(messages, reward, whether the episode is over) of what interact returned; `ends`: it is over if nothing is said."""
+    what, reward, is_done = f"{path}: what interact() returned", None, False
+    if isinstance(answer, dict):
+        for key in answer.keys() - {"messages", "reward", "done"}:
+            raise ValueError(f"{what} has an unknown key {key!r}; known: messages, reward, done")
+        reward = None if answer.get("reward") is None else finite(answer["reward"], f"the reward in {what}")
+        is_done, answer = bool(answer.get("done")), answer.get("messages")
+    if answer is None or answer in ([], ()):
+        return [], reward, is_done or ends
     try:
-        if isinstance(reply, dict):
-            for key in reply.keys() - {"messages", "reward", "done"}:
-                raise ValueError(f"has an unknown key {key!r}; known: messages, reward, done")
-            reward, is_done = reply.get("reward"), bool(reply.get("done"))
-            reward = None if reward is None else finite_reward(reward)
-            reply = reply.get("messages")
-            if reply is None or (isinstance(reply, (list, tuple)) and not reply):
-                return [], reward, is_done or not goes_on
-        return check_messages(reply), reward, is_done
+        return check_messages(answer), reward, is_done
     except ValueError as error:
-        raise ValueError(f"{path}: what interact() returned {error}") from None
+        raise ValueError(f"{what} {error}") from None
+
+
+async def play(env: Any, task: Task, actors: Cast) -> list[Trajectory]:
+    """One episode by turns. It leaves a trajectory of each trainable actor that spoke; if none is trainable, of each actor
+    that spoke."""
+    episode, only = Episode(env, task, actors), next(iter(actors)) if len(actors) == 1 else ""
+    if "start" in env.hooks:
+        episode.state = await episode.call(env.hooks["start"], only)
+    limit = max(actor.max_turns for actor in actors.values())
+    order = [only] * (limit if "interact" in env.hooks else 1) if env.turns is None else task.info["turns"][:limit]
+    await episode.take_turns(order)
+    is_frozen = not any(actor.is_trainable for actor in actors.values())
+    names = [name for name in episode.conversations if is_frozen or actors[name].is_trainable]
+    if names:
+        await episode.score(names)
+    return [episode.scored(name) for name in names]
+
+
+async def score_group(rewards: Sequence[Reward], task: Task, trajectories: Sequence[Trajectory], actors: Cast) -> None:
+    """Adds the batched rewards to the trajectories of one group that did not fail. Each hook is called once for every actor
+    and seat. Raises what it raises, ValueError unless it gives one finite number for each."""
+    groups: dict[tuple[str, str], list[Trajectory]] = {}
+    for trajectory in trajectories:
+        if trajectory.status != "failed":
+            groups.setdefault((trajectory.actor, trajectory.seat), []).append(trajectory)
+    asked = [(reward, group) for reward in rewards for group in groups.values()]
+    given = await wait_for_all([group_values(reward.hook, task, group, actors) for reward, group in asked])
+    for (reward, group), values in zip(asked, given, strict=True):
+        for trajectory, value in zip(group, values, strict=True):
+            reward.add(trajectory, {reward.hook.name: value})
+            trajectory.reward += reward.weight * value
+            if trajectory.turn_rewards:
+                trajectory.turn_rewards[-1] += reward.weight * value
+
+
+async def group_values(hook: Hook, task: Task, group: Sequence[Trajectory], actors: Cast) -> list[float]:
+    given = {
+        "trajectories": lambda: [trajectory_copy(t) for t in group],
+        "task": lambda: task_copy(task),
+        "prompt": lambda: copied(task.messages),
+        "actor": lambda: group[0].actor,
+        "actors": lambda: actors,
+    }
+    values, what = await hook(task.id, task.row, given), f"{hook.path}: what {hook.name}() returned"
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, (list, tuple)) or len(values) != len(group):
+        raise ValueError(
+            f"{what} is {shorten(values)}; it must be a list of {len(group)} numbers, one for each trajectory"
+        )
+    return [finite(value, f"a number in {what}") for value in values]
+
+
+def task_copy(task: Task) -> Task:
+    """For a hook, which may change it."""
+    return replace(task, row=dict(task.row), messages=copied(task.messages), info=dict(task.info))
+
+
+def trajectory_copy(trajectory: Trajectory) -> Trajectory:
+    """For a hook, which may change it. Faster than copy.deepcopy, because an episode may have many tokens."""
+    t, turns = trajectory, []
+    for turn in t.turns:
+        done = turn.completion
+        own = replace(done, token_ids=list(done.token_ids), logprobs=list(done.logprobs))
+        turns.append(replace(turn, new_ids=list(turn.new_ids), completion=own))
+    own = {"reward_parts": dict(t.reward_parts), "turn_rewards": list(t.turn_rewards), "metrics": dict(t.metrics)}
+    return replace(t, messages=copied(t.messages), turns=turns, **own)

@@ -1,22 +1,31 @@
-"""Functions of a user's file, called by the names of their parameters, each call with a deadline."""
+"""Functions of a user's file, called by the names of their parameters, each call with a deadline; rewards that they return."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import inspect
-import queue
+import math
+import numbers
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+from rl_core.data.tasks import shorten
+
+BEAT_S = 0.05  # the event loop wakes up at least so often
+# Few: hooks that compute share one interpreter lock with the engine. Those that wait can be async.
+MAX_THREADS = 16
 
 
 class HookError(RuntimeError):
-    """A hook of the user's file raised; says which one and where."""
+    """A hook of the user's file raised. The message names the hook and the line."""
 
 
 @dataclass(kw_only=True)
@@ -24,9 +33,8 @@ class Hook:
     name: str
     function: Callable
     path: str  # of the user's file
-    timeout_s: float | None  # None: whoever calls it has a deadline
-    threads: HookThreads
-    ours: frozenset[str]  # names that the caller gives; all others are columns
+    timeout_s: float | None  # None: the caller has a deadline
+    ours: frozenset[str]  # arguments that the caller gives; all others are columns
     required: frozenset[str] = field(init=False)
     optional: frozenset[str] = field(init=False)  # parameters with a default
     takes_all: bool = field(init=False)  # has **kwargs
@@ -36,64 +44,129 @@ class Hook:
         call = getattr(self.function, "__call__", None)  # noqa: B004  (an object's async __call__)
         self.is_async = inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
         parameters = list(inspect.signature(self.function).parameters.values())
-        for p in parameters:
-            if p.kind is p.POSITIONAL_ONLY:
-                raise ValueError(f"{self.path}: {self.name}() gets arguments by name; drop the '/' after {p.name!r}")
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self.required = frozenset(p.name for p in named if p.default is p.empty)
         self.optional = frozenset(p.name for p in named) - self.required
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
 
-    def is_given(self, name: str) -> bool:
+    def names(self, argument: str) -> bool:
         """Whether the function gets this argument of ours."""
-        return name in self.ours and (self.takes_all or name in self.required | self.optional)
+        return argument in self.ours and (self.takes_all or argument in self.required | self.optional)
 
     def arguments(self, row: dict[str, Any], given: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+        """Argument -> value. Columns are copied: a hook cannot change the row for the next episode."""
         names = self.required | self.optional
         if self.takes_all:
             names = names | (self.ours - {"actors"}) | row.keys()
-        # A column is copied, so that what a hook does to it does not reach the next episode of the same row.
-        return {
-            name: given[name]() if name in self.ours else copy.deepcopy(row[name])
-            for name in names
-            if name in self.ours or name in row or name in self.required
+        ours = {name: given[name]() for name in names & self.ours}
+        return ours | {
+            name: copy.deepcopy(row[name]) for name in names - self.ours if name in row or name in self.required
         }
 
     async def __call__(self, task_id: str, row: dict[str, Any], given: Mapping[str, Callable[[], Any]]) -> Any:
-        """What the function returns, given makers of our arguments. Raises HookError if it raises, TimeoutError after
-        timeout_s of running."""
-        arguments = self.arguments(row, given)
+        """What the function returns; `given` makes our arguments. Raises HookError, or TimeoutError after timeout_s."""
+        call, clock = partial(self.function, **self.arguments(row, given)), LoopClock.of_running_loop()
+        if self.is_async:
+            clock.watch(self.path)
+            result, error = await self._in_time(task_id, outcome(call()))
+        else:
+            async with clock.threads:  # waiting for a thread is not the hook's time
+                result, error = await self._in_time(task_id, in_thread(call))
+            if inspect.isawaitable(result):
+                result, error = await self._in_time(task_id, outcome(result))
+        if error is not None:
+            raise HookError(f"{self.name}() failed for task {task_id}: {describe_error(error, self.path)}") from error
+        return result
+
+    async def _in_time(self, task_id: str, awaitable: Awaitable) -> tuple[Any, BaseException | None]:
+        task = asyncio.ensure_future(awaitable)
         try:
-            if self.is_async:
-                return await self.within_deadline(self.function(**arguments))
-            result = await self.threads.run(lambda: self.function(**arguments), self.timeout_s)
-            return await self.within_deadline(result) if inspect.isawaitable(result) else result
-        except Deadline:
+            # Not wait_for, which waits for ever for a coroutine that ignores its cancellation.
+            await asyncio.wait({task}, timeout=self.timeout_s)
+        finally:
+            task.cancel()
+        if not task.done():
             raise TimeoutError(
                 f"{self.path}: {self.name}() ran longer than {self.timeout_s:g} s for task {task_id}; "
                 "make it faster or raise --rollout.hook_timeout_s"
-            ) from None
-        except Raised as error:
-            where = describe_error(error.cause, self.path)
-            raise HookError(f"{self.name}() failed for task {task_id}: {where}") from error.cause
+            )
+        return (None, RuntimeError("it was cancelled")) if task.cancelled() else task.result()
 
-    async def within_deadline(self, awaitable: Awaitable) -> Any:
-        task = asyncio.ensure_future(outcome(awaitable))
+
+async def outcome(awaitable: Awaitable) -> tuple[Any, BaseException | None]:
+    """(result, what it raised): a SystemExit that left a task would end the event loop."""
+    try:
+        return await awaitable, None
+    except (Exception, SystemExit) as error:
+        return None, error
+
+
+async def in_thread(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """(result, what it raised) of a function in a daemon thread. If it hangs it outlives its deadline, but holds up neither
+    the loop nor the interpreter's exit."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def work() -> None:
         try:
-            # Not wait_for: that waits for ever for a coroutine that ignores its cancellation.
-            await asyncio.wait({task}, timeout=self.timeout_s)
-        finally:
-            if not task.done():
-                task.cancel()
-                task.add_done_callback(lambda t: t.cancelled() or t.exception())
-        if not task.done():
-            raise Deadline
-        if task.cancelled():
-            raise Raised(RuntimeError("it was cancelled"))
-        result, error = task.result()
-        if error is not None:
-            raise Raised(error)
-        return result
+            found = function(), None
+        except BaseException as error:
+            found = None, error
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(lambda: future.done() or future.set_result(found))
+
+    threading.Thread(target=work, name="hook", daemon=True).start()
+    return await future
+
+
+class LoopClock:
+    """The time of an event loop, by which all its deadlines are measured. It stands still while something holds the loop's
+    thread, such as a save: nothing that waits could go on meanwhile."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop, self.real, self.held_s, self.last_s = loop, loop.time, 0.0, loop.time()
+        self.threads = asyncio.Semaphore(MAX_THREADS)  # of sync hooks
+        self.loop_thread, self.watched = threading.get_ident(), set()
+        self.blocked_s, self.tell = 1.0, lambda text: print(text, file=sys.stderr, flush=True)
+        loop.time = self
+        self._beat()
+
+    @classmethod
+    def of_running_loop(cls) -> LoopClock:
+        loop = asyncio.get_running_loop()
+        return loop.time if isinstance(loop.time, cls) else cls(loop)
+
+    def __call__(self) -> float:
+        now = self.real()
+        # The loop asks at least every BEAT_S, unless its thread is held.
+        self.held_s += max(0.0, now - self.last_s - 2 * BEAT_S)
+        self.last_s = now
+        return now - self.held_s
+
+    def _beat(self) -> None:
+        self.loop.call_later(BEAT_S, self._beat)
+
+    def watch(self, path: str) -> None:
+        """From now on a function of this file that holds the loop's thread for blocked_s is named, once, by tell()."""
+        if not self.watched:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        self.watched.add(path)
+
+    def _watch(self) -> None:
+        told: set[str] = set()
+        while not self.loop.is_closed():
+            time.sleep(self.blocked_s / 4)
+            frame = sys._current_frames().get(self.loop_thread)
+            if frame is None or self.real() - self.last_s < self.blocked_s:
+                continue
+            inside = [f for f, _ in traceback.walk_stack(frame) if f.f_code.co_filename in self.watched]
+            if inside and (name := inside[-1].f_code.co_name) not in told:
+                told.add(name)
+                self.tell(
+                    f"{inside[0].f_code.co_filename}:{inside[0].f_lineno}: async {name}() has blocked the event loop for "
+                    f"{self.blocked_s:g} s, so that all episodes and deadlines stand still; await inside it, or write it as "
+                    "def, which runs in a thread"
+                )
 
 
 async def wait_for_all(awaitables: Iterable[Awaitable]) -> list[Any]:
@@ -103,14 +176,6 @@ async def wait_for_all(awaitables: Iterable[Awaitable]) -> list[Any]:
         if isinstance(result, BaseException):
             raise result
     return results
-
-
-async def outcome(awaitable: Awaitable) -> tuple[Any, BaseException | None]:
-    """(result, what it raised): a SystemExit that left a task of the event loop would end the loop."""
-    try:
-        return await awaitable, None
-    except (Exception, SystemExit) as error:
-        return None, error
 
 
 def describe_error(error: BaseException, path: str) -> str:
@@ -123,96 +188,19 @@ def describe_error(error: BaseException, path: str) -> str:
     return f"{place}{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-class Deadline(Exception):
-    """Ours: the hook's time is up. Not TimeoutError, which a hook may raise itself."""
+def finite(value: Any, what: str) -> float:
+    """A Python float of a bool, an int, a float, or a scalar of numpy or torch."""
+    with suppress(ValueError, RuntimeError, OverflowError):  # an array of several numbers, or an int too large
+        number = value.item() if hasattr(value, "item") else value
+        if isinstance(number, numbers.Real) and math.isfinite(number):
+            return float(number)
+    raise ValueError(f"{what} is {shorten(value)}; a reward must be a finite number, or a dict of them")
 
 
-class Raised(Exception):
-    """Carries what the hook raised, which may be of a kind that no future can hold, such as StopIteration."""
-
-    def __init__(self, cause: BaseException):
-        super().__init__(cause)
-        self.cause = cause
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class Job:
-    function: Callable[[], Any]
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future  # of (result, what it raised or None)
-    started_s: float | None = None
-    is_finished: bool = False
-    is_abandoned: bool = False
-
-
-class HookThreads:
-    """Runs sync hooks off the event loop, in daemon threads: one that hangs holds up neither the loop nor the
-    interpreter's exit. A thread whose job outlives its deadline is replaced, and ends when the job does."""
-
-    def __init__(self, max_threads: int = 16):
-        # Few: hooks that compute share one interpreter lock with the engine; those that wait can be async.
-        self.max_threads = max_threads
-        self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self.lock = threading.Lock()  # of the two counts, and of a job's last two fields
-        self.num_threads = 0
-        self.num_jobs = 0  # queued or running, without the abandoned
-
-    async def run(self, function: Callable[[], Any], timeout_s: float) -> Any:
-        """What the function returns. Raises Raised with what it raises, Deadline once it has run for timeout_s."""
-        loop = asyncio.get_running_loop()
-        job = Job(function=function, loop=loop, future=loop.create_future())
-        with self.lock:
-            self.num_jobs += 1
-            self.add_thread_if_needed()
-        self.jobs.put(job)
-        timer = loop.call_later(timeout_s, self.check_deadline, job, timeout_s)
-        # If the caller is cancelled here the timer goes on, so that a thread that hangs is still replaced.
-        result, error = await job.future
-        timer.cancel()
-        if error is not None:
-            raise error if isinstance(error, Deadline) else Raised(error)
-        return result
-
-    def add_thread_if_needed(self) -> None:
-        if self.num_threads < min(self.max_threads, self.num_jobs):
-            self.num_threads += 1
-            threading.Thread(target=self.work, name="hook", daemon=True).start()
-
-    def work(self) -> None:
-        while True:
-            job = self.jobs.get()
-            job.started_s = time.monotonic()
-            result = error = None
-            try:
-                if not job.future.cancelled():
-                    result = job.function()
-            except BaseException as raised:  # the thread lives on; the caller raises it
-                error = raised
-            with self.lock:
-                job.is_finished = True
-                if job.is_abandoned:
-                    return
-                self.num_jobs -= 1
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                job.loop.call_soon_threadsafe(deliver, job.future, result, error)
-            del job, result, error
-
-    def check_deadline(self, job: Job, timeout_s: float) -> None:
-        """Gives up a job that has run for timeout_s; time spent in the queue does not count."""
-        ran_s = 0.0 if job.started_s is None else time.monotonic() - job.started_s
-        with self.lock:
-            if job.is_finished:
-                return
-            if ran_s < timeout_s:
-                job.loop.call_later(max(timeout_s - ran_s, 0.001), self.check_deadline, job, timeout_s)
-                return
-            job.is_abandoned = True
-            self.num_threads -= 1
-            self.num_jobs -= 1
-            self.add_thread_if_needed()
-        deliver(job.future, None, Deadline())
-
-
-def deliver(future: asyncio.Future, result: Any, error: BaseException | None) -> None:
-    if not future.done():
-        future.set_result((result, error))
+def finite_parts(value: Any, name: str, what: str) -> dict[str, float]:
+    """The parts of a reward: those of a dict, or one number under `name`."""
+    if not isinstance(value, dict):
+        return {name: finite(value, what)}
+    if not value or not all(isinstance(part, str) for part in value):
+        raise ValueError(f"{what} is {shorten(value)}; a dict must name each part, as 'format': 0.5")
+    return {part: finite(number, f"{what}: part {part!r}") for part, number in value.items()}

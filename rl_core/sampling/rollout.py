@@ -6,8 +6,7 @@ import asyncio
 import dataclasses
 import json
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ import zstandard
 from rl_core.config import RolloutConfig
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.metrics import Mean, Metric, Sum
-from rl_core.sampling.actor import Actor, Speaker
+from rl_core.sampling.actor import Actor, Cast
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.env import Env
+from rl_core.sampling.hooks import LoopClock
 from rl_core.types import Completion, RunError, SamplingParams, Task, Trajectory, Turn, counter_seed
 
 MAX_REVIVALS = 3  # times that one group may lose an engine
@@ -42,7 +42,7 @@ class RolloutPlan:
 
 
 async def rollout(
-    env: Env, actors: Mapping[str, Actor], plan: RolloutPlan, config: RolloutConfig, ranks: Ranks
+    envs: Mapping[str, Env], actors: Mapping[str, Actor], plan: RolloutPlan, config: RolloutConfig, ranks: Ranks
 ) -> list[Trajectory]:
     """The trajectories of the groups that this rank drew, failed ones included, sorted by group and index. Every rank
     must call it. Raises RunError on all ranks alike if more than max_failed_fraction of the episodes failed."""
@@ -53,7 +53,7 @@ async def rollout(
         for number in numbers:
             if number >= len(plan.tasks):
                 return
-            found.extend(await run_group(env, actors, plan, plan.tasks[number], number, config))
+            found.extend(await run_group(envs, actors, plan, plan.tasks[number], number, config))
 
     width = groups_at_once(actors, config, len(plan.tasks), plan.group_size, ranks)
     await asyncio.gather(*(draw_groups() for _ in range(width)))
@@ -78,13 +78,18 @@ def in_order(trajectories: list[Trajectory]) -> list[Trajectory]:
 
 
 async def run_group(
-    env: Env, actors: Mapping[str, Actor], plan: RolloutPlan, task: Task, number: int, config: RolloutConfig
+    envs: Mapping[str, Env],
+    actors: Mapping[str, Actor],
+    plan: RolloutPlan,
+    task: Task,
+    number: int,
+    config: RolloutConfig,
 ) -> list[Trajectory]:
     """The trajectories of one group. If an engine dies it is started again, and the group is done again. Raises RunError if
     that does not help."""
     for _ in range(MAX_REVIVALS):
         try:
-            return await play_group(env, actors, plan, task, number, config)
+            return await play_group(envs[task.env], actors, plan, task, number, config)
         except EngineDied as error:
             last = error
             await revive_engines(actors)
@@ -117,10 +122,11 @@ async def play_group(
             raise died
         found = [t for trajectories in ended for t in trajectories]
         if env.group_rewards:
-            async with speaking(
-                actors, plan, counter_seed(seed, "group"), f"{plan.drawn_as}/{number:06d}/group"
-            ) as speakers:
-                await asyncio.wait_for(env.score_group(task, found, speakers), config.episode_timeout_s)
+            cast = Cast(actors, plan.params, counter_seed(seed, "group"), f"{plan.drawn_as}/{number:06d}/group")
+            try:
+                await asyncio.wait_for(env.score_group(task, found, cast), config.episode_timeout_s)
+            finally:
+                cast.close()
     except Exception as error:
         refuse_death(error)
         reason = reason_of(error, f"what scores the group took longer than {limit_of(config)}")
@@ -140,29 +146,19 @@ async def run_episode(
     for the death of an engine, which is no fault of the episode: EngineDied."""
     group_id = f"{plan.name}/{number:06d}"
     seed = counter_seed(plan.seed, plan.drawn_as, number, task.id, index)
+    cast = Cast(actors, plan.params, seed, f"{plan.drawn_as}/{number:06d}/{index}")
+    LoopClock.of_running_loop()  # a save or an update of the weights is not the episode's time
     try:
-        async with speaking(actors, plan, seed, f"{plan.drawn_as}/{number:06d}/{index}") as speakers:
-            trajectories = await asyncio.wait_for(env.rollout(task, speakers), config.episode_timeout_s)
+        trajectories = await asyncio.wait_for(env.rollout(task, cast), config.episode_timeout_s)
     except Exception as error:
         refuse_death(error)
         reason = reason_of(error, f"the episode took longer than {limit_of(config)}")
-        return failures(actors, task, group_id, index, reason)
+        return failures(cast, task, group_id, index, reason)
+    finally:
+        cast.close()
     for trajectory in trajectories:
         trajectory.group_id, trajectory.index = group_id, index
     return trajectories
-
-
-@asynccontextmanager
-async def speaking(
-    actors: Mapping[str, Actor], plan: RolloutPlan, seed: int, session: str
-) -> AsyncIterator[dict[str, Speaker]]:
-    """The actors as they speak in one episode; what engines keep for it is freed at its end."""
-    speakers = {name: actor.speaker(plan.params, seed, f"{session}/{name}") for name, actor in actors.items()}
-    try:
-        yield speakers
-    finally:
-        for speaker in speakers.values():
-            speaker.close()
 
 
 def limit_of(config: RolloutConfig) -> str:
@@ -185,15 +181,15 @@ def reason_of(error: Exception, on_timeout: str) -> str:
 
 
 def failures(actors: Mapping[str, Actor], task: Task, group_id: str, index: int, reason: str) -> list[Trajectory]:
-    """An episode that failed: for each actor that would have learned from it, or for all if none has a learner."""
+    """An episode that failed, with all that was said until then, and at least one trajectory of each actor that would have
+    learned from it, or of all if none has a learner."""
     learn = [name for name, actor in actors.items() if actor.is_trainable] or list(actors)
-    return [
-        Trajectory(
-            task_id=task.id, env=task.env, group_id=group_id, index=index, actor=name, messages=task.messages,
-            status="failed", error=reason,
-        )
-        for name in learn
-    ]  # fmt: skip
+    same = {"task_id": task.id, "env": task.env, "group_id": group_id, "index": index}
+    same |= {"status": "failed", "error": reason}
+    said = [c.record() for actor in actors.values() for c in getattr(actor, "conversations", ()) if c.num_replies]
+    silent = set(learn) - {t.actor for t in said}
+    said += [Trajectory(**same, actor=name, messages=task.messages) for name in learn if name in silent]
+    return [dataclasses.replace(t, **same) for t in said]
 
 
 def refuse_failures(trajectories: list[Trajectory], limit: float, name: str, ranks: Ranks) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rl_core.data.chat import Chat
-from rl_core.sampling.actor import Actor, Speaker
+from rl_core.sampling.actor import Actor
 from rl_core.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class ScriptedActor:
     capacity: int = 256
     is_trainable: bool = True
 
-    def speaker(self, params: SamplingParams, seed: int, session: str) -> Speaker:
+    def in_episode(self, params: SamplingParams, seed: int, session: str) -> Actor:
         actor = Actor(
             name=self.name,
             engine=ScriptedEngine(self.chat, self.replies),
@@ -86,7 +86,7 @@ class ScriptedActor:
             max_context_tokens=self.max_context_tokens,
             is_trainable=self.is_trainable,
         )
-        return actor.speaker(params, seed, session)
+        return actor.in_episode(params, seed, session)
 
 
 def plain_chat() -> Chat:

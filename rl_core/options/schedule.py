@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -34,7 +34,7 @@ class Piece:
     high: int = 1
 
 
-def parse_schedule(text: str, actors: Sequence[str] | None = None) -> tuple[Piece, ...]:
+def parse_schedule(text: str, actors: Sequence[str] = ()) -> tuple[Piece, ...]:
     """The pieces of a schedule. Raises ValueError with the place marked if it does not parse, names an actor that is not
     one of `actors`, lets nobody speak, or may last longer than MAX_TURNS. Without `actors` any name goes, and `*` stays."""
     reader = Reader(text, actors)
@@ -52,7 +52,7 @@ def draw_turns(tree: Sequence[Piece], seed: int) -> list[str]:
     return list(draw(tree, random.Random(seed)))
 
 
-def draw(tree: Sequence[Piece], rng: random.Random) -> Iterable[str]:
+def draw(tree: Sequence[Piece], rng: random.Random) -> Iterator[str]:
     for piece in tree:
         for _ in range(rng.randint(piece.low, piece.high)):
             if piece.names:
@@ -66,23 +66,17 @@ def num_turns(tree: Sequence[Piece]) -> int:
     return sum(piece.high * (num_turns(piece.pieces) if piece.pieces else 1) for piece in tree)
 
 
-def speakers_of(tree: Sequence[Piece]) -> set[str]:
-    """Names of those who may speak in an order that is drawn."""
+def speakers_of(tree: Sequence[Piece]) -> list[str]:
+    """Names of those who may speak in an order that is drawn, in the order of the text."""
     spoken = [piece for piece in tree if piece.high]
-    return {name for piece in spoken for name in (*piece.names, *speakers_of(piece.pieces))}
-
-
-def check_speaker(name: object, actors: Iterable[str]) -> None:
-    """Raises ValueError unless the name is an actor's."""
-    if name not in list(actors):
-        raise ValueError(f"{name!r} is no actor; {nearest(str(name), sorted(actors))}")
+    return list(dict.fromkeys(name for piece in spoken for name in (*piece.names, *speakers_of(piece.pieces))))
 
 
 class Reader:
     """Goes through a schedule's tokens from left to right."""
 
-    def __init__(self, text: str, actors: Sequence[str] | None):
-        self.text, self.actors = text, actors
+    def __init__(self, text: str, actors: Sequence[str]):
+        self.text, self.actors = text, tuple(actors)
         self.place, self.token = 0, ""  # the token under the eye, "" at the end
         self.step()
 
@@ -118,10 +112,7 @@ class Reader:
 
     def piece(self, depth: int) -> Piece:
         names, pieces = self.item(depth)
-        low = high = 1
-        if self.token == "*":
-            self.step()
-            low, high = self.times()
+        low, high = self.times() if self.token == "*" else (1, 1)
         if pieces and not num_turns(pieces):
             low = high = 0  # nobody speaks in it, however often
         return Piece(names=names, pieces=pieces, low=low, high=high)
@@ -129,7 +120,7 @@ class Reader:
     def item(self, depth: int) -> tuple[tuple[str, ...], tuple[Piece, ...]]:
         if self.token == "*":
             self.step()
-            return tuple(self.actors or ("*",)), ()
+            return self.actors or ("*",), ()
         if self.token == "(":
             self.step()
             if not (NAME.match(self.token) and SLASH.match(self.text, self.place + len(self.token))):
@@ -147,14 +138,14 @@ class Reader:
     def name(self) -> str:
         if not NAME.match(self.token):
             self.refuse("expected an actor's name, '*' or '('")
-        if self.actors is not None and self.token not in self.actors:
+        if self.actors and self.token not in self.actors:
             self.refuse(f"{self.token!r} is no actor; {nearest(self.token, sorted(self.actors))}")
         return self.step()
 
     def times(self) -> tuple[int, int]:
+        self.expect("*")
         if self.token != "(":
-            number = self.number()
-            return number, number
+            return (self.number(),) * 2
         self.step()
         low = self.number()
         self.expect("..")

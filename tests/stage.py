@@ -1,0 +1,113 @@
+"""Environments played by actors that say what a rule says: everything but the model is real."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from functools import cache
+
+from make_tiny_model import character_tokenizer
+
+from rl_core.config import RolloutConfig
+from rl_core.data.chat import Chat
+from rl_core.data.tasks import make_task
+from rl_core.distributed import init_ranks
+from rl_core.sampling.actor import Actor
+from rl_core.sampling.engine import check_request
+from rl_core.sampling.rollout import RolloutPlan, rollout
+from rl_core.types import Completion, SamplingParams
+
+ROW = {"messages": [{"role": "user", "content": "2+2"}], "answer": "4", "tests": [1, 2]}
+
+
+class RuleEngine:
+    """An engine that says rule(prompt's text, seed) after a wait. It notes every prompt, seed and params."""
+
+    version, capacity = 3, 1024
+
+    def __init__(self, chat: Chat, rule, wait_s: float = 0.0):
+        self.chat, self.rule, self.wait_s = chat, rule, wait_s
+        self.asked: list[tuple[str, int, SamplingParams]] = []
+        self.sessions: set[str] = set()
+
+    async def generate(self, prompt_ids, params, *, seed, session="", adapter=""):
+        check_request(prompt_ids, params, 1 << 30, self.chat.tokenizer)
+        self.sessions.add(session)
+        prompt = self.chat.tokenizer.decode(prompt_ids)
+        self.asked.append((prompt, seed, params))
+        await asyncio.sleep(random.Random(seed).random() * self.wait_s)
+        ids = self.chat.encode(self.rule(prompt, seed), continues=True)
+        is_cut = len(ids) >= params.max_tokens
+        ids = ids[: params.max_tokens] if is_cut else [*ids, params.stop_token_ids[0]]
+        return Completion(
+            token_ids=ids,
+            logprobs=[-0.5] * len(ids),
+            text=self.chat.decode(ids),
+            finish_reason="length" if is_cut else "stop",
+            policy_version=self.version,
+        )
+
+    def end_session(self, session):
+        self.sessions.discard(session)
+
+
+@cache
+def chat_of(template: str | None = None) -> Chat:
+    return Chat(character_tokenizer(), template)
+
+
+def actor(name: str, engine: RuleEngine, **limits) -> Actor:
+    more = {"max_turns": 20, "max_context_tokens": 100_000, "stop_token_ids": engine.chat.stop_token_ids} | limits
+    return Actor(name=name, engine=engine, chat=engine.chat, **more)
+
+
+def cast(wait_s: float = 0.0, template: str | None = None, limits: dict | None = None, **rules) -> dict[str, Actor]:
+    """cast(bob="hi", alice=["first", "second"], judge=(rule, False)) -> actors by name: what each says, always, turn by turn,
+    or by a rule, and whether it learns."""
+    actors = {}
+    for name, rule in rules.items():
+        rule, is_trainable = rule if isinstance(rule, tuple) else (rule, True)
+        engine = RuleEngine(chat_of(template), rule if callable(rule) else saying(rule), wait_s)
+        actors[name] = actor(name, engine, is_trainable=is_trainable, **limits or {})
+    return actors
+
+
+def saying(text: str | list[str]):
+    """A rule: the same text always, or one after the other in a conversation."""
+    texts = [text] if isinstance(text, str) else text
+    return lambda prompt, seed: texts[min(prompt.count("<|assistant|>") - 1, len(texts) - 1)]
+
+
+def run(
+    env, actors, *, group_size=1, rows=(ROW,), seed=0, max_tokens=50, max_failed=1.0, timeout_s=30.0, name="train/0"
+):
+    """The trajectories of one group for each row."""
+    tasks = [make_task(dict(row), i, env.name, "train") for i, row in enumerate(rows)]
+    plan = RolloutPlan(
+        name=name, tasks=tasks, group_size=group_size, params=SamplingParams(max_tokens=max_tokens), seed=seed
+    )
+    config = RolloutConfig(max_failed_fraction=max_failed, episode_timeout_s=timeout_s)
+    return asyncio.run(rollout({env.name: env}, actors, plan, config, init_ranks(60)))
+
+
+def one(trajectories, actor=None):
+    """The only trajectory, or the only one of this actor, which did not fail."""
+    [found] = [t for t in trajectories if actor in (None, t.actor)]
+    assert found.status != "failed", found.error
+    return found
+
+
+def play(env, *replies, row=ROW, max_tokens=50, **limits):
+    """The trajectory of one episode in which an actor says these replies."""
+    return one(run(env, cast(limits=limits, policy=list(replies)), rows=[row], max_tokens=max_tokens))
+
+
+def error_of(env, *replies, row=ROW, **options) -> str:
+    """Why such an episode failed."""
+    [failed] = run(env, cast(policy=list(replies)), rows=[row], **options)
+    assert (failed.status, failed.reward) == ("failed", None)
+    return failed.error
+
+
+def talk(messages):
+    return [f"{m['role'][0]}:{m['content']}" for m in messages]
