@@ -21,7 +21,6 @@ def long_description() -> str:
 EXTRAS = {
     "api": ["openai>=2.8"],
     "math": ["math-verify>=0.8"],
-    "lora": ["peft>=0.17"],
     "bnb": ["bitsandbytes>=0.49", "accelerate>=1.0"],
     "liger": ["liger-kernel>=0.8"],
     "flash": ["flash-attn>=2.8"],
@@ -33,7 +32,6 @@ EXTRAS["sglang"] = ["sglang>=0.5.17"]
 EXTRAS["test"] = [
     *EXTRAS["api"],
     *EXTRAS["math"],
-    *EXTRAS["lora"],
     *EXTRAS["bnb"],
     *EXTRAS["serve"],
     "pytest>=8",
@@ -61,6 +59,7 @@ setup(
         "jinja2>=3.1",
         "jsonargparse>=4.40",
         "numpy>=1.26",
+        "peft>=0.17",
         "pyyaml>=6.0",
         "safetensors>=0.4",
         "tokenizers>=0.21",

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_core.config import Config, to_yaml
+from rl_core.config import Config
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.curriculum import Curriculum, Progress, WeightedOrder
 from rl_core.data.rows import ROLLOUTS, TOKENIZERS, is_trajectory, load_rows
 from rl_core.data.tasks import TaskMix, TaskSource
-from rl_core.distributed import Ranks, all_gather_json, make_mesh, naming_what_was_waited_for
+from rl_core.distributed import Ranks, barrier, explain_timeouts, make_mesh
 from rl_core.learning.algorithms import CRITIC, Algorithm, make_algorithm
 from rl_core.learning.attention import find_kernel
 from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint
@@ -45,6 +45,7 @@ from rl_core.learning.offload import Offload, activations_on_host
 from rl_core.learning.tensor_parallel import check_tensor_parallel
 from rl_core.metrics import Mean, Metric, RunLog, add_metrics
 from rl_core.rules import check, check_algorithm
+from rl_core.run_folder import keep_config
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import DeviceLease, Engine, EngineSpec
 from rl_core.sampling.env import Env, load_env
@@ -113,7 +114,7 @@ class Run(Plan):
     @contextmanager
     def timed(self, phase: str):
         began = time.monotonic()
-        waiting = naming_what_was_waited_for(phase, self.ranks, self.config.timeout_s)
+        waiting = explain_timeouts(phase, self.ranks, self.config.timeout_s)
         with waiting, torch.profiler.record_function(phase):
             yield
         name = f"time/{phase}_s"
@@ -349,13 +350,13 @@ def compute_dtype(config: Config) -> torch.dtype:
 def build(plan: Plan, ranks: Ranks) -> Run:
     """Loads the model and makes all that lives as long as the run."""
     config, out = plan.config, Path(plan.config.out)
-    all_gather_json(None, ranks)  # every rank has seen that the folder is free
     learns = ranks.link is None or not ranks.link.is_engine
     samples = plan.algorithm.is_rl and (ranks.link is None or not learns)
     if ranks.rank == 0 and learns:
         for folder in ("rollouts", "checkpoints", "hf"):
             (out / folder).mkdir(parents=True, exist_ok=True)
-        (out / "config.yaml").write_text(to_yaml(config))
+        for line in keep_config(out, config):
+            print(f"differs from {out / 'config.yaml'}: {line}", flush=True)
         if plan.algorithm.is_rl:
             fingerprints = {name: chat.fingerprint for name, chat in plan.chats.items()}
             (out / "rollouts" / TOKENIZERS).write_text(json.dumps(fingerprints))
@@ -363,6 +364,13 @@ def build(plan: Plan, ranks: Ranks) -> Run:
     shared = shared_policies(config, ranks) if learns else {}
     learners = {name: make_learner(plan, name, ranks, shared.get(name)) for name in config.trained if learns}
     state = load_checkpoint(found[-1], learners) if found else {"step": 0, "position": 0}
+    if config.resume and ranks.rank == 0 and learns:
+        text = (
+            f"goes on from step {state['step']}"
+            if found
+            else f"no checkpoint in {out / 'checkpoints'}: begins at step 0"
+        )
+        print(f"--resume: {text}", flush=True)
     if plan.curriculum:
         plan.curriculum.load(state.get("curriculum", {}))
     lease = DeviceLease() if plan.takes_turns else None
@@ -389,7 +397,7 @@ def build(plan: Plan, ranks: Ranks) -> Run:
         # Last, since what is loaded after it is of Liger's classes, which lack options of some models.
         held = [*models, *(m.hf for x in learners.values() for m in x.models())]
         apply_liger(list({id(model): model for model in held}.values()))
-    all_gather_json(None, ranks)  # the folders are there
+    barrier(ranks)  # the folders are there
     log = RunLog(out, ranks, config.num_steps, state["step"]) if learns else None
     parts = {"ranks": ranks, "learners": learners, "engines": engines, "actors": actors, "log": log}
     parts |= {"older": older, "lease": lease}

@@ -5,7 +5,8 @@ Whatever loads slowly is imported where it is used: --help and an unknown comman
 
 from __future__ import annotations
 
-import os
+import logging
+import signal
 import sys
 
 from rl_core.config import nearest, parse_config
@@ -47,8 +48,7 @@ def help_page() -> str:
 
 
 def train(argv: list[str]) -> int:
-    """The exit status of a run on this machine. Does not return if it takes several ranks: torchrun takes this process's
-    place, so that it gets its signals, and its exit status is the command's."""
+    """The exit status of a run on this machine."""
     num_ranks, flags = split_num_ranks(argv)
     parse_config(flags)  # a mistake in a flag is told once, and before any rank starts
     if num_ranks is None:
@@ -59,9 +59,27 @@ def train(argv: list[str]) -> int:
         from rl_core.train import main as train_here
 
         return train_here(flags)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *launcher, "-m", "rl_core.train", *flags])
+    return launch(["--standalone", f"--nproc_per_node={num_ranks}", "-m", "rl_core.train", *flags])
+
+
+def launch(argv: list[str]) -> int:
+    """torchrun in this process, without its own report: a rank that fails has said why in one line."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    logging.disable(logging.ERROR)
+    try:
+        torchrun(argv)
+        return 0
+    except SignalException as end:
+        return 128 + end.sigval
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:  # it could say nothing
+            name = signal.Signals(-failure.exitcode).name
+            print(f"error: rank {rank} was ended by {name}; go on with --resume", file=sys.stderr, flush=True)
+        return 1
 
 
 def split_num_ranks(argv: list[str]) -> tuple[int | None, list[str]]:

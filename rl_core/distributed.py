@@ -140,7 +140,7 @@ def on_mesh(ranks: Ranks, mesh: Mesh) -> Ranks:
 
 def close_ranks(ranks: Ranks) -> None:
     if ranks.store is not None:
-        dist.barrier()
+        barrier(ranks)
         dist.destroy_process_group()
 
 
@@ -148,7 +148,7 @@ LOST = re.compile(r"timed out|timeout|connection (was )?(closed|reset|refused)|b
 
 
 @contextmanager
-def naming_what_was_waited_for(phase: str, ranks: Ranks, timeout_s: float):
+def explain_timeouts(phase: str, ranks: Ranks, timeout_s: float):
     """Raises RunError, with the phase of the step in it, where another rank did not come in time or is gone."""
     try:
         yield
@@ -173,6 +173,12 @@ def all_gather_json(value: Any, ranks: Ranks) -> list[Any]:
     gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(ranks.size)]
     dist.all_gather(gathered, padded)
     return [json.loads(g[: int(n)].numpy().tobytes()) for g, n in zip(gathered, sizes, strict=True)]
+
+
+def barrier(ranks: Ranks) -> None:
+    """Returns once every rank has called it."""
+    if ranks.size > 1:
+        dist.all_reduce(torch.zeros(1))  # on the CPU, where no device is waited for
 
 
 def exchange(outgoing: list[torch.Tensor], incoming_sizes: list[int], ranks: Ranks) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ import torch
 from rl_core.build import Run, compute_dtype, imitation
 from rl_core.canary import check_canary, sample_canaries
 from rl_core.credit import baseline_groups, group_results, has_signal, samples_of
-from rl_core.distributed import all_gather_json
+from rl_core.distributed import barrier
 from rl_core.groups import (
     evaluate_elsewhere,
     evaluate_episodes,
@@ -162,7 +162,7 @@ async def gather_samples(run: Run, step: int) -> dict[str, list[TrainingSample]]
         return {config.trained[0]: [sample for row in rows for sample in row]}
 
     if config.engine_tp > 1:
-        all_gather_json(None, run.ranks)  # no learner has a device that an engine on another rank takes now
+        barrier(run.ranks)  # no learner has a device that an engine on another rank takes now
     await sample_canaries(run, is_first=step == run.start)
     trajectories = await roll_out_step(run, step)
     await sleep_engines(run)
@@ -200,7 +200,7 @@ async def sleep_engines(run: Run) -> None:
             await engine.pause()
         await engine.sleep()
     if run.config.engine_tp > 1:
-        all_gather_json(None, run.ranks)
+        barrier(run.ranks)
 
 
 async def sync_engine(run: Run, name: str, version: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,11 @@ class Max:
 
 Metric = Mean | Sum | Max
 KINDS = {"Mean": Mean, "Sum": Sum, "Max": Max}
+
+
+def count_once(ranks: Ranks) -> Sum:
+    """1 over all ranks, each of which counts it."""
+    return Sum(1 / ranks.size)
 
 
 def add_metrics(into: dict[str, Metric], more: dict[str, Metric], prefix: str = "") -> None:
@@ -93,14 +99,15 @@ class RunLog:
     def progress(self, step: int, values: dict[str, float]) -> None:
         """step 12/200  reward 0.412  tokens 24.1  loss 0.0123  1.4 s (generate 0.9, learn 0.5)  ETA 0:04:23"""
         shown = [f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}"]
-        for label, name in (
-            ("reward", "reward_mean"),
-            ("tokens", "length_mean"),
-            ("loss", "loss"),
-            ("failed", "failed"),
-        ):
-            found = [v for k, v in values.items() if k.startswith(("rollout/", "learn/")) and k.endswith(f"/{name}")]
-            shown += [f"{label} {found[0]:.4g}"] if found and not (name == "failed" and not found[0]) else []
+        matches = (re.fullmatch(r"(?:rollout|learn)/([^/]+)/(?:reward_mean|loss)", name) for name in values)
+        actors = list(dict.fromkeys(match[1] for match in matches if match))
+        for actor in actors:
+            names = {"reward": f"rollout/{actor}/reward_mean", "tokens": f"rollout/{actor}/length_mean"}
+            names |= {"loss": f"learn/{actor}/loss"}
+            found = [f"{label} {values[name]:.4g}" for label, name in names.items() if name in values]
+            shown += [f"{actor}:", *found] if len(actors) > 1 else found
+        if failed := sum(values.get(f"rollout/{actor}/failed", 0) for actor in actors):
+            shown.append(f"failed {failed:.4g}")
         phases = [
             f"{p} {values[f'time/{p}_s']:.2f}" for p in ("generate", "learn", "sync") if values.get(f"time/{p}_s")
         ]

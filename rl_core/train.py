@@ -11,7 +11,9 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import nullcontext
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_core.config import parse_config
@@ -31,8 +33,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse_config(argv)
         from rl_core.build import build, is_sharded, make_plan
-        from rl_core.distributed import close_ranks, init_ranks, naming_what_was_waited_for
+        from rl_core.distributed import barrier, close_ranks, explain_timeouts, init_ranks
         from rl_core.loop import run_rank
+        from rl_core.run_folder import locked
 
         plan = make_plan(config)
         size, is_first = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("RANK", "0") == "0"
@@ -42,8 +45,11 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         parts = {n: getattr(config, n) for n in ("dp_replicate", "cp", "tp", "engine_ranks")}
         ranks = init_ranks(config.timeout_s, is_sharded=is_sharded(config), **parts)
-        with naming_what_was_waited_for("start, log or save", ranks, config.timeout_s):
-            asyncio.run(run_rank(build(plan, ranks)))
+        with explain_timeouts("start, log or save", ranks, config.timeout_s):
+            barrier(ranks)  # every rank has seen that the folder is free
+            is_writer = ranks.rank == 0 and (ranks.link is None or not ranks.link.is_engine)
+            with locked(Path(config.out)) if is_writer else nullcontext():
+                asyncio.run(run_rank(build(plan, ranks)))
             close_ranks(ranks)
         return 0
     except KeyboardInterrupt:

@@ -189,6 +189,7 @@ def test_the_status_of_ranks_that_fail_is_the_commands(tiny_model, tmp_path):
     process = start("train", "--nproc_per_node=2", *flags, "--data.train", str(tmp_path / "rows.jsonl"))
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 1 and "broken on purpose" in said, said
+    assert "Traceback" not in said and len([x for x in said.splitlines() if x.startswith("error: ")]) == 1, said
 
 
 # The scripted engine

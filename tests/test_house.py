@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS = {
     "ground": ["types", "rules", "config", "http"],
     "pure": ["data"],
-    "shared": ["link", "distributed", "host_copies", "metrics"],
+    "shared": ["link", "distributed", "host_copies", "metrics", "run_folder"],
     "sampling": ["sampling"],
     "learning": ["learning"],
     "engines": ["engines"],

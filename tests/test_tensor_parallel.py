@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from rl_core.config import LoraConfig, parse_config
 from rl_core.data.packing import pack_samples
-from rl_core.distributed import Mesh, Ranks, all_gather_json, close_ranks, init_ranks, on_mesh
+from rl_core.distributed import Mesh, Ranks, barrier, close_ranks, init_ranks, on_mesh
 from rl_core.learning import logprobs as fused
 from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.checkpoint import load_checkpoint, save_checkpoint
@@ -258,7 +258,7 @@ def travels(path: Path, learner: Learner, out: Path, alone: Ranks) -> dict[str, 
     sharded = make_learner(path, on_mesh(ranks, Mesh(dp_shard=ranks.size)))
     load_checkpoint(folder, {"policy": sharded})
     found["to dp"] = distance(before, everything(sharded))
-    all_gather_json(None, ranks)  # all have read it
+    barrier(ranks)  # all have read it
     save_checkpoint(folder, {"policy": sharded}, {"step": 3}, sharded.ranks, 1)
     again = make_learner(path, ranks)
     load_checkpoint(folder, {"policy": again})
@@ -266,10 +266,10 @@ def travels(path: Path, learner: Learner, out: Path, alone: Ranks) -> dict[str, 
     goes_on, expected = train(again, 3, 1), train(learner, 3, 1)
     assert goes_on == expected, (goes_on, expected)
     export_policy(learner.policy, AutoTokenizer.from_pretrained(path), out.with_name("export"), ranks)
-    all_gather_json(None, ranks)
+    barrier(ranks)
     exported = make_policy(str(out.with_name("export")), torch.float32, alone, False)
     found["exported"] = distance(dict(named_weights(exported)), {n: whole(w) for n, w in named_weights(learner.policy)})
-    all_gather_json(None, ranks)
+    barrier(ranks)
     return found
 
 

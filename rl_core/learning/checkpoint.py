@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rl_core.distributed import Ranks, all_gather_json
+from rl_core.distributed import Ranks, all_gather_json, barrier
 from rl_core.learning.learner import Learner
 from rl_core.learning.loading import local_part
 from rl_core.learning.model import whole_model
@@ -89,7 +89,7 @@ def save_checkpoint(
         shutil.rmtree(beside, ignore_errors=True)
         for name in (name for actor, learner in learners.items() for name in learner.trained(actor)):
             (beside / name).mkdir(parents=True)
-    all_gather_json(None, ranks)  # the folders are there
+    barrier(ranks)  # the folders are there
     written, state = {}, state | {"optimizers": {}}
     for actor, owner in learners.items():
         with owner.on_device():
@@ -113,7 +113,7 @@ def save_checkpoint(
         if keep:
             for old in checkpoints_in(folder.parent)[:-keep]:
                 shutil.rmtree(old)
-    all_gather_json(None, ranks)  # no rank goes on before the checkpoint stands
+    barrier(ranks)  # no rank goes on before the checkpoint stands
 
 
 def older_file(folder: Path, actor: str) -> Path:

@@ -41,7 +41,7 @@ from rl_core.learning.offload import Offload
 from rl_core.learning.optim import learning_rate, make_optimizer
 from rl_core.learning.preference import pair_losses, pair_metrics
 from rl_core.learning.tensor_parallel import sum_partial_gradients
-from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics
+from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics, count_once
 from rl_core.types import PER_TOKEN, PackedBatch, SequenceShard, TrainingSample
 
 TAIL_NATS = 0.5  # a token beyond it counts for mismatch_tail_frac
@@ -207,7 +207,7 @@ class Learner:
                 found, is_done = self.update(minibatch, lr, name)
                 add_metrics(metrics, found)
             else:
-                add_metrics(metrics, {"skipped_updates": Sum(1 / self.ranks.size)})
+                add_metrics(metrics, {"skipped_updates": count_once(self.ranks)})
             if is_done:
                 left_out = self.updates_per_step - number
                 return metrics | {"kl_stopped_updates": Sum(left_out / self.ranks.size)}
@@ -238,7 +238,7 @@ class Learner:
             group["lr"] = lr
         self.optimizer.step()
         self.policy.zero_grad()
-        add_metrics(metrics, {"grad_norm": Mean(grad_norm), "lr": Mean(lr), "updates": Sum(1 / self.ranks.size)})
+        add_metrics(metrics, {"grad_norm": Mean(grad_norm), "lr": Mean(lr), "updates": count_once(self.ranks)})
         return metrics, False
 
     def losses(self, batch: PackedBatch) -> tuple[Tensor, dict[str, Metric]]:

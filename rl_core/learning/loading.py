@@ -3,8 +3,10 @@ memory, and filled from the safetensors files with the slices that this rank hol
 
 from __future__ import annotations
 
+import difflib
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,6 +40,7 @@ class SavedWeight:
 def load_model_config(path: str) -> PretrainedConfig:
     """The model's config.json, read before any weight. Raises ValueError for a folder without one and for a model whose
     logits are not hidden states times the head's weight."""
+    check_model_folder(Path(path))
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -49,6 +52,31 @@ def load_model_config(path: str) -> PretrainedConfig:
         )
     check_packs(path, config)
     return config
+
+
+def check_model_folder(path: Path) -> None:
+    """Raises ValueError for a path without a folder, and for folders of a run that hold no model, with what to name instead."""
+    is_path = path.is_absolute() or (
+        str(path) != path.name and (path.parts[0] in (".", "..", "~") or len(path.parts) > 2)
+    )
+    if not path.exists() and is_path:
+        names = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, names, n=1)
+        raise ValueError(f"model {path}: no such folder" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
+    if (path / "config.json").exists():
+        return
+    if (path / "hf").is_dir():
+        raise ValueError(f"model {path} is a run's folder; name the model that it exported: {found_in(path / 'hf')}")
+    if (path / "manifest.json").exists():
+        raise ValueError(f"model {path} is a checkpoint; name the model of its run: {found_in(path.parents[1] / 'hf')}")
+    if (path / "adapter_config.json").exists():
+        merged = path.with_name(path.name.removesuffix("_adapter"))
+        raise ValueError(f"model {path} is an adapter; name a whole model, such as the merged one in {merged}")
+
+
+def found_in(folder: Path) -> str:
+    models = sorted(str(p.parent) for p in folder.glob("*/config.json"))
+    return " or ".join(models) or f"{folder} has none yet"
 
 
 def check_packs(path: str, config: PretrainedConfig) -> None:

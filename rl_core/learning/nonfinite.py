@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_core.distributed import Ranks, all_gather_json
-from rl_core.metrics import Metric, Sum
+from rl_core.metrics import Metric, count_once
 from rl_core.types import PackedBatch, RunError
 
 MAX_IN_A_ROW = 3
@@ -34,7 +34,7 @@ class NonfiniteUpdates:
             )
         if self.ranks.rank == 0:
             print(f"{text}; skipped ({self.in_a_row} in a row)", flush=True)
-        return {"nonfinite_updates": Sum(1 / self.ranks.size)}
+        return {"nonfinite_updates": count_once(self.ranks)}
 
 
 def what_is_not_finite(batches: list[PackedBatch], loss: float, grad_norm: float) -> list[str]:

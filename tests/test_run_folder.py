@@ -1,0 +1,77 @@
+"""A run's folder belongs to one run at a time, and says what a run that goes on finds in it."""
+
+from __future__ import annotations
+
+import fcntl
+
+import pytest
+import yaml
+from kit import words
+
+from rl_core.distributed import init_ranks
+from rl_core.metrics import RunLog
+from rl_core.train import main
+
+
+@pytest.fixture
+def flags(places):
+    return words(f"--model {places['model']} --env_path {places['dir']}/letters.py --max_tokens 6 --tasks_per_step 2")
+
+
+def test_a_run_that_goes_on_says_from_where_and_what_differs(flags, tmp_path, capsys):
+    out = tmp_path / "run"
+    resume = [*flags, "--group_size", "2", "--out", str(out), "--resume"]
+    assert main([*resume, "--num_steps", "1"]) == 0
+    assert f"--resume: no checkpoint in {out / 'checkpoints'}: begins at step 0" in capsys.readouterr().out
+    assert main([*resume, "--num_steps", "2", "--optim.lr", "1e-4"]) == 0
+    shown = capsys.readouterr().out
+    assert "--resume: goes on from step 1" in shown
+    assert [line.split(": ")[1] for line in shown.splitlines() if "differs" in line] == ["--optim.lr 1e-06 -> 0.0001"]
+    assert yaml.safe_load((out / "config.yaml").read_text())["optim"]["lr"] == 1e-6
+
+
+def test_a_folder_of_a_run_that_is_going_on_is_refused(flags, tmp_path, capsys):
+    out = tmp_path / "run"
+    out.mkdir()
+    with open(out / ".lock", "a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert main([*flags, "--out", str(out), "--resume"]) == 1
+    assert f"error: --out {out} belongs to a run that is going on" in capsys.readouterr().err
+    assert not (out / "config.yaml").exists()
+
+
+def test_the_progress_line_names_actors_and_counts_the_failures_of_all(tmp_path, capsys):
+    log = RunLog(tmp_path, init_ranks(60), 9, 0)
+    values = {"rollout/bob/reward_mean": 0.5, "learn/bob/loss": 0.1, "rollout/bob/failed": 1, "time/step_s": 2.0}
+    values |= {"rollout/bob/maths/reward_mean": 9.0}
+    log.progress(3, values)
+    assert "step 3/9  reward 0.5  loss 0.1  failed 1  2.00 s" in capsys.readouterr().out
+    log.progress(3, values | {"rollout/alice/reward_mean": 0.25, "rollout/alice/failed": 2})
+    assert "step 3/9  bob:  reward 0.5  loss 0.1  alice:  reward 0.25  failed 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "make, name, says",
+    [
+        ([], "tniy", "no such folder; did you mean {dir}/tiny?"),
+        (["run/hf/bob/config.json"], "run", "is a run's folder; name the model that it exported: {dir}/run/hf/bob"),
+        (
+            ["run/hf/bob/config.json", "run/checkpoints/step_000001/manifest.json"],
+            "run/checkpoints/step_000001",
+            "is a checkpoint; name the model of its run: {dir}/run/hf/bob",
+        ),
+        (
+            ["hf/bob_adapter/adapter_config.json"],
+            "hf/bob_adapter",
+            "is an adapter; name a whole model, such as {dir}/hf/bob",
+        ),
+    ],
+)
+def test_a_folder_that_is_no_model_is_refused_with_what_to_name(make, name, says, flags, tmp_path, capsys):
+    for file in ["tiny/config.json", *make]:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("{}")
+    assert main([*flags, "--model", str(tmp_path / name), "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: model {tmp_path / name}") and len(said.splitlines()) == 1
+    assert says.format(dir=tmp_path).split("such as ")[-1] in said, said
