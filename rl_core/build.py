@@ -54,7 +54,7 @@ from rl_core.sampling.weights import load_weights
 from rl_core.types import Task, TrainingSample, counter_seed
 
 ENGINES = {
-    "embedded": "rl_core.sampling.embedded_engine:make_engine",
+    "embedded": "rl_core.engines.embedded:make_engine",
     "sglang": "rl_core.engines.sglang:make_engine",
 }
 # What makes samples of a row, by the algorithm.

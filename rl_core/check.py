@@ -147,7 +147,7 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
 
 def load_tokenizer(model: str | None) -> Chat:
     from rl_core.data.chat import load_chat
-    from rl_core.sampling.scripted_engine import plain_chat
+    from rl_core.engines.scripted import plain_chat
 
     return load_chat(model) if model else plain_chat()
 

@@ -12,9 +12,9 @@ from typing import Any
 from rl_core.config import RolloutConfig
 from rl_core.data.chat import Chat
 from rl_core.distributed import Ranks
+from rl_core.engines.scripted import ScriptedActor
 from rl_core.sampling.env import Env
 from rl_core.sampling.rollout import RolloutPlan, rollout
-from rl_core.sampling.scripted_engine import ScriptedActor
 from rl_core.types import SamplingParams, Task, Trajectory
 
 ANSWERS = ("answer", "response", "solution", "target", "label", "reference")  # columns whose text may be a right reply

@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from rl_core.distributed import Ranks, close_ranks, init_ranks
+from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.learning.model import PolicyModel, engine_weights, make_policy, shard_policy
-from rl_core.sampling.embedded_engine import EmbeddedEngine
 from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.types import SamplingParams
 

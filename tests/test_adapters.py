@@ -9,7 +9,7 @@ import torch
 from test_embedded_engine import assert_logprobs, load, random_prompts
 from transformers import AutoModelForCausalLM
 
-from rl_core.sampling.embedded_engine import EmbeddedEngine
+from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.types import SamplingParams
 
 peft = pytest.importorskip("peft")
@@ -91,9 +91,9 @@ def test_a_conversation_goes_on_with_its_own_keys_and_values_until_its_own_adapt
         first = await engine.generate(prompt, GREEDY, seed=0, session="s", adapter="bob")
         if update_of:
             await engine.update(found[0].items(), 2, adapter=update_of)
-        longer, before = [*prompt, *first.token_ids, 5, 6], engine.stats.prefill_tokens
+        longer, before = [*prompt, *first.token_ids, 5, 6], engine.stats["prefill_tokens"]
         second = await engine.generate(longer, GREEDY, seed=1, session="s", adapter=name)
-        return engine.stats.prefill_tokens - before, longer, second
+        return engine.stats["prefill_tokens"] - before, longer, second
 
     new, longer, second = asyncio.run(talk("bob", update_of="alice"))
     assert new < len(longer) / 2
@@ -131,7 +131,7 @@ def test_a_pause_keeps_each_requests_adapter_and_its_versions(tiny_model):
 
     async def with_a_pause():
         asked = [asyncio.create_task(engine.generate(p, GREEDY, seed=0, adapter=name)) for name, p in requests]
-        while not any(len(r.token_ids) >= 4 for r in engine._active):  # noqa: ASYNC110
+        while not any(len(r.logprobs) >= 4 for r in engine._active):  # noqa: ASYNC110
             await asyncio.sleep(0)
         await engine.pause()
         await engine.update(weights.items(), 2, adapter="alice")

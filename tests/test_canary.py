@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from test_train import metrics
 
-from rl_core.sampling import embedded_engine
-from rl_core.sampling.embedded_engine import EmbeddedEngine
+from rl_core.engines import embedded, slots
+from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.train import main
 
 SIZES = ["--tasks_per_step", "4", "--group_size", "4", "--num_steps", "2", "--optim.lr", "1e-2"]
@@ -50,13 +50,13 @@ def test_the_engine_of_each_of_two_ranks_agrees_with_the_sharded_learner(tiny_mo
 
 
 def test_a_tensor_of_the_engine_that_is_not_the_learners_is_named(tiny_model, tmp_path, monkeypatch, capsys):
-    load = embedded_engine.load_weights
+    load = embedded.load_weights
 
     def load_all_but_a_part(model, named_weights):
         load(model, named_weights)
         model.get_parameter(BROKEN).data[0] += 1.0
 
-    monkeypatch.setattr(embedded_engine, "load_weights", load_all_but_a_part)
+    monkeypatch.setattr(embedded, "load_weights", load_all_but_a_part)
     assert main(flags_of(tiny_model, tmp_path / "run", *COPY)) == 1
     said = capsys.readouterr().err
     assert "nats at version 0, and --canary_tolerance allows 0.001; on rank 0 1 of 24 tensors differ" in said
@@ -70,13 +70,13 @@ def test_an_engine_that_computes_otherwise_with_the_learners_own_weights_is_foun
 ):
     assert main(flags_of(tiny_model, tmp_path / "healthy")) == 0
     assert not largest(tmp_path / "healthy"), "no step knows more of it than another"
-    sample = embedded_engine.sample_tokens
+    sample = slots.sample_tokens
 
     def sample_too_likely(logits, uniforms, greedy):
         tokens, logprobs = sample(logits, uniforms, greedy)
         return tokens, logprobs + 0.01
 
-    monkeypatch.setattr(embedded_engine, "sample_tokens", sample_too_likely)
+    monkeypatch.setattr(slots, "sample_tokens", sample_too_likely)
     assert main(flags_of(tiny_model, tmp_path / "run")) == 1
     said = capsys.readouterr().err
     assert "on rank 0 it reads the learner's own tensors, so that the two compute differently" in said
@@ -101,14 +101,14 @@ def test_an_update_that_did_not_arrive_is_found_the_last_one_too(tiny_model, tmp
 def test_one_of_two_ranks_with_other_weights_stops_both(tiny_model, torchrun, tmp_path):
     (tmp_path / "broken.py").write_text(
         "import os, sys\n"
-        "from rl_core.sampling import embedded_engine\n"
+        "from rl_core.engines import embedded\n"
         "from rl_core.train import main\n"
-        "load = embedded_engine.load_weights\n"
+        "load = embedded.load_weights\n"
         "def broken(model, named_weights):\n"
         "    load(model, named_weights)\n"
         "    if os.environ['RANK'] == '1':\n"
         f"        model.get_parameter({BROKEN!r}).data[0] += 1.0\n"
-        "embedded_engine.load_weights = broken\n"
+        "embedded.load_weights = broken\n"
         # A rank that ended with an error would have torchrun kill the other before it can say the same.
         "status = main(sys.argv[1:])\n"
         "os.write(1, f'rank {os.environ[\"RANK\"]} ended with {status}\\n'.encode())\n"  # at once, whole
@@ -121,15 +121,15 @@ def test_one_of_two_ranks_with_other_weights_stops_both(tiny_model, torchrun, tm
 def test_a_rank_that_only_samples_with_other_weights_stops_the_run(tiny_model, torchrun, tmp_path):
     (tmp_path / "broken.py").write_text(
         "import os, sys\n"
-        "from rl_core.sampling import embedded_engine\n"
+        "from rl_core.engines import embedded\n"
         "from rl_core.train import main\n"
-        "load, calls = embedded_engine.load_weights, []\n"
+        "load, calls = embedded.load_weights, []\n"
         "def broken(model, named_weights):\n"
         "    load(model, named_weights)\n"
         "    calls.append(model)\n"
         "    if os.environ['RANK'] == '2' and len(calls) == 2:\n"
         f"        model.get_parameter({BROKEN!r}).data[0] += 1.0\n"
-        "embedded_engine.load_weights = broken\n"
+        "embedded.load_weights = broken\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     run = [*flags_of(tiny_model, tmp_path / "run"), "--engine_ranks", "2", "--max_staleness", "1"]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.cli import main, split_num_ranks
-from rl_core.sampling.scripted_engine import ScriptedActor, ScriptedEngine, plain_chat
+from rl_core.engines.scripted import ScriptedActor, ScriptedEngine, plain_chat
 from rl_core.types import SamplingParams
 
 ROOT = Path(__file__).parent.parent

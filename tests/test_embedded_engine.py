@@ -7,11 +7,12 @@ import random
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
+from rl_core.engines import embedded
+from rl_core.engines.embedded import EmbeddedEngine
+from rl_core.engines.slots import truncated_logits
 from rl_core.learning.model import load_model_config
-from rl_core.sampling import embedded_engine
-from rl_core.sampling.embedded_engine import EmbeddedEngine, truncated_logits
 from rl_core.types import LOGIT_CHANGES, SamplingParams, logit_change
 
 VOCAB_SIZE = 104
@@ -53,7 +54,7 @@ def run(engine, prompts, params, first_seed: int = 0):
 
 
 async def has_decoded(engine, num_steps):
-    while engine.stats.decode_steps < num_steps:  # noqa: ASYNC110 - an event in the engine would serve tests alone
+    while engine.stats["decode_steps"] < num_steps:  # noqa: ASYNC110 - an event in the engine would serve tests alone
         await asyncio.sleep(0)
 
 
@@ -245,7 +246,7 @@ def test_a_groups_prompt_is_prefilled_once_even_if_it_outlives_its_first_owner(m
     params = [SamplingParams(max_tokens=1 + i % 9) for i in range(24)]
     for prompt, completion in zip(prompts, run(engine, prompts, params), strict=True):
         assert_logprobs(model, prompt, completion)
-    assert engine.stats.prefill_tokens == sum(map(len, prompts[::8]))
+    assert engine.stats["prefill_tokens"] == sum(map(len, prompts[::8]))
     assert not engine._prompts
 
 
@@ -255,14 +256,14 @@ def test_a_session_prefills_only_what_its_prompt_adds(model):
     async def two_turns(second_of):
         params = SamplingParams(max_tokens=6)
         one = await engine.generate(first, params, seed=1, session="s")
-        before = engine.stats.prefill_tokens
+        before = engine.stats["prefill_tokens"]
         second = second_of(one)
         two = await engine.generate(second, params, seed=2, session="s")
         assert_logprobs(model, second, two)
         engine.end_session("s")
         engine.end_session("never seen")
         assert not engine._parked
-        return engine.stats.prefill_tokens - before
+        return engine.stats["prefill_tokens"] - before
 
     # The last sampled token's keys were never computed.
     assert asyncio.run(two_turns(lambda one: first + one.token_ids + [7] * 5)) == 6
@@ -286,7 +287,7 @@ def test_turns_of_unlike_lengths_go_together_up_to_the_end_of_the_context(model)
 
     for prompt, completion in zip(second, asyncio.run(two_turns()), strict=True):
         assert_logprobs(model, prompt, completion)
-    assert engine.stats.prefill_tokens == 10 + 55 + 30 + 8
+    assert engine.stats["prefill_tokens"] == 10 + 55 + 30 + 8
 
 
 def test_the_oldest_session_is_forgotten_first_when_more_is_kept_than_the_slots_hold(model):
@@ -301,7 +302,7 @@ def test_the_oldest_session_is_forgotten_first_when_more_is_kept_than_the_slots_
 
 
 def test_long_and_ragged_prompts_are_prefilled_in_bounded_pieces(model, monkeypatch):
-    monkeypatch.setattr(embedded_engine, "PREFILL_TOKENS", 32)
+    monkeypatch.setattr(embedded, "PREFILL_TOKENS", 32)
     prompts = [*random_prompts(9, seed=6, longest=30), [*range(100)]]
     widths = []
     handle = model.get_input_embeddings().register_forward_hook(lambda _m, args, _o: widths.append(args[0].numel()))
@@ -433,9 +434,9 @@ def test_cancelling_frees_the_slot_and_disturbs_nobody(model):
     assert [i for i, r in enumerate(results) if isinstance(r, asyncio.CancelledError)] == [0, 4]
     assert all(results[i].token_ids == expected[i].token_ids for i in (1, 2, 3, 5))
     assert not engine._active and not engine._waiting and not engine._prompts
-    assert engine.stats.prefill_tokens == sum(len(p) for i, p in enumerate(prompts) if i != 4)
+    assert engine.stats["prefill_tokens"] == sum(len(p) for i, p in enumerate(prompts) if i != 4)
     # The four that ended took 29 steps each after their first token, the cancelled one the few before.
-    assert engine.stats.decode_tokens <= 4 * 29 + 5
+    assert engine.stats["decode_tokens"] <= 4 * 29 + 5
 
 
 def test_the_model_is_given_back_as_it_was(model):
@@ -459,21 +460,58 @@ def test_the_model_is_given_back_as_it_was(model):
 
 
 def test_an_error_reaches_everybody_who_waits_and_the_engine_goes_on(model):
-    engine, prompts, params = make(model, num_slots=2), random_prompts(5), SamplingParams(max_tokens=8)
+    """In a prefill, which several wait for, and in a decode step; some wait for a free slot."""
+    engine, params = make(model, num_slots=4), SamplingParams(max_tokens=8)
+    prompts = [prompt for prompt in random_prompts(3) for _ in range(3)]
     expected = run(engine, prompts, params)
-
-    def fail(*_):
-        raise ZeroDivisionError("broken layer")
 
     async def gather():
         calls = (engine.generate(p, params, seed=i) for i, p in enumerate(prompts))
-        return await asyncio.gather(*calls, return_exceptions=True)
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
 
-    handle = model.model.norm.register_forward_hook(fail)
-    assert [str(error) for error in asyncio.run(gather())] == ["broken layer"] * 5
-    handle.remove()
-    assert model.config._attn_implementation == "sdpa"
-    assert [c.token_ids for c in asyncio.run(gather())] == [c.token_ids for c in expected]
+    for is_decode in (False, True):
+
+        def fail(_module, args, _out, is_decode=is_decode):
+            if is_decode == (args[0].shape[1] == 1):
+                raise ZeroDivisionError("broken layer")
+
+        handle = model.model.norm.register_forward_hook(fail)
+        assert [str(error) for error in asyncio.run(gather())] == ["broken layer"] * 9
+        handle.remove()
+        assert model.config._attn_implementation == "sdpa"
+        assert [c.token_ids for c in asyncio.run(gather())] == [c.token_ids for c in expected]
+
+
+def test_a_context_ends_where_the_models_positions_do():
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gpt2", n_positions=32, n_embd=32, n_layer=1, n_head=2, vocab_size=VOCAB_SIZE)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    engine, prompt = make(model), [5] * 28
+    for completion in run(engine, [prompt] * 3, SamplingParams(max_tokens=50)):
+        assert (len(completion.token_ids), completion.finish_reason) == (4, "length")
+        assert_logprobs(model, prompt, completion)
+    with pytest.raises(ValueError, match="prompt of 40 tokens"):
+        run(engine, [[5] * 40] * 3, SamplingParams(max_tokens=1))
+
+
+def test_a_model_whose_vocabulary_stands_in_its_text_config_is_sampled_from():
+    text = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "query_pre_attn_scalar": 16, "sliding_window": 16}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        "gemma3", text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14}
+    )
+    assert not hasattr(config, "vocab_size")
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
+    [completion] = run(make(model), [[5, 6, 7]], SamplingParams(max_tokens=6))
+    assert_logprobs(model, [5, 6, 7], completion)
 
 
 def test_weights_that_are_nan_are_an_error_and_not_a_sample(model):

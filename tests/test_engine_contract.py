@@ -16,9 +16,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.remote import checksum
 from rl_core.engines.sglang import SGLangEngine, make_skeleton
-from rl_core.sampling.embedded_engine import EmbeddedEngine
 from rl_core.sampling.engine import EngineDied, EngineSpec
 from rl_core.types import SamplingParams
 

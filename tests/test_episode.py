@@ -520,7 +520,7 @@ def trio(tmp_path_factory):
     """Name -> (actor, model): three architectures, tokenizers and templates."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from rl_core.sampling.embedded_engine import EmbeddedEngine
+    from rl_core.engines.embedded import EmbeddedEngine
 
     found = {}
     for seed, (name, (arch, template, _, _)) in enumerate(KINDS.items()):

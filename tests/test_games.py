@@ -18,9 +18,9 @@ from rl_core.cli import main as command
 from rl_core.config import RolloutConfig
 from rl_core.data.tasks import make_task
 from rl_core.distributed import Ranks
+from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.sampling.env import load_env
 from rl_core.sampling.rollout import RolloutPlan, rollout
-from rl_core.sampling.scripted_engine import ScriptedActor, plain_chat
 from rl_core.train import main
 from rl_core.types import SamplingParams
 

@@ -23,8 +23,8 @@ ROOMS = {
     "learning": ["learning"],
     "engines": ["engines"],
     "options": ["options"],
-    "tools": ["tools", "cli"],
-    "roof": ["train", "canary", "build", "credit", "groups", "loop", "check", "tryout"],
+    "tools": ["tools", "cli", "check", "tryout"],
+    "roof": ["train", "canary", "build", "credit", "groups", "loop"],
 }
 BELOW = {
     "ground": set(),

@@ -13,8 +13,8 @@ from test_engine_contract import needs_sglang
 from test_train import SORT, metrics, trajectories
 from transformers import AutoModelForCausalLM
 
+from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.sampling.actor import Actor
-from rl_core.sampling.embedded_engine import EmbeddedEngine
 from rl_core.train import main
 from rl_core.types import SamplingParams
 

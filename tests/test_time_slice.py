@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl_core.sampling.embedded_engine import EmbeddedEngine
+from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.sampling.engine import DeviceLease
 from rl_core.types import SamplingParams
 
@@ -220,7 +220,7 @@ def test_paused_engines_lend_the_device_for_new_weights_and_go_on_where_they_sto
                 return await engine.generate(prompt, params, seed=0)
 
         calls = [asyncio.create_task(ask(e)) for e in (a, a, b)]
-        while a.stats.decode_steps < 5:  # noqa: ASYNC110
+        while a.stats["decode_steps"] < 5:  # noqa: ASYNC110
             await asyncio.sleep(0)
         for engine in engines:
             await engine.pause()

@@ -1,17 +1,23 @@
-"""The embedded engine's cache of keys and values, and the attention that writes it and reads it.
+"""The device's side of the embedded engine: a cache of keys and values in slots, the attention that writes and reads it, a
+model's forward over it, and sampling. Nothing here waits for the device but the check of a model before its first step.
 
-Legend: n rows in a forward, S new tokens per row, L cached tokens, H heads, K key-value heads, D head dim.
+Legend: n rows in a forward, S new tokens per row, L cached tokens, H heads, K key-value heads, D head dim, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ATTENTION = "rl_core_slots"
 
@@ -124,3 +130,101 @@ def decode_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, 
 
 # No mask function is registered under this name, which is how transformers is told to build no mask.
 AttentionInterface.register(ATTENTION, slot_attention)
+
+
+class SlotModel:
+    """A causal language model that reads and writes a SlotCache. It is borrowed inside `borrowed`."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model, self.decoder, self.is_checked = model, model.get_decoder(), False
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Inside, the model is in evaluation mode and has the slots' attention; then it is put back as it was. Raises ValueError
+        for a model that computes something else."""
+        config, training = self.decoder.config, [module for module in self.model.modules() if module.training]
+        implementation = config._attn_implementation
+        try:
+            for module in training:
+                module.training = False
+            if not self.is_checked:
+                self.check()
+            config._attn_implementation = ATTENTION
+            yield
+        finally:
+            config._attn_implementation = implementation
+            for module in training:
+                module.training = True
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """ValueError for a decoder that does more than this attention and head."""
+        config, device, cache = self.decoder.config, self.model.device, SlotCache(1, 3)
+        ids = torch.tensor([[1, 2, 3]], device=device) % self.model.config.get_text_config().vocab_size
+        config._attn_implementation = "eager"
+        expected = self.model(input_ids=ids, use_cache=False).logits[0, -1].float()
+        config._attn_implementation = ATTENTION
+        self.forward(cache, slice(0, 1), ids[:, :2], None, 2)
+        hidden = self.forward(cache, slice(0, 1), ids[:, 2:], torch.full((1,), 2, device=device), 3)
+        logits = self.model.get_output_embeddings()(hidden[0, -1]).float()
+        tolerance = (1e-3 if self.model.dtype == torch.float32 else 0.1) * expected.abs().max()
+        if (logits - expected).abs().max() > tolerance:
+            raise ValueError(
+                f"the embedded engine's logits differ from {type(self.model).__name__}'s own: it has an attention or a "
+                "head that this engine does not apply; use another engine for this model"
+            )
+        self.is_checked = True
+
+    def forward(
+        self,
+        cache: SlotCache,
+        rows: slice,
+        tokens: Tensor,
+        starts: Tensor | None,
+        length: int,
+        sizes: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [n, S, hidden size] of tokens [n, S] that come at `starts` [n] of their rows; None: all at 0. `length`:
+        of the longest row with them. `sizes` [n]: without padding."""
+        columns = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        position_ids = positions = columns if starts is None else starts[:, None] + columns
+        if starts is not None and sizes is not None:
+            padding = columns >= sizes[:, None]
+            positions = position_ids.masked_fill(padding, cache.max_tokens)
+            position_ids = position_ids.masked_fill(padding, 0)
+        plan = ForwardPlan(cache=cache, rows=rows, length=length, fresh=starts is None, positions=positions)
+        return self.decoder(
+            input_ids=tokens, position_ids=position_ids, use_cache=False, slot_plan=plan
+        ).last_hidden_state
+
+    def sample(self, hidden: Tensor, numbers: Tensor) -> Tensor:
+        """[2, n] fp32 on the device: tokens, which are exact in fp32, and their logprobs. hidden [n, hidden size]; numbers:
+        uniforms in [0, 1), is greedy; then temperatures; then top_k, top_p, min_p."""
+        logits = self.model.get_output_embeddings()(hidden).float()
+        if len(numbers) > 2:
+            logits = logits / numbers[2, :, None].float()
+        if len(numbers) > 3:
+            logits = truncated_logits(logits, *numbers[3:].float())
+        return torch.stack(sample_tokens(logits, numbers[0].float(), numbers[1].bool()))
+
+
+def truncated_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Logits [n, V] with -inf where top-k, then top-p of the rest, then min-p exclude; limits [n] are per row."""
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    ordered = ordered.masked_fill((rank >= top_k[:, None]) & (top_k[:, None] > 0), -torch.inf)
+    probs = ordered.softmax(-1)
+    before = probs.cumsum(-1) - probs
+    excluded = (before >= top_p[:, None]) | (probs < min_p[:, None] * probs[:, :1])
+    return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(excluded, -torch.inf))
+
+
+def sample_tokens(logits: Tensor, uniforms: Tensor, greedy: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [n] by inverse CDF at uniforms [n] in [0, 1), or the most likely where greedy, and their logprobs [n]."""
+    logprobs = logits.log_softmax(-1)
+    cdf = logprobs.exp().cumsum(-1)
+    # Scaled by the last entry, a uniform below 1 stays below it: rounding can never pick an excluded token.
+    drawn = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)
+    drawn = drawn.clamp(max=logits.shape[-1] - 1)  # NaN ends up behind the last token; the caller sees its logprob
+    tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), drawn)
+    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]

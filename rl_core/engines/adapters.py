@@ -1,0 +1,87 @@
+"""Adapters of several actors beside the one set of weights that an engine samples with, a row of a forward with each:
+y = W x + alpha/rank B A x, as Punica (Chen et al. 2023, arXiv:2310.18547) and S-LoRA (Sheng et al. 2023, arXiv:2311.03285) do.
+
+Legend: n rows in a forward, S new tokens of each, I and O widths of a layer, R ranks of all adapters together, K adapters.
+
+Every row is multiplied with all adapters. What is not its own is set to 0 between the two products. A run has few adapters, so
+this is less work than to gather matrices for each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl_core.sampling.weights import arriving_adapter
+
+
+class AdapterTable:
+    """The adapters of an engine by name; "" is none. `configs`: what adapter_config.json holds of each. They act inside
+    `of_rows`."""
+
+    def __init__(self, model: nn.Module, configs: dict[str, dict[str, Any]]):
+        self.linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        self.configs, self.num_ranks = configs, sum(config["r"] for config in configs.values())
+        self.spans: dict[str, slice] = {}  # of each adapter in R
+        for name, config in configs.items():
+            first = sum(span.stop - span.start for span in self.spans.values())
+            self.spans[name] = slice(first, first + config["r"])
+        self.numbers = {name: i for i, name in enumerate(["", *configs])}  # rows of `foreign`
+        self.foreign = torch.ones(
+            len(self.numbers), self.num_ranks, dtype=torch.bool, device=model.device
+        )  # not its own
+        for name, span in self.spans.items():
+            self.foreign[self.numbers[name], span] = False
+        self.layers: dict[str, tuple[Tensor, Tensor]] = {}  # A [R, I] and scaled, transposed B [R, O]
+        self.arrived: dict[str, set[str]] = {}  # names of each adapter's weights
+        self.active: slice | None = None  # of the forward under way
+        self.hidden: Tensor | None = None  # [n, 1, R], what is not a row's own; None: all rows have the same adapter
+
+    @torch.no_grad()
+    def load(self, name: str, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Fills an adapter from peft's (name, tensor) pairs. Raises as arriving_adapter."""
+        span, config, arrived = self.spans[name], self.configs[name], set()
+        coming = arriving_adapter(name, weights, config["r"], self.linear, self.arrived.get(name, set()))
+        for full, layer, kind, weight in coming:
+            if layer not in self.layers:
+                module = self.linear[layer]
+                widths = (module.in_features, module.out_features)
+                self.layers[layer] = tuple(module.weight.new_zeros(self.num_ranks, width) for width in widths)
+                module.register_forward_hook(partial(self.add_products, layer))
+            a_RI, b_RO = self.layers[layer]
+            if kind == "lora_A":
+                a_RI[span].copy_(weight)
+            else:
+                b_RO[span].copy_(config["lora_alpha"] / config["r"] * weight.T)
+            arrived.add(full)
+        self.arrived[name] = arrived
+
+    @contextmanager
+    def of_rows(self, names: list[str]) -> Iterator[None]:
+        """Inside, row i of a forward is computed with the adapter names[i]."""
+        if len(set(names)) == 1:
+            self.active = self.spans.get(names[0])
+        else:
+            self.active = slice(0, self.num_ranks)
+            rows = torch.tensor([self.numbers[name] for name in names])
+            self.hidden = self.foreign[rows.to(self.foreign.device, non_blocking=True), None]
+        try:
+            yield
+        finally:
+            self.active = self.hidden = None
+
+    def add_products(self, layer: str, module: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
+        """Adds B A x to what the layer gave."""
+        if self.active is None:
+            return
+        a_RI, b_RO = (x[self.active] for x in self.layers[layer])
+        inner = F.linear(args[0], a_RI)  # [n, S, R]
+        if self.hidden is not None:
+            inner.masked_fill_(self.hidden, 0)
+        out.view(-1, out.shape[-1]).addmm_(inner.view(-1, inner.shape[-1]), b_RO)

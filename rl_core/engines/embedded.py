@@ -1,0 +1,410 @@
+"""The in-process engine: continuous batching over a Hugging Face model's own forward, with its weights read in place.
+
+Legend: n requests in a forward, S new tokens of each, V vocabulary.
+
+Row i of the KV cache belongs to the i-th active request, so a forward reads the first rows as one view and never gathers. A row
+holds the keys and values of every token before the newest one. A decode step sends one tensor of numbers to the device and brings
+one tensor of sampled tokens back; nothing else waits for the device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rl_core.config import nearest
+from rl_core.engines.adapters import AdapterTable
+from rl_core.engines.slots import SlotCache, SlotModel, Snapshot
+from rl_core.host_copies import HostCopies
+from rl_core.sampling.engine import EngineSpec, check_request
+from rl_core.sampling.weights import load_weights
+from rl_core.types import Completion, SamplingParams, logit_change
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PREFILL_TOKENS = 8192  # padded tokens in one prefill forward: bounds its activations
+REFILL_STEPS = 8  # waiting requests are admitted at the latest this many decode steps after the last ones
+NO_LIMITS = (0, 1.0, 0.0)  # top_k, top_p, min_p
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Request:
+    ids: list[int]  # the prompt and what was sampled
+    num_prompt: int
+    end: int  # number of ids at which it is cut off
+    params: SamplingParams
+    session: str
+    adapter: str  # "" is none
+    random_bits: Any  # of this request alone; one draw per token
+    future: asyncio.Future[Completion]
+    key: tuple = ()  # requests with the same one read the same tokens with the same adapter
+    row: int = -1  # of the cache; -1 while it waits
+    num_cached: int = 0  # ids whose keys and values were kept from the session's last turn
+    hidden: Tensor | None = None  # [hidden size] of its last token when it entered
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (index, policy version): from this token on
+
+    @property
+    def num_new(self) -> int:
+        return len(self.ids) - self.num_cached
+
+
+class EmbeddedEngine:
+    """Samples from `model`, which it borrows while requests run: attention implementation and mode are put back. A context
+    longer than the model has positions is cut to these. offloads: the weights are the engine's own and wait on the host
+    while it sleeps; it is made asleep. adapters: what adapter_config.json holds of each."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        num_slots: int,
+        max_context_tokens: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        version: int = 0,
+        offloads: bool = False,
+        adapters: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        if change := logit_change(model.config):
+            raise ValueError(
+                f"{type(model).__name__} sets {change}; the embedded engine does not apply that: use another engine"
+            )
+        self.model, self.tokenizer, self.version, self.capacity = model, tokenizer, version, num_slots
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_context_tokens
+        self.max_context_tokens = min(max_context_tokens, positions)
+        self.stats = Counter()  # prefill_tokens (without padding), decode_steps, decode_tokens
+        self.adapter_versions: dict[str, int] = {}
+        self._adapters = AdapterTable(model, adapters or {})
+        self._slots = SlotModel(model)
+        self._waiting: deque[Request] = deque()
+        self._active: list[Request] = []  # the i-th has row i
+        self._unanswered: Counter[tuple] = Counter()  # requests that wait or are active, by their keys
+        self._prompts: dict[tuple, tuple[Snapshot, Tensor]] = {}  # of unanswered requests: cache and last hidden state
+        self._parked: dict[str, tuple[str, list[int], Snapshot]] = {}  # session -> adapter, ids, cache; oldest first
+        self._steps_since_refill = 0
+        self._is_paused = False
+        self._task: asyncio.Task[None] | None = None
+        self._copies = HostCopies(model.device) if offloads else None  # of the weights, while it sleeps
+        self._drop_cache()
+        if self._copies is not None:
+            self._copies.to_host(model.parameters())
+
+    async def generate(
+        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = "", adapter: str = ""
+    ) -> Completion:
+        """One completion; see Engine."""
+        check_request(prompt_ids, params, self.max_context_tokens, self.tokenizer)
+        if adapter and adapter not in self.adapter_versions:
+            raise ValueError(f"no adapter {adapter!r}; {nearest(adapter, self.adapter_versions)}")
+        request = Request(
+            ids=list(prompt_ids),
+            num_prompt=len(prompt_ids),
+            end=min(len(prompt_ids) + params.max_tokens, self.max_context_tokens),
+            params=params,
+            session=session,
+            adapter=adapter,
+            random_bits=random.Random(seed).getrandbits,
+            future=asyncio.get_running_loop().create_future(),
+        )
+        self._waiting.append(request)
+        self._note_key(request)
+        self._start_running()
+        return await request.future
+
+    def end_session(self, session: str) -> None:
+        self._parked.pop(session, None)
+
+    async def update(self, weights: Iterable[tuple[str, Tensor]] | None, version: int, *, adapter: str = "") -> None:
+        """Copies each weight into the model; see Engine. It is awake afterwards."""
+        await self._drain()
+        await self.wake()
+        self._parked = {s: parked for s, parked in self._parked.items() if adapter and parked[0] != adapter}
+        if adapter:
+            self._adapters.load(adapter, weights)
+            self.adapter_versions[adapter] = version
+        else:
+            if weights is not None:
+                load_weights(self.model, weights)
+            self.version = version
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) of what it samples with, without adapters; a tied weight comes once."""
+        return self.model.named_parameters()
+
+    async def sleep(self) -> None:
+        """Frees the memory of the cache, of every session and, if it offloads, of the weights; see Engine."""
+        await self._drain()
+        self._drop_cache()
+        if self._copies is not None and not self._copies.waiting:
+            self._copies.to_host(self.model.parameters())
+
+    async def wake(self) -> None:
+        if self._copies is not None:
+            self._copies.to_device()
+
+    async def pause(self) -> None:
+        """Stops between two tokens; see Engine. Requests are queued again with what they have sampled."""
+        self._is_paused = True
+        if self._task is not None and not self._task.done():
+            await asyncio.wait([self._task])
+        self._waiting.extendleft(reversed(self._active))
+        for held in (self._active, self._unanswered, self._prompts):
+            held.clear()
+        for request in self._waiting:
+            request.row, request.num_cached = -1, 0
+            self._note_key(request)
+
+    async def resume(self) -> None:
+        self._is_paused = False
+        if self._waiting:
+            self._start_running()
+
+    async def close(self) -> None:
+        """Cancels what is running and frees the cache."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._fail_all(None)
+
+    async def _drain(self) -> None:
+        num = sum(not r.future.done() for r in (*self._waiting, *self._active))
+        if num and not self._is_paused:
+            raise RuntimeError(f"{num} requests are running; await or cancel them, or pause the engine")
+        if self._task is not None and not self._task.done():
+            await asyncio.wait([self._task])  # it drops requests that were cancelled
+
+    def _drop_cache(self) -> None:
+        self._parked.clear()
+        self._cache = SlotCache(self.capacity, self.max_context_tokens)
+
+    def _note_key(self, request: Request) -> None:
+        request.key = request.adapter, *request.ids
+        self._unanswered[request.key] += 1
+
+    def _start_running(self) -> None:
+        if not self._is_paused and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._run())
+            self._task.add_done_callback(self._on_stopped)
+
+    async def _run(self) -> None:
+        await self.wake()
+        with self._slots.borrowed():
+            while True:
+                self._step()
+                # Left without another await, so that nobody who was answered finds the model in the wrong mode.
+                if self._is_paused or (not self._waiting and not self._active):
+                    return
+                await asyncio.sleep(0)
+
+    def _on_stopped(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            self._fail_all(None if task.cancelled() else task.exception())
+
+    def _fail_all(self, error: BaseException | None) -> None:
+        """Nobody waits for ever: the error is raised in every generate() that has no answer; None cancels them."""
+        for request in (*self._waiting, *self._active):
+            if not request.future.done():
+                request.future.cancel() if error is None else request.future.set_exception(error)
+        for held in (self._waiting, self._active, self._unanswered, self._prompts):
+            held.clear()
+        self._drop_cache()
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        for request in [r for r in self._active if r.future.done()][::-1]:  # cancelled
+            self._leave(request)
+        # A prefill costs a forward however small it is, so wait for company, but not for long.
+        num_new = min(len(self._waiting), self.capacity - len(self._active))
+        self._steps_since_refill += 1
+        is_enough = not self._active or 4 * num_new >= self.capacity or self._steps_since_refill >= REFILL_STEPS
+        if num_new > 0 and is_enough:
+            self._admit()
+        if self._active:
+            requests = list(self._active)
+            numbers, longest = self._numbers(requests), max(len(r.ids) for r in requests)
+            tokens, starts = numbers[:2].long()
+            with self._adapters.of_rows([r.adapter for r in requests]):
+                rows = slice(0, len(requests))
+                hidden = self._slots.forward(self._cache, rows, tokens[:, None], starts, longest)
+            self._take(requests, self._slots.sample(hidden[:, 0], numbers[2:]))
+            self.stats.update(decode_steps=1, decode_tokens=len(requests))
+
+    def _admit(self) -> None:
+        """Prefills each prompt that is not in the cache yet, once, and samples everybody's first token."""
+        self._steps_since_refill, first, admitted = 0, len(self._active), []
+        while self._waiting and first + len(admitted) < self.capacity:
+            request = self._waiting.popleft()
+            if request.future.done():  # cancelled
+                self._leave(request)
+            else:
+                admitted.append(request)
+        leaders: dict[tuple, Request] = {}
+        for request in admitted:
+            if request.key not in self._prompts and leaders.setdefault(request.key, request) is request:
+                request.num_cached = self._num_reusable(request)
+        chunks = list(prefill_chunks(leaders.values()))
+        followers = [request for request in admitted if leaders.get(request.key) is not request]
+        for request in (*chain(*chunks), *followers):
+            request.row = len(self._active)
+            self._active.append(request)
+        for chunk in chunks:
+            self._prefill(chunk)
+        for request in followers:
+            kept, request.hidden = self._prompts[request.key]
+            self._cache.restore(request.row, kept, len(request.ids))
+        if started := self._active[first:]:
+            for request in started:
+                version = self.adapter_versions.get(request.adapter, self.version)
+                if not request.versions or request.versions[-1][1] != version:
+                    request.versions.append((len(request.logprobs), version))
+            hidden = torch.stack([request.hidden for request in started])
+            self._take(started, self._slots.sample(hidden, self._numbers(started)[2:]))
+
+    def _num_reusable(self, request: Request) -> int:
+        adapter, ids, _ = self._parked.get(request.session, ("", [], None))
+        # The last token is always forwarded: its hidden state gives the first logits.
+        limit = min(len(ids), len(request.ids) - 1) if adapter == request.adapter else 0
+        pairs = zip(ids[:limit], request.ids, strict=False)
+        return next((i for i, (old, new) in enumerate(pairs) if old != new), limit)
+
+    def _prefill(self, requests: list[Request]) -> None:
+        rows, device = slice(requests[0].row, requests[-1].row + 1), self.model.device
+        for request in requests:
+            _, _, kept = self._parked.pop(request.session, ("", [], None))
+            if request.num_cached:
+                self._cache.restore(request.row, kept, request.num_cached)
+        # More than one piece only if a single prompt is longer than PREFILL_TOKENS.
+        for done in range(0, max(r.num_new for r in requests), PREFILL_TOKENS):
+            starts = [r.num_cached + done for r in requests]
+            pieces = [r.ids[start : start + PREFILL_TOKENS] for r, start in zip(requests, starts, strict=True)]
+            sizes = list(map(len, pieces))
+            tokens = torch.tensor([piece + [0] * (max(sizes) - len(piece)) for piece in pieces], device=device)
+            length = max(map(sum, zip(starts, sizes, strict=True)))
+            ragged = torch.tensor(sizes, device=device) if min(sizes) < max(sizes) else None
+            where = torch.tensor(starts, device=device) if any(starts) else None
+            with self._adapters.of_rows([r.adapter for r in requests]):
+                hidden = self._slots.forward(self._cache, rows, tokens, where, length, ragged)
+        for i, request in enumerate(requests):
+            request.hidden = hidden[i, sizes[i] - 1].clone()
+            if self._unanswered[request.key] > 1:
+                self._prompts[request.key] = self._cache.snapshot(request.row, len(request.ids)), request.hidden
+        self.stats.update(prefill_tokens=sum(r.num_new for r in requests))
+
+    def _numbers(self, requests: list[Request]) -> Tensor:
+        """[4, 5 or 8, n] on the device: last token, its position, uniform in [0, 1), is greedy; temperature if one is not 1;
+        top_k, top_p, min_p if one has limits. Greedy requests have neither: their logprobs are those without."""
+        params = [r.params for r in requests]
+        temperatures = [p.temperature or 1.0 for p in params]
+        limits = [(p.top_k, p.top_p, p.min_p) if p.temperature else NO_LIMITS for p in params]
+        rows = [
+            [r.ids[-1] for r in requests],
+            [len(r.ids) - 1 for r in requests],
+            [r.random_bits(24) * 2.0**-24 for r in requests],
+            [p.temperature == 0 for p in params],
+        ]
+        if any(limit != NO_LIMITS for limit in limits):
+            rows += [temperatures, *zip(*limits, strict=True)]
+        elif any(t != 1.0 for t in temperatures):
+            rows.append(temperatures)
+        numbers = torch.tensor(rows, dtype=torch.float64)  # token ids are exact in it
+        if self.model.device.type == "cuda":
+            numbers = numbers.pin_memory()
+        return numbers.to(self.model.device, non_blocking=True)
+
+    def _take(self, requests: list[Request], sampled: Tensor) -> None:
+        tokens, logprobs = sampled.tolist()  # the one wait for the device
+        for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
+            if logprob != logprob:
+                raise ValueError("the model's logits are NaN; its weights have diverged or were never loaded")
+            request.ids.append(int(token))
+            request.logprobs.append(logprob)
+        for request in reversed(requests):
+            if reason := self._finish_reason(request):
+                self._finish(request, reason)
+
+    def _finish_reason(self, request: Request) -> str:
+        params, ids = request.params, request.ids
+        if ids[-1] in params.stop_token_ids:
+            return "stop"
+        if params.stop:
+            # A token that decodes to something has a byte at least, so this tail holds any stop string that just ended.
+            first = len(ids) - max(len(s.encode()) for s in params.stop) - 4
+            text = self._decoded(ids[max(first, request.num_prompt) :], skip_special_tokens=False)
+            if any(s in text for s in params.stop):
+                return "stop"
+        return "length" if len(ids) >= request.end else ""
+
+    def _decoded(self, ids: list[int], skip_special_tokens: bool) -> str:
+        how = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return self.tokenizer.decode(ids, **how) if self.tokenizer is not None else ""
+
+    def _finish(self, request: Request, reason: str) -> None:
+        if request.session:
+            self._park(request)
+        if not request.future.done():
+            sampled = request.ids[request.num_prompt :]
+            completion = Completion(
+                token_ids=sampled,
+                logprobs=request.logprobs,
+                text=self._decoded(sampled, skip_special_tokens=True),
+                finish_reason=reason,
+                policy_version=request.versions[0][1],
+                newer_versions=request.versions[1:],
+            )
+            request.future.set_result(completion)
+        self._leave(request)
+
+    def _park(self, request: Request) -> None:
+        """Keeps a conversation's keys and values beside the slots, which others need while the hooks think."""
+        ids = request.ids[:-1]
+        self._parked.pop(request.session, None)  # the newest comes last
+        self._parked[request.session] = request.adapter, ids, self._cache.snapshot(request.row, len(ids))
+        limit = self.capacity * self.max_context_tokens
+        # No more conversations than slots always fit: counting tokens at each turn takes time.
+        while len(self._parked) > self.capacity and sum(len(ids) for _, ids, _ in self._parked.values()) > limit:
+            del self._parked[next(iter(self._parked))]
+
+    def _leave(self, request: Request) -> None:
+        """Frees a request's row, into which the last one moves, and its prompt once nobody shares it."""
+        self._unanswered[request.key] -= 1
+        if not self._unanswered[request.key]:
+            del self._unanswered[request.key]
+            self._prompts.pop(request.key, None)
+        if request.row >= 0:
+            last = self._active.pop()
+            if last is not request:
+                self._cache.copy_row(last.row, request.row, len(last.ids) - 1)
+                self._active[request.row] = last
+                last.row = request.row
+
+
+def prefill_chunks(requests: Iterable[Request]) -> Iterator[list[Request]]:
+    """Requests of like length and of like origin (cached before or not), at most PREFILL_TOKENS with padding."""
+    chunk: list[Request] = []
+    for request in sorted(requests, key=lambda r: (r.num_cached > 0, r.num_new)):
+        if chunk:
+            is_full = request.num_new * (len(chunk) + 1) > PREFILL_TOKENS
+            is_unlike = request.num_new > 2 * chunk[0].num_new + 16 or (request.num_cached > 0) != (
+                chunk[0].num_cached > 0
+            )
+            if is_full or is_unlike:
+                yield chunk
+                chunk = []
+        chunk.append(request)
+    if chunk:
+        yield chunk
+
+
+def make_engine(spec: EngineSpec) -> EmbeddedEngine:
+    limits = {"num_slots": spec.num_slots, "max_context_tokens": spec.max_context_tokens}
+    more = {"tokenizer": spec.tokenizer, "offloads": spec.owns_weights, "adapters": spec.adapters}
+    return EmbeddedEngine(spec.module, **limits, **more)
