@@ -225,7 +225,8 @@ def logprobs_of_a_split_vocabulary(mesh: DeviceMesh) -> dict[str, float]:
     found = {}
     kernels = {"torch": fused.triton_kernels}
     if importlib.util.find_spec("triton"):
-        sys.modules.pop("rl_core.options.triton_logprobs", None)  # forked ranks have it compiled, not interpreted
+        for name in [n for n in sys.modules if "triton" in n and "_C" not in n]:
+            del sys.modules[name]  # forked ranks have them imported to be compiled, not interpreted
         kernels["Triton"] = lambda hidden: importlib.import_module("rl_core.options.triton_logprobs")
     for kind, how in kernels.items():
         for num_tokens, num_words in [(9, 37), (600, 4999)] if kind == "torch" else [(9, 37)]:
