@@ -99,8 +99,11 @@ def describe_hooks(env: Env) -> list[str]:
         )
     lines += ["load_tasks(split)"] if env.load_tasks else []
     lines += ["advantage_fn(rewards)"] if env.advantage_fn else []
-    lines += [f"turns = {env.turns!r}"] if isinstance(env.turns, (str, list)) else []
-    prompts = [f"{name} (columns {', '.join(sorted(c))})" if c else name for name, (_, c) in env.system_prompts.items()]
+    lines += [f"turns = {env.turns!r}"] if isinstance(env.turns, str) else []
+    prompts = [
+        f"{name} (columns {', '.join(sorted(p.columns))})" if p.columns else name
+        for name, p in env.system_prompts.items()
+    ]
     lines += [f"system_prompts of {', '.join(prompts)}"] if prompts else []
     lines += [f"tools = {', '.join(tool_name(tool) for tool in env.tools)}"] if env.tools else []
     return lines

@@ -26,7 +26,6 @@ from rl_core.sampling.episode import Reward, play, score_group, task_copy
 from rl_core.sampling.hooks import Hook, describe_error, finite
 from rl_core.types import Message, RunError, Task, Trajectory, counter_seed
 
-SCHEDULE = "rl_core.options.schedule"  # imported where `turns` is a string
 MAX_TURNS = 10_000  # that are taken of a turns() that yields for ever
 # What each hook may name besides the data's columns. `state` joins SPOKEN if there is a start().
 BEFORE = frozenset({"messages", "prompt", "task"})
@@ -60,6 +59,11 @@ SETTINGS = {
 }
 
 
+def option(name: str) -> ModuleType:
+    """What few environments need, so that the others do not import it."""
+    return importlib.import_module(f"rl_core.options.{name}")
+
+
 def is_list(value: Any, kind: type) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)
 
@@ -72,11 +76,11 @@ class Env:
     rewards: list[Reward]
     load_tasks: Callable[[str], Sequence[dict[str, Any]]] | None  # split -> rows
     advantage_fn: Callable[[list[float]], list[float]] | None  # rewards of a group -> advantages
-    turns: str | list[str] | Hook | None
+    turns: str | Hook | None  # a schedule, or the function that gives an order
     max_turns: int | None  # of all actors together; None: as each actor says
     max_tokens: int | None = None  # of one turn, where actors may say more
     tools: list[dict[str, Any]] | None
-    system_prompts: dict[str, tuple[Any, set[str]]]  # actor -> (Jinja template, columns that it names)
+    system_prompts: dict[str, Any]  # actor -> SystemPrompt
     name_prefix: bool
     truncated_reward: float | None
 
@@ -91,7 +95,7 @@ class Env:
     def check_columns(self, rows: Sequence[dict[str, Any]], source: str) -> None:
         """Raises ValueError if a hook or a system prompt names what is neither ours nor a column of every row."""
         wanted = [(f"{hook.name}()", hook.required - hook.ours, hook.ours) for hook in self.hooks.values()]
-        wanted += [(f"system_prompts[{a!r}]", names, set()) for a, (_, names) in self.system_prompts.items()]
+        wanted += [(f"system_prompts[{name!r}]", p.columns, set()) for name, p in self.system_prompts.items()]
         columns = getattr(rows, "column_names", None)  # a table's rows all have the same
         for number, row in enumerate([dict.fromkeys(columns)] if columns is not None else rows, 1):
             for what, names, ours in wanted:
@@ -104,18 +108,15 @@ class Env:
 
     def check_actors(self, names: Sequence[str]) -> None:
         """Raises ValueError unless these actors can play."""
-        known = dict.fromkeys(self.system_prompts, "system_prompts")
+        for name in self.system_prompts:
+            self._check_actor(name, names, "system_prompts")
         if isinstance(self.turns, str):
             self._schedule(names)
-        elif isinstance(self.turns, list):
-            known |= dict.fromkeys(self.turns, "turns")
         elif self.turns is None and len(names) > 1 and "rollout" not in self.hooks:
             raise ValueError(
                 f"{self.path}: there are {len(names)} actors, {', '.join(names)}, and nothing says whose turn it is; add "
                 f'turns = "{" -> ".join(names)}", or write async def rollout(task, actors)'
             )
-        for name, where in known.items():
-            self._check_actor(name, names, where)
 
     def _check_actor(self, name: str, names: Sequence[str], where: str) -> None:
         if name not in names:
@@ -123,7 +124,7 @@ class Env:
 
     def _schedule(self, names: Sequence[str] = ()) -> tuple:
         try:
-            return importlib.import_module(SCHEDULE).parse_schedule(self.turns, sorted(names))
+            return option("schedule").parse_schedule(self.turns, sorted(names))
         except ValueError as error:
             raise ValueError(f"{self.path}: turns: {error}") from None
 
@@ -132,20 +133,14 @@ class Env:
         file knows."""
         if "rollout" in self.hooks or isinstance(self.turns, Hook):
             return None
-        if isinstance(self.turns, str):
-            return importlib.import_module(SCHEDULE).speakers_of(self._schedule(names))
-        return list(self.turns or names)
+        return option("schedule").speakers_of(self._schedule(names)) if self.turns else list(names)
 
     def opening(self, task: Task, actor: str) -> list[Message]:
         """What an actor sees before anybody has spoken. Its system prompt replaces the task's own."""
         if actor not in self.system_prompts:
             return copied(task.messages)
-        try:
-            text = self.system_prompts[actor][0].render(task.row)
-        except Exception as error:  # a template is a hook too: filters raise what they like
-            what = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{self.path}: system_prompts[{actor!r}] fails for task {task.id}: {what}") from error
         has_own = bool(task.messages) and task.messages[0].get("role") == "system"
+        text = self.system_prompts[actor].render(task)
         return [{"role": "system", "content": text}, *copied(task.messages[has_own:])]
 
     async def draw(self, task: Task, names: Sequence[str], seed: int) -> Task:
@@ -154,9 +149,7 @@ class Env:
         if self.turns is None:
             return task
         if isinstance(self.turns, str):
-            order = importlib.import_module(SCHEDULE).draw_turns(self._schedule(names), seed)
-        elif isinstance(self.turns, list):
-            order = self.turns
+            order = option("schedule").draw_turns(self._schedule(names), seed)
         else:
             given = {name: lambda: copied(task.messages) for name in ("messages", "prompt")}
             given |= {"task": lambda: task_copy(task), "actors": lambda: list(names)}
@@ -240,8 +233,8 @@ def load_env(path: str, *, hook_timeout_s: float = 60.0) -> Env:
         if not hook.is_async and name != "turns" and "actors" in hook.ours & (hook.required | hook.optional):
             raise ValueError(f"{path}: {name}() names 'actors', who must be awaited; write async def {name}(...)")
     turns, load, advantages = hooks.get("turns", has.get("turns")), has.get("load_tasks"), has.get("advantage_fn")
-    turns = list(turns) if isinstance(turns, tuple) else turns
-    longest = len(turns) if isinstance(turns, list) else None
+    turns = " -> ".join(turns) if isinstance(turns, (list, tuple)) else turns
+    prompts = has.get("system_prompts")
     env = Env(
         name=file.stem,
         path=path,
@@ -250,14 +243,14 @@ def load_env(path: str, *, hook_timeout_s: float = 60.0) -> Env:
         load_tasks=load and functools.partial(rows_of, load, path=path),
         advantage_fn=advantages and functools.partial(advantages_of, advantages, path=path),
         turns=turns,
-        max_turns=has.get("max_turns") or longest,
+        max_turns=has.get("max_turns"),
         tools=has.get("tools"),
-        system_prompts=load_prompts(has.get("system_prompts") or {}, path),
+        system_prompts=option("system_prompts").load_prompts(prompts, path) if prompts else {},
         name_prefix=has.get("name_prefix", False),
         truncated_reward=has.get("truncated_reward"),
     )
     if isinstance(turns, str):
-        env.max_turns = env.max_turns or importlib.import_module(SCHEDULE).num_turns(env._schedule())
+        env.max_turns = env.max_turns or option("schedule").num_turns(env._schedule())
     return env
 
 
@@ -332,23 +325,6 @@ def listed(turns: Callable, path: str) -> Callable:
     return call
 
 
-def load_prompts(texts: Mapping[str, str], path: str) -> dict[str, tuple[Any, set[str]]]:
-    """Actor -> (template, columns that it names). What a template may do is bounded; an unknown name is an error."""
-    if not texts:
-        return {}
-    from jinja2 import StrictUndefined, TemplateSyntaxError, meta
-    from jinja2.sandbox import SandboxedEnvironment
-
-    sandbox, found = SandboxedEnvironment(undefined=StrictUndefined), {}
-    for actor, text in texts.items():
-        try:
-            found[actor] = sandbox.from_string(text), meta.find_undeclared_variables(sandbox.parse(text))
-        except TemplateSyntaxError as error:
-            where = f"{path}: system_prompts[{actor!r}], line {error.lineno}"
-            raise ValueError(f"{where}: {error.message}") from None
-    return found
-
-
 def rows_of(load_tasks: Callable, split: str, path: str) -> Sequence[dict[str, Any]]:
     """What the user's load_tasks(split) gives: a table of `datasets`, or a list of rows."""
     try:
@@ -357,21 +333,17 @@ def rows_of(load_tasks: Callable, split: str, path: str) -> Sequence[dict[str, A
         rows = rows if hasattr(rows, "column_names") else list(rows)
     except Exception as error:
         raise ValueError(f"{path}: load_tasks({split!r}) failed: {describe_error(error, path)}") from error
-    for number, row in enumerate(rows if isinstance(rows, list) else [], 1):
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}: load_tasks({split!r}): row {number} must be a dict, is {shorten(row)}")
+    if isinstance(rows, list) and not is_list(rows, dict):
+        raise ValueError(f"{path}: load_tasks({split!r}) must give dictionaries, gives {shorten(rows)}")
     return rows
 
 
 def advantages_of(advantage_fn: Callable, rewards: list[float], path: str) -> list[float]:
     """What the user's advantage_fn(rewards) gives for a group. Raises RunError unless it is a finite number for each."""
-    what = f"{path}: advantage_fn({rewards})"
     try:
-        values = advantage_fn(list(rewards))
-        values = values.tolist() if hasattr(values, "tolist") else list(values)
-        values = [finite(value, "an advantage") for value in values]
+        values = [finite(value, "an advantage") for value in advantage_fn(list(rewards))]
+        if len(values) != len(rewards):
+            raise ValueError(f"it gave {len(values)} values; it must give one for each reward")
+        return values
     except Exception as error:
-        raise RunError(f"{what} failed: {describe_error(error, path)}") from error
-    if len(values) != len(rewards):
-        raise RunError(f"{what} gave {len(values)} values; it must give one for each reward")
-    return values
+        raise RunError(f"{path}: advantage_fn({rewards}) failed: {describe_error(error, path)}") from error
