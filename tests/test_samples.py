@@ -45,6 +45,13 @@ def test_a_turn_follows_directly_and_changes_no_turn():
     assert turns[0].new_ids == [1]
 
 
+def test_each_token_has_the_version_that_sampled_it():
+    first, second = turn([1], [2, 3, 4], version=5, is_fresh=True), turn([6], [7], version=8)
+    first.completion.newer_versions = [(1, 6), (2, 8)]
+    (sample,) = samples_from_turns([first, second], 1.0)
+    assert sample.policy_versions.tolist() == [-1, 5, 6, 8, -1, 8]
+
+
 def test_nothing_sampled_leaves_no_sample():
     assert samples_from_turns([], 1.0) == []
     assert samples_from_turns([turn([1, 2], [])], 1.0) == []
