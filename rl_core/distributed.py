@@ -6,7 +6,6 @@ With one rank every function here is the identity, and mostly no process group e
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from rl_core.link import Link, make_link
 from rl_core.types import RunError
 
 
@@ -69,7 +67,8 @@ class Ranks:
     mesh: Mesh = Mesh()
     weights_mesh: DeviceMesh | None = None  # dp_replicate, dp_shard * cp, tp; None where weights are not sharded
     cp_group: dist.ProcessGroup | None = None  # ranks that hold parts of the same sequences; None if that is this one
-    link: Link | None = None  # between ranks that learn and ranks that only sample; None where each does both
+    engine_ranks: int = 0  # how many ranks only sample; 0: each rank does both
+    is_engine: bool = False  # this is one of them
     tally: dict[str, int] = dataclasses.field(default_factory=dict)  # add()'s, without a store
 
     @property
@@ -83,18 +82,19 @@ class Ranks:
     def dp_rank_of(self, rank: int) -> int:
         return rank // (self.mesh.cp * self.mesh.tp)
 
-    def counter(self, name: str):
-        """Draws 0, 1, 2 ... shared by all ranks: each number goes to exactly one of them."""
-        if self.store is None:
-            return itertools.count()
-        return (self.add(f"counter/{name}", 1) - 1 for _ in itertools.count())
-
     def add(self, name: str, n: int) -> int:
         """The sum of what all ranks added by this name, those that only sample too."""
         if self.store is not None:
             return self.store.add(name, n)
         self.tally[name] = self.tally.get(name, 0) + n
         return self.tally[name]
+
+    def say(self, name: str) -> None:
+        """Any rank may ask was_said(name) from now on."""
+        self.add(name, 1) if self.store is None else self.store.set(name, b"1")
+
+    def was_said(self, name: str) -> bool:
+        return name in self.tally if self.store is None else self.store.check([name])
 
 
 def init_ranks(
@@ -117,13 +117,12 @@ def init_ranks(
     else:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    shared, link, name = dist.PrefixStore("rl_core", store), None, "groups"
+    shared, name, is_engine = dist.PrefixStore("rl_core", store), "learners", rank >= learn
     if engine_ranks:
-        link = make_link(shared, rank, size, engine_ranks, device, timeout_s)
-        name, rank, size = ("engines", rank - learn, engine_ranks) if link.is_engine else ("groups", rank, learn)
-        mesh = Mesh(dp_shard=size) if link.is_engine else mesh
+        name, rank, size = ("engines", rank - learn, engine_ranks) if is_engine else (name, rank, learn)
+        mesh = Mesh(dp_shard=size) if is_engine else mesh
     dist.init_process_group(backend, store=dist.PrefixStore(name, store), rank=rank, world_size=size, timeout=timeout)
-    ranks = Ranks(rank=rank, size=size, device=device, store=shared, link=link)
+    ranks = Ranks(rank=rank, size=size, device=device, store=shared, engine_ranks=engine_ranks, is_engine=is_engine)
     return on_mesh(ranks, mesh)
 
 

@@ -1,4 +1,4 @@
-"""torchrun --nproc_per_node N -m rl_core.train: the command. It reads the flags, builds the run and starts the loop.
+"""torchrun --nproc_per_node N -m rl_core.train: the loop, and the command, which reads the flags and builds the run.
 
 Whatever loads slowly is imported inside functions: --help and an error in a flag answer at once.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -20,9 +21,52 @@ from rl_core.config import parse_config
 from rl_core.types import RunError
 
 if TYPE_CHECKING:
+    from rl_core.build import Run
     from rl_core.distributed import Ranks
 
 PLAN = "rl_core.tools.plan"  # what --dry_run prints; the spine imports no tool
+
+
+async def train(run: Run) -> None:
+    """All steps from run.start on. Files and metrics count the steps that are done."""
+    from rl_core import phases
+
+    config = run.config
+    await phases.start(run)
+    for step in range(run.start, config.num_steps):
+        run.metrics, done = {}, step + 1
+        with run.timed("step"), phases.profiled(run, done):
+            with run.timed("generate"):
+                samples = await phases.sample(run, step)
+            for name, learner in run.learners.items():
+                with learner.on_device():
+                    with run.timed("learn"):
+                        await phases.learn(run, name, samples[name], step)
+                    with run.timed("sync"):
+                        await phases.sync_engine(run, name, done)
+            await phases.resume(run, done)
+        phases.note_speed(run)
+        run.log.progress(done, run.log.write(done, run.metrics))
+        if config.eval_every and is_due(done, config.eval_every, config.num_steps):
+            await phases.evaluate(run, done)
+        if is_due(done, config.save_every, config.num_steps):
+            phases.save(run, done)
+    await phases.finish(run)
+
+
+async def run_rank(run: Run) -> None:
+    from rl_core import phases
+
+    gc.collect()
+    gc.freeze()  # rows and modules live as long as the run; looking through them again and again costs tenths of a second
+    try:
+        await (train(run) if run.server is None else run.server.serve())
+    finally:
+        await phases.close(run)
+
+
+def is_due(done: int, every: int, num_steps: int) -> bool:
+    return done == num_steps or (every > 0 and done % every == 0)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,9 +76,9 @@ def main(argv: list[str] | None = None) -> int:
     end_with_torchrun()
     try:
         config = parse_config(argv)
-        from rl_core.build import build, is_sharded, make_plan
+        from rl_core.build import build, make_plan
         from rl_core.distributed import barrier, close_ranks, explain_timeouts, init_ranks
-        from rl_core.loop import run_rank
+        from rl_core.models import is_sharded
         from rl_core.run_folder import locked
 
         plan = make_plan(config)
@@ -47,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         ranks = init_ranks(config.timeout_s, is_sharded=is_sharded(config), **parts)
         with explain_timeouts("start, log or save", ranks, config.timeout_s):
             barrier(ranks)  # every rank has seen that the folder is free
-            is_writer = ranks.rank == 0 and (ranks.link is None or not ranks.link.is_engine)
+            is_writer = ranks.rank == 0 and not ranks.is_engine
             with locked(Path(config.out)) if is_writer else nullcontext():
                 asyncio.run(run_rank(build(plan, ranks)))
             close_ranks(ranks)

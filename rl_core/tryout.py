@@ -14,7 +14,7 @@ from rl_core.data.chat import Chat
 from rl_core.distributed import Ranks
 from rl_core.engines.scripted import ScriptedActor
 from rl_core.sampling.env import Env
-from rl_core.sampling.rollout import RolloutPlan, rollout
+from rl_core.sampling.rollout import make_groups, rollout
 from rl_core.types import SamplingParams, Task, Trajectory
 
 ANSWERS = ("answer", "response", "solution", "target", "label", "reference")  # columns whose text may be a right reply
@@ -155,12 +155,7 @@ async def play(env: Env, chat: Chat, kind: Kind, task: Task, names: Sequence[str
     actors = {
         n: ScriptedActor(name=n, chat=chat, replies=said, max_turns=turn_limit(env)) for n, said in replies.items()
     }
-    plan = RolloutPlan(
-        name=f"check/{kind.name}/{task.id}",
-        tasks=[task],
-        group_size=2 if env.group_rewards else 1,
-        params=SamplingParams(max_tokens=room),
-        seed=0,
-    )
+    size, params = 2 if env.group_rewards else 1, SamplingParams(max_tokens=room)
+    groups = make_groups([task], f"check/{kind.name}/{task.id}", size, params, seed=0)
     ranks = Ranks(rank=0, size=1, device=None, store=None)
-    return await rollout({env.name: env}, actors, plan, RolloutConfig(max_failed_fraction=1.0), ranks)
+    return await rollout({env.name: env}, actors, groups, RolloutConfig(max_failed_fraction=1.0), ranks)

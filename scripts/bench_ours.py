@@ -26,7 +26,7 @@ from bench_work import (
 from rl_core.build import Run, build, make_plan
 from rl_core.config import parse_config
 from rl_core.distributed import close_ranks, init_ranks
-from rl_core.loop import train
+from rl_core.train import train
 
 ENVIRONMENT = """
 from bench_work import reward_of

@@ -13,9 +13,9 @@ from test_critic import naive_gae, plain_values, with_critic
 from test_learner import assert_same, make_learner, ragged_samples
 from test_train import SORT, metrics, trajectories, weights
 
-from rl_core.credit import samples_of
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
+from rl_core.learning.advantages import samples_of
 from rl_core.learning.algorithms import (
     PRESETS,
     group_advantages,

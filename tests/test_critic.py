@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 from test_learner import FLAGS, assert_same, make_learner, ragged_samples
 from test_train import SORT, metrics, weights
 
-from rl_core.build import make_critic
 from rl_core.config import parse_config
-from rl_core.credit import samples_of
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
+from rl_core.learning.advantages import samples_of
 from rl_core.learning.algorithms import PRESETS, gae_advantages, token_losses
 from rl_core.learning.critic import value_losses, value_metrics, value_sums
 from rl_core.learning.learner import Learner, Minibatch
 from rl_core.learning.model import make_policy
+from rl_core.models import make_critic
 from rl_core.train import main
 from rl_core.types import Completion, TrainingSample, Trajectory, Turn
 

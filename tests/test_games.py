@@ -20,7 +20,7 @@ from rl_core.data.tasks import make_task
 from rl_core.distributed import Ranks
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.sampling.env import load_env
-from rl_core.sampling.rollout import RolloutPlan, rollout
+from rl_core.sampling.rollout import make_groups, rollout
 from rl_core.train import main
 from rl_core.types import SamplingParams
 
@@ -36,9 +36,9 @@ def play(name: str, replies: dict[str, list[str]], max_tokens: int = 99, split: 
     actors = {
         n: ScriptedActor(name=n, chat=chat, replies=said, max_turns=env.max_turns or 8) for n, said in replies.items()
     }
-    plan = RolloutPlan(name="test", tasks=[task], group_size=1, params=SamplingParams(max_tokens=max_tokens), seed=0)
+    groups = make_groups([task], "test", 1, SamplingParams(max_tokens=max_tokens), seed=0)
     ranks = Ranks(rank=0, size=1, device=None, store=None)
-    return asyncio.run(rollout({env.name: env}, actors, plan, RolloutConfig(max_failed_fraction=1.0), ranks)), task
+    return asyncio.run(rollout({env.name: env}, actors, groups, RolloutConfig(max_failed_fraction=1.0), ranks)), task
 
 
 def rewards(found) -> dict[tuple[str, str], float]:

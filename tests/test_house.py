@@ -18,13 +18,13 @@ ROOT = Path(__file__).parent.parent
 ROOMS = {
     "ground": ["types", "rules", "config", "http"],
     "pure": ["data"],
-    "shared": ["link", "distributed", "host_copies", "metrics", "run_folder"],
+    "shared": ["distributed", "host_copies", "metrics", "run_folder"],
     "sampling": ["sampling"],
     "learning": ["learning"],
     "engines": ["engines"],
     "options": ["options"],
     "tools": ["tools", "cli", "check", "tryout"],
-    "roof": ["train", "canary", "build", "credit", "groups", "loop"],
+    "roof": ["train", "phases", "build", "models", "sources"],
 }
 BELOW = {
     "ground": set(),

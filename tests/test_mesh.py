@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_core.build import make_critic
 from rl_core.config import parse_config
 from rl_core.distributed import Mesh, Ranks, close_ranks, init_ranks, make_mesh, on_mesh
 from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.learner import Learner
 from rl_core.learning.model import make_policy, make_reference, named_weights
+from rl_core.models import make_critic
 from rl_core.types import TrainingSample
 
 FLAGS = ["--env_path", "x.py", "--out", "x", "--max_prompt_tokens", "40", "--max_tokens", "60"]

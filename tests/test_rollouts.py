@@ -10,7 +10,7 @@ from kit import steps, words
 from stage import ROW, RuleEngine, actor, cast, chat_of, run
 
 from rl_core.sampling.engine import EngineDied
-from rl_core.sampling.rollout import rollout_metrics
+from rl_core.sampling.outcomes import rollout_metrics
 from rl_core.types import RunError
 
 

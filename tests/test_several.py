@@ -12,11 +12,11 @@ import yaml
 from safetensors.torch import load_file
 from test_train import metrics, trajectories
 
-from rl_core.build import make_api_actor
 from rl_core.config import parse_config
-from rl_core.credit import has_signal, turn_advantages, turn_returns
 from rl_core.data.tasks import TaskMix, TaskSource
+from rl_core.learning.advantages import has_signal, turn_advantages, turn_returns
 from rl_core.learning.algorithms import PRESETS
+from rl_core.models import make_api_actor
 from rl_core.train import main
 from rl_core.types import Completion, SamplingParams, Trajectory, Turn
 

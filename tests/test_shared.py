@@ -20,8 +20,7 @@ from rl_core.config import parse_config
 from rl_core.distributed import init_ranks
 from rl_core.learning.lora import adapter_parameters
 from rl_core.learning.model import engine_weights, make_policy
-from rl_core.loop import train
-from rl_core.train import main
+from rl_core.train import main, train
 from rl_core.types import SamplingParams
 
 peft = pytest.importorskip("peft")

@@ -240,9 +240,15 @@ def compile_blocks(policy: PolicyModel) -> None:
                 part.forward = torch.compile(part.forward, dynamic=True)
 
 
-def end_token_ids(hf: nn.Module) -> list[int]:
-    """Tokens that the model's generation_config.json names as ends of a turn; some have several."""
-    ids = getattr(hf.generation_config, "eos_token_id", None)
+def end_token_ids(path: str) -> list[int]:
+    """Tokens that a model's generation_config.json, or else its config.json, names as ends of a turn; some have several."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:
+        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(path))
+    ids = generation.eos_token_id
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 

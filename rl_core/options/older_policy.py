@@ -1,46 +1,74 @@
-"""Older weights: a second engine of each actor that learns, which gets the newest weights every few steps only. A part of the
+"""Older weights: a second engine of each actor that learns, which gets the newest weights every few versions only. A part of the
 actor's turns goes to it (Actor.generate), so that episodes mix policies."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
 
+from rl_core.learning.checkpoint import OlderWeights, load_older_weights, older_file
+from rl_core.learning.learner import Learner
+from rl_core.learning.model import engine_weights
 from rl_core.sampling.weights import on_host
 
 if TYPE_CHECKING:
     from rl_core.sampling.engine import Engine
 
 
-async def renew(
-    older: Engine | None,
-    weights: Iterable[tuple[str, torch.Tensor]],
-    version: int,
-    dtype: torch.dtype,
-    file: Path | None = None,
-) -> None:
-    """The older engine gets these weights. They are kept in `file`, if one is given, for checkpoints. Every rank must call
-    it: gathering a weight is a collective."""
-    kept = {}
+@dataclass(kw_only=True)
+class OlderPolicy:
+    engines: dict[str, Engine | None]  # None: another rank has this actor's
+    learners: Mapping[str, Learner]
+    every: int  # versions between two renewals
+    dtype: torch.dtype
+    folder: Path | None  # where rank 0 keeps the weights for checkpoints
 
-    def coming() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, weight in on_host(weights, dtype):
-            if file is not None:
-                kept[name] = weight.clone()
-            yield name, weight
+    async def sync(self, name: str, version: int) -> None:
+        if self._is_renewed(name, version):
+            await self._renew(name, engine_weights(self.learners[name].policy, in_place=False), version)
 
-    if older is None:
-        for _ in coming():
-            pass
-    else:
-        await older.update(coming(), version)
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        beside = file.with_name(f".{file.name}.tmp")
-        save_file(kept, beside, metadata={"version": str(version)})
-        os.replace(beside, file)
+    async def restore(self, name: str, version: int, checkpoint: Path) -> None:
+        """When a run resumes, older weights are those of its checkpoint, or the newest where it has none."""
+        if name not in self.engines or self._is_renewed(name, version):
+            return
+        if found := load_older_weights(checkpoint, name):
+            await self._renew(name, found[1].items(), found[0])
+        else:
+            await self._renew(name, engine_weights(self.learners[name].policy, in_place=False), version)
+
+    def to_save(self, step: int) -> dict[str, OlderWeights]:
+        """What a checkpoint of rank 0 holds of weights that are older than its own."""
+        names = self.engines if self.folder else ()
+        return {name: load_older_weights(self.folder, name) for name in names if not self._is_renewed(name, step)}
+
+    def _is_renewed(self, name: str, version: int) -> bool:
+        return name in self.engines and version % self.every == 0
+
+    async def _renew(self, name: str, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Every rank must call it: gathering a weight is a collective."""
+        engine, kept = self.engines[name], {}
+
+        def coming() -> Iterator[tuple[str, torch.Tensor]]:
+            for tensor, weight in on_host(weights, self.dtype):
+                if self.folder is not None:
+                    kept[tensor] = weight.clone()
+                yield tensor, weight
+
+        if engine is None:
+            for _ in coming():
+                pass
+        else:
+            await engine.update(coming(), version)
+            await engine.sleep()
+        if self.folder is not None:
+            file = older_file(self.folder, name)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            beside = file.with_name(f".{file.name}.tmp")
+            save_file(kept, beside, metadata={"version": str(version)})
+            os.replace(beside, file)

@@ -1,64 +1,193 @@
-"""Tasks -> groups of scored trajectories: concurrency, deadlines, failures."""
+"""Groups of episodes, run side by side: the one way in which training and evaluation get their trajectories."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import json
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import zstandard
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from rl_core.config import RolloutConfig
 from rl_core.distributed import Ranks, all_gather_json
-from rl_core.metrics import Mean, Metric, Sum
 from rl_core.sampling.actor import Actor, Cast
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.env import Env
 from rl_core.sampling.hooks import LoopClock
-from rl_core.types import Completion, RunError, SamplingParams, Task, Trajectory, Turn, counter_seed
+from rl_core.sampling.outcomes import refuse_failures
+from rl_core.types import RunError, SamplingParams, Task, Trajectory, counter_seed
 
 MAX_REVIVALS = 3  # times that one group may lose an engine
+POLL_S = 0.05  # between looks at other ranks, while groups of this rank are running
 
 
 @dataclass(kw_only=True, slots=True)
-class RolloutPlan:
-    """What to sample. `name` is unique in the run, such as "train/12": the counter of groups hangs on it, and seeds do unless
-    `drawn_as` names what else they hang on, so that evaluations draw alike at every step."""
+class Group:
+    """All episodes of one task, for example number 3 of the batch "train/000012"."""
 
-    name: str
-    tasks: Sequence[Task] = ()  # one group of each
-    group_size: int
+    task: Task
+    batch: str  # seeds hang on it, or on `drawn_as`
+    number: int  # place in the batch
+    size: int
     params: SamplingParams
     seed: int
-    drawn_as: str = ""
+    drawn_as: str = ""  # what evaluations of all steps have in common, so that they draw alike
+    position: int = 0  # of the task in the order of the training data
+    version: int = -1  # of the weights by which it began
+    trajectories: list[Trajectory] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.drawn_as = self.drawn_as or self.name
+    @property
+    def id(self) -> str:
+        return f"{self.batch}/{self.number:06d}"
+
+    @property
+    def session(self) -> str:
+        return f"{self.drawn_as or self.batch}/{self.number:06d}"
+
+    def seed_of(self, *parts: int | str) -> int:
+        return counter_seed(self.seed, self.drawn_as or self.batch, self.number, *parts)
+
+
+class RolloutWorker:
+    """Runs submitted groups in the background, oldest first, at most `width` at once on this rank. Ranks draw groups from a
+    shared counter, so that fast ranks run more.
+
+    Training submits the groups of `1 + max_staleness` steps ahead and collects one step's. With max_staleness 0 that is the
+    synchronous loop; above it is the bound of AReaL (Fu et al. 2025, arXiv:2505.24298, section 5.1). An evaluation submits
+    its groups and collects all of them.
+    """
+
+    def __init__(
+        self, run: Callable[[Group], Awaitable[list[Trajectory]]], ranks: Ranks, width: int, name: str, timeout_s: float
+    ):
+        self.run, self.ranks, self.width, self.name, self.timeout_s = run, ranks, width, name, timeout_s
+        self.version = 0  # of the weights by which groups begin
+        self.pending: dict[int, Group] = {}  # submitted and not collected, on any rank
+        self.running: dict[int, asyncio.Task] = {}  # on this rank
+        self.done: list[int] = []  # on this rank
+        self.drawn: int | None = None  # this rank's next, begun when it is submitted and there is room
+        self.num_submitted = self.num_collected = self.num_collects = 0
+        self.changed, self.error = asyncio.Event(), None
+
+    def submit(self, groups: Iterable[Group]) -> None:
+        """Every rank must submit the same groups."""
+        for group in groups:
+            self.pending[self.num_submitted] = group
+            self.num_submitted += 1
+        self._fill()
+
+    def _fill(self) -> None:
+        while len(self.running) < self.width:
+            if self.drawn is None:
+                self.drawn = self._count("drawn", 1) - 1
+            if self.drawn >= self.num_submitted:
+                return
+            self.pending[self.drawn].version = self.version
+            self.running[self.drawn] = asyncio.create_task(self._run(self.drawn))
+            self.drawn = None
+
+    async def _run(self, number: int) -> None:
+        try:
+            group = self.pending[number]
+            group.trajectories = await self.run(group)
+            del self.running[number]
+            self.done.append(number)
+            self._count("finished", 1)
+            self._fill()
+        except Exception as error:
+            self.error = error
+        self.changed.set()
+
+    async def collect(self, num_groups: int, oldest: int | None = None) -> list[Group]:
+        """This rank's part of the `num_groups` oldest complete groups, on all ranks together. Waits too for each group that
+        began by the weights of version `oldest` or before, because it would be too stale for the next step. Every rank
+        must call it. Raises RunError if an engine cannot go on, or other ranks do not."""
+        while any(self.pending[n].version <= (self.version if oldest is None else oldest) for n in self.running):
+            await self._change(None)
+        await self._meet(self.num_collected + num_groups)
+        facts = all_gather_json([(self.pending[n].version, n) for n in self.done], self.ranks)
+        numbers = [n for _, n in sorted(tuple(fact) for part in facts for fact in part)[:num_groups]]
+        self.num_collected += num_groups
+        groups = {n: self.pending.pop(n) for n in numbers}
+        own = [n for n in self.done if n in groups]
+        self.done = [n for n in self.done if n not in groups]
+        return [groups[n] for n in own]
+
+    async def _meet(self, num_finished: int) -> None:
+        """Waits until all ranks are here and have finished so many groups since the start."""
+        here, known, until = (
+            f"collect/{self.num_collects}",
+            self._count("finished", 0),
+            time.monotonic() + self.timeout_s,
+        )
+        met, self.num_collects = f"{self.name}/{here}/met", self.num_collects + 1
+        self._count(here, 1)
+        is_new = True  # only the last rank to arrive, or to finish a group, can find that all have
+        while not (is_new and self._count(here, 0) == self.ranks.size and self._count("finished", 0) >= num_finished):
+            if self.ranks.was_said(met):
+                return
+            is_new = await self._change(POLL_S if self.ranks.size > 1 else self.timeout_s)
+            if not is_new and time.monotonic() > until and not self.running:  # its own episodes have deadlines
+                if (finished := self._count("finished", 0)) == known:
+                    raise RunError(self._waited_for(num_finished, finished))
+                known, until = finished, time.monotonic() + self.timeout_s
+        self.ranks.say(met)
+
+    def _waited_for(self, num_finished: int, finished: int) -> str:
+        return (
+            f"rank {self.ranks.rank} waited in the phase 'generate' for {num_finished - self.num_collected} groups of episodes, "
+            f"of which {finished - self.num_collected} are complete: other ranks finished none within "
+            f"--timeout_s={self.timeout_s:g}"
+        )
+
+    async def _change(self, timeout_s: float | None) -> bool:
+        """Whether a group of this rank was finished in time. Raises what a group raised."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.changed.wait(), timeout_s)
+        is_new = self.changed.is_set()
+        self.changed.clear()
+        if self.error is not None:
+            raise self.error
+        return is_new
+
+    def _count(self, name: str, n: int) -> int:
+        return self.ranks.add(f"{self.name}/{name}", n)
+
+    async def close(self) -> None:
+        for task in self.running.values():
+            task.cancel()
+        await asyncio.gather(*self.running.values(), return_exceptions=True)
 
 
 async def rollout(
-    envs: Mapping[str, Env], actors: Mapping[str, Actor], plan: RolloutPlan, config: RolloutConfig, ranks: Ranks
+    envs: Mapping[str, Env],
+    actors: Mapping[str, Actor],
+    groups: Sequence[Group],
+    config: RolloutConfig,
+    ranks: Ranks,
+    timeout_s: float = 600,
 ) -> list[Trajectory]:
     """The trajectories of the groups that this rank drew, failed ones included, sorted by group and index. Every rank
     must call it. Raises RunError on all ranks alike if more than max_failed_fraction of the episodes failed."""
-    numbers = ranks.counter(plan.name)
-    found: list[Trajectory] = []
+    name, size = groups[0].batch, groups[0].size
+    width = groups_at_once(actors, config, len(groups), size, ranks)
+    worker = RolloutWorker(partial(run_group, envs, actors, config), ranks, width, name, timeout_s)
+    try:
+        worker.submit(groups)
+        found = in_order(t for g in await worker.collect(len(groups)) for t in g.trajectories)
+    finally:
+        await worker.close()
+    refuse_failures(found, {}, config.max_failed_fraction, name, ranks, min_rows=1)
+    return found
 
-    async def draw_groups() -> None:
-        for number in numbers:
-            if number >= len(plan.tasks):
-                return
-            found.extend(await run_group(envs, actors, plan, plan.tasks[number], number, config))
 
-    width = groups_at_once(actors, config, len(plan.tasks), plan.group_size, ranks)
-    await asyncio.gather(*(draw_groups() for _ in range(width)))
-    refuse_failures(found, config.max_failed_fraction, plan.name, ranks)
-    return in_order(found)
+def make_groups(
+    tasks: Iterable[Task], batch: str, size: int, params: SamplingParams, seed: int, drawn_as: str = ""
+) -> list[Group]:
+    """One group of each task. `batch` must be unique in the run."""
+    more = {"batch": batch, "size": size, "params": params, "seed": seed, "drawn_as": drawn_as}
+    return [Group(task=task, number=number, **more) for number, task in enumerate(tasks)]
 
 
 def groups_at_once(
@@ -73,27 +202,22 @@ def groups_at_once(
     return max(1, min(-(-num_groups // ranks.size), episodes // group_size))
 
 
-def in_order(trajectories: list[Trajectory]) -> list[Trajectory]:
+def in_order(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
     return sorted(trajectories, key=lambda t: (t.group_id, t.index, t.actor))
 
 
 async def run_group(
-    envs: Mapping[str, Env],
-    actors: Mapping[str, Actor],
-    plan: RolloutPlan,
-    task: Task,
-    number: int,
-    config: RolloutConfig,
+    envs: Mapping[str, Env], actors: Mapping[str, Actor], config: RolloutConfig, group: Group
 ) -> list[Trajectory]:
     """The trajectories of one group. If an engine dies it is started again, and the group is done again. Raises RunError if
     that does not help."""
     for _ in range(MAX_REVIVALS):
         try:
-            return await play_group(envs[task.env], actors, plan, task, number, config)
+            return await play_group(envs[group.task.env], actors, config, group)
         except EngineDied as error:
             last = error
             await revive_engines(actors)
-    raise RunError(f"an engine died {MAX_REVIVALS} times in one group of {plan.name}: {last}") from last
+    raise RunError(f"an engine died {MAX_REVIVALS} times in one group of {group.batch}: {last}") from last
 
 
 async def revive_engines(actors: Mapping[str, Actor]) -> None:
@@ -105,34 +229,28 @@ async def revive_engines(actors: Mapping[str, Actor]) -> None:
         raise RunError(f"an engine died and cannot be started again: {error}") from error
 
 
-async def play_group(
-    env: Env, actors: Mapping[str, Actor], plan: RolloutPlan, task: Task, number: int, config: RolloutConfig
-) -> list[Trajectory]:
+async def play_group(env: Env, actors: Mapping[str, Actor], config: RolloutConfig, group: Group) -> list[Trajectory]:
     """The trajectories of one group. Its order of speakers is drawn once; what scores it as a whole comes last, and if that
     goes wrong all of it has failed. Raises EngineDied once all its episodes have ended."""
-    group_id = f"{plan.name}/{number:06d}"
-    seed = counter_seed(plan.seed, plan.drawn_as, number, "schedule")
-
-    found: list[Trajectory] = []
+    seed, found = group.seed_of("schedule"), []
     try:
-        drawn = await env.draw(task, list(actors), seed)
-        runs = [run_episode(env, actors, plan, drawn, number, index, config) for index in range(plan.group_size)]
-        ended = await asyncio.gather(*runs, return_exceptions=True)
+        drawn = await env.draw(group.task, list(actors), seed)
+        episodes = [run_episode(env, actors, config, group, drawn, index) for index in range(group.size)]
+        ended = await asyncio.gather(*episodes, return_exceptions=True)
         for died in (e for e in ended if isinstance(e, BaseException)):
             raise died
         found = [t for trajectories in ended for t in trajectories]
         if env.group_rewards:
-            cast = Cast(actors, plan.params, counter_seed(seed, "group"), f"{plan.drawn_as}/{number:06d}/group")
+            cast = Cast(actors, group.params, counter_seed(seed, "group"), f"{group.session}/group")
             try:
-                await asyncio.wait_for(env.score_group(task, found, cast), config.episode_timeout_s)
+                await asyncio.wait_for(env.score_group(group.task, found, cast), config.episode_timeout_s)
             finally:
                 cast.close()
     except Exception as error:
         refuse_death(error)
         reason = reason_of(error, f"what scores the group took longer than {limit_of(config)}")
         if not found:
-            indices = range(plan.group_size)
-            return [t for index in indices for t in failures(actors, task, group_id, index, reason)]
+            return [t for index in range(group.size) for t in failures(actors, group, index, reason)]
         for t in found:
             if t.status != "failed":
                 t.status, t.error, t.reward = "failed", reason, None
@@ -140,24 +258,22 @@ async def play_group(
 
 
 async def run_episode(
-    env: Env, actors: Mapping[str, Actor], plan: RolloutPlan, task: Task, number: int, index: int, config: RolloutConfig
+    env: Env, actors: Mapping[str, Actor], config: RolloutConfig, group: Group, task: Task, index: int
 ) -> list[Trajectory]:
     """One attempt at one task. What goes wrong in it ends here, as a failed trajectory of every actor, with its reason, but
     for the death of an engine, which is no fault of the episode: EngineDied."""
-    group_id = f"{plan.name}/{number:06d}"
-    seed = counter_seed(plan.seed, plan.drawn_as, number, task.id, index)
-    cast = Cast(actors, plan.params, seed, f"{plan.drawn_as}/{number:06d}/{index}")
+    cast = Cast(actors, group.params, group.seed_of(task.id, index), f"{group.session}/{index}")
     LoopClock.of_running_loop()  # a save or an update of the weights is not the episode's time
     try:
         trajectories = await asyncio.wait_for(env.rollout(task, cast), config.episode_timeout_s)
     except Exception as error:
         refuse_death(error)
         reason = reason_of(error, f"the episode took longer than {limit_of(config)}")
-        return failures(cast, task, group_id, index, reason)
+        return failures(cast, group, index, reason)
     finally:
         cast.close()
     for trajectory in trajectories:
-        trajectory.group_id, trajectory.index = group_id, index
+        trajectory.group_id, trajectory.index = group.id, index
     return trajectories
 
 
@@ -180,95 +296,13 @@ def reason_of(error: Exception, on_timeout: str) -> str:
     return str(error) or type(error).__name__
 
 
-def failures(actors: Mapping[str, Actor], task: Task, group_id: str, index: int, reason: str) -> list[Trajectory]:
+def failures(actors: Mapping[str, Actor], group: Group, index: int, reason: str) -> list[Trajectory]:
     """An episode that failed, with all that was said until then, and at least one trajectory of each actor that would have
     learned from it, or of all if none has a learner."""
-    learn = [name for name, actor in actors.items() if actor.is_trainable] or list(actors)
-    same = {"task_id": task.id, "env": task.env, "group_id": group_id, "index": index}
+    learn, task = [name for name, actor in actors.items() if actor.is_trainable] or list(actors), group.task
+    same = {"task_id": task.id, "env": task.env, "group_id": group.id, "index": index}
     same |= {"status": "failed", "error": reason}
     said = [c.record() for actor in actors.values() for c in getattr(actor, "conversations", ()) if c.num_replies]
     silent = set(learn) - {t.actor for t in said}
     said += [Trajectory(**same, actor=name, messages=task.messages) for name in learn if name in silent]
-    return [dataclasses.replace(t, **same) for t in said]
-
-
-def refuse_failures(trajectories: list[Trajectory], limit: float, name: str, ranks: Ranks) -> None:
-    """Raises RunError on all ranks alike if more than this fraction of the episodes failed."""
-    failed = [t for t in trajectories if t.status == "failed"]
-    first = f"{failed[0].task_id}: {failed[0].error}" if failed else ""
-    num_failed, total = (len({(t.env, t.group_id, t.index) for t in some}) for some in (failed, trajectories))
-    counts = all_gather_json([num_failed, total, first], ranks)
-    num_failed, total = sum(c[0] for c in counts), sum(c[1] for c in counts)
-    if num_failed > limit * total:
-        raise RunError(
-            f"{num_failed} of {total} episodes of {name} failed, more than "
-            f"--rollout.max_failed_fraction={limit} allows. The first: {next(c[2] for c in counts if c[2])}"
-        )
-
-
-def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
-    """Means over the episodes that did not fail."""
-    done = [t for t in trajectories if t.status != "failed"]
-    n = len(done)
-    metrics: dict[str, Metric] = {
-        "reward_mean": Mean(sum(t.reward for t in done), n),
-        "length_mean": Mean(sum(t.num_tokens for t in done), n),
-        "turns_mean": Mean(sum(len(t.turns) for t in done), n),
-        "truncated_frac": Mean(sum(t.status == "truncated" for t in done), n),
-        "failed": Sum(len(trajectories) - n),
-        "tokens": Sum(sum(t.num_tokens for t in done)),
-    }
-    groups: dict[tuple, list[float]] = {}
-    for t in done:
-        groups.setdefault((t.env, t.group_id, t.actor, t.seat), []).append(t.reward)
-    metrics["zero_signal_frac"] = Mean(sum(len(set(g)) == 1 for g in groups.values()), len(groups))
-    return metrics | part_metrics(done)
-
-
-def lag_metrics(trajectories: list[Trajectory], version: int) -> dict[str, Metric]:
-    """Part of the sampled tokens that is of older weights than `version`, and by how many versions these are older."""
-    turns = (turn for t in trajectories if t.status != "failed" for turn in t.turns)
-    lags = [version - v for turn in turns for v in turn.completion.policy_versions]
-    older = [lag for lag in lags if lag > 0]
-    found: dict[str, Metric] = {"lagged_frac": Mean(len(older), len(lags))}
-    return found | ({"lag_versions": Mean(sum(older), len(older))} if older else {})
-
-
-def part_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
-    """Means of what the environment gives: each part of the reward, and each metric."""
-    metrics: dict[str, Metric] = {}
-    for kind in ("reward_parts", "metrics"):
-        for name in sorted({k for t in trajectories for k in getattr(t, kind)}):
-            values = [getattr(t, kind)[name] for t in trajectories if name in getattr(t, kind)]
-            metrics[f"{'reward/' if kind == 'reward_parts' else ''}{name}"] = Mean(sum(values), len(values))
-    return metrics
-
-
-def jsonable(value: Any) -> Any:
-    """A dataclass as a dictionary; what JSON does not know, as text."""
-    if dataclasses.is_dataclass(value):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    return str(value)
-
-
-def packed(trajectories: list[Trajectory]) -> bytes:
-    """As files hold them: one JSON object a line, compressed by zstd."""
-    lines = "".join(json.dumps(t, default=jsonable) + "\n" for t in trajectories)
-    return zstandard.ZstdCompressor(level=3).compress(lines.encode())
-
-
-def unpacked(data: bytes) -> list[Trajectory]:
-    found = []
-    for line in zstandard.ZstdDecompressor().decompress(data).splitlines():
-        fields = json.loads(line)
-        turns = [Turn(**turn | {"completion": Completion(**turn["completion"])}) for turn in fields["turns"]]
-        found.append(Trajectory(**fields | {"turns": turns}))
-    return found
-
-
-def write_trajectories(folder: Path, name: str, trajectories: list[Trajectory], ranks: Ranks) -> None:
-    """rollouts/NAME.jsonl.zst; with several ranks each writes its own file, so that nothing is sent to be written."""
-    suffix = f".rank_{ranks.rank:05d}" if ranks.size > 1 else ""
-    beside = folder / f".{name}{suffix}.tmp"
-    beside.write_bytes(packed(trajectories))
-    os.replace(beside, folder / f"{name}{suffix}.jsonl.zst")
+    return [replace(t, **same) for t in said]

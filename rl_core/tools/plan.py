@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl_core.build import Plan, compute_dtype, has_reference
+from rl_core.build import Plan
 from rl_core.config import ActorConfig, Config
 from rl_core.distributed import Mesh, make_mesh
 from rl_core.learning.model import load_model_config
+from rl_core.models import compute_dtype, has_reference
 
 GIB = 2**30
 LOGPROB_TILE_BYTES = 256 << 20  # logits in flight, forward and backward
@@ -89,7 +90,7 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
             2 * min(LOGPROB_TILE_BYTES, 4 * tokens * size.vocabulary) + 4 * size.vocabulary * size.hidden / mesh.tp,
         ),
     }
-    if has_reference(plan) and not size.adapters:
+    if has_reference(plan.config, plan.algorithm) and not size.adapters:
         found["reference"] = (0.0, w * size.total / shards)
     if plan.algorithm.has_critic:
         held = (4 + OPTIMIZER_BYTES[config.optim.name]) * size.total / shards

@@ -1,0 +1,218 @@
+"""What learns and what samples: the learner of each actor that is trained, and the engine of each that speaks."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rl_core.config import Config
+from rl_core.distributed import Ranks
+from rl_core.learning.algorithms import CRITIC, Algorithm
+from rl_core.learning.attention import find_kernel
+from rl_core.learning.learner import Learner
+from rl_core.learning.loading import second_model
+from rl_core.learning.lora import DEFAULT, merged_weights, peft_config
+from rl_core.learning.model import (
+    Policy,
+    PolicyModel,
+    SharedPolicy,
+    compile_blocks,
+    is_in_4_bits,
+    load_hf_model,
+    make_policy,
+    make_reference,
+    reads_in_place,
+)
+from rl_core.learning.offload import Offload, activations_on_host
+from rl_core.sampling.engine import Engine, EngineSpec
+from rl_core.sampling.weights import load_weights
+from rl_core.types import counter_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ENGINES = {
+    "embedded": "rl_core.engines.embedded:make_engine",
+    "sglang": "rl_core.engines.sglang:make_engine",
+}
+API_ACTOR = "rl_core.engines.api:ApiActor"
+
+
+def option(place: str) -> Any:
+    """What "module:attribute" names."""
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    if config.learner.dtype == "auto":
+        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return getattr(torch, config.learner.dtype)
+
+
+def is_sharded(config: Config) -> bool:
+    """Whether one rank alone holds its weights as shards."""
+    return compute_dtype(config) != torch.float32 or config.learner.offload == "always"
+
+
+def has_reference(config: Config, algorithm: Algorithm) -> bool:
+    is_dpo = algorithm.objective == "dpo"
+    return algorithm.kl_coef > 0 or (is_dpo and not config.preference.reference_free)
+
+
+def shared_policies(config: Config, ranks: Ranks) -> dict[str, SharedPolicy]:
+    """Of the actors that train adapters of one model, each model loaded once."""
+    found = {}
+    for owner, others in config.sharers.items():
+        names = {owner: DEFAULT} | {name: f"of_{name}" for name in others if config.actors[name].is_trained}
+        loras = {names[name]: (config.actors[name].lora, counter_seed(config.seed, name)) for name in names}
+        lora, seed = loras.pop(DEFAULT)
+        model = make_trained(config, config.actors[owner].model, ranks, lora, seed, more_adapters=loras)
+        offload = Offload([], [], ranks.device)
+        found |= {name: SharedPolicy(model, adapter, offload) for name, adapter in names.items()}
+        if config.learner.offload == "phase" and not reads_in_place(found[owner]):
+            offload.models.append(model)
+    return found
+
+
+def make_learners(config: Config, algorithm: Algorithm, ranks: Ranks) -> dict[str, Learner]:
+    shared = shared_policies(config, ranks)
+    return {name: make_learner(config, algorithm, name, ranks, shared.get(name)) for name in config.trained}
+
+
+def make_learner(
+    config: Config, algorithm: Algorithm, name: str, ranks: Ranks, policy: Policy | None = None
+) -> Learner:
+    """The learner of an actor, with an optimizer that has not stepped yet, and with the reference and the critic that the
+    algorithm asks for. Both start as the model at the start of the run. `policy`: what is shared."""
+    actor = config.actors[name]
+    if actor.lr is not None:
+        config = replace(config, optim=replace(config.optim, lr=actor.lr))
+    if policy is None:
+        is_scoring = algorithm.objective == "rm"
+        policy = make_trained(config, actor.model, ranks, actor.lora, counter_seed(config.seed, name), is_scoring)
+    reference = None
+    if has_reference(config, algorithm):
+        reference = policy if policy.adapter else make_reference(actor.model, compute_dtype(config), ranks)
+        reference.attention = config.attention
+    critic = make_critic(config, actor.model, ranks, name) if algorithm.has_critic else None
+    return Learner(config, algorithm, policy, ranks, reference, critic, name=name)
+
+
+def make_critic(config: Config, path: str, ranks: Ranks, name: str = "policy") -> Learner:
+    """A whole model, --critic.model or the one at `path` with a value of 0 everywhere, sharded as the policy is;
+    --optim with --critic.lr trains it."""
+    model = make_trained(config, config.critic.model or path, ranks, is_scoring=True)
+    return Learner(replace(config, optim=replace(config.optim, lr=config.critic.lr)), CRITIC, model, ranks, name=name)
+
+
+def make_trained(config: Config, path: str, ranks: Ranks, *how, **more) -> PolicyModel:
+    """A model that is trained, with what --learner.* says of its memory."""
+    learner = config.learner
+    find_kernel(config.attention, ranks.device)  # before the weights are read
+    on_host = learner.offload == "always"
+    checkpointing = learner.activations == "recompute"
+    model = make_policy(path, compute_dtype(config), ranks, checkpointing, *how, on_host=on_host, **more)
+    model.attention = config.attention
+    if learner.activations == "offload":
+        model.keeps_activations = activations_on_host
+    if learner.kernels == "compile":
+        compile_blocks(model)
+    return model
+
+
+def readers_of(config: Config, learners: Mapping[str, Learner], ranks: Ranks) -> set[str]:
+    """Actors whose engine reads the learner's own tensors."""
+    here = () if ranks.engine_ranks else learners.items()
+    return {n for n, learner in here if config.engine_of(n) == "embedded" and reads_in_place(learner.policy)}
+
+
+def adapters_of(config: Config, owner: str) -> list[str]:
+    """Actors that train adapters beside the model of `owner`, which others share."""
+    users = [owner, *config.sharers[owner]] if owner in config.sharers else []
+    return [name for name in users if config.actors[name].is_trained]
+
+
+@dataclass(kw_only=True)
+class LocalEngines:
+    """The engines of this process, made one after the other."""
+
+    config: Config
+    tokenizers: Mapping[str, PreTrainedTokenizerBase]
+    learners: Mapping[str, Learner]
+    ranks: Ranks
+    takes_turns: bool  # one engine of a device is awake at a time
+    memory_fracs: Mapping[str, float]  # of a GPU, for each SGLang engine
+    modules: list[nn.Module] = field(default_factory=list)  # that embedded engines sample with
+
+    def make(self, names: list[str], role: str = "") -> dict[str, Engine | None]:
+        """Each actor's engine. Actors that share a model have one. None: another rank's engine has this one's device."""
+        owners = {name: self.config.actors[name].share or name for name in names}
+        made = {owner: self._engine(owner, role) for owner in dict.fromkeys(owners.values())}
+        return {name: made[owner] for name, owner in owners.items()}
+
+    def _engine(self, name: str, role: str) -> Engine | None:
+        """role: which of several engines of the actor."""
+        config, actor, ranks = self.config, self.config.actors[name], self.ranks
+        # The first of each --engine_tp neighbours, or of those that share a server that runs already, has the engine.
+        stride = ranks.size // len(actor.servers) if actor.servers else config.engine_tp
+        module, owns_weights = self._module(name, None if role else self.learners.get(name))
+        if ranks.rank % stride:
+            return None
+        # A rank has at most its share at once, of all that may be under way.
+        groups = -(-config.tasks_per_step * (1 + config.max_staleness) * stride // ranks.size)
+        adapters = {n: config.actors[n] for n in adapters_of(config, name)}
+        spec = EngineSpec(
+            name=name + role,
+            model=actor.model,
+            module=module,
+            tokenizer=self.tokenizers[name],
+            num_slots=min(config.rollout.max_concurrent, groups * config.group_size),
+            max_context_tokens=config.max_context_tokens,
+            dtype=compute_dtype(config),
+            device=ranks.device,
+            seed=counter_seed(config.seed, name + role, ranks.rank) % 2**31,
+            adapters={n: peft_config(a.lora, module, a.model).to_dict() for n, a in adapters.items()},
+            owns_weights=owns_weights and self.takes_turns,
+            log=Path(config.out) / f"engine_{name}{role}_{ranks.rank:05d}.log",
+            start_timeout_s=config.timeout_s,
+            tp=config.engine_tp,
+            memory_frac=round(self.memory_fracs.get(name, config.engine_memory_frac), 3),
+            url=actor.servers[ranks.rank // stride] if actor.servers else "",
+            folder=actor.engine_folder,
+        )
+        return option(ENGINES[config.engine_of(name)])(spec)
+
+    def _module(self, name: str, learner: Learner | None) -> tuple[nn.Module, bool]:
+        """What an engine samples with, and whether its weights are its own: the learner's own model where it is unsharded, or its
+        weights where several actors share them, else a copy in the dtype of compute. Of SGLang's the shapes alone."""
+        path, policy = self.config.actors[name].model, learner and learner.policy
+        if self.config.engine_of(name) == "sglang":
+            return option("rl_core.engines.sglang:make_skeleton")(path), False
+        if is_read := policy is not None and reads_in_place(policy):
+            module = second_model(policy.hf) if isinstance(policy, SharedPolicy) else policy.hf
+        else:
+            module = load_hf_model(path, compute_dtype(self.config), self.ranks.device)
+            if isinstance(policy, SharedPolicy) and is_in_4_bits(policy):
+                load_weights(module, merged_weights(policy.hf, adapter=None))  # what its adapters learn beside
+        self.modules.append(module)
+        return module, not is_read
+
+
+def make_api_actor(config: Config, name: str) -> Any:
+    actor = config.actors[name]
+    return option(API_ACTOR)(
+        name=name,
+        url=actor.api,
+        model=actor.model,
+        api_key_env=actor.api_key_env,
+        max_turns=config.turn_limit,  # of several environments each sets its own
+        max_tokens=actor.max_tokens,
+        max_concurrent=actor.api_concurrency,
+    )

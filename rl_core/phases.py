@@ -1,0 +1,331 @@
+"""What a step is made of: rollouts, samples, learning, new weights for engines; and evaluation and saving between steps."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from rl_core.build import Run
+from rl_core.data.rollouts import write_trajectories
+from rl_core.distributed import all_gather_json, barrier
+from rl_core.learning.advantages import baseline_groups, group_results, has_signal, samples_of
+from rl_core.learning.checkpoint import save_checkpoint
+from rl_core.learning.model import engine_weights, export_policy
+from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics
+from rl_core.sampling.actor import Actor
+from rl_core.sampling.outcomes import lag_metrics, part_metrics, refuse_failures, rollout_metrics
+from rl_core.sampling.rollout import Group, in_order, make_groups, rollout
+from rl_core.sources import imitation
+from rl_core.types import SamplingParams, Task, TrainingSample, Trajectory
+
+
+async def start(run: Run) -> None:
+    """Engines get the learners' weights. A new run that evaluates does so before its first step."""
+    for engine in run.all_engines:  # one starts while no other has memory, which it would take for its own
+        await engine.wake()
+        await engine.sleep()
+    for name, learner in run.learners.items():
+        with learner.on_device():
+            await sync_engine(run, name, run.start)
+            if run.older:
+                await run.older.restore(name, run.start, checkpoint_folder(run, run.start))
+    if run.worker is not None:
+        run.worker.version = run.start
+    if run.config.eval_every and run.start == 0:
+        await evaluate(run, 0)
+
+
+async def resume(run: Run, version: int) -> None:
+    """Groups go on, and begin, by the new weights."""
+    if run.worker is not None:
+        run.worker.version = version
+    for engine in run.all_engines if run.config.max_staleness else ():
+        await engine.resume()
+
+
+async def finish(run: Run) -> None:
+    """What the last update gave the engines has no next step that checks it."""
+    if run.canary:
+        await run.canary.sample()
+        await sleep_engines(run)
+        for name, learner in run.learners.items():
+            with learner.on_device():
+                await run.canary.check(name)
+
+
+async def close(run: Run) -> None:
+    """Nothing that the run started is left."""
+    if run.worker is not None:
+        await run.worker.close()
+    if run.writing is not None:
+        await run.writing
+    for speaker in (*run.remote.values(), *run.all_engines):
+        await speaker.close()
+
+
+@contextmanager
+def profiled(run: Run, step: int):
+    """Writes what this rank does in --profile_step as a Chrome trace."""
+    if step != run.config.profile_step:
+        yield
+        return
+    with torch.profiler.profile() as profile:
+        yield
+    profile.export_chrome_trace(str(Path(run.config.out) / f"trace_step_{step:06d}_rank_{run.ranks.rank}.json"))
+
+
+def sampling_params(run: Run, **drawn) -> SamplingParams:
+    return SamplingParams(max_tokens=run.config.max_tokens, stop=tuple(run.config.sampling.stop), **drawn)
+
+
+def draw_groups(run: Run, num_groups: int) -> list[Group]:
+    """Groups of the next training tasks. Those that a resumed run had left come first."""
+    config, positions = run.config, run.pending[:num_groups]
+    run.pending = run.pending[num_groups:]
+    run.position, first = run.position + num_groups - len(positions), run.position
+    params = sampling_params(run, temperature=config.sampling.temperature)
+    groups = []
+    for position in (*positions, *range(first, run.position)):
+        step, number = divmod(position, config.tasks_per_step)
+        [task] = run.train.tasks(position, 1)
+        same = {"size": config.group_size, "params": params, "seed": config.seed, "position": position}
+        groups.append(Group(task=task, batch=f"train/{step:06d}", number=number, **same))
+    return groups
+
+
+def num_to_begin(run: Run, step: int) -> int:
+    """Groups of a step and of max_staleness further steps may have begun."""
+    config = run.config
+    first = step if step == run.start else step + config.max_staleness
+    return config.tasks_per_step * max(0, min(step + config.max_staleness + 1, config.num_steps) - first)
+
+
+async def sample(run: Run, step: int) -> dict[str, list[TrainingSample]]:
+    """This rank's part of the step's samples, of each actor that learns."""
+    if run.worker is None:
+        return imitated_samples(run)
+    if run.config.engine_tp > 1:
+        barrier(run.ranks)  # no learner has a device that an engine on another rank takes now
+    if run.canary:
+        await run.canary.sample(is_first=step == run.start)
+    run.worker.submit(draw_groups(run, num_to_begin(run, step)))
+    trajectories = await collect(run, step)
+    await sleep_engines(run)
+    await write(run, f"step_{step + 1:06d}", trajectories)
+    refuse_failures(
+        trajectories, run.failed_rows, run.config.rollout.max_failed_fraction, f"step {step + 1}", run.ranks
+    )
+    if run.curriculum:
+        results = group_results(trajectories, run.learners, run.config.eval.pass_reward, run.ranks)
+        begun = [group.position for group in run.worker.pending.values()]
+        run.curriculum.record(results, min([*begun, *run.pending, run.position]))
+    await note_rollouts(run, step, trajectories)
+    samples, advantage_fns = {}, {env: e.advantage_fn for env, e in run.envs.items()}
+    for name in run.learners:
+        groups = baseline_groups([t for t in trajectories if t.actor == name])
+        if run.algorithm.refill_rounds:
+            groups = [g for g in groups if has_signal(g, run.algorithm)]
+        longest = run.config.turn_tokens(name)
+        samples[name] = samples_of(groups, run.algorithm, longest, run.ranks, advantage_fns)
+    return samples
+
+
+def imitated_samples(run: Run) -> dict[str, list[TrainingSample]]:
+    """Of the rows that this step imitates."""
+    n = run.config.tasks_per_step
+    positions = range(run.position + run.ranks.rank, run.position + n, run.ranks.size)
+    run.position += n
+    how = run.config, run.chat
+    rows = (imitation(*how, run.train.tasks(p, 1)[0], f"{p:012d}") for p in positions)
+    return {run.config.trained[0]: [sample for row in rows for sample in row]}
+
+
+async def collect(run: Run, step: int) -> list[Trajectory]:
+    """What this rank learns from. With refilling, further groups replace those without signal (DAPO's dynamic sampling,
+    arXiv:2503.14476, section 3.2), which are given back too."""
+    config, rounds, found = run.config, run.algorithm.refill_rounds, []
+    missing = config.tasks_per_step
+    for number in range(rounds + 1):
+        groups = await run.worker.collect(missing, oldest=step - config.max_staleness)
+        found += [t for group in groups for t in group.trajectories]
+        if config.max_staleness:
+            ages = [step - group.version for group in groups]
+            run.note("rollout/", {"staleness": Mean(sum(ages), len(ages)), "staleness_max": Max(max(ages, default=0))})
+        if not rounds:
+            break
+        with_signal = len({g[0].group_id for g in baseline_groups(found) if has_signal(g, run.algorithm)})
+        missing = config.tasks_per_step - sum(all_gather_json(with_signal, run.ranks))
+        if missing <= 0 or number == rounds:
+            run.note("rollout/", {"refill_rounds": Mean(number), "groups_missing": Mean(max(0, missing))})
+            break
+        run.worker.submit(draw_groups(run, missing))
+    return in_order(found)
+
+
+async def write(run: Run, name: str, trajectories: list[Trajectory]) -> None:
+    """Writes in a thread. The file is whole when the next one is begun, or when the run ends."""
+    if run.writing is not None:
+        await run.writing
+    if run.config.rollout.save:
+        suffix = f".rank_{run.ranks.rank:05d}" if run.ranks.size > 1 else ""
+        file = Path(run.config.out) / "rollouts" / f"{name}{suffix}.jsonl.zst"
+        run.writing = asyncio.get_running_loop().run_in_executor(None, write_trajectories, file, trajectories)
+
+
+async def note_rollouts(run: Run, step: int, trajectories: list[Trajectory]) -> None:
+    for name in run.learners:
+        own = [t for t in trajectories if t.actor == name]
+        run.note(f"rollout/{name}/", rollout_metrics(own))
+        if run.config.rollout.lagged_frac:
+            run.note(f"rollout/{name}/", lag_metrics(own, step))
+        for env in run.envs if len(run.envs) > 1 else ():
+            run.note(f"rollout/{name}/{env}/", rollout_metrics([t for t in own if t.env == env]))
+    for name, actor in run.remote.items():
+        run.note(f"rollout/{name}/", actor.take_metrics())
+    if lease := run.lease:
+        run.note("rollout/", {"engine_switches": Sum(lease.num_switches), "engine_switch_s": Sum(lease.switch_s)})
+        lease.num_switches, lease.switch_s = 0, 0.0
+    await note_engines(run)
+
+
+async def note_engines(run: Run) -> None:
+    """How often engines were started again, and of ranks that only sample how long they had nothing to do."""
+    found: dict[str, Metric] = {}
+    for name, engine in (*run.engines.items(), *(run.older.engines.items() if run.older else ())):
+        if run.ranks.engine_ranks and run.ranks.rank == 0:
+            health = await engine.health()
+            if "time/engines_idle_frac" not in found:
+                found["time/engines_idle_frac"] = Mean(sum(h["idle_frac"] for h in health), len(health))
+            add_metrics(found, {f"rollout/{name}/engine_restarts": Sum(sum(h["restarts"] for h in health))})
+        elif hasattr(engine, "num_restarts"):
+            add_metrics(found, {f"rollout/{name}/engine_restarts": Sum(engine.num_restarts)})
+            engine.num_restarts = 0
+    run.note("", found)
+
+
+async def learn(run: Run, name: str, samples: list[TrainingSample], step: int) -> None:
+    """One step of a learner. Where engines are elsewhere it runs in a thread, so that conversations go on."""
+    if run.canary:
+        run.note(f"learn/{name}/", await run.canary.check(name))
+    if run.ranks.engine_ranks:
+        await asyncio.to_thread(learn_here, run, name, samples, step)
+    else:
+        learn_here(run, name, samples, step)
+
+
+def learn_here(run: Run, name: str, samples: list[TrainingSample], step: int) -> None:
+    if run.ranks.device.type == "cuda":
+        torch.cuda.set_device(run.ranks.device)  # each thread has its own
+    learner, prefix = run.learners[name], f"learn/{name}/"
+    minibatches, packing = learner.shard(samples)
+    run.note(prefix, learner.annotate(minibatches))
+    run.note(prefix, learner.step(minibatches, step))
+    run.note("", packing)
+
+
+async def sync_engine(run: Run, name: str, version: int) -> None:
+    """The engine gets the learner's weights. One that reads them in place only drops what it computed with the old."""
+    if name not in run.engines:
+        return
+    engine, policy = run.engines[name], run.learners[name].policy
+    weights = engine_weights(policy, run.config.engine_of(name) == "embedded" and not run.ranks.engine_ranks)
+    if engine is not None:
+        await engine.update(weights, version, adapter=run.actors[name].adapter)
+    for _ in weights or () if engine is None else ():
+        pass  # gathering a weight is a collective
+    if run.older:
+        await run.older.sync(name, version)
+    if run.lease is not None and engine is not None:
+        await engine.sleep()  # a learner has the device
+
+
+async def sleep_engines(run: Run) -> None:
+    """Every rank must call it: when it returns no engine has a device, those that hold several ranks' devices included."""
+    for engine in run.all_engines:
+        if run.config.max_staleness:
+            await engine.pause()
+        await engine.sleep()
+    if run.config.engine_tp > 1:
+        barrier(run.ranks)
+
+
+def note_speed(run: Run) -> None:
+    """Tokens per second of each phase, summed over ranks and actors."""
+    spoken = [f"rollout/{name}/tokens" for name in run.learners]
+    for phase, names in (("generate", spoken), ("learn", ["pack/tokens"])):
+        tokens = sum(run.metrics[name].value for name in names if name in run.metrics)
+        if tokens:
+            run.note("time/", {f"{phase}_tokens_per_s": Sum(tokens / run.metrics[f"time/{phase}_s"].value)})
+    if run.ranks.engine_ranks:
+        waited = run.metrics["time/generate_s"].value, run.metrics["time/step_s"].value
+        run.note("time/", {"learners_idle_frac": Mean(*waited)})
+
+
+async def evaluate(run: Run, step: int) -> None:
+    """Held-out tasks: the greedy score, avg@k and pass@k; for rows to be imitated, their loss."""
+    run.metrics, k = {}, run.config.eval.samples
+    with run.timed("eval"):
+        for env, source in run.eval.items():
+            if run.worker is None:
+                evaluate_rows(run, list(source)[run.ranks.rank :: run.ranks.size])
+                continue
+            tasks = list(source)[: run.config.eval.num_tasks or None]
+            for label, count in [("greedy", 1), ("sampled", k)][: 2 if k else 1]:
+                await evaluate_tasks(run, step, env, tasks, label, count)
+    values = run.log.write(step, run.metrics)
+    is_part = re.compile(r"/(greedy|sampled)_(?!(score|pass)$)")  # these are in the file alone
+    scores = {k: v for k, v in values.items() if k.startswith("eval/") and not is_part.search(k)}
+    shown = [f"{k.removeprefix('eval/')} {v:.4g}" for k, v in scores.items()]
+    run.log.say("  ".join([f"eval at step {step}", *shown]))
+
+
+def evaluate_rows(run: Run, tasks: list[Task]) -> None:
+    [learner] = run.learners.values()
+    how = run.config, run.chat
+    minibatches, _ = learner.shard([s for t in tasks for s in imitation(*how, t, t.id)])
+    learner.annotate(minibatches)
+    run.note("eval/", learner.evaluate(minibatches))
+
+
+async def evaluate_tasks(run: Run, step: int, env: str, tasks: list[Task], label: str, count: int) -> None:
+    config = run.config
+    params = sampling_params(run, **(config.eval.sampling if label == "sampled" else {"temperature": 0.0}))
+    name = f"eval/{step:06d}/{label}" + (f"/{env}" if len(run.eval) > 1 else "")
+    groups = make_groups(tasks, name, count, params, config.seed, drawn_as=f"eval/{env}")
+    newest = {n: replace(a, older=None) if isinstance(a, Actor) else a for n, a in run.actors.items()}
+    trajectories = await rollout(run.envs, newest, groups, config.rollout, run.ranks, config.timeout_s)
+    await write(run, name.replace("/", "_"), trajectories)
+    score, passed = (f"avg@{count}", f"pass@{count}") if label == "sampled" else ("greedy_score", "greedy_pass")
+    for actor in config.trained:
+        own = [t for t in trajectories if t.actor == actor and t.status != "failed"]
+        rewards = [[t.reward for t in group] for group in baseline_groups(own)]
+        scores = [sum(g) / len(g) for g in rewards]
+        passes = [max(g) >= config.eval.pass_reward for g in rewards]
+        found = {f"{label}_{name}": value for name, value in part_metrics(own).items()}
+        found |= {score: Mean(sum(scores), len(scores)), passed: Mean(sum(passes), len(passes))}
+        run.note(f"eval/{env}/{actor}/" if len(config.trained) > 1 else f"eval/{env}/", found)
+
+
+def checkpoint_folder(run: Run, step: int) -> Path:
+    return Path(run.config.out) / "checkpoints" / f"step_{step:06d}"
+
+
+def save(run: Run, step: int) -> None:
+    """A checkpoint of all that learns, and each model as a Hugging Face folder."""
+    out, learners, worker = Path(run.config.out), run.learners, run.worker
+    begun = [group.position for group in worker.pending.values()] if worker else []
+    state = {"step": step, "seed": run.config.seed, "position": run.position, "pending": [*begun, *run.pending]}
+    if run.curriculum:
+        state["curriculum"] = run.curriculum.state()
+    older = run.older.to_save(step) if run.older else {}
+    save_checkpoint(checkpoint_folder(run, step), learners, state, run.ranks, run.config.keep_checkpoints, older)
+    for name, learner in learners.items():
+        with learner.on_device():
+            export_policy(learner.policy, run.chats[name].tokenizer, out / "hf" / name, run.ranks)
+    exported = ", ".join(str(out / "hf" / name) for name in learners)
+    run.log.say(f"saved step {step} to {out / 'checkpoints'} and {exported}")

@@ -1,0 +1,156 @@
+"""The environments of a run, and the tasks that it trains and evaluates on. Whatever can be refused of them is refused here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rl_core.config import Config
+from rl_core.data.chat import Chat
+from rl_core.data.curriculum import Curriculum, Progress, WeightedOrder
+from rl_core.data.rows import ROLLOUTS, is_trajectory, load_rows
+from rl_core.data.tasks import TaskMix, TaskSource
+from rl_core.learning.algorithms import Algorithm
+from rl_core.models import option
+from rl_core.rules import check
+from rl_core.sampling.env import Env, load_env
+from rl_core.types import Task, TrainingSample
+
+# What makes samples of a row, by the algorithm.
+ROWS = {
+    "sft": "rl_core.options.imitation:imitation_samples",
+    "dpo": "rl_core.options.pairs:reply_pair",
+    "rm": "rl_core.options.pairs:scored_pair",
+}
+CHECKED_ROWS = 20_000  # of which the length is checked at start-up; rows beyond are checked when they are drawn
+
+
+def load_envs(config: Config) -> tuple[Config, dict[str, Env]]:
+    """(the configuration with --max_turns filled in, environments by the names of their files). The flags' limits hold, then a
+    file's own."""
+    envs = {}
+    for name, path in config.env_paths.items():
+        env = envs[name] = load_env(path, hook_timeout_s=config.rollout.hook_timeout_s)
+        env.check_actors(list(config.actors))
+        own = config.env(name)
+        env.max_turns = own.max_turns or config.max_turns or env.max_turns or (8 if env.is_multi_turn else 1)
+        env.max_tokens = own.max_tokens or config.max_tokens
+    if envs:
+        own = {name: replace(config.env(name), max_turns=env.max_turns) for name, env in envs.items()}
+        limit = max(env.max_turns for env in envs.values())
+        config = replace(config, max_turns=limit, envs=own if len(envs) > 1 else config.envs)
+        check(config)
+    if config.is_rl:
+        check_speakers(config, envs)
+    if len({env.advantage_fn is None for env in envs.values()}) > 1:
+        raise ValueError(f"of {config.env_path} some define advantage_fn and some do not; let all do, or none")
+    return config, envs
+
+
+def check_speakers(config: Config, envs: dict[str, Env]) -> None:
+    """Raises ValueError if an actor that should learn can speak in no environment that is trained in."""
+    trained_in = {n: env for n, env in envs.items() if config.env(n).weight}
+    spoken = [env.speakers(list(config.actors)) for env in trained_in.values()]
+    for name in config.trained:
+        if all(names is not None and name not in names for names in spoken):
+            paths = ", ".join(env.path for env in trained_in.values())
+            raise ValueError(
+                f"--actors.{name} would never speak, so that it cannot learn: `turns` of {paths} does not name it; name it "
+                f"there, or give --actors.{name}.train false"
+            )
+
+
+def train_source(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> TaskSource | TaskMix:
+    weights = {name: config.env(name).weight for name in envs} or {"data": 1.0}
+    sources = {}
+    for name in (name for name, weight in weights.items() if weight):
+        source = sources[name] = load_source(config, envs.get(name), name, "train", algorithm)
+        if source is None:
+            flag = "--data.train" if len(weights) == 1 else f"--envs.{name}.train"
+            hint = f"; {envs[name].path} has no load_tasks" if envs else ""
+            raise ValueError(f"{flag} is missing: a file or `datasets` name{hint}")
+    if len(sources) == 1:
+        return next(iter(sources.values()))
+    return TaskMix(list(sources.values()), [weights[name] for name in sources])
+
+
+def load_source(config: Config, env: Env | None, name: str, split: str, algorithm: Algorithm) -> TaskSource | None:
+    path = getattr(config.envs.get(name), split, None) or getattr(config.data, split)
+    if path:
+        is_train = split == "train"
+        may_choose = not algorithm.is_rl and (is_train or path.endswith(ROLLOUTS))
+        min_reward, actor = config.data.min_reward if is_train else None, config.data.actor
+        rows = load_rows(path, "train" if is_train else "test", *((min_reward, actor) if may_choose else ()))
+        if (algorithm.is_rl or algorithm.is_pairs) and is_trajectory(rows[0]):
+            raise ValueError(f"--data.{split} {path} holds a run's episodes, which are for --algorithm sft; name rows")
+    elif env and env.load_tasks:
+        rows = env.load_tasks(split)
+    else:
+        return None
+    if env and algorithm.is_rl:
+        env.check_columns(rows, path or f"load_tasks({split!r})")
+    shuffle = config.data.shuffle and split == "train"
+    return TaskSource(rows, env=name, split=split, seed=config.seed, shuffle=shuffle, is_pairs=algorithm.is_pairs)
+
+
+def check_lengths(
+    config: Config, algorithm: Algorithm, envs: dict[str, Env], chats: dict[str, Chat], source: TaskSource
+) -> None:
+    """Every row renders and fits, or is left out if --data.skip_long says so."""
+    kept = []
+    for number, (index, task) in enumerate(zip(source.kept, source, strict=True)):
+        if number >= CHECKED_ROWS:
+            kept.append(index)
+        elif not algorithm.is_rl:
+            kept += [index] if imitation(config, chats[config.trained[0]], task) else []
+        else:
+            env = envs[task.env]
+            prompts = ((chat, env.opening(task, name)) for name, chat in chats.items())
+            length = max(len(chat.prompt_ids(messages, env.tools)) for chat, messages in prompts)
+            if length <= config.max_prompt_tokens:
+                kept.append(index)
+            elif not config.data.skip_long:
+                raise ValueError(
+                    f"{task.id}: a prompt of {length} tokens is longer than --max_prompt_tokens={config.max_prompt_tokens}; "
+                    "raise it, or leave such rows out with --data.skip_long"
+                )
+    if len(kept) < len(source):
+        source.keep(kept)
+
+
+def imitation(config: Config, chat: Chat, task: Task, group_id: str = "") -> list[TrainingSample]:
+    """The samples of one row that is to be imitated, or of one pair. Raises ValueError if it is too long, unless such rows
+    are skipped."""
+    weights = (config.sft.action_weight, config.sft.observation_weight) if config.algorithm == "sft" else ()
+    try:
+        samples = option(ROWS[config.algorithm])(chat, task.row, *weights)
+    except ValueError as error:
+        raise ValueError(f"{task.id}: {error}") from None
+    longest, limit = max((len(s.token_ids) for s in samples), default=0), config.max_context_tokens
+    if longest > limit:
+        if config.data.skip_long:
+            return []
+        raise ValueError(
+            f"{task.id}: a row of {longest} tokens is longer than {limit} (max_prompt_tokens + max_tokens); "
+            "raise --max_prompt_tokens or --max_tokens, or leave such rows out with --data.skip_long"
+        )
+    for sample in samples:
+        sample.group_id = group_id
+    return samples
+
+
+def make_curriculum(train: TaskSource | TaskMix, envs: dict[str, Env]) -> Curriculum | None:
+    """Of the environments with task_weight(), whose tasks are drawn by it from here on. None if there is none."""
+    orders = {}
+    for source in train.sources if isinstance(train, TaskMix) else [train]:
+        if hook := envs[source.env].hooks.get("task_weight"):
+            columns, rows = (hook.required | hook.optional) - hook.ours, source.rows
+            if columns and not hook.takes_all and (names := getattr(rows, "column_names", None)) is not None:
+                rows = rows.select_columns(sorted(columns & set(names)))  # reading a row of a table is slow
+
+            def weigh(row: int, known: Progress, env=envs[source.env], rows=rows, source=source) -> float:
+                values = {"tries": known.tries, "success_rate": known.success_rate, "mean_reward": known.mean_reward}
+                return env.task_weight(f"{source.split}/{row}", rows[row], values)
+
+            orders[source.env] = WeightedOrder(source, weigh, is_by_row=bool(columns) or hook.takes_all)
+            source.order = orders[source.env]
+    return Curriculum(train=train, orders=orders) if orders else None

@@ -1,0 +1,229 @@
+"""Groups in the background: who takes what, how old it may be, and ranks that only sample."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from kit import RanksProcess, metrics, run_ranks, trajectories
+
+from rl_core.distributed import init_ranks
+from rl_core.sampling.rollout import RolloutWorker, make_groups
+from rl_core.train import main
+from rl_core.types import RunError, SamplingParams, Task, Trajectory
+
+GOLDEN = Path(__file__).parent / "golden"
+# Some episodes take much longer than others; the model's own tokens are all that is scored.
+UNEVEN = """
+import random
+max_turns = 8
+
+def load_tasks(split):
+    return [{"messages": [{"role": "user", "content": str(n)}], "n": n} for n in range(64)]
+
+def interact(messages, n, state):
+    return [{"role": "user", "content": "go on"}] if state.random() < 0.2 + 0.7 * (n % 4 == 0) else None
+
+def start(task):
+    return random.Random(task.id)
+
+def reward_fn(messages):
+    return float(sum(map(ord, messages[-1]["content"])) % 7)
+"""
+
+
+def group_of(n: int, batch: str = "train/0"):
+    [group] = make_groups([Task(id=str(n), env="x", row={}, messages=[])], batch, 1, SamplingParams(max_tokens=1), 0)
+    group.position = n
+    return group
+
+
+def worker_of(run, timeout_s: float = 20.0, width: int = 8) -> RolloutWorker:
+    async def run_group(group) -> list[Trajectory]:
+        await run(group.position)
+        return [Trajectory(task_id=group.task.id, env="x", group_id=str(group.position))]
+
+    return RolloutWorker(run_group, init_ranks(60), width, "train", timeout_s)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_no_step_takes_what_is_older_than_allowed_and_every_group_is_taken_once(max_staleness):
+    chance, begun = random.Random(max_staleness), []
+
+    async def run(number):
+        begun.append(number)
+        for _ in range(chance.choice([0, 1, 30])):
+            await asyncio.sleep(0)
+
+    async def steps():
+        worker, taken, ages = worker_of(run), [], []
+        worker.submit(group_of(n) for n in range(4 * max_staleness))
+        for version in range(10):
+            worker.version = version
+            first = 4 * (version + max_staleness)
+            worker.submit(group_of(n) for n in range(first, min(first + 4, 40)))
+            groups = await worker.collect(4, oldest=version - max_staleness)
+            assert len(begun) <= 4 * (version + 1 + max_staleness)
+            taken += [g.position for g in groups]
+            ages += [version - g.version for g in groups]
+            for _ in range(5):
+                await asyncio.sleep(0)
+        assert not worker.running and not worker.pending
+        return taken, ages
+
+    taken, ages = asyncio.run(steps())
+    assert sorted(taken) == sorted(begun) == list(range(40))
+    assert max(ages) == max_staleness, "what may be older is, where some groups take thirty times as long as others"
+
+
+def test_an_error_in_a_group_reaches_the_step_and_waiting_for_other_ranks_ends():
+    async def fails(number):
+        raise RunError("the engine died")
+
+    async def collect(timeout_s, others=0):
+        worker = worker_of(fails, timeout_s)
+        worker.ranks.add("train/drawn", others)  # another rank has these groups, and is never heard of again
+        worker.submit(group_of(n) for n in range(4))
+        await worker.collect(4)
+
+    with pytest.raises(RunError, match="the engine died"):
+        asyncio.run(collect(20))
+    with pytest.raises(
+        RunError, match=r"rank 0 waited in the phase 'generate' for 4 groups .* 0 are .*--timeout_s=0.2"
+    ):
+        asyncio.run(collect(0.2, others=4))
+
+
+@pytest.fixture
+def uneven(tmp_path, tiny_model):
+    (tmp_path / "uneven.py").write_text(UNEVEN)
+    flags = ["--model", str(tiny_model), "--env_path", str(tmp_path / "uneven.py"), "--data.shuffle", "false"]
+    flags += ["--max_tokens", "8", "--max_prompt_tokens", "16", "--tasks_per_step", "4", "--group_size", "4"]
+    return [*flags, "--optim.lr", "1e-3"]
+
+
+def steps_of(out: Path) -> list[list[dict]]:
+    """The trajectories of each step, of all ranks."""
+    found: dict[str, list[dict]] = {}
+    for file in sorted((out / "rollouts").glob("step_*.zst")):
+        found.setdefault(file.name[:11], []).extend(trajectories(file))
+    return list(found.values())
+
+
+def ages_of(out: Path) -> list[int]:
+    """Of every turn's tokens, the oldest and the newest."""
+    done = [(n, turn["completion"]) for n, found in enumerate(steps_of(out)) for t in found for turn in t["turns"]]
+    return [n - v for n, c in done for v in [c["policy_version"], *(v for _, v in c["newer_versions"])]]
+
+
+def tasks_of(out: Path) -> list[int]:
+    return sorted(int(t["task_id"].split("/")[1]) for found in steps_of(out) for t in found)
+
+
+def learning(out: Path) -> list[dict]:
+    return [row for row in metrics(out) if "learn/policy/loss" in row]
+
+
+def test_a_run_trains_on_nothing_staler_and_resumes_with_every_task(uneven, tmp_path):
+    out = tmp_path / "run"
+    flags = [*uneven, "--max_staleness", "2", "--out", str(out)]
+    assert main([*flags, "--num_steps", "3"]) == 0
+    state = json.loads((out / "checkpoints/step_000003/state.json").read_text())
+    # Three steps may begin no more than their own twelve tasks, all of which are done by then.
+    assert (state["position"], state["pending"]) == (12, [])
+    assert main([*flags, "--num_steps", "6", "--resume"]) == 0
+    assert max(ages_of(out)) <= 2 and min(ages_of(out)) == 0
+    assert max(row["rollout/staleness_max"] for row in learning(out)) <= 2
+    assert tasks_of(out) == [n for n in range(24) for _ in range(4)]
+
+
+def test_tasks_under_way_at_a_checkpoint_come_first_when_the_run_resumes(uneven, tmp_path):
+    out = tmp_path / "run"
+    flags = [*uneven, "--max_staleness", "2", "--out", str(out), "--num_steps", "6"]
+    assert main([*flags, "--save_every", "2", "--keep_checkpoints", "0"]) == 0
+    for step in (4, 6):
+        shutil.rmtree(out / f"checkpoints/step_{step:06d}")
+    state = json.loads((out / "checkpoints/step_000002/state.json").read_text())
+    before = {t["task_id"] for found in steps_of(out)[:2] for t in found}
+    assert state["position"] == 16 and len(state["pending"]) == 8
+    assert {f"train/{p}" for p in state["pending"]} == {f"train/{p}" for p in range(16)} - before
+    assert main([*flags, "--resume"]) == 0
+    assert tasks_of(out) == [n for n in range(24) for _ in range(4)]
+
+
+def test_two_ranks_share_what_is_under_way(uneven, tmp_path):
+    out = tmp_path / "run"
+    run_ranks(2, "-m", "rl_core.train", *uneven, "--max_staleness", "1", "--num_steps", "4", "--out", out)
+    assert max(ages_of(out)) <= 1 and len(list((out / "rollouts").glob("step_000002*"))) == 2
+    assert tasks_of(out) == [n for n in range(16) for _ in range(4)]
+
+
+def test_without_staleness_a_rank_that_only_samples_changes_no_number():
+    # test_golden.py compares the runs with these files.
+    one, two = (
+        [json.loads(line) for line in (GOLDEN / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("grpo", "engine_rank")
+    )
+    one = [row for row in one if "learn/policy/loss" in row]
+    assert len(one) == len(two) == 2
+    for mine, other in zip(one, two, strict=True):
+        assert other == pytest.approx(mine, rel=1e-4, abs=1e-6)
+
+
+def test_ranks_that_only_sample_serve_several_learners(uneven, tmp_path):
+    out, rows = tmp_path / "run", tmp_path / "eval.jsonl"
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "1"}], "n": 1}) + "\n")
+    flags = [*uneven, "--max_staleness", "1", "--num_steps", "4", "--eval_every", "4", "--data.eval", rows]
+    run_ranks(4, "-m", "rl_core.train", *flags, "--engine_ranks", "2", "--out", out)
+    assert max(ages_of(out)) <= 1
+    assert tasks_of(out) == [n for n in range(16) for _ in range(4)]
+    for row in learning(out):
+        assert 0 < row["learn/policy/canary_max_diff"] < 1e-4, "the weights arrived"
+        assert 0 <= row["time/engines_idle_frac"] <= 1 and 0 < row["time/learners_idle_frac"] < 1
+    assert "eval/uneven/greedy_score" in metrics(out)[-1]
+
+
+def test_a_rank_that_only_samples_is_missed_when_it_dies(uneven, tmp_path):
+    dying = UNEVEN.replace("def reward_fn(messages):", "def reward_fn(messages):\n    open(folder + '/scored', 'w')")
+    (tmp_path / "uneven.py").write_text(f"folder = {str(tmp_path)!r}\n{dying}")
+    (tmp_path / "die.py").write_text(
+        "import os, signal, sys, threading, time\n"
+        "from rl_core.train import main\n"
+        "def die():\n"
+        f"    while not os.path.exists({str(tmp_path / 'scored')!r}): time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if os.environ['RANK'] == '1': threading.Thread(target=die, daemon=True).start()\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    flags = [*uneven, "--num_steps", "100000", "--engine_ranks", "1", "--out", str(tmp_path / "run")]
+    ranks = RanksProcess(2, [tmp_path / "die.py", *flags], None, {})
+    assert ranks.wait(60) in (1, signal.SIGKILL)
+
+
+def test_a_profiled_step_is_a_chrome_trace(uneven, tmp_path):
+    out = tmp_path / "run"
+    assert main([*uneven, "--num_steps", "2", "--profile_step", "2", "--out", str(out)]) == 0
+    [file] = out.glob("trace_*")
+    assert file.name == "trace_step_000002_rank_0.json"
+    names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
+    assert {"generate", "learn", "sync", "aten::mm"} <= names
+
+
+SORT = ["--env_path", str(ROOT / "envs/sort_digits.py"), "--max_tokens", "8", "--max_prompt_tokens", "16"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--max_staleness", "1"], ["--max_staleness", "2", "--engine_ranks", "1"]])
+def test_the_sort_task_is_learnt_from_older_weights_too(flags, warm_model, tmp_path):
+    given = ["--model", warm_model, *SORT, "--num_steps", "60", "--optim.lr", "3e-4", "--optim.warmup_steps", "5"]
+    out, num_ranks = tmp_path / "run", 2 if "--engine_ranks" in flags else 1
+    run_ranks(num_ranks, "-m", "rl_core.train", *given, "--algo.clip_high", "0.28", *flags, "--out", out)
+    rows = learning(out)
+    assert rows[-1]["rollout/policy/reward_mean"] > 0.55 > 0.3 > rows[0]["rollout/policy/reward_mean"]
+    assert max(row["rollout/staleness_max"] for row in rows) == int(flags[1])
