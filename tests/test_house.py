@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 # Room -> its modules or packages, and the rooms below that it may import from. Within a room imports must not go round.
 ROOMS = {
-    "ground": ["types", "rules", "config", "http"],
+    "ground": ["types", "rules", "config"],
     "pure": ["data"],
     "shared": ["distributed", "host_copies", "metrics", "run_folder"],
     "sampling": ["sampling"],

@@ -239,9 +239,13 @@ class Server:
     num_open: int = 0
     ended: list[str] = field(default_factory=list)  # sessions; sent with the next request
 
-    async def ask(self, verb: str, **body) -> Any:
+    async def ask(self, verb: str, timeout_s: float | None = None, **body) -> Any:
         try:
-            status, content = await ask(f"{self.url}/{verb}", body, self.token)
+            status, content = await ask(f"{self.url}/{verb}", body, self.token, timeout_s)
+        except asyncio.TimeoutError:
+            raise RunError(
+                f"the engine at {self.url} did not answer {verb!r} within --timeout_s={timeout_s:g}"
+            ) from None
         except aiohttp.ClientError as error:
             raise EngineDied(f"the engine at {self.url} does not answer: {error}") from None
         if status != 200:
@@ -252,10 +256,18 @@ class Server:
 class RemoteEngine:
     """An Engine whose requests ranks that only sample answer. A session stays with the rank that has its keys and values."""
 
-    def __init__(self, name: str, servers: list[Server], channel: WeightChannel, dtype: torch.dtype, num_learners: int):
-        self.name, self.servers, self.channel, self.dtype, self.version = name, servers, channel, dtype, 0
+    def __init__(
+        self,
+        name: str,
+        servers: list[Server],
+        channel: WeightChannel,
+        dtype: torch.dtype,
+        capacity: int,
+        timeout_s: float,
+    ):
+        self.name, self.servers, self.channel, self.dtype, self.timeout_s = name, servers, channel, dtype, timeout_s
+        self.version, self.capacity = 0, capacity  # capacity: this learner's share
         self.sampling = [server for server in servers if server.capacity]
-        self.capacity = -(-sum(server.capacity for server in servers) // num_learners)
         self.places: dict[str, Server] = {}  # of sessions
 
     async def generate(
@@ -311,7 +323,8 @@ class RemoteEngine:
     async def _tell_all(self, verb: str, **body) -> None:
         """The first learner speaks for all."""
         if self.channel.group is not None:
-            await asyncio.gather(*(server.ask(f"{self.name}/{verb}", **body) for server in self.servers))
+            how = {"timeout_s": self.timeout_s, **body}
+            await asyncio.gather(*(server.ask(f"{self.name}/{verb}", **how) for server in self.servers))
 
 
 def connect(names: Iterable[str], ranks: Ranks, dtype: torch.dtype, timeout_s: float) -> dict[str, RemoteEngine]:
@@ -321,7 +334,8 @@ def connect(names: Iterable[str], ranks: Ranks, dtype: torch.dtype, timeout_s: f
     engines = {}
     for name in names:
         servers = [Server(url=f["url"], token=f["token"], capacity=f["capacity"][name]) for f in found]
-        engines[name] = RemoteEngine(name, servers, channel, dtype, ranks.size)
+        capacity = -(-sum(server.capacity for server in servers) // ranks.size)
+        engines[name] = RemoteEngine(name, servers, channel, dtype, capacity, timeout_s)
     return engines
 
 
