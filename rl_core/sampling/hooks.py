@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from rl_core.data.tasks import shorten
@@ -71,7 +72,7 @@ class Hook:
             result, error = await self._in_time(task_id, outcome(call()))
         else:
             async with clock.threads:  # waiting for a thread is not the hook's time
-                result, error = await self._in_time(task_id, in_thread(call))
+                result, error = await self._in_time(task_id, clock.in_thread(call))
             if inspect.isawaitable(result):
                 result, error = await self._in_time(task_id, outcome(result))
         if error is not None:
@@ -83,9 +84,10 @@ class Hook:
         try:
             # Not wait_for, which waits for ever for a coroutine that ignores its cancellation.
             await asyncio.wait({task}, timeout=self.timeout_s)
+            is_done = task.done()
         finally:
             task.cancel()
-        if not task.done():
+        if not is_done:
             raise TimeoutError(
                 f"{self.path}: {self.name}() ran longer than {self.timeout_s:g} s for task {task_id}; "
                 "make it faster or raise --rollout.hook_timeout_s"
@@ -101,22 +103,18 @@ async def outcome(awaitable: Awaitable) -> tuple[Any, BaseException | None]:
         return None, error
 
 
-async def in_thread(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """(result, what it raised) of a function in a daemon thread. If it hangs it outlives its deadline, but holds up neither
-    the loop nor the interpreter's exit."""
-    loop = asyncio.get_running_loop()
-    future = loop.create_future()
-
-    def work() -> None:
+def work(jobs: SimpleQueue, loop: asyncio.AbstractEventLoop) -> None:
+    """A thread's life: (function, future of (result, what it raised)) after the other, until None."""
+    while job := jobs.get():
+        function, future = job
         try:
             found = function(), None
         except BaseException as error:
             found = None, error
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(lambda: future.done() or future.set_result(found))
-
-    threading.Thread(target=work, name="hook", daemon=True).start()
-    return await future
+        try:
+            loop.call_soon_threadsafe(lambda to=future, what=found: to.done() or to.set_result(what))
+        except RuntimeError:  # the loop is closed: nobody waits
+            return
 
 
 class LoopClock:
@@ -125,7 +123,7 @@ class LoopClock:
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop, self.real, self.held_s, self.last_s = loop, loop.time, 0.0, loop.time()
-        self.threads = asyncio.Semaphore(MAX_THREADS)  # of sync hooks
+        self.threads, self.idle = asyncio.Semaphore(MAX_THREADS), []  # of sync hooks
         self.loop_thread, self.watched = threading.get_ident(), set()
         self.blocked_s, self.tell = 1.0, lambda text: print(text, file=sys.stderr, flush=True)
         loop.time = self
@@ -135,6 +133,18 @@ class LoopClock:
     def of_running_loop(cls) -> LoopClock:
         loop = asyncio.get_running_loop()
         return loop.time if isinstance(loop.time, cls) else cls(loop)
+
+    def in_thread(self, function: Callable[[], Any]) -> asyncio.Future:
+        """Of (result, what it raised) of a function in a daemon thread. One that hangs outlives its deadline, but holds up
+        neither the loop nor the interpreter's exit."""
+        if not self.idle:
+            self.idle.append(SimpleQueue())
+            threading.Thread(target=work, args=(self.idle[-1], self.loop), name="hook", daemon=True).start()
+        jobs, future = self.idle.pop(), self.loop.create_future()
+        # A thread whose function was given up ends with it.
+        future.add_done_callback(lambda done: jobs.put(None) if done.cancelled() else self.idle.append(jobs))
+        jobs.put((function, future))
+        return future
 
     def __call__(self) -> float:
         now = self.real()
