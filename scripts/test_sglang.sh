@@ -2,16 +2,16 @@
 # Tests the SGLang engine with the real package on a machine without a GPU: makes a virtual environment of its own (2.9 GiB;
 # the argument, or .venv-sglang), and runs the tests that need SGLang in it.
 #   bash scripts/test_sglang.sh [--short] [FOLDER [arguments of pytest]]
-# --short: what every engine promises, adapters, a killed server. Without it, whole runs too, which take half an hour.
+# --short: what every engine promises, adapters, a killed server, a run of three steps. Without it longer runs too, for half an hour.
 # It is a trick for tests, not a supported mode. SGLang is installed without what it asks for: its compiled kernels and
 # torchvision are stubs, in which nothing computes, and torch and transformers are not the versions that it pins.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-tests=(tests/test_engine_contract.py)
+tests=(tests/test_engine_contract.py tests/test_sglang.py)
 if [ "${1:-}" = --short ]; then
     shift
 else
-    tests+=("tests/test_lagged.py::test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it" tests/test_sglang.py --slow)
+    tests+=("tests/test_lagged.py::test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it" --slow)
 fi
 venv="${1:-$PWD/.venv-sglang}"
 shift || true
