@@ -19,7 +19,7 @@ from rl_core.data.tasks import make_task
 from rl_core.distributed import init_ranks
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.env import load_env
-from rl_core.sampling.rollout import RolloutPlan, rollout
+from rl_core.sampling.rollout import make_groups, rollout
 from rl_core.types import SamplingParams
 
 ALTERNATING = (
@@ -571,8 +571,8 @@ def test_every_actors_tokens_masks_and_logprobs_equal_a_naive_simulation(env_of,
     # Random models seldom end their turns: letters end them, so that some turns end without an end token.
     params = SamplingParams(max_tokens=60, stop=tuple("aeiou0123456789tT. "))
     tasks = [make_task(dict(ROW), i, env.name, "train") for i in range(3)]
-    plan = RolloutPlan(name="train/0", tasks=tasks, group_size=2, params=params, seed=5)
-    found = asyncio.run(rollout({env.name: env}, actors, plan, RolloutConfig(max_failed_fraction=0.0), init_ranks(60)))
+    groups = make_groups(tasks, "train/0", 2, params, 5)
+    found = asyncio.run(rollout({env.name: env}, actors, groups, RolloutConfig(max_failed_fraction=0.0), init_ranks(60)))
     episodes: dict[tuple, list] = {}
     for t in found:
         episodes.setdefault((t.group_id, t.index), []).append(t)
