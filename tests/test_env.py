@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -21,7 +20,8 @@ from rl_core.sampling.env import load_env
 from rl_core.sampling.hooks import Hook, LoopClock
 from rl_core.types import RunError, SamplingParams
 
-ENVS = Path(__file__).parent.parent / "envs"
+ROOT = Path(__file__).parent.parent
+ENVS = ROOT / "envs"
 
 
 # One turn
@@ -265,25 +265,24 @@ def test_a_hook_that_hangs_is_given_up_at_its_deadline(env_of, body):
     )
 
 
-def test_hanging_hooks_stop_neither_other_hooks_nor_the_exit_of_the_interpreter(env_of):
-    env_of("""
-        import time
-        def reward_fn(completion):
-            if completion == "hang": time.sleep(1000)
-            return 1
-    """)
-    code = textwrap.dedent("""
-        import sys
-        sys.path[:0] = [%r, %r, %r]
-        from stage import ROW, cast, run
-        from rl_core.sampling.env import load_env
-        env = load_env("x.py", hook_timeout_s=0.3)
-        hang = cast(policy=lambda prompt, seed: "hang" if "hang" in prompt else "fine")
-        rows = [ROW | {"messages": [{"role": "user", "content": "hang" if i < 40 else "go"}]} for i in range(60)]
-        assert [t.status for t in run(env, hang, rows=rows)] == ["failed"] * 40 + ["ok"] * 20
-        print("done", flush=True)
-    """) % (str(ENVS.parent), str(ENVS.parent / "tests"), str(ENVS.parent / "scripts"))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+HANGING = """
+import asyncio, time
+from rl_core.sampling.hooks import Hook
+def reward_fn(answer):
+    if answer == "hang": time.sleep(1000)
+    return 1
+hook = Hook(name="reward_fn", function=reward_fn, path="x.py", timeout_s=0.3, ours=frozenset())
+async def main():
+    calls = [hook("t", {"answer": "hang" if i < 40 else ""}, {}) for i in range(60)]
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(x).__name__ for x in found] == ["TimeoutError"] * 40 + ["int"] * 20, found
+asyncio.run(main())
+print("done", flush=True)
+"""
+
+
+def test_hanging_hooks_stop_neither_other_hooks_nor_the_exit_of_the_interpreter():
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 

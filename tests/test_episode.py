@@ -572,7 +572,9 @@ def test_every_actors_tokens_masks_and_logprobs_equal_a_naive_simulation(env_of,
     params = SamplingParams(max_tokens=60, stop=tuple("aeiou0123456789tT. "))
     tasks = [make_task(dict(ROW), i, env.name, "train") for i in range(3)]
     groups = make_groups(tasks, "train/0", 2, params, 5)
-    found = asyncio.run(rollout({env.name: env}, actors, groups, RolloutConfig(max_failed_fraction=0.0), init_ranks(60)))
+    found = asyncio.run(
+        rollout({env.name: env}, actors, groups, RolloutConfig(max_failed_fraction=0.0), init_ranks(60))
+    )
     episodes: dict[tuple, list] = {}
     for t in found:
         episodes.setdefault((t.group_id, t.index), []).append(t)
