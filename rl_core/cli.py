@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         if name == "train":
             return train(rest)
         if name == "check":
-            from rl_core.check import check
+            from rl_core.tools.check import check
 
             return check(rest)
         raise ValueError(f"unknown command {name!r}; {nearest(name, COMMANDS)}")

@@ -23,7 +23,7 @@ ROOMS = {
     "learning": ["learning"],
     "engines": ["engines"],
     "options": ["options"],
-    "tools": ["tools", "cli", "check", "tryout"],
+    "tools": ["tools", "cli"],
     "roof": ["train", "phases", "build", "models", "sources"],
 }
 BELOW = {
