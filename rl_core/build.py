@@ -192,6 +192,13 @@ def check_model(config: Config, name: str) -> Chat:
     """The chat template of an actor whose model is here. Raises ValueError if it cannot do what is asked of it."""
     actor = config.actors[name]
     model_config = load_model_config(actor.model)
+    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if positions and config.max_context_tokens > positions:
+        raise ValueError(
+            f"--max_prompt_tokens={config.max_prompt_tokens} and {config.turn_limit} turns of "
+            f"--max_tokens={config.max_tokens} are {config.max_context_tokens} tokens, and {actor.model} has {positions} positions "
+            "(max_position_embeddings); lower them"
+        )
     if actor.is_trained:
         check_lora(actor.lora, model_config)
         check_tensor_parallel(config.tp, model_config, actor.lora)

@@ -112,6 +112,12 @@ def test_ground_and_pure_floors_know_no_ranks(module):
         assert not any((imported + ".").startswith(name + ".") for name in NEEDS_RANKS), f"{module} imports {imported}"
 
 
+def test_flags_stay_few():
+    from rl_core.config import Config, leaves
+
+    assert len(leaves(Config)) <= 117  # each named section counts once
+
+
 def test_no_file_is_called_utils():
     bad = [str(path) for path in modules().values() if re.search(r"utils?|helpers?|misc|common", path.stem)]
     assert not bad, f"name these after what they hold: {bad}"
