@@ -196,8 +196,8 @@ def check_model(config: Config, name: str) -> Chat:
     if positions and config.max_context_tokens > positions:
         raise ValueError(
             f"--max_prompt_tokens={config.max_prompt_tokens} and {config.turn_limit} turns of "
-            f"--max_tokens={config.max_tokens} are {config.max_context_tokens} tokens, and {actor.model} has {positions} positions "
-            "(max_position_embeddings); lower them"
+            f"--max_tokens={config.max_tokens} are {config.max_context_tokens} tokens, and {actor.model} "
+            f"has {positions} positions (max_position_embeddings); lower them"
         )
     if actor.is_trained:
         check_lora(actor.lora, model_config)
