@@ -1,0 +1,136 @@
+"""What a run does with the groups of its steps: failures, baselines, seeds, scores and checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from kit import metrics, trajectories
+
+from rl_core.distributed import Ranks
+from rl_core.sampling.rollout import POLL_S, RolloutWorker, make_groups
+from rl_core.train import main
+from rl_core.types import SamplingParams, Task
+
+ROWS = """
+def load_tasks(split): return [{"prompt": f"{n}?", "n": n} for n in range(NUM_ROWS)]
+"""
+
+
+@pytest.fixture
+def run(tmp_path, make_model, capsys):
+    """run(environment, *flags, num_rows=) -> (exit status, the run's folder, what it said of its error)."""
+    model = make_model(hidden=32)
+
+    def train(code: str, *flags: str, num_rows: int = 4):
+        (tmp_path / "x.py").write_text(ROWS.replace("NUM_ROWS", str(num_rows)) + code)
+        sizes = ["--tasks_per_step", "4", "--group_size", "2", "--max_tokens", "6", "--max_prompt_tokens", "16"]
+        given = ["--model", str(model), "--env_path", str(tmp_path / "x.py"), "--out", str(tmp_path / "run"), *sizes]
+        status = main([*given, "--optim.lr", "1e-3", *flags])
+        return status, tmp_path / "run", capsys.readouterr().err
+
+    return train
+
+
+def step(out: Path, number: int) -> list[dict]:
+    return trajectories(out / f"rollouts/step_{number:06d}.jsonl.zst")
+
+
+FAILS = "def reward_fn(n, completion):\n    assert {when}, 'it was to fail'\n    return float(len(completion) % 3)\n"
+
+
+def test_one_bad_row_of_twenty_does_not_end_a_run(run):
+    status, out, _ = run(FAILS.format(when="n != 7"), "--num_steps", "10", num_rows=20)
+    assert status == 0
+    assert sum(row["rollout/policy/failed"] for row in metrics(out)) == 4  # two episodes in each epoch
+
+
+def test_where_all_fail_the_run_stops_and_what_was_said_is_in_its_folder(run):
+    status, out, said = run(FAILS.format(when="False"), "--num_steps", "10")
+    assert status == 1 and "8 of 8 episodes of step 1 failed" in said and "it was to fail" in said
+    failed = step(out, 1)
+    assert len(failed) == 8 and {t["status"] for t in failed} == {"failed"}
+    assert all(t["turns"] and "it was to fail" in t["error"] for t in failed)
+
+
+def test_where_half_of_the_rows_fail_the_run_stops_after_a_few_steps(run):
+    status, out, said = run(FAILS.format(when="n % 2"), "--num_steps", "20", num_rows=80)
+    assert status == 1 and "more than --rollout.max_failed_fraction=0.1 of the last" in said
+    assert 1 <= len(metrics(out)) <= 5
+
+
+def test_seats_of_one_actor_have_baselines_of_their_own(run):
+    seats = """
+async def rollout(task, actors):
+    first, second = await actors["policy"].respond(task.messages, n=2)
+    return [first.trajectory(1.0, seat="first"), second.trajectory(0.0, seat="second")]
+"""
+    status, out, _ = run(seats, "--num_steps", "1")
+    [row] = metrics(out)
+    assert status == 0 and row["rollout/policy/zero_signal_frac"] == 1
+    assert row["learn/policy/skipped_updates"] == 1, "each seat's rewards are all equal: there is nothing to learn"
+
+
+def test_the_same_task_is_drawn_with_other_seeds_in_another_step(run):
+    code = "def reward_fn(completion): return float(len(completion))\n"
+    status, out, _ = run(code, "--num_steps", "2", "--optim.lr", "0", num_rows=1)
+    first, second = ([t["turns"][0]["completion"]["token_ids"] for t in step(out, n)] for n in (1, 2))
+    assert status == 0 and first != second
+
+
+def test_pass_at_k_counts_tasks_of_which_one_sample_passed(run):
+    code = "def reward_fn(completion): return float(sum(map(ord, completion)) % 4 == 0)\n"
+    flags = ["--num_steps", "1", "--eval_every", "1", "--eval.samples", "4"]
+    status, out, _ = run(code, *flags, num_rows=12)
+    groups: dict[str, list[float]] = {}
+    for t in trajectories(out / "rollouts/eval_000000_sampled.jsonl.zst"):
+        groups.setdefault(t["task_id"], []).append(t["reward"])
+    passed = sum(max(g) for g in groups.values()) / 12
+    mean = sum(map(sum, groups.values())) / 48
+    row = metrics(out)[0]
+    assert status == 0 and (row["eval/x/pass@4"], row["eval/x/avg@4"]) == pytest.approx((passed, mean))
+    assert 0 < mean < passed
+
+
+def test_only_the_newest_checkpoints_are_kept(run):
+    code = "def reward_fn(completion): return float(len(completion) % 3)\n"
+    _, out, _ = run(code, "--num_steps", "4", "--save_every", "1", "--keep_checkpoints", "2")
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step_000003", "step_000004"]
+
+
+class Enough(Exception): ...
+
+
+class CountingRanks(Ranks):
+    """The first of two ranks, of which the other is never heard of. It counts questions to the store, until there are enough."""
+
+    num_adds = num_polls = 0
+
+    def add(self, name, n):
+        self.num_adds += 1
+        return super().add(name, n)
+
+    def was_said(self, name):
+        self.num_polls += 1
+        if self.num_polls == 20:
+            raise Enough
+        return False
+
+
+def test_a_rank_that_waits_asks_the_store_one_thing_at_a_time():
+    ranks = CountingRanks(rank=0, size=2, device=None, store=None)
+
+    async def nothing(group):
+        return []
+
+    async def collect():
+        worker = RolloutWorker(nothing, ranks, 8, "train", 60.0)
+        task = Task(id="0", env="x", row={}, messages=[])
+        worker.submit(make_groups([task] * 4, "train/0", 1, SamplingParams(max_tokens=1), 0))
+        await worker.collect(4)
+
+    with pytest.raises(Enough):
+        asyncio.run(collect())
+    assert ranks.num_adds < 20, "what it asks does not grow with the time that it waits"
+    assert POLL_S >= 0.05
