@@ -23,10 +23,11 @@ def run(tmp_path, make_model, capsys):
     """run(environment, *flags, num_rows=) -> (exit status, the run's folder, what it said of its error)."""
     model = make_model(hidden=32)
 
-    def train(code: str, *flags: str, num_rows: int = 4):
+    def train(code: str, *flags: str, num_rows: int = 4, model: Path | None = model):
         (tmp_path / "x.py").write_text(ROWS.replace("NUM_ROWS", str(num_rows)) + code)
         sizes = ["--tasks_per_step", "4", "--group_size", "2", "--max_tokens", "6", "--max_prompt_tokens", "16"]
-        given = ["--model", str(model), "--env_path", str(tmp_path / "x.py"), "--out", str(tmp_path / "run"), *sizes]
+        given = ["--env_path", str(tmp_path / "x.py"), "--out", str(tmp_path / "run"), *sizes]
+        given += ["--model", str(model)] if model else []
         status = main([*given, "--optim.lr", "1e-3", *flags])
         return status, tmp_path / "run", capsys.readouterr().err
 
@@ -76,6 +77,16 @@ def test_the_same_task_is_drawn_with_other_seeds_in_another_step(run):
     code = "def reward_fn(completion): return float(len(completion))\n"
     status, out, _ = run(code, "--num_steps", "2", "--optim.lr", "0", num_rows=1)
     first, second = ([t["turns"][0]["completion"]["token_ids"] for t in step(out, n)] for n in (1, 2))
+    assert status == 0 and first != second
+
+
+def test_who_speaks_is_drawn_anew_in_another_step(run, make_model):
+    code = "turns = '(bob/alice)*8'\ndef reward_fn(completion): return float(len(completion))\n"
+    model = str(make_model(hidden=32))
+    two = ["--actors.bob.model", model, "--actors.alice.model", model, "--actors.alice.train", "false"]
+    status, out, _ = run(code, *two, "--num_steps", "2", "--max_prompt_tokens", "64", model=None, num_rows=1)
+    # bob's own turns are "assistant" to bob.
+    first, second = ([[m["role"] for m in t["messages"]] for t in step(out, n)] for n in (1, 2))
     assert status == 0 and first != second
 
 
