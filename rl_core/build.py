@@ -18,7 +18,6 @@ import torch
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat, load_chat
-from rl_core.data.curriculum import Curriculum
 from rl_core.data.rows import TOKENIZERS
 from rl_core.data.tasks import TaskMix, TaskSource
 from rl_core.distributed import Ranks, barrier, explain_timeouts, make_mesh
@@ -37,8 +36,9 @@ from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import DeviceLease, Engine
 from rl_core.sampling.env import Env
 from rl_core.sampling.rollout import RolloutWorker, groups_at_once, run_group
-from rl_core.sources import check_lengths, load_envs, load_source, make_curriculum, train_source
+from rl_core.sources import check_lengths, load_envs, load_source, train_source
 
+CURRICULUM = "rl_core.options.curriculum:make_curriculum"
 CANARY = "rl_core.options.canary:Canary"
 OLDER_POLICY = "rl_core.options.older_policy:OlderPolicy"
 REMOTE_ENGINES, ENGINE_SERVER = "rl_core.engines.remote:connect", "rl_core.engines.remote:EngineServer"
@@ -55,7 +55,9 @@ class Plan:
     eval: dict[str, TaskSource]  # by the name of its environment
     chats: dict[str, Chat]  # of the actors that have a model here
     remote: dict[str, Any]  # actors that speak by an endpoint
-    curriculum: Curriculum | None = None  # of the training tasks, where an environment has task_weight()
+    curriculum: Any = (
+        None  # an options.curriculum.Curriculum of the training tasks, where an environment has task_weight()
+    )
     takes_turns: bool = False  # one engine is awake at a time
     memory_fracs: dict[str, float] = field(default_factory=dict)  # of a GPU, for each SGLang engine
 
@@ -150,7 +152,8 @@ def make_plan(config: Config) -> Plan:
     share_device(plan)
     for source in (*(train.sources if isinstance(train, TaskMix) else [train]), *held_out.values()):
         check_lengths(config, algorithm, envs, chats, source)
-    plan.curriculum = make_curriculum(train, envs) if algorithm.is_rl else None
+    if algorithm.is_rl and any("task_weight" in env.hooks for env in envs.values()):
+        plan.curriculum = option(CURRICULUM)(train, envs)
     return plan
 
 

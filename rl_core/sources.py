@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat
-from rl_core.data.curriculum import Curriculum, Progress, WeightedOrder
 from rl_core.data.rows import ROLLOUTS, is_trajectory, load_rows
 from rl_core.data.tasks import TaskMix, TaskSource
 from rl_core.learning.algorithms import Algorithm
@@ -136,21 +135,3 @@ def imitation(config: Config, chat: Chat, task: Task, group_id: str = "") -> lis
     for sample in samples:
         sample.group_id = group_id
     return samples
-
-
-def make_curriculum(train: TaskSource | TaskMix, envs: dict[str, Env]) -> Curriculum | None:
-    """Of the environments with task_weight(), whose tasks are drawn by it from here on. None if there is none."""
-    orders = {}
-    for source in train.sources if isinstance(train, TaskMix) else [train]:
-        if hook := envs[source.env].hooks.get("task_weight"):
-            columns, rows = (hook.required | hook.optional) - hook.ours, source.rows
-            if columns and not hook.takes_all and (names := getattr(rows, "column_names", None)) is not None:
-                rows = rows.select_columns(sorted(columns & set(names)))  # reading a row of a table is slow
-
-            def weigh(row: int, known: Progress, env=envs[source.env], rows=rows, source=source) -> float:
-                values = {"tries": known.tries, "success_rate": known.success_rate, "mean_reward": known.mean_reward}
-                return env.task_weight(f"{source.split}/{row}", rows[row], values)
-
-            orders[source.env] = WeightedOrder(source, weigh, is_by_row=bool(columns) or hook.takes_all)
-            source.order = orders[source.env]
-    return Curriculum(train=train, orders=orders) if orders else None

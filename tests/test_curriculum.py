@@ -12,8 +12,8 @@ from test_train import metrics, trajectories
 from rl_core.build import make_plan
 from rl_core.cli import main as rl_core
 from rl_core.config import parse_config
-from rl_core.data.curriculum import Curriculum, Progress, WeightedOrder
 from rl_core.data.tasks import TaskMix, TaskSource
+from rl_core.options.curriculum import Curriculum, Progress, WeightedOrder
 from rl_core.sampling.env import load_env
 from rl_core.train import main
 from rl_core.types import RunError

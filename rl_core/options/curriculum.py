@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rl_core.data.tasks import TaskMix, TaskSource
+from rl_core.sampling.env import Env
 from rl_core.types import RunError, counter_seed
 
 
@@ -131,3 +132,21 @@ def drawn_before(train: TaskSource | TaskMix, position: int) -> dict[str, int]:
     if isinstance(train, TaskSource):
         return {train.env: position}
     return {source.env: n for source, n in zip(train.sources, train.drawn_before(position), strict=True)}
+
+
+def make_curriculum(train: TaskSource | TaskMix, envs: dict[str, Env]) -> Curriculum | None:
+    """Of the environments with task_weight(), whose tasks are drawn by it from here on; None where none has one."""
+    orders = {}
+    for source in train.sources if isinstance(train, TaskMix) else [train]:
+        if hook := envs[source.env].hooks.get("task_weight"):
+            columns, rows = (hook.required | hook.optional) - hook.ours, source.rows
+            if columns and not hook.takes_all and (names := getattr(rows, "column_names", None)) is not None:
+                rows = rows.select_columns(sorted(columns & set(names)))  # reading a row of a table is slow
+
+            def weigh(row: int, known: Progress, env=envs[source.env], rows=rows, source=source) -> float:
+                values = {"tries": known.tries, "success_rate": known.success_rate, "mean_reward": known.mean_reward}
+                return env.task_weight(f"{source.split}/{row}", rows[row], values)
+
+            orders[source.env] = WeightedOrder(source, weigh, is_by_row=bool(columns) or hook.takes_all)
+            source.order = orders[source.env]
+    return Curriculum(train=train, orders=orders) if orders else None
