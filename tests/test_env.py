@@ -411,7 +411,7 @@ GOOD = "def reward_fn(): return 1\n"
         (GOOD + "name_prefix = 'yes'", "name_prefix = 'yes' must be True or False"),
         (GOOD + "truncated_reward = float('nan')", "truncated_reward = nan must be None, or the finite reward"),
         ("def rollout(task, actors): pass", r"write async def rollout\(\.\.\.\)"),
-        (GOOD + "async def rollout(task, actors): pass", r"rollout\(\) does all that 'reward_fn' is for"),
+        (GOOD + "async def rollout(task, actors): pass", r"rollout\(\) replaces 'reward_fn'"),
         (GOOD + "def interact(actors): pass", r"interact\(\) names 'actors', .* write async def interact"),
         (GOOD + "from rl_core import reward\n@reward(weight=float('nan'))\ndef f(): pass", "a weight is a finite number"),
         ("def reward_fn(messages:\n  return 1", r"x\.py:1: SyntaxError"),

@@ -38,6 +38,7 @@ ARGUMENTS = {
     "rollout": frozenset({"task", "actors"}),
     "task_weight": frozenset({"tries", "success_rate", "mean_reward"}),
 }
+UNUSED_BY_ROLLOUT = {"start", "interact", "turns", "system_prompts", "name_prefix", "truncated_reward"}
 FUNCTIONS = (*ARGUMENTS, "reward_fn", "group_reward_fn", "load_tasks", "advantage_fn")
 # Setting -> (whether a value is good, what it must be).
 SETTINGS = {
@@ -176,9 +177,7 @@ class Env:
             raise ValueError(f"{self.path}: what rollout() returned is {shorten(found)}; {fix}")
         last = [id(t.turns[-1]) for t in found if t.turns]
         if len(set(last)) < len(last):
-            raise ValueError(
-                f"{self.path}: rollout() returned two trajectories that end in the same reply; fork() the reply"
-            )
+            raise ValueError(f"{self.path}: two trajectories of rollout() end in the same reply; fork() it before")
         for t in found:
             what = f"{self.path}: a trajectory of {t.actor!r} that rollout() returned"
             self._check_actor(t.actor, list(actors), "a trajectory that rollout() returned")
@@ -215,11 +214,9 @@ def load_env(path: str, *, hook_timeout_s: float = 60.0) -> Env:
     module = execute_file(file, path)
     has, marked = vars(module), marked_rewards(module)
     check_names(module, path)
-    functions = {name: has[name] for name in ARGUMENTS if callable(has.get(name))} | {
-        n: f for n, (f, *_) in marked.items()
-    }
+    plain = {name: has[name] for name in ARGUMENTS if callable(has.get(name))}
     hooks = {}
-    for name, function in functions.items():
+    for name, function in (plain | {name: function for name, (function, *_) in marked.items()}).items():
         ours = ARGUMENTS.get(name) or (OF_GROUP if marked[name][2] else SPOKEN)
         hooks[name] = hook = Hook(
             name=name,
@@ -263,9 +260,8 @@ def execute_file(file: Path, path: str) -> ModuleType:
     if str(file.resolve().parent) not in sys.path:
         sys.path.append(str(file.resolve().parent))
     try:
-        exec(
-            compile(file.read_bytes(), path, "exec"), module.__dict__
-        )  # errors then name the path as the user wrote it
+        # compile() gets the path as the user wrote it: errors show that one.
+        exec(compile(file.read_bytes(), path, "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
         hint = "; pip install it, or drop the import" if isinstance(error, ModuleNotFoundError) else ""
         raise ValueError(f"{path} does not load: {describe_error(error, path)}{hint}") from error
@@ -277,7 +273,7 @@ def marked_rewards(module: ModuleType) -> dict[str, tuple[Callable, float, bool]
     found: dict[str, tuple[Callable, float, bool]] = {}
     for name, value in vars(module).items():
         plain = {"reward_fn": (1.0, False), "group_reward_fn": (1.0, True)}.get(name)
-        mark = getattr(value, "reward_mark", plain)
+        mark = getattr(value, "__dict__", {}).get("reward_mark", plain)
         if mark and callable(value) and all(value is not known[0] for known in found.values()):
             found[name] = (value, mark[0], mark[1] or name == "group_reward_fn")
     return found
@@ -303,13 +299,9 @@ def check_names(module: ModuleType, path: str) -> None:
     if "interact" not in has and "rollout" not in has and not marked:
         raise ValueError(f"{path}: defines no hook; it needs def reward_fn(messages, ...) or def interact(messages)")
     if "rollout" in has:
-        unused = [
-            n for n in ("start", "interact", "turns", "system_prompts", "name_prefix", "truncated_reward") if n in has
-        ]
-        for name in [*unused, *(n for n, (_, _, batched) in marked.items() if not batched)]:
-            raise ValueError(
-                f"{path}: rollout() does all that {name!r} is for, which nobody would call; drop one of them"
-            )
+        unused = [*(UNUSED_BY_ROLLOUT & has.keys()), *(n for n, (_, _, batched) in marked.items() if not batched)]
+        for name in sorted(unused):
+            raise ValueError(f"{path}: rollout() replaces {name!r}, which nobody would call; drop one of them")
 
 
 def listed(turns: Callable, path: str) -> Callable:
