@@ -9,9 +9,8 @@ import copy
 import dataclasses
 import os
 import re
-import shutil
-import textwrap
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
@@ -20,7 +19,7 @@ from rl_core.rules import check, nearest, split
 
 NAMED = ("actors", "envs")  # sections that hold one section for each name that the user gives
 RL = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo")
-USAGE = "usage: torchrun --nproc_per_node N -m rl_core.train --model PATH --env_path FILE --out FOLDER [--flag value]"
+HELP = "rl_core.tools.help"  # what --help prints; the spine imports no tool
 
 
 def flag(default: Any, help: str, *, at_least=None, above=None, at_most=None, only=()) -> Any:
@@ -99,9 +98,7 @@ class OptimConfig:
     schedule: Literal["constant", "linear", "cosine", "wsd"] = flag("constant", "learning rate after the warmup")
     warmup_steps: int = flag(0, "steps over which the learning rate rises from 0", at_least=0)
     min_lr_frac: float = flag(0.0, "where linear, cosine and wsd end, as a fraction of lr", at_least=0, at_most=1)
-    betas: tuple[float, float] = flag(
-        (0.9, 0.95), "AdamW's decay rates; the first is SGD's momentum", at_least=0, at_most=1
-    )
+    betas: tuple[float, float] = flag((0.9, 0.95), "AdamW; the first is SGD's momentum", at_least=0, at_most=1)
     eps: float = flag(1e-8, "AdamW's epsilon", at_least=0)
     weight_decay: float = flag(0.0, "weight decay of matrices; biases and norms have none", at_least=0)
     max_grad_norm: float = flag(1.0, "clip the gradient to this norm; 0 is off", at_least=0)
@@ -114,20 +111,14 @@ class AlgoConfig:
     advantage: Literal["group_mean", "group_norm", "group_norm_unbiased", "rloo", "gae", "none", "custom"] | None = (
         flag(None, "baseline over the group; gae: a critic's; custom: advantage_fn", only=RL)
     )
-    normalize: Literal["none", "batch", "env"] | None = flag(
-        None, "whiten advantages over a batch or an environment", only=RL
-    )
-    ratio: Literal["token", "sequence"] | None = flag(
-        None, "importance ratio per token, or per sequence (GSPO)", only=RL
-    )
+    normalize: Literal["none", "batch", "env"] | None = flag(None, "whiten advantages over a batch or env", only=RL)
+    ratio: Literal["token", "sequence"] | None = flag(None, "importance ratio; sequence is GSPO's", only=RL)
     objective: Literal["clip", "cispo"] | None = flag(None, "PPO's clipped ratio, or CISPO", only=RL)
     clip_low: float | None = flag(None, "PPO clip range: lower bound 1 - clip_low", at_least=0, at_most=1, only=RL)
     clip_high: float | None = flag(None, "PPO clip range: upper bound 1 + clip_high", at_least=0, only=RL)
-    dual_clip: float | None = flag(
-        None, "dual clip: bound of the ratio for negative advantages; 0 is off", at_least=0, only=RL
-    )
+    dual_clip: float | None = flag(None, "dual clip of negative advantages; 0 is off", at_least=0, only=RL)
     aggregation: Literal["token", "sequence", "constant"] | None = flag(
-        None, "loss: token mean, sequence mean, or constant length (Dr. GRPO)", only=(*RL, "sft")
+        None, "loss: token mean, sequence mean, or constant length", only=(*RL, "sft")
     )
     kl: Literal["k1", "k2", "k3"] | None = flag(None, "estimator of the KL to the reference model", only=RL)
     kl_in: Literal["reward", "loss", "advantage"] | None = flag(None, "where the KL penalty goes", only=RL)
@@ -136,24 +127,12 @@ class AlgoConfig:
     correction: Literal["none", "tis", "mask", "sequence_mask"] | None = flag(
         None, "importance sampling correction of off-policy tokens: truncated, or masked (IcePop)", only=RL
     )
-    correction_range: tuple[float, float] | None = flag(
-        None, "bounds of the correction, such as 0.5,2", at_least=0, only=RL
-    )
-    overlong: Literal["none", "mask", "soft"] | None = flag(
-        None, "truncated episodes: mask, or soft penalty (DAPO)", only=RL
-    )
-    overlong_buffer: int | None = flag(
-        None, "last tokens over which the soft penalty grows; 0: a fifth", at_least=0, only=RL
-    )
-    refill_rounds: int | None = flag(
-        None, "dynamic sampling: rounds that replace zero-signal groups", at_least=0, only=RL
-    )
-    turn_discount: float | None = flag(
-        None, "advantage per turn, later rewards discounted by this", at_least=0, at_most=1, only=RL
-    )
-    target_kl: float | None = flag(
-        None, "early stop: skip a step's other updates above this KL; 0 is off", at_least=0, only=RL
-    )
+    correction_range: tuple[float, float] | None = flag(None, "its bounds, such as 0.5,2", at_least=0, only=RL)
+    overlong: Literal["none", "mask", "soft"] | None = flag(None, "truncated: mask, or DAPO's penalty", only=RL)
+    overlong_buffer: int | None = flag(None, "last tokens with soft penalty; 0: a fifth", at_least=0, only=RL)
+    refill_rounds: int | None = flag(None, "dynamic sampling: refill zero-signal groups", at_least=0, only=RL)
+    turn_discount: float | None = flag(None, "advantage per turn, with this discount", at_least=0, at_most=1, only=RL)
+    target_kl: float | None = flag(None, "early stop of a step above this KL; 0 is off", at_least=0, only=RL)
 
 
 @dataclass(kw_only=True)
@@ -170,9 +149,7 @@ class CriticConfig:
 class PreferenceConfig:
     beta: float = flag(0.1, "DPO: strength of the KL to the reference", above=0, only=("dpo",))
     loss: Literal["sigmoid", "ipo", "hinge"] = flag("sigmoid", "DPO: loss of a pair's margin", only=("dpo",))
-    label_smoothing: float = flag(
-        0.0, "DPO: fraction of pairs assumed to be swapped", at_least=0, at_most=0.5, only=("dpo",)
-    )
+    label_smoothing: float = flag(0.0, "DPO: fraction of swapped pairs", at_least=0, at_most=0.5, only=("dpo",))
     reference_free: bool = flag(False, "DPO: without a reference model", only=("dpo",))
     length_normalized: bool = flag(False, "DPO: mean of token logprobs instead of their sum", only=("dpo",))
 
@@ -188,18 +165,10 @@ class LearnerConfig:
     minibatches: int = flag(1, "optimizer steps of one step, each on its share of the tasks", at_least=1)
     epochs: int = flag(1, "passes over the episodes of a step", at_least=1)
     microbatch_tokens: int = flag(8192, "tokens of one forward and backward on a rank, packed", at_least=1)
-    activations: Literal["keep", "recompute", "offload"] = flag(
-        "keep", "recompute: activation (gradient) checkpointing"
-    )
-    kernels: Literal["default", "compile", "liger"] = flag(
-        "default", "torch.compile of MLPs and norms, or Liger's kernels"
-    )
-    offload: Literal["none", "phase", "always"] = flag(
-        "none", "CPU offload of weights and optimizer; phase: while sampling"
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = flag(
-        "auto", "mixed precision; auto: bfloat16 on a GPU, else float32"
-    )
+    activations: Literal["keep", "recompute", "offload"] = flag("keep", "recompute: gradient checkpointing")
+    kernels: Literal["default", "compile", "liger"] = flag("default", "torch.compile, or Liger's kernels")
+    offload: Literal["none", "phase", "always"] = flag("none", "CPU offload; phase: while sampling")
+    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "mixed precision; auto: bfloat16 on a GPU")
 
 
 @dataclass(kw_only=True)
@@ -207,14 +176,10 @@ class RolloutConfig:
     max_concurrent: int = flag(256, "concurrent episodes, and slots of the embedded engine, on one rank", at_least=1)
     hook_timeout_s: float = flag(60.0, "timeout of one call of a hook (reward, interact)", above=0)
     episode_timeout_s: float = flag(600.0, "timeout of one episode", above=0)
-    engines_awake: Literal["auto", "all", "one"] = flag(
-        "auto", "several engines that colocate: all, or one while others sleep"
-    )
+    engines_awake: Literal["auto", "all", "one"] = flag("auto", "colocate: all, or one while others sleep")
     max_failed_fraction: float = flag(0.1, "the run stops when more of a step's episodes fail", at_least=0, at_most=1)
     save: bool = flag(True, "write every trajectory to rollouts/")
-    lagged_frac: float = flag(
-        0.0, "off-policy: part of the turns spoken by older weights", at_least=0, at_most=1, only=RL
-    )
+    lagged_frac: float = flag(0.0, "off-policy: part of turns by older weights", at_least=0, at_most=1, only=RL)
     lagged_every: int = flag(4, "steps between renewals of the older weights", at_least=2, only=RL)
 
 
@@ -243,16 +208,10 @@ class Config:
     keep_checkpoints: int = flag(2, "newest checkpoints that are kept; 0: all", at_least=0)
     seed: int = flag(0, "random seed of everything that is drawn")
     resume: bool = flag(False, "go on from the newest checkpoint in --out")
-    engine: Literal["auto", "sglang", "embedded"] = flag(
-        "auto", "inference engine; auto: sglang on a GPU, if installed"
-    )
+    engine: Literal["auto", "sglang", "embedded"] = flag("auto", "inference engine; auto: sglang on a GPU")
     engine_tp: int = flag(1, "sglang: tensor parallel ranks of one engine", at_least=1)
-    engine_memory_frac: float = flag(
-        0.6, "sglang: fraction of GPU memory for weights and KV cache", above=0, at_most=0.99
-    )
-    engine_ranks: int = flag(
-        0, "asynchronous: torchrun's last ranks only sample, the others learn", at_least=0, only=RL
-    )
+    engine_memory_frac: float = flag(0.6, "sglang: fraction of GPU memory", above=0, at_most=0.99)
+    engine_ranks: int = flag(0, "asynchronous: last ranks that only sample", at_least=0, only=RL)
     max_staleness: int = flag(0, "asynchronous: versions by which samples may be off-policy", at_least=0, only=RL)
     attention: Literal["auto", "torch", "flash_attn", "ring_flash_attn"] = flag(
         "auto", "varlen attention kernel; auto: flash_attn if installed, else torch's"
@@ -261,9 +220,7 @@ class Config:
     cp: int = flag(1, "context parallel: ranks that split each sequence (ring attention)", at_least=1)
     tp: int = flag(1, "tensor parallel: ranks that split each matrix", at_least=1)
     profile_step: int = flag(0, "write torch.profiler's trace of this step; 0: none", at_least=0)
-    canary_tolerance: float | None = flag(
-        None, "largest logprob difference of engine and learner; 0: no check", at_least=0
-    )
+    canary_tolerance: float | None = flag(None, "largest logprob mismatch of engine and learner; 0: off", at_least=0)
     timeout_s: float = flag(600.0, "seconds that a rank waits for the others", above=0)
     dry_run: bool = flag(False, "print the plan and its memory, and stop")
     debug: bool = flag(False, "errors with their traceback")
@@ -346,33 +303,16 @@ def leaves(
     return found
 
 
-def help_page(section: str = "") -> str:
-    """One section's flags with their help and defaults; without a name, the general flags and the list of sections."""
-    sections = {f.name: f for f in dataclasses.fields(Config) if isinstance(f.default_factory, type)}
-    if section and section not in sections:
-        raise ValueError(f"--help {section}: no such section; {nearest(section, sections)}")
-    lines, width = [USAGE], min(shutil.get_terminal_size().columns, 120)
-    for name, (f, hint) in leaves(Config).items():
-        if (name.partition(".")[0] if "." in name else "") != section:
-            continue
-        value = f.default if f.default is not dataclasses.MISSING else None
-        choices = [c for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
-        about = f.metadata["help"] + (f" {{{', '.join(choices)}}}" if choices else "")
-        about += "" if value in (None, False) else f" [{value}]"
-        lines += textwrap.wrap(about, width, initial_indent=f"  --{name:<26} ", subsequent_indent=" " * 31)
-    if not section:
-        lines += ["  --config FILE                a YAML file with the same keys; flags override it"]
-        lines += ["", "more, each with a page of its own (--help SECTION):"]
-        lines += [f"  {name:<10} {f.metadata['help']}" for name, f in sections.items()]
-    return "\n".join(lines)
-
-
 def parse_config(argv: list[str]) -> Config:
     """The checked configuration of a command line. Raises ValueError with the value, the rule and the fix; prints and exits
     on --help."""
     for i, arg in enumerate(argv):
         if arg in ("--help", "-h"):
-            print(help_page(argv[i + 1] if i + 1 < len(argv) and not argv[i + 1].startswith("-") else ""))
+            print(
+                import_module(HELP).help_page(
+                    argv[i + 1] if i + 1 < len(argv) and not argv[i + 1].startswith("-") else ""
+                )
+            )
             raise SystemExit(0)
     config = resolve(read_values(spelled_out(argv)))
     check(config)

@@ -1,0 +1,34 @@
+"""What --help and --help SECTION print."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import textwrap
+from typing import Literal, get_args, get_origin
+
+from rl_core.config import Config, leaves
+from rl_core.rules import nearest
+
+USAGE = "usage: torchrun --nproc_per_node N -m rl_core.train --model PATH --env_path FILE --out FOLDER [--flag value]"
+
+
+def help_page(section: str = "") -> str:
+    """One section's flags with their help and defaults; without a name, the general flags and the list of sections."""
+    sections = {f.name: f for f in dataclasses.fields(Config) if isinstance(f.default_factory, type)}
+    if section and section not in sections:
+        raise ValueError(f"--help {section}: no such section; {nearest(section, sections)}")
+    lines, width = [USAGE], min(shutil.get_terminal_size().columns, 120)
+    for name, (f, hint) in leaves(Config).items():
+        if (name.partition(".")[0] if "." in name else "") != section:
+            continue
+        value = f.default if f.default is not dataclasses.MISSING else None
+        choices = [c for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
+        about = f.metadata["help"] + (f" {{{', '.join(choices)}}}" if choices else "")
+        about += "" if value in (None, False) else f" [{value}]"
+        lines += textwrap.wrap(about, width, initial_indent=f"  --{name:<26} ", subsequent_indent=" " * 31)
+    if not section:
+        lines += ["  --config FILE                a YAML file with the same keys; flags override it"]
+        lines += ["", "more, each with a page of its own (--help SECTION):"]
+        lines += [f"  {name:<10} {f.metadata['help']}" for name, f in sections.items()]
+    return "\n".join(lines)
