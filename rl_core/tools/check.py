@@ -58,17 +58,29 @@ def check(argv: list[str]) -> int:
     shown = next(iter(found.values()))
     say("tokens", describe_tokens(chat, [t for t in shown if t.task_id == shown[0].task_id and t.index == 0]))
     say("episodes", describe_episodes(found))
-    say("hooks' time", [f"{name:<16} {len(s)} calls, slowest {max(s) * 1e3:.3g} ms" for name, s in seconds.items()])
-    rewards = [t.reward for trajectories in found.values() for t in trajectories[:1] if t.status != "failed"]
-    if env.advantage_fn and rewards:
-        say("advantages", [f"advantage_fn({rewards}) gave {env.advantage_fn(rewards)}"])
-    if len(rewards) == len(found) and len(set(rewards)) == 1:
-        say("note", [f"every kind of reply earns {rewards[0]:.4g}: groups with equal rewards teach nothing"])
+    say(
+        "hooks' time", [f"{name:<16} {len(s)} calls, slowest {max(s) * 1e3:.3g} ms" for name, s in seconds.items() if s]
+    )
+    say_optional(env, tasks[0], found)
     normal = [t for kind in found if kind in NORMAL for t in found[kind]]
     failed = [t for t in normal if t.status == "failed"]
     what = f"{len(failed)} of {len(normal)} normal episodes failed" if failed else "every normal episode was scored"
     say("result", [what])
     return 1 if failed else 0
+
+
+def say_optional(env: Env, task: Task, found: dict[str, list[Trajectory]]) -> None:
+    """What advantage_fn and task_weight give, and whether all replies earn the same."""
+    rewards = [t.reward for trajectories in found.values() for t in trajectories[:1] if t.status != "failed"]
+    if env.advantage_fn and rewards:
+        say("advantages", [f"advantage_fn({rewards}) gave {env.advantage_fn(rewards)}"])
+    if len(rewards) == len(found) and len(set(rewards)) == 1:
+        say("note", [f"every kind of reply earns {rewards[0]:.4g}: groups with equal rewards teach nothing"])
+    if "task_weight" in env.hooks:
+        rates = {"new": (0, 0.5), "never solved": (4, 0.0), "solved half": (4, 0.5), "always": (4, 1.0)}
+        known = {k: {"tries": n, "success_rate": r, "mean_reward": r if n else 0.0} for k, (n, r) in rates.items()}
+        weights = [f"{k} {env.task_weight(task.id, task.row, v):.4g}" for k, v in known.items()]
+        say("weights", [f"{task.id}: {', '.join(weights)}"])
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
