@@ -29,13 +29,13 @@ from typing import Any
 import zstandard
 
 ROOT = Path(__file__).parent.parent
-# Environments and rows of tiny runs.
-# Rewards vary from the first sample on, by what an untrained model says.
+# Environments and rows of tiny runs. Rewards vary from the first sample on, by what an untrained model says. Hooks are async:
+# those that are not run in threads, whose timing says what an engine computes together, and so how it is rounded.
 LETTERS = """
 def load_tasks(split):
     return [{"prompt": f"{n} and {n * 7 % 10}"} for n in range(8)]
 
-def reward_fn(completion):
+async def reward_fn(completion):
     return sum(map(ord, completion)) / 1000
 """
 DIGITS = LETTERS.replace("sum(map(ord, completion))", "(300 * completion.count('4') + len(completion))")
@@ -44,7 +44,7 @@ ASK = (
     + """
 max_turns = 3
 
-def interact(messages):
+async def interact(messages):
     return [{"role": "user", "content": str(len(messages))}]
 """
 )
@@ -63,6 +63,7 @@ PAIRS = [{"prompt": str(n), "chosen": "a" * (n % 4 + 1), "rejected": f"{n} b"} f
 ENVS = {"letters": LETTERS, "digits": DIGITS, "ask": ASK, "talk": TALK}
 DATA = {"rows": ROWS, "dialogs": DIALOGS, "pairs": PAIRS}
 
+SORT = ["--env_path", str(ROOT / "envs/sort_digits.py"), "--max_tokens", "8", "--max_prompt_tokens", "16"]
 GRACE_S = 20.0  # between asking ranks to end and ending them
 
 
@@ -363,5 +364,12 @@ def metrics(out: Path) -> list[dict]:
 
 
 def trajectories(file: Path) -> list[dict]:
+    """A rollout file's rows, each turn with all that the actor saw before it as `prompt_ids`."""
     with zstandard.ZstdDecompressor().stream_reader(file.open("rb")) as stream:
-        return [json.loads(line) for line in io.TextIOWrapper(stream)]
+        rows = [json.loads(line) for line in io.TextIOWrapper(stream)]
+    for turns in (row["turns"] for row in rows):
+        seen: list[int] = []
+        for turn in turns:
+            turn["prompt_ids"] = [*([] if turn["is_fresh"] else seen), *turn["new_ids"]]
+            seen = turn["prompt_ids"] + turn["completion"]["token_ids"]
+    return rows

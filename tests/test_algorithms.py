@@ -9,13 +9,13 @@ import random
 
 import pytest
 import torch
+from kit import SORT, metrics, trajectories, weights
 from test_critic import naive_gae, plain_values, with_critic
 from test_learner import assert_same, make_learner, ragged_samples
-from test_train import SORT, metrics, trajectories, weights
 
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
-from rl_core.learning.advantages import samples_of
+from rl_core.learning.advantages import has_signal, samples_of, turn_advantages, turn_returns
 from rl_core.learning.algorithms import (
     PRESETS,
     group_advantages,
@@ -488,35 +488,40 @@ def test_the_reference_is_the_model_at_the_start(warm_model, tmp_path):
     assert found["10"][2] < found["0.001"][2]
 
 
-@pytest.mark.parametrize(
-    "preset, flags",
-    [
-        ("gspo", ["--algo.kl_coef", "0.1", "--learner.minibatches", "2", "--algo.target_kl", "0.5"]),
-        ("dr_grpo", ["--algo.refill_rounds", "2", "--algo.correction", "mask"]),
-        ("reinforce_pp", ["--algo.kl_coef", "0.1"]),
-    ],
-)
-def test_two_ranks_do_what_one_does(preset, flags, warm_model, torchrun, tmp_path):
-    flags = [*flags, "--model", warm_model, *SORT, "--num_steps", 2, "--optim.lr", "1e-3", "--algorithm", preset]
-    flags += ["--tasks_per_step", 6, "--group_size", 6, "--learner.microbatch_tokens", 200]
-    for ranks in (1, 2):
-        torchrun(ranks, "-m", "rl_core.train", *flags, "--out", tmp_path / str(ranks))
-    one, two = metrics(tmp_path / "1"), metrics(tmp_path / "2")
-    names = ["loss", "grad_norm", "entropy_nats", "updates"] + ["ref_kl_nats"] * ("--algo.kl_coef" in flags)
-    for a, b in zip(one, two, strict=True):
-        for name in (f"learn/policy/{n}" for n in names):
-            assert a[name] == pytest.approx(b[name], abs=5e-6, rel=5e-5), name
-    a, b = weights(tmp_path / "1"), weights(tmp_path / "2")
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=5e-5, rtol=1e-4)
+def episode_of(rewards: list[float]) -> Trajectory:
+    turn = Turn(
+        new_ids=[1],
+        is_fresh=True,
+        completion=Completion(token_ids=[2, 3], logprobs=[-1.0, -1.0], text="", finish_reason="stop", policy_version=0),
+    )
+    return Trajectory(
+        task_id="t", env="e", group_id="g", turns=[turn] * len(rewards), reward=sum(rewards), turn_rewards=rewards
+    )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", RL)
-def test_every_preset_raises_the_reward_of_sorting(preset, warm_model, tmp_path):
-    flags = ["--num_steps", "40", "--optim.lr", "5e-4", "--optim.warmup_steps", "5", "--rollout.save", "false"]
-    flags += ["--learner.minibatches", "2"]
-    assert main(["--model", str(warm_model), *SORT, *flags, "--algorithm", preset, "--out", str(tmp_path / "o")]) == 0
-    rewards = [row["rollout/policy/reward_mean"] for row in metrics(tmp_path / "o")]
-    first, last = (sum(part) / 5 for part in (rewards[:5], rewards[-5:]))
-    assert last > first + 0.1, (first, last)
+def test_turns_have_the_discounted_return_from_each_on_over_all_turns_of_the_group():
+    group, discount = [episode_of([1.0, 0.0, 2.0]), episode_of([0.0, 3.0])], 0.5
+    expected = [[1 + 0.5 * 0 + 0.25 * 2, 0 + 0.5 * 2, 2.0], [0 + 0.5 * 3, 3.0]]
+    assert [turn_returns(t, 0.0, discount) for t in group] == expected
+    flat = torch.tensor([x for row in expected for x in row], dtype=torch.float64)
+    centred = iter((flat - flat.mean()).tolist())
+    row = dataclasses.replace(PRESETS["dr_grpo"], turn_discount=discount)
+    got = turn_advantages(group, [0.0, 0.0], row, None)
+    for advantages, returns in zip(got, expected, strict=True):
+        assert advantages == pytest.approx([next(centred) for _ in returns])
+    whole = turn_advantages(group, [0.0, 0.0], PRESETS["dr_grpo"], None)
+    assert whole == [[0.0] * 3, [0.0] * 2]  # both earned 3 in all
+
+
+def test_a_group_has_signal_where_turns_differ_if_turns_have_advantages_of_their_own():
+    whole, turns = PRESETS["dapo"], dataclasses.replace(PRESETS["dapo"], turn_discount=0.9)
+    groups = {
+        "equal": [episode_of([1.0, 0.0]), episode_of([1.0, 0.0])],
+        "only in turns": [episode_of([1.0, 0.0]), episode_of([0.0, 1.0])],
+        "in all": [episode_of([1.0, 0.0]), episode_of([0.0, 0.0])],
+    }
+    found = {name: (has_signal(group, whole), has_signal(group, turns)) for name, group in groups.items()}
+    assert found == {"equal": (False, False), "only in turns": (False, True), "in all": (True, True)}
+    late, soon = groups["only in turns"]
+    late.turn_rewards = soon.turn_rewards = []
+    assert not has_signal([late, soon], turns)

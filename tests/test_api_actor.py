@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from rl_core.config import parse_config
 from rl_core.engines.api import ApiActor
+from rl_core.models import make_api_actor
 from rl_core.train import main
 from rl_core.types import SamplingParams
 
@@ -343,3 +345,13 @@ def test_a_run_whose_judge_refuses_the_key_stops_and_shows_it_nowhere(tiny_model
         data = file.read_bytes()
         data = zstandard.ZstdDecompressor().decompressobj().decompress(data) if file.suffix == ".zst" else data
         assert KEY.encode() not in data, file
+
+
+def test_an_endpoints_limits_are_flags():
+    pytest.importorskip("openai")
+    base = ["--actors.bob.model", "m", "--env_path", "x.py", "--out", "x", "--actors.judge.model", "m"]
+    base += ["--actors.judge.api", "http://127.0.0.1:9/v1", "--actors.judge.api_key_env", ""]
+    usual = make_api_actor(parse_config(base), "judge")
+    judge = make_api_actor(parse_config([*base, "--actors.judge.max_tokens", "7"]), "judge")
+    assert judge.in_episode(SamplingParams(max_tokens=256), seed=0).params.max_tokens == 7
+    assert usual.in_episode(SamplingParams(max_tokens=256), seed=0).params.max_tokens == 256

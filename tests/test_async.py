@@ -216,14 +216,3 @@ def test_a_profiled_step_is_a_chrome_trace(uneven, tmp_path):
 
 
 SORT = ["--env_path", str(ROOT / "envs/sort_digits.py"), "--max_tokens", "8", "--max_prompt_tokens", "16"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [["--max_staleness", "1"], ["--max_staleness", "2", "--engine_ranks", "1"]])
-def test_the_sort_task_is_learnt_from_older_weights_too(flags, warm_model, tmp_path):
-    given = ["--model", warm_model, *SORT, "--num_steps", "60", "--optim.lr", "3e-4", "--optim.warmup_steps", "5"]
-    out, num_ranks = tmp_path / "run", 2 if "--engine_ranks" in flags else 1
-    run_ranks(num_ranks, "-m", "rl_core.train", *given, "--algo.clip_high", "0.28", *flags, "--out", out)
-    rows = learning(out)
-    assert rows[-1]["rollout/policy/reward_mean"] > 0.55 > 0.3 > rows[0]["rollout/policy/reward_mean"]
-    assert max(row["rollout/staleness_max"] for row in rows) == int(flags[1])

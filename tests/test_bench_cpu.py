@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from bench_work import WORKS, completion_length
-from conftest import ROOT
+from kit import ROOT
 
 
 def test_ragged_lengths_have_the_mean_and_the_tail_that_their_work_names():

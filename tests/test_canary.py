@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_train import metrics
+from kit import metrics
 
 from rl_core.engines import embedded, slots
 from rl_core.engines.embedded import EmbeddedEngine

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from kit import SORT, metrics
 from safetensors.torch import load_file
 from test_learner import FLAGS, assert_same, make_learner, ragged_samples
-from test_train import SORT, metrics, weights
 
 from rl_core.config import parse_config
 from rl_core.data.packing import pack_samples
@@ -289,56 +288,6 @@ def test_an_environments_deviation_is_over_all_ranks(torchrun, tmp_path):
 
 def critic_weights(out, step: int) -> dict[str, torch.Tensor]:
     return load_file(out / f"checkpoints/step_{step:06d}/policy_critic/rank_00000.safetensors")
-
-
-def test_a_resumed_run_is_the_uninterrupted_run(warm_model, tmp_path):
-    flags = ["--model", str(warm_model), *SORT, "--algorithm", "ppo", "--tasks_per_step", "4", "--group_size", "4"]
-    flags += ["--optim.lr", "1e-3", "--critic.lr", "1e-2", "--critic.warmup_steps", "1", "--learner.epochs", "2"]
-    flags += ["--num_steps", "4", "--save_every", "2", "--keep_checkpoints", "0"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert main([*flags, "--out", str(whole)]) == 0
-    (parts / "checkpoints").mkdir(parents=True)
-    shutil.copytree(whole / "checkpoints/step_000002", parts / "checkpoints/step_000002")
-    assert main([*flags, "--out", str(parts), "--resume"]) == 0
-    a, b = weights(whole), weights(parts)
-    assert all(torch.equal(a[n], b[n]) for n in a)
-    a, b = critic_weights(whole, 4), critic_weights(parts, 4)
-    assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-    start = critic_weights(whole, 2)
-    assert {n.split("/")[0] for n in a} == {"param", "exp_avg", "exp_avg_sq"}
-    assert all(not torch.equal(a[n], start[n]) for n in a)
-    rows = [{k: v for k, v in r.items() if not k.startswith("time/")} for r in metrics(whole)[2:]]
-    assert rows == [{k: v for k, v in r.items() if not k.startswith("time/")} for r in metrics(parts)]
-
-
-@pytest.mark.parametrize(
-    "preset, flags",
-    [
-        ("ppo", ["--tasks_per_step", 5, "--group_size", 3, "--algo.kl_coef", "0.1", "--learner.epochs", 2]),
-        pytest.param("ppo", ["--tasks_per_step", 1, "--group_size", 1]),  # nothing on one rank
-        pytest.param(
-            "cispo",
-            ["--tasks_per_step", 4, "--group_size", 4, "--algo.advantage", "gae", "--learner.minibatches", 2],
-        ),
-    ],
-)
-def test_two_ranks_do_what_one_does(preset, flags, warm_model, torchrun, tmp_path):
-    flags = [*flags, "--model", warm_model, *SORT, "--num_steps", 3, "--algorithm", preset, "--critic.warmup_steps", 1]
-    flags += ["--optim.lr", "1e-3", "--critic.lr", "1e-3", "--learner.microbatch_tokens", 64]
-    for ranks in (1, 2):
-        torchrun(ranks, "-m", "rl_core.train", *flags, "--out", tmp_path / str(ranks))
-    one, two = metrics(tmp_path / "1"), metrics(tmp_path / "2")
-    names = ["loss", "grad_norm", "lr", "value_mean", "explained_variance", "clip_frac", "updates"]
-    names = [f"learn/policy/critic_{n}" for n in names] + [
-        f"learn/policy/{n}" for n in ("loss", "grad_norm", "updates")
-    ]
-    for a, b in zip(one, two, strict=True):
-        assert all((name in a) == (name in b) for name in names)
-        for name in (n for n in names if n in a):
-            assert a[name] == pytest.approx(b[name], abs=5e-6, rel=2e-4), (a["step"], name)
-    a, b = weights(tmp_path / "1"), weights(tmp_path / "2")
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=5e-5, rtol=1e-4)
 
 
 def test_a_policy_with_adapters_has_a_whole_critic(warm_model, tmp_path):

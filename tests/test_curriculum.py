@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_train import metrics, trajectories
+from kit import metrics, trajectories
 
 from rl_core.build import make_plan
 from rl_core.cli import main as rl_core

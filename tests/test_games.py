@@ -10,8 +10,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from demo_data import game_data, random_games
+from kit import ROOT
 from make_tiny_model import CHARACTERS
 
 from rl_core.cli import main as command

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from kit import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.build import make_plan

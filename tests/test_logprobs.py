@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import ROOT
+from kit import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_core.learning import logprobs as fused

@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
+from kit import SORT, metrics, weights
 from safetensors import safe_open
 from test_learner import FLAGS, gradients, ragged_samples
-from test_train import SORT, metrics, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import parse_config, to_yaml
@@ -128,43 +128,6 @@ def test_merged_weights_and_both_exports_give_the_adapted_models_logits(flags, t
     assert config["base_model_name_or_path"] == str(tiny_model) and config["r"] == 4
 
 
-@pytest.mark.parametrize("flags", [LORA, NF4], ids=["lora", "nf4"])
-def test_two_ranks_do_what_one_does_after_resuming_too(flags, tiny_model, sort_data, torchrun, tmp_path):
-    data = sort_data / "sft.jsonl"
-    args = ["--algorithm", "sft", "--model", tiny_model, "--data.train", data]
-    args += [*flags, "--max_tokens", 8, "--max_prompt_tokens", 16, "--tasks_per_step", 7, "--optim.lr", "1e-2"]
-    assert main([*map(str, args), "--num_steps", "4", "--out", str(tmp_path / "1")]) == 0
-    torchrun(2, "-m", "rl_core.train", *args, "--num_steps", "2", "--out", tmp_path / "2")
-    torchrun(2, "-m", "rl_core.train", *args, "--num_steps", "4", "--out", tmp_path / "2", "--resume")
-    one, two = metrics(tmp_path / "1"), metrics(tmp_path / "2")
-    assert len(one) == len(two) == 4
-    for a, b in zip(one, two, strict=True):
-        for name in ("learn/policy/loss", "learn/policy/grad_norm"):
-            assert a[name] == pytest.approx(b[name], abs=5e-6, rel=5e-5), name
-    assert one[-1]["learn/policy/loss"] < one[0]["learn/policy/loss"] - 0.2
-    a, b = weights(tmp_path / "1"), weights(tmp_path / "2")
-    start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
-    assert max((a[n] - start[n]).abs().max() for n in a) > 1e-3
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=2e-5, rtol=1e-4)
-    saved = sum(f.stat().st_size for f in (tmp_path / "2/checkpoints/step_000004/policy").iterdir())
-    assert saved < sum(v.nbytes for v in a.values()), "a checkpoint of adapters holds the frozen model too"
-
-
-def test_a_resumed_adapter_run_is_the_uninterrupted_one_bit_for_bit(warm_model, tmp_path):
-    flags = ["--model", str(warm_model), *SORT, *LORA, "--tasks_per_step", "4", "--optim.lr", "1e-2"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert main([*flags, "--num_steps", "4", "--out", str(whole)]) == 0
-    assert main([*flags, "--num_steps", "2", "--out", str(parts)]) == 0
-    assert main([*flags, "--num_steps", "4", "--out", str(parts), "--resume"]) == 0
-    names = [n for n in metrics(whole)[0] if not n.startswith("time/")]
-    assert [[row[n] for n in names] for row in metrics(whole)] == [[row[n] for n in names] for row in metrics(parts)]
-    a, b = weights(whole), weights(parts)
-    assert all(torch.equal(a[n], b[n]) for n in a)
-    # The engine samples with the adapter: were it left out, logprobs would differ from the learner's after a step.
-    assert max(row["learn/policy/mismatch_kl_nats_max"] for row in metrics(whole)) < 1e-6
-
-
 def test_sharded_adapters_in_fp32_learn_beside_a_bf16_model_that_is_their_reference(warm_model, torchrun, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(warm_model, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "model")
@@ -180,17 +143,6 @@ def test_sharded_adapters_in_fp32_learn_beside_a_bf16_model_that_is_their_refere
     with safe_open(tmp_path / "run/hf/policy_adapter/adapter_model.safetensors", "pt") as saved:
         assert {saved.get_tensor(name).dtype for name in saved.keys()} == {torch.float32}  # noqa: SIM118
     assert {v.dtype for v in weights(tmp_path / "run").values()} == {torch.bfloat16}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [LORA, NF4], ids=["lora", "nf4"])
-def test_grpo_with_adapters_teaches_the_order(flags, warm_model, tmp_path):
-    out = tmp_path / "run"
-    learn = ["--num_steps", "80", "--optim.lr", "5e-3", "--optim.warmup_steps", "5", "--algo.clip_high", "0.28"]
-    assert main(["--model", str(warm_model), *SORT, *flags, *learn, "--out", str(out)]) == 0
-    rewards = [row["rollout/policy/reward_mean"] for row in metrics(out)]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15, rewards
-    assert max(row["learn/policy/mismatch_kl_nats_max"] for row in metrics(out)) < 1e-6
 
 
 def test_a_config_file_holds_adapters(tiny_model, tmp_path):

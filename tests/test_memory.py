@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit import weights
 from safetensors.torch import load_file, save_file
 from test_learner import FLAGS, assert_same, gradients, make_learner, ragged_samples
 from test_lora import LORA, make_lora_learner
-from test_train import weights
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl_core.config import LoraConfig, parse_config

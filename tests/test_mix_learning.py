@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import ROOT
 from demo_data import demo_data
-from test_train import metrics
+from kit import ROOT, metrics
 
 from rl_core.train import main
 

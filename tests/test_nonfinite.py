@@ -9,9 +9,9 @@ import math
 
 import pytest
 import torch
+from kit import metrics
 from safetensors.torch import load_file
 from test_learner import FLAGS, ragged_samples
-from test_train import metrics
 
 from rl_core.config import parse_config
 from rl_core.distributed import init_ranks

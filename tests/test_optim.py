@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kit import metrics, weights
 from test_learner import make_learner, ragged_samples
-from test_train import metrics, weights
 
 from rl_core.config import OptimConfig
 from rl_core.learning.checkpoint import load_checkpoint, save_checkpoint

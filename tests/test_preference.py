@@ -12,10 +12,9 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from kit import ROOT, metrics
 from test_chat import CHATML, make_tokenizer
 from test_learner import assert_same
-from test_train import ROOT, metrics
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rl_core.config import PreferenceConfig, parse_config
@@ -427,30 +426,3 @@ def test_the_reward_model_of_the_docs_example_rewards_episodes(preference_runs, 
     assert main([*flags, "--out", str(tmp_path / "run")]) == 0
     (row,) = metrics(tmp_path / "run")
     assert row["rollout/policy/failed"] == 0 and row["rollout/policy/zero_signal_frac"] < 1
-
-
-@pytest.mark.parametrize("algorithm, pairs", [("dpo", 3), ("rm", 1), ("dpo", 1), ("rm", 3)])
-def test_two_ranks_learn_from_pairs_as_one_does(algorithm, pairs, tiny_model, pair_data, torchrun, tmp_path):
-    """Steps of three pairs, and of one, which leaves a rank without any."""
-    more = ["--num_steps", 3, "--tasks_per_step", pairs, "--learner.microbatch_tokens", 60]
-    more += ["--data.eval", pair_data / "eval.jsonl", "--eval_every", 3]
-    outs = [tmp_path / str(ranks) for ranks in (1, 2)]
-    assert main(flags_of(algorithm, tiny_model, pair_data, outs[0], *more)) == 0
-    torchrun(2, "-m", "rl_core.train", *flags_of(algorithm, tiny_model, pair_data, outs[1], *more))
-    for a, b in zip(*map(metrics, outs), strict=True):
-        names = [n for n in a if n.startswith(("eval/", "learn/"))]
-        assert {n: a[n] for n in names} == pytest.approx({n: b[n] for n in names}, abs=5e-5, rel=1e-3)
-    a, b = (load_file(out / "hf/policy/model.safetensors") for out in outs)
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=2e-5, rtol=1e-3)
-
-
-@pytest.mark.parametrize("algorithm", ["dpo", "rm"])
-def test_a_resumed_run_of_pairs_is_the_uninterrupted_run(algorithm, tiny_model, pair_data, tmp_path):
-    """So the reference is the model at the start, and not where the run goes on."""
-    for out, steps in (("whole", [4]), ("parts", [2, 4])):
-        for n in steps:
-            more = ["--num_steps", n, "--tasks_per_step", 4, *(["--resume"] if n > steps[0] else [])]
-            assert main(flags_of(algorithm, tiny_model, pair_data, tmp_path / out, *more)) == 0
-    a, b = (load_file(tmp_path / out / "hf/policy/model.safetensors") for out in ("whole", "parts"))
-    assert all(torch.equal(a[n], b[n]) for n in a)

@@ -21,8 +21,8 @@ import pytest
 import torch
 import zstandard
 from aiohttp import web
-from test_preference import ROOT, flags_of, says, user
-from test_train import metrics
+from kit import ROOT, metrics
+from test_preference import flags_of, says, user
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rl_core.data.chat import load_chat

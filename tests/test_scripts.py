@@ -10,8 +10,8 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import ROOT
 from demo_data import TASKS, demo_data
+from kit import ROOT
 from make_tiny_model import CHARACTERS, bpe_tokenizer, make_tiny_model, read_texts
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import zstandard
+from kit import SORT, trajectories
 from test_chat import CHATML, chat_of, every_template, make_tokenizer, user, words
-from test_train import SORT, metrics, trajectories, weights
 from transformers import AutoModelForCausalLM
 
 from rl_core.config import parse_config
@@ -242,19 +241,6 @@ SFT = [
     "--num_steps",
     "3",
 ]
-
-
-def test_two_ranks_learn_the_world_that_one_learns(tiny_model, torchrun, tmp_path):
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in talks(21)))
-    flags = ["--model", tiny_model, *SFT, "--tasks_per_step", 7, "--data.train", tmp_path / "rows.jsonl"]
-    flags += ["--sft.action_weight", 0.25, "--sft.observation_weight", 1.0]
-    assert main([*map(str, flags), "--learner.microbatch_tokens", "100000", "--out", str(tmp_path / "1")]) == 0
-    torchrun(2, "-m", "rl_core.train", *flags, "--learner.microbatch_tokens", 500, "--out", tmp_path / "2")
-    for a, b in zip(metrics(tmp_path / "1"), metrics(tmp_path / "2"), strict=True):
-        assert a["learn/policy/loss"] == pytest.approx(b["learn/policy/loss"], rel=2e-5)
-    a, b = weights(tmp_path / "1"), weights(tmp_path / "2")
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=2e-5, rtol=1e-4)
 
 
 # Episodes of a run

@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from aiohttp import web
-from conftest import ROOT
-from kit import metrics
+from kit import ROOT, metrics
 from safetensors.torch import load_file
 from test_engine_contract import GREEDY, needs_sglang, spec_of
 

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from kit import ROOT, metrics, trajectories
 from safetensors.torch import load_file
 from test_learner import ragged_samples
-from test_several import TALK, sizes
-from test_train import metrics, trajectories
 from transformers import AutoModelForCausalLM
 
 from rl_core.build import build, make_plan
@@ -27,6 +25,19 @@ peft = pytest.importorskip("peft")
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 STOP = ["--sampling.stop", json.dumps(list("abcdefghijklmnopqrstuvwxyz")), "--max_tokens", "60"]
 NF4 = ["--actors.bob.lora.quantize", "nf4"]
+
+
+TALK = """
+turns = "bob -> alice -> bob"
+system_prompts = {"alice": "you are alice"}
+def load_tasks(split): return [{"prompt": f"say {n}", "n": n} for n in range(6)]
+def reward_fn(completion, actor): return float(len(completion) if actor == "bob" else -len(completion))
+"""
+
+
+def sizes(out: Path, steps: int) -> list[str]:
+    flags = ["--tasks_per_step", "4", "--group_size", "4", "--num_steps", str(steps), "--optim.lr", "1e-3"]
+    return [*flags, "--max_prompt_tokens", "60", "--eval.samples", "2", "--out", str(out)]
 
 
 @pytest.fixture
@@ -166,25 +177,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_each_export_is_the_base_with
         assert (want - before).abs().max() > 0.01
     a, b = exported(whole, "bob"), exported(whole, "alice")
     assert any(not torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.mark.parametrize("flags", [[], NF4], ids=["lora", "nf4"])
-def test_two_ranks_whose_shared_weights_wait_on_the_host_learn_what_one_does(flags, talk, torchrun, tmp_path):
-    if flags:
-        pytest.importorskip("bitsandbytes")
-    one, both = tmp_path / "one", tmp_path / "both"
-    kl = ["--algo.kl_coef", "0.01", "--optim.name", "sgd", "--optim.lr", "1e-2", *flags]
-    assert main([*talk, *sizes(one, 2), *kl]) == 0
-    torchrun(2, "-m", "rl_core.train", *talk, *sizes(both, 2), *kl, "--learner.offload", "phase")
-    for name in ("bob", "alice"):
-        a, b = (load_file(out / f"hf/{name}_adapter/adapter_model.safetensors") for out in (one, both))
-        assert all(torch.allclose(a[key], b[key], atol=1e-6) for key in a)
-        assert any(value.abs().max() > 1e-5 for key, value in a.items() if "lora_B" in key)
-        for rows in (metrics(one), metrics(both)):
-            assert max(row[f"learn/{name}/mismatch_kl_nats_max"] for row in rows) < (1e-6 if flags else 5e-11)
-    assert metrics(one)[-1]["learn/alice/ref_kl_nats"] == pytest.approx(
-        metrics(both)[-1]["learn/alice/ref_kl_nats"], rel=1e-3
-    )
 
 
 @pytest.mark.parametrize("flags", [["--engine_ranks", "1"], ["--max_staleness", "1"]], ids=["apart", "stale"])

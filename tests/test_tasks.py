@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from rl_core.data.rows import load_rows
-from rl_core.data.tasks import RowOrder, TaskSource, make_task
+from rl_core.data.tasks import RowOrder, TaskMix, TaskSource, make_task
 
 ROWS = [{"prompt": f"say {i}", "answer": f"x{i}"} for i in range(5)]
 
@@ -245,3 +245,17 @@ def test_a_source_without_some_rows_keeps_the_ids_of_the_others():
 def test_an_empty_source_is_refused():
     with pytest.raises(ValueError, match="the eval data set is empty"):
         TaskSource([], env="e", split="eval", seed=0, shuffle=False)
+
+
+def test_tasks_of_a_mix_are_the_same_from_any_position_on():
+    def source(name):
+        rows = [{"prompt": f"{name}{i}"} for i in range(7)]
+        return TaskSource(rows, env=name, split="train", seed=0, shuffle=True)
+
+    weights = [3.0, 1.0, 0.5]
+    whole = [t.id + t.env for t in TaskMix([source(n) for n in "xyz"], weights).tasks(0, 90)]
+    mix = TaskMix([source(n) for n in "xyz"], weights)
+    assert [t.id + t.env for p in reversed(range(90)) for t in mix.tasks(p, 1)] == whole[::-1]
+    for n in (9, 18, 45, 90):
+        for name, weight in zip("xyz", weights, strict=True):
+            assert abs(sum(t.endswith(name) for t in whole[:n]) - n * weight / 4.5) <= 1

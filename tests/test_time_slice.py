@@ -269,8 +269,7 @@ def talk(make_model, tmp_path, *flags: str):
 
 
 def test_a_run_of_engines_that_take_turns_learns_what_one_without_does(make_model, tmp_path):
-    from test_several import weights
-    from test_train import metrics
+    from kit import metrics, weights
 
     from rl_core.train import main
 

@@ -1,0 +1,368 @@
+"""Runs through the command: resumed they are the uninterrupted run, and on several ranks they are the run of one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from string import ascii_lowercase
+
+import pytest
+import torch
+from kit import ROOT, metrics, run, steps, trajectories, weights, words
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rl_core.train import main
+
+RL = "--model {model} --env_path {dir}/letters.py --max_tokens 10 --max_prompt_tokens 24 --tasks_per_step 4 --group_size 4"
+FIT = "--model {model} --max_tokens 40 --max_prompt_tokens 24 --max_turns 3 --tasks_per_step 7"
+# What is cut short ends its episode, and an untrained model seldom ends a turn.
+STOP = "--sampling.stop " + json.dumps(list(ascii_lowercase), separators=(",", ":"))
+TWO = (
+    "--actors.bob.model {model} --actors.alice.model {other} --env_path {dir}/talk.py --max_tokens 20"
+    f" --max_prompt_tokens 60 --tasks_per_step 4 --group_size 4 {STOP}"
+)
+SHARED = (
+    TWO.replace(".alice.model {other}", ".alice.share bob") + " --actors.bob.lora.rank 4 --actors.alice.lora.rank 2"
+)
+LORA = "--actors.policy.lora.rank 4"
+NF4 = f"{LORA} --actors.policy.lora.quantize nf4"
+SFT = f"{FIT} --algorithm sft --data.train {{dir}}/rows.jsonl"
+DPO = f"{FIT} --algorithm dpo --data.train {{dir}}/pairs.jsonl"
+RM = DPO.replace("dpo", "rm")
+PPO = f"{RL} --algorithm ppo --critic.lr 1e-2"
+TALK = RL.replace("letters", "ask")  # over several turns
+OLDER = "--rollout.lagged_frac 0.5 --rollout.lagged_every 3"
+
+RESUMED = {
+    "warm-up": f"{RL} --optim.warmup_steps 3 --eval_every 2",
+    "epochs and KL": f"{RL} --learner.epochs 2 --learner.minibatches 2 --algo.kl_coef 0.1",
+    "refilled groups": f"{RL} --algorithm dapo --env_path {{dir}}/digits.py",
+    "environments": f"{RL} --env_path {{dir}}/letters.py,{{dir}}/digits.py --envs.digits.weight 0.5",
+    "curriculum": f"{RL} --env_path {{dir}}/weighted.py",
+    "critic": f"{PPO} --critic.warmup_steps 1 --learner.epochs 2",
+    "adapter": f"{RL} {LORA}",
+    "two actors": TWO,
+    "shared model": SHARED,
+    "older weights": f"{TALK} {STOP} {OLDER}",
+    "older adapters": f"{RL} {LORA} {OLDER}",
+    "older weights of two": f"{TWO} {OLDER} --rollout.engines_awake one",
+    "sft": SFT,
+    "dpo": DPO,
+    "rm": RM,
+    "8 bits": f"{RL} --optim.name adamw8bit",
+    "sgd": f"{RL} --optim.name sgd --optim.lr 0.1",
+}
+
+
+@pytest.fixture(scope="module")
+def given(places):
+    """given(flags) -> arguments, with a rate at which runs learn."""
+    env = (
+        Path(places["dir"], "letters.py").read_text()
+        + "def task_weight(prompt, mean_reward): return 1 + (mean_reward or 0)\n"
+    )
+    Path(places["dir"], "weighted.py").write_text(env)
+    return lambda flags: words("--optim.lr 1e-2", flags.format(**places))
+
+
+def lasting(rows: list[dict]) -> list[dict]:
+    """What must not hang on when a run was stopped."""
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "rollout/engine_switch"))} for row in rows]
+
+
+def assert_same_weights(one, two, **tolerance) -> None:
+    files = [sorted(out.glob("hf/*/*.safetensors")) for out in (one, two)]
+    assert files[0] and [f.parent.name for f in files[0]] == [f.parent.name for f in files[1]]
+    for a, b in zip(*(map(load_file, found) for found in files), strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            torch.testing.assert_close(a[name], b[name], **(tolerance or {"atol": 0, "rtol": 0}))
+
+
+@pytest.mark.parametrize("how", RESUMED)
+def test_a_resumed_run_is_the_uninterrupted_run(how, given, tmp_path):
+    flags, whole, parts = given(RESUMED[how]), tmp_path / "whole", tmp_path / "parts"
+    run(whole, flags, "--num_steps 4")
+    run(parts, flags, "--num_steps 2")
+    run(parts, flags, "--num_steps 4 --resume")
+    # An evaluation at the end of the part is none of the whole run.
+    stays = [row for row in metrics(parts) if row in metrics(whole) or any(k.startswith("learn/") for k in row)]
+    assert lasting(steps(whole)) == lasting([row for row in stays if any(k.startswith("learn/") for k in row)])
+    assert_same_weights(whole, parts)
+
+
+# Name -> flags, and further flags on two ranks.
+TWO_RANKS = {
+    "grpo": (f"{RL} --tasks_per_step 7 --group_size 3 --learner.microbatch_tokens 100", ""),
+    "gspo": (f"{RL} --algorithm gspo --algo.kl_coef 0.1 --learner.minibatches 2 --algo.target_kl 0.5", ""),
+    "refilled": (f"{RL} --algorithm dapo --env_path {{dir}}/digits.py", ""),
+    "reinforce_pp": (f"{RL} --algorithm reinforce_pp --algo.kl_coef 0.1", ""),
+    "ppo": (f"{PPO} --tasks_per_step 5 --group_size 3 --algo.kl_coef 0.1 --critic.warmup_steps 1", ""),
+    "one episode": (f"{PPO} --tasks_per_step 1 --group_size 1", ""),
+    "gae, cispo": (f"{RL} --algorithm cispo --algo.advantage gae --learner.minibatches 2", ""),
+    "normalized": (f"{TALK} {STOP} --algo.normalize env --algo.turn_discount 0.9", ""),
+    "sft": (f"{SFT} --learner.microbatch_tokens 200 --sft.observation_weight 0.5 --sft.action_weight 0.25", ""),
+    "dpo": (DPO, ""),
+    "rm": (RM, ""),
+    "rm, one pair": (f"{RM} --tasks_per_step 1", ""),
+    "adapter": (f"{RL} {LORA}", ""),
+    "4 bits": (f"{SFT} {NF4}", ""),
+    "two actors": (TWO, "--learner.offload phase"),
+    "shared": (f"{SHARED} --algo.kl_coef 0.1", "--learner.offload phase"),
+    "shared, 4 bits": (f"{SHARED} --actors.bob.lora.quantize nf4", "--learner.offload phase"),
+    "offload": (f"{PPO} --algo.kl_coef 0.1", "--learner.offload always"),
+    "older weights": (f"{RL} {OLDER} --num_steps 4", ""),
+    "engine ranks": (f"{RL} --algo.correction none --eval_every 2", "--engine_ranks 1"),
+    "tp": (f"{PPO} --algo.kl_coef 0.1", "--tp 2"),
+    "cp": (f"{PPO} --algo.kl_coef 0.1", "--cp 2"),
+}
+COMPARED = ("loss", "grad_norm", "entropy_nats", "kl_nats", "updates", "reward_mean", "score", "explained_variance")
+
+
+@pytest.mark.parametrize("how", TWO_RANKS)
+def test_two_ranks_do_what_one_does(how, given, tmp_path):
+    flags, more = TWO_RANKS[how]
+    # Not AdamW, which makes a step of full size out of a gradient that is nothing but rounding.
+    flags = words("--num_steps 2 --optim.name sgd", given(flags), "--optim.lr 0.05")
+    one, two = run(tmp_path / "one", flags), run(tmp_path / "two", flags, more, ranks=2)
+    assert len(metrics(one)) == len(metrics(two))
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        names = [n for n in a if n.endswith(COMPARED) and "mismatch" not in n]
+        assert {n: b.get(n) for n in names} == pytest.approx({n: a[n] for n in names}, abs=1e-5, rel=1e-4)
+    assert_same_weights(one, two, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("flags", [PPO, f"{RL} {LORA}", f"{RL} {OLDER}"], ids=["ppo", "lora", "older"])
+@pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
+def test_a_run_goes_on_with_another_number_of_ranks(flags, before, after, given, tmp_path):
+    flags = words(given(flags), "--optim.name sgd --optim.lr 0.05")
+    whole = run(tmp_path / "whole", flags, "--num_steps 3")
+    parts = run(tmp_path / "parts", flags, "--num_steps 2", ranks=before)
+    run(parts, flags, "--num_steps 3 --resume", ranks=after)
+    assert_same_weights(whole, parts, atol=2e-5, rtol=1e-4)
+
+
+def test_a_damaged_checkpoint_is_refused_and_named(given, tmp_path, capsys):
+    out = run(tmp_path / "run", given(RL), "--num_steps 1")
+    file = max((out / "checkpoints/step_000001/policy").iterdir(), key=lambda f: f.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-10])
+    assert main(words(given(RL), "--num_steps 2 --resume --out", out)) == 1
+    assert file.name in capsys.readouterr().err
+
+
+def test_checkpoints_beyond_those_that_are_kept_are_deleted(given, tmp_path):
+    for keep, left in ((2, [3, 4]), (1, [4]), (0, [1, 2, 3, 4])):
+        out = run(tmp_path / str(keep), given(RL), f"--num_steps 4 --save_every 1 --keep_checkpoints {keep}")
+        assert sorted(int(p.name[5:]) for p in (out / "checkpoints").glob("step_*")) == left
+    assert not (run(tmp_path / "seldom", given(RL), "--num_steps 2") / "checkpoints/step_000001").exists()
+
+
+def test_a_runs_folder_holds_what_is_needed_to_look_at_it_again(given, tmp_path):
+    flags = words(given(RL), "--tasks_per_step 3 --num_steps 2 --eval_every 1 --eval.num_tasks 5 --eval.samples 3")
+    out = run(tmp_path / "run", flags)
+    names = "rollout/policy/reward_mean rollout/policy/length_mean rollout/policy/truncated_frac learn/policy/loss"
+    names += " learn/policy/grad_norm learn/policy/entropy_nats learn/policy/clip_frac learn/policy/mismatch_kl_nats"
+    names += " time/generate_s time/learn_s time/sync_s pack/fill_frac"
+    assert [row["step"] for row in steps(out)] == [1, 2] and all({*names.split()} <= row.keys() for row in steps(out))
+    evals = [row for row in metrics(out) if "eval/letters/avg@3" in row]
+    assert [row["step"] for row in evals] == [0, 1, 2]
+    assert {"eval/letters/greedy_score", "eval/letters/pass@3"} <= evals[0].keys()
+    found = trajectories(out / "rollouts/step_000002.jsonl.zst")
+    assert len(found) == 12 and {t["status"] for t in found} <= {"ok", "truncated"}
+    again = run(tmp_path / "again", "--config", out / "config.yaml", "--num_steps 1")
+    assert steps(again)[0]["learn/policy/loss"] == steps(out)[0]["learn/policy/loss"]
+
+
+def test_engine_logprobs_are_the_exported_models_over_turns_and_refills(given, tmp_path):
+    """Every token of every trajectory, sampled in fewer slots than episodes, against a plain Hugging Face forward."""
+    flags = words(given(TALK), STOP, "--rollout.max_concurrent 5 --tasks_per_step 8 --group_size 3 --num_steps 1")
+    out = run(tmp_path / "run", flags, "--optim.lr 0 --sampling.temperature 0.8")
+    model = AutoModelForCausalLM.from_pretrained(out / "hf/policy", attn_implementation="eager")
+    found = trajectories(out / "rollouts/step_000001.jsonl.zst")
+    assert len(found) == 24 and max(len(t["turns"]) for t in found) > 1
+    for turn in (turn for t in found for turn in t["turns"]):
+        prompt, sampled = turn["prompt_ids"], turn["completion"]["token_ids"]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + sampled])).logits[0, len(prompt) - 1 : -1]
+        want = (logits / 0.8).log_softmax(-1).gather(-1, torch.tensor(sampled)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(turn["completion"]["logprobs"]), want, atol=1e-5, rtol=0)
+
+
+def test_failed_episodes_are_recorded_and_the_step_goes_on(tiny_model, tmp_path):
+    (tmp_path / "env.py").write_text(
+        "def load_tasks(split): return [{'prompt': str(n), 'n': n} for n in range(8)]\n"
+        "def reward_fn(completion, n):\n"
+        "    if n == 3: raise KeyError('broken')\n"
+        "    return {4: float('nan'), 5: 'good', 6: None}.get(n, len(completion) / 10)\n"
+    )
+    flags = words("--model", tiny_model, "--env_path", tmp_path / "env.py", "--max_tokens 8 --tasks_per_step 8")
+    out = run(tmp_path / "run", flags, "--num_steps 1 --rollout.max_failed_fraction 0.5")
+    found = trajectories(out / "rollouts/step_000001.jsonl.zst")
+    failed = [t for t in found if t["status"] == "failed"]
+    assert len(found) == 64 and len(failed) == 32 == metrics(out)[0]["rollout/policy/failed"]
+    assert all(t["reward"] is None and t["error"] for t in failed)
+    causes = {"broken", "nan", "'good'", "None"}
+    assert {e for t in failed for e in causes if e in t["error"]} == causes
+
+
+def test_mixed_precision_keeps_fp32_weights_and_learns_the_same_within_its_precision(given, tmp_path):
+    exact, mixed = (
+        run(tmp_path / dtype, given(RL), "--num_steps 3 --optim.lr 1e-3 --learner.dtype", dtype)
+        for dtype in ("float32", "bfloat16")
+    )
+    a, b = steps(exact), steps(mixed)
+    assert b[0]["learn/policy/grad_norm"] == pytest.approx(a[0]["learn/policy/grad_norm"], rel=0.1)
+    assert b[0]["learn/policy/grad_norm"] != a[0]["learn/policy/grad_norm"]
+    assert max(row["learn/policy/mismatch_kl_nats_max"] for row in b) < 1e-2
+    rounded = [v.bfloat16().float().equal(v) for v in weights(mixed).values()]
+    assert not all(rounded), "the exported weights have no more precision than bfloat16"
+
+
+@pytest.mark.parametrize("flag", ["--help", "--modle"])
+def test_help_and_a_wrong_flag_do_not_wait_for_torch(flag):
+    no_torch = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None"
+    code = f"{no_torch}; from rl_core.train import main; main(sys.argv[1:])"
+    done = subprocess.run([sys.executable, "-c", code, flag], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "--tasks_per_step" in done.stdout or "did you mean 'model'" in done.stderr, done.stderr
+
+
+# Several actors and environments
+
+
+def test_each_actor_learns_from_its_own_turns(given, tmp_path):
+    out = run(tmp_path / "run", given(TWO), "--num_steps 2 --eval_every 2 --eval.samples 2")
+    for name in ("bob", "alice"):
+        assert {f"learn/{name}/loss", f"rollout/{name}/reward_mean", f"learn/{name}/lr"} <= steps(out)[-1].keys()
+        assert any(key.startswith(f"eval/talk/{name}/avg@2") for key in metrics(out)[-1])
+    found = trajectories(out / "rollouts/step_000001.jsonl.zst")
+    assert {t["actor"] for t in found} == {"bob", "alice"} and ("bob", 2) in {
+        (t["actor"], len(t["turns"])) for t in found
+    }
+    for t in found:
+        said = [m["content"] for m in t["messages"] if m["role"] == "assistant"][-1]
+        assert t["reward"] == sum(map(ord, said)) / (1000 if t["actor"] == "bob" else -1000)
+
+
+def test_a_frozen_actor_speaks_and_stays_as_it_is(given, places, tmp_path):
+    out = run(tmp_path / "run", given(TWO), "--num_steps 2 --actors.alice.train false --actors.bob.lr 2e-2")
+    assert not (out / "hf/alice").exists() and not any("alice" in key for key in steps(out)[-1])
+    assert steps(out)[-1]["learn/bob/lr"] == pytest.approx(2e-2) and steps(out)[-1]["rollout/bob/turns_mean"] > 1
+    before = load_file(f"{places['model']}/model.safetensors")
+    assert any(not torch.equal(before[key], value) for key, value in weights(out, "bob").items())
+
+
+def test_two_environments_are_mixed_by_weight_and_their_groups_apart(places, tmp_path):
+    count = "def load_tasks(split): return [{{'prompt': str(n)}} for n in range(10)]\n"
+    count += "def reward_fn(completion): return float(completion.count({0!r}))\n"
+    for name in "abc":
+        (tmp_path / f"{name}.py").write_text(count.format(name) + ("max_turns = 3\n" if name == "a" else ""))
+    paths = ",".join(str(tmp_path / f"{name}.py") for name in "abc")
+    flags = words("--model", places["model"], "--env_path", paths, "--tasks_per_step 4 --group_size 4 --max_tokens 6")
+    flags += words("--envs.a.weight 3 --envs.c.weight 0 --envs.b.max_tokens 2 --eval_every 2 --max_prompt_tokens 60")
+    out = run(tmp_path / "run", flags, "--num_steps 2")
+    for step in (1, 2):
+        found = trajectories(out / f"rollouts/step_{step:06d}.jsonl.zst")
+        assert sorted(t["env"] for t in found) == ["a"] * 12 + ["b"] * 4
+        assert all(len(t["turns"][0]["completion"]["token_ids"]) <= (2 if t["env"] == "b" else 6) for t in found)
+        assert all(t["reward"] == t["messages"][-1]["content"].count(t["env"]) for t in found)
+        assert len({(t["env"], t["group_id"]) for t in found}) == 4
+    assert {"rollout/policy/a/reward_mean", "rollout/policy/b/reward_mean"} <= steps(out)[-1].keys()
+    assert {f"eval/{name}/greedy_score" for name in "abc"} <= metrics(out)[-1].keys()
+    assert main(words("--config", out / "config.yaml", "--resume --num_steps 3")) == 0
+
+
+def test_an_actor_may_say_less_in_a_turn_than_the_others(given, tmp_path):
+    flags = words(
+        given(TWO), "--max_tokens 9 --actors.bob.max_tokens 4 --eval_every 1 --num_steps 1 --algo.overlong soft"
+    )
+    longest = {"bob": 0, "alice": 0}
+    run(tmp_path / "run", flags)
+    for file in tmp_path.glob("run/rollouts/*.zst"):
+        for t in trajectories(file):
+            longest[t["actor"]] = max([longest[t["actor"]], *(len(x["completion"]["token_ids"]) for x in t["turns"])])
+    assert longest == {"bob": 4, "alice": 9}
+
+
+@pytest.mark.parametrize(
+    "turns, is_refused",
+    [
+        ('turns = "bob -> bob"', True),
+        ('turns = "bob -> (bob -> alice*0)*2"', True),
+        ("turns = ['bob']", True),
+        ('turns = "bob -> (bob/alice)"', False),
+        ('turns = "* * 2"', False),
+        ("def turns(task): return ['bob']", False),
+    ],
+)
+def test_an_actor_that_would_never_speak_is_refused_unless_it_is_frozen(
+    turns, is_refused, given, places, tmp_path, capsys
+):
+    talk = Path(places["dir"], "talk.py").read_text()
+    (tmp_path / "talk.py").write_text(talk.replace('turns = "bob -> alice -> bob"', turns))
+    (tmp_path / "other.py").write_text(talk)
+    flags = words(given(TWO), "--env_path", tmp_path / "talk.py", "--dry_run")
+    both = f"{tmp_path / 'talk.py'},{tmp_path / 'other.py'}"
+    assert main(flags) == int(is_refused)
+    said = capsys.readouterr().err
+    assert ("--actors.alice would never speak" in said and "--actors.alice.train false" in said) is is_refused
+    assert main(words(flags, "--actors.alice.train false")) == 0
+    assert main(words(flags, "--env_path", both)) == 0
+    assert main(words(flags, "--env_path", both, "--envs.other.weight 0")) == is_refused
+
+
+def test_evaluations_draw_alike_at_every_step_and_tell_parts_and_metrics(make_model, tmp_path, capsys):
+    (tmp_path / "env.py").write_text(
+        'turns = "(bob/alice)*(1..3)"\n'
+        "from rl_core import reward\n"
+        "def load_tasks(split): return [{'prompt': str(n)} for n in range(6)]\n"
+        "def reward_fn(messages): return {'some': 0.25, 'length': float(len(messages[-1]['content']))}\n"
+        "@reward(weight=0)\n"
+        "def spoken(messages): return sum(m['role'] == 'assistant' for m in messages)\n"
+    )
+    models = words("--actors.bob.model", make_model(), "--actors.alice.model", make_model(seed=1), STOP)
+    flags = words(models, "--env_path", tmp_path / "env.py", "--tasks_per_step 4 --group_size 4 --max_prompt_tokens 60")
+    out = run(tmp_path / "run", flags, "--max_tokens 60 --eval.samples 2 --num_steps 2 --optim.lr 0 --eval_every 1")
+    for label in ("greedy", "sampled"):
+        files = [out / f"rollouts/eval_{step:06d}_{label}.jsonl.zst" for step in (0, 1, 2)]
+        first, second, third = (
+            [(t["task_id"], t["index"], t["actor"], t["messages"]) for t in trajectories(file)] for file in files
+        )
+        assert first == second == third and len(first) > 6
+    assert len({json.dumps(messages) for *_, messages in first}) > 6  # two samples of a task are not the same
+    found = trajectories(out / "rollouts/eval_000002_sampled.jsonl.zst")
+    row = [row for row in metrics(out) if "eval/env/bob/greedy_score" in row][-1]
+    for actor in ("bob", "alice"):
+        own = [t for t in found if t["actor"] == actor]
+        assert row[f"eval/env/{actor}/greedy_reward/some"] == row[f"eval/env/{actor}/sampled_reward/some"] == 0.25
+        length = [t["reward_parts"]["length"] for t in own]
+        assert row[f"eval/env/{actor}/sampled_reward/length"] == pytest.approx(sum(length) / len(own))
+        spoken = [t["metrics"]["spoken"] for t in own]
+        assert row[f"eval/env/{actor}/sampled_spoken"] == pytest.approx(sum(spoken) / len(own))
+    [said, *_] = [line for line in capsys.readouterr().out.splitlines() if "eval at step 2" in line]
+    assert "env/bob/greedy_score" in said and "env/bob/pass@2" in said and "some" not in said and "spoken" not in said
+
+
+def test_what_one_actor_said_can_be_imitated(given, places, tmp_path, capsys):
+    talk = run(tmp_path / "talk", given(TWO), "--num_steps 1")
+    flags = words("--model", places["model"], "--algorithm sft --data.train", talk / "rollouts", "--num_steps 1")
+    flags += words("--max_tokens 300 --tasks_per_step 4 --out", tmp_path / "sft")
+    assert main(flags) == 1
+    assert "holds what alice, bob said; choose one by --data.actor, such as alice" in capsys.readouterr().err
+    assert main([*flags, "--data.actor", "bop"]) == 1
+    assert "--data.actor=bop did not speak" in (said := capsys.readouterr().err) and "did you mean 'bob'" in said
+    assert main([*flags, "--data.actor", "bob", "--dry_run"]) == 0
+    found = trajectories(talk / "rollouts/step_000001.jsonl.zst")
+    assert f"{sum(t['actor'] == 'bob' for t in found)} rows to train on" in capsys.readouterr().out
+    held_out = words("--data.eval", talk / "rollouts/step_000001.jsonl.zst", "--eval_every 1")
+    assert main([*flags, "--data.actor", "bob", *held_out]) == 0
+
+
+def test_a_checkpoint_of_an_adapter_holds_no_frozen_weights(given, tmp_path):
+    out = run(tmp_path / "run", given(f"{RL} {LORA}"), "--num_steps 2")
+    saved = sum(f.stat().st_size for f in (out / "checkpoints/step_000002/policy").iterdir())
+    assert saved < sum(value.nbytes for value in weights(out).values())
+    # The engine samples with the adapter: were it left out, logprobs would differ from the learner's after a step.
+    assert max(row["learn/policy/mismatch_kl_nats_max"] for row in steps(out)) < 1e-6
