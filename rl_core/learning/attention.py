@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 NAME = "rl_core_packed"
 # --attention: what computes a segment, and the library that it needs.
@@ -289,6 +289,6 @@ def attention_forward(module, query, key, value, _, scaling=None, sliding_window
     return packed_attention(q, k, v, attention_plan, scale, sliding_window)[None, ..., :width], None
 
 
+# No mask function is registered under this name, which is how transformers is told to build no mask: the plan says all that
+# one would, and transformers waits for the device to see whether positions are of packed sequences.
 AttentionInterface.register(NAME, attention_forward)
-# The plan says all that a mask would; building one of [T, T] is what this file exists to avoid.
-AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
