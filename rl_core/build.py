@@ -24,12 +24,10 @@ from rl_core.distributed import Ranks, barrier, explain_timeouts, make_mesh
 from rl_core.learning.algorithms import Algorithm, make_algorithm
 from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint
 from rl_core.learning.learner import Learner
-from rl_core.learning.liger import apply_liger, check_liger
-from rl_core.learning.lora import check_lora
-from rl_core.learning.model import end_token_ids, load_model_config
-from rl_core.learning.tensor_parallel import check_tensor_parallel
+from rl_core.learning.loading import load_model_config
+from rl_core.learning.model import end_token_ids
 from rl_core.metrics import Mean, Metric, RunLog, add_metrics
-from rl_core.models import LocalEngines, adapters_of, compute_dtype, make_api_actor, make_learners, option, readers_of
+from rl_core.models import LocalEngines, adapters_of, compute_dtype, make_api_actor, make_learners, readers_of
 from rl_core.rules import check, check_algorithm
 from rl_core.run_folder import keep_config
 from rl_core.sampling.actor import Actor
@@ -37,7 +35,9 @@ from rl_core.sampling.engine import DeviceLease, Engine
 from rl_core.sampling.env import Env
 from rl_core.sampling.rollout import RolloutWorker, groups_at_once, run_group
 from rl_core.sources import check_lengths, load_envs, load_source, train_source
+from rl_core.types import option
 
+CHECK_TP = "rl_core.options.tensor_parallel:check_tensor_parallel"
 CURRICULUM = "rl_core.options.curriculum:make_curriculum"
 CANARY = "rl_core.options.canary:Canary"
 OLDER_POLICY = "rl_core.options.older_policy:OlderPolicy"
@@ -203,19 +203,23 @@ def check_model(config: Config, name: str) -> Chat:
             f"has {positions} positions (max_position_embeddings); lower them"
         )
     if actor.is_trained:
-        check_lora(actor.lora, model_config)
-        check_tensor_parallel(config.tp, model_config, actor.lora)
+        if actor.lora.rank:
+            option("rl_core.options.lora:check_lora")(actor.lora, model_config)
+        if config.tp > 1:
+            option(CHECK_TP)(config.tp, model_config, actor.lora)
         if path := config.critic.model:
             critic_config = load_model_config(path)
-            check_tensor_parallel(config.tp, critic_config)
-            if critic_config.vocab_size != model_config.vocab_size:
+            if config.tp > 1:
+                option(CHECK_TP)(config.tp, critic_config)
+            words, own = (c.get_text_config().vocab_size for c in (critic_config, model_config))
+            if words != own:
                 raise ValueError(
-                    f"--critic.model={path} has a vocabulary of {critic_config.vocab_size} tokens, that of {name} has "
-                    f"{model_config.vocab_size}: a critic reads the actor's tokens; take a model of the same family"
+                    f"--critic.model={path} has a vocabulary of {words} tokens, that of {name} has "
+                    f"{own}: a critic reads the actor's tokens; take a model of the same family"
                 )
     if config.learner.kernels == "liger":
         for path in filter(None, (actor.model, config.critic.model)):
-            check_liger(load_model_config(path))
+            option("rl_core.options.liger:check_liger")(load_model_config(path))
     return load_chat(actor.model, actor.chat_template)
 
 
@@ -240,7 +244,9 @@ def build(plan: Plan, ranks: Ranks) -> Run:
     if plan.algorithm.is_rl:
         run |= make_samplers(plan, learners, ranks)
     elif config.learner.kernels == "liger":
-        apply_liger([model.hf for learner in learners.values() for model in learner.models()])
+        option("rl_core.options.liger:apply_liger")(
+            [model.hf for learner in learners.values() for model in learner.models()]
+        )
     return Run(**vars(plan), **run)
 
 
@@ -276,7 +282,7 @@ def make_samplers(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dic
         if config.learner.kernels == "liger":
             # Last, since what is loaded after it is of Liger's classes, which lack options of some models.
             held = [*local.modules, *(model.hf for learner in learners.values() for model in learner.models())]
-            apply_liger(list({id(model): model for model in held}.values()))
+            option("rl_core.options.liger:apply_liger")(list({id(model): model for model in held}.values()))
     if ranks.is_engine:
         return {"engines": engines, "server": option(ENGINE_SERVER)(engines, lease, ranks, config.timeout_s)}
     actors = make_actors(plan, engines, more.get("older"), lease)

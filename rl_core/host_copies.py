@@ -10,20 +10,19 @@ from torch import Tensor
 
 class HostCopies:
     """Tensors stay the same objects and keep their shapes; their memory goes, so that all that refers to them stays
-    right."""
+    right. Constant ones keep their copy on the host, and only go and come."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, is_constant: bool = False):
+        self.device, self.is_constant = device, is_constant
         self.waiting: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []  # emptied, its copy on the host
+        self.kept: list[
+            tuple[torch.UntypedStorage, torch.UntypedStorage]
+        ] = []  # the same, of constant ones on the device
 
     def to_host(self, tensors: Iterable[Tensor]) -> None:
         assert not self.waiting
         synchronize(self.device)  # FSDP's streams too have ended
-        for storage in self.storages(tensors):
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-            host = host.untyped_storage()
-            host.copy_(storage, non_blocking=True)
-            self.waiting.append((storage, host))
+        self.waiting, self.kept = self.kept or [self.copied(s) for s in self.storages(tensors)], []
         synchronize(self.device)
         for storage, _ in self.waiting:
             storage.resize_(0)
@@ -35,10 +34,15 @@ class HostCopies:
             storage.resize_(host.nbytes())
             storage.copy_(host, non_blocking=True)
         synchronize(self.device)
-        self.waiting.clear()
+        self.waiting, self.kept = [], self.waiting if self.is_constant else []
+
+    def copied(self, storage: torch.UntypedStorage) -> tuple[torch.UntypedStorage, torch.UntypedStorage]:
+        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self.device.type == "cuda").untyped_storage()
+        host.copy_(storage, non_blocking=True)
+        return storage, host
 
     def storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-        """The memory of all tensors, each once. What is not torch's own to give back (a file's pages) is left out."""
+        """The memory of all tensors, each once. A file's pages are left out: they are not torch's to give back."""
         found = (t.untyped_storage() for t in tensors if t.device.type == self.device.type)
         return list({s.data_ptr(): s for s in found if s.nbytes() and s.resizable()}.values())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,26 +12,21 @@ from torch import nn
 
 from rl_core.config import Config
 from rl_core.distributed import Ranks
-from rl_core.learning.algorithms import CRITIC, Algorithm
+from rl_core.learning.algorithms import Algorithm
 from rl_core.learning.attention import find_kernel
 from rl_core.learning.learner import Learner
-from rl_core.learning.loading import second_model
-from rl_core.learning.lora import DEFAULT, merged_weights, peft_config
+from rl_core.learning.loading import load_hf_model
 from rl_core.learning.model import (
-    Policy,
     PolicyModel,
-    SharedPolicy,
     compile_blocks,
-    is_in_4_bits,
-    load_hf_model,
     make_policy,
     make_reference,
+    named_weights,
     reads_in_place,
 )
-from rl_core.learning.offload import Offload, activations_on_host
 from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.sampling.weights import load_weights
-from rl_core.types import counter_seed
+from rl_core.types import counter_seed, option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,13 +35,8 @@ ENGINES = {
     "embedded": "rl_core.engines.embedded:make_engine",
     "sglang": "rl_core.engines.sglang:make_engine",
 }
+PEFT_CONFIG = "rl_core.options.lora:peft_config"
 API_ACTOR = "rl_core.engines.api:ApiActor"
-
-
-def option(place: str) -> Any:
-    """What "module:attribute" names."""
-    module, _, attribute = place.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -66,31 +55,35 @@ def has_reference(config: Config, algorithm: Algorithm) -> bool:
     return algorithm.kl_coef > 0 or (is_dpo and not config.preference.reference_free)
 
 
-def shared_policies(config: Config, ranks: Ranks) -> dict[str, SharedPolicy]:
-    """Of the actors that train adapters of one model, each model loaded once."""
+def shared_policies(config: Config, ranks: Ranks) -> dict[str, tuple[PolicyModel, str]]:
+    """(model, name of the adapter) of each actor that trains an adapter of a model that others share."""
     found = {}
     for owner, others in config.sharers.items():
-        names = {owner: DEFAULT} | {name: f"of_{name}" for name in others if config.actors[name].is_trained}
+        names = {owner: "default"} | {name: f"of_{name}" for name in others if config.actors[name].is_trained}
         loras = {names[name]: (config.actors[name].lora, counter_seed(config.seed, name)) for name in names}
-        lora, seed = loras.pop(DEFAULT)
+        lora, seed = loras.pop("default")
         model = make_trained(config, config.actors[owner].model, ranks, lora, seed, more_adapters=loras)
-        offload = Offload([], [], ranks.device)
-        found |= {name: SharedPolicy(model, adapter, offload) for name, adapter in names.items()}
-        if config.learner.offload == "phase" and not reads_in_place(found[owner]):
-            offload.models.append(model)
+        model.is_shared = True
+        found |= {name: (model, adapter) for name, adapter in names.items()}
     return found
 
 
 def make_learners(config: Config, algorithm: Algorithm, ranks: Ranks) -> dict[str, Learner]:
     shared = shared_policies(config, ranks)
-    return {name: make_learner(config, algorithm, name, ranks, shared.get(name)) for name in config.trained}
+    return {name: make_learner(config, algorithm, name, ranks, *shared.get(name, ())) for name in config.trained}
 
 
 def make_learner(
-    config: Config, algorithm: Algorithm, name: str, ranks: Ranks, policy: Policy | None = None
+    config: Config,
+    algorithm: Algorithm,
+    name: str,
+    ranks: Ranks,
+    policy: PolicyModel | None = None,
+    adapter: str | None = None,
 ) -> Learner:
     """The learner of an actor, with an optimizer that has not stepped yet, and with the reference and the critic that the
-    algorithm asks for. Both start as the model at the start of the run. `policy`: what is shared."""
+    algorithm asks for. Both start as the model at the start of the run. `policy`: what is
+    shared, of which it trains `adapter`."""
     actor = config.actors[name]
     if actor.lr is not None:
         config = replace(config, optim=replace(config.optim, lr=actor.lr))
@@ -99,17 +92,16 @@ def make_learner(
         policy = make_trained(config, actor.model, ranks, actor.lora, counter_seed(config.seed, name), is_scoring)
     reference = None
     if has_reference(config, algorithm):
-        reference = policy if policy.adapter else make_reference(actor.model, compute_dtype(config), ranks)
+        reference = policy if policy.adapters else make_reference(actor.model, compute_dtype(config), ranks)
         reference.attention = config.attention
     critic = make_critic(config, actor.model, ranks, name) if algorithm.has_critic else None
-    return Learner(config, algorithm, policy, ranks, reference, critic, name=name)
+    return Learner(config, algorithm, policy, ranks, reference, critic, name=name, adapter=adapter)
 
 
-def make_critic(config: Config, path: str, ranks: Ranks, name: str = "policy") -> Learner:
-    """A whole model, --critic.model or the one at `path` with a value of 0 everywhere, sharded as the policy is;
-    --optim with --critic.lr trains it."""
+def make_critic(config: Config, path: str, ranks: Ranks, name: str = "policy") -> Any:
+    """An unsharded or sharded model as the policy is: --critic.model, or the one at `path` with a value of 0 everywhere."""
     model = make_trained(config, config.critic.model or path, ranks, is_scoring=True)
-    return Learner(replace(config, optim=replace(config.optim, lr=config.critic.lr)), CRITIC, model, ranks, name=name)
+    return option("rl_core.options.critic:Critic")(config, model, ranks, name)
 
 
 def make_trained(config: Config, path: str, ranks: Ranks, *how, **more) -> PolicyModel:
@@ -121,7 +113,7 @@ def make_trained(config: Config, path: str, ranks: Ranks, *how, **more) -> Polic
     model = make_policy(path, compute_dtype(config), ranks, checkpointing, *how, on_host=on_host, **more)
     model.attention = config.attention
     if learner.activations == "offload":
-        model.keeps_activations = activations_on_host
+        model.keeps_activations = option("rl_core.options.offload:activations_on_host")
     if learner.kernels == "compile":
         compile_blocks(model)
     return model
@@ -178,7 +170,10 @@ class LocalEngines:
             dtype=compute_dtype(config),
             device=ranks.device,
             seed=counter_seed(config.seed, name + role, ranks.rank) % 2**31,
-            adapters={n: peft_config(a.lora, module, a.model).to_dict() for n, a in adapters.items()},
+            adapters={
+                n: option("rl_core.options.lora:peft_config")(a.lora, module, a.model).to_dict()
+                for n, a in adapters.items()
+            },
             owns_weights=owns_weights and self.takes_turns,
             log=Path(config.out) / f"engine_{name}{role}_{ranks.rank:05d}.log",
             start_timeout_s=config.timeout_s,
@@ -196,11 +191,11 @@ class LocalEngines:
         if self.config.engine_of(name) == "sglang":
             return option("rl_core.engines.sglang:make_skeleton")(path), False
         if is_read := policy is not None and reads_in_place(policy):
-            module = second_model(policy.hf) if isinstance(policy, SharedPolicy) else policy.hf
+            module = option("rl_core.options.lora:second_model")(policy.hf) if policy.is_shared else policy.hf
         else:
             module = load_hf_model(path, compute_dtype(self.config), self.ranks.device)
-            if isinstance(policy, SharedPolicy) and is_in_4_bits(policy):
-                load_weights(module, merged_weights(policy.hf, adapter=None))  # what its adapters learn beside
+            if policy is not None and policy.is_shared and hasattr(policy.hf.config, "quantization_config"):
+                load_weights(module, named_weights(policy))  # what its adapters learn beside
         self.modules.append(module)
         return module, not is_read
 

@@ -15,7 +15,7 @@ from rl_core.data.rollouts import write_trajectories
 from rl_core.distributed import all_gather_json, barrier
 from rl_core.learning.advantages import baseline_groups, group_results, has_signal, samples_of
 from rl_core.learning.checkpoint import save_checkpoint
-from rl_core.learning.model import engine_weights, export_policy
+from rl_core.learning.model import export_policy
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.outcomes import lag_metrics, part_metrics, refuse_failures, rollout_metrics
@@ -232,8 +232,8 @@ async def sync_engine(run: Run, name: str, version: int) -> None:
     """The engine gets the learner's weights. One that reads them in place only drops what it computed with the old."""
     if name not in run.engines:
         return
-    engine, policy = run.engines[name], run.learners[name].policy
-    weights = engine_weights(policy, run.config.engine_of(name) == "embedded" and not run.ranks.engine_ranks)
+    engine = run.engines[name]
+    weights = run.learners[name].engine_weights(run.config.engine_of(name) == "embedded" and not run.ranks.engine_ranks)
     if engine is not None:
         await engine.update(weights, version, adapter=run.actors[name].adapter)
     for _ in weights or () if engine is None else ():
@@ -326,6 +326,6 @@ def save(run: Run, step: int) -> None:
     save_checkpoint(checkpoint_folder(run, step), learners, state, run.ranks, run.config.keep_checkpoints, older)
     for name, learner in learners.items():
         with learner.on_device():
-            export_policy(learner.policy, run.chats[name].tokenizer, out / "hf" / name, run.ranks)
+            export_policy(learner.policy, run.chats[name].tokenizer, out / "hf" / name, run.ranks, learner.adapter)
     exported = ", ".join(str(out / "hf" / name) for name in learners)
     run.log.say(f"saved step {step} to {out / 'checkpoints'} and {exported}")

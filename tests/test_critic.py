@@ -18,10 +18,10 @@ from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
 from rl_core.learning.advantages import samples_of
 from rl_core.learning.algorithms import PRESETS, gae_advantages, token_losses
-from rl_core.learning.critic import value_losses, value_metrics, value_sums
 from rl_core.learning.learner import Learner, Minibatch
 from rl_core.learning.model import make_policy
 from rl_core.models import make_critic
+from rl_core.options.critic import value_losses, value_metrics, value_sums
 from rl_core.train import main
 from rl_core.types import Completion, TrainingSample, Trajectory, Turn
 
@@ -32,7 +32,7 @@ def with_critic(learner: Learner, head_std: float = 0.1) -> Learner:
     """The learner with a critic whose head is not 0."""
     learner.critic = make_critic(learner.config, learner.config.actors["policy"].model, learner.ranks)
     torch.manual_seed(0)
-    torch.nn.init.normal_(learner.critic.policy.hf.score.weight, std=head_std)
+    torch.nn.init.normal_(learner.critic.learner.policy.hf.score.weight, std=head_std)
     return learner
 
 
@@ -42,7 +42,7 @@ def make_ppo(model, *flags) -> Learner:
 
 def plain_values(learner: Learner, sample: TrainingSample) -> list[float]:
     """The classifier's score before each trained token, by the plain Hugging Face model."""
-    model = learner.critic.policy.hf
+    model = learner.critic.learner.policy.hf
     model.set_attn_implementation("sdpa")
     hidden = model.base_model(torch.tensor(sample.token_ids)[None], use_cache=False).last_hidden_state[0]
     model.set_attn_implementation("rl_core_packed")
@@ -117,14 +117,14 @@ def test_explained_variance_is_one_less_the_share_of_what_is_left():
     torch.manual_seed(0)
     goal, values = torch.randn(200), torch.randn(200)
     halves = [value_sums(values[part], goal[part]) for part in (slice(0, 30), slice(30, None))]
-    found = value_metrics([a + b for a, b in zip(*halves, strict=True)])
+    found = value_metrics(sum(halves).tolist())
     want = 1 - (goal - values).var() / goal.var()
     assert found["critic_explained_variance"].value == pytest.approx(want.item(), rel=1e-5)
     assert found["critic_value_mean"].value == pytest.approx(values.mean().item(), abs=1e-6)
     for same, expected in ((goal, 1.0), (torch.full((200,), 3.0), 0.0)):
-        found = value_metrics(value_sums(same, goal))["critic_explained_variance"]
+        found = value_metrics(value_sums(same, goal).tolist())["critic_explained_variance"]
         assert found.value == pytest.approx(expected, abs=1e-5)
-    assert "critic_explained_variance" not in value_metrics(value_sums(values, torch.ones(200)))
+    assert "critic_explained_variance" not in value_metrics(value_sums(values, torch.ones(200)).tolist())
     assert "critic_explained_variance" not in value_metrics([0.0] * 5)
 
 
@@ -162,10 +162,10 @@ def test_four_microbatches_teach_actor_and_critic_what_one_does(flags, tiny_mode
         learner = make_ppo(tiny_model, *SGD, *more, *flags)
         minibatches, _ = learner.shard(samples)
         assert (len(minibatches[0].batches) >= 4) == (tokens == "100")
-        before = {f"critic {n}": p.clone() for n, p in learner.critic.policy.named_parameters()}
+        before = {f"critic {n}": p.clone() for n, p in learner.critic.learner.policy.named_parameters()}
         before |= {n: p.clone() for n, p in learner.policy.named_parameters()}
         values = learner.annotate(minibatches) | learner.step(minibatches, 0)
-        after = {f"critic {n}": p for n, p in learner.critic.policy.named_parameters()}
+        after = {f"critic {n}": p for n, p in learner.critic.learner.policy.named_parameters()}
         after |= dict(learner.policy.named_parameters())
         found.append(({n: (after[n] - before[n]).detach() for n in after}, values))
     (one, a), (four, b) = found
@@ -200,7 +200,7 @@ def test_advantages_are_normalised_over_all_tokens_of_the_step(tiny_model):
 
 def test_while_the_critic_warms_up_the_actor_stays_as_it_is(tiny_model):
     learner = make_ppo(tiny_model, "--critic.warmup_steps", "2", "--optim.lr", "0.01", "--optim.weight_decay", "0.1")
-    actor, critic = learner.policy, learner.critic.policy
+    actor, critic = learner.policy, learner.critic.learner.policy
     start, values = [p.clone() for p in actor.parameters()], [p.clone() for p in critic.parameters()]
     for step in range(3):
         minibatches, _ = learner.shard(ragged_samples(seed=step))
@@ -215,13 +215,13 @@ def test_while_the_critic_warms_up_the_actor_stays_as_it_is(tiny_model):
 
 def test_a_critic_starts_from_a_reward_model_or_at_zero(tiny_model, tmp_path):
     learner, batch = make_ppo(tiny_model), pack_samples(ragged_samples())
-    learner.critic.policy.hf.save_pretrained(tmp_path)
+    learner.critic.learner.policy.hf.save_pretrained(tmp_path)
     config = parse_config(["--model", str(tiny_model), "--algorithm", "ppo", *FLAGS, "--critic.model", str(tmp_path)])
     with torch.no_grad():
-        want, _ = learner.critic.policy(batch, 1.0)
-        got, _ = make_critic(config, str(tiny_model), learner.ranks).policy(batch, 1.0)
+        want, _ = learner.critic.learner.policy(batch, 1.0)
+        got, _ = make_critic(config, str(tiny_model), learner.ranks).learner.policy(batch, 1.0)
         config.critic.model = None
-        fresh, _ = make_critic(config, str(tiny_model), learner.ranks).policy(batch, 1.0)
+        fresh, _ = make_critic(config, str(tiny_model), learner.ranks).learner.policy(batch, 1.0)
     assert torch.equal(got, want) and want.any() and not fresh.any()
 
 
@@ -287,7 +287,7 @@ def test_an_environments_deviation_is_over_all_ranks(torchrun, tmp_path):
 
 
 def critic_weights(out, step: int) -> dict[str, torch.Tensor]:
-    return load_file(out / f"checkpoints/step_{step:06d}/policy_critic/rank_00000.safetensors")
+    return load_file(out / f"checkpoints/step_{step:06d}/policy_critic/shard-00001-model-00001-of-00001.safetensors")
 
 
 def test_a_policy_with_adapters_has_a_whole_critic(warm_model, tmp_path):

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from rl_core.engines import embedded
 from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.slots import truncated_logits
-from rl_core.learning.model import load_model_config
+from rl_core.learning.loading import load_model_config
 from rl_core.types import LOGIT_CHANGES, SamplingParams, logit_change
 
 VOCAB_SIZE = 104

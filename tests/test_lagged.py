@@ -92,7 +92,7 @@ def test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it(engine,
     start = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager")
     models = {0: start}
     for version in range(1, num_steps):
-        file = out / f"checkpoints/step_{version:06d}/policy/rank_00000.safetensors"
+        file = out / f"checkpoints/step_{version:06d}/policy/shard-00001-model-00001-of-00001.safetensors"
         saved = {k[9:]: v for k, v in load_file(file).items() if k.startswith("param/hf.")}
         models[version] = AutoModelForCausalLM.from_config(start.config, attn_implementation="eager")
         missing, _ = models[version].load_state_dict(saved, strict=False)

@@ -13,10 +13,9 @@ import torch
 from rl_core.config import parse_config
 from rl_core.data.packing import balanced_bins, pack_samples
 from rl_core.distributed import init_ranks
-from rl_core.learning.algorithms import clipped_loss, group_advantages, make_algorithm, token_losses
+from rl_core.learning.algorithms import clipped_loss, group_advantages, learning_rate, make_algorithm, token_losses
 from rl_core.learning.learner import Learner
 from rl_core.learning.model import make_policy
-from rl_core.learning.optim import learning_rate
 from rl_core.types import TrainingSample
 
 FLAGS = ["--env_path", "x.py", "--out", "x", "--max_prompt_tokens", "40", "--max_tokens", "60"]

@@ -306,7 +306,7 @@ def test_logprobs_import_without_triton():
 def test_a_head_with_a_bias_is_refused(tmp_path):
     from transformers import PhiConfig, PhiForCausalLM
 
-    from rl_core.learning.model import load_hf_model
+    from rl_core.learning.loading import load_hf_model
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     PhiForCausalLM(PhiConfig(vocab_size=32, **sizes)).save_pretrained(tmp_path)

@@ -15,8 +15,9 @@ from rl_core.config import parse_config, to_yaml
 from rl_core.distributed import init_ranks
 from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.learner import Learner
-from rl_core.learning.lora import adapter_parameters, adapter_size, linear_layers
-from rl_core.learning.model import export_policy, load_hf_model, make_policy, named_weights
+from rl_core.learning.loading import load_hf_model
+from rl_core.learning.model import export_policy, make_policy
+from rl_core.options.lora import adapter_parameters, adapter_size
 from rl_core.train import main
 
 LORA = ["--actors.policy.lora.rank", "4", "--actors.policy.lora.alpha", "8"]
@@ -37,21 +38,20 @@ def with_random_adapters(learner: Learner) -> Learner:
 
 
 @torch.no_grad()
-def logprobs(learner: Learner) -> torch.Tensor:
+def logprobs(learner: Learner, adapter: str | None = None) -> torch.Tensor:
     batch = learner.shard(ragged_samples())[0][0].batches[0]
-    return learner.policy(batch, 1.0)[0]
+    return learner.policy(batch, 1.0, learner.adapter if adapter is None else adapter)[0]
 
 
 def test_new_adapters_change_nothing_and_disabled_ones_neither(any_model):
     learner = make_lora_learner(any_model)
     plain = make_policy(str(any_model), torch.float32, learner.ranks, False)
     adapted, learner.policy = learner.policy, plain
-    want, learner.policy = logprobs(learner), adapted
+    want, learner.policy = logprobs(learner, ""), adapted
     assert torch.equal(logprobs(learner), want)
     with_random_adapters(learner)
     assert (logprobs(learner) - want).abs().max() > 0.01
-    with learner.policy.adapter_disabled():
-        assert torch.equal(logprobs(learner), want)
+    assert torch.equal(logprobs(learner, ""), want)
     assert (logprobs(learner) - want).abs().max() > 0.01
 
 
@@ -70,7 +70,7 @@ def test_only_adapters_have_a_gradient_and_an_optimizer(tiny_model, checkpointin
     if checkpointing:
         learner.policy.hf.gradient_checkpointing_enable()
     minibatch = learner.shard(ragged_samples())[0][0]
-    learner.policy(minibatch.batches[0], 1.0)[0].sum().backward()
+    learner.forward(minibatch.batches[0])[0].sum().backward()
     adapters = {id(p) for _, p in adapter_parameters(learner.policy.hf)}
     assert len(adapters) == 2 * 2 * 7
     for name, parameter in learner.policy.named_parameters():
@@ -88,11 +88,11 @@ def test_a_gradient_is_that_of_w_plus_the_product(tiny_model):
     """dL/dA = scale B^T dL/dW and dL/dB = scale dL/dW A^T, with dL/dW of the plain model that has the merged weights."""
     learner = with_random_adapters(make_lora_learner(tiny_model))
     plain = make_policy(str(tiny_model), torch.float32, learner.ranks, False)
-    plain.hf.load_state_dict(dict(named_weights(learner.policy)), strict=False)
+    plain.hf.load_state_dict(dict(learner.named_weights()), strict=False)
     merged = Learner(learner.config, learner.algorithm, plain, learner.ranks)
     full, _ = gradients(merged, ragged_samples())
     [batch] = learner.shard(ragged_samples())[0][0].batches
-    (-(batch.advantages * learner.policy(batch, 1.0)[0]).sum() / batch.labels.numel()).backward()
+    (-(batch.advantages * learner.forward(batch)[0]).sum() / batch.labels.numel()).backward()
     for name in full:
         layer = learner.policy.hf.get_submodule(name.rpartition(".")[0])
         if hasattr(layer, "lora_A"):
@@ -111,10 +111,12 @@ def test_merged_weights_and_both_exports_give_the_adapted_models_logits(flags, t
     with torch.no_grad():
         want = policy.hf(ids).logits
         engine_copy = load_hf_model(str(tiny_model), torch.float32, torch.device("cpu"))
-        engine_copy.load_state_dict(dict(named_weights(policy)), strict=False)
+        engine_copy.load_state_dict(dict(learner.named_weights()), strict=False)
         engine_copy.set_attn_implementation("sdpa")
         torch.testing.assert_close(engine_copy(ids).logits, want, atol=1e-5, rtol=1e-5)
-        export_policy(policy, AutoTokenizer.from_pretrained(tiny_model), tmp_path / "policy", learner.ranks)
+        export_policy(
+            policy, AutoTokenizer.from_pretrained(tiny_model), tmp_path / "policy", learner.ranks, learner.adapter
+        )
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
         torch.testing.assert_close(merged(ids).logits, want, atol=1e-5, rtol=1e-5)
         base = AutoModelForCausalLM.from_pretrained(tiny_model)
@@ -155,7 +157,7 @@ def test_a_config_file_holds_adapters(tiny_model, tmp_path):
 def test_the_plan_counts_adapters_and_frozen_weights(tiny_model, tmp_path, capsys):
     learner = make_lora_learner(tiny_model)
     assert sum(p.numel() for _, p in adapter_parameters(learner.policy.hf)) == adapter_size(
-        learner.config.actors["policy"].lora, linear_layers(AutoModelForCausalLM.from_pretrained(tiny_model))
+        learner.config.actors["policy"].lora, AutoModelForCausalLM.from_pretrained(tiny_model)
     )
     assert main(["--model", str(tiny_model), *SORT, *NF4, "--out", str(tmp_path / "run"), "--dry_run"]) == 0
     assert ", of adapters 0.01 M" in capsys.readouterr().out

@@ -8,8 +8,8 @@ from kit import metrics, weights
 from test_learner import make_learner, ragged_samples
 
 from rl_core.config import OptimConfig
+from rl_core.learning.algorithms import learning_rate
 from rl_core.learning.checkpoint import load_checkpoint, save_checkpoint
-from rl_core.learning.optim import learning_rate
 from rl_core.train import main
 
 NAMES = ["adamw", "adamw8bit", "sgd"]
@@ -70,7 +70,7 @@ def test_state_of_another_optimizer_is_refused(tiny_model, tmp_path):
     saved = learner_after(tiny_model, 1)
     save_checkpoint(tmp_path / "step_000001", {"policy": saved}, {"step": 1}, saved.ranks, keep=0)
     with pytest.raises(
-        ValueError, match=r"holds the state of AdamW .* which SGD cannot use; resume with the --optim.name"
+        ValueError, match=r"holds the state of AdamW, which SGD cannot use; resume with the --optim.name"
     ):
         load_checkpoint(tmp_path / "step_000001", {"policy": learner_after(tiny_model, 0, "--optim.name", "sgd")})
 

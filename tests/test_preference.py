@@ -24,9 +24,9 @@ from rl_core.distributed import init_ranks
 from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.learner import Learner
 from rl_core.learning.model import make_policy, make_reference
-from rl_core.learning.preference import dpo_losses, rm_losses
 from rl_core.options.imitation import imitation_samples
 from rl_core.options.pairs import reply_pair, scored_pair
+from rl_core.options.preference import dpo_losses, rm_losses
 from rl_core.train import main
 from rl_core.types import TrainingSample
 

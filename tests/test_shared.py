@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from rl_core.build import build, make_plan
 from rl_core.config import parse_config
 from rl_core.distributed import init_ranks
-from rl_core.learning.lora import adapter_parameters
-from rl_core.learning.model import engine_weights, make_policy
+from rl_core.learning.model import make_policy
+from rl_core.options.lora import adapter_parameters
 from rl_core.train import main, train
 from rl_core.types import SamplingParams
 
@@ -57,15 +57,16 @@ def make_run(flags, *more):
 
 def with_random_adapters(run):
     for seed, learner in enumerate(run.learners.values()):
-        for i, parameter in enumerate(learner.policy.parameters()):
+        for i, parameter in enumerate(p for _, p in learner.trained_parameters()):
             parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(100 * seed + i))
     return run
 
 
 @torch.no_grad()
-def logprobs(learner, policy=None) -> torch.Tensor:
+def logprobs(learner, policy=None, adapter=None) -> torch.Tensor:
     batch = learner.shard(ragged_samples())[0][0].batches[0]
-    return (policy or learner.policy)(batch, 1.0)[0]
+    adapter = learner.adapter if adapter is None else adapter
+    return (policy or learner.policy)(batch, 1.0, adapter)[0]
 
 
 def said(run, name: str) -> list[tuple[list[int], list[float]]]:
@@ -84,9 +85,9 @@ def test_one_set_of_weights_serves_both_learners_and_their_engine(talk, tiny_mod
     storages = {p.data_ptr(): p.numel() for m in models for n, p in m.named_parameters() if ".lora_" not in n}
     plain = AutoModelForCausalLM.from_pretrained(tiny_model)
     assert sum(storages.values()) == sum(p.numel() for p in plain.parameters())
-    bob, alice = ({p.data_ptr() for p in run.learners[name].policy.parameters()} for name in ("bob", "alice"))
+    bob, alice = ({p.data_ptr() for _, p in run.learners[name].trained_parameters()} for name in ("bob", "alice"))
     assert len(bob) == 2 * 2 * 7 and len(alice) == 2 * 2 * 2 and not bob & alice
-    assert all(p.requires_grad for x in run.learners.values() for p in x.policy.parameters())
+    assert all(p.requires_grad for x in run.learners.values() for _, p in x.trained_parameters())
     assert not any(p.requires_grad for p in engine.model.parameters())
 
 
@@ -95,16 +96,14 @@ def test_a_step_of_one_leaves_the_other_and_the_base_bit_for_bit(talk, tiny_mode
     bob, alice = run.learners["bob"], run.learners["alice"]
     plain = logprobs(bob, make_policy(str(tiny_model), torch.float32, run.ranks, False))
     before = {name: logprobs(learner) for name, learner in run.learners.items()}
-    with alice.policy.adapter_disabled():
-        assert torch.equal(logprobs(alice), plain)  # the reference
+    assert torch.equal(logprobs(alice, adapter=""), plain)  # the reference
     for _ in range(2):
         alice.step(alice.shard(ragged_samples())[0], 0)
     assert torch.equal(logprobs(bob), before["bob"]) and not torch.equal(logprobs(alice), before["alice"])
     assert not torch.equal(before["alice"], before["bob"])
     for learner in run.learners.values():
-        with learner.policy.adapter_disabled():
-            assert torch.equal(logprobs(learner), plain)
-    assert all(p.grad is None for p in bob.policy.model.parameters())
+        assert torch.equal(logprobs(learner, adapter=""), plain)
+    assert all(p.grad is None for p in bob.policy.parameters())
 
 
 @pytest.mark.parametrize("flags", [[], ["--learner.activations", "recompute"]])
@@ -119,8 +118,8 @@ def test_each_learns_as_if_it_were_alone(flags, talk, tiny_model, tmp_path):
             for learner in runs.learners.values():
                 learner.step(learner.shard(ragged_samples())[0], step)
     for name in ("bob", "alice"):
-        policies = [runs.learners[name].policy for runs in (shared, alone)]
-        a, b = (dict(adapter_parameters(policy.hf, policy.adapter_name)) for policy in policies)
+        learners = [runs.learners[name] for runs in (shared, alone)]
+        a, b = (dict(adapter_parameters(learner.policy.hf, learner.adapter)) for learner in learners)
         assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
         assert any(value.abs().max() > 1e-3 for n, value in a.items() if ".lora_B." in n)
 
@@ -130,9 +129,9 @@ def test_after_training_alice_the_engine_says_for_bob_and_the_judge_what_it_said
     run = make_run(flags, "--actors.judge.train", "false", "--algo.kl_coef", "0.01", "--optim.lr", "1e-2")
     assert "judge" not in run.learners and len(run.all_engines) == 1
     for name, learner in run.learners.items():
-        for i, parameter in enumerate(learner.policy.parameters()):
+        for i, parameter in enumerate(p for _, p in learner.trained_parameters()):
             parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
-        asyncio.run(run.engines[name].update(engine_weights(learner.policy), 0, adapter=run.actors[name].adapter))
+        asyncio.run(run.engines[name].update(learner.engine_weights(True), 0, adapter=run.actors[name].adapter))
     before = {name: said(run, name) for name in run.engines}
     assert before["judge"] != before["bob"]
     asyncio.run(train(run))

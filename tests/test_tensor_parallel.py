@@ -27,8 +27,8 @@ from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.checkpoint import load_checkpoint, save_checkpoint
 from rl_core.learning.learner import Learner
 from rl_core.learning.model import PolicyModel, export_policy, make_policy, named_weights
-from rl_core.learning.tensor_parallel import check_tensor_parallel, sum_partial_gradients
 from rl_core.metrics import reduce_metrics
+from rl_core.options.tensor_parallel import check_tensor_parallel, sum_partial_gradients
 from rl_core.train import main
 from rl_core.types import TrainingSample
 

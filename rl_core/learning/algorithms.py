@@ -6,13 +6,14 @@ A sequence is one TrainingSample; an algorithm is a row of independent parts (do
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rl_core.config import AlgoConfig
+from rl_core.config import AlgoConfig, OptimConfig
 from rl_core.types import PackedBatch
 
 
@@ -79,7 +80,7 @@ PRESETS = {
     # Bradley-Terry on pairs of scores: Ouyang et al. 2022, arXiv:2203.02155
     "rm": Algorithm(is_rl=False, advantage="none", objective="rm", aggregation="pair"),
 }
-CRITIC = Algorithm(is_rl=False, advantage="none", objective="value")  # of the learner that trains the critic
+WSD_DECAY_FRAC = 0.2
 
 
 def make_algorithm(preset: str, parts: AlgoConfig) -> Algorithm:
@@ -128,11 +129,15 @@ def overlong_penalty(length: int, max_tokens: int, buffer: int) -> float:
     return min(0.0, (max_tokens - buffer - length) / buffer)
 
 
-def sequence_mean(values: Tensor, sequences: Tensor) -> Tensor:
-    """[M] for each token the mean of its sequence's values; the gradient goes through all of them."""
-    lengths = torch.bincount(sequences)
-    sums = values.new_zeros(len(lengths)).index_add(0, sequences, values)
-    return (sums / lengths)[sequences]
+def sequence_sums(values: Tensor, sequences: Tensor, num: int) -> Tensor:
+    """[M] for each token the sum of its sequence's values, of `num` sequences; the gradient goes through all of them."""
+    # bincount would wait for the device to learn how many sequences there are.
+    return values.new_zeros(num).index_add(0, sequences, values)[sequences]
+
+
+def sequence_mean(values: Tensor, sequences: Tensor, num: int) -> Tensor:
+    """[M] for each token the mean of its sequence's values."""
+    return sequence_sums(values, sequences, num) / sequence_sums(torch.ones_like(values), sequences, num)
 
 
 def sums_to_go(values: Tensor, sequences: Tensor, decay: float = 1.0) -> Tensor:
@@ -141,8 +146,6 @@ def sums_to_go(values: Tensor, sequences: Tensor, decay: float = 1.0) -> Tensor:
     while reach < len(sums):
         # Sums over `reach` tokens become sums over twice as many: log2 passes over all sequences at once.
         is_same = sequences[reach:] == sequences[:-reach]
-        if not is_same.any():
-            break
         later = torch.where(is_same, sums[reach:], 0.0)
         sums = sums + decay**reach * torch.nn.functional.pad(later, (0, reach))
         reach *= 2
@@ -173,11 +176,11 @@ def token_rewards(a: Algorithm, batch: PackedBatch) -> Tensor:
     return rewards
 
 
-def aggregation_weights(kind: str, sequences: Tensor) -> Tensor:
-    """[M] what a token counts; the sum of weighted losses over loss_denominator() is the loss. Token and constant: 1.
+def aggregation_weights(kind: str, sequences: Tensor, num: int) -> Tensor:
+    """[M] weight of a token; the sum of weighted losses over loss_denominator() is the loss. Token and constant: 1.
     Sequence: 1 over the sequence's trained tokens."""
     ones = torch.ones(len(sequences), device=sequences.device)
-    return ones / torch.bincount(sequences)[sequences] if kind == "sequence" else ones
+    return ones / sequence_sums(ones, sequences, num) if kind == "sequence" else ones
 
 
 def loss_denominator(kind: str, num_tokens: int, num_sequences: int, max_tokens: int) -> int:
@@ -264,7 +267,7 @@ def correction_weights(algorithm: Algorithm, old_logprobs: Tensor, batch: Packed
     mean of the sequence's c is inside, else 0."""
     log_c = (old_logprobs - batch.rollout_logprobs).detach()
     if algorithm.correction == "sequence_mask":
-        log_c = sequence_mean(log_c, batch.sequences)
+        log_c = sequence_mean(log_c, batch.sequences, len(batch.order))
     c = torch.exp(log_c)
     if algorithm.correction == "tis":
         return c.clamp(max=algorithm.correction_range[1])
@@ -280,7 +283,7 @@ def token_losses(a: Algorithm, batch: PackedBatch, logprobs: Tensor, entropy: Te
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         log_ratio = logprobs - old
         if a.ratio == "sequence":
-            log_ratio = sequence_mean(log_ratio, batch.sequences)
+            log_ratio = sequence_mean(log_ratio, batch.sequences, len(batch.order))
         if a.objective == "cispo":
             result = cispo_loss(logprobs, log_ratio, batch.advantages, a.clip_low, a.clip_high)
         else:
@@ -293,5 +296,20 @@ def token_losses(a: Algorithm, batch: PackedBatch, logprobs: Tensor, entropy: Te
             result.losses = result.losses - a.entropy_coef * entropy
     else:
         result = sft_loss(logprobs, batch.advantages)
-    result.losses = result.losses * aggregation_weights(a.aggregation, batch.sequences)
+    result.losses = result.losses * aggregation_weights(a.aggregation, batch.sequences, len(batch.order))
     return result
+
+
+def learning_rate(config: OptimConfig, step: float, num_steps: int) -> float:
+    """The learning rate of an update that starts `step` (a fraction for later minibatches) of num_steps. wsd: constant
+    until the last fifth of the run, then linear (Hu et al. 2024, arXiv:2404.06395, section 4)."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / (config.warmup_steps + 1)
+    done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    height = {
+        "constant": lambda: 1.0,
+        "linear": lambda: 1 - done,
+        "cosine": lambda: 0.5 * (1 + math.cos(math.pi * done)),
+        "wsd": lambda: min(1.0, (num_steps - step) / (WSD_DECAY_FRAC * num_steps)),
+    }[config.schedule]()
+    return config.lr * (config.min_lr_frac + (1 - config.min_lr_frac) * height)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_core.config import Config
+from rl_core.config import Config, OptimConfig
 from rl_core.data.packing import (
     Entry,
     PackBudget,
@@ -25,26 +27,25 @@ from rl_core.data.packing import (
 from rl_core.distributed import Ranks, all_gather_json, exchange, local, whole
 from rl_core.learning.algorithms import (
     Algorithm,
-    gae_advantages,
     kl_k3,
     kl_penalised,
+    learning_rate,
     loss_denominator,
     normalised,
-    sums_to_go,
     token_losses,
-    token_rewards,
 )
-from rl_core.learning.critic import value_losses, value_metrics, value_sums
-from rl_core.learning.model import Policy, SharedPolicy, named_weights, reads_in_place
-from rl_core.learning.nonfinite import NonfiniteUpdates
-from rl_core.learning.offload import Offload
-from rl_core.learning.optim import learning_rate, make_optimizer
-from rl_core.learning.preference import pair_losses, pair_metrics
-from rl_core.learning.tensor_parallel import sum_partial_gradients
+from rl_core.learning.model import PolicyModel, engine_weights, named_weights, reads_in_place
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics, count_once
-from rl_core.types import PER_TOKEN, PackedBatch, SequenceShard, TrainingSample
+from rl_core.types import PER_TOKEN, PackedBatch, RunError, SequenceShard, TrainingSample, option
 
 TAIL_NATS = 0.5  # a token beyond it counts for mismatch_tail_frac
+MAX_NONFINITE = 3  # updates in a row that are skipped
+OBJECTIVES = {  # of what is no policy gradient: (config, batch, outputs of the model) -> (losses, metrics)
+    "dpo": "rl_core.options.preference:losses_of_replies",
+    "rm": "rl_core.options.preference:losses_of_scores",
+    "value": "rl_core.options.critic:losses_of_values",
+}
+OPTIMIZERS = {"adamw8bit": "rl_core.options.optimizers:adamw8bit"}  # beside torch's
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,27 +62,29 @@ class Learner:
         self,
         config: Config,
         algorithm: Algorithm,
-        policy: Policy,
+        policy: PolicyModel,
         ranks: Ranks,
-        reference: Policy | None = None,
-        critic: Learner | None = None,
+        reference: PolicyModel | None = None,
+        critic: Any = None,  # rl_core.options.critic.Critic
         name: str = "policy",
+        adapter: str | None = None,
     ):
-        self.config, self.algorithm, self.policy, self.ranks = config, algorithm, policy, ranks
-        self.reference = reference  # frozen, on the host while it is not used; or the policy, without its adapters
+        self.config, self.algorithm, self.policy, self.ranks, self.name = config, algorithm, policy, ranks, name
+        self.adapter = next(iter(policy.adapters), "") if adapter is None else adapter  # that it trains, if any
+        self.reference = reference  # frozen; or the policy, which then acts as its own without adapters
         self.critic = critic  # trained beside the policy
         self.temperature = config.sampling.temperature if algorithm.is_rl else 1.0
-        self.optimizer = make_optimizer(policy, config.optim)
+        self.optimizer = make_optimizer(self.trained_parameters(), config.optim)
+        self.state_on_device = nullcontext  # makes a context in which the optimizer's state is on the device
+        if config.learner.offload == "phase":
+            self.state_on_device = option("rl_core.options.offload:offload_state")(self.optimizer, ranks.device)
+            if policy.on_device is nullcontext and not reads_in_place(policy):  # which others may share
+                policy.on_device = option("rl_core.options.offload:offload_weights")(policy, ranks.device)
         self.updates_per_step = config.learner.minibatches * config.learner.epochs
         mesh = ranks.mesh
         tokens = config.learner.microbatch_tokens * mesh.cp
         self.budget = PackBudget(max_tokens=tokens, num_ranks=mesh.dp, cp=mesh.cp, pair_work=pair_work(policy.hf))
-        self.nonfinite = NonfiniteUpdates(ranks)
-        learners = self.trained("").values() if config.learner.offload == "phase" else ()
-        shared = policy.offload if isinstance(policy, SharedPolicy) else None
-        models = [learner.policy for learner in learners if not reads_in_place(learner.policy)]
-        models = [model for model in models if not isinstance(model, SharedPolicy)]
-        self.offload = Offload(models, [learner.optimizer for learner in learners], ranks.device, shared)
+        self.nonfinite_in_a_row = 0
 
     def shard(self, samples: list[TrainingSample]) -> tuple[list[Minibatch], dict[str, Metric]]:
         """Every rank's samples -> balanced minibatches, each sample moved at most once, from the rank that has it to the
@@ -130,126 +133,125 @@ class Learner:
             here |= {e: unflattened(piece) for e, piece in zip(part, pieces, strict=True)}
         return here
 
+    def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        return self.policy(batch, self.temperature, self.adapter)
+
     @torch.no_grad()
     def annotate(self, minibatches: list[Minibatch]) -> dict[str, Metric]:
         """Old logprobs, where a batch is used for more than one update (the first update's ratio is 1 by definition), and
         what the advantages still lack: the KL to the reference, what a critic expects, their scale over the whole batch.
         Gives the metrics of the critic."""
         a, batches = self.algorithm, [b for m in minibatches for b in m.batches]
-        metrics: dict[str, Metric] = {}
         if a.is_rl and self.updates_per_step > 1:
             for batch in batches:
-                batch.old_logprobs = self.policy(batch, self.temperature)[0]
+                batch.old_logprobs = self.forward(batch)[0]
         if self.reference is not None:
-            if self.reference is not self.policy:
-                self.reference.to(self.ranks.device)
-            for batch in batches:
-                with self.reference.adapter_disabled():
+            with self.reference.on_device():
+                for batch in batches:
                     batch.ref_logprobs = self.reference(batch, self.temperature)[0]
-            if self.reference is not self.policy:
-                self.reference.to("cpu")
-        if self.critic is not None:
-            sums = [self.ask_critic(batch) for batch in batches]
-            metrics = value_metrics(self.global_sums(sums, 5))
-        for batch in batches:
-            if batch.ref_logprobs is not None and (
-                a.kl_in == "advantage" or (a.kl_in == "reward" and not a.has_critic)
-            ):
+        metrics = self.critic.annotate(a, batches) if self.critic else {}
+        if self.reference is not None and (a.kl_in == "advantage" or (a.kl_in == "reward" and not self.critic)):
+            for batch in batches:
                 batch.advantages = kl_penalised(a, batch)
         if a.normalize == "batch":
-            values = [b.advantages.double() for b in batches]
-            sums = [[v.sum().item(), v.square().sum().item(), v.numel()] for v in values]
-            total, squares, count = self.global_sums(sums, 3)
+            sums = torch.zeros(3, dtype=torch.float64, device=self.ranks.device)
+            for v in (b.advantages.double() for b in batches):
+                sums += torch.stack([v.sum(), v.square().sum(), torch.ones_like(v).sum()])
+            total, squares, count = self.global_sums(sums)
             for batch in batches if count else []:
                 batch.advantages = normalised(batch.advantages, total, squares, count)
         return metrics
 
-    def ask_critic(self, batch: PackedBatch) -> list[float]:
-        """Turns a batch's rewards into advantages over what the critic expects, and gives sums for value_metrics()."""
-        config, rewards = self.config.critic, token_rewards(self.algorithm, batch)
-        batch.values = self.critic.policy(batch, 1.0)[0]
-        batch.advantages = gae_advantages(rewards, batch.values, batch.sequences, config.gamma, config.gae_lambda)
-        batch.returns = batch.advantages + batch.values
-        return value_sums(batch.values, sums_to_go(rewards, batch.sequences, config.gamma))
-
-    def global_sums(self, rows: list[list[float]], num: int) -> list[float]:
-        """Of each of `num` columns, over the rows of all ranks."""
-        local = [sum(column) for column in zip(*rows, strict=True)] or [0.0] * num
-        return [sum(column) for column in zip(*all_gather_json(local, self.ranks), strict=True)]
+    def global_sums(self, sums: Tensor) -> list[float]:
+        """Sums over the ranks."""
+        return [sum(column) for column in zip(*all_gather_json(sums.tolist(), self.ranks), strict=True)]
 
     @torch.no_grad()
     def evaluate(self, minibatches: list[Minibatch]) -> dict[str, Metric]:
         """The loss of samples that are not trained on."""
-        metrics: dict[str, Metric] = {}
+        parts = []
         for batch in (b for m in minibatches for b in m.batches):
             if self.algorithm.is_pairs:
                 losses, found = self.losses(batch)
-                add_metrics(metrics, found | {"loss": Mean(losses.sum().item(), losses.numel())})
+                parts.append(found | {"loss": Mean(losses.sum(), losses.numel())})
             else:
-                logprobs, _ = self.policy(batch, self.temperature)
-                add_metrics(metrics, {"loss": Mean(-(batch.advantages * logprobs).sum().item(), logprobs.numel())})
-        return metrics
+                logprobs, _ = self.forward(batch)
+                parts.append({"loss": Mean(-(batch.advantages * logprobs).sum(), logprobs.numel())})
+        return fetched(parts)[0]
 
     def step(self, minibatches: list[Minibatch], step: int) -> dict[str, Metric]:
         """One optimizer step per minibatch and epoch, until one's KL to the start of the step exceeds the target. A
         minibatch that carries no signal changes nothing."""
         metrics: dict[str, Metric] = {}
-        for number in range(self.updates_per_step):
-            minibatch = minibatches[number % len(minibatches)]
-            at, name = step + number / self.updates_per_step, f"step {step + 1}, update {number}"
-            is_done, has_work = False, bool(minibatch.batches and minibatch.denominator)
-            if self.critic is not None and has_work:
-                lr = learning_rate(self.critic.config.optim, at, self.config.num_steps)
-                of_tokens = dataclasses.replace(minibatch, denominator=minibatch.num_tokens)
-                add_metrics(metrics, self.critic.update(of_tokens, lr, f"{name} of the critic")[0], prefix="critic_")
-            if has_work and (self.critic is None or step >= self.config.critic.warmup_steps):
-                lr = learning_rate(self.config.optim, at, self.config.num_steps)
-                found, is_done = self.update(minibatch, lr, name)
-                add_metrics(metrics, found)
-            else:
-                add_metrics(metrics, {"skipped_updates": count_once(self.ranks)})
-            if is_done:
-                left_out = self.updates_per_step - number
-                return metrics | {"kl_stopped_updates": Sum(left_out / self.ranks.size)}
+        with self.state_on_device():
+            for number in range(self.updates_per_step):
+                minibatch = minibatches[number % len(minibatches)]
+                at, is_done, has_work = step + number / self.updates_per_step, False, bool(minibatch.batches)
+                has_work &= bool(minibatch.denominator)
+                if self.critic and has_work:
+                    add_metrics(metrics, self.critic.update(minibatch, at))
+                if has_work and (not self.critic or step >= self.config.critic.warmup_steps):
+                    found, is_done = self.update(minibatch, at)
+                    add_metrics(metrics, found)
+                else:
+                    add_metrics(metrics, {"skipped_updates": count_once(self.ranks)})
+                if is_done:
+                    left_out = self.updates_per_step - number
+                    return metrics | {"kl_stopped_updates": Sum(left_out / self.ranks.size)}
         return metrics
 
-    def update(self, minibatch: Minibatch, lr: float, name: str = "update") -> tuple[dict[str, Metric], bool]:
+    def update(self, minibatch: Minibatch, step: float) -> tuple[dict[str, Metric], bool]:
         """The metrics, and whether the step ends here without this update, because the policy is too far from its start. An
         update whose loss or gradient is not finite changes nothing."""
-        metrics: dict[str, Metric] = {}
-        for batch in minibatch.batches:
+        parts = []
+        for number, batch in enumerate(minibatch.batches, 1):
+            if self.ranks.mesh.dp_replicate > 1:  # copies of the weights add up their gradients once
+                self.policy.set_requires_all_reduce(number == len(minibatch.batches))
             losses, found = self.losses(batch)
             loss = losses.sum() / minibatch.denominator
-            # An infinite loss may have a finite gradient. Times NaN it has not, on every rank once they are reduced.
+            # Propagate NaN into the gradient so that all ranks skip this update together.
             one = 1 + (loss - loss).detach()
             # FSDP averages gradients over ranks; undo it, the loss is already a share of a global mean.
             (loss * one * (self.ranks.size / self.ranks.mesh.tp)).backward()
-            add_metrics(metrics, found | {"loss": Mean(loss.item(), 0)})
+            parts.append(found | {"loss": Mean(loss.detach(), 0)})
+        # The one place in which an update waits for the device.
+        metrics, grad_norm = fetched(parts, self.clip_gradients())
         metrics["loss"] = Mean(metrics["loss"].total, 1 / self.ranks.mesh.dp)
-        if self.exceeds_target(metrics):
-            self.policy.zero_grad()
-            return metrics, True
-        grad_norm = self.clip_gradients()
-        if not math.isfinite(grad_norm):
-            self.policy.zero_grad()
-            return self.nonfinite.skip(name, minibatch.batches, metrics["loss"].total, grad_norm), False
-        self.nonfinite.in_a_row = 0
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.policy.zero_grad()
-        add_metrics(metrics, {"grad_norm": Mean(grad_norm), "lr": Mean(lr), "updates": count_once(self.ranks)})
-        return metrics, False
+        is_finite, is_done = math.isfinite(grad_norm), self.exceeds_target(metrics)
+        if is_finite and not is_done:
+            lr = learning_rate(self.config.optim, step, self.config.num_steps)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            once = count_once(self.ranks)
+            add_metrics(metrics, {"grad_norm": Mean(grad_norm), "lr": Mean(lr), "updates": once})
+        for _, parameter in self.trained_parameters():
+            parameter.grad = None
+        if is_done or is_finite:
+            self.nonfinite_in_a_row *= is_done
+            return metrics, is_done
+        return self.skip(metrics["loss"].total, grad_norm, step), False
+
+    def skip(self, loss: float, grad_norm: float, step: float) -> dict[str, Metric]:
+        """Counts an update that was not made. Raises RunError on all ranks alike after too many in a row."""
+        self.nonfinite_in_a_row += 1
+        losses = all_gather_json(repr(loss), self.ranks)
+        number = round((step - int(step)) * self.updates_per_step)
+        text = f"step {int(step) + 1}, update {number} of {self.name} is not finite: gradient norm {grad_norm}, loss "
+        text += ", ".join(losses)  # of each rank
+        if self.nonfinite_in_a_row > MAX_NONFINITE:
+            raise RunError(
+                f"{text}. It is number {self.nonfinite_in_a_row} in a row; weights and optimizer are as before the first"
+            )
+        if self.ranks.rank == 0:
+            print(f"{text}; skipped ({self.nonfinite_in_a_row} in a row)", flush=True)
+        return {"nonfinite_updates": count_once(self.ranks)}
 
     def losses(self, batch: PackedBatch) -> tuple[Tensor, dict[str, Metric]]:
-        """What is to be made small, of each trained token or of each pair, and other facts about it."""
-        outputs, entropy = self.policy(batch, self.temperature)
-        if self.algorithm.objective == "value":
-            losses, is_clipped = value_losses(outputs, batch.values, batch.returns, self.config.critic.value_clip)
-            return losses, {"clip_frac": Mean(is_clipped.sum().item(), losses.numel())}
-        if self.algorithm.is_pairs:
-            result = pair_losses(self.algorithm.objective, batch, outputs, self.config.preference)
-            return result.losses, pair_metrics(result)
+        """What is minimised, of each trained token or of each pair, and metrics whose numbers are still on the device."""
+        outputs, entropy = self.forward(batch)
+        if name := OBJECTIVES.get(self.algorithm.objective):
+            return option(name)(self.config, batch, outputs)
         result = token_losses(self.algorithm, batch, outputs, entropy)
         return result.losses, self.measure(batch, outputs.detach(), entropy.detach(), result.is_clipped)
 
@@ -258,35 +260,32 @@ class Learner:
         if not self.algorithm.target_kl:
             return False
         kl = metrics["step_kl_nats"]
-        total, count = self.global_sums([[kl.total, kl.count]], 2)
+        total, count = self.global_sums(torch.tensor([kl.total, kl.count], dtype=torch.float64))
         return total > self.algorithm.target_kl * count
 
     def measure(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor, is_clipped: Tensor) -> dict[str, Metric]:
         n = logprobs.numel()
-        metrics: dict[str, Metric] = {"entropy_nats": Mean(entropy.sum().item(), n)}
+        metrics: dict[str, Metric] = {"entropy_nats": Mean(entropy.sum(), n)}
         if self.algorithm.is_rl:
             learner = logprobs if batch.old_logprobs is None else batch.old_logprobs
             mismatch = kl_k3(learner, batch.rollout_logprobs) if n else logprobs
             metrics |= {
-                "clip_frac": Mean(is_clipped.sum().item(), n),
-                "mismatch_kl_nats": Mean(mismatch.sum().item(), n),
-                "mismatch_kl_nats_max": Max(mismatch.max().item() if n else 0.0),
-                "mismatch_tail_frac": Mean(((learner - batch.rollout_logprobs).abs() > TAIL_NATS).sum().item(), n),
+                "clip_frac": Mean(is_clipped.sum(), n),
+                "mismatch_kl_nats": Mean(mismatch.sum(), n),
+                "mismatch_kl_nats_max": Max(mismatch.max() if n else 0.0),
+                "mismatch_tail_frac": Mean(((learner - batch.rollout_logprobs).abs() > TAIL_NATS).sum(), n),
             }
-        for name, pair in {
-            "step_kl_nats": (batch.old_logprobs, logprobs),
-            "ref_kl_nats": (logprobs, batch.ref_logprobs),
-        }.items():
-            if all(x is not None for x in pair):
-                metrics[name] = Mean(kl_k3(*pair).sum().item(), n)
+        if batch.old_logprobs is not None:
+            metrics["step_kl_nats"] = Mean(kl_k3(batch.old_logprobs, logprobs).sum(), n)
+        if batch.ref_logprobs is not None:
+            metrics["ref_kl_nats"] = Mean(kl_k3(logprobs, batch.ref_logprobs).sum(), n)
         return metrics
 
-    def clip_gradients(self) -> float:
+    def clip_gradients(self) -> Tensor:
         """The norm before it is bounded, over all ranks."""
-        if self.ranks.mesh.tp > 1:
-            sum_partial_gradients(self.policy.hf, self.ranks.weights_mesh["tp"])
+        self.policy.finish_gradients()
         by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}  # torch takes the norm of tensors on one mesh
-        for grad in (p.grad for p in self.policy.parameters() if p.grad is not None):
+        for grad in (p.grad for _, p in self.trained_parameters() if p.grad is not None):
             by_mesh.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
         norms = [whole(torch.nn.utils.get_total_norm(grads)) for grads in by_mesh.values()]
         norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -294,24 +293,65 @@ class Learner:
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)
             for grads in by_mesh.values():
                 torch._foreach_mul_([local(g) for g in grads], scale)
-        return norm.item()
+        return norm
 
-    def on_device(self):
-        """A context in which weights, gradients and optimizer state are on the device; outside they wait on the host, if
-        --learner.offload says so. Weights that an engine reads in place stay."""
-        return self.offload.on_device()
+    def on_device(self) -> ExitStack:
+        """A context in which the weights are on the device; outside they wait on the host, if --learner.offload says so.
+        The optimizer's state is there only within step()."""
+        stack = ExitStack()
+        for learner in self.trained("").values():
+            stack.enter_context(learner.policy.on_device())
+        return stack
 
     def trained(self, name: str) -> dict[str, Learner]:
         """All that learns here, by the names that a checkpoint gives it."""
-        return {name: self} | ({} if self.critic is None else {f"{name}_critic": self.critic})
+        return {name: self} | ({f"{name}_critic": self.critic.learner} if self.critic else {})
 
-    def models(self) -> list[Policy]:
+    def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.policy.trained(self.adapter)
+
+    def models(self) -> list[PolicyModel]:
         """All that it holds, each once."""
-        held = [self.policy, self.reference, *(self.critic.models() if self.critic else ())]
-        return list({id(model): model for model in held if model is not None}.values())
+        held = [*(x.policy for x in self.trained("").values()), *([self.reference] if self.reference else ())]
+        return list({id(model): model for model in held}.values())
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return named_weights(self.policy)
+        return named_weights(self.policy, self.adapter)
+
+    def engine_weights(self, in_place: bool) -> Iterator[tuple[str, Tensor]] | None:
+        return engine_weights(self.policy, self.adapter, in_place)
+
+
+def fetched(parts: list[dict[str, Metric]], *more: Tensor) -> tuple:
+    """The sum of the parts, whose numbers may be on the device, and further numbers: all in one transfer from it."""
+    places = [(m, "total" if isinstance(m, Mean) else "value") for part in parts for m in part.values()]
+    places = [place for place in places if isinstance(getattr(*place), Tensor)]
+    tensors = [getattr(*place) for place in places] + list(more)
+    numbers = torch.stack([t.double() for t in tensors]).tolist() if tensors else []
+    for place, number in zip(places, numbers, strict=False):
+        setattr(*place, number)
+    metrics: dict[str, Metric] = {}
+    for part in parts:
+        add_metrics(metrics, part)
+    return metrics, *numbers[len(places) :]
+
+
+def make_optimizer(named: Iterator[tuple[str, nn.Parameter]], config: OptimConfig) -> torch.optim.Optimizer:
+    if config.name in OPTIMIZERS:
+        return option(OPTIMIZERS[config.name])(list(named), config)
+    groups = parameter_groups(named, config.weight_decay)
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.betas[0])
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def parameter_groups(named: Iterator[tuple[str, Tensor]], weight_decay: float) -> list[dict]:
+    """Weight decay on matrices, not on norms and biases. torch computes with a group's parameters together, which must
+    therefore be sharded over one mesh."""
+    kinds: dict[tuple, list] = {}
+    for name, p in named:
+        kinds.setdefault((p.ndim > 1, getattr(p, "device_mesh", None)), []).append((name, p))
+    return [{"params": part, "weight_decay": weight_decay * is_matrix} for (is_matrix, _), part in kinds.items()]
 
 
 def pair_work(hf: nn.Module) -> float:

@@ -69,7 +69,7 @@ class Canary:
         learner, ranks = self.learners[name], self.ranks
         batch = batch_of(learner, all_gather_json(self.said.pop(name), ranks))
         with torch.no_grad():
-            logprobs, _ = learner.policy(batch, learner.temperature)
+            logprobs, _ = learner.forward(batch)
         apart, worst = (logprobs - batch.rollout_logprobs).abs(), [0, 0, -1]
         if apart.numel():
             worst = [x[apart.argmax()].item() for x in (apart, batch.advantages, batch.policy_versions)]

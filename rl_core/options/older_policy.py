@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from rl_core.learning.checkpoint import OlderWeights, load_older_weights, older_file
 from rl_core.learning.learner import Learner
-from rl_core.learning.model import engine_weights
 from rl_core.sampling.weights import on_host
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ class OlderPolicy:
 
     async def sync(self, name: str, version: int) -> None:
         if self._is_renewed(name, version):
-            await self._renew(name, engine_weights(self.learners[name].policy, in_place=False), version)
+            await self._renew(name, self.learners[name].engine_weights(in_place=False), version)
 
     async def restore(self, name: str, version: int, checkpoint: Path) -> None:
         """When a run resumes, older weights are those of its checkpoint, or the newest where it has none."""
@@ -40,7 +39,7 @@ class OlderPolicy:
         if found := load_older_weights(checkpoint, name):
             await self._renew(name, found[1].items(), found[0])
         else:
-            await self._renew(name, engine_weights(self.learners[name].policy, in_place=False), version)
+            await self._renew(name, self.learners[name].engine_weights(in_place=False), version)
 
     def to_save(self, step: int) -> dict[str, OlderWeights]:
         """What a checkpoint of rank 0 holds of weights that are older than its own."""

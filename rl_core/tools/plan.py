@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from rl_core.build import Plan
 from rl_core.config import ActorConfig, Config
 from rl_core.distributed import Mesh, make_mesh
-from rl_core.learning.model import load_model_config
+from rl_core.learning.loading import load_model_config
 from rl_core.models import compute_dtype, has_reference
 
 GIB = 2**30

@@ -1,25 +1,28 @@
-"""Adapters beside a frozen model, through peft: y = W x + alpha/rank B A x (LoRA, Hu et al. 2021, arXiv:2106.09685), where
-W may be held in 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
+"""Adapters beside a frozen model, through peft: y = W x + alpha/rank B A x (LoRA, Hu et al. 2021, arXiv:2106.09685). W may
+be held in 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from rl_core.config import LoraConfig
-from rl_core.distributed import whole
-from rl_core.learning.loading import local_slices
+from rl_core.distributed import Ranks, whole
+from rl_core.learning import attention
+from rl_core.learning.loading import local_slices, restore_buffers
+from rl_core.learning.model import PolicyModel, replaced
 from rl_core.types import counter_seed
 
 if TYPE_CHECKING:
     import peft
-
-DEFAULT = "default"  # peft's name of an adapter, which exports and checkpoints have in the names of its weights
 
 
 def check_lora(lora: LoraConfig, model_config: PretrainedConfig) -> None:
@@ -56,8 +59,9 @@ def target_names(lora: LoraConfig, layers: dict[str, nn.Linear]) -> list[str]:
     return [name.strip() for name in lora.targets.split(",")]
 
 
-def adapter_size(lora: LoraConfig, layers: dict[str, nn.Linear]) -> int:
-    """Parameters of all adapters."""
+def adapter_size(lora: LoraConfig, model: nn.Module) -> int:
+    """Parameters of an adapter for the model."""
+    layers = linear_layers(model)
     chosen = [m for n, m in layers.items() if n.rpartition(".")[2] in target_names(lora, layers)]
     return sum(lora.rank * (m.in_features + m.out_features) for m in chosen)
 
@@ -72,20 +76,30 @@ def quantization(lora: LoraConfig, dtype: torch.dtype, device: torch.device) -> 
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def add_adapters(model: nn.Module, loras: dict[str, LoraConfig], path: str) -> dict[str, peft.LoraConfig]:
-    """Freezes the model and puts fp32 adapters beside its layers, several by name; draw_adapters() fills them."""
+def add_adapters(policy: PolicyModel, loras: dict[str, LoraConfig], path: str) -> None:
+    """Freezes the model and puts fp32 adapters beside its layers, several by name; draw_adapter() fills them."""
     import peft
 
-    configs = {name: peft_config(lora, model, path) for name, lora in loras.items()}
+    model = policy.hf
+    policy.adapters = {name: peft_config(lora, model, path) for name, lora in loras.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # of another actor, which is meant
-        for name, config in configs.items():
+        for name, config in policy.adapters.items():
             peft.inject_adapter_in_model(config, model, name)
     for name in loras:
         for _, parameter in adapter_parameters(model, name):
             parameter.data = torch.zeros(parameter.shape, device=parameter.device)
             parameter.requires_grad_(True)  # of several, which peft leaves to its version
-    return configs
+    policy.activate = partial(activate, [m for m in model.modules() if hasattr(m, "_disable_adapters")])
+
+
+def activate(layers: list[nn.Module], adapter: str) -> None:
+    """Forwards from here on use that adapter, or none. It stays after one, for what the backward recomputes."""
+    # peft's own switches change requires_grad, which FSDP must not see.
+    for layer in layers:
+        layer._disable_adapters = not adapter
+        if adapter:
+            layer._active_adapter = adapter
 
 
 def peft_config(lora: LoraConfig, model: nn.Module, path: str) -> peft.LoraConfig:
@@ -102,7 +116,7 @@ def peft_config(lora: LoraConfig, model: nn.Module, path: str) -> peft.LoraConfi
 
 
 @torch.no_grad()
-def draw_adapters(model: nn.Module, seed: int, adapter: str = DEFAULT) -> None:
+def draw_adapter(model: nn.Module, seed: int, adapter: str) -> None:
     """An adapter as training begins with it, alike for any number of ranks and other adapters: A is random, B is 0."""
     for name, parameter in adapter_parameters(model, adapter):
         draw = torch.zeros(parameter.shape)
@@ -113,21 +127,21 @@ def draw_adapters(model: nn.Module, seed: int, adapter: str = DEFAULT) -> None:
         local.copy_(draw[slices])
 
 
-def adapter_parameters(model: nn.Module, adapter: str = DEFAULT) -> Iterator[tuple[str, nn.Parameter]]:
-    """Of one adapter, by the names that they would have if it were alone."""
+def adapter_parameters(model: nn.Module, adapter: str = "default") -> Iterator[tuple[str, nn.Parameter]]:
+    """Of one adapter, named as if there were no other."""
     for name, parameter in model.named_parameters():
         if f".lora_A.{adapter}." in name or f".lora_B.{adapter}." in name:
-            yield name.replace(f".{adapter}.", f".{DEFAULT}."), parameter
+            yield name.replace(f".{adapter}.", ".default."), parameter
 
 
-def adapter_weights(model: nn.Module, adapter: str = DEFAULT) -> Iterator[tuple[str, Tensor]]:
+def adapter_weights(model: nn.Module, adapter: str) -> Iterator[tuple[str, Tensor]]:
     """(peft's name, full tensor) of each matrix of an adapter. Every rank must exhaust it."""
     for name, parameter in adapter_parameters(model, adapter):
-        yield f"base_model.model.{name.replace(f'.{DEFAULT}.', '.')}", whole(parameter.detach())
+        yield f"base_model.model.{name.replace('.default.', '.')}", whole(parameter.detach())
 
 
-def merged_weights(model: nn.Module, adapter: str | None = DEFAULT) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) with an adapter added, W + alpha/rank B A, and nothing in 4 bits; a tied weight comes
+def merged_weights(model: nn.Module, adapter: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(transformers' name, full tensor) with an adapter added, W + alpha/rank B A, and nothing in 4 bits; a tied weight comes
     once. Every rank must exhaust it."""
     for name, parameter in model.named_parameters():
         if ".lora_A." in name or ".lora_B." in name:
@@ -144,4 +158,26 @@ def merged_weights(model: nn.Module, adapter: str | None = DEFAULT) -> Iterator[
             if adapter in owner.lora_A:
                 a_RD, b_DR = (whole(part[adapter].weight.detach()) for part in (owner.lora_A, owner.lora_B))
                 value = value.float() + owner.scaling[adapter] * (b_DR @ a_RD)
-        yield f"{owner_name}.{kind}", value
+        yield f"{owner_name}.{kind}", value if dtype is None else value.to(dtype)
+
+
+def export_adapter(policy: PolicyModel, adapter: str, folder: Path, ranks: Ranks) -> None:
+    """A folder that peft loads beside the model it began with."""
+    weights = {name: value.cpu().contiguous() for name, value in adapter_weights(policy.hf, adapter)}
+    if ranks.rank == 0:
+        with replaced(folder) as beside:
+            policy.adapters[adapter].save_pretrained(beside)
+            save_file(weights, beside / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def second_model(hf: nn.Module) -> nn.Module:
+    """A model of its own modules over the weights of another, without the other's adapters: an engine samples with it."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf.config, dtype=hf.dtype, attn_implementation=attention.NAME)
+    model.requires_grad_(False)  # which the weights' own is set to
+    parameters = hf.named_parameters(remove_duplicate=False)
+    weights = {n.replace(".base_layer.", "."): p for n, p in parameters if ".lora_A." not in n and ".lora_B." not in n}
+    model.load_state_dict(weights, strict=False, assign=True)
+    assert restore_buffers(model), f"{type(model).__name__} has buffers that cannot be computed again"
+    model.generation_config = hf.generation_config
+    return model.to(hf.device)

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from rl_core.config import LoraConfig
+from rl_core.learning.model import PolicyModel
 
 PARTIAL = "replicated_with_grad_allreduce"  # whole on every rank, and a rank's gradient is of its own heads alone
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel, PARTIAL: None}
@@ -65,8 +66,9 @@ def check_tensor_parallel(tp: int, model_config: PretrainedConfig, lora: LoraCon
         )
 
 
-def split_matrices(hf: nn.Module, mesh: DeviceMesh) -> None:
+def split_matrices(policy: PolicyModel, mesh: DeviceMesh) -> None:
     """Every matrix of the plan, the embedding and the head become this rank's slice; what is tied stays one parameter."""
+    hf, policy.finish_gradients = policy.hf, partial(sum_partial_gradients, policy.hf, mesh)
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
     plan = {name: style() for name, key in tp_plan(hf.config).items() if (style := STYLES[key])}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rl_core.config import PreferenceConfig
+from rl_core.config import Config, PreferenceConfig
 from rl_core.metrics import Mean, Metric
 from rl_core.types import PackedBatch
 
@@ -22,13 +22,19 @@ class PairLosses:
     rewards: Tensor  # [P, 2] of the chosen and of the rejected reply, as the model ranks them
 
 
-def pair_losses(objective: str, batch: PackedBatch, outputs: Tensor, config: PreferenceConfig) -> PairLosses:
-    """Losses of the pairs of a batch from its tokens' logprobs (dpo) or scores (rm), [M]. Its samples are chosen and
-    rejected in turn; a chosen one's advantage is the margin."""
+def losses_of_replies(config: Config, batch: PackedBatch, logprobs: Tensor) -> tuple[Tensor, dict[str, Metric]]:
+    """DPO's losses of the pairs of a batch, [P], from its tokens' logprobs [M]. Its samples are chosen and rejected in turn."""
     replies, num_pairs = batch.order[batch.sequences], len(batch.order) // 2
-    if objective == "rm":
-        return rm_losses(outputs, batch.advantages, replies, num_pairs)
-    return dpo_losses(outputs, batch.ref_logprobs, replies, num_pairs, config)
+    result = dpo_losses(logprobs, batch.ref_logprobs, replies, num_pairs, config.preference)
+    return result.losses, pair_metrics(result)
+
+
+def losses_of_scores(config: Config, batch: PackedBatch, scores: Tensor) -> tuple[Tensor, dict[str, Metric]]:
+    """A reward model's losses of the pairs of a batch, [P], from its tokens' scores [M]. A chosen sample's advantage is the
+    margin."""
+    replies, num_pairs = batch.order[batch.sequences], len(batch.order) // 2
+    result = rm_losses(scores, batch.advantages, replies, num_pairs)
+    return result.losses, pair_metrics(result)
 
 
 def pair_metrics(result: PairLosses) -> dict[str, Metric]:
@@ -36,7 +42,7 @@ def pair_metrics(result: PairLosses) -> dict[str, Metric]:
     chosen, rejected = result.rewards.detach().T
     values = {"accuracy": ((chosen > rejected).float() + (chosen >= rejected)) / 2, "margin_mean": chosen - rejected}
     values |= {"chosen_reward_mean": chosen, "rejected_reward_mean": rejected}
-    return {name: Mean(value.sum().item(), len(value)) for name, value in values.items()}
+    return {name: Mean(value.sum(), len(value)) for name, value in values.items()}
 
 
 def dpo_losses(
@@ -50,7 +56,7 @@ def dpo_losses(
     logratios = logprobs if ref_logprobs is None else logprobs - ref_logprobs
     sums = logratios.new_zeros(2 * num_pairs).index_add(0, replies, logratios)
     if config.length_normalized:
-        sums = sums / torch.bincount(replies, minlength=2 * num_pairs)
+        sums = sums / torch.zeros_like(sums).index_add(0, replies, torch.ones_like(logratios))
     rewards = config.beta * sums.view(-1, 2)
     margin = rewards[:, 0] - rewards[:, 1]
     if config.loss == "ipo":

@@ -1,0 +1,43 @@
+"""Optimizers of bitsandbytes, over sharded parameters too."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rl_core.config import OptimConfig
+from rl_core.learning.learner import parameter_groups
+
+
+def adamw8bit(named: list[tuple[str, Tensor]], config: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW whose state takes 8 bits a number, in blocks of 256 (Dettmers et al. 2021, arXiv:2110.02861)."""
+    import bitsandbytes.optim
+
+    views, links = local_views(named)
+    groups = parameter_groups(views, config.weight_decay)
+    optimizer = bitsandbytes.optim.AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    optimizer.register_step_pre_hook(lambda *_: refresh_views(links))
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())  # a gradient must not live on in a view
+    return optimizer
+
+
+def local_views(named: list[tuple[str, Tensor]]) -> tuple[list[tuple[str, Tensor]], list[tuple[Tensor, Tensor]]]:
+    """This rank's part of each sharded parameter as a plain one that shares its memory, and the pairs (view, sharded):
+    bitsandbytes knows no DTensor. A rank that holds nothing of a parameter has no view of it."""
+    views, links = [], []
+    for name, parameter in named:
+        if isinstance(parameter, DTensor):
+            view = nn.Parameter(parameter.to_local().detach())
+            links.append((view, parameter))
+            parameter = view
+        if parameter.numel():
+            views.append((name, parameter))
+    return views, links
+
+
+def refresh_views(links: list[tuple[Tensor, Tensor]]) -> None:
+    """The views show what the sharded parameters hold, which FSDP may have moved, and their gradients."""
+    for view, parameter in links:
+        view.data = parameter.to_local().detach()
+        view.grad = None if parameter.grad is None else parameter.grad.to_local()
