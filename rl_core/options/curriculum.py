@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from rl_core.data.tasks import TaskMix, TaskSource
+from rl_core.data.tasks import TaskMix, TaskSource, shorten
 from rl_core.sampling.env import Env
+from rl_core.sampling.hooks import Hook, describe_error, finite
 from rl_core.types import RunError, counter_seed
 
 
@@ -127,6 +129,22 @@ class Curriculum:
             order.reweigh(order.tried, state[env]["start"])
 
 
+def task_weight(hook: Hook, task_id: str, row: dict[str, Any], known: Progress) -> float:
+    """What the user's hook gives for a task of which so much is known. Raises ValueError unless it is a finite number of at
+    least 0."""
+    values = asdict(known)
+    given = ", ".join(f"{name}={value:.4g}" for name, value in values.items())
+    what = f"{hook.path}: task_weight() for task {task_id} with {given}"
+    try:
+        weight = hook.function(**hook.arguments(row, {name: lambda v=v: v for name, v in values.items()}))
+    except Exception as error:
+        raise ValueError(f"{what} failed: {describe_error(error, hook.path)}") from error
+    with suppress(ValueError):
+        if finite(weight, what) >= 0:
+            return float(weight)
+    raise ValueError(f"{what} gave {shorten(weight)}; it must give a finite number of at least 0")
+
+
 def drawn_before(train: TaskSource | TaskMix, position: int) -> dict[str, int]:
     """Environment -> how many of its tasks come before a position."""
     if isinstance(train, TaskSource):
@@ -143,9 +161,8 @@ def make_curriculum(train: TaskSource | TaskMix, envs: dict[str, Env]) -> Curric
             if columns and not hook.takes_all and (names := getattr(rows, "column_names", None)) is not None:
                 rows = rows.select_columns(sorted(columns & set(names)))  # reading a row of a table is slow
 
-            def weigh(row: int, known: Progress, env=envs[source.env], rows=rows, source=source) -> float:
-                values = {"tries": known.tries, "success_rate": known.success_rate, "mean_reward": known.mean_reward}
-                return env.task_weight(f"{source.split}/{row}", rows[row], values)
+            def weigh(row: int, known: Progress, hook=hook, rows=rows, source=source) -> float:
+                return task_weight(hook, f"{source.split}/{row}", rows[row], known)
 
             orders[source.env] = WeightedOrder(source, weigh, is_by_row=bool(columns) or hook.takes_all)
             source.order = orders[source.env]

@@ -11,8 +11,7 @@ import importlib.util
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -190,20 +189,6 @@ class Env:
     async def score_group(self, task: Task, trajectories: Sequence[Trajectory], actors: Cast) -> None:
         """Adds what the hooks for a whole group give. Raises what they raise, ValueError for what is no reward."""
         await score_group(self.group_rewards, task, trajectories, actors)
-
-    def task_weight(self, task_id: str, row: dict[str, Any], known: Mapping[str, float]) -> float:
-        """What the user's task_weight() gives for a task of which so much is known. Raises ValueError unless it is a finite
-        number of at least 0."""
-        hook, given = self.hooks["task_weight"], ", ".join(f"{name}={value:.4g}" for name, value in known.items())
-        what = f"{self.path}: task_weight() for task {task_id} with {given}"
-        try:
-            weight = hook.function(**hook.arguments(row, {name: lambda v=v: v for name, v in known.items()}))
-        except Exception as error:
-            raise ValueError(f"{what} failed: {describe_error(error, self.path)}") from error
-        with suppress(ValueError):
-            if finite(weight, what) >= 0:
-                return float(weight)
-        raise ValueError(f"{what} gave {shorten(weight)}; it must give a finite number of at least 0")
 
 
 def load_env(path: str, *, hook_timeout_s: float = 60.0) -> Env:

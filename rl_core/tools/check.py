@@ -76,10 +76,12 @@ def say_optional(env: Env, task: Task, found: dict[str, list[Trajectory]]) -> No
         say("advantages", [f"advantage_fn({rewards}) gave {env.advantage_fn(rewards)}"])
     if len(rewards) == len(found) and len(set(rewards)) == 1:
         say("note", [f"every kind of reply earns {rewards[0]:.4g}: groups with equal rewards teach nothing"])
-    if "task_weight" in env.hooks:
+    if hook := env.hooks.get("task_weight"):
+        from rl_core.options.curriculum import Progress, task_weight
+
         rates = {"new": (0, 0.5), "never solved": (4, 0.0), "solved half": (4, 0.5), "always": (4, 1.0)}
-        known = {k: {"tries": n, "success_rate": r, "mean_reward": r if n else 0.0} for k, (n, r) in rates.items()}
-        weights = [f"{k} {env.task_weight(task.id, task.row, v):.4g}" for k, v in known.items()]
+        known = {k: Progress(tries=n, success_rate=r, mean_reward=r if n else 0.0) for k, (n, r) in rates.items()}
+        weights = [f"{k} {task_weight(hook, task.id, task.row, v):.4g}" for k, v in known.items()]
         say("weights", [f"{task.id}: {', '.join(weights)}"])
 
 
