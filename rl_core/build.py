@@ -34,7 +34,7 @@ from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import DeviceLease, Engine
 from rl_core.sampling.env import Env
 from rl_core.sampling.rollout import RolloutWorker, groups_at_once, run_group
-from rl_core.sources import check_lengths, load_envs, load_source, train_source
+from rl_core.sources import ImitatedRows, check_lengths, load_envs, load_source, train_source
 from rl_core.types import option
 
 CHECK_TP = "rl_core.options.tensor_parallel:check_tensor_parallel"
@@ -55,16 +55,10 @@ class Plan:
     eval: dict[str, TaskSource]  # by the name of its environment
     chats: dict[str, Chat]  # of the actors that have a model here
     remote: dict[str, Any]  # actors that speak by an endpoint
-    curriculum: Any = (
-        None  # an options.curriculum.Curriculum of the training tasks, where an environment has task_weight()
-    )
+    imitated: ImitatedRows | None = None  # None: episodes are rolled out
+    curriculum: Any = None  # an options.curriculum.Curriculum, where an environment has task_weight()
     takes_turns: bool = False  # one engine is awake at a time
     memory_fracs: dict[str, float] = field(default_factory=dict)  # of a GPU, for each SGLang engine
-
-    @property
-    def chat(self) -> Chat:
-        """Of the actor that learns, where there is one alone."""
-        return self.chats[self.config.trained[0]]
 
 
 @dataclass(kw_only=True)
@@ -149,9 +143,10 @@ def make_plan(config: Config) -> Plan:
     chats = {name: check_model(config, name) for name, actor in config.actors.items() if not actor.api}
     remote = {name: make_api_actor(config, name) for name, actor in config.actors.items() if actor.api}
     plan = Plan(config=config, algorithm=algorithm, envs=envs, chats=chats, remote=remote, train=train, eval=held_out)
+    plan.imitated = None if algorithm.is_rl else ImitatedRows(config, chats[config.trained[0]])
     share_device(plan)
     for source in (*(train.sources if isinstance(train, TaskMix) else [train]), *held_out.values()):
-        check_lengths(config, algorithm, envs, chats, source)
+        check_lengths(config, envs, chats, plan.imitated, source)
     if algorithm.is_rl and any("task_weight" in env.hooks for env in envs.values()):
         plan.curriculum = option(CURRICULUM)(train, envs)
     return plan

@@ -20,7 +20,6 @@ from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.outcomes import lag_metrics, part_metrics, refuse_failures, rollout_metrics
 from rl_core.sampling.rollout import Group, in_order, make_groups, rollout
-from rl_core.sources import imitation
 from rl_core.types import SamplingParams, Task, TrainingSample, Trajectory
 
 
@@ -140,8 +139,7 @@ def imitated_samples(run: Run) -> dict[str, list[TrainingSample]]:
     n = run.config.tasks_per_step
     positions = range(run.position + run.ranks.rank, run.position + n, run.ranks.size)
     run.position += n
-    how = run.config, run.chat
-    rows = (imitation(*how, run.train.tasks(p, 1)[0], f"{p:012d}") for p in positions)
+    rows = (run.imitated.samples(run.train.tasks(p, 1)[0], f"{p:012d}") for p in positions)
     return {run.config.trained[0]: [sample for row in rows for sample in row]}
 
 
@@ -286,8 +284,7 @@ async def evaluate(run: Run, step: int) -> None:
 
 def evaluate_rows(run: Run, tasks: list[Task]) -> None:
     [learner] = run.learners.values()
-    how = run.config, run.chat
-    minibatches, _ = learner.shard([s for t in tasks for s in imitation(*how, t, t.id)])
+    minibatches, _ = learner.shard([s for t in tasks for s in run.imitated.samples(t, t.id)])
     learner.annotate(minibatches)
     run.note("eval/", learner.evaluate(minibatches))
 

@@ -20,6 +20,7 @@ ROWS = {
     "dpo": "rl_core.options.pairs:reply_pair",
     "rm": "rl_core.options.pairs:scored_pair",
 }
+CACHED_TOKENS = 4_000_000  # 100 MB
 CHECKED_ROWS = 20_000  # of which the length is checked at start-up; rows beyond are checked when they are drawn
 
 
@@ -92,15 +93,15 @@ def load_source(config: Config, env: Env | None, name: str, split: str, algorith
 
 
 def check_lengths(
-    config: Config, algorithm: Algorithm, envs: dict[str, Env], chats: dict[str, Chat], source: TaskSource
+    config: Config, envs: dict[str, Env], chats: dict[str, Chat], imitated: ImitatedRows | None, source: TaskSource
 ) -> None:
     """Every row renders and fits, or is left out if --data.skip_long says so."""
     kept = []
     for number, (index, task) in enumerate(zip(source.kept, source, strict=True)):
         if number >= CHECKED_ROWS:
             kept.append(index)
-        elif not algorithm.is_rl:
-            kept += [index] if imitation(config, chats[config.trained[0]], task) else []
+        elif imitated:
+            kept += [index] if imitated.samples(task) else []
         else:
             env = envs[task.env]
             prompts = ((chat, env.opening(task, name)) for name, chat in chats.items())
@@ -116,22 +117,35 @@ def check_lengths(
         source.keep(kept)
 
 
-def imitation(config: Config, chat: Chat, task: Task, group_id: str = "") -> list[TrainingSample]:
-    """The samples of one row that is to be imitated, or of one pair. Raises ValueError if it is too long, unless such rows
-    are skipped."""
-    weights = (config.sft.action_weight, config.sft.observation_weight) if config.algorithm == "sft" else ()
-    try:
-        samples = option(ROWS[config.algorithm])(chat, task.row, *weights)
-    except ValueError as error:
-        raise ValueError(f"{task.id}: {error}") from None
-    longest, limit = max((len(s.token_ids) for s in samples), default=0), config.max_context_tokens
-    if longest > limit:
+class ImitatedRows:
+    """The samples of rows that are imitated. What the check at start-up tokenized is kept, up to CACHED_TOKENS."""
+
+    def __init__(self, config: Config, chat: Chat):
+        self.config, self.chat, self.known, self.num_tokens = config, chat, {}, 0
+
+    def samples(self, task: Task, group_id: str = "") -> list[TrainingSample]:
+        """The samples of one row or of one pair. Raises ValueError if it is too long, unless such rows are skipped."""
+        samples = self.known.get(task.id)
+        if samples is None:
+            samples = self._tokenize(task)
+            self.num_tokens += sum(len(sample.token_ids) for sample in samples)
+            if self.num_tokens <= CACHED_TOKENS:
+                self.known[task.id] = samples
+        return [replace(sample, group_id=group_id) for sample in samples]
+
+    def _tokenize(self, task: Task) -> list[TrainingSample]:
+        config = self.config
+        weights = (config.sft.action_weight, config.sft.observation_weight) if config.algorithm == "sft" else ()
+        try:
+            samples = option(ROWS[config.algorithm])(self.chat, task.row, *weights)
+        except ValueError as error:
+            raise ValueError(f"{task.id}: {error}") from None
+        longest, limit = max((len(s.token_ids) for s in samples), default=0), config.max_context_tokens
+        if longest <= limit:
+            return samples
         if config.data.skip_long:
             return []
         raise ValueError(
             f"{task.id}: a row of {longest} tokens is longer than {limit} (max_prompt_tokens + max_tokens); "
             "raise --max_prompt_tokens or --max_tokens, or leave such rows out with --data.skip_long"
         )
-    for sample in samples:
-        sample.group_id = group_id
-    return samples

@@ -399,3 +399,17 @@ def test_what_rollouts_cannot_be(rollouts, tiny_model, tmp_path, capsys):
     flags = ["--model", str(tiny_model), *SORT, "--num_steps", "1", "--out", str(tmp_path / "run")]
     assert main([*flags, "--data.train", str(rollouts)]) == 1
     assert "which are for --algorithm sft" in capsys.readouterr().err
+
+
+def test_a_row_is_tokenized_once_however_often_it_is_drawn(tiny_model, tmp_path, monkeypatch):
+    rows = [{"messages": [user(f"number {n}"), said("yes")]} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rendered, render = [], Chat.render
+    monkeypatch.setattr(Chat, "render", lambda self, *a, **k: rendered.append(a) or render(self, *a, **k))
+    counts = []
+    for steps in ("1", "4"):  # half of the rows, and each twice
+        sizes = ["--tasks_per_step", "2", "--max_tokens", "20", "--max_prompt_tokens", "20", "--num_steps", steps]
+        flags = ["--model", str(tiny_model), "--algorithm", "sft", "--data.train", str(tmp_path / "rows.jsonl"), *sizes]
+        assert main([*flags, "--out", str(tmp_path / steps)]) == 0
+        counts.append(len(rendered) - sum(counts))
+    assert counts[0] == counts[1] > 0
