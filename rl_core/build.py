@@ -26,10 +26,10 @@ from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint
 from rl_core.learning.learner import Learner
 from rl_core.learning.loading import load_model_config
 from rl_core.learning.model import end_token_ids
-from rl_core.metrics import Mean, Metric, RunLog, add_metrics
+from rl_core.metrics import Mean, Metric, add_metrics
 from rl_core.models import LocalEngines, adapters_of, compute_dtype, make_api_actor, make_learners, readers_of
 from rl_core.rules import check, check_algorithm
-from rl_core.run_folder import keep_config
+from rl_core.run_folder import RunLog, keep_config
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import DeviceLease, Engine
 from rl_core.sampling.env import Env

@@ -201,22 +201,3 @@ def local(value: torch.Tensor) -> torch.Tensor:
 def whole(value: torch.Tensor) -> torch.Tensor:
     """All of a tensor that is split over ranks, every one of which must ask; any other as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-class FromShards(torch.autograd.Function):
-    """Each [m] tensor of this rank's trained tokens -> [M] that of the whole batch. Every rank goes on to compute the same
-    loss from all of them; a gradient goes back to its own alone, since the others' ranks send theirs."""
-
-    @staticmethod
-    def forward(ctx, shard, group, *values):
-        ctx.trained = shard.trained
-        padded = values[0].new_zeros(len(values), max(shard.counts))
-        padded[:, : len(shard.trained)] = torch.stack(values)
-        gathered = [torch.empty_like(padded) for _ in shard.counts]
-        dist.all_gather(gathered, padded, group=group)
-        parts = [part[:, :n] for part, n in zip(gathered, shard.counts, strict=True)]
-        return tuple(row[shard.places] for row in torch.cat(parts, 1))
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return None, None, *(grad[ctx.trained] for grad in grads)

@@ -21,7 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl_core.config import LoraConfig
-from rl_core.distributed import FromShards, Ranks, whole
+from rl_core.distributed import Ranks, whole
 from rl_core.learning.attention import AttentionPlan
 from rl_core.learning.loading import allocate, load_hf_model, load_model_config, make_empty_model, read_weights
 from rl_core.learning.logprobs import fused_logprobs
@@ -325,3 +325,22 @@ def replaced(folder: Path) -> Iterator[Path]:
         os.rename(folder, old)
     os.rename(beside, folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+class FromShards(torch.autograd.Function):
+    """Each [m] tensor of this rank's trained tokens -> [M] that of the whole batch. Every rank goes on to compute the same
+    loss from all of them; a gradient goes back to its own alone, since the others' ranks send theirs."""
+
+    @staticmethod
+    def forward(ctx, shard, group, *values):
+        ctx.trained = shard.trained
+        padded = values[0].new_zeros(len(values), max(shard.counts))
+        padded[:, : len(shard.trained)] = torch.stack(values)
+        gathered = [torch.empty_like(padded) for _ in shard.counts]
+        dist.all_gather(gathered, padded, group=group)
+        parts = [part[:, :n] for part, n in zip(gathered, shard.counts, strict=True)]
+        return tuple(row[shard.places] for row in torch.cat(parts, 1))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, None, *(grad[ctx.trained] for grad in grads)
