@@ -13,6 +13,7 @@ import pytest
 import torch
 from stage import ROW, cast, error_of, one, play, run, talk
 
+from rl_core.cli import main as rl_core
 from rl_core.data.rows import load_rows
 from rl_core.data.tasks import make_task
 from rl_core.sampling.actor import Cast
@@ -327,18 +328,20 @@ def test_deadlines_stand_still_while_the_event_loop_is_blocked():
     assert asyncio.run(main()) == "done"
 
 
-def test_an_async_hook_that_blocks_the_loop_is_named_with_its_line(env_of, capfd):
-    env = env_of("""
+def test_an_async_hook_that_blocks_the_loop_is_named_with_its_line_by_check_too(env_of, capfd):
+    env_of("""
         import time
+        waits = [1.6]
+        def load_tasks(split): return [{"prompt": "2+2"}]
         def slow():
-            time.sleep(1.6)
+            time.sleep(waits.pop() if waits else 0)
         async def reward_fn():
             slow()
             return 1
     """)
-    assert {t.reward for t in run(env, cast(policy="a"), group_size=2)} == {1.0}
+    assert rl_core(["check", "x.py"]) == 0
     [line] = [x for x in capfd.readouterr().err.splitlines() if "blocked" in x]
-    assert line.startswith("x.py:4: async reward_fn() has blocked the event loop for 1 s")
+    assert line.startswith("x.py:6: async reward_fn() has blocked the event loop for 1 s")
     assert "write it as def, which runs in a thread" in line
 
 
