@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
+import peft
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from test_engine_contract import LORAS, load, random_prompts
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rl_core.engines import embedded
 from rl_core.engines.embedded import EmbeddedEngine
-from rl_core.engines.slots import truncated_logits
 from rl_core.learning.loading import load_model_config
 from rl_core.types import LOGIT_CHANGES, SamplingParams, logit_change
 
@@ -23,22 +23,8 @@ def model(tiny_model):
     return load(tiny_model)
 
 
-@pytest.fixture(scope="session")
-def tokenizer(tiny_model):
-    return AutoTokenizer.from_pretrained(tiny_model)
-
-
-def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
-
-
 def make(model, num_slots=8, max_context_tokens=128, **kwargs) -> EmbeddedEngine:
     return EmbeddedEngine(model, num_slots=num_slots, max_context_tokens=max_context_tokens, **kwargs)
-
-
-def random_prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(1, longest))] for _ in range(count)]
 
 
 def run(engine, prompts, params, first_seed: int = 0):
@@ -53,39 +39,21 @@ def run(engine, prompts, params, first_seed: int = 0):
     return asyncio.run(gather())
 
 
+@torch.no_grad()
+def assert_logprobs(model, prompt, completion, temperature=1.0):
+    """By one plain forward."""
+    ids = torch.tensor([*prompt, *completion.token_ids])
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1] / temperature
+    expected = logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+
+
 async def has_decoded(engine, num_steps):
     while engine.stats["decode_steps"] < num_steps:  # noqa: ASYNC110 - an event in the engine would serve tests alone
         await asyncio.sleep(0)
 
 
-@torch.no_grad()
-def forward_logits(model, prompt, completion, temperature=1.0):
-    """[L, V] logits from which each token of the completion was sampled, by one plain forward."""
-    logits = model(input_ids=torch.tensor([prompt + completion.token_ids]), use_cache=False).logits[0].float()
-    return logits[len(prompt) - 1 : -1] / temperature
-
-
-def assert_logprobs(model, prompt, completion, temperature=1.0):
-    expected = forward_logits(model, prompt, completion, temperature).log_softmax(-1)
-    expected = expected.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
-
-
 # What is sampled
-
-
-def test_greedy_tokens_are_those_of_model_generate(any_model):
-    model = load(any_model)
-    prompts = random_prompts(12)
-    completions = run(make(model, num_slots=5), prompts, SamplingParams(max_tokens=20, temperature=0))
-    for prompt, completion in zip(prompts, completions, strict=True):
-        tokens = torch.tensor([prompt])
-        # With an explicit mask, as a prompt may hold the padding token.
-        expected = model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=20, do_sample=False, eos_token_id=None
-        )
-        assert completion.token_ids == expected[0, len(prompt) :].tolist()
-        assert_logprobs(model, prompt, completion)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -138,11 +106,6 @@ def test_samples_do_not_depend_on_the_rest_of_the_batch_or_on_the_number_of_slot
     assert alone == [together[i] for i in (0, 13, 30)]
 
 
-def test_another_seed_gives_another_sample(model):
-    prompts = random_prompts(1) * 4
-    assert len({tuple(c.token_ids) for c in run(make(model), prompts, SamplingParams(max_tokens=16))}) == 4
-
-
 @pytest.mark.parametrize(
     "limits", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 8, "top_p": 0.7, "min_p": 0.1}]
 )
@@ -151,7 +114,8 @@ def test_samples_follow_the_softmax_of_the_tokens_that_the_limits_leave(model, l
     prompt, temperature, count = [5, 17, 40], 1.5, 3000
     params = SamplingParams(max_tokens=1, temperature=temperature, **limits)
     completions = run(make(model, num_slots=500), [prompt] * count, params)
-    probs = expected_probs(forward_logits(model, prompt, completions[0], temperature)[0], **limits)
+    with torch.no_grad():
+        probs = expected_probs(model(torch.tensor([prompt])).logits[0, -1] / temperature, **limits)
     counts = torch.zeros(VOCAB_SIZE)
     for completion in completions:
         token = completion.token_ids[0]
@@ -190,53 +154,6 @@ def test_one_requests_limits_leave_the_others_alone(model):
     assert_logprobs(model, prompts[2], greedy)
 
 
-def test_limits_always_leave_the_most_likely_token():
-    logits = torch.tensor([[0.0, 3.0, 1.0]])
-    kept = truncated_logits(logits, torch.tensor([0.0]), torch.tensor([1e-9]), torch.tensor([1.0]))
-    assert kept.isfinite().tolist() == [[False, True, False]]
-
-
-# Where it ends
-
-
-def test_a_stop_token_ends_the_completion_and_stays_in_it(model):
-    prompts = random_prompts(8, seed=3)
-    free = run(make(model), prompts, SamplingParams(max_tokens=20))
-    stop = free[0].token_ids[6]
-    params = SamplingParams(max_tokens=20, stop_token_ids=(stop,))
-    for before, after in zip(free, run(make(model), prompts, params), strict=True):
-        end = before.token_ids.index(stop) + 1 if stop in before.token_ids else None
-        assert after.token_ids == before.token_ids[:end]
-        assert after.finish_reason == ("length" if end is None else "stop")
-        assert len(after.logprobs) == len(after.token_ids)
-
-
-def test_a_stop_string_ends_the_completion_and_stays_in_its_text(model, tokenizer):
-    prompts = random_prompts(1, seed=4)
-    [free] = run(make(model, tokenizer=tokenizer), prompts, SamplingParams(max_tokens=40))
-    stop = tokenizer.decode(free.token_ids[9:12])
-    end = next(i for i in range(1, 41) if stop in tokenizer.decode(free.token_ids[:i]))
-    [cut] = run(make(model, tokenizer=tokenizer), prompts, SamplingParams(max_tokens=40, stop=("\0", stop)))
-    assert (cut.token_ids, cut.finish_reason) == (free.token_ids[:end], "stop")
-    assert cut.text == tokenizer.decode(cut.token_ids, skip_special_tokens=True)
-
-
-def test_text_is_empty_without_a_tokenizer_and_stop_strings_are_refused(model):
-    assert run(make(model), [[1]], SamplingParams(max_tokens=2))[0].text == ""
-    with pytest.raises(ValueError, match="needs a tokenizer"):
-        run(make(model), [[1]], SamplingParams(max_tokens=2, stop=("x",)))
-
-
-def test_a_completion_fills_the_context_and_no_more(model):
-    prompt = random_prompts(1)[0]
-    limit = len(prompt) + 7
-    [completion] = run(make(model, max_context_tokens=limit), [prompt], SamplingParams(max_tokens=50))
-    assert (len(completion.token_ids), completion.finish_reason) == (7, "length")
-    assert_logprobs(model, prompt, completion)
-    with pytest.raises(ValueError, match=f"prompt of {limit} tokens"):
-        run(make(model, max_context_tokens=limit), [[1] * limit], SamplingParams(max_tokens=1))
-
-
 # What it costs
 
 
@@ -247,7 +164,6 @@ def test_a_groups_prompt_is_prefilled_once_even_if_it_outlives_its_first_owner(m
     for prompt, completion in zip(prompts, run(engine, prompts, params), strict=True):
         assert_logprobs(model, prompt, completion)
     assert engine.stats["prefill_tokens"] == sum(map(len, prompts[::8]))
-    assert not engine._prompts
 
 
 def test_a_session_prefills_only_what_its_prompt_adds(model):
@@ -262,7 +178,6 @@ def test_a_session_prefills_only_what_its_prompt_adds(model):
         assert_logprobs(model, second, two)
         engine.end_session("s")
         engine.end_session("never seen")
-        assert not engine._parked
         return engine.stats["prefill_tokens"] - before
 
     # The last sampled token's keys were never computed.
@@ -291,14 +206,17 @@ def test_turns_of_unlike_lengths_go_together_up_to_the_end_of_the_context(model)
 
 
 def test_the_oldest_session_is_forgotten_first_when_more_is_kept_than_the_slots_hold(model):
-    engine = make(model, num_slots=2, max_context_tokens=32)
+    engine, params = make(model, num_slots=2, max_context_tokens=32), SamplingParams(max_tokens=2)
+
+    async def speak(name: str) -> int:
+        before = engine.stats["prefill_tokens"]
+        await engine.generate([1] * 20, params, seed=0, session=name)
+        return engine.stats["prefill_tokens"] - before
 
     async def open_sessions():
-        for name in "abcd":
-            await engine.generate([1] * 20, SamplingParams(max_tokens=2), seed=0, session=name)
+        return [await speak(name) for name in "abcddcba"]
 
-    asyncio.run(open_sessions())
-    assert list(engine._parked) == ["b", "c", "d"]
+    assert asyncio.run(open_sessions()) == [20, 20, 20, 20, 1, 1, 1, 20]
 
 
 def test_long_and_ragged_prompts_are_prefilled_in_bounded_pieces(model, monkeypatch):
@@ -383,60 +301,6 @@ def test_a_pause_changes_nothing_that_is_sampled(model):
     for a, b in zip(paused, expected, strict=True):
         torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-5, rtol=0)
         assert a.policy_versions == b.policy_versions == [0] * len(b.token_ids)
-
-
-def test_requests_go_on_with_newer_weights_and_every_token_knows_its_own(model, make_model):
-    prompts, params = random_prompts(6), SamplingParams(max_tokens=40)
-    versions = [load(make_model(seed=seed)) for seed in range(3)]
-    engine = make(load(make_model(seed=0)), num_slots=4)
-
-    async def next_weights(number):
-        await engine.update(versions[number + 1].named_parameters(), version=number + 1)
-
-    found = asyncio.run(interrupted(engine, prompts, params, [5, 20], next_weights))
-    assert {v for c in found for v in c.policy_versions} == {0, 1, 2} and any(len(c.newer_versions) == 2 for c in found)
-    for prompt, c in zip(prompts, found, strict=True):
-        by_version = [forward_logits(m, prompt, c).log_softmax(-1) for m in versions]
-        expected = [
-            by_version[v][i, token] for i, (v, token) in enumerate(zip(c.policy_versions, c.token_ids, strict=True))
-        ]
-        torch.testing.assert_close(torch.tensor(c.logprobs), torch.stack(expected), atol=1e-5, rtol=0)
-
-
-def test_weights_do_not_change_under_a_running_request(model):
-    engine = make(model)
-
-    async def update():
-        task = asyncio.create_task(engine.generate([1], SamplingParams(max_tokens=20), seed=0))
-        await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="1 requests are running"):
-            await engine.update(None, version=1)
-        task.cancel()
-        await asyncio.sleep(0)
-        await engine.update(None, version=2)
-
-    asyncio.run(update())
-    assert engine.version == 2
-
-
-def test_cancelling_frees_the_slot_and_disturbs_nobody(model):
-    engine, prompts, params = make(model, num_slots=3), random_prompts(6, seed=7), SamplingParams(max_tokens=30)
-    expected = run(make(model), prompts, params)
-
-    async def cancel_some():
-        tasks = [asyncio.create_task(engine.generate(p, params, seed=i)) for i, p in enumerate(prompts)]
-        await has_decoded(engine, 4)
-        for i in (0, 4):  # one decodes, one waits
-            tasks[i].cancel()
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    results = asyncio.run(cancel_some())
-    assert [i for i, r in enumerate(results) if isinstance(r, asyncio.CancelledError)] == [0, 4]
-    assert all(results[i].token_ids == expected[i].token_ids for i in (1, 2, 3, 5))
-    assert not engine._active and not engine._waiting and not engine._prompts
-    assert engine.stats["prefill_tokens"] == sum(len(p) for i, p in enumerate(prompts) if i != 4)
-    # The four that ended took 29 steps each after their first token, the cancelled one the few before.
-    assert engine.stats["decode_tokens"] <= 4 * 29 + 5
 
 
 def test_the_model_is_given_back_as_it_was(model):
@@ -567,3 +431,30 @@ def test_closing_cancels_what_runs_and_sleeping_frees_the_cache(model):
     assert len(run(engine, [[1]], SamplingParams(max_tokens=3))[0].token_ids) == 3
     asyncio.run(engine.sleep())
     assert not engine._cache.layers
+
+
+def test_a_conversation_goes_on_with_its_own_keys_and_values_until_its_own_adapter_changes(tiny_model):
+    configs = {name: peft.LoraConfig(**LORAS[name]).to_dict() for name in ("bob", "alice")}
+    engine, models, weights = make(load(tiny_model), adapters=configs), {}, {}
+    for seed, name in enumerate(configs):
+        model = peft.get_peft_model(load(tiny_model), peft.LoraConfig(**LORAS[name]))
+        for parameter in (p for n, p in model.named_parameters() if "lora_" in n):
+            parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(seed))
+        weights[name] = {n: w.clone() for n, w in peft.get_peft_model_state_dict(model).items()}
+        models[name] = model.merge_and_unload().eval()
+        asyncio.run(engine.update(weights[name].items(), 1, adapter=name))
+
+    async def talk(name: str, update_of: str) -> tuple[int, list[int]]:
+        """(tokens prefilled, prompt) of bob's conversation gone on with by `name`."""
+        prompt, params = [7] * 20, SamplingParams(max_tokens=12)
+        first = await engine.generate(prompt, params, seed=0, session="s", adapter="bob")
+        if update_of:
+            await engine.update(weights[update_of].items(), 2, adapter=update_of)
+        longer, before = [*prompt, *first.token_ids, 5, 6], engine.stats["prefill_tokens"]
+        second = await engine.generate(longer, params, seed=1, session="s", adapter=name)
+        assert_logprobs(models[name], longer, second)
+        return engine.stats["prefill_tokens"] - before, longer
+
+    for name, update_of, is_reused in (("bob", "alice", True), ("bob", "bob", False), ("alice", "", False)):
+        num_new, longer = asyncio.run(talk(name, update_of))
+        assert num_new == (3 if is_reused else len(longer)), (name, update_of)
