@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 
-import kit
 import pytest
-from kit import steps, words
 from stage import ROW, RuleEngine, actor, cast, chat_of, run
 
 from rl_core.sampling.engine import EngineDied
@@ -90,24 +88,6 @@ def test_seeds_and_orders_differ_by_turn_episode_task_step_and_run_and_repeat_ex
     assert played(name="train/0") == (seeds, orders)
     for other_seeds, other_orders in (played(name="train/1"), played(name="train/0", seed=1)):
         assert not set(seeds) & set(other_seeds) and other_orders != orders
-
-
-SEATS = """
-def load_tasks(split): return [{"prompt": str(n)} for n in range(8)]
-async def rollout(task, actors):
-    first, second = await actors["policy"].respond(task.messages, n=2)
-    return [first.trajectory(1.0, seat="first"), second.trajectory(0.0, seat="second")]
-"""
-
-
-def test_each_seat_has_a_baseline_of_its_own(tiny_model, tmp_path):
-    (tmp_path / "seats.py").write_text(SEATS)
-    flags = words(
-        "--num_steps 1 --tasks_per_step 2 --group_size 2 --max_tokens 4 --max_prompt_tokens 8 --model", tiny_model
-    )
-    [row] = steps(kit.run(tmp_path / "run", flags, "--env_path", tmp_path / "seats.py"))
-    # In a seat all rewards are equal, so that there is nothing to learn; over both seats they differ.
-    assert (row["rollout/policy/reward_mean"], row.get("learn/policy/grad_norm", 0.0)) == (0.5, 0.0)
 
 
 class MortalEngine(RuleEngine):
