@@ -141,6 +141,8 @@ def test_errors_arrive_as_they_were(served):
 
     async def run():
         [refused] = await all_of([engine.generate([1] * 10_000, GREEDY, seed=0)])
+        [wrong] = await all_of([engine.servers[0].ask("policy/nonsense")])
+        assert isinstance(wrong, RunError) and "do_nonsense" in str(wrong)
         engine.servers[0].url = engine.servers[1].url = "http://127.0.0.1:9"
         [gone] = await all_of([engine.generate([1], GREEDY, seed=0)])
         return refused, gone

@@ -149,9 +149,10 @@ class EngineServer:
             body = await request.json()
             found = await getattr(self, f"do_{verb}")(engine, **body)
             response = web.json_response(found)
-        except (EngineDied, RunError, ValueError) as error:
-            status = next(status for status, kind in ERRORS.items() if isinstance(error, kind))
-            response = web.json_response(str(error), status=status)
+        except Exception as error:
+            status = next((status for status, kind in ERRORS.items() if isinstance(error, kind)), 500)
+            text = str(error) if isinstance(error, tuple(ERRORS.values())) else f"{type(error).__name__}: {error}"
+            response = web.json_response(text, status=status)
         await response.prepare(request)
         await response.write_eof()
         if verb == "begin_update":  # receiving blocks this thread, so the answer goes out first
@@ -223,10 +224,9 @@ def own_address() -> tuple[str, str]:
     with socket.socket(family, kind) as probe:  # UDP sends nothing when it connects
         probe.connect(address)
         found = probe.getsockname()[0]
-    # Node 0 may know itself by loopback alone. Others reach it by the name that torchrun gave them.
-    return (
-        (first, "") if found.startswith("127.") or found == "::1" else (f"[{found}]" if ":" in found else found, found)
-    )
+    if found.startswith("127.") or found == "::1":  # node 0, which others reach by the name that torchrun gave them
+        return first, ""
+    return f"[{found}]" if ":" in found else found, found
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -243,9 +243,7 @@ class Server:
         try:
             status, content = await ask(f"{self.url}/{verb}", body, self.token, timeout_s)
         except asyncio.TimeoutError:
-            raise RunError(
-                f"the engine at {self.url} did not answer {verb!r} within --timeout_s={timeout_s:g}"
-            ) from None
+            raise RunError(f"{self.url} did not answer {verb!r} within --timeout_s={timeout_s:g}") from None
         except aiohttp.ClientError as error:
             raise EngineDied(f"the engine at {self.url} does not answer: {error}") from None
         if status != 200:
@@ -253,22 +251,22 @@ class Server:
         return json.loads(content)
 
 
+@dataclass(kw_only=True, eq=False)
 class RemoteEngine:
     """An Engine whose requests ranks that only sample answer. A session stays with the rank that has its keys and values."""
 
-    def __init__(
-        self,
-        name: str,
-        servers: list[Server],
-        channel: WeightChannel,
-        dtype: torch.dtype,
-        capacity: int,
-        timeout_s: float,
-    ):
-        self.name, self.servers, self.channel, self.dtype, self.timeout_s = name, servers, channel, dtype, timeout_s
-        self.version, self.capacity = 0, capacity  # capacity: this learner's share
-        self.sampling = [server for server in servers if server.capacity]
-        self.places: dict[str, Server] = {}  # of sessions
+    name: str
+    servers: list[Server]
+    channel: WeightChannel
+    dtype: torch.dtype  # in which weights are sent
+    capacity: int  # this learner's share
+    timeout_s: float
+    version: int = 0
+    places: dict[str, Server] = field(default_factory=dict)  # of sessions
+
+    @property
+    def sampling(self) -> list[Server]:
+        return [server for server in self.servers if server.capacity]
 
     async def generate(
         self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = "", adapter: str = ""
@@ -279,14 +277,9 @@ class RemoteEngine:
         ended, server.ended = server.ended, []
         server.num_open += 1
         try:
-            request = {
-                "prompt_ids": list(prompt_ids),
-                "seed": seed,
-                "session": session,
-                "adapter": adapter,
-                "ended": ended,
-            }
-            found = await server.ask(f"{self.name}/generate", params=dataclasses.asdict(params), **request)
+            request = {"prompt_ids": list(prompt_ids), "seed": seed, "session": session, "adapter": adapter}
+            how = {"params": dataclasses.asdict(params), "ended": ended}
+            found = await server.ask(f"{self.name}/generate", **request, **how)
         finally:
             server.num_open -= 1
         return Completion(**found | {"newer_versions": [tuple(pair) for pair in found["newer_versions"]]})
@@ -335,7 +328,8 @@ def connect(names: Iterable[str], ranks: Ranks, dtype: torch.dtype, timeout_s: f
     for name in names:
         servers = [Server(url=f["url"], token=f["token"], capacity=f["capacity"][name]) for f in found]
         capacity = -(-sum(server.capacity for server in servers) // ranks.size)
-        engines[name] = RemoteEngine(name, servers, channel, dtype, capacity, timeout_s)
+        same = {"channel": channel, "dtype": dtype, "timeout_s": timeout_s}
+        engines[name] = RemoteEngine(name=name, servers=servers, capacity=capacity, **same)
     return engines
 
 
