@@ -4,6 +4,8 @@ from the safetensors files with the slices that this rank holds."""
 from __future__ import annotations
 
 import difflib
+import inspect
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,13 +48,21 @@ def load_model_config(path: str) -> PretrainedConfig:
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     family = family[0] if isinstance(family, (tuple, list)) else family
-    if kinds or (family is not None and (family._is_stateful or not family._supports_attention_backend)):
+    if kinds or (family is not None and not can_pack(family)):
         what = f"has layers of kind {min(kinds)}" if kinds else f"of type {config.model_type} has its own attention"
         raise ValueError(
             f"model {path!r} {what}, in which packed sequences would mix; take one whose layers are full or sliding "
             "attention, such as Llama, Qwen2 or Qwen3"
         )
     return config
+
+
+def can_pack(family: type) -> bool:
+    """Whether all that mixes tokens is attention that can be exchanged, and layers hand it what it is called with."""
+    layers = [vars(sys.modules[family.__module__]).get(name) for name in family._no_split_modules or ()]
+    layers = [layer for layer in layers if layer is not None and layer.__name__.endswith("DecoderLayer")]
+    hand_on = all(inspect.getsource(layer.forward).count("**kwargs") > 1 for layer in layers)
+    return hand_on and family._supports_attention_backend and not family._is_stateful
 
 
 def check_model_folder(path: Path) -> None:

@@ -309,7 +309,7 @@ def export_policy(policy: PolicyModel, tokenizer: Any, folder: Path, ranks: Rank
         if not policy.is_scoring:
             plain.generation_config = policy.hf.generation_config
         with replaced(folder) as beside:
-            plain.save_pretrained(beside, state_dict=dict(checkpoint_weights(plain, weights.items())))
+            plain.save_pretrained(beside, state_dict=weights)  # by the names that checkpoints of it have
             tokenizer.save_pretrained(beside)
 
 
