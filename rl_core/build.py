@@ -287,7 +287,7 @@ def make_samplers(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dic
     more["worker"] = RolloutWorker(play, ranks, width, "train", config.timeout_s)
     if config.canary_tolerance != 0:
         more["canary"] = option(CANARY)(
-            learners=learners, actors=actors, chats=plan.chats, readers=readers_of(config, learners, ranks), ranks=ranks,
+            learners=learners, actors=actors, readers=readers_of(config, learners, ranks), ranks=ranks,
             dtype=compute_dtype(config), tolerance=config.canary_tolerance,
         )  # fmt: skip
     return more | {"engines": engines, "actors": actors, "lease": lease}

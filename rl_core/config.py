@@ -177,7 +177,9 @@ class RolloutConfig:
     hook_timeout_s: float = flag(60.0, "timeout of one call of a hook (reward, interact)", above=0)
     episode_timeout_s: float = flag(600.0, "timeout of one episode", above=0)
     engines_awake: Literal["auto", "all", "one"] = flag("auto", "colocate: all, or one while others sleep")
-    max_failed_fraction: float = flag(0.1, "the run stops when more of a step's episodes fail", at_least=0, at_most=1)
+    max_failed_fraction: float = flag(
+        0.1, "the run stops when more episodes of its last 200 rows fail, or a whole step", at_least=0, at_most=1
+    )
     save: bool = flag(True, "write every trajectory to rollouts/")
     lagged_frac: float = flag(0.0, "off-policy: part of turns by older weights", at_least=0, at_most=1, only=RL)
     lagged_every: int = flag(4, "steps between renewals of the older weights", at_least=2, only=RL)

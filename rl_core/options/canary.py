@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
-from rl_core.data.chat import Chat
 from rl_core.data.packing import pack_samples, shard_sequences
+from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.learning.learner import Learner, to_device
 from rl_core.metrics import Max, Metric
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied
-from rl_core.types import PackedBatch, RunError, SamplingParams, TrainingSample, counter_seed
+from rl_core.types import Completion, PackedBatch, RunError, SamplingParams, Turn, counter_seed
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 4
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.5}  # nats; kernels of engine and learner round differently
-Fact = list  # [prompt's tokens, tokens said, their logprobs, version, rank that asked]
 
 
 @dataclass(kw_only=True)
 class Canary:
     learners: Mapping[str, Learner]
     actors: Mapping[str, Actor]
-    chats: Mapping[str, Chat]
     readers: set[str]  # whose engine reads the learner's own tensors
     tolerance: float | None  # nats; None: by the dtype
     dtype: torch.dtype  # of compute
     ranks: Ranks
-    said: dict[str, list[Fact]] = field(default_factory=dict)  # what learners still check
+    said: dict[str, list] = field(default_factory=dict)  # (prompt, completion) pairs that learners still check
 
     async def sample(self, is_first: bool = False) -> None:
         """Asks each engine that has a learner to continue the fixed prompts. The learner checks it before it learns on. An
@@ -43,46 +40,56 @@ class Canary:
                 is_asked = self.actors[name].engine and (not self.ranks.engine_ranks or self.ranks.rank == 0)
                 self.said[name] = await self._ask(name) if is_asked else []
 
-    async def _ask(self, name: str) -> list[Fact]:
-        actor = replace(self.actors[name], older=None)
-        num_ids = min(
-            len(self.chats[name].tokenizer), self.learners[name].policy.hf.config.get_text_config().vocab_size
-        )
-        length, draw = min(PROMPT_TOKENS, actor.max_context_tokens // 2), random.Random(counter_seed("canary"))
-        num = max(NUM_PROMPTS, self.ranks.engine_ranks)
-        prompts = [[draw.randrange(num_ids) for _ in range(length)] for _ in range(num)]
-        limit = min(NEW_TOKENS, actor.max_context_tokens - length)
-        params = SamplingParams(max_tokens=limit, temperature=self.learners[name].temperature)
+    async def _ask(self, name: str, has_died: bool = False) -> list:
+        actor, learner = replace(self.actors[name], older=None), self.learners[name]
+        num_ids = min(len(actor.chat.tokenizer), learner.policy.hf.config.get_text_config().vocab_size)
+        size, num = min(PROMPT_TOKENS, actor.max_context_tokens // 2), max(NUM_PROMPTS, self.ranks.engine_ranks)
+        prompts = [[counter_seed("canary", i, j) % num_ids for j in range(size)] for i in range(num)]
+        limit = min(NEW_TOKENS, actor.max_context_tokens - size)
+        params = SamplingParams(max_tokens=limit, temperature=learner.temperature)
         try:
             said = await asyncio.gather(*(actor.generate(prompt, params, i) for i, prompt in enumerate(prompts)))
         except EngineDied:
+            if has_died:
+                raise
             await actor.wake()
-            said = await asyncio.gather(*(actor.generate(prompt, params, i) for i, prompt in enumerate(prompts)))
-        pairs = zip(prompts, said, strict=True)
-        return [[prompt, one.token_ids, one.logprobs, one.policy_version, self.ranks.rank] for prompt, one in pairs]
+            return await self._ask(name, has_died=True)
+        return [[prompt, asdict(completion)] for prompt, completion in zip(prompts, said, strict=True)]
 
     async def check(self, name: str) -> dict[str, Metric]:
         """Raises RunError, on every rank alike, if a token's logprob in the engine is not the learner's. Every rank must call
         it, with the learner on its device and the weights that the engine was given last."""
         if name not in self.said:
             return {}
-        learner, ranks = self.learners[name], self.ranks
-        batch = batch_of(learner, all_gather_json(self.said.pop(name), ranks))
+        learner, worst = self.learners[name], [0, 0, -1]
+        batch = self._batch(all_gather_json(self.said.pop(name), self.ranks))
         with torch.no_grad():
-            logprobs, _ = learner.forward(batch)
-        apart, worst = (logprobs - batch.rollout_logprobs).abs(), [0, 0, -1]
+            apart = (learner.forward(batch)[0] - batch.rollout_logprobs).abs()
         if apart.numel():
             worst = [x[apart.argmax()].item() for x in (apart, batch.advantages, batch.policy_versions)]
-        largest, rank, version = max(all_gather_json(worst, ranks), key=lambda x: (x[0] != x[0], x[0]))  # NaN is most
+        by_rank = all_gather_json(worst, self.ranks)
+        largest, rank, version = max(by_rank, key=lambda x: (x[0] != x[0], x[0]))  # NaN is most
         tolerance = TOLERANCES[self.dtype] if self.tolerance is None else self.tolerance
         if not largest <= tolerance:
-            where = [text for text in all_gather_json(await self._differing(name), ranks) if text]
+            where = [text for text in all_gather_json(await self._differing(name), self.ranks) if text]
             raise RunError(
                 f"the engine of {name} does not sample with its learner's weights: on fixed prompts their logprobs differ by "
                 f"up to {largest:.3g} nats at version {version}, most of all on rank {rank:.0f}, and --canary_tolerance "
                 f"allows {tolerance:g}; {where[0] if where else 'no tensor that can be read here differs'}"
             )
         return {} if name in self.readers else {"canary_max_diff": Max(largest)}
+
+    def _batch(self, gathered: list[list]) -> PackedBatch:
+        """Of the ranks that compute together with this one. A token's advantage says which rank asked."""
+        ranks, samples = self.ranks, []
+        for rank, prompt, completion in ((r, *pair) for r, pairs in enumerate(gathered) for pair in pairs):
+            if ranks.dp_rank_of(rank) == ranks.dp_rank:
+                turn = Turn(new_ids=prompt, is_fresh=True, completion=Completion(**completion))
+                samples += samples_from_turns([turn], float(rank))
+        batch = pack_samples(samples, ranks.mesh.cp)
+        if ranks.mesh.cp > 1:
+            batch = shard_sequences(batch, ranks.mesh.cp, ranks.cp_rank)
+        return to_device(batch, ranks.device)
 
     @torch.no_grad()
     async def _differing(self, name: str) -> str:
@@ -99,24 +106,3 @@ class Canary:
                 found += [(apart, tensor)] if apart != 0 else []  # NaN too
         shown = ", ".join(f"{tensor} (by up to {apart:.3g})" for apart, tensor in sorted(found, reverse=True)[:5])
         return f"on rank {self.ranks.rank} {len(found)} of {num} tensors differ, most of all {shown}" if found else ""
-
-
-def batch_of(learner: Learner, gathered: list[list[Fact]]) -> PackedBatch:
-    """Of the ranks that compute together with this one."""
-    ranks, samples = learner.ranks, []
-    together = [part for r, part in enumerate(gathered) if ranks.dp_rank_of(r) == ranks.dp_rank]
-    for prompt, said, logprobs, version, rank in (fact for part in together for fact in part):
-        before, n = len(prompt), len(said)
-        samples.append(
-            TrainingSample(
-                token_ids=prompt + said,
-                loss_mask=[0] * before + [1] * n,
-                rollout_logprobs=[0.0] * before + logprobs,
-                policy_versions=[-1] * before + [version] * n,
-                advantages=[float(rank)] * (before + n),  # nobody learns from it: who said it
-            )
-        )
-    batch = pack_samples(samples, ranks.mesh.cp)
-    if ranks.mesh.cp > 1:
-        batch = shard_sequences(batch, ranks.mesh.cp, ranks.cp_rank)
-    return to_device(batch, ranks.device)
