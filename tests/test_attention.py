@@ -239,11 +239,9 @@ def measure(path: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory) -> dict:
-    from kit import run_ranks
-
+def measured(torchrun, tmp_path_factory) -> dict:
     path = tmp_path_factory.mktemp("ring") / "errors.json"
-    run_ranks(4, __file__, path)
+    torchrun(4, __file__, path)
     return json.loads(path.read_text())
 
 
