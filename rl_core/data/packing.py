@@ -76,19 +76,15 @@ def trimmed(sample: TrainingSample) -> TrainingSample:
 
 
 def plan_minibatches(
-    entries: list[Entry],
-    num_minibatches: int,
-    budget: PackBudget,
-    skip_zero_advantages: bool = False,
-    is_pairs: bool = False,
+    entries: list[Entry], num: int, budget: PackBudget, skip_zero_advantages: bool = False, is_pairs: bool = False
 ) -> list[MinibatchPlan]:
     """Groups split in their order into minibatches, samples of each balanced over ranks and microbatches. A pair is a group
     of two, of which each microbatch has both or none."""
     entries = sorted(entries)
     groups = {group_id: n for n, group_id in enumerate(dict.fromkeys(e.group_id for e in entries))}
-    parts: list[list[Entry]] = [[] for _ in range(num_minibatches)]
+    parts: list[list[Entry]] = [[] for _ in range(num)]
     for e in entries:
-        parts[groups[e.group_id] * num_minibatches // len(groups)].append(e)
+        parts[groups[e.group_id] * num // len(groups)].append(e)
     return [plan_minibatch(part, budget, skip_zero_advantages, is_pairs) for part in parts]
 
 
