@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from test_canary import flags_of
 from test_engine_contract import GREEDY, LONG, load, make_embedded
 
 from rl_core.engines import remote
@@ -209,6 +210,29 @@ def test_a_bucket_that_changed_on_its_way_is_named(channels, monkeypatch, how):
     )
     with pytest.raises(RunError, match=named):
         sent(channels, some_weights(), torch.float32)
+
+
+def test_a_bucket_that_changed_ends_a_run_with_one_error(tiny_model, torchrun, tmp_path):
+    (tmp_path / "broken.py").write_text(
+        "import os, sys\n"
+        "from rl_core.engines.remote import WeightChannel\n"
+        "from rl_core.train import main\n"
+        "broadcast = WeightChannel._broadcast\n"
+        "def receive(self, tensor):\n"
+        "    tensor = broadcast(self, tensor)\n"
+        "    if tensor.is_floating_point() and os.environ['RANK'] == '1':\n"
+        "        tensor[-1] = -tensor[-1]\n"
+        "    return tensor\n"
+        "WeightChannel._broadcast = receive\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    run = [*flags_of(tiny_model, tmp_path / "run"), "--engine_ranks", "1"]
+    done = torchrun(2, tmp_path / "broken.py", *run, check=False, timeout_s=90)
+    assert done.returncode and not (tmp_path / "run/metrics.jsonl").exists()
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert (
+        len(said) == 1 and "engine rank 0 received other weights than were sent to it: bucket 0, from model." in said[0]
+    )
 
 
 def some_weights() -> dict[str, torch.Tensor]:

@@ -351,8 +351,9 @@ def test_two_actors_over_one_model_and_one_server_have_each_its_learners_weights
     rows = metrics(tmp_path / "run")
     assert len(rows) == 3 and [p.name for p in (tmp_path / "run").glob("engine_*")] == ["engine_up_00000.log"]
     for name in ("up", "down"):
-        assert max(row[f"learn/{name}/mismatch_kl_nats"] for row in rows) < 1e-6
-        assert max(row[f"learn/{name}/grad_norm"] for row in rows) > 0, "there was something to learn"
+        learned = [row for row in rows if f"learn/{name}/grad_norm" in row]  # each task is one actor's
+        assert max(row[f"learn/{name}/grad_norm"] for row in learned) > 0
+        assert max(row[f"learn/{name}/mismatch_kl_nats"] for row in learned) < 1e-6
 
 
 @pytest.mark.slow
