@@ -19,7 +19,19 @@ from rl_core.learning.model import PolicyModel
 
 META = torch.device("meta")
 SGD = ["--optim.name", "sgd"]  # fused AdamW refuses meta tensors
-LOSSES = {"grpo": ""}
+# Every loss, each with what else looks at values: several updates, corrections, clipping, KL, entropy.
+LOSSES = {
+    "grpo": "--learner.epochs 2 --algo.kl_coef 0.1 --algo.entropy_coef 0.01 --algo.correction tis",
+    "dr_grpo": "--algo.correction mask",
+    "dapo": "--algo.dual_clip 3",
+    "gspo": "--learner.epochs 2 --algo.correction sequence_mask",
+    "cispo": "",
+    "rloo": "--algo.kl_coef 0.1",
+    "reinforce_pp": "",
+    "sft": "",
+    "dpo": "",
+    "rm": "",
+}
 
 
 def meta_learner(folder, algorithm: str, flags: str, dtype=torch.float32) -> Learner:
@@ -33,16 +45,20 @@ def meta_learner(folder, algorithm: str, flags: str, dtype=torch.float32) -> Lea
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("algorithm", LOSSES)
-def test_forward_and_backward_read_no_value_and_no_tensor_is_elsewhere(tiny_model, algorithm, dtype):
+def test_an_update_reads_no_value_before_its_end_and_no_tensor_is_elsewhere(tiny_model, algorithm, dtype):
     learner = meta_learner(tiny_model, algorithm, LOSSES[algorithm], dtype)
     samples = ragged_samples(16, shared_prompt=30)
+    if learner.algorithm.is_pairs:
+        samples = [dataclasses.replace(s, group_id=f"{i // 2:04d}") for i, s in enumerate(samples)]
     (minibatch,), _ = learner.shard(samples)
     assert minibatch.batches[0].labels.device == META
     for batch in minibatch.batches:
         with torch.no_grad():
             batch.old_logprobs = batch.ref_logprobs = learner.policy(batch, 0.7)[0]
-        logprobs, entropy = learner.policy(batch, 0.7)
-        (logprobs + entropy).sum().backward()
+        losses, metrics = learner.losses(batch)
+        losses.sum().backward()
+        assert metrics
+    learner.clip_gradients()
     learner.optimizer.step()
     assert all(p.grad is not None for p in learner.policy.parameters())
 
