@@ -360,7 +360,8 @@ class WeightFiles:
         self.homes: dict[str, tempfile.TemporaryDirectory] = {}  # by place
         self.kept: list[Path] = []  # all weights of the last update, in order; none if they did not fit
         self.fits = True  # what came so far of the update under way
-        remove_abandoned(self.places)
+        if not folder:  # locks of a folder that several machines share may hold on one of them alone
+            remove_abandoned(self.places)
 
     def bucket_bytes(self) -> int:
         """A quarter of the free space, since another server may take as much at once. Docker gives 64 MiB in all."""
