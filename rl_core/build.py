@@ -121,7 +121,7 @@ def make_plan(config: Config) -> Plan:
     if algorithm.advantage == "custom" and not has_advantage_fn:
         raise ValueError(f"--algo.advantage=custom needs def advantage_fn(rewards) in {config.env_path}; define it")
     check_algorithm(algorithm, config)
-    if (config.max_staleness or config.rollout.lagged_frac) and config.algo.correction is None:
+    if (config.max_staleness or config.rollout.lagged[0]) and config.algo.correction is None:
         algorithm.correction = "tis"  # what older weights sampled is weighted by how likely the newer make it
     train = train_source(config, envs, algorithm)
     held_out = {}
@@ -161,7 +161,7 @@ def share_device(plan: Plan) -> None:
     plan.takes_turns = plan.algorithm.is_rl and len(local) > 1 and is_one
     num_awake = 1 if plan.takes_turns else max(1, len(local))
     for name in local:
-        num_engines = 1 + (config.rollout.lagged_frac > 0 and config.actors[name].is_trained)
+        num_engines = 1 + (config.rollout.lagged[0] > 0 and config.actors[name].is_trained)
         plan.memory_fracs[name] = config.engine_memory_frac / num_awake / num_engines
 
 
@@ -269,9 +269,9 @@ def make_samplers(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dic
             takes_turns=plan.takes_turns, memory_fracs=plan.memory_fracs,
         )  # fmt: skip
         engines = local.make(list(plan.chats))
-        if config.rollout.lagged_frac:
+        if config.rollout.lagged[0]:
             more["older"] = option(OLDER_POLICY)(
-                engines=local.make(config.trained, "_older"), learners=learners, every=config.rollout.lagged_every,
+                engines=local.make(config.trained, "_older"), learners=learners, every=config.rollout.lagged[1],
                 dtype=compute_dtype(config), folder=Path(config.out) / "older" if ranks.rank == 0 else None,
             )  # fmt: skip
         if config.learner.kernels == "liger":
@@ -311,6 +311,6 @@ def make_actors(plan: Plan, engines: dict[str, Engine | None], older: Any, lease
             adapter=name if name in adapters_of(config, owner) else "",
             lease=None if config.actors[owner].engine_urls else lease,
             older=older.engines.get(name) if older else None,
-            older_frac=config.rollout.lagged_frac,
+            older_frac=config.rollout.lagged[0],
         )
     return {name: actors[name] for name in config.actors}

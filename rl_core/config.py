@@ -47,9 +47,7 @@ class ActorConfig:
     train: bool | None = flag(None, "whether it learns; default: yes, unless it has an api")
     api: str | None = flag(None, "URL of an OpenAI-compatible endpoint, such as http://host:8000/v1")
     api_key_env: str = flag("OPENAI_API_KEY", "environment variable that holds the endpoint's key; '': none")
-    api_concurrency: int = flag(64, "concurrent requests to the endpoint, from one rank", at_least=1)
     engine_urls: str | None = flag(None, "SGLang servers that run already: http://a:30000,http://b:30000")
-    engine_folder: str | None = flag(None, "shared folder where servers on other machines find new weights")
     max_tokens: int | None = flag(None, "max new tokens of one of its turns; default: --max_tokens", at_least=1)
     lr: float | None = flag(None, "its peak learning rate; default: --optim.lr", at_least=0)
     share: str | None = flag(None, "actor with LoRA whose base model and engine this one uses too")
@@ -156,8 +154,12 @@ class PreferenceConfig:
 
 @dataclass(kw_only=True)
 class SftConfig:
-    action_weight: float = flag(1.0, "loss weight of tokens that an assistant says", at_least=0, only=("sft",))
-    observation_weight: float = flag(0.0, "loss weight of what it is answered (world model)", at_least=0, only=("sft",))
+    weights: tuple[float, float] = flag(
+        (1.0, 0.0),
+        "loss weights of what assistants say, and of what they are answered (world model)",
+        at_least=0,
+        only=("sft",),
+    )
 
 
 @dataclass(kw_only=True)
@@ -173,7 +175,7 @@ class LearnerConfig:
 
 @dataclass(kw_only=True)
 class RolloutConfig:
-    max_concurrent: int = flag(256, "concurrent episodes, and slots of the embedded engine, on one rank", at_least=1)
+    max_concurrent: int = flag(256, "concurrent episodes, requests to an api and engine slots of one rank", at_least=1)
     hook_timeout_s: float = flag(60.0, "timeout of one call of a hook (reward, interact)", above=0)
     episode_timeout_s: float = flag(600.0, "timeout of one episode", above=0)
     engines_awake: Literal["auto", "all", "one"] = flag("auto", "colocate: all, or one while others sleep")
@@ -181,8 +183,9 @@ class RolloutConfig:
         0.1, "the run stops when more episodes of its last 200 rows fail, or a whole step", at_least=0, at_most=1
     )
     save: bool = flag(True, "write every trajectory to rollouts/")
-    lagged_frac: float = flag(0.0, "off-policy: part of turns by older weights", at_least=0, at_most=1, only=RL)
-    lagged_every: int = flag(4, "steps between renewals of the older weights", at_least=2, only=RL)
+    lagged: tuple[float, int] = flag(
+        (0.0, 4), "off-policy: fraction of turns by older weights, steps between their renewals", at_least=0, only=RL
+    )
 
 
 @dataclass(kw_only=True)

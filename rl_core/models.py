@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import nn
@@ -37,6 +38,7 @@ ENGINES = {
 }
 PEFT_CONFIG = "rl_core.options.lora:peft_config"
 API_ACTOR = "rl_core.engines.api:ApiActor"
+HERE = (None, "127.0.0.1", "localhost", "::1")  # hosts of servers that see this machine's shared memory
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -158,6 +160,7 @@ class LocalEngines:
         if ranks.rank % stride:
             return None
         # A rank has at most its share at once, of all that may be under way.
+        url = actor.servers[ranks.rank // stride] if actor.servers else ""
         groups = -(-config.tasks_per_step * (1 + config.max_staleness) * stride // ranks.size)
         adapters = {n: config.actors[n] for n in adapters_of(config, name)}
         spec = EngineSpec(
@@ -179,8 +182,8 @@ class LocalEngines:
             start_timeout_s=config.timeout_s,
             tp=config.engine_tp,
             memory_frac=round(self.memory_fracs.get(name, config.engine_memory_frac), 3),
-            url=actor.servers[ranks.rank // stride] if actor.servers else "",
-            folder=actor.engine_folder,
+            url=url,
+            folder=str(Path(config.out).resolve()) if urlsplit(url).hostname not in HERE else None,
         )
         return option(ENGINES[config.engine_of(name)])(spec)
 
@@ -209,5 +212,5 @@ def make_api_actor(config: Config, name: str) -> Any:
         api_key_env=actor.api_key_env,
         max_turns=config.turn_limit,  # of several environments each sets its own
         max_tokens=actor.max_tokens,
-        max_concurrent=actor.api_concurrency,
+        max_concurrent=config.rollout.max_concurrent,
     )

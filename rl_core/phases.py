@@ -179,7 +179,7 @@ async def note_rollouts(run: Run, step: int, trajectories: list[Trajectory]) -> 
     for name in run.learners:
         own = [t for t in trajectories if t.actor == name]
         run.note(f"rollout/{name}/", rollout_metrics(own))
-        if run.config.rollout.lagged_frac:
+        if run.config.rollout.lagged[0]:
             run.note(f"rollout/{name}/", lag_metrics(own, step))
         for env in run.envs if len(run.envs) > 1 else ():
             run.note(f"rollout/{name}/{env}/", rollout_metrics([t for t in own if t.env == env]))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-LOCAL, URL = r"https?://(127\.0\.0\.1|localhost|\[::1\])(:\d+)?/?", r"https?://[^/\s]+/?"
+URL = r"https?://[^/\s]+/?"
 SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
 BASELINES = ("group_mean", "group_norm", "group_norm_unbiased", "rloo")
 
@@ -52,10 +52,14 @@ RULES = [
         lambda c: c.preference.label_smoothing and c.preference.loss != "sigmoid",
         "--preference.label_smoothing={c.preference.label_smoothing} needs --preference.loss sigmoid",
     ),
-    (lambda c: c.sft.action_weight + c.sft.observation_weight == 0, "--sft.* weights are both 0: raise one above 0"),
+    (lambda c: not any(c.sft.weights), "--sft.weights are both 0: raise one above 0"),
     (
-        lambda c: c.rollout.lagged_frac and (c.max_staleness or c.engine_ranks or c.sharers or c.has_servers),
-        "--rollout.lagged_frac={c.rollout.lagged_frac} needs a second engine for each learner; leave out --max_staleness, "
+        lambda c: c.rollout.lagged[0] > 1 or c.rollout.lagged[1] < 2,
+        "--rollout.lagged={c.rollout.lagged} must be a fraction and at least 2 steps, such as 0.25,4",
+    ),
+    (
+        lambda c: c.rollout.lagged[0] and (c.max_staleness or c.engine_ranks or c.sharers or c.has_servers),
+        "--rollout.lagged={c.rollout.lagged} needs a second engine for each learner; leave out --max_staleness, "
         "--engine_ranks, share and engine_urls",
     ),
     (
@@ -124,10 +128,6 @@ ACTOR_RULES = [  # x.a: --actors.NAME; x.o: the actor that it shares a model wit
     (
         lambda x: not all(re.fullmatch(URL, url) for url in x.a.servers) or len(set(x.a.servers)) < len(x.a.servers),
         ".engine_urls={a.engine_urls} must be different addresses, such as http://127.0.0.1:30000",
-    ),
-    (
-        lambda x: not x.a.engine_folder and not all(re.fullmatch(LOCAL, url) for url in x.a.servers),
-        ".engine_folder is missing: servers of {a.engine_urls} on another machine read weights from a folder that both see",
     ),
 ]
 ENV_RULES = [  # x.e: --envs.NAME

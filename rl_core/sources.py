@@ -135,7 +135,7 @@ class ImitatedRows:
 
     def _tokenize(self, task: Task) -> list[TrainingSample]:
         config = self.config
-        weights = (config.sft.action_weight, config.sft.observation_weight) if config.algorithm == "sft" else ()
+        weights = config.sft.weights if config.algorithm == "sft" else ()
         try:
             samples = option(ROWS[config.algorithm])(self.chat, task.row, *weights)
         except ValueError as error:

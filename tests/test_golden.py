@@ -36,7 +36,7 @@ SHARED = (
 )
 SEVERAL = RL.replace("letters.py", "letters.py,{dir}/digits.py") + " --envs.digits.weight 0.5"
 # A part of the turns is spoken by older weights, so that there is something to correct.
-OLDER = " --rollout.lagged_frac 0.5 --rollout.lagged_every 3 --num_steps 3"
+OLDER = " --rollout.lagged 0.5,3 --num_steps 3"
 FIRST = RL.replace("letters", "ask") + STOP + " --num_steps 1 --optim.lr 1e-2"
 
 # Name -> flags of the run. "A; B" is two runs, of which A writes to {first} and B to {out}: with --resume in B both to {out}.
@@ -63,7 +63,7 @@ RUNS = {
     "lora": f"{RL}{LORA} --algo.kl_coef 0.1",
     "qlora": f"{RL}{LORA} --actors.policy.lora.quantize nf4",
     "sft-rollouts": f"{FIRST}; {FIT} --algorithm sft --data.train {{first}}/rollouts --max_prompt_tokens 200",
-    "sft-world": f"{FIT} --max_tokens 80 --algorithm sft --data.train {{dir}}/dialogs.jsonl --sft.observation_weight 0.5",
+    "sft-world": f"{FIT} --max_tokens 80 --algorithm sft --data.train {{dir}}/dialogs.jsonl --sft.weights 1,0.5",
     "dpo": f"{FIT} --algorithm dpo --data.train {{dir}}/pairs.jsonl",
     "rm": f"{FIT} --algorithm rm --data.train {{dir}}/pairs.jsonl",
     "turns": f"{RL.replace('letters', 'ask')}{STOP} --algo.turn_discount 0.9",

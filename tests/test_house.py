@@ -115,7 +115,7 @@ def test_ground_and_pure_floors_know_no_ranks(module):
 def test_flags_stay_few():
     from rl_core.config import Config, leaves
 
-    assert len(leaves(Config)) <= 117  # each named section counts once
+    assert len(leaves(Config)) <= 113  # each named section counts once
 
 
 def test_no_file_is_called_utils():

@@ -40,7 +40,7 @@ def talk(tiny_model, tmp_path) -> list[str]:
     (tmp_path / "talk.py").write_text(TALK)
     flags = words("--model", tiny_model, "--env_path", tmp_path / "talk.py", "--sampling.stop", [STOP])
     flags += words("--max_tokens 12 --max_prompt_tokens 150 --tasks_per_step 4 --group_size 4 --optim.lr 3e-3")
-    return [*flags, *words("--rollout.lagged_frac 0.4 --rollout.lagged_every", EVERY)]
+    return [*flags, *words(f"--rollout.lagged 0.4,{EVERY}")]
 
 
 def load_engine(folder: Path, version: int) -> EmbeddedEngine:
@@ -135,7 +135,7 @@ def test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it(engine,
 
 
 def test_a_run_without_them_has_nothing_of_it_and_can_go_on_with_them(talk, tmp_path):
-    out, plain = tmp_path / "run", talk[: talk.index("--rollout.lagged_frac")]
+    out, plain = tmp_path / "run", talk[: talk.index("--rollout.lagged")]
     assert main([*plain, "--num_steps", "1", "--out", str(out)]) == 0
     assert not any("lag" in name for row in metrics(out) for name in row) and not list(out.rglob("*lagged*"))
     assert main([*talk, "--num_steps", "3", "--out", str(out), "--resume"]) == 0

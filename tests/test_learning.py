@@ -18,7 +18,7 @@ SORTING = {
     "ppo": "--algorithm ppo --optim.lr 5e-4 --critic.lr 3e-3 --learner.minibatches 2",
     "adapter": "--actors.policy.lora.rank 4 --optim.lr 5e-3",
     "4 bits": "--actors.policy.lora.rank 4 --actors.policy.lora.quantize nf4 --optim.lr 5e-3",
-    "older weights": "--rollout.lagged_frac 0.25 --rollout.lagged_every 5 --optim.lr 5e-4",
+    "older weights": "--rollout.lagged 0.25,5 --optim.lr 5e-4",
     "stale": "--max_staleness 1 --optim.lr 5e-4",
     "stale, apart": "--max_staleness 2 --engine_ranks 1 --optim.lr 5e-4",
 }

@@ -149,7 +149,7 @@ FLAGS = [
     (MODEL, "--optim.betas 0.9,1.5", "--optim.betas=(0.9, 1.5) must be at most 1"),
     (MODEL, "--num_steps=-1", "--num_steps=-1 must be at least 0"),
     (MODEL, "--sampling.temperature 0", "--sampling.temperature=0.0 must be above 0"),
-    (MODEL, "--rollout.lagged_every 1", "must be at least 2"),
+    (MODEL, "--rollout.lagged 0.5,1", "at least 2 steps"),
     (MODEL, "--actors.policy.lora.rank=-1", "--actors.policy.lora.rank=-1 must be at least 0"),
     (MODEL, "--eval.sampling topp=1", "knows temperature, top_p, top_k and min_p"),
     # what is missing
@@ -159,13 +159,13 @@ FLAGS = [
     # a flag of another algorithm
     (MODEL, f"{SFT} --max_staleness 1", "--max_staleness=1 has no meaning for --algorithm sft"),
     (MODEL, f"{SFT} --engine_ranks 1", "no meaning for --algorithm sft"),
-    (MODEL, f"{SFT} --rollout.lagged_frac 0.5", "no meaning for --algorithm sft"),
+    (MODEL, f"{SFT} --rollout.lagged 0.5,4", "no meaning for --algorithm sft"),
     (MODEL, f"{SFT} --algo.kl_coef 0.1", "--algo.kl_coef=0.1 has no meaning for --algorithm sft"),
     (MODEL, f"{SFT} --preference.beta 0.2", "--preference.beta=0.2 has no meaning for --algorithm sft"),
     (MODEL, f"{DPO} --algo.aggregation token", "no meaning for --algorithm dpo"),
     (MODEL, f"{DPO} --critic.lr 1e-4", "no meaning for --algorithm dpo"),
-    (MODEL, f"{DPO} --sft.action_weight 2", "no meaning for --algorithm dpo"),
-    (MODEL, "--sft.observation_weight 1", "no meaning for --algorithm grpo"),
+    (MODEL, f"{DPO} --sft.weights 2,0", "no meaning for --algorithm dpo"),
+    (MODEL, "--sft.weights 1,1", "no meaning for --algorithm grpo"),
     (MODEL, "--data.min_reward 1", "no meaning for --algorithm grpo"),
     # batches and memory
     (MODEL, "--learner.minibatches 3", "--learner.minibatches=3 must divide --tasks_per_step=16"),
@@ -180,12 +180,12 @@ FLAGS = [
     (MODEL, f"{DPO} --preference.beta 0", "--preference.beta=0.0 must be above 0"),
     (MODEL, f"{DPO} --preference.label_smoothing 0.6", "must be at most 0.5"),
     (MODEL, f"{DPO} --preference.label_smoothing 0.1 --preference.loss ipo", "needs --preference.loss sigmoid"),
-    (MODEL, f"{SFT} --sft.action_weight 0", "raise one above 0"),
+    (MODEL, f"{SFT} --sft.weights 0,0", "raise one above 0"),
     # older weights
-    (MODEL, "--rollout.lagged_frac 0.5 --max_staleness 1", "leave out --max_staleness"),
-    (MODEL, "--rollout.lagged_frac 0.5 --engine_ranks 1", "leave out --max_staleness"),
-    (MODEL, "--rollout.lagged_frac 0.5 --actors.policy.engine_urls http://127.0.0.1:1", "engine_urls"),
-    (BOB, "--rollout.lagged_frac 0.5 --actors.alice.share bob", "share and engine_urls"),
+    (MODEL, "--rollout.lagged 0.5,4 --max_staleness 1", "leave out --max_staleness"),
+    (MODEL, "--rollout.lagged 0.5,4 --engine_ranks 1", "leave out --max_staleness"),
+    (MODEL, "--rollout.lagged 0.5,4 --actors.policy.engine_urls http://127.0.0.1:1", "engine_urls"),
+    (BOB, "--rollout.lagged 0.5,4 --actors.alice.share bob", "share and engine_urls"),
     # actors
     (PAIR, "--actors.bob.train false --actors.alice.train false", "none of the actors learns"),
     (PAIR, "--actors.bob.api http://x/v1 --actors.bob.train true", "an endpoint cannot learn"),
@@ -213,7 +213,6 @@ FLAGS = [
     # servers that run already
     (MODEL, "--actors.policy.engine_urls localhost", "must be different addresses"),
     (MODEL, "--actors.policy.engine_urls http://localhost:3,http://localhost:3", "must be different addresses"),
-    (MODEL, "--actors.policy.engine_urls http://far:3", "a folder that both see"),
     (PAIR, "--actors.bob.train false --actors.bob.engine_urls http://localhost:3", "--actors.bob.api URL/v1"),
     # environments
     (MODEL, "--envs.talks.weight 2", "no such file; did you mean 'talk'"),

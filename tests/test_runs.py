@@ -34,7 +34,7 @@ DPO = f"{FIT} --algorithm dpo --data.train {{dir}}/pairs.jsonl"
 RM = DPO.replace("dpo", "rm")
 PPO = f"{RL} --algorithm ppo --critic.lr 1e-2"
 TALK = RL.replace("letters", "ask")  # over several turns
-OLDER = "--rollout.lagged_frac 0.5 --rollout.lagged_every 3"
+OLDER = "--rollout.lagged 0.5,3"
 
 RESUMED = {
     "warm-up": f"{RL} --optim.warmup_steps 3 --eval_every 2",
@@ -104,7 +104,7 @@ TWO_RANKS = {
     "one episode": (f"{PPO} --tasks_per_step 1 --group_size 1", ""),
     "gae, cispo": (f"{RL} --algorithm cispo --algo.advantage gae --learner.minibatches 2", ""),
     "normalized": (f"{TALK} {STOP} --algo.normalize env --algo.turn_discount 0.9", ""),
-    "sft": (f"{SFT} --learner.microbatch_tokens 200 --sft.observation_weight 0.5 --sft.action_weight 0.25", ""),
+    "sft": (f"{SFT} --learner.microbatch_tokens 200 --sft.weights 0.25,0.5", ""),
     "dpo": (DPO, ""),
     "rm": (RM, ""),
     "rm, one pair": (f"{RM} --tasks_per_step 1", ""),
