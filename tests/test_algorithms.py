@@ -55,6 +55,33 @@ CASES = [  # preset, flags that change parts of it
 NAMES = [" ".join([preset, *flags]) for preset, flags in CASES]
 
 
+DEFAULTS = {
+    "is_rl": True, "advantage": "group_norm", "normalize": "none", "ratio": "token", "objective": "clip",
+    "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, "aggregation": "token", "kl": "k3", "kl_in": "loss",
+    "kl_coef": 0.0, "entropy_coef": 0.0, "correction": "none", "correction_range": (0.5, 2.0), "overlong": "none",
+    "overlong_buffer": 0, "refill_rounds": 0, "target_kl": 0.0, "turn_discount": None,
+}  # fmt: skip
+TABLE = {
+    "grpo": {},
+    "dr_grpo": {"advantage": "group_mean", "aggregation": "constant"},
+    "dapo": {"clip_high": 0.28, "overlong": "soft", "refill_rounds": 10},
+    "gspo": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence"},
+    "cispo": {"objective": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    "rloo": {"advantage": "rloo", "aggregation": "constant", "kl": "k1", "kl_in": "reward"},
+    "reinforce_pp": {"advantage": "none", "normalize": "batch", "kl": "k1", "kl_in": "reward"},
+    "ppo": {"advantage": "gae", "normalize": "batch", "kl": "k1", "kl_in": "reward"},
+    "sft": {"is_rl": False, "advantage": "none"},
+    "dpo": {"is_rl": False, "advantage": "none", "objective": "dpo", "aggregation": "pair"},
+    "rm": {"is_rl": False, "advantage": "none", "objective": "rm", "aggregation": "pair"},
+}
+
+
+def test_presets_are_the_papers_settings():
+    assert {name: dataclasses.asdict(row) for name, row in PRESETS.items()} == {
+        name: DEFAULTS | parts for name, parts in TABLE.items()
+    }
+
+
 def make_pair(model_path, preset: str, *flags) -> Learner:
     """A learner whose reference, if it has one, has other weights; a critic, if it has one, knows something."""
     learner = make_learner(model_path, *flags, algorithm=preset)
@@ -226,7 +253,7 @@ def trl_gradients(learner: Learner, model_path, samples, loss_type: str, level: 
     )
     trainer.current_gradient_accumulation_steps = 1
     longest = max(len(s.token_ids) for s in samples)
-    ids = torch.tensor([s.token_ids + [0] * (longest - len(s.token_ids)) for s in samples])
+    ids = torch.tensor([s.token_ids.tolist() + [0] * (longest - len(s.token_ids)) for s in samples])
     mask = torch.tensor([s.loss_mask.tolist() + [0] * (longest - len(s.loss_mask)) for s in samples])
     is_token = torch.tensor([[1] * len(s.token_ids) + [0] * (longest - len(s.token_ids)) for s in samples])
     inputs = {
@@ -344,10 +371,10 @@ def test_estimators_of_the_kl_have_its_mean():
 
 def test_means_and_sums_over_sequences_stay_inside_them():
     values, sequences = torch.tensor([1.0, 2.0, 3.0, 10.0, -4.0, 6.0]), torch.tensor([0, 0, 0, 1, 2, 2])
-    assert sequence_mean(values, sequences).tolist() == [2, 2, 2, 10, 1, 1]
+    assert sequence_mean(values, sequences, 3).tolist() == [2, 2, 2, 10, 1, 1]
     assert sums_to_go(values, sequences).tolist() == [6, 5, 3, 10, 2, 6]
     nothing = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    assert sequence_mean(*nothing).numel() == sums_to_go(*nothing).numel() == 0
+    assert sequence_mean(*nothing, 0).numel() == sums_to_go(*nothing).numel() == 0
 
 
 def test_every_trained_token_knows_its_sequence():
@@ -373,6 +400,17 @@ def episode(reward: float, length: int, status="ok") -> Trajectory:
     return Trajectory(task_id="t", env="e", group_id="g", turns=turns, reward=reward, status=status)
 
 
+def test_the_overlong_penalty_is_of_an_episodes_longest_turn():
+    def advantages(*lengths: int) -> list[float]:
+        long = episode(1.0, lengths[0])
+        long.turns = [dataclasses.replace(episode(1.0, n).turns[0], is_fresh=not i) for i, n in enumerate(lengths)]
+        row = dataclasses.replace(PRESETS["dr_grpo"], overlong="soft", overlong_buffer=4)
+        return [max(s.advantages, key=abs) for s in samples_of([[long, episode(0.0, 1)]], row, 10, init_ranks(60))]
+
+    assert advantages(6, 6) == advantages(5) == pytest.approx([0.5, -0.5])
+    assert advantages(2, 9) == pytest.approx([0.125, -0.125])
+
+
 def test_overlong_episodes_are_penalised_or_left_out_but_count_in_the_baseline():
     group = [episode(1.0, 4), episode(0.0, 6), episode(0.5, 10, "truncated")]
 
@@ -385,25 +423,22 @@ def test_overlong_episodes_are_penalised_or_left_out_but_count_in_the_baseline()
     assert advantages("soft") == pytest.approx([5 / 6, -1 / 6, -4 / 6])
 
 
-def test_updates_stop_when_the_policy_is_too_far_from_the_steps_start(tiny_model):
-    flags = ["--learner.epochs", "4", "--optim.lr", "0.01", "--optim.max_grad_norm", "0"]
-
+def test_updates_stop_when_the_mean_kl_to_the_steps_start_is_above_the_target(tiny_model):
     def run(*more):
-        learner = make_learner(tiny_model, *flags, *more)
+        learner = make_learner(tiny_model, "--learner.epochs", "2", "--optim.lr", "0.01", *more)
         minibatches, _ = learner.shard(ragged_samples())
         learner.annotate(minibatches)
         return learner.step(minibatches, 0), [p.clone() for p in learner.policy.parameters()]
 
-    whole, _ = run()
-    assert whole["updates"].value == 4
-    stopped, after = run("--algo.target_kl", "1e-9")
-    assert stopped["updates"].value == 1 and stopped["kl_stopped_updates"].value == 3
-    assert stopped["step_kl_nats"].value > 1e-9
-    learner = make_learner(tiny_model, *flags)
-    (minibatch,), _ = learner.shard(ragged_samples())
-    learner.update(minibatch, 0.01)
-    for a, b in zip(after, learner.policy.parameters(), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+    whole, after_two = run()
+    assert whole["updates"].value == 2
+    kl = 2 * whole["step_kl_nats"].value  # of the second update; the first has none
+    assert kl > 1e-4
+    below, after_one = run("--algo.target_kl", str(0.7 * kl))
+    assert (below["updates"].value, below["kl_stopped_updates"].value) == (1, 1)
+    assert not all(map(torch.equal, after_one, after_two))
+    above, after = run("--algo.target_kl", str(1.4 * kl))
+    assert above["updates"].value == 2 and all(map(torch.equal, after, after_two))
 
 
 CUSTOM = """

@@ -197,6 +197,60 @@ def test_minibatches_keep_groups_together_and_use_the_logprobs_from_before_the_f
     assert metrics["clip_frac"].value > 0  # a large step leaves the clip range
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_updates_are_torchs_optimizer_with_scheduled_rates_and_a_clipped_gradient(name, tiny_model):
+    flags = ["--optim.name", name, "--optim.lr", "0.08", "--optim.warmup_steps", "3", "--optim.schedule", "linear"]
+    flags += ["--optim.betas", "0.8,0.7", "--optim.eps", "1e-5", "--optim.weight_decay", "0.1"]
+    flags += ["--optim.max_grad_norm", "0.01", "--learner.minibatches", "2", "--algo.entropy_coef", "0.01"]
+    learner, plain = (make_learner(tiny_model, *flags, "--num_steps", "9") for _ in range(2))
+    parameters = list(plain.policy.parameters())
+    matrices, rest = ([p for p in parameters if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    if name == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.8, 0.7), eps=1e-5, foreach=False)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.8)
+    warmup = [0.08 * x / 4 for x in (1, 1.5, 2, 2.5, 3, 3.5)]
+    rates = iter([*warmup, 0.08, 0.08 * (1 - 0.5 / 6)])  # two updates in each of four steps
+    for step in range(4):
+        samples = ragged_samples(seed=step)
+        learner.step(learner.shard(samples)[0], step)
+        for minibatch in plain.shard(samples)[0]:
+            (batch,) = minibatch.batches
+            (
+                token_losses(plain.algorithm, batch, *plain.forward(batch)).losses.sum() / minibatch.denominator
+            ).backward()
+            assert torch.nn.utils.clip_grad_norm_(parameters, 0.01) > 0.02
+            for group, rate in zip(optimizer.param_groups, [next(rates)] * 2, strict=True):
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
+    for (n, a), b in zip(learner.policy.named_parameters(), parameters, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-5, msg=lambda m, n=n: f"{n}: {m}")
+
+
+def test_all_logprobs_of_the_learner_are_at_the_temperature_of_sampling(tiny_model):
+    flags = ["--sampling.temperature", "0.5", "--learner.epochs", "2", "--algo.kl_coef", "0.1"]
+    learner, samples = make_learner(tiny_model, *flags), ragged_samples()
+    learner.reference = make_policy(str(tiny_model), torch.float32, learner.ranks, is_frozen=True)
+    (minibatch,), _ = learner.shard(samples)
+    learner.annotate([minibatch])
+    (batch,) = minibatch.batches
+    hf, want = learner.policy.hf, []
+    hf.set_attn_implementation("sdpa")
+    for s in samples:
+        logprobs = (hf(torch.tensor(s.token_ids)[None], use_cache=False).logits[0] / 0.5).log_softmax(-1)
+        want += [(t, logprobs[i - 1, t].item()) for i, t in enumerate(s.token_ids.tolist()) if s.loss_mask[i]]
+    hf.set_attn_implementation("rl_core_packed")
+    for found in (batch.old_logprobs, batch.ref_logprobs, learner.forward(batch)[0]):
+        pairs = sorted(zip(batch.labels.tolist(), found.tolist(), strict=True))
+        assert [x for pair in pairs for x in pair] == pytest.approx(
+            [x for pair in sorted(want) for x in pair], abs=1e-5
+        )
+    _, metrics = learner.losses(batch)
+    assert metrics["step_kl_nats"].total.item() == metrics["ref_kl_nats"].total.item() == 0
+
+
 def test_the_first_update_of_a_batch_has_no_old_logprobs_to_compute(tiny_model):
     learner = make_learner(tiny_model)
     minibatches, _ = learner.shard(ragged_samples())
