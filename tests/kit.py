@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -277,7 +277,11 @@ def run_ranks(
 
 
 def torchrun(
-    num_ranks: int, *args: str | Path, timeout_s: float = 120, check: bool = True, flags: tuple[str, ...] = ()
+    num_ranks: int,
+    *args: str | Path,
+    timeout_s: float = 120,
+    check: bool = True,
+    flags: Sequence[str] = ("--standalone",),
 ) -> subprocess.CompletedProcess:
     """As run_ranks, by the real torchrun, which takes seconds to import everything on each rank."""
     with start_torchrun(num_ranks, *args, flags=flags) as process:
@@ -289,20 +293,20 @@ def torchrun(
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-def start_torchrun(num_ranks: int, *args: str | Path, flags: tuple[str, ...] = ("--standalone",)) -> subprocess.Popen:
+def start_torchrun(num_ranks: int, *args: str | Path, flags: Sequence[str] = ("--standalone",)) -> subprocess.Popen:
     """A real torchrun in a session of its own, with pipes for its output, in which Ctrl-C works."""
-    command = [sys.executable, "-m", "torch.distributed.run", *(flags or ["--standalone"])]
-    return start_process(*command, f"--nproc_per_node={num_ranks}", *args)
+    return start_process("-m", "torch.distributed.run", *flags, f"--nproc_per_node={num_ranks}", *args)
 
 
-def start_process(*command: str | Path) -> subprocess.Popen:
+def start_process(*args: str | Path) -> subprocess.Popen:
+    """This Python with these arguments."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     # A suite that was started in the background ignores SIGINT, and so would all that it starts.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return subprocess.Popen(list(map(str, command)), env=env, cwd=ROOT, **pipes)
+        return subprocess.Popen([sys.executable, *map(str, args)], env=env, cwd=ROOT, **pipes)
     finally:
         signal.signal(signal.SIGINT, before)
 

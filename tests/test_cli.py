@@ -9,33 +9,31 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
+from kit import ROOT, SORT, kill_session, start_process, wait_until, words
 
 from rl_core.cli import main, split_num_ranks
 from rl_core.engines.scripted import ScriptedActor, ScriptedEngine, plain_chat
 from rl_core.types import SamplingParams
 
-ROOT = Path(__file__).parent.parent
 ENVS = ROOT / "envs"
 
 
 # The command
 
 
-def test_help_is_quick_and_lists_what_there_is():
+def without_torch(*argv: str) -> str:
+    """What the command prints where torch cannot be imported."""
     code = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; from rl_core.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"^  (\w+)", done.stdout, re.MULTILINE) == ["train", "check"]
+    return done.stdout
 
 
-def test_check_help_needs_no_torch():
-    code = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; from rl_core.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, "check", "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "--data.train ROWS" in done.stdout, done.stderr
+def test_help_is_quick_and_lists_what_there_is():
+    assert re.findall(r"^  (\w+)", without_torch("--help"), re.MULTILINE) == ["train", "check"]
+    assert "--data.train ROWS" in without_torch("check", "--help")
 
 
 @pytest.mark.parametrize(
@@ -79,88 +77,52 @@ def test_ranks_are_taken_out_of_the_flags():
     assert split_num_ranks(["--seed=1", "--nproc-per-node=2"]) == (2, ["--seed=1"])
 
 
-def train_flags(model, out, *flags):
-    given = [
-        "--model",
-        model,
-        "--env_path",
-        ENVS / "sort_digits.py",
-        "--max_prompt_tokens",
-        16,
-        "--max_tokens",
-        8,
-        "--out",
-        out,
-    ]
-    return [str(arg) for arg in (*given, "--tasks_per_step", 4, "--group_size", 2, *flags)]
+def train_flags(model, out, *flags) -> list[str]:
+    return words("--model", model, SORT, "--out", out, "--tasks_per_step 4 --group_size 2", *flags)
 
 
-def start(*argv):
+def start(*argv) -> subprocess.Popen:
     """The command in a session of its own, as a terminal would run it."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "rl_core.cli", *argv]
-    return subprocess.Popen(
-        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+    return start_process("-m", "rl_core.cli", *argv)
 
 
 def test_train_runs_here_with_one_rank(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert main(["train", *train_flags(tiny_model, tmp_path / "run", "--num_steps", 1)]) == 0
+    assert main(["train", *train_flags(tiny_model, tmp_path / "run", "--num_steps 1")]) == 0
     assert (tmp_path / "run/hf/policy/model.safetensors").exists()
 
 
-def processes():
+def running() -> dict[int, int]:
     """Process id -> its parent's, of all that run."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue
-        if state != "Z":
-            found[int(stat.parent.name)] = int(parent)
-    return found
+    shown = subprocess.run(["ps", "-eo", "pid=,ppid=,stat="], capture_output=True, text=True).stdout
+    return {int(pid): int(parent) for pid, parent, stat in map(str.split, shown.splitlines()) if stat[0] != "Z"}
 
 
-def family_of(pid):
+def family_of(pid: int) -> set[int]:
     """A process with all that descend from it."""
-    children = [child for child, parent in processes().items() if parent == pid]
-    return {pid}.union(*map(family_of, children))
+    return {pid}.union(*(family_of(child) for child, parent in running().items() if parent == pid))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_several_ranks_and_ctrl_c_ends_them_all(tiny_model, tmp_path):
-    process = start(
-        "train", "--nproc_per_node", "2", *train_flags(tiny_model, tmp_path / "run", "--num_steps", 100_000)
-    )
-    family = {process.pid}
+    process = start("train", "--nproc_per_node", "2", *train_flags(tiny_model, tmp_path / "run", "--num_steps 100000"))
     try:
-        for line in process.stdout:
-            if re.search(r"step +2/100000", line):
-                break
-        else:
-            pytest.fail("it ended before it was interrupted")
+        wait_until(lambda: re.search(r"step +2/100000", process.stdout.readline()), "the second step")
         family = family_of(process.pid)
         assert len(family) >= 3  # the launcher and two ranks
         os.killpg(process.pid, signal.SIGINT)  # what a terminal does
-        rest = process.communicate(timeout=60)[0]
-        assert process.returncode != 0, rest
-        ends_s = time.monotonic() + 20
-        while family & processes().keys() and time.monotonic() < ends_s:
-            time.sleep(0.1)
-        assert not family & processes().keys()
+        process.communicate(timeout=60)
+        assert process.returncode != 0
+        wait_until(lambda: not family & running().keys(), "all have ended")
     finally:
-        for pid in family & processes().keys():
-            os.kill(pid, signal.SIGKILL)
+        kill_session(process)
 
 
 def test_the_status_of_ranks_that_fail_is_the_commands(tiny_model, tmp_path):
     (tmp_path / "x.py").write_text("def reward_fn(messages): raise RuntimeError('broken on purpose')\n")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n' * 8)
-    flags = train_flags(tiny_model, tmp_path / "run", "--num_steps", 1, "--env_path", tmp_path / "x.py")
-    process = start("train", "--nproc_per_node=2", *flags, "--data.train", str(tmp_path / "rows.jsonl"))
-    said = process.communicate(timeout=120)[0]
+    flags = train_flags(tiny_model, tmp_path / "run", "--num_steps 1 --env_path", tmp_path / "x.py")
+    process = start("train", "--nproc_per_node=2", *flags, "--data.train", tmp_path / "rows.jsonl")
+    said = "".join(process.communicate(timeout=120))
     assert process.returncode == 1 and "broken on purpose" in said, said
     assert "Traceback" not in said and len([x for x in said.splitlines() if x.startswith("error: ")]) == 1, said
 

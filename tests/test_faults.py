@@ -1,21 +1,20 @@
-"""What ends badly ends soon, says why once, and leaves no process behind."""
+"""What ends badly ends soon, says why once, and leaves no process behind: ranks on one machine and on two nodes."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import socket
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from kit import kill_session, run, start_torchrun, wait_until, weights, words
 
-ROOT = Path(__file__).parent.parent
 ENV = """
 import os, time
-def load_tasks(split): return [{"prompt": str(n)} for n in range(8)]
+def load_tasks(split): return [{"prompt": str(n)} for n in range(64)]
 def reward_fn(completion):
     open(f"{folder}/seen_" + os.environ["RANK"], "w").close()
     {what}
@@ -23,37 +22,22 @@ def reward_fn(completion):
 """
 
 
-def start(folder: Path, model: Path, what: str, *flags: str) -> subprocess.Popen:
-    """A run on two ranks in a process group of its own, once both ranks have scored an episode."""
-    (folder / "env.py").write_text(ENV.replace("{folder}", str(folder)).replace("{what}", what))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "-m",
-        "rl_core.train",
-    ]
-    command += [
-        "--model",
-        str(model),
-        "--env_path",
-        str(folder / "env.py"),
-        "--out",
-        str(folder / "run"),
-        "--max_tokens",
-        "8",
-    ]
-    command += ["--tasks_per_step", "8", "--num_steps", "100000", "--rollout.save", "false", *flags]
-    process = subprocess.Popen(
-        command, cwd=ROOT, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
-    deadline = time.monotonic() + 60
-    while not all((folder / f"seen_{rank}").exists() for rank in (0, 1)):
-        assert time.monotonic() < deadline, "the ranks did not start"
-        time.sleep(0.1)
-    return process
+@pytest.fixture
+def start(tiny_model, tmp_path):
+    """start(what the reward function does, *flags) -> a run on two ranks, once both have scored an episode."""
+    started = []
+
+    def begin(what: str, *flags) -> subprocess.Popen:
+        (tmp_path / "env.py").write_text(ENV.replace("{folder}", str(tmp_path)).replace("{what}", what))
+        given = words("--model", tiny_model, "--env_path", tmp_path / "env.py", "--out", tmp_path / "run")
+        sizes = words("--max_tokens 8 --tasks_per_step 8 --num_steps 100000 --rollout.save false", *flags)
+        started.append(start_torchrun(2, "-m", "rl_core.train", *given, *sizes))
+        wait_until(lambda: all((tmp_path / f"seen_{rank}").exists() for rank in (0, 1)), "both ranks score")
+        return started[-1]
+
+    yield begin
+    for process in started:
+        kill_session(process)
 
 
 def ranks_of(launcher: int) -> list[int]:
@@ -61,71 +45,96 @@ def ranks_of(launcher: int) -> list[int]:
     return [int(c) for c in children if b"rl_core.train" in Path(f"/proc/{c}/cmdline").read_bytes()]
 
 
-def assert_all_ended(process: subprocess.Popen, within_s: float = 40) -> str:
-    try:
-        _, errors = process.communicate(timeout=within_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"still running after {within_s} s")
+def errors_of(process: subprocess.Popen, within_s: float = 60) -> str:
+    """What it said, once all of it has ended."""
+    _, errors = process.communicate(timeout=within_s)
     assert process.returncode != 0
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
     return errors
 
 
-def test_a_killed_rank_ends_the_others(tiny_model, tmp_path):
-    process = start(tmp_path, tiny_model, "pass")
-    ranks = ranks_of(process.pid)
-    assert len(ranks) == 2
-    os.kill(ranks[1], signal.SIGKILL)
-    errors = assert_all_ended(process)
-    assert "SIGKILL" in errors or "Signal 9" in errors, errors
+def the_error(errors: str) -> str:
+    [line] = [line for line in errors.splitlines() if line.startswith("error: ")]
+    return line
 
 
-def test_a_rank_that_stands_still_is_named_by_what_the_others_wait_for(tiny_model, tmp_path):
-    process = start(tmp_path, tiny_model, "pass", "--timeout_s", "5")
-    stopped = ranks_of(process.pid)[1]
+def test_a_killed_rank_ends_the_others(start):
+    process = start("pass")
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    assert re.search("SIGKILL|Signal 9", errors_of(process))
+
+
+def test_a_rank_that_stands_still_is_named_by_what_the_others_wait_for(start):
+    process = start("pass", "--timeout_s 5")
+    first, stopped = ranks_of(process.pid)
     os.kill(stopped, signal.SIGSTOP)
-    time.sleep(8)
+    wait_until(lambda: not Path(f"/proc/{first}/environ").exists() or not ranks_of(process.pid)[1:], "the first ends")
     os.kill(stopped, signal.SIGCONT)  # torchrun would wait for half a minute before it kills what stands still
-    errors = assert_all_ended(process)
-    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, errors
-    assert re.search(
-        r"rank 0 waited in the phase '(step|generate|learn|sync|start, log or save)' for .* --timeout_s=5", lines[0]
-    ), errors
+    assert re.search(r"rank 0 waited in the phase '[a-z, ]+' for .* --timeout_s=5", the_error(errors_of(process)))
 
 
-def test_ctrl_c_ends_every_rank(tiny_model, tmp_path):
-    process = start(tmp_path, tiny_model, "pass")
+def test_ctrl_c_ends_every_rank(start):
+    process = start("pass")
     os.kill(process.pid, signal.SIGINT)
-    assert_all_ended(process)
+    errors_of(process)
 
 
-def test_a_hook_that_hangs_on_one_rank_fails_its_episodes_and_then_the_run_on_both(tiny_model, tmp_path):
-    hangs = "time.sleep(1000 if os.environ['RANK'] == '1' else 0)"
-    process = start(tmp_path, tiny_model, hangs, "--rollout.hook_timeout_s", "2")
-    errors = assert_all_ended(process)
-    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and "reward_fn() ran longer than 2 s" in lines[0], errors
+def test_a_hook_that_hangs_on_one_rank_fails_its_episodes_and_then_the_run_on_both(start):
+    process = start("time.sleep(1000 if os.environ['RANK'] == '1' else 0)", "--rollout.hook_timeout_s 2")
+    assert "reward_fn() ran longer than 2 s" in the_error(errors_of(process))
 
 
-def test_what_was_saved_survives_a_kill_and_is_gone_on_from(tiny_model, tmp_path):
-    process = start(tmp_path, tiny_model, "pass", "--save_every", "1")
-    saved = tmp_path / "run/checkpoints"
-    while len(list(saved.glob("step_*"))) < 2:
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+def test_what_was_saved_survives_a_kill_and_is_gone_on_from(start, tmp_path):
+    process, saved = start("pass", "--save_every 1"), tmp_path / "run/checkpoints"
+    wait_until(lambda: len(list(saved.glob("step_*"))) >= 2, "two checkpoints")
+    kill_session(process)
+    process.communicate(timeout=60)
     newest = max(int(p.name[5:]) for p in saved.glob("step_*"))
-    command = [sys.executable, "-m", "rl_core.train", "--config", str(tmp_path / "run/config.yaml"), "--resume"]
-    done = subprocess.run(
-        [*command, "--num_steps", str(newest + 1)],
-        cwd=ROOT,
-        env=os.environ | {"RANK": "0"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    os.environ["RANK"] = "0"  # which the environment's file reads
+    run(tmp_path / "run", "--config", tmp_path / "run/config.yaml", "--resume --num_steps", newest + 1)
     assert (saved / f"step_{newest + 1:06d}/manifest.json").is_file()
+
+
+# Two nodes are two of torchrun's agents: here both on this machine, meeting over the loopback.
+
+
+@pytest.fixture
+def start_nodes(tiny_model, sort_data):
+    """start_nodes(number, ranks of each, *flags) -> torchrun's agents."""
+    started = []
+
+    def begin(num: int, ranks_each: int, *flags) -> list[subprocess.Popen]:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        meet = words(f"--nnodes={num} --rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:{port} --rdzv_id=test")
+        given = words("--algorithm sft --model", tiny_model, "--data.train", sort_data / "sft.jsonl", *flags)
+        given += words("--max_tokens 8 --max_prompt_tokens 16 --tasks_per_step 8 --optim.lr 1e-3")
+        for _ in range(num):
+            started.append(start_torchrun(ranks_each, "-m", "rl_core.train", *given, flags=meet))
+        return started[-num:]
+
+    yield begin
+    for process in started:
+        kill_session(process)
+
+
+def test_two_nodes_of_one_rank_learn_what_one_node_of_two_does(start_nodes, tmp_path):
+    found = []
+    for num, each in ((1, 2), (2, 1)):
+        nodes = start_nodes(num, each, "--num_steps 4 --out", tmp_path / str(num))
+        errors = [node.communicate(timeout=120)[1] for node in nodes]
+        assert [node.returncode for node in nodes] == [0] * num, errors
+        found.append(weights(tmp_path / str(num)))
+    assert found[0].keys() == found[1].keys() and all(found[0][n].equal(found[1][n]) for n in found[0])
+
+
+def test_a_node_that_is_lost_ends_the_other(start_nodes, tmp_path):
+    nodes = start_nodes(2, 1, "--num_steps 1000000 --timeout_s 20 --out", tmp_path / "run")
+    wait_until((tmp_path / "run/metrics.jsonl").exists, "the first step")
+    kill_session(nodes[1])  # its agent; the rank of it must not live on
+    errors = nodes[0].communicate(timeout=60)[1]
+    assert nodes[0].returncode != 0
+    assert sum(line.startswith("error: ") for line in errors.splitlines()) <= 1
+    assert "waited in the phase" in errors or "RendezvousConnectionError" in errors, errors
