@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ENGINES = {
-    "embedded": "rl_core.engines.embedded:make_engine",
-    "sglang": "rl_core.engines.sglang:make_engine",
+    "embedded": "rl_core.engines.embedded:EmbeddedEngine",
+    "sglang": "rl_core.engines.sglang:SGLangEngine",
 }
 PEFT_CONFIG = "rl_core.options.lora:peft_config"
 API_ACTOR = "rl_core.engines.api:ApiActor"

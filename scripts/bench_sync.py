@@ -81,15 +81,16 @@ class Clock:
 def make_engine(kind: str, folder: str, dtype: torch.dtype, ranks: Ranks, out: Path) -> Engine:
     """With weights of its own, and asleep if it runs in this process."""
     if kind == "embedded":
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(ranks.device).requires_grad_(False)
-        return EmbeddedEngine(model, **LIMITS, offloads=True)
-    from rl_core.engines.sglang import SGLangEngine, make_skeleton
+        module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(ranks.device).requires_grad_(False)
+    else:
+        from rl_core.engines.sglang import SGLangEngine, make_skeleton
 
+        module = make_skeleton(folder)
     spec = EngineSpec(
-        name="policy", model=folder, module=make_skeleton(folder), tokenizer=AutoTokenizer.from_pretrained(folder), **LIMITS,
+        name="policy", model=folder, module=module, tokenizer=AutoTokenizer.from_pretrained(folder), **LIMITS, owns_weights=True,
         dtype=dtype, device=ranks.device, seed=0, log=out / f"engine_{ranks.rank}.log", start_timeout_s=600, memory_frac=0.5,
     )  # fmt: skip
-    return SGLangEngine(spec)
+    return EmbeddedEngine(spec) if kind == "embedded" else SGLangEngine(spec)
 
 
 async def run_cycle(engine: Engine, policy: PolicyModel, clock: Clock, version: int) -> None:

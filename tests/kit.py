@@ -377,3 +377,27 @@ def trajectories(file: Path) -> list[dict]:
             turn["prompt_ids"] = [*([] if turn["is_fresh"] else seen), *turn["new_ids"]]
             seen = turn["prompt_ids"] + turn["completion"]["token_ids"]
     return rows
+
+
+def engine_spec(module: Any, **more: Any) -> Any:
+    """What an engine of a tiny model is made from."""
+    import torch
+
+    from rl_core.sampling.engine import EngineSpec
+
+    usual = {"name": "policy", "model": "", "tokenizer": None, "num_slots": 8, "max_context_tokens": 128, "seed": 0}
+    usual |= {
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+        "log": Path(),
+        "start_timeout_s": 600,
+        "memory_frac": 0.5,
+    }
+    return EngineSpec(module=module, **usual | more)
+
+
+def embedded(module: Any, **more: Any) -> Any:
+    """An embedded engine of a model."""
+    from rl_core.engines.embedded import EmbeddedEngine
+
+    return EmbeddedEngine(engine_spec(module, **more))

@@ -7,11 +7,11 @@ import asyncio
 import peft
 import pytest
 import torch
+from kit import embedded
 from test_engine_contract import LORAS, load, random_prompts
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from rl_core.engines import embedded
-from rl_core.engines.embedded import EmbeddedEngine
+import rl_core.engines.embedded
 from rl_core.learning.loading import load_model_config
 from rl_core.types import LOGIT_CHANGES, SamplingParams, logit_change
 
@@ -21,10 +21,6 @@ VOCAB_SIZE = 104
 @pytest.fixture
 def model(tiny_model):
     return load(tiny_model)
-
-
-def make(model, num_slots=8, max_context_tokens=128, **kwargs) -> EmbeddedEngine:
-    return EmbeddedEngine(model, num_slots=num_slots, max_context_tokens=max_context_tokens, **kwargs)
 
 
 def run(engine, prompts, params, first_seed: int = 0):
@@ -61,13 +57,13 @@ def test_logprobs_equal_a_plain_forward_with_fewer_slots_than_requests(any_model
     model = load(any_model)
     prompts = random_prompts(30, seed=1)
     params = [SamplingParams(max_tokens=1 + i % 17, temperature=temperature) for i in range(30)]
-    for prompt, completion in zip(prompts, run(make(model, num_slots=7), prompts, params), strict=True):
+    for prompt, completion in zip(prompts, run(embedded(model, num_slots=7), prompts, params), strict=True):
         assert_logprobs(model, prompt, completion, temperature)
 
 
 def test_logprobs_equal_a_plain_forward_over_the_turns_of_a_session(any_model):
     model = load(any_model)
-    engine = make(model, num_slots=3)
+    engine = embedded(model, num_slots=3)
 
     async def converse(index: int):
         prompt, turns = random_prompts(1, seed=index)[0], []
@@ -92,17 +88,17 @@ def test_a_sliding_window_is_honoured(tiny_model):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     prompts = random_prompts(6)
-    completions = run(make(model), prompts, SamplingParams(max_tokens=12))
+    completions = run(embedded(model), prompts, SamplingParams(max_tokens=12))
     for prompt, completion in zip(prompts, completions, strict=True):
         assert_logprobs(model, prompt, completion)
 
 
 def test_samples_do_not_depend_on_the_rest_of_the_batch_or_on_the_number_of_slots(model):
     prompts, params = random_prompts(31, seed=2), SamplingParams(max_tokens=24)
-    together = [c.token_ids for c in run(make(model, num_slots=31), prompts, params)]
-    refilled = [c.token_ids for c in run(make(model, num_slots=4), prompts, params)]
+    together = [c.token_ids for c in run(embedded(model, num_slots=31), prompts, params)]
+    refilled = [c.token_ids for c in run(embedded(model, num_slots=4), prompts, params)]
     assert together == refilled
-    alone = [run(make(model), prompts[i : i + 1], params, first_seed=i)[0].token_ids for i in (0, 13, 30)]
+    alone = [run(embedded(model), prompts[i : i + 1], params, first_seed=i)[0].token_ids for i in (0, 13, 30)]
     assert alone == [together[i] for i in (0, 13, 30)]
 
 
@@ -113,7 +109,7 @@ def test_samples_follow_the_softmax_of_the_tokens_that_the_limits_leave(model, l
     """Chi-square over 3000 first tokens; six standard deviations is beyond chance."""
     prompt, temperature, count = [5, 17, 40], 1.5, 3000
     params = SamplingParams(max_tokens=1, temperature=temperature, **limits)
-    completions = run(make(model, num_slots=500), [prompt] * count, params)
+    completions = run(embedded(model, num_slots=500), [prompt] * count, params)
     with torch.no_grad():
         probs = expected_probs(model(torch.tensor([prompt])).logits[0, -1] / temperature, **limits)
     counts = torch.zeros(VOCAB_SIZE)
@@ -145,9 +141,9 @@ def expected_probs(logits, top_k=0, top_p=1.0, min_p=0.0):
 def test_one_requests_limits_leave_the_others_alone(model):
     prompts = random_prompts(3)
     plain = SamplingParams(max_tokens=10)
-    alone = run(make(model), prompts, plain)
+    alone = run(embedded(model), prompts, plain)
     mixed = [plain, SamplingParams(max_tokens=10, top_k=1), SamplingParams(max_tokens=10, temperature=0, top_k=3)]
-    first, narrow, greedy = run(make(model), prompts, mixed)
+    first, narrow, greedy = run(embedded(model), prompts, mixed)
     assert first.token_ids == alone[0].token_ids
     assert first.logprobs == pytest.approx(alone[0].logprobs, abs=1e-5)
     assert narrow.logprobs == pytest.approx([0.0] * 10, abs=1e-6)
@@ -159,7 +155,7 @@ def test_one_requests_limits_leave_the_others_alone(model):
 
 def test_a_groups_prompt_is_prefilled_once_even_if_it_outlives_its_first_owner(model):
     prompts = [prompt for prompt in random_prompts(3, seed=5) for _ in range(8)]
-    engine = make(model, num_slots=5)
+    engine = embedded(model, num_slots=5)
     params = [SamplingParams(max_tokens=1 + i % 9) for i in range(24)]
     for prompt, completion in zip(prompts, run(engine, prompts, params), strict=True):
         assert_logprobs(model, prompt, completion)
@@ -167,7 +163,7 @@ def test_a_groups_prompt_is_prefilled_once_even_if_it_outlives_its_first_owner(m
 
 
 def test_a_session_prefills_only_what_its_prompt_adds(model):
-    engine, first = make(model), [3] * 20
+    engine, first = embedded(model), [3] * 20
 
     async def two_turns(second_of):
         params = SamplingParams(max_tokens=6)
@@ -189,7 +185,7 @@ def test_a_session_prefills_only_what_its_prompt_adds(model):
 
 def test_turns_of_unlike_lengths_go_together_up_to_the_end_of_the_context(model):
     """Beside a long addition to a short conversation, a short one to a conversation near the limit is padded past it."""
-    engine, params = make(model, max_context_tokens=64), SamplingParams(max_tokens=1)
+    engine, params = embedded(model, max_context_tokens=64), SamplingParams(max_tokens=1)
     first = [[1] * 10, [2] * 55]
     second = [[1] * 10 + [3] * 30, [2] * 55 + [4] * 8]
 
@@ -206,7 +202,7 @@ def test_turns_of_unlike_lengths_go_together_up_to_the_end_of_the_context(model)
 
 
 def test_the_oldest_session_is_forgotten_first_when_more_is_kept_than_the_slots_hold(model):
-    engine, params = make(model, num_slots=2, max_context_tokens=32), SamplingParams(max_tokens=2)
+    engine, params = embedded(model, num_slots=2, max_context_tokens=32), SamplingParams(max_tokens=2)
 
     async def speak(name: str) -> int:
         before = engine.stats["prefill_tokens"]
@@ -220,11 +216,11 @@ def test_the_oldest_session_is_forgotten_first_when_more_is_kept_than_the_slots_
 
 
 def test_long_and_ragged_prompts_are_prefilled_in_bounded_pieces(model, monkeypatch):
-    monkeypatch.setattr(embedded, "PREFILL_TOKENS", 32)
+    monkeypatch.setattr(rl_core.engines.embedded, "PREFILL_TOKENS", 32)
     prompts = [*random_prompts(9, seed=6, longest=30), [*range(100)]]
     widths = []
     handle = model.get_input_embeddings().register_forward_hook(lambda _m, args, _o: widths.append(args[0].numel()))
-    completions = run(make(model, num_slots=10), prompts, SamplingParams(max_tokens=5))
+    completions = run(embedded(model, num_slots=10), prompts, SamplingParams(max_tokens=5))
     handle.remove()
     assert max(widths) <= 32
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -232,7 +228,7 @@ def test_long_and_ragged_prompts_are_prefilled_in_bounded_pieces(model, monkeypa
 
 
 def test_late_requests_are_admitted_while_others_decode(model):
-    engine = make(model, num_slots=8)
+    engine = embedded(model, num_slots=8)
 
     async def join():
         slow = asyncio.create_task(engine.generate([1, 2], SamplingParams(max_tokens=100), seed=0))
@@ -250,7 +246,7 @@ def test_late_requests_are_admitted_while_others_decode(model):
 
 
 def test_new_weights_in_place_change_the_samples_and_drop_what_was_cached(model):
-    engine, prompt, params = make(model), [3] * 20, SamplingParams(max_tokens=8)
+    engine, prompt, params = embedded(model), [3] * 20, SamplingParams(max_tokens=8)
 
     async def before_and_after():
         old = await engine.generate(prompt, params, seed=1, session="s")
@@ -268,12 +264,12 @@ def test_new_weights_in_place_change_the_samples_and_drop_what_was_cached(model)
 
 def test_streamed_weights_replace_the_models(model, make_model):
     other = load(make_model(seed=1))
-    engine, prompts, params = make(model), random_prompts(4), SamplingParams(max_tokens=8)
+    engine, prompts, params = embedded(model), random_prompts(4), SamplingParams(max_tokens=8)
     old = run(engine, prompts, params)
     # Parameters are named once, so the tied head is not among them.
     asyncio.run(engine.update(((n, p.detach().clone()) for n, p in other.named_parameters()), version=1))
     new = run(engine, prompts, params)
-    assert [c.token_ids for c in new] == [c.token_ids for c in run(make(other), prompts, params)]
+    assert [c.token_ids for c in new] == [c.token_ids for c in run(embedded(other), prompts, params)]
     assert [c.token_ids for c in new] != [c.token_ids for c in old]
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
@@ -292,11 +288,11 @@ async def interrupted(engine, prompts, params, at: list[int], change) -> list:
 
 def test_a_pause_changes_nothing_that_is_sampled(model):
     prompts, params = random_prompts(12), SamplingParams(max_tokens=40)
-    expected = run(make(model), prompts, params)
+    expected = run(embedded(model), prompts, params)
 
     async def nothing(number): ...
 
-    paused = asyncio.run(interrupted(make(model, num_slots=5), prompts, params, [3, 30, 31, 70], nothing))
+    paused = asyncio.run(interrupted(embedded(model, num_slots=5), prompts, params, [3, 30, 31, 70], nothing))
     assert [c.token_ids for c in paused] == [c.token_ids for c in expected]
     for a, b in zip(paused, expected, strict=True):
         torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-5, rtol=0)
@@ -311,7 +307,7 @@ def test_the_model_is_given_back_as_it_was(model):
     hook = model.model.layers[1].register_forward_hook(
         lambda module, *_: seen.add((module.training, model.config._attn_implementation))
     )
-    engine = make(model)
+    engine = embedded(model)
 
     async def generate():
         await engine.generate([1, 2], SamplingParams(max_tokens=3), seed=0)
@@ -325,7 +321,7 @@ def test_the_model_is_given_back_as_it_was(model):
 
 def test_an_error_reaches_everybody_who_waits_and_the_engine_goes_on(model):
     """In a prefill, which several wait for, and in a decode step; some wait for a free slot."""
-    engine, params = make(model, num_slots=4), SamplingParams(max_tokens=8)
+    engine, params = embedded(model, num_slots=4), SamplingParams(max_tokens=8)
     prompts = [prompt for prompt in random_prompts(3) for _ in range(3)]
     expected = run(engine, prompts, params)
 
@@ -350,7 +346,7 @@ def test_a_context_ends_where_the_models_positions_do():
     torch.manual_seed(0)
     config = AutoConfig.for_model("gpt2", n_positions=32, n_embd=32, n_layer=1, n_head=2, vocab_size=VOCAB_SIZE)
     model = AutoModelForCausalLM.from_config(config).eval()
-    engine, prompt = make(model), [5] * 28
+    engine, prompt = embedded(model), [5] * 28
     for completion in run(engine, [prompt] * 3, SamplingParams(max_tokens=50)):
         assert (len(completion.token_ids), completion.finish_reason) == (4, "length")
         assert_logprobs(model, prompt, completion)
@@ -374,25 +370,25 @@ def test_a_model_whose_vocabulary_stands_in_its_text_config_is_sampled_from():
     assert not hasattr(config, "vocab_size")
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
-    [completion] = run(make(model), [[5, 6, 7]], SamplingParams(max_tokens=6))
+    [completion] = run(embedded(model), [[5, 6, 7]], SamplingParams(max_tokens=6))
     assert_logprobs(model, [5, 6, 7], completion)
 
 
 def test_weights_that_are_nan_are_an_error_and_not_a_sample(model):
     torch.nn.init.constant_(model.model.norm.weight, torch.nan)
     with pytest.raises(ValueError, match="NaN"):
-        run(make(model), [[1, 2]], SamplingParams(max_tokens=3))
+        run(embedded(model), [[1, 2]], SamplingParams(max_tokens=3))
 
 
 @pytest.mark.parametrize("key", LOGIT_CHANGES)
 def test_engine_and_learner_refuse_the_same_decoders_with_rules_of_their_own(model, tmp_path, key):
     setattr(model.config, key, LOGIT_CHANGES[key][0])
     model.config.save_pretrained(tmp_path)
-    make(model)
+    embedded(model)
     load_model_config(str(tmp_path))
     setattr(model.config, key, 0.5)
     model.config.save_pretrained(tmp_path)
-    for refused in (lambda: make(model), lambda: load_model_config(str(tmp_path))):
+    for refused in (lambda: embedded(model), lambda: load_model_config(str(tmp_path))):
         with pytest.raises(ValueError, match=rf"{key}=0.5, which"):
             refused()
 
@@ -413,11 +409,11 @@ def test_a_decoder_that_computes_something_else_is_refused_at_the_first_step(mod
 
     model.forward = doubled
     with pytest.raises(ValueError, match="logits differ from Qwen3ForCausalLM's own"):
-        run(make(model), [[1, 2]], SamplingParams(max_tokens=3))
+        run(embedded(model), [[1, 2]], SamplingParams(max_tokens=3))
 
 
 def test_closing_cancels_what_runs_and_sleeping_frees_the_cache(model):
-    engine = make(model)
+    engine = embedded(model)
 
     async def close():
         task = asyncio.create_task(engine.generate([1], SamplingParams(max_tokens=100), seed=0))
@@ -435,7 +431,7 @@ def test_closing_cancels_what_runs_and_sleeping_frees_the_cache(model):
 
 def test_a_conversation_goes_on_with_its_own_keys_and_values_until_its_own_adapter_changes(tiny_model):
     configs = {name: peft.LoraConfig(**LORAS[name]).to_dict() for name in ("bob", "alice")}
-    engine, models, weights = make(load(tiny_model), adapters=configs), {}, {}
+    engine, models, weights = embedded(load(tiny_model), adapters=configs), {}, {}
     for seed, name in enumerate(configs):
         model = peft.get_peft_model(load(tiny_model), peft.LoraConfig(**LORAS[name]))
         for parameter in (p for n, p in model.named_parameters() if "lora_" in n):

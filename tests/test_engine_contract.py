@@ -16,7 +16,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from kit import wait_until
+from kit import embedded, engine_spec, wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.engines.embedded import EmbeddedEngine
@@ -47,17 +47,12 @@ def random_prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[in
 
 
 def spec_of(folder: Path, log: Path, skeleton, tokenizer, **more) -> EngineSpec:
-    return EngineSpec(
-        name="policy", model=str(folder), module=skeleton, tokenizer=tokenizer, num_slots=8, max_context_tokens=CONTEXT,
-        dtype=torch.float32, device=torch.device("cpu"), seed=0, log=log, start_timeout_s=600, memory_frac=0.5, **more,
-    )  # fmt: skip
+    return engine_spec(skeleton, model=str(folder), tokenizer=tokenizer, max_context_tokens=CONTEXT, log=log, **more)
 
 
 def make_embedded(folder: Path, adapters: dict | None = None) -> EmbeddedEngine:
-    limits = {"num_slots": 8, "max_context_tokens": CONTEXT}
-    return EmbeddedEngine(
-        load(folder), **limits, tokenizer=AutoTokenizer.from_pretrained(folder), adapters=adapters or {}
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return embedded(load(folder), max_context_tokens=CONTEXT, tokenizer=tokenizer, adapters=adapters or {})
 
 
 @torch.no_grad()

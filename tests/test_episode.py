@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit import embedded
 from make_tiny_model import bpe_tokenizer, make_tiny_model
 from stage import ROW, cast, one, run, talk
 
@@ -520,8 +521,6 @@ def trio(tmp_path_factory):
     """Name -> (actor, model): three architectures, tokenizers and templates."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from rl_core.engines.embedded import EmbeddedEngine
-
     found = {}
     for seed, (name, (arch, template, _, _)) in enumerate(KINDS.items()):
         folder = tmp_path_factory.mktemp(name)
@@ -529,7 +528,7 @@ def trio(tmp_path_factory):
         make_tiny_model(folder, 32, 2, 2, seed=seed, arch=arch, tokenizer=tokenizer)
         chat = Chat(AutoTokenizer.from_pretrained(folder), template)
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
-        engine = EmbeddedEngine(model, num_slots=6, max_context_tokens=600, tokenizer=chat.tokenizer)
+        engine = embedded(model, num_slots=6, max_context_tokens=600, tokenizer=chat.tokenizer)
         actor = Actor(
             name=name,
             engine=engine,

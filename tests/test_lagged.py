@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import metrics, steps, trajectories, words
+from kit import embedded, metrics, steps, trajectories, words
 from safetensors.torch import load_file
 from test_engine_contract import needs_sglang
 from transformers import AutoModelForCausalLM
@@ -45,7 +45,9 @@ def talk(tiny_model, tmp_path) -> list[str]:
 
 def load_engine(folder: Path, version: int) -> EmbeddedEngine:
     model = AutoModelForCausalLM.from_pretrained(folder)
-    return EmbeddedEngine(model, num_slots=8, max_context_tokens=64, version=version)
+    engine = embedded(model, max_context_tokens=64)
+    engine.version = version
+    return engine
 
 
 def test_who_answers_hangs_on_the_calls_seed_alone(make_model):

@@ -9,9 +9,9 @@ import random
 
 import pytest
 import torch
+from kit import embedded
 from transformers import AutoModelForCausalLM
 
-from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.sampling.engine import DeviceLease
 from rl_core.types import SamplingParams
 
@@ -185,7 +185,7 @@ def test_real_engines_that_share_a_device_say_what_they_say_alone(make_model, ma
         return await asyncio.gather(*(one(i, *request) for i, request in enumerate(requests)))
 
     def load(name, **how):
-        return EmbeddedEngine(whole_model(folders[name]), num_slots=3, max_context_tokens=32, **how)
+        return embedded(whole_model(folders[name]), num_slots=3, max_context_tokens=32, **how)
 
     class NoLease:
         holder = None
@@ -194,7 +194,7 @@ def test_real_engines_that_share_a_device_say_what_they_say_alone(make_model, ma
             return contextlib.nullcontext()
 
     expected = run(talk({name: load(name) for name in "abc"}, NoLease()))
-    shared = {name: load(name, offloads=True) for name in "abc"}
+    shared = {name: load(name, owns_weights=True) for name in "abc"}
     assert not any(map(size, shared.values()))
     lease = DeviceLease(max_slice_s)
     found = run(talk(shared, lease))
@@ -212,8 +212,8 @@ def test_paused_engines_lend_the_device_for_new_weights_and_go_on_where_they_sto
     async def main():
         lease = DeviceLease()
         models = [whole_model(make_model(seed=seed)).requires_grad_(False) for seed in (0, 1)]
-        limits = {"num_slots": 2, "max_context_tokens": 64, "offloads": True}
-        a, b = engines = [EmbeddedEngine(model, **limits) for model in models]
+        limits = {"num_slots": 2, "max_context_tokens": 64, "owns_weights": True}
+        a, b = engines = [embedded(model, **limits) for model in models]
 
         async def ask(engine):
             async with lease.of(engine):
@@ -237,7 +237,7 @@ def test_paused_engines_lend_the_device_for_new_weights_and_go_on_where_they_sto
     assert len(first.token_ids) == 40 and first.token_ids == second.token_ids
 
     def alone(model) -> list[int]:
-        plain = EmbeddedEngine(model, num_slots=2, max_context_tokens=64)
+        plain = embedded(model, num_slots=2, max_context_tokens=64)
         return run(plain.generate(prompt, params, seed=0)).token_ids
 
     assert last.token_ids == alone(new)

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from rl_core.host_copies import HostCopies
 from rl_core.sampling.engine import EngineSpec, check_request
 from rl_core.sampling.weights import load_weights
 from rl_core.types import Completion, SamplingParams, logit_change
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PREFILL_TOKENS = 8192  # padded tokens in one prefill forward: bounds its activations
 REFILL_STEPS = 8  # waiting requests are admitted at the latest this many decode steps after the last ones
@@ -59,31 +56,22 @@ class Request:
 
 
 class EmbeddedEngine:
-    """Samples from `model`, which it borrows while requests run: attention implementation and mode are put back. A context
-    longer than the model has positions is cut to these. offloads: the weights are the engine's own and wait on the host
-    while it sleeps; it is made asleep. adapters: what adapter_config.json holds of each."""
+    """Samples from `spec.module`, which it borrows while requests run: attention implementation and mode are put back. A
+    context longer than the model has positions is cut to these. Weights that it owns wait on the host while it sleeps; then it
+    is made asleep."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        num_slots: int,
-        max_context_tokens: int,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        version: int = 0,
-        offloads: bool = False,
-        adapters: dict[str, dict[str, Any]] | None = None,
-    ) -> None:
+    def __init__(self, spec: EngineSpec) -> None:
+        model = self.model = spec.module
+        self.tokenizer, self.version, self.capacity = spec.tokenizer, 0, spec.num_slots
         if change := logit_change(model.config):
             raise ValueError(
                 f"{type(model).__name__} sets {change}; the embedded engine does not apply that: use another engine"
             )
-        self.model, self.tokenizer, self.version, self.capacity = model, tokenizer, version, num_slots
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_context_tokens
-        self.max_context_tokens = min(max_context_tokens, positions)
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_context_tokens = min(spec.max_context_tokens, positions or spec.max_context_tokens)
         self.stats = Counter()  # prefill_tokens (without padding), decode_steps, decode_tokens
         self.adapter_versions: dict[str, int] = {}
-        self._adapters = AdapterTable(model, adapters or {})
+        self._adapters = AdapterTable(model, spec.adapters)
         self._slots = SlotModel(model)
         self._waiting: deque[Request] = deque()
         self._active: list[Request] = []  # the i-th has row i
@@ -93,7 +81,7 @@ class EmbeddedEngine:
         self._steps_since_refill = 0
         self._is_paused = False
         self._task: asyncio.Task[None] | None = None
-        self._copies = HostCopies(model.device) if offloads else None  # of the weights, while it sleeps
+        self._copies = HostCopies(model.device) if spec.owns_weights else None  # of the weights, while it sleeps
         self._drop_cache()
         if self._copies is not None:
             self._copies.to_host(model.parameters())
@@ -402,9 +390,3 @@ def prefill_chunks(requests: Iterable[Request]) -> Iterator[list[Request]]:
         chunk.append(request)
     if chunk:
         yield chunk
-
-
-def make_engine(spec: EngineSpec) -> EmbeddedEngine:
-    limits = {"num_slots": spec.num_slots, "max_context_tokens": spec.max_context_tokens}
-    more = {"tokenizer": spec.tokenizer, "offloads": spec.owns_weights, "adapters": spec.adapters}
-    return EmbeddedEngine(spec.module, **limits, **more)

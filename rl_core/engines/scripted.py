@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rl_core.data.chat import Chat
 from rl_core.sampling.actor import Actor
 from rl_core.types import Completion, SamplingParams
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 START, END = "<|start|>", "<|end|>"
 PLAIN_TEMPLATE = (
@@ -24,7 +20,7 @@ PLAIN_TEMPLATE = (
 
 
 class ScriptedEngine:
-    """Gives its replies in order, the last one again and again, as if each token had been certain."""
+    """Gives its replies in order, the last one again and again, as if each token had been certain. It has no weights."""
 
     def __init__(self, chat: Chat, replies: Sequence[str], capacity: int = 256):
         self.chat, self.replies, self.capacity = chat, list(replies), capacity
@@ -49,19 +45,6 @@ class ScriptedEngine:
         )
 
     def end_session(self, session: str) -> None: ...
-
-    async def update(self, weights: Iterable[tuple[str, Tensor]] | None, version: int, *, adapter: str = "") -> None:
-        self.version = version
-
-    async def sleep(self) -> None: ...
-
-    async def wake(self) -> None: ...
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(kw_only=True)

@@ -44,10 +44,6 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 PREFIX, SETTLED_S = "rl_core_weights_", 60.0  # a folder that nobody has locked after so long is nobody's
 
 
-def make_engine(spec: EngineSpec) -> SGLangEngine:
-    return SGLangEngine(spec)
-
-
 def make_skeleton(path: str) -> nn.Module:
     """The model with shapes alone, on "meta", and its generation_config.json."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
