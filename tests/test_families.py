@@ -11,6 +11,9 @@ from kit import steps
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from rl_core.distributed import init_ranks
+from rl_core.engines.sglang import make_skeleton
+from rl_core.learning.model import checkpoint_weights, make_policy, named_weights
 from rl_core.train import main
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -68,6 +71,9 @@ def test_the_loss_is_transformers_own_and_the_export_is_named_as_the_checkpoint(
     [row] = steps(tmp_path / "run")
     assert row["learn/policy/loss"] == pytest.approx(plain_loss(folder, tokenizer, rows), abs=1e-4)
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "run/hf/policy"))
+    policy = make_policy(str(folder), torch.float32, init_ranks(60))
+    streamed = dict(checkpoint_weights(make_skeleton(str(folder)), named_weights(policy)))  # to SGLang
+    assert streamed.keys() == before.keys() and all(torch.equal(v, before[n]) for n, v in streamed.items())
     assert {n: v.shape for n, v in before.items()} == {n: v.shape for n, v in after.items()}
     assert all(torch.equal(before[n], after[n]) for n in before if "correction_bias" in n)  # which nothing trains
     assert not all(torch.equal(before[n], after[n]) for n in before)

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from rl_core.config import nearest
 from rl_core.engines.remote import BUCKET_BYTES, ask, in_buckets
 from rl_core.engines.sglang_server import Server, numbers
+from rl_core.learning.model import checkpoint_weights
 from rl_core.sampling.engine import EngineDied, EngineSpec, check_request
 from rl_core.sampling.weights import arriving, arriving_adapter, on_host
 from rl_core.types import Completion, RunError, SamplingParams
@@ -213,7 +214,8 @@ class SGLangEngine:
     async def _send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._label = uuid.uuid4().hex
         self.files.clear()
-        cast = on_host(self._once(weights), self.spec.dtype)
+        named = checkpoint_weights(self.spec.module, self._once(weights))  # SGLang reads published checkpoints
+        cast = on_host(named, self.spec.dtype)
         for number, bucket in enumerate(in_buckets(cast, self.files.bucket_bytes())):
             folder = self.files.write(f"{number:05d}", {"model.safetensors": safetensors.torch.save(bucket)})
             await self._load(folder)
