@@ -18,7 +18,8 @@ from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
 from rl_core.learning.advantages import samples_of
 from rl_core.learning.algorithms import PRESETS, gae_advantages, token_losses
-from rl_core.learning.learner import Learner, Minibatch
+from rl_core.learning.learner import Learner
+from rl_core.learning.minibatches import Minibatch
 from rl_core.learning.model import make_policy
 from rl_core.models import make_critic
 from rl_core.options.critic import value_losses, value_metrics, value_sums

@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl_core.config import Config, OptimConfig
-from rl_core.data.packing import (
-    Entry,
-    PackBudget,
-    make_entry,
-    pack_samples,
-    plan_minibatches,
-    shard_sequences,
-    trimmed,
-)
-from rl_core.distributed import Ranks, all_gather_json, exchange, local, whole
+from rl_core.data.packing import PackBudget
+from rl_core.distributed import Ranks, all_gather_json, local, whole
 from rl_core.learning.algorithms import (
     Algorithm,
     kl_k3,
     kl_penalised,
     learning_rate,
-    loss_denominator,
     normalised,
     token_losses,
 )
+from rl_core.learning.minibatches import Minibatch, shard_samples
 from rl_core.learning.model import PolicyModel, engine_weights, named_weights, reads_in_place
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics, count_once
-from rl_core.types import PER_TOKEN, PackedBatch, RunError, SequenceShard, TrainingSample, option
+from rl_core.types import PackedBatch, RunError, TrainingSample, option
 
 TAIL_NATS = 0.5  # a token beyond it counts for mismatch_tail_frac
 MAX_NONFINITE = 3  # updates in a row that are skipped
@@ -46,15 +35,6 @@ OBJECTIVES = {  # of what is no policy gradient: (config, batch, outputs of the 
     "value": "rl_core.options.critic:losses_of_values",
 }
 OPTIMIZERS = {"adamw8bit": "rl_core.options.optimizers:adamw8bit"}  # beside torch's
-
-
-@dataclass(kw_only=True, slots=True)
-class Minibatch:
-    """This rank's share of the samples of one optimizer step."""
-
-    denominator: int  # of the sum of losses over all ranks
-    num_tokens: int  # that are trained, on all ranks
-    batches: list[PackedBatch] = field(default_factory=list)  # as many on every rank
 
 
 class Learner:
@@ -87,51 +67,8 @@ class Learner:
         self.nonfinite_in_a_row = 0
 
     def shard(self, samples: list[TrainingSample]) -> tuple[list[Minibatch], dict[str, Metric]]:
-        """Every rank's samples -> balanced minibatches, each sample moved at most once, from the rank that has it to the
-        ranks that train on it. Every rank must call it; the plan is computed alike on all of them."""
-        me, dp, cp, config = self.ranks.dp_rank, self.ranks.mesh.dp, self.ranks.mesh.cp, self.config.learner
-        samples = [trimmed(s) for s in samples]
-        facts = [make_entry(s, self.ranks.rank, i) for i, s in enumerate(samples)]
-        entries = [Entry(*fact) for part in all_gather_json(facts, self.ranks) for fact in part]
-        skip, is_pairs = self.algorithm.skips_zero_advantages, self.algorithm.is_pairs
-        plans = plan_minibatches(entries, config.minibatches, self.budget, skip, is_pairs)
-        trainer = {plan.entries[i]: b % dp for plan in plans for b, part in enumerate(plan.bins) for i in part}
-        here = self.move(samples, trainer)
-        minibatches, metrics = [], {}
-        for plan in plans:
-            mine = [[here[plan.entries[i]] for i in part] for part in plan.bins[me::dp]]
-            batches = [pack_samples(part, cp) for part in mine]
-            if cp > 1:
-                batches = [shard_sequences(b, cp, self.ranks.cp_rank) for b in batches]
-            batches = [to_device(b, self.ranks.device) for b in batches]
-            longest = self.config.max_tokens * self.config.turn_limit
-            denominator = loss_denominator(self.algorithm.aggregation, plan.num_tokens, plan.num_sequences, longest)
-            minibatches.append(Minibatch(denominator=denominator, num_tokens=plan.num_tokens, batches=batches))
-            fullest = max(plan.bin_work, default=0) * len(plan.bin_work)  # bins run in step across the ranks
-            share = dp / self.ranks.size  # of what the ranks compute together
-            packing = {
-                "fill_frac": Mean(sum(plan.bin_work), fullest),
-                "microbatches": Sum(len(mine) * share),
-                "tokens": Sum(sum(len(s.token_ids) for part in mine for s in part) * share),
-                "computed_tokens": Sum(sum(plan.bin_tokens[me::dp]) * share),
-            }
-            add_metrics(metrics, packing, prefix="pack/")
-        return minibatches, metrics
-
-    def move(self, samples: list[TrainingSample], trainer: dict[Entry, int]) -> dict[Entry, TrainingSample]:
-        """The samples that this rank trains on. `trainer` says which data parallel rank does."""
-        me, size, dp_rank_of = self.ranks.rank, self.ranks.size, self.ranks.dp_rank_of
-        outgoing = [[e for e in trainer if e.rank == me and trainer[e] == dp_rank_of(r)] for r in range(size)]
-        if size == 1:
-            return {e: samples[e.index] for e in outgoing[0]}
-        incoming = [[e for e in trainer if e.rank == r and trainer[e] == dp_rank_of(me)] for r in range(size)]
-        flat = [flattened([samples[e.index] for e in part]) for part in outgoing]
-        received = exchange(flat, [sum(e.length for e in part) * len(PER_TOKEN) for part in incoming], self.ranks)
-        here = {}
-        for part, numbers in zip(incoming, received, strict=True):
-            pieces = numbers.split([e.length * len(PER_TOKEN) for e in part])
-            here |= {e: unflattened(piece) for e, piece in zip(part, pieces, strict=True)}
-        return here
+        """This rank's share of every rank's samples. Every rank must call it."""
+        return shard_samples(samples, self.algorithm, self.config, self.budget, self.ranks)
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         return self.policy(batch, self.temperature, self.adapter)
@@ -359,23 +296,3 @@ def pair_work(hf: nn.Module) -> float:
     text = hf.config.get_text_config()
     width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     return 2 * width * text.num_hidden_layers / sum(p.numel() for p in hf.parameters())
-
-
-def flattened(samples: list[TrainingSample]) -> Tensor:
-    """Every per-token array of every sample, end to end, as float64, which holds token ids exactly."""
-    arrays = [getattr(s, name) for s in samples for name in PER_TOKEN]
-    return torch.from_numpy(np.concatenate(arrays, dtype=np.float64) if arrays else np.zeros(0))
-
-
-def unflattened(numbers: Tensor) -> TrainingSample:
-    return TrainingSample(**dict(zip(PER_TOKEN, numbers.view(len(PER_TOKEN), -1).numpy(), strict=True)))
-
-
-def to_device(batch: PackedBatch | SequenceShard, device: torch.device) -> PackedBatch | SequenceShard:
-    if device.type == "cpu":
-        return batch
-    moved = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "cu_seqlens"}
-    moved = {name: value.to(device) for name, value in moved.items() if isinstance(value, Tensor)}
-    if isinstance(batch, PackedBatch) and batch.shard is not None:
-        moved["shard"] = to_device(batch.shard, device)
-    return dataclasses.replace(batch, **moved)

@@ -11,7 +11,8 @@ import torch
 from rl_core.data.packing import pack_samples, shard_sequences
 from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import Ranks, all_gather_json
-from rl_core.learning.learner import Learner, to_device
+from rl_core.learning.learner import Learner
+from rl_core.learning.minibatches import to_device
 from rl_core.metrics import Max, Metric
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied

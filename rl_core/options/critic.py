@@ -19,7 +19,8 @@ from rl_core.learning.algorithms import (
     sums_to_go,
     token_rewards,
 )
-from rl_core.learning.learner import Learner, Minibatch
+from rl_core.learning.learner import Learner
+from rl_core.learning.minibatches import Minibatch
 from rl_core.metrics import Mean, Metric
 from rl_core.types import PackedBatch
 
