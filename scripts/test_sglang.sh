@@ -7,11 +7,13 @@
 # torchvision are stubs, in which nothing computes, and torch and transformers are not the versions that it pins.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-tests=(tests/test_engine_contract.py tests/test_sglang.py)
+tests=(tests/test_engine_contract.py)
 if [ "${1:-}" = --short ]; then
     shift
+    tests+=("tests/test_sglang.py::test_two_actors_over_one_model_and_one_server_have_each_its_learners_weights")
 else
-    tests+=("tests/test_lagged.py::test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it" --slow)
+    tests+=(tests/test_sglang.py --slow)
+    tests+=("tests/test_lagged.py::test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it")
 fi
 venv="${1:-$PWD/.venv-sglang}"
 shift || true

@@ -346,7 +346,7 @@ def two_ways(model, out, *more) -> list[str]:
 
 @needs_sglang
 def test_two_actors_over_one_model_and_one_server_have_each_its_learners_weights(torchrun, warm_model, tmp_path):
-    learn = ["--num_steps", 3, "--tasks_per_step", 4, "--group_size", 4, "--optim.lr", "5e-3"]
+    learn = ["--num_steps", 3, "--tasks_per_step", 16, "--group_size", 8, "--optim.lr", "5e-3"]
     torchrun(1, "-m", "rl_core.train", *two_ways(warm_model, tmp_path / "run", *learn), timeout_s=900)
     rows = metrics(tmp_path / "run")
     assert len(rows) == 3 and [p.name for p in (tmp_path / "run").glob("engine_*")] == ["engine_up_00000.log"]
