@@ -362,6 +362,38 @@ def weights(out: Path, actor: str = "policy") -> dict[str, Any]:
     return {n: w for file in sorted((out / "hf" / actor).glob("*.safetensors")) for n, w in load_file(file).items()}
 
 
+def make_learner(model: Path | str, *flags: Any, ranks: Any = None) -> Any:
+    """The learner of a run with these flags, with its reference and critic if it has them."""
+    from rl_core.config import parse_config
+    from rl_core.distributed import init_ranks
+    from rl_core.learning.algorithms import make_algorithm
+    from rl_core.models import make_learner as make
+
+    sizes = "--env_path x.py --out x --max_prompt_tokens 40 --max_tokens 60"
+    config = parse_config(words("--model", model, sizes, *flags))
+    return make(config, make_algorithm(config.algorithm, config.algo), "policy", ranks or init_ranks(60))
+
+
+def learn(learner: Any, *steps_of_samples: list, first: int = 0) -> list[dict[str, float]]:
+    """The metrics of each step, after which the learner has learned from these samples."""
+    found = []
+    for step, samples in enumerate(steps_of_samples, first):
+        minibatches, _ = learner.shard(samples)
+        metrics = learner.annotate(minibatches)
+        metrics |= learner.step(minibatches, step)
+        found.append({name: metric.value for name, metric in metrics.items()})
+    return found
+
+
+def gradient(model: Path | str, samples: list, *flags: Any) -> tuple[float, dict[str, Any]]:
+    """The loss of these samples under these flags, and its gradient by the names of the weights: what one step of SGD with
+    rate 1 takes away."""
+    learner = make_learner(model, "--optim.name sgd --optim.lr 1 --optim.betas 0,0 --optim.max_grad_norm 0", *flags)
+    before = {name: weight.clone() for name, weight in learner.named_weights()}
+    [row] = learn(learner, samples)
+    return row["loss"], {name: before[name] - weight for name, weight in learner.named_weights()}
+
+
 def metrics(out: Path) -> list[dict]:
     """Every line of a run's metrics.jsonl."""
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,185 @@
+"""Whole steps against the same written out in plain torch: padded forward, formulas token by token, torch's optimizers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from kit import gradient, learn, make_learner, words
+from transformers import AutoModelForCausalLM
+
+from rl_core.types import TrainingSample
+
+BASE = "--optim.max_grad_norm 0 --learner.minibatches 2 --optim.lr 0.01 --optim.eps 1e-4"
+
+
+@dataclass
+class Case:
+    flags: str
+    rates: list[list[float]]  # of the updates of each step
+    make: Callable = torch.optim.AdamW
+    how: dict | None = None  # of the optimizer
+    epochs: int = 1
+    temperature: float = 1.0
+    clip: tuple[float, float] = (0.2, 0.2)
+    kl: float = 0.0
+    target_kl: float = 0.0
+    max_norm: float = 0.0
+
+
+ADAMW = {"betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.0}
+SGD = {"momentum": 0.9}
+FLAT = [[0.01, 0.01]] * 2
+CASES = {
+    # Half a step on, the rate is half a step further on its way.
+    "warm-up": Case(
+        "--optim.warmup_steps 3", [[0.01 / 4, 0.015 / 4], [0.02 / 4, 0.025 / 4], [0.03 / 4, 0.035 / 4], [0.01, 0.01]]
+    ),
+    "linear": Case("--optim.schedule linear --num_steps 4", [[0.01, 0.00875], [0.0075, 0.00625]]),
+    "beta2": Case("--optim.betas 0.8,0.6", FLAT, how=ADAMW | {"betas": (0.8, 0.6)}),
+    "sgd": Case("--optim.name sgd", FLAT, torch.optim.SGD, SGD),
+    "norm": Case("--optim.name sgd --optim.max_grad_norm 0.1", FLAT, torch.optim.SGD, SGD, max_norm=0.1),
+    "temperature": Case("--sampling.temperature 0.5", FLAT, temperature=0.5),
+    "clip": Case(
+        "--learner.epochs 3 --algo.clip_low 0.05 --algo.clip_high 0.1", [[0.01] * 6], epochs=3, clip=(0.05, 0.1)
+    ),
+    "kl": Case("--algo.kl_coef 0.5 --sampling.temperature 0.5", FLAT, kl=0.5, temperature=0.5),
+    "target": Case(
+        "--learner.epochs 3 --algo.target_kl 0.02 --optim.lr 0.003", [[0.003] * 6] * 2, epochs=3, target_kl=0.02
+    ),
+    "epochs, hot": Case("--learner.epochs 2 --sampling.temperature 2", [[0.01] * 4], epochs=2, temperature=2.0),
+}
+
+
+def make_samples(seed: int, num: int = 8) -> list[TrainingSample]:
+    """Two to a task, with two turns each, of different lengths. Each has one advantage, by which it is known."""
+    draw, samples = random.Random(seed), []
+    for i in range(num):
+        mask = [
+            m
+            for m, n in zip((0, 1, 0, 1), (5, draw.randint(2, 30), 3, draw.randint(1, 9)), strict=True)
+            for _ in range(n)
+        ]
+        advantage = draw.gauss(0, 1)
+        samples.append(
+            TrainingSample(
+                token_ids=[draw.randrange(8, 104) for _ in mask],
+                loss_mask=mask,
+                group_id=f"{i // 2:04d}",
+                rollout_logprobs=[-4.6 * m for m in mask],
+                policy_versions=[m - 1 for m in mask],
+                advantages=[advantage * m for m in mask],
+            )
+        )
+    return samples
+
+
+def logprobs(model, sample: TrainingSample, temperature: float) -> torch.Tensor:
+    """Of the trained tokens."""
+    ids = torch.as_tensor(sample.token_ids)
+    scores = (model(ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
+    return scores.gather(-1, ids[1:, None])[:, 0][torch.as_tensor(sample.loss_mask)[1:].bool()]
+
+
+def step_by_hand(
+    case: Case, model, reference, optimizer, parts: list[list[TrainingSample]], rates: list[float]
+) -> None:
+    """One step of GRPO on these minibatches, over and over as there are rates."""
+    with torch.no_grad():
+        old = {id(s): logprobs(model, s, case.temperature) for part in parts for s in part}
+        ref = {id(s): logprobs(reference, s, case.temperature) for part in parts for s in part}
+    for update, rate in enumerate(rates):
+        part, losses, drift = parts[update % len(parts)], [], []
+        for s in part:
+            new, advantage = logprobs(model, s, case.temperature), float(s.advantages.max() + s.advantages.min())
+            ratio = (new - old[id(s)]).exp()
+            bounded = ratio.clamp(1 - case.clip[0], 1 + case.clip[1])
+            above = ref[id(s)] - new
+            losses.append(case.kl * (above.exp() - 1 - above) - torch.minimum(ratio * advantage, bounded * advantage))
+            drift.append((ratio - 1 - ratio.log()).detach())
+        if case.target_kl and torch.cat(drift).mean() > case.target_kl:
+            return
+        optimizer.zero_grad()
+        torch.cat(losses).mean().backward()
+        if case.max_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_what_the_formulas_say(name, tiny_model):
+    case = CASES[name]
+    learner = make_learner(tiny_model, BASE, case.flags)
+    model, reference = (AutoModelForCausalLM.from_pretrained(tiny_model) for _ in "ab")
+    optimizer = case.make(model.parameters(), lr=0.0, **(case.how or ADAMW))
+    made = 0.0
+    for step, rates in enumerate(case.rates):
+        samples = make_samples(step)
+        plan, _ = learner.shard(samples)
+        known = [{round(a, 4) for b in part.batches for a in b.advantages.tolist()} for part in plan]
+        parts = [[s for s in samples if round(float(s.advantages.max() + s.advantages.min()), 4) in of] for of in known]
+        assert [len(part) for part in parts] == [4, 4]
+        [row] = learn(learner, samples, first=step)
+        made += row["updates"]
+        step_by_hand(case, model, reference, optimizer, parts, rates)
+        for key, weight in learner.named_weights():
+            torch.testing.assert_close(weight, model.get_parameter(key), atol=3e-5, rtol=1e-3)
+    all_updates = sum(map(len, case.rates))
+    assert made == all_updates if not case.target_kl else 2 < made < all_updates, "the target is to be met on the way"
+
+
+def test_weight_decay_is_of_matrices_alone(tiny_model):
+    learner = make_learner(tiny_model, BASE, "--optim.weight_decay 1 --optim.lr 1e-4 --optim.eps 1e9")
+    before = {name: weight.clone() for name, weight in learner.named_weights()}
+    learn(learner, make_samples(0))
+    for name, weight in learner.named_weights():
+        factor = (1 - 1e-4) ** 2 if weight.ndim > 1 else 1.0
+        torch.testing.assert_close(weight, before[name] * factor, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "more, kind, bound",
+    [("", "ratio", 1.0), ("--algo.correction tis", "tis", 2.0), ("--algo.correction mask", "mask", 2.0)],
+)
+def test_what_the_engine_sampled_is_weighted_by_the_correction(more, kind, bound, tiny_model):
+    """The gradient of tokens whose rollout logprobs are e^0.2 and e^1 too low."""
+    model, samples = AutoModelForCausalLM.from_pretrained(tiny_model), make_samples(3)
+    with torch.no_grad():
+        for n, s in enumerate(samples):
+            s.rollout_logprobs[s.loss_mask.astype(bool)] = logprobs(model, s, 1.0).numpy() - (0.2 if n % 2 else 1.0)
+    weights = {"ratio": (1.0, 1.0), "tis": (torch.e**0.2, 2.0), "mask": (torch.e**0.2, 0.0)}[kind]
+    _, got = gradient(tiny_model, samples, more)
+    total, count = 0.0, sum(int(s.loss_mask.sum()) for s in samples)
+    for n, s in enumerate(samples):
+        advantage = float(s.advantages.max() + s.advantages.min())
+        total = total - advantage * weights[0 if n % 2 else 1] * logprobs(model, s, 1.0).sum() / count
+    total.backward()
+    for name, value in got.items():
+        torch.testing.assert_close(value, model.get_parameter(name).grad, atol=2e-6, rtol=1e-3)
+
+
+# Each preset by its paper: advantage, normalize, ratio, objective, clip_low, clip_high, aggregation, kl, kl_in, overlong,
+# refill_rounds.
+PRESETS = {
+    "grpo": "group_norm none token clip 0.2 0.2 token k3 loss none 0",
+    "dr_grpo": "group_mean none token clip 0.2 0.2 constant k3 loss none 0",
+    "dapo": "group_norm none token clip 0.2 0.28 token k3 loss soft 10",
+    "gspo": "group_norm none sequence clip 0.0003 0.0004 sequence k3 loss none 0",
+    "cispo": "group_norm none token cispo 1.0 4.0 token k3 loss none 0",
+    "rloo": "rloo none token clip 0.2 0.2 constant k1 reward none 0",
+    "reinforce_pp": "none batch token clip 0.2 0.2 token k1 reward none 0",
+    "ppo": "gae batch token clip 0.2 0.2 token k1 reward none 0",
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_its_papers_row(preset, tiny_model):
+    a = make_learner(tiny_model, "--algorithm", preset).algorithm
+    names = words("advantage normalize ratio objective clip_low clip_high aggregation kl kl_in overlong refill_rounds")
+    assert " ".join(str(getattr(a, name)) for name in names) == PRESETS[preset]
+    assert (a.kl_coef, a.entropy_coef, a.correction, a.target_kl, a.dual_clip) == (0, 0, "none", 0, 0)
