@@ -1,6 +1,6 @@
 """Every GPU test and benchmark of the project in one command: a table on the terminal, JSON and logs in a folder.
 
-    python scripts/gpu_check.py --out gpu_check            all of it, about half an hour on one H200
+    python scripts/gpu_check.py --out gpu_check            all of it, an hour at most
     python scripts/gpu_check.py --out gpu_check --only tests logprobs
 
 Needs torch, triton, transformers and peft alone. Each stage is a process of its own with a deadline; one that fails does not
