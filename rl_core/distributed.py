@@ -119,6 +119,9 @@ def init_ranks(
     store.set_timeout(timeout)
     shared, name, is_engine = dist.PrefixStore("rl_core", store), "learners", rank >= learn
     if engine_ranks:
+        if shared.add("present", 1) == size:
+            shared.set("all_present", b"1")
+        shared.wait(["all_present"])  # every rank has checked its flags and the folder
         name, rank, size = ("engines", rank - learn, engine_ranks) if is_engine else (name, rank, learn)
         mesh = Mesh(dp_shard=size) if is_engine else mesh
     dist.init_process_group(backend, store=dist.PrefixStore(name, store), rank=rank, world_size=size, timeout=timeout)

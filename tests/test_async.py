@@ -206,6 +206,22 @@ def test_a_rank_that_only_samples_is_missed_when_it_dies(uneven, tmp_path):
     assert ranks.wait(60) in (1, signal.SIGKILL)
 
 
+def test_a_rank_that_only_samples_may_start_late(uneven, tmp_path):
+    # It must not take the folder that the learners made meanwhile for another run's.
+    (tmp_path / "late.py").write_text(
+        "import os, sys, time\n"
+        "import rl_core.build\n"
+        "from rl_core.train import main\n"
+        "make_plan = rl_core.build.make_plan\n"
+        "def late(config):\n"
+        "    time.sleep(3 if os.environ['RANK'] == '1' else 0)\n"
+        "    return make_plan(config)\n"
+        "rl_core.build.make_plan = late\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    run_ranks(2, tmp_path / "late.py", *uneven, "--num_steps", "1", "--engine_ranks", "1", "--out", tmp_path / "run")
+
+
 def test_a_profiled_step_is_a_chrome_trace(uneven, tmp_path):
     out = tmp_path / "run"
     assert main([*uneven, "--num_steps", "2", "--profile_step", "2", "--out", str(out)]) == 0
