@@ -25,7 +25,6 @@ EXTRAS = {
     "liger": ["liger-kernel>=0.8"],
     "flash": ["flash-attn>=2.8"],
     "ring": ["ring_flash_attn>=0.1.8"],
-    "serve": ["aiohttp>=3.9"],
 }
 # Each SGLang asks for one torch and one transformers exactly: docs/engines.md.
 EXTRAS["sglang"] = ["sglang>=0.5.17"]
@@ -33,7 +32,6 @@ EXTRAS["test"] = [
     *EXTRAS["api"],
     *EXTRAS["math"],
     *EXTRAS["bnb"],
-    *EXTRAS["serve"],
     "pytest>=8",
     "pytest-xdist>=3.6",
     "ruff",

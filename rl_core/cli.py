@@ -5,6 +5,7 @@ Whatever loads slowly is imported where it is used: --help and an unknown comman
 
 from __future__ import annotations
 
+import argparse
 import logging
 import signal
 import sys
@@ -12,46 +13,42 @@ import sys
 from rl_core.config import nearest, parse_config
 from rl_core.types import RunError
 
-COMMANDS = {
-    "train": "train on this machine: torchrun with one rank per GPU, or --nproc_per_node N; all other flags go to the run",
-    "check": "try an environment out without a model: what it reads, what is trained, what replies earn, how it fails",
-}
+USAGE = """usage: rl-core COMMAND [flags]
+
+  train   train on this machine: torchrun with one rank per GPU, or --nproc_per_node N; all other flags go to the run
+  check   try an environment out without a model: what it reads, what is trained, what replies earn, how it fails
+
+rl-core COMMAND --help shows a command's flags."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """The exit status of a command, 1 for a user's mistake."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("--help", "-h"):
-        print(help_page())
+        print(USAGE)
         return 0 if argv else 1
-    name, rest = argv[0], argv[1:]
     try:
-        if name == "train":
-            return train(rest)
-        if name == "check":
+        if argv[0] == "train":
+            return train(argv[1:])
+        if argv[0] == "check":
             from rl_core.tools.check import check
 
-            return check(rest)
-        raise ValueError(f"unknown command {name!r}; {nearest(name, COMMANDS)}")
+            return check(argv[1:])
+        raise ValueError(f"unknown command {argv[0]!r}; {nearest(argv[0], ('train', 'check'))}")
     except KeyboardInterrupt:
         return 130
-    except (ValueError, OSError, RunError) as error:
+    except (ValueError, OSError, RunError, argparse.ArgumentError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 1
 
 
-def help_page() -> str:
-    lines = [f"  {name:<7} {text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        ["usage: rl-core COMMAND [flags]", "", *lines, "", "rl-core COMMAND --help shows a command's flags."]
-    )
-
-
 def train(argv: list[str]) -> int:
     """The exit status of a run on this machine."""
-    num_ranks, flags = split_num_ranks(argv)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--nproc_per_node", "--nproc-per-node", type=int)
+    given, flags = parser.parse_known_args(argv)
     parse_config(flags)  # a mistake in a flag is told once, and before any rank starts
-    if num_ranks is None:
+    if (num_ranks := given.nproc_per_node) is None:
         import torch
 
         num_ranks = max(1, torch.cuda.device_count())
@@ -80,22 +77,6 @@ def launch(argv: list[str]) -> int:
             name = signal.Signals(-failure.exitcode).name
             print(f"error: rank {rank} was ended by {name}; go on with --resume", file=sys.stderr, flush=True)
         return 1
-
-
-def split_num_ranks(argv: list[str]) -> tuple[int | None, list[str]]:
-    """(what --nproc_per_node says or None, all other arguments)."""
-    found, rest, values = None, [], iter(argv)
-    for arg in values:
-        name, equals, value = arg.partition("=")
-        if name not in ("--nproc_per_node", "--nproc-per-node"):
-            rest.append(arg)
-            continue
-        found = value if equals else next(values, "")
-        if not found.isdecimal() or int(found) < 1:
-            raise ValueError(
-                f"--nproc_per_node={found} must be a whole number of at least 1: the ranks on this machine"
-            )
-    return found and int(found), rest
 
 
 if __name__ == "__main__":

@@ -44,18 +44,11 @@ class Mesh:
 
 def make_mesh(size: int, dp_replicate: int = 1, cp: int = 1, tp: int = 1) -> Mesh:
     """The mesh of `size` ranks; dp_shard is what the others leave. Raises ValueError if they do not divide it."""
-    sizes = {"dp_replicate": dp_replicate, "cp": cp, "tp": tp}
-    left = size
-    for name in ("tp", "cp", "dp_replicate"):
-        n = sizes[name]
-        if n < 1 or left % n:
-            fits = min((d for d in range(1, left + 1) if left % d == 0), key=lambda d: (abs(d - n), d))
-            others = "".join(
-                f" with --{k} {sizes[k]}" for k in ("tp", "cp") if k != name and sizes[k] > 1 and left < size
-            )
-            raise ValueError(f"--{name}={n} must divide {left}, of {size} ranks{others}; try --{name} {fits}")
-        left //= n
-    return Mesh(dp_shard=left, **sizes)
+    if size % (dp_replicate * cp * tp):
+        raise ValueError(
+            f"--dp_replicate {dp_replicate} * --cp {cp} * --tp {tp} must divide the {size} ranks; lower one"
+        )
+    return Mesh(dp_replicate=dp_replicate, dp_shard=size // (dp_replicate * cp * tp), cp=cp, tp=tp)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,13 +56,12 @@ class Ranks:
     rank: int
     size: int
     device: torch.device  # of this rank's model
-    store: dist.Store | None  # shared by all ranks; None with one
     mesh: Mesh = Mesh()
     weights_mesh: DeviceMesh | None = None  # dp_replicate, dp_shard * cp, tp; None where weights are not sharded
     cp_group: dist.ProcessGroup | None = None  # ranks that hold parts of the same sequences; None if that is this one
     engine_ranks: int = 0  # how many ranks only sample; 0: each rank does both
     is_engine: bool = False  # this is one of them
-    tally: dict[str, int] = dataclasses.field(default_factory=dict)  # add()'s, without a store
+    store: dist.Store = dataclasses.field(default_factory=dist.HashStore)  # shared by all ranks
 
     @property
     def dp_rank(self) -> int:
@@ -84,17 +76,14 @@ class Ranks:
 
     def add(self, name: str, n: int) -> int:
         """The sum of what all ranks added by this name, those that only sample too."""
-        if self.store is not None:
-            return self.store.add(name, n)
-        self.tally[name] = self.tally.get(name, 0) + n
-        return self.tally[name]
+        return self.store.add(name, n)
 
     def say(self, name: str) -> None:
         """Any rank may ask was_said(name) from now on."""
-        self.add(name, 1) if self.store is None else self.store.set(name, b"1")
+        self.store.set(name, b"1")
 
     def was_said(self, name: str) -> bool:
-        return name in self.tally if self.store is None else self.store.check([name])
+        return self.store.check([name])
 
 
 def init_ranks(
@@ -110,7 +99,7 @@ def init_ranks(
     timeout, learn = timedelta(seconds=timeout_s), size - engine_ranks
     mesh = make_mesh(learn, dp_replicate, cp, tp)
     if size == 1 and not is_sharded:
-        return Ranks(rank=0, size=1, device=device, store=None)
+        return Ranks(rank=0, size=1, device=device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if size == 1:
         store = dist.HashStore()
@@ -141,7 +130,7 @@ def on_mesh(ranks: Ranks, mesh: Mesh) -> Ranks:
 
 
 def close_ranks(ranks: Ranks) -> None:
-    if ranks.store is not None:
+    if dist.is_initialized():
         barrier(ranks)
         dist.destroy_process_group()
 
@@ -185,15 +174,12 @@ def barrier(ranks: Ranks) -> None:
 
 def exchange(outgoing: list[torch.Tensor], incoming_sizes: list[int], ranks: Ranks) -> list[torch.Tensor]:
     """What every rank sent to this one. outgoing[r]: 1-D float64 tensor on the host for rank r; incoming_sizes[r]: how
-    many numbers rank r sends here. All sends and receives run at once; nothing passes through a third rank."""
-    incoming = [torch.empty(n, dtype=torch.float64) for n in incoming_sizes]
-    incoming[ranks.rank] = outgoing[ranks.rank]
-    others = [r for r in range(ranks.size) if r != ranks.rank]
-    operations = [dist.P2POp(dist.isend, outgoing[r], r) for r in others if outgoing[r].numel()]
-    operations += [dist.P2POp(dist.irecv, incoming[r], r) for r in others if incoming[r].numel()]
-    for work in dist.batch_isend_irecv(operations) if operations else []:
-        work.wait()
-    return incoming
+    many numbers rank r sends here."""
+    if ranks.size == 1:
+        return outgoing
+    incoming = torch.empty(sum(incoming_sizes), dtype=torch.float64)
+    dist.all_to_all_single(incoming, torch.cat(outgoing), incoming_sizes, [len(part) for part in outgoing])
+    return list(incoming.split(incoming_sizes))
 
 
 def local(value: torch.Tensor) -> torch.Tensor:

@@ -49,9 +49,8 @@ def test_check_of_sort_digits(check):
     assert found["right", "policy"] == ("8", "1", "1", "reward_fn 1")
     assert found["plain", "policy"] == ("8", "1", "0", "reward_fn 0")
     assert found["cut", "policy"] == ("1", "1", "0", "truncated: reward_fn 0")
-    assert {kind for kind, _ in found} == {"right", "plain", "empty", "cut"} and "note" not in report
+    assert {kind for kind, _ in found} == {"right", "plain", "empty", "cut"}
     assert report["tokens"][-4:] == ["| <|start|>user", "| 92853<|end|>", "| <|start|>assistant", "> 23589<|end|>"]
-    assert re.fullmatch(r"reward_fn +18 calls, slowest .* ms", report["hooks' time"][0])
 
 
 def test_check_of_the_calculator_with_a_reply_for_each_turn(check):
@@ -70,10 +69,7 @@ def test_the_report_in_the_docs_is_what_is_printed(monkeypatch, capsys):
     text = (ROOT / "docs/environments.md").read_text()
     command, report = re.search(r"```\n\$ rl-core (check .*)\n((?:.*\n)*?)```", text).groups()
     assert main(shlex.split(command)) == 0
-    shown, printed = (
-        [line for line in out.splitlines() if " ms" not in line] for out in (report, capsys.readouterr().out)
-    )
-    assert printed[:-1] == shown
+    assert capsys.readouterr().out == report + "\n"
 
 
 def test_each_of_several_actors_has_its_own_replies(check):
@@ -142,24 +138,12 @@ def test_only_bad_replies_may_fail(check):
     assert outcomes(report)["right", "policy"][3] == "right 1, short 1"
 
 
-def test_rewards_that_teach_nothing_are_noted(check):
-    rows = 'def load_tasks(split): return [{"prompt": "go", "answer": "7"}]\n'
-    status, report, _ = check(rows + "def reward_fn(answer): return 0.5")
-    assert status == 0 and report["note"] == ["every kind of reply earns 0.5: groups with equal rewards teach nothing"]
-
-
-def test_a_column_that_is_missing_and_an_advantage_that_is_unfit_are_refused(check):
+def test_a_column_that_is_missing_is_refused(check):
     status, _, error = check("""
         def load_tasks(split): return [{"prompt": "go", "answer": "7"}]
         def reward_fn(completion, anser): return 1.0
     """)
     assert status == 1 and "names 'anser'" in error and "did you mean 'answer'?" in error
-    status, _, error = check("""
-        def load_tasks(split): return [{"prompt": "go", "answer": "7"}]
-        def reward_fn(completion, answer): return float(completion == answer)
-        def advantage_fn(rewards): return rewards[1:]
-    """)
-    assert status == 1 and "it must give one for each reward" in error
 
 
 def test_check_of_several_actors(check):

@@ -37,7 +37,7 @@ def play(name: str, replies: dict[str, list[str]], max_tokens: int = 99, split: 
         n: ScriptedActor(name=n, chat=chat, replies=said, max_turns=env.max_turns or 8) for n, said in replies.items()
     }
     groups = make_groups([task], "test", 1, SamplingParams(max_tokens=max_tokens), seed=0)
-    ranks = Ranks(rank=0, size=1, device=None, store=None)
+    ranks = Ranks(rank=0, size=1, device=None)
     return asyncio.run(rollout({env.name: env}, actors, groups, RolloutConfig(max_failed_fraction=1.0), ranks)), task
 
 

@@ -130,7 +130,7 @@ class CountingRanks(Ranks):
 
 
 def test_a_rank_that_waits_asks_the_store_one_thing_at_a_time():
-    ranks = CountingRanks(rank=0, size=2, device=None, store=None)
+    ranks = CountingRanks(rank=0, size=2, device=None)
 
     async def nothing(group):
         return []

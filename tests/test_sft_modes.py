@@ -154,7 +154,7 @@ def talks(num=12, seed=0):
 def make_learner(model, *flags):
     lengths = ["--max_prompt_tokens", "200", "--max_tokens", "200", "--data.train", "x", "--out", "x"]
     config = parse_config(["--model", str(model), "--algorithm", "sft", *lengths, *flags])
-    ranks = Ranks(rank=0, size=1, device=torch.device("cpu"), store=None)
+    ranks = Ranks(rank=0, size=1, device=torch.device("cpu"))
     policy = make_policy(str(model), torch.float32, ranks, False)
     return Learner(config, make_algorithm("sft", config.algo), policy, ranks)
 

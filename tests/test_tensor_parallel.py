@@ -191,7 +191,7 @@ def compare(models: Path, out: Path) -> None:
     """Every rank: each case, and the same on one rank, worked out here too. Rank 0 writes how far they are apart."""
     ranks = init_ranks(60)
     results = {"logprobs": logprobs_of_a_split_vocabulary(init_device_mesh("cpu", (ranks.size,)))}
-    alone = Ranks(rank=0, size=1, device=ranks.device, store=None)
+    alone = Ranks(rank=0, size=1, device=ranks.device)
     cases = [(mesh, model) for mesh, model in CASES if MESHES[mesh].size == ranks.size]
     for model in dict.fromkeys(model for _, model in cases):
         is_scoring, path = "scoring" in model, models / model

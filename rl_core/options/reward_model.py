@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import os
 import sys
@@ -22,13 +21,14 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from rl_core.config import nearest
+import aiohttp
+from aiohttp import web
+
 from rl_core.data.chat import load_chat
 from rl_core.data.tasks import check_messages
 from rl_core.types import Message
 
 MAX_PAUSE_S = 5.0  # between two attempts at a server
-KEYS = ("messages", "tools")
 
 
 class RewardModel:
@@ -56,11 +56,8 @@ class RewardModel:
 
     def token_ids(self, messages: list[Message], tools: list | None = None) -> list[int]:
         """The tokens that training scored: the conversation as the chat template renders it."""
-        try:
-            with self.lock:
-                ids = self.chat.conversation_ids(check_messages(messages), tools)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"the messages cannot be rendered: {type(error).__name__}: {error}") from None
+        with self.lock:
+            ids = self.chat.conversation_ids(check_messages(messages), tools)
         if not 0 < len(ids) <= self.max_tokens:
             raise ValueError(f"a conversation of {len(ids)} tokens; the model reads 1 to {self.max_tokens}")
         return ids
@@ -127,8 +124,6 @@ async def remote_scores(
 ) -> list[float]:
     """Scores as RewardModel.score(), by the server at `url`. A server that is not there or busy is asked again until
     timeout_s is over, then ConnectionError says why. Raises ValueError for what the server refuses."""
-    import aiohttp
-
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{url=} must begin with http:// or https://, such as http://127.0.0.1:8001")
     body = {"messages": list(conversations)} | ({"tools": tools} if tools else {})
@@ -159,28 +154,17 @@ class ScoreServer:
         self.scorer: asyncio.Task | None = None
 
     async def classify(self, request):
-        from aiohttp import web
-
         try:
-            asked = conversations_of(await request.json())
-            token_ids = []
-            for place, messages, tools in asked:
-                try:
-                    token_ids.append(self.model.token_ids(messages, tools))
-                except ValueError as error:
-                    raise ValueError(f"{place}: {error}") from None
-            scores = await self.scores(token_ids)
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            return web.json_response({"error": f"not JSON: {error}"}, status=400)
-        except ValueError as error:
-            return web.json_response({"error": str(error)}, status=400)
+            asked = await request.json()
+            messages, tools = asked["messages"], asked.get("tools")
+            conversations = [messages] if isinstance(messages[0], dict) else messages
+            scores = await self.scores([self.model.token_ids(m, tools) for m in conversations])
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=400)
         data = [{"index": i, "score": score} for i, score in enumerate(scores)]
-        usage = {"prompt_tokens": sum(map(len, token_ids))}
-        return web.json_response({"object": "list", "model": self.model.path, "data": data, "usage": usage})
+        return web.json_response({"object": "list", "model": self.model.path, "data": data})
 
     async def health(self, request):
-        from aiohttp import web
-
         return web.json_response({"status": "ok", "model": self.model.path})
 
     async def scores(self, conversations: list[list[int]]) -> list[float]:
@@ -194,37 +178,14 @@ class ScoreServer:
         while self.waiting:
             jobs, self.waiting = self.waiting, []
             try:
-                await self.score(jobs)
-            except Exception:  # whoever asked is told; the server goes on
-                for job in jobs:  # one by one, so that nobody is refused for what another asked
-                    try:
-                        await self.score([job])
-                    except Exception as error:
-                        job[1].set_exception(error)
-
-    async def score(self, jobs: list[tuple[list[list[int]], asyncio.Future]]) -> None:
-        found = await asyncio.to_thread(self.model.score_ids, [ids for asked, _ in jobs for ids in asked])
-        scores = iter(found)
-        for asked, future in jobs:
-            own = [next(scores) for _ in asked]
-            if not future.done():  # the client may have gone away
-                future.set_result(own)
-
-
-def conversations_of(request: Any) -> list[tuple[str, list[Message], list | None]]:
-    """(where it stands, messages, tools) of each conversation that a request asks about. Raises ValueError."""
-    if not isinstance(request, dict):
-        raise ValueError(f"must be a JSON object with 'messages', is a {type(request).__name__}")
-    for key in sorted(request.keys() - set(KEYS)):
-        raise ValueError(f"unknown key {key!r}; {nearest(key, KEYS)}")
-    messages, tools = request.get("messages"), request.get("tools") or None
-    if not isinstance(tools, (list, type(None))):
-        raise ValueError("'tools' must be a list of OpenAI schemas")
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("'messages' must be a conversation (a list of messages), or a list of conversations")
-    if isinstance(messages[0], dict):
-        return [("messages", messages, tools)]
-    return [(f"messages[{i}]", conversation, tools) for i, conversation in enumerate(messages)]
+                asked = [ids for conversations, _ in jobs for ids in conversations]
+                scores = iter(await asyncio.to_thread(self.model.score_ids, asked))
+                answers = [[next(scores) for _ in conversations] for conversations, _ in jobs]
+            except Exception as error:  # whoever asked is told; the server goes on
+                answers = [error] * len(jobs)
+            for (_, future), answer in zip(jobs, answers, strict=True):
+                if not future.done():  # the client may have gone away
+                    (future.set_exception if isinstance(answer, Exception) else future.set_result)(answer)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -232,43 +193,27 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rl_core.options.reward_model", allow_abbrev=False)
     parser.add_argument("--model", required=True, help="folder or hub name of a reward model: runs/rm/hf/policy")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all interfaces")
-    parser.add_argument("--port", type=int, default=8001, help="0 takes a free one [8001]")
+    parser.add_argument("--port", type=int, default=8001, help="[8001]")
     parser.add_argument("--device", help="such as cuda:1 or cpu; default: the first GPU if there is one")
     parser.add_argument("--batch_tokens", type=int, default=16384, help="tokens of one forward, with padding [16384]")
     parser.add_argument("--max_request_mib", type=float, default=16, help="a larger request is refused [16]")
     args = parser.parse_args(argv)
+    app = web.Application(client_max_size=int(args.max_request_mib * 2**20))
+    url = f"http://{args.host}:{args.port}"
     try:
-        asyncio.run(serve(args))
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-    except (ValueError, OSError, ImportError) as error:
+        server = ScoreServer(RewardModel(args.model, args.device, batch_tokens=args.batch_tokens))
+        app.add_routes([web.post("/classify", server.classify), web.get("/health", server.health)])
+        web.run_app(
+            app,
+            host=args.host,
+            port=args.port,
+            access_log=None,
+            print=lambda _: print(f"scores of {args.model} at {url}", flush=True),
+        )
+    except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     return 0
-
-
-async def serve(args: argparse.Namespace) -> None:
-    try:
-        from aiohttp import web
-    except ImportError:
-        raise ValueError("serving needs aiohttp, which is not installed: pip install .[serve]") from None
-    server = ScoreServer(RewardModel(args.model, args.device, batch_tokens=args.batch_tokens))
-    app = web.Application(client_max_size=int(args.max_request_mib * 2**20))
-    app.add_routes([web.post(path, server.classify) for path in ("/classify", "/v1/classify")])
-    app.add_routes([web.get("/health", server.health)])
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, args.host, args.port)
-        try:
-            await site.start()
-        except OSError as error:
-            why = os.strerror(error.errno) if error.errno else error
-            raise OSError(f"cannot listen on {args.host}:{args.port}: {why}; take another --port") from None
-        print(f"scores of {args.model} at http://{args.host}:{runner.addresses[0][1]}", flush=True)
-        await asyncio.Event().wait()
-    finally:
-        await runner.cleanup()
 
 
 if __name__ == "__main__":

@@ -8,12 +8,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import inspect
-import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rl_core.config import RolloutConfig
-from rl_core.rules import nearest
 
 if TYPE_CHECKING:
     from rl_core.data.chat import Chat
@@ -24,18 +22,6 @@ ANSWERS = ("answer", "response", "solution", "target", "label", "reference")  # 
 PLAIN = "I do not know."
 NORMAL = ("right", "plain")  # kinds of replies whose episodes must not fail
 ROOM = 1 << 20  # tokens of a turn that is not to be cut off
-FLAGS = {
-    "--data.train": {"metavar": "ROWS", "help": "rows, as in training; default: the environment's load_tasks('train')"},
-    "--model": {"help": "folder or hub name, whose tokenizer and chat template are used; default: a plain one"},
-    "--actors": {"metavar": "A,B", "help": "names of the actors, where `turns` does not name them; default: policy"},
-    "--reply": {
-        "action": "append",
-        "metavar": "TEXT",
-        "help": "a right reply, instead of the answer's column: a Jinja template over the row's columns and `prompt`, the first "
-        "message's text; given again, it is of the next turn. NAME=TEXT is of one actor",
-    },
-    "--num_tasks": {"type": int, "default": 8, "help": "tasks that are tried, from the first on [8]"},
-}
 
 
 def check(argv: list[str]) -> int:
@@ -53,15 +39,10 @@ def check(argv: list[str]) -> int:
     env.check_actors(names)
     tasks = load_tasks(env, options)
     chat = load_chat(options.model) if options.model else plain_chat()
-    seconds = watch_hooks(env)
-    found = asyncio.run(play_all(env, chat, tasks, names, by_actor(options.reply or [], names)))
+    found = asyncio.run(play_all(env, chat, tasks, names, by_actor(options.reply, names)))
     shown = next(iter(found.values()))
     say("tokens", describe_tokens(chat, [t for t in shown if t.task_id == shown[0].task_id and t.index == 0]))
     say("episodes", describe_episodes(found))
-    say(
-        "hooks' time", [f"{name:<16} {len(s)} calls, slowest {max(s) * 1e3:.3g} ms" for name, s in seconds.items() if s]
-    )
-    say_optional(env, tasks[0], found)
     normal = [t for kind in found if kind in NORMAL for t in found[kind]]
     failed = [t for t in normal if t.status == "failed"]
     what = f"{len(failed)} of {len(normal)} normal episodes failed" if failed else "every normal episode was scored"
@@ -69,31 +50,18 @@ def check(argv: list[str]) -> int:
     return 1 if failed else 0
 
 
-def say_optional(env: Env, task: Task, found: dict[str, list[Trajectory]]) -> None:
-    """What advantage_fn and task_weight give, and whether all replies earn the same."""
-    rewards = [t.reward for trajectories in found.values() for t in trajectories[:1] if t.status != "failed"]
-    if env.advantage_fn and rewards:
-        say("advantages", [f"advantage_fn({rewards}) gave {env.advantage_fn(rewards)}"])
-    if len(rewards) == len(found) and len(set(rewards)) == 1:
-        say("note", [f"every kind of reply earns {rewards[0]:.4g}: groups with equal rewards teach nothing"])
-    if hook := env.hooks.get("task_weight"):
-        from rl_core.options.curriculum import Progress, task_weight
-
-        rates = {"new": (0, 0.5), "never solved": (4, 0.0), "solved half": (4, 0.5), "always": (4, 1.0)}
-        known = {k: Progress(tries=n, success_rate=r, mean_reward=r if n else 0.0) for k, (n, r) in rates.items()}
-        weights = [f"{k} {task_weight(hook, task.id, task.row, v):.4g}" for k, v in known.items()]
-        say("weights", [f"{task.id}: {', '.join(weights)}"])
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="rl-core check", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("env", help="the environment's Python file")
-    for name, how in FLAGS.items():
-        parser.add_argument(name, **how)
-    for arg in argv:
-        name = arg.split("=")[0]
-        if name.startswith("--") and name not in (*FLAGS, "--help"):
-            raise ValueError(f"unknown flag {name}; {nearest(name, FLAGS)}")
+    add, reply = (
+        parser.add_argument,
+        "right reply of the next turn, a Jinja template over columns and `prompt`; NAME=TEXT: one actor's",
+    )
+    add("env", help="the environment's Python file")
+    add("--data.train", dest="rows", metavar="ROWS", help="rows, as in training; default: load_tasks('train')")
+    add("--model", help="folder or hub name, whose tokenizer and chat template are used; default: a plain one")
+    add("--actors", metavar="A,B", help="names of the actors, where `turns` does not name them; default: policy")
+    add("--reply", action="append", default=[], metavar="TEXT", help=reply)
+    add("--num_tasks", type=int, default=8, help="tasks that are tried, from the first on [8]")
     return parser.parse_args(argv)
 
 
@@ -105,10 +73,8 @@ def say(title: str, lines: Sequence[str]) -> None:
 def describe_hooks(env: Env) -> list[str]:
     lines = []
     for hook in env.hooks.values():
-        columns = sorted(hook.required - hook.ours) + [
-            f"{name} (optional)" for name in sorted(hook.optional - hook.ours)
-        ]
-        columns = ["every column"] if hook.takes_all else columns
+        optional = [f"{name} (optional)" for name in sorted(hook.optional - hook.ours)]
+        columns = ["every column"] if hook.takes_all else sorted(hook.required - hook.ours) + optional
         reads = f"    reads {', '.join(columns)}" if columns else ""
         lines.append(f"{hook.name}{inspect.signature(hook.function)}{reads}")
     return lines + ["load_tasks(split)"] * bool(env.load_tasks) + ["advantage_fn(rewards)"] * bool(env.advantage_fn)
@@ -137,43 +103,14 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
     from rl_core.data.rows import load_rows
     from rl_core.data.tasks import make_task
 
-    path = getattr(options, "data.train")
-    if not path and not env.load_tasks:
+    if not options.rows and not env.load_tasks:
         raise ValueError(f"{options.env} has no load_tasks(split): name its rows with --data.train rows.jsonl")
-    source = path or "load_tasks('train')"
-    rows = load_rows(path, "train") if path else env.load_tasks("train")
+    source = options.rows or "load_tasks('train')"
+    rows = load_rows(options.rows) if options.rows else env.load_tasks("train")
     env.check_columns(rows, source)
     tasks = [make_task(rows[i], i, env.name, "train") for i in range(min(max(1, options.num_tasks), len(rows)))]
     say("data", [f"{source}: {len(rows)} rows with {', '.join(tasks[0].row)}; the first {len(tasks)} are tried"])
     return tasks
-
-
-def watch_hooks(env: Env) -> dict[str, list[float]]:
-    """Hook -> seconds of each of its calls, as they are made."""
-    seconds: dict[str, list[float]] = {}
-    for hook in env.hooks.values():
-        hook.function = timed(hook.function, seconds.setdefault(hook.name, []))
-    return seconds
-
-
-def timed(function: Callable, seconds: list[float]) -> Callable:
-    def call(**arguments: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            result = function(**arguments)
-        finally:
-            seconds.append(time.perf_counter() - began)
-        return until_done(result, seconds, len(seconds) - 1) if inspect.isawaitable(result) else result
-
-    return call
-
-
-async def until_done(awaitable: Any, seconds: list[float], place: int) -> Any:
-    began = time.perf_counter()
-    try:
-        return await awaitable
-    finally:
-        seconds[place] += time.perf_counter() - began
 
 
 async def play_all(
@@ -186,14 +123,12 @@ async def play_all(
         templates = given.get(actor) or given.get("")
         return rendered(templates, task) if templates else [str(task.row[column]) if column else PLAIN]
 
-    kinds = {"plain": lambda task, actor: [PLAIN], "empty": lambda task, actor: [""]}
-    kinds = ({"right": right} if given or column else {}) | kinds
+    kinds = {"right": right} if given or column else {}
+    kinds |= {"plain": lambda task, actor: [PLAIN], "empty": lambda task, actor: [""]}
     found = {}
     for kind, replies in kinds.items():
-        played = [
-            await play(env, chat, t, {n: replies(t, n) for n in names}) for t in tasks[: None if kind in NORMAL else 1]
-        ]
-        found[kind] = [t for trajectories in played for t in trajectories]
+        own = tasks if kind in NORMAL else tasks[:1]
+        found[kind] = [t for task in own for t in await play(env, chat, task, {n: replies(task, n) for n in names})]
     first = {n: right(tasks[0], n) for n in names}
     shortest = min(len(chat.encode(chat.marked(said[0]), continues=True)) for said in first.values())
     return found | {"cut": await play(env, chat, tasks[0], first, max(1, shortest // 2))}
@@ -249,12 +184,12 @@ def marked_lines(chat: Chat, token_ids: list[int], loss_mask: list[int], limit: 
     for end in range(1, len(token_ids) + 1):
         if end == len(token_ids) or loss_mask[end] != loss_mask[start]:
             text = chat.tokenizer.decode(token_ids[start:end], clean_up_tokenization_spaces=False)
-            lines += [
-                f"{'>' if loss_mask[start] else '|'} {shown(part, 200)}" for part in text.rstrip("\n").split("\n")
-            ]
+            sign = ">" if loss_mask[start] else "|"
+            lines += [f"{sign} {shown(part, 200)}" for part in text.rstrip("\n").split("\n")]
             start = end
-    cut = [f"... {len(lines) - limit} lines"] if len(lines) > limit else []
-    return [*lines[: limit // 2], *cut, *lines[-limit // 2 :]] if cut else lines
+    if len(lines) > limit:
+        lines[limit // 2 : -limit // 2] = [f"... {len(lines) - limit} lines"]
+    return lines
 
 
 def describe_episodes(found: dict[str, list[Trajectory]]) -> list[str]:
@@ -264,17 +199,13 @@ def describe_episodes(found: dict[str, list[Trajectory]]) -> list[str]:
         for t in trajectories:
             outcomes.setdefault((t.actor, t.status, t.error), []).append(t)
         for (actor, status, error), own in outcomes.items():
-            n, is_scored = len(own), status != "failed"
-            reward = f"{sum(t.reward for t in own) / n:.4g}" if is_scored else "-"
-            turns = f"{sum(len(t.turns) for t in own) / n:.3g}" if is_scored else "-"
-            names = dict.fromkeys(name for t in own for name in t.reward_parts)
-            parts = ", ".join(f"{name} {sum(t.reward_parts.get(name, 0) for t in own) / n:.4g}" for name in names)
-            why = (
-                ("truncated: " if status == "truncated" else "") + parts
-                if is_scored
-                else f"failed: {shown(error, 240)}"
-            )
-            lines.append(f"{kind:<8} {actor:<10} {n:>8} {turns:>5} {reward:>9}  {why}")
+            n, means, why = len(own), ["-", "-"], f"failed: {shown(error, 240)}"
+            if status != "failed":
+                means = [f"{sum(len(t.turns) for t in own) / n:.3g}", f"{sum(t.reward for t in own) / n:.4g}"]
+                names = dict.fromkeys(name for t in own for name in t.reward_parts)
+                parts = ", ".join(f"{name} {sum(t.reward_parts.get(name, 0) for t in own) / n:.4g}" for name in names)
+                why = "truncated: " * (status == "truncated") + parts
+            lines.append(f"{kind:<8} {actor:<10} {n:>8} {means[0]:>5} {means[1]:>9}  {why}")
     return lines
 
 
