@@ -1,4 +1,4 @@
-"""An actor speaks. A conversation is one actor in one episode, and what hooks hold as its reply."""
+"""A named actor, and its conversation in one episode, which hooks hold as its reply."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from rl_core.sampling.engine import DeviceLease, Engine
 from rl_core.sampling.hooks import finite_parts, wait_for_all
 from rl_core.types import Completion, Message, SamplingParams, Trajectory, counter_seed
 
-# A trainable actor's tokens must be drawn as the learner assumes: a reply for which one of these was given is not trained.
+# The learner assumes how a trainable actor samples: a reply that overrides one of these is not trained.
 DRAWING = ("temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass(kw_only=True, slots=True)
 class Actor:
-    """A name with a model. Adapter, older weights and a shared device are facts about it, not engines around engines.
-    In an episode it is a copy that has a seed and keeps its conversations; hooks hold that copy."""
+    """A name with a model. Hooks hold the copy that in_episode() makes, with a seed and its conversations."""
 
     name: str
     engine: Engine | None  # None: another rank samples with this one's device
-    chat: Chat | None  # None: the engine reads messages, and its tokens are not known
+    chat: Chat | None  # None: the engine takes messages, and its tokens are unknown
     stop_token_ids: tuple[int, ...] = ()  # end its turn
     max_turns: int = 1  # of one episode
     max_context_tokens: int = 0  # of one conversation
-    max_tokens: int | None = None  # of one turn, where more are asked for
+    max_tokens: int | None = None  # upper bound of one turn
     is_trainable: bool = True  # it has a learner
-    adapter: str = ""  # LoRA adapter that it speaks with
+    adapter: str = ""  # LoRA adapter that it samples with
     lease: DeviceLease | None = None  # where engines share a device
-    older: Engine | None = None  # an engine with older weights, which answers a part of the turns
+    older: Engine | None = None  # an engine with older weights, for a part of the turns
     older_frac: float = 0.0
     params: SamplingParams | None = None  # of one episode, as all below
     seed: int = 0
@@ -76,7 +75,7 @@ class Actor:
     def converse(
         self, messages: list[Message], tools: list | None = None, params: SamplingParams | None = None, label: str = ""
     ) -> Conversation:
-        """A conversation that begins with these messages. Its seeds depend on its label, by default how many came before.
+        """A conversation that begins with these messages. Its seeds depend on its label, by default its number.
         Raises ValueError if the chat template refuses the messages."""
         session = f"{self.session}/{label or len(self.conversations)}"
         self.conversations.append(Conversation(self, messages, tools, params or self.params, session))
@@ -85,8 +84,8 @@ class Actor:
     async def respond(
         self, messages: str | Sequence[Message], n: int | None = None, tools: list | None = None, **sampling
     ) -> Conversation | list[Conversation]:
-        """What the actor answers: one reply, or a list of `n` that are drawn side by side. Text is one message of the user.
-        `sampling`: max_tokens and stop; and temperature, top_p, top_k, min_p, with which a reply cannot be trained."""
+        """One reply, or a list of `n` that are sampled concurrently. A string is one user message. `sampling`: max_tokens and
+        stop; temperature, top_p, top_k and min_p too, but then the reply cannot be trained."""
         for name in sampling.keys() - {"max_tokens", "stop", *DRAWING}:
             raise ValueError(
                 f"respond({name}=...) is unknown; {nearest(name, ('n', 'tools', 'max_tokens', 'stop', *DRAWING))}"
@@ -94,7 +93,7 @@ class Actor:
         if "stop" in sampling:
             sampling["stop"] = (sampling["stop"],) if isinstance(sampling["stop"], str) else tuple(sampling["stop"])
         messages = as_messages(messages)
-        # Not a running number: whose turn comes first may depend on the time that others take.
+        # Not a running number: the order of calls may depend on timing.
         asked = f"{crc32(json.dumps([messages, tools], default=str).encode()):08x}"
         replies = []
         for _ in range(1 if n is None else n):
@@ -124,12 +123,12 @@ class Cast(dict[str, Actor]):
 
 
 class Conversation:
-    """Messages and, beside them, the tokens that the actor saw and sampled. Tokens only grow, except where the chat template
-    rewrites history. A conversation of which no trajectory is returned is not trained."""
+    """Messages, and the tokens that the actor saw and sampled. Tokens only grow, except where the chat template rewrites
+    history. A conversation without a returned trajectory is not trained."""
 
     def __init__(self, actor: Actor, messages: list[Message], tools: list | None, params: SamplingParams, session: str):
         self.speaker, self.tools, self.params, self.session = actor, tools, params, session
-        self.history, self.turns, self.text = list(messages), [], ""  # text: what the actor said last
+        self.history, self.turns, self.text = list(messages), [], ""  # text: the actor's last
         self.stream = actor.chat and TokenStream(actor.chat, self.history, tools)
         self.truncated = self.is_full  # a turn hit max_tokens, or the context is full
         self.num_replies = self.num_forks = 0
@@ -147,12 +146,12 @@ class Conversation:
 
     @property
     def answer(self) -> str:
-        """The text without what was thought before it."""
+        """The text without the thoughts before it."""
         return without_thoughts(self.text)
 
     @property
     def last_text(self) -> str:
-        """What the actor said in its last turn, which `text` is not if there was no room for one more."""
+        """Text of the actor's last turn. `text` is "" if the context was full then."""
         return next((m["content"] for m in reversed(self.history) if m["role"] == "assistant"), "")
 
     @property
@@ -160,8 +159,8 @@ class Conversation:
         return self.stream is not None and len(self.stream.prompt_ids) >= self.speaker.max_context_tokens
 
     async def respond(self, messages: str | Sequence[Message] = ()) -> Conversation:
-        """This conversation, with the actor's next turn after `messages` from others. If they leave no room for it, its text
-        is "" and it is truncated. Raises ValueError if the first prompt leaves none."""
+        """This conversation, continued by the actor's next turn after `messages` from others. If the context is full, its
+        text is "" and it is truncated. Raises ValueError if the first prompt fills the context."""
         self._check_idle()
         messages = as_messages(messages) if messages else []
         self.is_busy = True  # for good if this raises: tokens and messages may differ
@@ -202,7 +201,7 @@ class Conversation:
         return await actor.generate(prompt_ids, replace(self.params, **own), seed, "" if is_last else self.session)
 
     def fork(self) -> Conversation:
-        """A second conversation that goes on from here by itself, with the same tokens so far and seeds of its own."""
+        """A second conversation with the same tokens so far, which continues with its own seeds."""
         self._check_idle()
         other = copy.copy(self)
         other.history, other.turns, other.stream = list(self.history), list(self.turns), copy.copy(self.stream)

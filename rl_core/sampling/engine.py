@@ -45,7 +45,7 @@ class Engine(Protocol):
     async def sleep(self) -> None: ...  # frees device memory; RuntimeError while requests run unless it is paused
     async def wake(self) -> None: ...  # takes the memory again; after EngineDied starts again with the same weights
     async def pause(self) -> None: ...  # stops between two tokens; requests keep theirs, and new ones wait
-    async def resume(self) -> None: ...  # goes on with the weights of now; each further token has their version
+    async def resume(self) -> None: ...  # continues with the newest weights; each further token has their version
     async def close(self) -> None: ...  # ends what runs and frees everything
 
 
@@ -63,7 +63,7 @@ class EngineSpec:
     device: torch.device
     seed: int
     adapters: dict[str, dict[str, Any]] = field(default_factory=dict)  # what adapter_config.json holds, by actor
-    owns_weights: bool = False  # they wait on the host while it sleeps
+    owns_weights: bool = False  # they are CPU-offloaded while it sleeps
     log: Path  # of its process
     start_timeout_s: float
     tp: int = 1  # devices that it spans
@@ -86,10 +86,10 @@ def check_request(prompt_ids: list[int], params: SamplingParams, max_context_tok
 
 
 class DeviceLease:
-    """Engines that share one device, of which one is awake at a time.
+    """One device for several engines; one of them is awake at a time.
 
-    Callers of the engine that holds the device run side by side; callers of other engines queue. Once the holder is idle, the
-    engine that waited longest takes over. After `max_slice_s` the holder admits nobody new while others queue.
+    Callers of the engine that holds the device run concurrently; callers of other engines queue. Once the holder is idle, the
+    engine that waited longest takes over. After `max_slice_s` the holder admits no new caller while others queue.
     """
 
     def __init__(self, max_slice_s: float = 30.0):
@@ -103,7 +103,7 @@ class DeviceLease:
 
     @asynccontextmanager
     async def of(self, engine: Engine) -> AsyncIterator[None]:
-        """Inside, `engine` is awake and has the device. Raises what its waking up, or another's going to sleep, raised."""
+        """Inside, `engine` is awake and holds the device. Raises what wake() or the other engine's sleep() raised."""
         turn = asyncio.get_running_loop().create_future()
         self.queue.setdefault(engine, []).append(turn)
         self._admit()
@@ -119,7 +119,7 @@ class DeviceLease:
             self._admit()
 
     def _admit(self) -> None:
-        """Lets in whom there is room for now."""
+        """Admits callers of the holder, or starts to hand the device over."""
         other = next((e for e in self.queue if e is not self.holder), None)
         if self.switch is not None:
             return

@@ -1,5 +1,4 @@
-"""A user's environment file -> an Env, whose rollout(task, actors) plays one episode. Here it is found out what the file
-has, and refused what cannot be."""
+"""A user's environment file -> an Env; its rollout(task, actors) plays one episode. Wrong files are refused here."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ SETTINGS = {
 
 
 def option(name: str) -> ModuleType:
-    """What few environments need, so that the others do not import it."""
+    """A module of rl_core/options, imported only by environments that need it."""
     return importlib.import_module(f"rl_core.options.{name}")
 
 
@@ -78,7 +77,7 @@ class Env:
     advantage_fn: Callable[[list[float]], list[float]] | None  # rewards of a group -> advantages
     turns: str | Hook | None  # a schedule, or the function that gives an order
     max_turns: int | None  # of all actors together; None: as each actor says
-    max_tokens: int | None = None  # of one turn, where actors may say more
+    max_tokens: int | None = None  # upper bound of one turn
     tools: list[dict[str, Any]] | None
     system_prompts: dict[str, Any]  # actor -> SystemPrompt
     name_prefix: bool
@@ -129,14 +128,13 @@ class Env:
             raise ValueError(f"{self.path}: turns: {error}") from None
 
     def speakers(self, names: Sequence[str] = ()) -> list[str] | None:
-        """Those of the actors that may speak, or that the file names if none are given; None where only a function of the
-        file knows."""
+        """Names of actors that may speak; without `names`, those in the file. None if only a function of the file decides."""
         if "rollout" in self.hooks or isinstance(self.turns, Hook):
             return None
         return option("schedule").speakers_of(self._schedule(names)) if self.turns else list(names)
 
     def opening(self, task: Task, actor: str) -> list[Message]:
-        """What an actor sees before anybody has spoken. Its system prompt replaces the task's own."""
+        """An actor's messages before the first turn. Its system prompt replaces the task's own."""
         if actor not in self.system_prompts:
             return copied(task.messages)
         has_own = bool(task.messages) and task.messages[0].get("role") == "system"
@@ -144,8 +142,8 @@ class Env:
         return [{"role": "system", "content": text}, *copied(task.messages[has_own:])]
 
     async def draw(self, task: Task, names: Sequence[str], seed: int) -> Task:
-        """The task with who speaks when in info["turns"], the same for all episodes of a group. Raises ValueError, HookError
-        or TimeoutError if `turns` cannot say."""
+        """The task with the order of speakers in info["turns"], drawn once for a group. Raises ValueError, HookError or
+        TimeoutError if `turns` fails."""
         if self.turns is None:
             return task
         if isinstance(self.turns, str):
@@ -187,7 +185,7 @@ class Env:
         return list(found)
 
     async def score_group(self, task: Task, trajectories: Sequence[Trajectory], actors: Cast) -> None:
-        """Adds what the hooks for a whole group give. Raises what they raise, ValueError for what is no reward."""
+        """Adds the rewards of hooks for a group. Raises what they raise, and ValueError for what is no reward."""
         await score_group(self.group_rewards, task, trajectories, actors)
 
 

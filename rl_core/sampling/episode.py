@@ -1,4 +1,4 @@
-"""One attempt by all actors at one task: who speaks in turn, what each sees of it, and its rewards."""
+"""One attempt by all actors at one task: turns, each actor's view, and rewards."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ class Reward:
 
 
 class Episode:
-    """What hooks can see of it, and what each actor has seen."""
+    """The transcript that hooks see, and each actor's conversation."""
 
     def __init__(self, env: Any, task: Task, actors: Cast):  # env: an Env, whose file imports this one
         self.env, self.task, self.actors = env, task, actors
         self.messages = copied(task.messages)  # then each turn, with its speaker's name if there are several
         self.conversations: dict[str, Conversation] = {}  # of the actors that spoke
         self.scores: dict[str, Trajectory] = {}  # their rewards, as they are given
-        self.num_heard: dict[str, int] = {}  # messages of the episode that stand in a conversation
+        self.num_heard: dict[str, int] = {}  # messages of the episode that its conversation holds
         self.speaker = ""  # who spoke last
         self.state: Any = None
         self.truncated = False
 
     async def call(self, hook: Hook, actor: str = "") -> Any:
-        """What a hook returns about an actor, by default the last speaker. It gets copies, and only of what it names."""
+        """A hook's result for an actor, by default the last speaker. The hook gets copies of the arguments that it names."""
         name = actor or self.speaker
         given = {
             "messages": lambda: copied(self.messages),
@@ -85,11 +85,11 @@ class Episode:
             if is_done:
                 break
         for name, conversation in self.conversations.items():
-            # For readers of the trajectory. The actor does not answer it, so it needs no room among the tokens.
+            # For readers of the trajectory: the actor does not answer it, so it has no tokens.
             conversation.history += self.heard_by(name, self.messages[self.num_heard[name] :])
 
     async def speak(self, name: str) -> bool:
-        """The actor's next turn. False if it had no room or was cut off, which ends the episode."""
+        """The actor's next turn. False if it was cut off or the context is full, which ends the episode."""
         conversation = self.conversations.get(name) or self.open(name)
         num_replies = conversation.num_replies
         if num_replies:
@@ -112,8 +112,8 @@ class Episode:
         return self.actors[name].converse(messages, list(self.env.tools) if self.env.tools else None)
 
     def heard_by(self, name: str, messages: Sequence[Message]) -> list[Message]:
-        """Messages as others hear them: actors are users, without their thoughts, and what users say in a row is one message,
-        because many chat templates refuse two users in a row."""
+        """Messages in an actor's view: other actors are users, without their thoughts. User messages in a row become one,
+        because many chat templates refuse two."""
         if len(self.actors) == 1:
             return copied(messages)
         heard = []
@@ -167,7 +167,7 @@ class Episode:
 
 
 def merged(messages: Sequence[Message]) -> list[Message]:
-    """The messages, in which texts of users in a row are one, with a blank line in between."""
+    """The messages; user texts in a row become one, with a blank line in between."""
     found: list[Message] = []
     for message in messages:
         last = found[-1] if found else {}
@@ -179,7 +179,7 @@ def merged(messages: Sequence[Message]) -> list[Message]:
 
 
 def read_answer(answer: Any, path: str, ends: bool) -> tuple[list[Message], float | None, bool]:
-    """(messages, reward, whether the episode is over) of what interact returned; `ends`: it is over if nothing is said."""
+    """(messages, reward, is_done) of what interact returned. `ends`: the episode ends without messages."""
     what, reward, is_done = f"{path}: what interact() returned", None, False
     if isinstance(answer, dict):
         for key in answer.keys() - {"messages", "reward", "done"}:

@@ -1,4 +1,4 @@
-"""Functions of a user's file, called by the names of their parameters, each call with a deadline; rewards that they return."""
+"""Calls functions of a user's file by the names of their parameters, each with a deadline, and reads their rewards."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Hook:
 
 
 async def outcome(awaitable: Awaitable) -> tuple[Any, BaseException | None]:
-    """(result, what it raised): a SystemExit that left a task would end the event loop."""
+    """(result, exception). A SystemExit that leaves a task would end the event loop."""
     try:
         return await awaitable, None
     except (Exception, SystemExit) as error:
@@ -104,7 +104,7 @@ async def outcome(awaitable: Awaitable) -> tuple[Any, BaseException | None]:
 
 
 def work(jobs: SimpleQueue, loop: asyncio.AbstractEventLoop) -> None:
-    """A thread's life: (function, future of (result, what it raised)) after the other, until None."""
+    """A thread's loop: runs one (function, future of (result, exception)) after another, until None."""
     while job := jobs.get():
         function, future = job
         try:
@@ -118,8 +118,8 @@ def work(jobs: SimpleQueue, loop: asyncio.AbstractEventLoop) -> None:
 
 
 class LoopClock:
-    """The time of an event loop, by which all its deadlines are measured. It stands still while something holds the loop's
-    thread, such as a save: nothing that waits could go on meanwhile."""
+    """The clock of an event loop and of all its deadlines. It stands still while something blocks the loop's thread, such as a
+    save: nothing that waits could continue meanwhile."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop, self.real, self.held_s, self.last_s = loop, loop.time, 0.0, loop.time()
@@ -135,20 +135,20 @@ class LoopClock:
         return loop.time if isinstance(loop.time, cls) else cls(loop)
 
     def in_thread(self, function: Callable[[], Any]) -> asyncio.Future:
-        """Of (result, what it raised) of a function in a daemon thread. One that hangs outlives its deadline, but holds up
+        """Future of (result, exception) of a function in a daemon thread. A function that hangs outlives its deadline, but blocks
         neither the loop nor the interpreter's exit."""
         if not self.idle:
             self.idle.append(SimpleQueue())
             threading.Thread(target=work, args=(self.idle[-1], self.loop), name="hook", daemon=True).start()
         jobs, future = self.idle.pop(), self.loop.create_future()
-        # A thread whose function was given up ends with it.
+        # A thread ends with a function that was given up.
         future.add_done_callback(lambda done: jobs.put(None) if done.cancelled() else self.idle.append(jobs))
         jobs.put((function, future))
         return future
 
     def __call__(self) -> float:
         now = self.real()
-        # The loop asks at least every BEAT_S, unless its thread is held.
+        # The loop reads the clock at least every BEAT_S, unless its thread is blocked.
         self.held_s += max(0.0, now - self.last_s - 2 * BEAT_S)
         self.last_s = now
         return now - self.held_s
@@ -157,7 +157,7 @@ class LoopClock:
         self.loop.call_later(BEAT_S, self._beat)
 
     def watch(self, path: str) -> None:
-        """From now on a function of this file that holds the loop's thread for blocked_s is named, once, by tell()."""
+        """From now on tell() names a function of this file, once, if it blocks the loop's thread for blocked_s."""
         if not self.watched:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         self.watched.add(path)
@@ -180,7 +180,7 @@ class LoopClock:
 
 
 async def wait_for_all(awaitables: Iterable[Awaitable]) -> list[Any]:
-    """Their results. All have ended when the first error is raised, so that none goes on where nobody looks."""
+    """Their results. Raises the first error once all have ended, so that none runs on unseen."""
     results = await asyncio.gather(*awaitables, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -189,7 +189,7 @@ async def wait_for_all(awaitables: Iterable[Awaitable]) -> list[Any]:
 
 
 def describe_error(error: BaseException, path: str) -> str:
-    """`file:line: Type: message`, of the innermost line of the user's file that took part."""
+    """`file:line: Type: message` of the innermost line in the user's file."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: SyntaxError: {error.msg}"
     frames = [f for e in (error, error.__cause__) if e is not None for f in traceback.extract_tb(e.__traceback__)]

@@ -1,4 +1,4 @@
-"""What came of episodes: their metrics, and whether so many failed that the run stops."""
+"""Metrics of episodes, and the stop of a run in which too many fail."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
 
 
 def lag_metrics(trajectories: list[Trajectory], version: int) -> dict[str, Metric]:
-    """Part of the sampled tokens that is of older weights than `version`, and by how many versions these are older."""
+    """Fraction of sampled tokens by weights older than `version`, and the mean age of these in versions."""
     turns = (turn for t in trajectories if t.status != "failed" for turn in t.turns)
     lags = [version - v for turn in turns for v in turn.completion.policy_versions]
     older = [lag for lag in lags if lag > 0]
@@ -71,7 +71,7 @@ def lag_metrics(trajectories: list[Trajectory], version: int) -> dict[str, Metri
 
 
 def part_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
-    """Means of what the environment gives: each part of the reward, and each metric."""
+    """Means of each part of the reward and of each metric that the environment gives."""
     metrics: dict[str, Metric] = {}
     for kind in ("reward_parts", "metrics"):
         for name in sorted({k for t in trajectories for k in getattr(t, kind)}):

@@ -27,12 +27,12 @@ class Group:
     """All episodes of one task, for example number 3 of the batch "train/000012"."""
 
     task: Task
-    batch: str  # seeds hang on it, or on `drawn_as`
+    batch: str  # seeds depend on it, or on `drawn_as`
     number: int  # place in the batch
     size: int
     params: SamplingParams
     seed: int
-    drawn_as: str = ""  # what evaluations of all steps have in common, so that they draw alike
+    drawn_as: str = ""  # the same in evaluations of all steps, which so have the same seeds
     position: int = 0  # of the task in the order of the training data
     version: int = -1  # of the weights by which it began
     trajectories: list[Trajectory] = field(default_factory=list)
@@ -193,8 +193,8 @@ def make_groups(
 def groups_at_once(
     actors: Mapping[str, Actor], config: RolloutConfig, num_groups: int, group_size: int, ranks: Ranks
 ) -> int:
-    """That one rank has under way: at most an even share, so that no rank takes all before the others come."""
-    # Of engines that learn; what others cannot take at once waits there.
+    """Groups that one rank runs at once: at most an even share, so that no rank takes all before the others begin."""
+    # Engines of actors that learn; requests beyond the capacity of the others wait there.
     capacities = [actor.capacity for actor in actors.values() if actor.is_trainable]
     episodes = min([config.max_concurrent, *capacities])
     if not episodes:
@@ -230,8 +230,8 @@ async def revive_engines(actors: Mapping[str, Actor]) -> None:
 
 
 async def play_group(env: Env, actors: Mapping[str, Actor], config: RolloutConfig, group: Group) -> list[Trajectory]:
-    """The trajectories of one group. Its order of speakers is drawn once; what scores it as a whole comes last, and if that
-    goes wrong all of it has failed. Raises EngineDied once all its episodes have ended."""
+    """The trajectories of one group. The order of speakers is drawn once. Group rewards come last; if they raise, the whole
+    group has failed. Raises EngineDied once all its episodes have ended."""
     seed, found = group.seed_of("schedule"), []
     try:
         drawn = await env.draw(group.task, list(actors), seed)
@@ -282,7 +282,7 @@ def limit_of(config: RolloutConfig) -> str:
 
 
 def refuse_death(error: BaseException) -> None:
-    """Raises the EngineDied that an error came from, through hooks that asked an actor too."""
+    """Raises the EngineDied that caused an error, also through a hook that called an actor."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, EngineDied):

@@ -1,4 +1,4 @@
-"""Weights on their way from a learner to an engine: each is known, has its shape, and none is left out."""
+"""Checks weights on their way from a learner to an engine: names, shapes, none missing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def arriving(
     model: PreTrainedModel, named_weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name, weight, what it replaces in the model) of each. ValueError on an unknown name, another shape, or, at the end, a
-    parameter left out; a tied head is the embedding under another name. The model may have shapes alone, on "meta"."""
+    """Yields (name, weight, the model's tensor that it replaces). Raises ValueError on an unknown name, another shape, or, at
+    the end, a missing parameter. A tied head counts as its embedding. The model may be on "meta"."""
     targets = model.state_dict(keep_vars=True)
     loaded = set()
     for name, weight in named_weights:
@@ -36,8 +36,8 @@ def arriving(
 def arriving_adapter(
     name: str, named_weights: Iterable[tuple[str, Tensor]], rank: int, layers: Mapping[str, nn.Linear], before: set[str]
 ) -> Iterator[tuple[str, str, str, Tensor]]:
-    """(peft's name, layer, "lora_A" or "lora_B", weight) of each matrix of an adapter. ValueError on a layer that is not in
-    layers, another shape, and, at the end, on a matrix left out: the other one of a layer, or one of those that came before."""
+    """Yields (peft's name, layer, "lora_A" or "lora_B", weight) of an adapter. Raises ValueError on a layer that is not in
+    `layers`, another shape, or, at the end, a missing matrix: one of a layer's pair, or one that came in `before`."""
     arrived = set()
     for full, weight in named_weights:
         layer, _, kind = full.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
@@ -61,6 +61,6 @@ def load_weights(model: PreTrainedModel, named_weights: Iterable[tuple[str, Tens
 
 
 def on_host(named_weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The weights, numbers in dtype, as they can be written to a file."""
+    """The weights on the CPU, floating-point ones in dtype, ready for a file."""
     for name, weight in named_weights:
         yield name, weight.detach().to("cpu", dtype if weight.is_floating_point() else weight.dtype).contiguous()
