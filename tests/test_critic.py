@@ -308,33 +308,6 @@ def test_the_plan_counts_the_critic(tiny_model, sort_data, tmp_path, capsys):
     assert "critic" not in capsys.readouterr().out
 
 
-COUNTED = """
-def load_tasks(split): return [{'prompt': str(n)} for n in range(64)]
-def reward_fn(completion): return sum(c.islower() for c in completion) / 4
-"""
-
-
-def test_a_critic_learns_what_an_actor_that_stays_as_it_is_has_to_expect(tiny_model, tmp_path):
-    (tmp_path / "env.py").write_text(COUNTED)
-    flags = [
-        "--model",
-        str(tiny_model),
-        "--env_path",
-        str(tmp_path / "env.py"),
-        "--max_tokens",
-        "12",
-        "--group_size",
-        "4",
-    ]
-    flags += ["--algorithm", "ppo", "--num_steps", "26", "--critic.warmup_steps", "25", "--critic.lr", "2e-3"]
-    flags += ["--critic.gae_lambda", "1", "--learner.minibatches", "4", "--learner.epochs", "2"]
-    assert main([*flags, "--out", str(tmp_path / "o")]) == 0
-    rows = metrics(tmp_path / "o")
-    explained = [row["learn/policy/critic_explained_variance"] for row in rows]
-    assert explained[0] == 0 and sum(explained[-5:]) / 5 > 0.15, explained
-    assert rows[-1]["learn/policy/critic_value_mean"] == pytest.approx(rows[-1]["rollout/policy/reward_mean"], abs=0.3)
-
-
 @pytest.mark.slow
 def test_ppo_teaches_the_order_and_its_critic_learns_what_to_expect(warm_model, tmp_path):
     flags = ["--num_steps", "60", "--optim.lr", "2e-4", "--optim.warmup_steps", "5", "--rollout.save", "false"]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
-import shutil
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ import torch
 from rl_core.config import parse_config
 from rl_core.data.packing import balanced_bins, pack_samples
 from rl_core.distributed import init_ranks
-from rl_core.learning.algorithms import clipped_loss, group_advantages, learning_rate, make_algorithm, token_losses
+from rl_core.learning.algorithms import clipped_loss, make_algorithm, token_losses
 from rl_core.learning.learner import Learner
 from rl_core.learning.model import make_policy
 from rl_core.types import TrainingSample
@@ -258,16 +256,6 @@ def test_the_first_update_of_a_batch_has_no_old_logprobs_to_compute(tiny_model):
     assert all(b.old_logprobs is None for m in minibatches for b in m.batches)
 
 
-def test_group_advantages_are_the_formulas():
-    rewards = [1.0, 0.0, 0.5, 0.25]
-    mean = sum(rewards) / 4
-    deviation = (sum((r - mean) ** 2 for r in rewards) / 4) ** 0.5
-    assert group_advantages(rewards, "group_norm") == pytest.approx([(r - mean) / deviation for r in rewards])
-    assert group_advantages(rewards, "group_mean") == pytest.approx([r - mean for r in rewards])
-    assert group_advantages([0.1] * 3, "group_norm") == [0.0, 0.0, 0.0]
-    assert group_advantages([0.1] * 3, "none") == [0.1] * 3
-
-
 def test_the_clip_ignores_a_ratio_only_where_it_would_gain_from_it():
     ratio, advantages = torch.tensor([0.5, 0.5, 1.5, 1.5, 1.1]), torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
     result = clipped_loss(ratio.log(), advantages, 0.2, 0.28)
@@ -316,39 +304,7 @@ def test_bins_have_equal_work_where_attention_counts():
         assert sum(work) / (len(bins) * max(sum(work[i] for i in b) for b in bins)) >= 0.99
 
 
-def test_dropout_of_a_models_config_is_off(tiny_model, tmp_path):
-    folder = shutil.copytree(tiny_model, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.5}
-    (folder / "config.json").write_text(json.dumps(config))
-    (plain, loss), (dropped, dropped_loss) = (
-        gradients(make_learner(m), ragged_samples()) for m in (tiny_model, folder)
-    )
-    assert loss == dropped_loss and all(torch.equal(plain[n], dropped[n]) for n in plain)
-
-
 def test_fewer_samples_than_ranks_leave_bins_empty():
     assert sorted(map(len, balanced_bins([5, 3], 100, multiple=4))) == [0, 0, 1, 1]
     batch = pack_samples([])
     assert batch.input_ids.numel() == 1 and batch.labels.numel() == 0
-
-
-def test_the_learning_rate_warms_up_and_decays_to_its_floor():
-    config = parse_config(
-        [
-            "--model",
-            "m",
-            *FLAGS,
-            "--optim.lr",
-            "1.0",
-            "--optim.schedule",
-            "cosine",
-            "--optim.warmup_steps",
-            "4",
-            "--optim.min_lr_frac",
-            "0.1",
-        ]
-    ).optim
-    rates = [learning_rate(config, step, 24) for step in range(25)]
-    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert rates[14] == pytest.approx(0.1 + 0.9 * 0.5)
-    assert rates[24] == pytest.approx(0.1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from kit import metrics, weights
@@ -24,19 +26,6 @@ def stepped(learner, steps: int):
     for step in range(steps):
         learner.step(learner.shard(ragged_samples(seed=step))[0], step)
     return learner
-
-
-def test_sgd_is_torchs_with_momentum_and_decay_on_matrices_alone(tiny_model):
-    learner = learner_after(
-        tiny_model, 3, "--optim.name", "sgd", "--optim.weight_decay", "0.1", "--optim.betas", "0.8,0.95"
-    )
-    plain = make_learner(tiny_model, "--optim.lr", "1e-2", algorithm="sft")
-    matrices, rest = ([p for p in plain.policy.parameters() if (p.ndim > 1) == m] for m in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    plain.optimizer = torch.optim.SGD(groups, lr=1e-2, momentum=0.8)
-    stepped(plain, 3)
-    for a, b in zip(learner.policy.parameters(), plain.policy.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_8_bits_hold_the_state_of_large_weights_and_learn_almost_the_same(tiny_model):
@@ -100,15 +89,15 @@ def test_8_bits_over_two_ranks_resume_with_two_and_refuse_one(tiny_model, sort_d
     assert one == pytest.approx(losses, abs=0.02) and one[0] == pytest.approx(losses[0], abs=1e-5)
 
 
-def test_wsd_warms_up_stays_and_falls_to_its_floor():
-    config = OptimConfig(lr=2.0, schedule="wsd", warmup_steps=3, min_lr_frac=0.1)
-    rates = [learning_rate(config, step, 20) for step in range(21)]
-    assert rates[:3] == pytest.approx([0.5, 1.0, 1.5]) and rates[3:17] == [2.0] * 14
-    assert rates[17:] == pytest.approx([2.0 - 1.8 * k / 4 for k in (1, 2, 3, 4)])
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
-def test_schedules_begin_at_the_peak_and_end_at_the_floor(schedule):
-    config = OptimConfig(lr=2.0, schedule=schedule, min_lr_frac=0.1)
-    assert learning_rate(config, 0, 10) == pytest.approx(2.0)
-    assert learning_rate(config, 10, 10) == pytest.approx(2.0 if schedule == "constant" else 0.2)
+@pytest.mark.parametrize(
+    "schedule, rates",  # of steps 0, 1, 2 (warm-up), 3, 12, 16, 19 and of the end, 20
+    [
+        ("constant", [0.5, 1.0, 1.5, 2.0, 2.0, 2.0, 2.0, 2.0]),
+        ("linear", [0.5, 1.0, 1.5, 2.0, 0.2 + 1.8 * 8 / 17, 0.2 + 1.8 * 4 / 17, 0.2 + 1.8 / 17, 0.2]),
+        ("cosine", [0.5, 1.0, 1.5, 2.0, *(0.2 + 0.9 * (1 + math.cos(math.pi * n / 17)) for n in (9, 13, 16)), 0.2]),
+        ("wsd", [0.5, 1.0, 1.5, 2.0, 2.0, 2.0, 0.2 + 1.8 / 4, 0.2]),
+    ],
+)
+def test_the_rate_warms_up_and_ends_at_its_floor(schedule, rates):
+    config = OptimConfig(lr=2.0, schedule=schedule, warmup_steps=3, min_lr_frac=0.1)
+    assert [learning_rate(config, step, 20) for step in (0, 1, 2, 3, 12, 16, 19, 20)] == pytest.approx(rates)
