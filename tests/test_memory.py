@@ -28,7 +28,7 @@ from rl_core.learning.learner import Learner
 from rl_core.learning.loading import local_slices
 from rl_core.learning.model import compile_blocks, make_policy, named_weights
 from rl_core.options.lora import adapter_parameters
-from rl_core.options.offload import activations_on_host
+from rl_core.options.offload import activations_on_host, offload_frozen
 from rl_core.train import main
 
 ARCHITECTURES = ("qwen3", "llama", "qwen2")
@@ -182,6 +182,51 @@ def test_a_learner_that_waits_on_the_host_between_steps_learns_the_same(tiny_mod
     assert max((w - start[n]).abs().max() for n, w in got.items()) > 1e-3
     with pytest.raises(AssertionError, match="on_device"):
         leaves.policy(leaves.shard(ragged_samples())[0][0].batches[0], 1.0)
+
+
+def test_the_optimizers_state_is_on_the_device_within_a_step_alone(tiny_model):
+    """An engine that wakes for new weights finds the learner's weights there, and nothing else."""
+    learner = make_lora_learner(tiny_model, *LORA, "--learner.offload", "phase", algorithm="grpo")
+    with learner.on_device():
+        learner.step(learner.shard(ragged_samples())[0], 0)
+        states = [v for s in learner.optimizer.state.values() for v in s.values()]
+        assert states and not any(v.untyped_storage().nbytes() for v in states)
+        assert learner.policy.is_on_device and dict(learner.named_weights())
+
+
+def test_a_reference_is_copied_to_the_host_once(tiny_model):
+    reference = make_policy(str(tiny_model), torch.float32, init_ranks(60), is_frozen=True)
+    for parameter in reference.parameters():  # a file's pages are not given back
+        parameter.data = parameter.data.clone()
+    first = next(reference.parameters())
+    before = first.clone()
+    on_device = offload_frozen(reference, torch.device("cpu"))
+    assert not reference.is_on_device
+    with on_device():
+        assert torch.equal(first, before)
+        first.data.zero_()  # nothing changes a reference: this does not reach the host
+    with on_device():
+        assert torch.equal(first, before)
+
+
+def count_reductions(out: Path, model: str) -> None:
+    """Every rank: all-reduces of an update in one microbatch, and in several, of two copies of the weights."""
+    ranks, found = on_mesh(init_ranks(60), Mesh(dp_replicate=2)), {}
+    for tokens in (8192, 100):
+        config = parse_config(["--model", model, *FLAGS, "--learner.microbatch_tokens", str(tokens)])
+        learner = Learner(config, make_algorithm("grpo", config.algo), make_policy(model, torch.float32, ranks), ranks)
+        (minibatch,), _ = learner.shard(ragged_samples(20))
+        with torch.profiler.profile() as profile:
+            learner.update(minibatch, 0)
+        found[len(minibatch.batches)] = sum(e.count for e in profile.key_averages() if e.key == "c10d::allreduce_")
+    out.with_suffix(f".{ranks.rank}").write_text(json.dumps(found))
+    close_ranks(ranks)
+
+
+def test_copies_of_the_weights_add_up_their_gradients_once_for_an_update(tiny_model, torchrun, tmp_path):
+    torchrun(2, __file__, "reduce", tmp_path / "found.0", tiny_model)
+    one, several = json.loads((tmp_path / "found.0").read_text()).items()
+    assert one[0] == "1" and int(several[0]) >= 2 and one[1] == several[1] > 0
 
 
 def test_weights_that_an_engine_reads_in_place_stay(tiny_model):
@@ -355,7 +400,9 @@ def test_a_rank_holds_little_more_than_its_own_part_while_it_loads(tiny_model, t
 
 if __name__ == "__main__":
     mode, out, *rest = sys.argv[1:]
-    if mode == "peak":
+    if mode == "reduce":
+        count_reductions(Path(out), *rest)
+    elif mode == "peak":
         measure_peak(Path(out), *rest)
     elif mode == "load":
         compare_loading(Path(out), rest)
