@@ -143,3 +143,13 @@ def test_a_run_without_them_has_nothing_of_it_and_can_go_on_with_them(talk, tmp_
     assert main([*talk, "--num_steps", "3", "--out", str(out), "--resume"]) == 0
     versions = [{v for t in trajectories(out / f"rollouts/step_{n:06d}.jsonl.zst") for v in makers(t)} for n in (2, 3)]
     assert versions == [{1}, {1, 2}], "the older weights are the newest at first"
+
+
+def test_what_older_weights_said_is_corrected_unless_the_run_says_otherwise(talk, tmp_path):
+    norms = {}
+    for name, more in {"default": "", "tis": "--algo.correction tis", "none": "--algo.correction none"}.items():
+        flags = words(talk, more, "--optim.lr 1e-2 --num_steps 3 --out", tmp_path / name)
+        assert main(flags) == 0
+        norms[name] = [row["learn/policy/grad_norm"] for row in steps(tmp_path / name)]
+    assert norms["default"] == pytest.approx(norms["tis"], rel=1e-4)
+    assert norms["default"] != pytest.approx(norms["none"], rel=1e-3)

@@ -104,6 +104,17 @@ def test_pass_at_k_counts_tasks_of_which_one_sample_passed(run):
     assert 0 < mean < passed
 
 
+def test_samples_of_an_evaluation_are_drawn_as_eval_sampling_says(run):
+    code = "def reward_fn(completion): return float(len(completion))\n"
+    flags = ["--num_steps", "1", "--eval_every", "1", "--eval.samples", "3", "--eval.sampling"]
+    status, out, _ = run(code, *flags, "top_k=1")
+    said = {label: {} for label in ("greedy", "sampled")}
+    for label, by_task in said.items():
+        for t in trajectories(out / f"rollouts/eval_000000_{label}.jsonl.zst"):
+            by_task.setdefault(t["task_id"], set()).add(tuple(t["turns"][0]["completion"]["token_ids"]))
+    assert status == 0 and said["greedy"] == said["sampled"], "the likeliest token is the only one of the first 1"
+
+
 def test_only_the_newest_checkpoints_are_kept(run):
     code = "def reward_fn(completion): return float(len(completion) % 3)\n"
     _, out, _ = run(code, "--num_steps", "4", "--save_every", "1", "--keep_checkpoints", "2")
