@@ -9,6 +9,7 @@ from kit import metrics
 
 from rl_core.engines import embedded, slots
 from rl_core.engines.embedded import EmbeddedEngine
+from rl_core.learning import model
 from rl_core.train import main
 
 SIZES = ["--tasks_per_step", "4", "--group_size", "4", "--num_steps", "2", "--optim.lr", "1e-2"]
@@ -24,9 +25,9 @@ def reward_fn(completion): return float(sum(map(ord, completion)) % 97)
 """
 
 
-def flags_of(model: Path, out: Path, *more: str) -> list[str]:
+def flags_of(path: Path, out: Path, *more: str) -> list[str]:
     (out.parent / "count.py").write_text(COUNT)
-    return ["--model", str(model), "--env_path", str(out.parent / "count.py"), *SIZES, "--out", str(out), *more]
+    return ["--model", str(path), "--env_path", str(out.parent / "count.py"), *SIZES, "--out", str(out), *more]
 
 
 def metrics_of(out: Path) -> list[dict]:
@@ -84,6 +85,13 @@ def test_an_engine_that_computes_otherwise_with_the_learners_own_weights_is_foun
     said = capsys.readouterr().err
     assert "no tensor that can be read here differs" in said
     assert not metrics_of(tmp_path / "run")
+
+
+def test_logprobs_that_are_no_number_are_a_difference(tiny_model, tmp_path, monkeypatch, capsys):
+    fused = model.fused_logprobs
+    monkeypatch.setattr(model, "fused_logprobs", lambda *args: (fused(*args)[0] * float("nan"), fused(*args)[1]))
+    assert main(flags_of(tiny_model, tmp_path / "run")) == 1
+    assert "differ by up to nan nats" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("steps", ["1", "2"])
