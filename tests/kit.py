@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import zstandard
@@ -63,6 +64,8 @@ PAIRS = [{"prompt": str(n), "chosen": "a" * (n % 4 + 1), "rejected": f"{n} b"} f
 ENVS = {"letters": LETTERS, "digits": DIGITS, "ask": ASK, "talk": TALK}
 DATA = {"rows": ROWS, "dialogs": DIALOGS, "pairs": PAIRS}
 
+# What is cut short ends its episode, and an untrained model seldom ends a turn.
+STOP = "--sampling.stop " + json.dumps(list(ascii_lowercase), separators=(",", ":"))
 SORT = ["--env_path", str(ROOT / "envs/sort_digits.py"), "--max_tokens", "8", "--max_prompt_tokens", "16"]
 GRACE_S = 20.0  # between asking ranks to end and ending them
 

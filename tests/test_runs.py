@@ -6,11 +6,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from string import ascii_lowercase
 
 import pytest
 import torch
-from kit import ROOT, metrics, run, steps, trajectories, weights, words
+from kit import ROOT, STOP, metrics, run, steps, trajectories, weights, words
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -18,8 +17,6 @@ from rl_core.train import main
 
 RL = "--model {model} --env_path {dir}/letters.py --max_tokens 10 --max_prompt_tokens 24 --tasks_per_step 4 --group_size 4"
 FIT = "--model {model} --max_tokens 40 --max_prompt_tokens 24 --max_turns 3 --tasks_per_step 7"
-# What is cut short ends its episode, and an untrained model seldom ends a turn.
-STOP = "--sampling.stop " + json.dumps(list(ascii_lowercase), separators=(",", ":"))
 TWO = (
     "--actors.bob.model {model} --actors.alice.model {other} --env_path {dir}/talk.py --max_tokens 20"
     f" --max_prompt_tokens 60 --tasks_per_step 4 --group_size 4 {STOP}"
