@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kit import gradient, learn, make_learner, words
+from kit import gradient, learn, make_learner
 from transformers import AutoModelForCausalLM
 
 from rl_core.types import TrainingSample
@@ -161,25 +161,3 @@ def test_what_the_engine_sampled_is_weighted_by_the_correction(more, kind, bound
     total.backward()
     for name, value in got.items():
         torch.testing.assert_close(value, model.get_parameter(name).grad, atol=2e-6, rtol=1e-3)
-
-
-# Each preset by its paper: advantage, normalize, ratio, objective, clip_low, clip_high, aggregation, kl, kl_in, overlong,
-# refill_rounds.
-PRESETS = {
-    "grpo": "group_norm none token clip 0.2 0.2 token k3 loss none 0",
-    "dr_grpo": "group_mean none token clip 0.2 0.2 constant k3 loss none 0",
-    "dapo": "group_norm none token clip 0.2 0.28 token k3 loss soft 10",
-    "gspo": "group_norm none sequence clip 0.0003 0.0004 sequence k3 loss none 0",
-    "cispo": "group_norm none token cispo 1.0 4.0 token k3 loss none 0",
-    "rloo": "rloo none token clip 0.2 0.2 constant k1 reward none 0",
-    "reinforce_pp": "none batch token clip 0.2 0.2 token k1 reward none 0",
-    "ppo": "gae batch token clip 0.2 0.2 token k1 reward none 0",
-}
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_is_its_papers_row(preset, tiny_model):
-    a = make_learner(tiny_model, "--algorithm", preset).algorithm
-    names = words("advantage normalize ratio objective clip_low clip_high aggregation kl kl_in overlong refill_rounds")
-    assert " ".join(str(getattr(a, name)) for name in names) == PRESETS[preset]
-    assert (a.kl_coef, a.entropy_coef, a.correction, a.target_kl, a.dual_clip) == (0, 0, "none", 0, 0)
