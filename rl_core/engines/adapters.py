@@ -1,10 +1,10 @@
-"""Adapters of several actors beside the one set of weights that an engine samples with, a row of a forward with each:
+"""Adapters of several actors over one model, in one batch: each row of a forward has its own.
 y = W x + alpha/rank B A x, as Punica (Chen et al. 2023, arXiv:2310.18547) and S-LoRA (Sheng et al. 2023, arXiv:2311.03285) do.
 
 Legend: n rows in a forward, S new tokens of each, I and O widths of a layer, R ranks of all adapters together, K adapters.
 
-Every row is multiplied with all adapters. What is not its own is set to 0 between the two products. A run has few adapters, so
-this is less work than to gather matrices for each row.
+Every row is multiplied with all adapters. Between the two products the parts of other adapters are set to 0. A run has few
+adapters, so this is less work than gathering matrices for each row.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class AdapterTable:
     def __init__(self, model: nn.Module, configs: dict[str, dict[str, Any]]):
         self.linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         self.configs, self.num_ranks = configs, sum(config["r"] for config in configs.values())
-        self.spans: dict[str, slice] = {}  # of each adapter in R
+        self.spans: dict[str, slice] = {}  # each adapter's place in R
         for name, config in configs.items():
             first = sum(span.stop - span.start for span in self.spans.values())
             self.spans[name] = slice(first, first + config["r"])
         self.numbers = {name: i for i, name in enumerate(["", *configs])}  # rows of `foreign`
         self.foreign = torch.ones(
             len(self.numbers), self.num_ranks, dtype=torch.bool, device=model.device
-        )  # not its own
+        )  # ranks of other adapters
         for name, span in self.spans.items():
             self.foreign[self.numbers[name], span] = False
         self.layers: dict[str, tuple[Tensor, Tensor]] = {}  # A [R, I] and scaled, transposed B [R, O]
         self.arrived: dict[str, set[str]] = {}  # names of each adapter's weights
-        self.active: slice | None = None  # of the forward under way
-        self.hidden: Tensor | None = None  # [n, 1, R], what is not a row's own; None: all rows have the same adapter
+        self.active: slice | None = None  # the one adapter of the current forward
+        self.hidden: Tensor | None = None  # [n, 1, R] ranks of other adapters; None: all rows have the same adapter
 
     @torch.no_grad()
     def load(self, name: str, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -64,7 +64,7 @@ class AdapterTable:
 
     @contextmanager
     def of_rows(self, names: list[str]) -> Iterator[None]:
-        """Inside, row i of a forward is computed with the adapter names[i]."""
+        """Inside, row i of a forward uses the adapter names[i]."""
         if len(set(names)) == 1:
             self.active = self.spans.get(names[0])
         else:
@@ -77,7 +77,7 @@ class AdapterTable:
             self.active = self.hidden = None
 
     def add_products(self, layer: str, module: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
-        """Adds B A x to what the layer gave."""
+        """Adds B A x to the layer's output."""
         if self.active is None:
             return
         a_RI, b_RO = (x[self.active] for x in self.layers[layer])

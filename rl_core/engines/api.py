@@ -3,8 +3,8 @@
 judge = ApiActor(name="judge", url="http://127.0.0.1:8000/v1", model="Qwen/Qwen3-8B", api_key_env="")
 reply = await judge.in_episode(SamplingParams(max_tokens=256), seed=0).respond(messages)
 
-It cannot be trained: only the text of what it says is known. The key is read from the environment. It is never printed or
-written, and is cut out of what an endpoint answers.
+It cannot be trained: only the text of its replies is known. The key is read from the environment. It is never printed or written,
+and is removed from an endpoint's answers.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class ApiActor:
     model: str  # as the endpoint calls it
     api_key_env: str = "OPENAI_API_KEY"  # the environment variable that holds the key; "" for an endpoint without one
     max_turns: int = 1  # of one episode
-    max_tokens: int | None = None  # of one turn, where more are asked for
+    max_tokens: int | None = None  # upper bound of one turn
     max_concurrent: int = 64  # requests in flight
     timeout_s: float = 120.0  # of one attempt
-    max_retries: int = 8  # after 408, 409, 429, 5xx and broken connections; Retry-After is kept to
+    max_retries: int = 8  # after 408, 409, 429, 5xx and broken connections; respects Retry-After
     request: dict[str, Any] = field(default_factory=dict)  # added to every request; None leaves a key out
     is_trainable: bool = field(init=False, default=False)
     counts: dict[str, float] = field(init=False, default_factory=lambda: dict.fromkeys(COUNTS, 0.0))
@@ -62,18 +62,18 @@ class ApiActor:
 
     @property
     def capacity(self) -> int:
-        return sys.maxsize  # what exceeds max_concurrent waits here and holds no engine up
+        return sys.maxsize  # requests beyond max_concurrent wait here and block no engine
 
     def in_episode(self, params: SamplingParams, seed: int, session: str = "") -> Actor:
-        """This actor in one episode. Without a chat template its conversations hold messages and no tokens: nothing of it is
-        trained, and only the endpoint knows how full its context is."""
+        """This actor in one episode. Its conversations hold messages and no tokens: they are not trained, and only the
+        endpoint knows how full its context is."""
         own = {"max_turns": self.max_turns, "max_tokens": self.max_tokens, "is_trainable": False}
         return Actor(name=self.name, engine=self, chat=None, **own).in_episode(params, seed, session)
 
     async def chat(
         self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int
     ) -> tuple[Message, Completion]:
-        """The next message, and the completion of which it is the text. Raises as ask()."""
+        """The next message, and a completion with its text. Raises as ask()."""
         choice = await self.ask(messages, tools, params, seed)
         said = {key: choice["message"].get(key) for key in ("content", "tool_calls")}
         message = {"role": "assistant", "content": said["content"] or ""}
@@ -117,7 +117,7 @@ class ApiActor:
             except (ValueError, openai.APIError) as found:
                 error = ValueError(self._told(f"an answer that cannot be read: {found}"))
         self.counts["failed"] += 1
-        raise error  # out here it drags along no other error, whose request would hold the key
+        raise error  # raised here, it has no context whose request would hold the key
 
     def _first_choice(self, answer: Any) -> dict[str, Any]:
         choices = answer.get("choices") if isinstance(answer, dict) else None
@@ -129,13 +129,13 @@ class ApiActor:
         return choices[0]
 
     def _told(self, text: str) -> str:
-        """One line of bearable length, without the key: an endpoint may repeat the key that it refuses."""
+        """One short line without the key, which an endpoint may repeat."""
         text = text.replace(self.key, "***") if self.key else text
         return f"actor {self.name!r}: {self.url} gave {shorten(' '.join(text.split()), 400)}"
 
 
 def request_of(messages: list[Message], tools: list | None, params: SamplingParams, seed: int) -> dict[str, Any]:
-    """Body of a request; what is off is None, since not every endpoint knows it."""
+    """Body of a request. A parameter that is off is None, since not every endpoint knows it."""
     return {
         "messages": [{key: message[key] for key in SENT if key in message} for message in messages],
         "max_tokens": params.max_tokens,

@@ -41,11 +41,11 @@ class Request:
     params: SamplingParams
     session: str
     adapter: str  # "" is none
-    random_bits: Any  # of this request alone; one draw per token
+    random_bits: Any  # this request's generator; one draw per token
     future: asyncio.Future[Completion]
-    key: tuple = ()  # requests with the same one read the same tokens with the same adapter
+    key: tuple = ()  # the same for requests with the same tokens and adapter
     row: int = -1  # of the cache; -1 while it waits
-    num_cached: int = 0  # ids whose keys and values were kept from the session's last turn
+    num_cached: int = 0  # ids with keys and values from the session's last turn
     hidden: Tensor | None = None  # [hidden size] of its last token when it entered
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)  # (index, policy version): from this token on
@@ -57,8 +57,8 @@ class Request:
 
 class EmbeddedEngine:
     """Samples from `spec.module`, which it borrows while requests run: attention implementation and mode are put back. A
-    context longer than the model has positions is cut to these. Weights that it owns wait on the host while it sleeps; then it
-    is made asleep."""
+    context is at most as long as the model has positions. With weights of its own it starts asleep, and CPU-offloads them while
+    it sleeps."""
 
     def __init__(self, spec: EngineSpec) -> None:
         model = self.model = spec.module
@@ -140,7 +140,7 @@ class EmbeddedEngine:
             self._copies.to_device()
 
     async def pause(self) -> None:
-        """Stops between two tokens; see Engine. Requests are queued again with what they have sampled."""
+        """Stops between two tokens; see Engine. Requests are queued again with their sampled tokens."""
         self._is_paused = True
         if self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
@@ -188,7 +188,7 @@ class EmbeddedEngine:
         with self._slots.borrowed():
             while True:
                 self._step()
-                # Left without another await, so that nobody who was answered finds the model in the wrong mode.
+                # No await before this block is left: a caller must not find the model in the wrong mode.
                 if self._is_paused or (not self._waiting and not self._active):
                     return
                 await asyncio.sleep(0)
@@ -198,7 +198,7 @@ class EmbeddedEngine:
             self._fail_all(None if task.cancelled() else task.exception())
 
     def _fail_all(self, error: BaseException | None) -> None:
-        """Nobody waits for ever: the error is raised in every generate() that has no answer; None cancels them."""
+        """Raises the error in every generate() without an answer, so that none waits for ever; None cancels them."""
         for request in (*self._waiting, *self._active):
             if not request.future.done():
                 request.future.cancel() if error is None else request.future.set_exception(error)
@@ -210,7 +210,7 @@ class EmbeddedEngine:
     def _step(self) -> None:
         for request in [r for r in self._active if r.future.done()][::-1]:  # cancelled
             self._leave(request)
-        # A prefill costs a forward however small it is, so wait for company, but not for long.
+        # A prefill costs a forward however small it is: wait for more requests, but not for long.
         num_new = min(len(self._waiting), self.capacity - len(self._active))
         self._steps_since_refill += 1
         is_enough = not self._active or 4 * num_new >= self.capacity or self._steps_since_refill >= REFILL_STEPS
@@ -227,7 +227,7 @@ class EmbeddedEngine:
             self.stats.update(decode_steps=1, decode_tokens=len(requests))
 
     def _admit(self) -> None:
-        """Prefills each prompt that is not in the cache yet, once, and samples everybody's first token."""
+        """Prefills each new prompt once, and samples every request's first token."""
         self._steps_since_refill, first, admitted = 0, len(self._active), []
         while self._waiting and first + len(admitted) < self.capacity:
             request = self._waiting.popleft()
@@ -352,17 +352,17 @@ class EmbeddedEngine:
         self._leave(request)
 
     def _park(self, request: Request) -> None:
-        """Keeps a conversation's keys and values beside the slots, which others need while the hooks think."""
+        """Keeps a conversation's keys and values beside the slots, which other requests need meanwhile."""
         ids = request.ids[:-1]
         self._parked.pop(request.session, None)  # the newest comes last
         self._parked[request.session] = request.adapter, ids, self._cache.snapshot(request.row, len(ids))
         limit = self.capacity * self.max_context_tokens
-        # No more conversations than slots always fit: counting tokens at each turn takes time.
+        # As many conversations as slots always fit; counting tokens at each turn takes time.
         while len(self._parked) > self.capacity and sum(len(ids) for _, ids, _ in self._parked.values()) > limit:
             del self._parked[next(iter(self._parked))]
 
     def _leave(self, request: Request) -> None:
-        """Frees a request's row, into which the last one moves, and its prompt once nobody shares it."""
+        """Frees a request's row, moves the last row into it, and drops its prompt if no other request shares it."""
         self._unanswered[request.key] -= 1
         if not self._unanswered[request.key]:
             del self._unanswered[request.key]
@@ -376,7 +376,7 @@ class EmbeddedEngine:
 
 
 def prefill_chunks(requests: Iterable[Request]) -> Iterator[list[Request]]:
-    """Requests of like length and of like origin (cached before or not), at most PREFILL_TOKENS with padding."""
+    """Batches of requests with similar lengths, cached or not, of at most PREFILL_TOKENS with padding."""
     chunk: list[Request] = []
     for request in sorted(requests, key=lambda r: (r.num_cached > 0, r.num_new)):
         if chunk:

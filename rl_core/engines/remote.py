@@ -1,4 +1,4 @@
-"""Engines on other ranks (--engine_ranks): torchrun's last ranks serve the engine's verbs over HTTP, learners ask them.
+"""Engines on other ranks (--engine_ranks): torchrun's last ranks serve the engine's verbs over HTTP to the learners.
 
 Requests are JSON: POST /ACTOR/VERB. Weights do not pass through HTTP. The first learner broadcasts them in buckets, by a process
 group of itself and all ranks that sample. Each bucket has a checksum of its bits. Nothing is pickled.
@@ -32,8 +32,8 @@ from rl_core.sampling.engine import DeviceLease, Engine, EngineDied
 from rl_core.types import Completion, RunError, SamplingParams
 
 BUCKET_BYTES = 512 << 20
-CHUNK = 1 << 18  # words of a bucket that are hashed at once, in the cache of a processor
-ERRORS = {503: EngineDied, 500: RunError, 400: ValueError}  # how a server's error reaches the learner that asked
+CHUNK = 1 << 18  # 32-bit numbers of a bucket that are hashed at once, in the processor's cache
+ERRORS = {503: EngineDied, 500: RunError, 400: ValueError}  # how a server's error reaches the learner
 
 
 async def ask(url: str, body: Any = None, token: str = "", timeout_s: float | None = None) -> tuple[int, bytes]:
@@ -53,7 +53,7 @@ class WeightChannel:
 
     group: dist.ProcessGroup | None  # rank 0 is the first learner; None on the other learners
     number: int  # of this rank among those that sample
-    device: torch.device  # on which weights travel
+    device: torch.device  # of the buckets
 
     def send(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
         """Sends (name, full tensor) pairs in `dtype`. Every learner must call it: all gather, the first one sends."""
@@ -124,7 +124,7 @@ class EngineServer:
         return list(dict.fromkeys(engine for engine in self.engines.values() if engine is not None))
 
     async def serve(self) -> None:
-        """Answers until a learner says stop. Raises RunError if weights arrive broken."""
+        """Answers until a learner sends stop. Raises RunError if weights arrive broken."""
         self.stopped = asyncio.get_running_loop().create_future()
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/{actor}/{verb}", self.handle)
@@ -201,7 +201,7 @@ class EngineServer:
             await engine.wake()
 
     async def do_health(self, engine: Engine | None) -> dict[str, float]:
-        """Since it was last asked: the part of the time without a request, and how often the engine was started again."""
+        """Since the last call: the fraction of time without a request, and how often the engine was started again."""
         now, was_asked = time.monotonic(), self.asked
         idle_s = self.idle_s + (now - max(self.idle_since, was_asked) if self.num_open == 0 else 0.0)
         self.asked, self.idle_s = now, 0.0
@@ -253,7 +253,7 @@ class Server:
 
 @dataclass(kw_only=True, eq=False)
 class RemoteEngine:
-    """An Engine whose requests ranks that only sample answer. A session stays with the rank that has its keys and values."""
+    """An Engine on the ranks that only sample. A session stays with the rank that has its KV cache."""
 
     name: str
     servers: list[Server]
@@ -289,7 +289,7 @@ class RemoteEngine:
             server.ended.append(session)
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int, *, adapter: str = "") -> None:
-        """Requests pause between two tokens and go on by the new weights. Every learner must call it."""
+        """Requests pause between two tokens and continue with the new weights. Every learner must call it."""
         await self._tell_all("begin_update", version=version, adapter=adapter)
         self.channel.send(weights, self.dtype)
         await self._tell_all("end_update")
@@ -314,7 +314,7 @@ class RemoteEngine:
             await self._tell_all("stop")
 
     async def _tell_all(self, verb: str, **body) -> None:
-        """The first learner speaks for all."""
+        """The first learner sends it for all."""
         if self.channel.group is not None:
             how = {"timeout_s": self.timeout_s, **body}
             await asyncio.gather(*(server.ask(f"{self.name}/{verb}", **how) for server in self.servers))
@@ -347,8 +347,8 @@ def in_buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int = 0) -> Ite
 
 
 def checksum(flat: Tensor) -> int:
-    """Of a tensor's bits, the same on every device: the sum, mod 2^64, of its 32-bit words, each times an odd number that belongs
-    to its place. One changed word always changes the sum; words that change places do, nearly always."""
+    """Of a tensor's bits, the same on every device: the sum, mod 2^64, of its 32-bit numbers, each times an odd number that
+    depends on its place. One changed number always changes the sum; a permutation changes it nearly always."""
     data = flat.reshape(-1).view(torch.uint8)
     end = data.numel() // 4 * 4
     parts = [*data[:end].view(torch.int32).split(CHUNK)]

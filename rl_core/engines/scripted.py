@@ -1,4 +1,4 @@
-"""An engine that says what it is told, and a tokenizer that reads everything: environments are tried without a model."""
+"""An engine with written replies, and a tokenizer for any text: they try environments without a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN_TEMPLATE = (
 
 
 class ScriptedEngine:
-    """Gives its replies in order, the last one again and again, as if each token had been certain. It has no weights."""
+    """Gives its replies in order, then the last one again, with logprobs of 0. It has no weights."""
 
     def __init__(self, chat: Chat, replies: Sequence[str], capacity: int = 256):
         self.chat, self.replies, self.capacity = chat, list(replies), capacity
@@ -49,7 +49,7 @@ class ScriptedEngine:
 
 @dataclass(kw_only=True)
 class ScriptedActor:
-    """An actor whose replies are given. Every episode begins with the first."""
+    """An actor with written replies. Every episode begins with the first."""
 
     name: str
     chat: Chat
@@ -73,7 +73,7 @@ class ScriptedActor:
 
 
 def plain_chat() -> Chat:
-    """A chat with one token per byte, so that any text is read and written as it is, and a template without surprises."""
+    """A chat with one token per byte, which keeps any text as it is, and a plain template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

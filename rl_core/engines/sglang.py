@@ -1,8 +1,8 @@
 """SGLang as an engine, behind its HTTP server (sglang_server.py).
 
 New weights are safetensors files in shared memory. The server reads them by /update_weights_from_disk: no pickle, and the same on
-every device, for every number of GPUs and in all supported versions. While there is room they stay until the next update, for
-another server if this one dies.
+every device, for every number of GPUs and in all supported versions. If they fit they stay until the next update,
+for another server if this one dies.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from rl_core.sampling.weights import arriving, arriving_adapter, on_host
 from rl_core.types import Completion, RunError, SamplingParams
 
 FORGETS_ABORTED = (0, 5, 22)  # older versions wait for ever for an adapter's requests that were aborted in their queue
-ANSWER_TIMEOUT_S = 600.0  # of everything but sampling, which the episode's deadline bounds
+ANSWER_TIMEOUT_S = 600.0  # of every request but sampling, which has the episode's deadline
 MIN_BUCKET_BYTES = 16 << 20
 MEMORY = ("weights", "kv_cache", "cuda_graph")
-# SGLang computes each of these as one layer and loads no adapter for a part of it: zeros stand for the others.
+# SGLang computes each of these as one layer and loads no adapter for a part of it: the other parts get zeros.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-PREFIX, SETTLED_S = "rl_core_weights_", 60.0  # a folder that nobody has locked after so long is nobody's
+PREFIX, SETTLED_S = "rl_core_weights_", 60.0  # a folder without a lock after so long is abandoned
 
 
 def make_skeleton(path: str) -> nn.Module:
-    """The model with shapes alone, on "meta", and its generation_config.json."""
+    """The model on "meta", with shapes alone, and its generation_config.json."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     with torch.device("meta"):
@@ -75,7 +75,7 @@ class SGLangEngine:
         self.spec, self.server, self.files = spec, Server(spec), WeightFiles(spec.folder)
         self.version, self.capacity, self.num_restarts = 0, spec.num_slots, 0
         self._is_started = self._needs_weights = False
-        self._label = ""  # of the weights at the server, which gives it back with each answer
+        self._label = ""  # of the weights at the server; each answer repeats it
         self._slots: dict[str, AdapterSlot] = {}  # by actor
         self._linear = {name: m for name, m in spec.module.named_modules() if isinstance(m, nn.Linear)}
         self._asleep: set[str] = set()  # of MEMORY
@@ -189,7 +189,7 @@ class SGLangEngine:
             done.finish_reason = "length"
         elif not tokens and reason["type"] != "abort":
             raise RuntimeError(f"SGLang gave no token: {reason}")
-        # Else it was paused, or it stopped at the tokenizer's end token, which was not asked for: it is asked to go on.
+        # Else it was paused, or it stopped at the tokenizer's end token, which is no stop token here: the request is sent again.
 
     def end_session(self, session: str) -> None: ...  # SGLang finds shared prefixes itself and drops the oldest
 
@@ -271,8 +271,8 @@ class SGLangEngine:
             self._asleep = set(MEMORY)
 
     async def pause(self) -> None:
-        """See Engine. Requests are aborted at the server and asked for again by `resume`, with the tokens that they have: while
-        paused the server may sleep, restart and get weights."""
+        """See Engine. Requests are aborted at the server. After `resume` they are sent again with their tokens. Meanwhile the
+        server may sleep, restart and get weights."""
         self._may_run.clear()
         self._num_pauses += 1
         while self._num_asked and self.server.is_alive:
@@ -366,7 +366,7 @@ class WeightFiles:
         return max(MIN_BUCKET_BYTES, min(BUCKET_BYTES, shutil.disk_usage(self.places[0]).free // 4))
 
     def write(self, name: str, files: dict[str, bytes]) -> Path:
-        """A new folder, in the first place that has room. Weights that are kept give way."""
+        """A new folder in the first place with enough space. Kept weights are dropped if needed."""
         for place in self.places:
             while not (folder := self._try(place, name, files)) and self.kept:
                 self.clear(fits=False)
@@ -387,7 +387,7 @@ class WeightFiles:
         return None
 
     def keep(self, folder: Path) -> None:
-        """Keeps what the server has read, while there is room for as much again; else drops all of this update."""
+        """Keeps a folder that the server has read if as much space is free again; else drops all of this update."""
         size = sum(file.stat().st_size for file in folder.iterdir())
         self.kept.append(folder)
         if not self.fits or shutil.disk_usage(folder).free < size:
@@ -414,7 +414,7 @@ class WeightFiles:
 
 
 def remove_abandoned(places: Iterable[str]) -> None:
-    """Removes this user's folders whose process was killed. A lock tells: process numbers differ between containers."""
+    """Removes this user's folders of killed processes: nobody holds their lock. Process numbers differ between containers."""
     for folder in (found for place in places for found in Path(place).glob(f"{PREFIX}[0-9]*_*")):
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # it is gone, or somebody has the lock
             facts = folder.stat()

@@ -1,6 +1,6 @@
-"""SGLang's HTTP server: the process as a rank sees it (Server), and what it runs.
+"""SGLang's HTTP server: the child process (main) and the rank's handle of it (Server).
 
-`python -m rl_core.engines.sglang_server` reads its order as JSON from standard input. Only this file imports sglang.
+`python -m rl_core.engines.sglang_server` reads its arguments as JSON from standard input. Only this file imports sglang.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Server:
         )
 
     async def gone(self, error: Exception) -> EngineDied:
-        """What to raise when it closed a connection without an answer."""
+        """The error to raise after it closed a connection without an answer."""
         if not self.is_own:
             self._answered = self._answered and await self._answers()  # somebody may have started it anew
         for _ in range(50 if self.is_own else 0):
@@ -153,7 +153,7 @@ def server_args(spec: EngineSpec) -> list[str]:
     """Arguments of sglang.launch_server."""
     args = f"--dtype {str(spec.dtype).removeprefix('torch.')} --tp-size {spec.tp} --random-seed {spec.seed} "
     args += f"--max-running-requests {max(spec.num_slots, spec.tp)} --log-level-http warning "
-    # Its own first request comes about when it first answers; it dies if it is then told to sleep.
+    # Its warm-up request may come after its first answer; the server dies if it is put to sleep then.
     args += "--skip-server-warmup "
     if spec.adapters:
         configs = spec.adapters.values()
@@ -165,7 +165,7 @@ def server_args(spec: EngineSpec) -> list[str]:
         args += f"--lora-target-modules {' '.join(targets)} "
         args += "--lora-backend torch_native " if spec.device.type == "cpu" else ""
     if spec.device.type == "cpu":
-        # None of SGLang's own kernels are needed so; they are built for processors that few machines have.
+        # This needs none of SGLang's own kernels, which few processors can run.
         args += "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph "
         args += f"--disable-overlap-schedule --max-total-tokens {spec.num_slots * spec.max_context_tokens + 256}"
     else:

@@ -1,5 +1,5 @@
-"""The device's side of the embedded engine: a cache of keys and values in slots, the attention that writes and reads it, a
-model's forward over it, and sampling. Nothing here waits for the device but the check of a model before its first step.
+"""The embedded engine on the device: a KV cache in slots, the attention that writes and reads it, a model's forward over it, and
+sampling. Nothing here waits for the device but the check of a model before its first step.
 
 Legend: n rows in a forward, S new tokens per row, L cached tokens, H heads, K key-value heads, D head dim, V vocabulary.
 """
@@ -25,7 +25,7 @@ Snapshot = list[tuple[Tensor, Tensor]]  # per layer, keys and values [K, L, D] o
 
 
 class SlotCache:
-    """Keys and values, per layer [num_slots, K, max_tokens + 1, D]; the last column takes what padding writes."""
+    """Keys and values, per layer [num_slots, K, max_tokens + 1, D]; padding writes to the last column."""
 
     def __init__(self, num_slots: int, max_tokens: int) -> None:
         self.num_slots, self.max_tokens = num_slots, max_tokens
@@ -56,7 +56,7 @@ class SlotCache:
 
 @dataclass(kw_only=True, slots=True)
 class ForwardPlan:
-    """Where one forward's tokens go in the cache and what they see. It reaches slot_attention as a model argument."""
+    """Where one forward's tokens are written, and which keys they see. A model argument that slot_attention gets."""
 
     cache: SlotCache
     rows: slice
@@ -158,7 +158,7 @@ class SlotModel:
 
     @torch.inference_mode()
     def check(self) -> None:
-        """ValueError for a decoder that does more than this attention and head."""
+        """Raises ValueError for a decoder that does more than this attention and head."""
         config, device, cache = self.decoder.config, self.model.device, SlotCache(1, 3)
         ids = torch.tensor([[1, 2, 3]], device=device) % self.model.config.get_text_config().vocab_size
         config._attn_implementation = "eager"
