@@ -36,12 +36,7 @@ RULES = [
         "--learner.microbatch_tokens={c.learner.microbatch_tokens} must hold a whole episode (or pair) of {c.longest_tokens} "
         "tokens, max_prompt_tokens + turns * max_tokens over cp; raise it, or lower these",
     ),
-    (lambda c: 2 * c.cp > c.max_context_tokens, "--cp={c.cp}: a sequence has fewer tokens than chunks; lower it"),
     (lambda c: c.learner.kernels == "compile" and c.tp > 1, "--learner.kernels=compile has no --tp; leave one out"),
-    (
-        lambda c: c.learner.offload == "phase" and not c.is_rl,
-        "--learner.offload=phase waits for engines, and --algorithm {c.algorithm} has none; take always or none",
-    ),
     (
         lambda c: c.learner.offload == "always" and c.optim.name == "adamw8bit",
         "--optim.name=adamw8bit saves device memory, where --learner.offload=always keeps nothing; take adamw",
@@ -59,8 +54,7 @@ RULES = [
     ),
     (
         lambda c: c.rollout.lagged[0] and (c.max_staleness or c.engine_ranks or c.sharers or c.has_servers),
-        "--rollout.lagged={c.rollout.lagged} needs a second engine for each learner; leave out --max_staleness, "
-        "--engine_ranks, share and engine_urls",
+        "--rollout.lagged needs a second engine: leave out --max_staleness, --engine_ranks, share and engine_urls",
     ),
     (
         lambda c: len(c.env_paths) < len(split(c.env_path)),
@@ -75,7 +69,12 @@ RULES = [
         "--data.train and --data.eval are for one environment; give --envs.NAME.train and --envs.NAME.eval",
     ),
 ]
+MAX_TOKENS = (
+    lambda x: (x.a.max_tokens or 0) > x.c.max_tokens,
+    ".max_tokens={a.max_tokens} must be at most --max_tokens={c.max_tokens}",
+)
 ACTOR_RULES = [  # x.a: --actors.NAME; x.o: the actor that it shares a model with, or None
+    MAX_TOKENS,
     (lambda x: not re.fullmatch(r"[A-Za-z][\w-]*", x.name), ": a name is a letter, then letters, digits, '_' and '-'"),
     (lambda x: x.a.share and (not x.o or x.o is x.a), ".share={a.share} is no other actor; {nearest}"),
     (
@@ -98,14 +97,6 @@ ACTOR_RULES = [  # x.a: --actors.NAME; x.o: the actor that it shares a model wit
     (lambda x: not x.a.model, ".model is missing: a folder or hub name, or the endpoint's model"),
     (lambda x: x.a.api and x.a.train, ".api={a.api} and train=true: an endpoint cannot learn; drop one of them"),
     (
-        lambda x: x.a.api and (x.a.lora.rank or x.a.chat_template),
-        ".api has a model of its own: no lora, no chat_template",
-    ),
-    (
-        lambda x: (x.a.max_tokens or 0) > x.c.max_tokens,
-        ".max_tokens={a.max_tokens} must be at most --max_tokens={c.max_tokens}",
-    ),
-    (
         lambda x: (x.a.lora.rank or x.a.lr) and not x.a.is_trained,
         ": lora.rank and lr are of an actor that learns; leave them out",
     ),
@@ -115,7 +106,7 @@ ACTOR_RULES = [  # x.a: --actors.NAME; x.o: the actor that it shares a model wit
     ),
     (
         lambda x: x.a.lora.rank and x.c.algorithm == "rm",
-        ".lora.rank={a.lora.rank}: --algorithm rm trains the whole model",
+        ".lora.rank: --algorithm rm trains the whole model; leave it out",
     ),
     (
         lambda x: x.a.lora.quantize != "none" and (x.c.learner.kernels == "compile" or x.c.learner.offload == "always"),
@@ -130,13 +121,10 @@ ACTOR_RULES = [  # x.a: --actors.NAME; x.o: the actor that it shares a model wit
         ".engine_urls={a.engine_urls} must be different addresses, such as http://127.0.0.1:30000",
     ),
 ]
-ENV_RULES = [  # x.e: --envs.NAME
+ENV_RULES = [
     (lambda x: x.name not in x.c.env_paths, ": --env_path has no such file; {nearest}"),
-    (
-        lambda x: (x.e.max_tokens or 0) > x.c.max_tokens,
-        ".max_tokens={e.max_tokens} must be at most --max_tokens={c.max_tokens}",
-    ),
-]
+    MAX_TOKENS,
+]  # x.a: --envs.NAME
 ALGORITHM_RULES = [  # x.a: the preset with the parts that were given; x.given: their names
     (
         lambda x: x.a.advantage in BASELINES and x.c.group_size < 2,
@@ -169,12 +157,8 @@ ALGORITHM_RULES = [  # x.a: the preset with the parts that were given; x.given: 
         lambda x: x.a.correction_range[0] >= x.a.correction_range[1],
         "--algo.correction_range={a.correction_range} must be two bounds, the lower first; 0.5,2 is usual",
     ),
-    (lambda x: x.a.overlong_buffer and x.a.overlong != "soft", "--algo.overlong_buffer needs --algo.overlong soft"),
-    (
-        lambda x: x.a.overlong_buffer > x.c.max_tokens,
-        "--algo.overlong_buffer={a.overlong_buffer} must be at most --max_tokens={c.max_tokens}",
-    ),
     (lambda x: x.a.refill_rounds and x.c.group_size < 2, "--algo.refill_rounds needs --group_size of at least 2"),
+    (lambda x: x.a.overlong_buffer and x.a.overlong != "soft", "--algo.overlong_buffer needs --algo.overlong soft"),
     (
         lambda x: x.a.target_kl and x.c.learner.minibatches * x.c.learner.epochs == 1,
         "--algo.target_kl={a.target_kl} skips later updates of a step: raise --learner.minibatches or --learner.epochs",
@@ -211,13 +195,13 @@ def flags_in(section: Any, prefix: str = "--") -> Iterator[tuple[str, Any, datac
 
 
 def check_range(name: str, value: Any, f: dataclasses.Field, algorithm: str) -> None:
-    default, only = f.default if f.default is not dataclasses.MISSING else f.default_factory(), f.metadata["only"]
-    if only and value != default and algorithm not in only:
+    default = f.default if f.default is not dataclasses.MISSING else f.default_factory()
+    if f.metadata["only"] and value != default and algorithm not in f.metadata["only"]:
         raise ValueError(f"{name}={value} has no meaning for --algorithm {algorithm}; leave it out")
     for word, is_outside in BOUNDS.items():
-        for v in value if isinstance(value, tuple) else [value]:
-            if v is not None and f.metadata[word] is not None and is_outside(v, f.metadata[word]):
-                raise ValueError(f"{name}={value} must be {word.replace('_', ' ')} {f.metadata[word]}")
+        bound, values = f.metadata[word], value if isinstance(value, tuple) else (value,)
+        if bound is not None and any(v is not None and is_outside(v, bound) for v in values):
+            raise ValueError(f"{name}={value} must be {word.replace('_', ' ')} {bound}")
 
 
 def check(config: Any) -> None:
@@ -225,7 +209,7 @@ def check(config: Any) -> None:
     for name, value, f in flags_in(config):
         check_range(name, value, f, config.algorithm)
     for name, env in config.envs.items():
-        refuse(ENV_RULES, f"--envs.{name}", c=config, name=name, e=env, nearest=nearest(name, config.env_paths))
+        refuse(ENV_RULES, f"--envs.{name}", c=config, name=name, a=env, nearest=nearest(name, config.env_paths))
     for name, actor in config.actors.items():
         others = [other for other in config.actors if other != name]
         facts = {"o": config.actors.get(actor.share), "nearest": nearest(actor.share or "", others)}

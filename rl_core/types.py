@@ -82,9 +82,7 @@ class Completion:
     text: str  # decoded without special tokens
     finish_reason: str  # "stop" or "length"
     policy_version: int  # of the weights that sampled its first token
-    newer_versions: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (index, version): from this token on newer ones
+    newer_versions: list[tuple[int, int]] = field(default_factory=list)  # (index, version): from this token on
 
     @property
     def policy_versions(self) -> list[int]:
@@ -114,9 +112,7 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     reward: float | None = None  # None: not scored, because the episode failed
     reward_parts: dict[str, float] = field(default_factory=dict)
-    turn_rewards: list[float] = field(
-        default_factory=list
-    )  # one for each turn, in which `reward` is their sum; or none
+    turn_rewards: list[float] = field(default_factory=list)  # none, or one for each turn, with `reward` as sum
     metrics: dict[str, float] = field(default_factory=dict)
     status: str = "ok"  # "ok", "truncated" (a turn or the episode hit a length limit) or "failed"
     error: str = ""  # why it failed
@@ -163,9 +159,7 @@ class SequenceShard:
     sources: Tensor  # [m] int64, index into this rank's tokens
     trained: Tensor  # [m] int64, which of the batch's M trained tokens these predict
     counts: list[int]  # [cp] m of every rank
-    places: (
-        Tensor  # [M] int64, where in the ranks' trained tokens, one rank after the other, each of the batch's stands
-    )
+    places: Tensor  # [M] int64, where each of the batch's stands among all ranks' trained tokens, rank by rank
 
 
 @dataclass(kw_only=True, slots=True)
@@ -176,9 +170,7 @@ class PackedBatch:
 
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, place in the sequence
-    cu_seqlens: (
-        Tensor  # [N+1] int32 on the host, where each piece starts; shared prompts and whole sequences come first
-    )
+    cu_seqlens: Tensor  # [N+1] int32 on the host, starts of pieces; shared prompts and whole sequences come first
     parents: list[int]  # [N] the piece that holds the prompt of this one, -1 if it begins a sequence
     sources: Tensor  # [M] int64, index into T of the token before, whose hidden state predicts this one
     labels: Tensor  # [M] int64, the trained tokens

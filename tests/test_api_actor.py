@@ -189,7 +189,7 @@ def test_an_endpoint_that_hangs_or_is_not_there_is_named():
     [gone] = ask(judge(server, max_retries=1))
     for error in (hangs, gone):
         assert isinstance(error, ConnectionError) and "is it up?" in str(error) and server.url in str(error), error
-    assert "timeout_s=0.2" in str(hangs)
+    assert "no answer" in str(hangs)
 
 
 @pytest.mark.parametrize(
@@ -237,11 +237,11 @@ def test_no_more_requests_are_in_flight_than_allowed_and_a_cancelled_one_gives_i
     ("options", "says"),
     [
         ({"url": "127.0.0.1:8000"}, "must be like http://127.0.0.1:8000/v1"),
-        ({"url": "http://name:hidden@host/v1"}, "must hold no password and no query"),
-        ({"url": "http://host/v1?key=hidden"}, "must hold no password and no query"),
-        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY must hold a key"),
-        ({"api_key_env": "sk-hidden"}, "must be the name of an environment variable, not the key itself"),
-        ({"api_key_env": "BAD_KEY"}, "must hold a key, one line of ASCII"),
+        ({"url": "http://name:hidden@host/v1"}, "without a password or a query"),
+        ({"url": "http://host/v1?key=hidden"}, "without a password or a query"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY holds none"),
+        ({"api_key_env": "sk-hidden"}, "must name an environment variable"),
+        ({"api_key_env": "BAD_KEY"}, "BAD_KEY holds none"),
     ],
 )
 def test_what_cannot_work_is_refused_at_start_up(options, says, monkeypatch):
@@ -249,12 +249,6 @@ def test_what_cannot_work_is_refused_at_start_up(options, says, monkeypatch):
     with pytest.raises(ValueError, match=re.escape(says)) as caught:
         judge("http://host/v1", **options)
     assert "hidden" not in str(caught.value)
-
-
-def test_a_missing_library_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ValueError, match=r"needs openai, which is not installed: pip install \.\[api\]"):
-        judge("http://host/v1")
 
 
 FAILING = """

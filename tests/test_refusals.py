@@ -171,9 +171,7 @@ FLAGS = [
     (MODEL, "--learner.minibatches 3", "--learner.minibatches=3 must divide --tasks_per_step=16"),
     (MODEL, "--learner.microbatch_tokens 50", "must hold a whole episode (or pair) of 768 tokens"),
     (MODEL, "--algorithm rm --learner.microbatch_tokens 1000", "of 1536 tokens"),
-    (MODEL, "--max_prompt_tokens 4 --max_tokens 8 --cp 8", "--cp=8: a sequence has fewer tokens than chunks"),
     (MODEL, "--learner.kernels compile --tp 2", "has no --tp"),
-    (MODEL, f"{SFT} --learner.offload phase", "waits for engines"),
     (MODEL, "--learner.offload always --optim.name adamw8bit", "take adamw"),
     (MODEL, "--engine_tp 2 --engine embedded", "--engine_tp=2 needs --engine sglang"),
     # preferences and imitation
@@ -230,7 +228,6 @@ FLAGS = [
     (MODEL, "--algo.correction_range 0.5,3", "needs --algo.correction"),
     (MODEL, "--algo.correction mask --algo.correction_range 3,2", "the lower first"),
     (MODEL, "--algo.overlong_buffer 5", "needs --algo.overlong soft"),
-    (MODEL, "--algo.overlong soft --algo.overlong_buffer 700", "must be at most --max_tokens=256"),
     (MODEL, "--algo.refill_rounds 1 --group_size 1 --algo.advantage none", "needs --group_size"),
     (MODEL, "--algo.target_kl 0.1", "raise --learner.minibatches"),
     (MODEL, "--critic.lr 1e-4", "take --algorithm ppo"),

@@ -375,9 +375,7 @@ def test_what_rollouts_cannot_be(rollouts, tiny_model, tmp_path, capsys):
     file = next(rollouts.glob("step_000001*"))
     cut = tmp_path / "cut.jsonl.zst"
     cut.write_bytes(file.read_bytes()[:-20])
-    with pytest.raises(
-        ValueError, match=r"cut\.jsonl\.zst: not zst, or the file is cut short: it ends after \d+ whole lines"
-    ):
+    with pytest.raises(ValueError, match=r"cut\.jsonl\.zst: not zst, or the file is cut short: it ends early"):
         load_rows(str(cut))
     cut.write_bytes(b"no zstd at all")
     with pytest.raises(ValueError, match="not zst"):
@@ -389,7 +387,7 @@ def test_what_rollouts_cannot_be(rollouts, tiny_model, tmp_path, capsys):
         ValueError, match=r"no episode has a reward of --data.min_reward=1000000000.0; the highest is \d"
     ):
         load_rows(str(rollouts), min_reward=1e9)
-    with pytest.raises(ValueError, match=r"episodes of a run lie in .*rollouts"):
+    with pytest.raises(ValueError, match=r"or name .*rollouts"):
         load_rows(str(rollouts.parent))
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"messages": [{"role": "user", "content": "x"}]}\n')

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+import openai
+
 from rl_core.data.tasks import shorten
 from rl_core.metrics import Metric, Sum
 from rl_core.sampling.actor import Actor
@@ -45,17 +47,10 @@ class ApiActor:
 
     def __post_init__(self) -> None:
         url = urlsplit(self.url)
-        if url.username or url.password or url.query or url.fragment:  # may hold a secret, so it is not shown
-            raise ValueError(
-                f"actor {self.name!r}: url=... must hold no password and no query; put the key into a variable"
-            )
-        if url.scheme not in ("http", "https") or not url.hostname:
-            raise ValueError(f"actor {self.name!r}: url={self.url!r} must be like http://127.0.0.1:8000/v1")
+        if url.scheme not in ("http", "https") or not url.hostname or url.username or url.password or url.query:
+            rule = "must be like http://127.0.0.1:8000/v1, without a password or a query"
+            raise ValueError(f"actor {self.name!r}: its url {rule}")  # which may hold a secret, so it is not shown
         self.key = read_key(self.name, self.api_key_env)
-        try:
-            import openai  # an optional library
-        except ImportError:
-            raise ValueError(f"actor {self.name!r} needs openai, which is not installed: pip install .[api]") from None
         limits = {"timeout": self.timeout_s, "max_retries": self.max_retries}
         self.client = openai.AsyncOpenAI(base_url=self.url, api_key=self.key or "none", **limits)
         self.slots = asyncio.Semaphore(self.max_concurrent)
@@ -96,8 +91,6 @@ class ApiActor:
         self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int
     ) -> dict[str, Any]:
         """The endpoint's first choice. Raises ValueError if it refuses the request, ConnectionError if it does not answer."""
-        import openai
-
         request = {"model": self.model, **request_of(messages, tools, params, seed), **self.request}
         request = {key: value for key, value in request.items() if value is not None}
         known = {key: request.pop(key) for key in ("model", "messages")}
@@ -112,8 +105,7 @@ class ApiActor:
                 kind = ConnectionError if found.status_code == 429 or found.status_code >= 500 else ValueError
                 error = kind(self._told(f"{found.status_code}: {found.response.text or found.message}"))
             except openai.APIConnectionError as found:
-                limits = f"timeout_s={self.timeout_s:g}, max_retries={self.max_retries}"
-                error = ConnectionError(self._told(f"no answer ({found.__cause__ or found}; {limits}); is it up?"))
+                error = ConnectionError(self._told(f"no answer ({found.__cause__ or found}); is it up?"))
             except (ValueError, openai.APIError) as found:
                 error = ValueError(self._told(f"an answer that cannot be read: {found}"))
         self.counts["failed"] += 1
@@ -153,14 +145,11 @@ def read_key(actor: str, variable: str) -> str:
     """The key in the environment variable, "" if none is named. An error never shows it."""
     if not variable:
         return ""
-    if not re.fullmatch(r"[A-Za-z_]\w*", variable, re.ASCII):
-        raise ValueError(
-            f"actor {actor!r}: api_key_env must be the name of an environment variable, not the key itself"
-        )
     key = os.environ.get(variable, "").strip()
     if not re.fullmatch(r"[!-~]+", key):
+        shown = variable if variable.isidentifier() else "it"  # it may be the key itself
         raise ValueError(
-            f"actor {actor!r}: {variable} must hold a key, one line of ASCII without spaces; for an endpoint that wants none "
-            "give api_key_env=''"
+            f"actor {actor!r}: api_key_env must name an environment variable with a key, and {shown} holds none; for an "
+            "endpoint that wants none give api_key_env=''"
         )
     return key
