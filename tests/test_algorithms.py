@@ -484,6 +484,7 @@ def test_groups_without_signal_are_refilled_and_the_position_is_resumed(tiny_mod
     flags = ["--model", str(tiny_model), "--env_path", str(tmp_path / "env.py"), "--max_tokens", "12"]
     flags += ["--tasks_per_step", "3", "--group_size", "4", "--data.shuffle", "false", "--optim.lr", "1e-3"]
     flags += ["--algo.refill_rounds", "9", "--save_every", "1", "--keep_checkpoints", "0"]
+    flags += ["--sampling.stop", '["a","b","c","d","e","f","g"]']  # replies of many lengths
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main([*flags, "--num_steps", "3", "--out", str(whole)]) == 0
     assert main([*flags, "--num_steps", "1", "--out", str(parts)]) == 0
@@ -500,6 +501,17 @@ def test_groups_without_signal_are_refilled_and_the_position_is_resumed(tiny_mod
     assert state["position"] == len(drawn) > 3
     row = metrics(whole)[0]
     assert row["rollout/refill_rounds"] > 0 and row["rollout/groups_missing"] == 0
+
+    # The loss is the mean over the tokens of groups with a signal alone.
+    groups: dict[str, list[tuple[float, int]]] = {}
+    for t in found:
+        said = sum(len(turn["completion"]["token_ids"]) for turn in t["turns"])
+        groups.setdefault(t["group_id"], []).append((t["reward"], said))
+    groups = {name: g for name, g in groups.items() if len({reward for reward, _ in g}) > 1}
+    advantages = [a for g in groups.values() for a in group_advantages([reward for reward, _ in g], "group_norm")]
+    lengths = [n for g in groups.values() for _, n in g]
+    loss = -sum(a * n for a, n in zip(advantages, lengths, strict=True)) / sum(lengths)
+    assert row["learn/policy/loss"] == pytest.approx(loss, rel=1e-4) and abs(loss) > 1e-3
 
 
 def test_refilling_ends_at_its_cap(tiny_model, tmp_path):

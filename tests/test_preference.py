@@ -336,6 +336,7 @@ def test_microbatches_of_pairs_give_the_same_gradient_as_one(tiny_model, algorit
     one = make_learner(tiny_model, algorithm=algorithm)
     many = make_learner(tiny_model, "--learner.microbatch_tokens", "84", algorithm=algorithm, num_tokens=21)
     rows = [row | {"prompt": row["prompt"][:16]} for row in ROWS * 3]
+    rows += [{"prompt": "8", "chosen": "so " * 30, "rejected": "no " * 25}] * 2  # it is not worth sharing their prompt
     samples = pair_samples(tiny_model, rows, algorithm)
     assert len(one.shard(samples)[0][0].batches) == 1
     assert len(many.shard(samples)[0][0].batches) >= 4
