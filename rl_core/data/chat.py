@@ -1,7 +1,7 @@
 """Messages <-> token ids. The only file that knows chat templates.
 
-Tokens in, tokens out: a TokenStream keeps every sampled token as it was sampled and appends what the template puts
-after it. The template's text ("the rendering") is kept beside the ids only to see whether the template rewrote history.
+Tokens in, tokens out: a TokenStream keeps every sampled token and appends the template's text after it. The template's text
+("the rendering") is kept beside the ids only to see whether the template rewrote history.
 
 User text never becomes a special token: `render` puts a mark inside each special token's string that stands in a
 message, and `encode` reads the text around a mark as ordinary text and removes the mark.
@@ -19,14 +19,14 @@ from typing import Any
 
 from rl_core.types import Completion, Message, Turn
 
-_MARK = "\ufdd0"  # Unicode keeps these two for internal use, so templates and tokenizers have no rule for them
+_MARK = "\ufdd0"  # Unicode keeps these two for internal use: templates and tokenizers have no rule for them
 PROBE = "\ufdd1"
 _UNSEEN, _SEEN = re.compile(rf"[\s{_MARK}]+"), re.compile(rf"[^\s{_MARK}]+")
-_NOT_USER_TEXT = ("role", "type")  # keys whose values templates compare or put into a token's name
+_NOT_USER_TEXT = ("role", "type")  # templates compare these values, or put them into a token's name
 
 
 class _PlainText:
-    """Keeps the strings of special tokens in messages apart from the special tokens that a template writes."""
+    """Tells strings of special tokens in messages from special tokens of the template."""
 
     def __init__(self, tokenizer: Any, special_ids: dict[str, int]):
         self._tokenizer = tokenizer
@@ -40,7 +40,7 @@ class _PlainText:
         self._all = "\n".join(special_ids)
         self._longest = max(map(len, special_ids), default=0)
         self._newline_ids = tokenizer.encode("\n", add_special_tokens=False)
-        self._mark_text = lru_cache(512)(self._mark_text)  # a conversation's messages come again at every turn
+        self._mark_text = lru_cache(512)(self._mark_text)  # every turn renders a conversation's messages again
 
     def mark(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -65,7 +65,7 @@ class _PlainText:
         return text
 
     def encode(self, text: str, continues: bool) -> list[int]:
-        """Token ids of a marked text; `continues`: it follows other tokens, so that it is not the start of a text."""
+        """Token ids of a marked text. `continues`: it follows other tokens, so it is not the start of a text."""
         if _MARK not in text:
             return self._encode(text, continues)
         ids: list[int] = []
@@ -123,8 +123,8 @@ class Chat:
         self._newest: tuple[Any, str, list[int]] | None = None
 
     def render(self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True) -> str:
-        """The template's text, to be given to `encode`: it is marked where messages hold special tokens' strings.
-        Raises ValueError if the template refuses the messages."""
+        """The template's text for `encode`, with marks in special tokens' strings of messages. Raises ValueError if the
+        template refuses the messages."""
         tools = self._plain.mark(tools) if tools else None
         return self._apply([self._plain.mark(self._in_form(m)) for m in messages], tools, add_generation_prompt)
 
@@ -144,21 +144,21 @@ class Chat:
         return self._newest[1:]
 
     def conversation_ids(self, messages: list[Message], tools: list | None = None) -> list[int]:
-        """Token ids of a whole conversation, which is what a reward model reads."""
+        """Token ids of a conversation without a generation prompt: the input of a reward model."""
         return self.encode(self.render(messages, tools, add_generation_prompt=False))
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text without special tokens, nor a stop token at the end that is not flagged special."""
+        """Text without special tokens, and without a final stop token that is not flagged special."""
         if token_ids and token_ids[-1] in self.stop_token_ids:
             token_ids = token_ids[:-1]
         return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def marked(self, text: str) -> str:
-        """Text for `encode` in which no special token's string is a special token."""
+        """Text for `encode`, in which no string becomes a special token."""
         return self._plain.mark(text)
 
     def encode_after(self, token_ids: list[int], suffix: str) -> list[int]:
-        """Token ids of the template's text behind an assistant's tokens, without the end tokens that they end in."""
+        """Token ids of the template's text after an assistant's tokens, without end tokens that they already have."""
         ids = self.encode(suffix.lstrip(), continues=True)
         for k in (2, 1):  # some templates end a turn with two tokens
             if ids[:k] == token_ids[-k:] and self._plain.special_ids.issuperset(ids[:k]):
@@ -167,20 +167,20 @@ class Chat:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for two chats whose token ids mean the same and whose templates are the same."""
+        """Equal for two chats with the same vocabulary and template."""
         known = [sorted(self.tokenizer.get_vocab().items()), self.chat_template]
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
     @cached_property
     def generation_prompt(self) -> tuple[str, list[int]]:
-        """(text without the space around it, token ids) of what a template puts before an assistant speaks."""
+        """(text without the space around it, token ids) of the template's generation prompt."""
         talk = [self._in_form({"role": "user", "content": "x"})]
         without, ids = (self.encode(self._apply(talk, None, prompted)) for prompted in (False, True))
         ids = ids[shared_length(without, ids) :]
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip(), ids
 
     def assistant_message(self, text: str) -> Message:
-        """What an actor said as the template's history wants it: thinking apart if the template reads it so."""
+        """An actor's text as the template's history needs it, with separate thinking if the template reads it so."""
         thinking, closed, answer = text.partition("</think>")
         if not closed or "reasoning_content" not in str(self.chat_template):
             return {"role": "assistant", "content": text}
@@ -221,8 +221,8 @@ class Chat:
             return False
 
     def _find_end_token(self, added: dict[str, int]) -> int | None:
-        """The token that the template puts behind an assistant's content; where it is the next speaker's header
-        that ends a turn, that one."""
+        """The token that the template puts after an assistant's content. If the next header ends a turn, the header's
+        token."""
         talk = [
             self._in_form({"role": r, "content": c}) for r, c in (("user", "x"), ("assistant", PROBE), ("user", "x"))
         ]
@@ -248,13 +248,13 @@ class TokenStream:
         self.new_ids, self.is_fresh = self.prompt_ids, True  # as of the Turn that is to come
 
     def append(self, token_ids: list[int], text: str, new_messages: list[Message]) -> bool:
-        """The actor sampled token_ids (decoded: text), then others said new_messages; prompt_ids then ends with the
-        generation prompt for the next turn. False if the template rewrote history, so that prompt_ids begins anew."""
+        """Adds the actor's sampled token_ids (decoded: text) and new_messages of others; prompt_ids then ends with the next
+        generation prompt. False if the template rewrote history, so that prompt_ids begins anew."""
         messages = [*self.messages, self._chat.assistant_message(text), *new_messages]
         return self.extend(token_ids, text, messages)
 
     def extend(self, token_ids: list[int], said: str, messages: list[Message]) -> bool:
-        """As append, for a turn that the template renders as `said`, and with all messages so far."""
+        """As append, for a turn that the template renders as `said`, with all messages so far."""
         rendered = self._chat.render(messages, self._tools)
         suffix = text_after(rendered, self.rendered, said)
         self.messages, self.rendered = messages, rendered
@@ -283,18 +283,18 @@ def load_chat(path: str, chat_template: str | None = None) -> Chat:
 
 
 def unmarked(text: str) -> str:
-    """A rendering as people read it."""
+    """A rendering without marks."""
     return re.sub(f"{_MARK}({_MARK}?)", r"\1", text) if _MARK in text else text
 
 
 def shared_length(a: str | list, b: str | list) -> int:
-    """How many items the two begin with alike."""
+    """Length of the common beginning."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def text_after(rendered: str, seen: str, said: str) -> str | None:
-    """What follows seen + said in rendered; whitespace does not count, because templates trim, and marks do not. None
-    if rendered does not begin with them."""
+    """What follows seen + said in rendered; None if rendered does not begin with them. Ignores whitespace, which templates
+    trim, and marks."""
     rest, start = rendered, seen + said
     if rendered.startswith(seen):
         rest, start = rendered[len(seen) :], said

@@ -1,4 +1,4 @@
-"""TrainingSamples -> PackedBatches of equal work. The one shift by one of the whole project happens here."""
+"""TrainingSamples -> PackedBatches of equal work. The project's one shift by one happens here."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TRAINED = (
     "rollout_logprobs",
     "advantages",
     "policy_versions",
-)  # arrays of which a batch has trained tokens
-SHARE_FROM = 0.1  # of a group's tokens that computing its prompt once must save
+)  # arrays that a batch has for its trained tokens
+SHARE_FROM = 0.1  # least fraction of a group's tokens that a shared prompt must save
 
 
 class Entry(NamedTuple):
-    """What every rank knows of each sample. The tokens stay where they are until the plan is made."""
+    """What every rank knows of each sample. Tokens are moved after the plan is made."""
 
     group_id: str
     rank: int  # that has it
@@ -38,22 +38,22 @@ class Entry(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class MinibatchPlan:
-    num_tokens: int  # trained tokens of all samples, those left out included
+    num_tokens: int  # trained tokens of all samples, skipped ones included
     num_sequences: int  # of them
     entries: list[Entry]  # samples that need a forward
     bins: Bins  # of entries; bin b is a microbatch of rank b % num_ranks
     bin_tokens: list[int]  # of each bin, a shared prompt counted once
-    bin_work: list[float]  # of each bin, in tokens' worth of matrix products: attention counts too
+    bin_work: list[float]  # of each bin: matrix products and attention, in units of one token's matrix products
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PackBudget:
-    """What samples are packed into."""
+    """Limits of a microbatch."""
 
     max_tokens: int  # of a microbatch, on all of its cp ranks together
     num_ranks: int = 1  # that train on different samples
-    cp: int = 1  # ranks that compute a sequence together: it is padded for them, and shares no prompt
-    pair_work: float = 0.0  # of a token that sees another, as a share of its matrix products
+    cp: int = 1  # ranks that compute a sequence together; it is padded, and shares no prompt
+    pair_work: float = 0.0  # of attention to one other token, as a fraction of a token's matrix products
 
 
 def make_entry(sample: TrainingSample, rank: int, index: int) -> Entry:
@@ -69,7 +69,7 @@ def prompt_length(loss_mask: np.ndarray) -> int:
 
 
 def trimmed(sample: TrainingSample) -> TrainingSample:
-    """The sample without what follows its last trained token, which teaches nothing."""
+    """The sample without the tokens after its last trained one: they have no loss."""
     trained = np.flatnonzero(sample.loss_mask[1:])
     keep = trained[-1] + 2 if len(trained) else 1
     return dataclasses.replace(sample, **{name: getattr(sample, name)[:keep] for name in PER_TOKEN})
@@ -78,8 +78,8 @@ def trimmed(sample: TrainingSample) -> TrainingSample:
 def plan_minibatches(
     entries: list[Entry], num: int, budget: PackBudget, skip_zero_advantages: bool = False, is_pairs: bool = False
 ) -> list[MinibatchPlan]:
-    """Groups split in their order into minibatches, samples of each balanced over ranks and microbatches. A pair is a group
-    of two, of which each microbatch has both or none."""
+    """Splits groups in their order into minibatches, and balances the samples of each over ranks and microbatches. A pair is
+    a group of two that stays in one microbatch."""
     entries = sorted(entries)
     groups = {group_id: n for n, group_id in enumerate(dict.fromkeys(e.group_id for e in entries))}
     parts: list[list[Entry]] = [[] for _ in range(num)]
@@ -109,14 +109,14 @@ def plan_minibatch(part: list[Entry], budget: PackBudget, skip_zero_advantages: 
 
 
 def is_worth_sharing(prompt_length: int, num_samples: int, num_tokens: int) -> bool:
-    """Whether a prompt of samples with num_tokens in all is computed once: attention over a shared prompt costs more."""
+    """Whether to compute a prompt of samples with num_tokens in all once: attention over a shared prompt costs more."""
     return prompt_length * (num_samples - 1) >= SHARE_FROM * num_tokens
 
 
 def shared_units(entries: list[Entry], max_tokens: int) -> list[list[int]]:
     """Indices of entries that begin with the same prompt, in runs of at most max_tokens."""
     units: list[list[int]] = []
-    last, total = None, 0  # prompt of the last unit, and its tokens, each sample whole
+    last, total = None, 0  # prompt of the last unit, and its tokens without sharing
     for i, e in enumerate(entries):
         total = e.length + (total if e.prompt == last else 0)
         others = len(units[-1]) if e.prompt == last else 0
@@ -130,7 +130,7 @@ def shared_units(entries: list[Entry], max_tokens: int) -> list[list[int]]:
 
 
 def unit_size(entries: list[Entry], unit: list[int], budget: PackBudget) -> tuple[int, float]:
-    """(tokens, work) of samples that are computed together. Work counts how often a token sees another."""
+    """(tokens, work) of samples that are computed together. Work includes attention."""
     lengths, prompt, others = [entries[i].length for i in unit], entries[unit[0]].prompt_length, len(unit) - 1
     shared = prompt if budget.cp == 1 and is_worth_sharing(prompt, len(unit), sum(lengths)) else 0
     tokens = sum(padded_length(n, budget.cp) for n in lengths) - others * shared
@@ -138,7 +138,7 @@ def unit_size(entries: list[Entry], unit: list[int], budget: PackBudget) -> tupl
 
 
 def padded_length(length: int, cp: int) -> int:
-    """Tokens that a sequence takes where cp ranks compute it together: a multiple of 2 cp (see SequenceShard)."""
+    """Tokens of a sequence padded for cp ranks: a multiple of 2 cp (see SequenceShard)."""
     return length if cp == 1 else -(-length // (2 * cp)) * 2 * cp
 
 
@@ -146,9 +146,8 @@ def balanced_bins(
     lengths: Sequence[int], max_tokens: int, multiple: int = 1, work: Sequence[float] | None = None
 ) -> Bins:
     """Bins of nearly equal work (default: tokens), each of at most max_tokens (a longer sample stands alone). Their number
-    is a multiple of `multiple`; some are empty where there are fewer samples. The most work goes first, into the bin with
-    the least that has room: deterministic, so that every rank computes the same (Graham 1969; at most 4/3 of the best
-    largest bin)."""
+    is a multiple of `multiple`; some are empty where there are fewer samples. Most work first, each into the bin with
+    the least work that has space (Graham 1969; at most 4/3 of the best largest bin). It is deterministic."""
     work = lengths if work is None else work
     order = sorted(range(len(lengths)), key=lambda i: (-work[i], i))
     num = -(-sum(lengths) // max_tokens)
@@ -177,10 +176,9 @@ class Piece(NamedTuple):
 
 
 def pack_samples(samples: Sequence[TrainingSample], cp: int = 1) -> PackedBatch:
-    """The samples end to end, each without its last token (nothing follows it). A prompt that several begin with stands
-    once: first come whole sequences, then shared prompts, then what follows these, prompt by prompt. No samples at all give
-    one untrained token, for a rank that must keep step with the others. For cp ranks that compute it together each sample
-    stands whole, and padded."""
+    """The samples end to end, each without its last token (it predicts nothing). A shared prompt stands once: first unshared
+    sequences, then shared prompts, then their continuations, prompt by prompt. Without samples the batch has one untrained
+    token, for a rank that must keep step with the others. With cp > 1 each sample is unshared and padded."""
     by_prompt: dict[bytes, list[TrainingSample]] = {}
     for sample in samples:
         by_prompt.setdefault(sample.token_ids[: prompt_length(sample.loss_mask)].tobytes(), []).append(sample)
@@ -232,7 +230,7 @@ def packed(pieces: list[Piece], order: list[int], cp: int) -> PackedBatch:
 
 
 def shard_sequences(batch: PackedBatch, cp: int, rank: int) -> PackedBatch:
-    """The batch with what one of cp ranks computes of it; every rank knows who computes what."""
+    """The batch with the shard of one of cp ranks; it knows the shards of all ranks."""
     lengths = batch.cu_seqlens.long().diff()
     chunk = batch.position_ids // (lengths // (2 * cp)).repeat_interleave(lengths)  # [T] of its sequence
     owners = torch.minimum(chunk, 2 * cp - 1 - chunk)  # [T]

@@ -1,4 +1,4 @@
-"""Rows from files, folders, a run's rollouts, or the hub. Own code reads .json and .jsonl; `datasets` reads the rest."""
+"""Rows from files, folders, a run's rollouts, or the hub. `datasets` reads all but .json and .jsonl."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def load_rows(
 ) -> Sequence[Row]:
     """The rows of a file, of a folder made by `save_to_disk`, or of a `datasets` name, "org/name[:config]".
 
-    `split` chooses within the latter two; a file is one split. Of a run's rollouts (their folder, or one file) the rows are
-    an actor's episodes that did not fail and whose reward is at least min_reward. Raises ValueError for what is missing,
-    cut short, empty or no object, with the file and, where there are lines, the line.
+    `split` chooses within the latter two; a file is one split. A run's rollouts (their folder, or one file) give an actor's
+    episodes that did not fail and have at least min_reward. Raises ValueError, with file and line, for what is missing, cut
+    short, empty or no object.
     """
     path = Path(source).expanduser()
     if (files := rollout_files(path)) is not None:
@@ -98,12 +98,12 @@ def episode_row(episode: Row, tokenizer: str) -> Row:
 
 
 def is_trajectory(row: Row) -> bool:
-    """Whether a row is an episode of a run, by load_rollouts."""
+    """Whether load_rollouts made this row."""
     return "tokenizer" in row and "turns" in row
 
 
 def is_path_like(source: str) -> bool:
-    """Whether a name that does not exist here was meant as a file: what is meant so must never be asked of the hub."""
+    """Whether a name that does not exist here means a file: it must then never be sent to the hub."""
     # Names on the hub may have dots (org/data-v1.2), so that only a suffix of letters tells a file.
     return bool(re.match(r"[./~]", source) or re.search(r"\.[a-z]+$", source, re.I) or source.count("/") > 1)
 
@@ -161,7 +161,7 @@ def check_object(row: Any, place: str) -> Row:
 
 
 def read_bytes(path: Path) -> bytes:
-    """What a file holds, unpacked. Raises ValueError if it is cut short: its last rows would be missing unseen."""
+    """The unpacked content of a file. Raises ValueError if it is cut short."""
     check_exists(path)
     try:
         if path.suffix == ".gz":
@@ -205,7 +205,7 @@ def load_hub(source: str, split: str) -> Sequence[Row]:
 
 @contextmanager
 def data_errors(source: str) -> Iterator[Any]:
-    """The `datasets` library; what it raises becomes one line, a ValueError."""
+    """The `datasets` library; its errors become a ValueError of one line."""
     import datasets  # takes a second
 
     try:

@@ -14,9 +14,8 @@ def samples_from_turns(
     group_id: str = "",
     heard: Sequence[Sequence[float]] | None = None,
 ) -> list[TrainingSample]:
-    """One sample for each fresh turn and those that extend it. `advantages` is of all turns or of each. `heard` gives each
-    token of a turn's new_ids a weight, with which it is trained too; 0 is context, as all are without it. What has no
-    trained token leaves no sample."""
+    """One sample for each fresh turn and those that extend it. `advantages` is one number, or one for each turn. `heard` gives
+    each token of a turn's new_ids a weight to train it with; 0, the default, is context. A sample needs a trained token."""
     each = [advantages] * len(turns) if isinstance(advantages, (int, float)) else advantages
     drafts: list[dict[str, list]] = []
     for number, (turn, advantage) in enumerate(zip(turns, each, strict=True)):
@@ -34,7 +33,7 @@ def samples_from_turns(
 
 
 def prompts_of(turns: Sequence[Turn]) -> list[list[int]]:
-    """All that the actor saw before each turn, which is what the engine was given."""
+    """The prompt of each turn, as the engine got it."""
     prompts: list[list[int]] = []
     for number, turn in enumerate(turns):
         before = [] if turn.is_fresh else [*prompts[-1], *turns[number - 1].completion.token_ids]

@@ -10,13 +10,13 @@ import numpy as np
 
 from rl_core.types import Message, Task, counter_seed
 
-# Where the first message may stand; the first of these columns that a row has is used.
+# Columns of the first messages; the first one that a row has is used.
 PROMPT_COLUMNS = ("messages", "prompt", "question", "problem")
 
 
 def make_task(row: dict[str, Any], index: int, env: str, split: str, is_pair: bool = False) -> Task:
-    """The task of row `index` (from 0). Its messages stand in the column `messages`, or `prompt`, `question` or
-    `problem`: a list of messages, or text, which becomes one message of the user. A preference pair is its row alone."""
+    """The task of row `index` (from 0). Its messages are in the column `messages`, `prompt`, `question` or `problem`: a list of
+    messages, or text, which becomes one user message. A preference pair has none."""
     if is_pair:
         return Task(id=f"{split}/{index}", env=env, row=row, messages=[])
     place = f"{split} row {index + 1}"
@@ -43,7 +43,7 @@ def check_messages(messages: Any) -> list[Message]:
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
             raise ValueError(f"{rule}, message {number} is {shorten(message)}")
-        # Tables give every message every key; a chat template may ask whether a key is there.
+        # Tables give every message every key; a chat template may test whether a key is there.
         message = {key: value for key, value in message.items() if value is not None or key == "content"}
         content = message.get("content", message)
         if not isinstance(message.get("role"), str):
@@ -60,7 +60,7 @@ def shorten(value: Any, width: int = 80) -> str:
 
 
 class RowOrder:
-    """Which row stands at each position: every epoch is a fresh permutation, drawn from the seed and its number."""
+    """The row at each position: every epoch is a new permutation, drawn from the seed and its number."""
 
     def __init__(self, num_rows: int, seed: int, shuffle: bool):
         self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
@@ -71,7 +71,7 @@ class RowOrder:
         if not self.shuffle:
             return offset
         if epoch != self._epoch:
-            # RandomState's stream is frozen for ever, unlike default_rng's: a run resumes under another numpy.
+            # RandomState's stream never changes, unlike default_rng's: a run may resume with another numpy.
             random = np.random.RandomState(counter_seed(self.seed, "order", epoch))
             self._epoch, self._permutation = epoch, random.permutation(self.num_rows)
         return int(self._permutation[offset])
@@ -102,7 +102,7 @@ class TaskSource:
         return [make_task(self.rows[index], index, self.env, self.split, self.is_pairs) for index in indices]
 
     def keep(self, indices: Sequence[int]) -> None:
-        """Leaves out the rows that are not named; the others keep their ids."""
+        """Keeps these rows alone; they keep their ids."""
         if not indices:
             raise ValueError(f"{self.env}: no row of the {self.split} data set is left")
         self.kept = indices
@@ -110,7 +110,7 @@ class TaskSource:
 
 
 class TaskMix:
-    """The tasks of several sources in turn: of the first n each has its share by weight, but for at most one."""
+    """The tasks of several sources in turn: among the first n each has its share by weight, to within one task."""
 
     def __init__(self, sources: Sequence[TaskSource], weights: Sequence[float]):
         self.sources, self.weights = sources, weights
@@ -119,7 +119,7 @@ class TaskMix:
         return sum(map(len, self.sources))
 
     def tasks(self, position: int, n: int) -> list[Task]:
-        """n tasks from a position on, which counts those of all sources."""
+        """n tasks from a position on; it counts the tasks of all sources."""
         drawn, found = self.drawn_before(position), []
         for _ in range(n):
             i = self.next_source(drawn)
@@ -128,7 +128,7 @@ class TaskMix:
         return found
 
     def drawn_before(self, position: int) -> list[int]:
-        """Of each source: tasks before a position."""
+        """Number of tasks of each source before a position."""
         # Task k of a source is due at (k + 0.5) / weight. All that is due by this time certainly comes before.
         time = max(0, position - len(self.sources)) / sum(self.weights)
         drawn = [math.floor(time * weight + 0.5) for weight in self.weights]
@@ -137,5 +137,5 @@ class TaskMix:
         return drawn
 
     def next_source(self, drawn: list[int]) -> int:
-        """The source whose next task is due first; on a tie the one named first."""
+        """The source with the earliest next task; on a tie the one named first."""
         return min(range(len(drawn)), key=lambda i: ((drawn[i] + 0.5) / self.weights[i], i))

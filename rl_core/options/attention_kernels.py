@@ -1,4 +1,4 @@
-"""Kernels of attention: of each run of queries to its segment of keys, forward and backward apart, with the log-sum-exp.
+"""Attention kernels: each run of queries with its segment of keys, separate forward and backward, with the log-sum-exp.
 
 T tokens, H heads of queries, G of keys (H is a multiple of G), D head dim.
 """
@@ -17,7 +17,7 @@ from torch.nn.functional import embedding
 from rl_core.learning.attention import AttentionPlan, Kernel, Segments
 
 MAX_PADDING = 0.25  # of the tokens of a block; less padding means more and smaller blocks
-HIDDEN = 1e9  # log-sum-exp of a query that stands for nothing: all its probabilities are 0
+HIDDEN = 1e9  # log-sum-exp of a padded query: all its probabilities are 0
 
 
 def has_flash(q: Tensor) -> bool:
@@ -98,8 +98,8 @@ class Layout:
     """Runs of one length, or padded to it, as blocks that a kernel for dense tensors takes."""
 
     blocks: list[tuple[int, int, int]]  # number of runs, queries and keys of each
-    tokens: Tensor | None = None  # which token stands in each place of the blocks; None: all as they come
-    places: Tensor | None = None  # [T] where each token stands
+    tokens: Tensor | None = None  # the token in each place of the blocks; None: all in their order
+    places: Tensor | None = None  # [T] each token's place
 
 
 def layout_of(segments: Segments, device: torch.device) -> Layout:
@@ -196,7 +196,7 @@ def dense_backward(dout, q, k, v, out, lse, segments, scale):
 
 
 def math_forward(q, k, v, dropout, is_causal, attn_mask=None, scale=1.0):
-    """Attention written out, for what has no fused kernel; fp32 inside, or fp64."""
+    """Attention written out, where no fused kernel fits; fp32 inside, or fp64."""
     scores = math_scores(q, k, is_causal, attn_mask, scale)
     lse = scores.logsumexp(-1)
     out = (scores - lse[..., None]).exp() @ repeated(v, q)

@@ -1,4 +1,4 @@
-"""Whether engines sample with the weights that their learners have: the logprobs of both on short fixed prompts."""
+"""Checks that engines sample with their learners' weights: compares logprobs of both on short fixed prompts."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Canary:
     said: dict[str, list] = field(default_factory=dict)  # (prompt, completion) pairs that learners still check
 
     async def sample(self, is_first: bool = False) -> None:
-        """Asks each engine that has a learner to continue the fixed prompts. The learner checks it before it learns on. An
-        engine that reads the learner's own tensors cannot miss an update: it is asked once, when a run starts or resumes."""
+        """Lets each engine with a learner continue the fixed prompts, for check(). An engine that reads the learner's tensors
+        cannot miss an update: it is checked once, when a run starts or resumes."""
         for name in self.learners:
             if is_first or name not in self.readers:
-                # One learner asks all engines that are elsewhere.
+                # One learner samples from all engines on other ranks.
                 is_asked = self.actors[name].engine and (not self.ranks.engine_ranks or self.ranks.rank == 0)
                 self.said[name] = await self._ask(name) if is_asked else []
 
@@ -81,7 +81,7 @@ class Canary:
         return {} if name in self.readers else {"canary_max_diff": Max(largest)}
 
     def _batch(self, gathered: list[list]) -> PackedBatch:
-        """Of the ranks that compute together with this one. A token's advantage says which rank asked."""
+        """The samples of the ranks that compute together with this one. A token's advantage is the rank that sampled it."""
         ranks, samples = self.ranks, []
         for rank, prompt, completion in ((r, *pair) for r, pairs in enumerate(gathered) for pair in pairs):
             if ranks.dp_rank_of(rank) == ranks.dp_rank:

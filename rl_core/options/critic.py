@@ -1,5 +1,4 @@
-"""A critic: what it learns, how it turns rewards into advantages, and how well it does. M trained tokens; a value is the
-reward that is still to come.
+"""PPO's critic: its loss, advantages and metrics. M trained tokens; a value is the reward still to come.
 
 The critic is a classifier of one label with weights and an optimizer of its own: a Learner whose objective is "value".
 """
@@ -35,7 +34,7 @@ class Critic:
         self.config = config.critic
 
     def annotate(self, algorithm: Algorithm, batches: list[PackedBatch]) -> dict[str, Metric]:
-        """Turns the batches' rewards into advantages over what the critic expects."""
+        """Turns the batches' rewards into advantages by GAE."""
         sums = torch.zeros(5, dtype=torch.float64, device=self.learner.ranks.device)
         for batch in batches:
             rewards = token_rewards(algorithm, batch)
@@ -67,15 +66,14 @@ def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, clip: floa
 
 
 def value_sums(values: Tensor, rewards_to_go: Tensor) -> Tensor:
-    """[5] sums over tokens that add up over batches and ranks, from which value_metrics() are made."""
+    """[5] sums over tokens for value_metrics(); they add up over batches and ranks."""
     goal, error = rewards_to_go.double(), (rewards_to_go - values).double()
     return torch.stack([x.sum() for x in (torch.ones_like(goal), goal, goal.square(), error, error.square())])
 
 
 def value_metrics(sums: list[float]) -> dict[str, Metric]:
-    """Mean value, and the explained variance 1 - Var(G - V) / Var(G), which is 0 for a critic that says the same of every
-    token and 1 for one that knows. G is the discounted sum of rewards from the token on: lambda-returns have the
-    critic's own values in them, and would praise it for these. No number where G is the same everywhere."""
+    """Mean value, and the explained variance 1 - Var(G - V) / Var(G): 0 for a constant V, 1 for a perfect one. G is the
+    discounted sum of rewards from the token on; lambda-returns contain V itself. Missing if G is constant."""
     count, goal, goal_squares, error, error_squares = sums
     found: dict[str, Metric] = {"critic_value_mean": Mean(goal - error, count)}
     if count and (deviation := mean_and_deviation(goal, goal_squares, count)[1]):

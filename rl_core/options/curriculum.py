@@ -1,4 +1,4 @@
-"""Training tasks drawn by weights that hang on how often each was solved, instead of each once an epoch."""
+"""A curriculum: training tasks drawn by weights that depend on how often each was solved, not each once an epoch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rl_core.types import RunError, counter_seed
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
-    """What came of a task so far. In both means the newest group counts half, and all before it the other half."""
+    """Results of a task so far. In both means the newest group counts half, and all before it the other half."""
 
     tries: int = 0  # groups of episodes
-    success_rate: float = 0.5  # of a group: the share of its episodes that passed; 0.5 before the first
+    success_rate: float = 0.5  # fraction of a group's episodes that passed; 0.5 before the first group
     mean_reward: float = 0.0
 
     def add(self, success_rate: float, mean_reward: float) -> None:
@@ -31,12 +31,12 @@ class Progress:
 
 
 class WeightedOrder:
-    """Which of a source's tasks stands at each position, as a RowOrder. From one record() to the next the positions are one
-    permutation, in which each next task is drawn by its weight among those that are left (Efraimidis and Spirakis 2006), so
-    that none comes twice while others have a weight. It hangs on the seed, the weights and where it begins alone."""
+    """The task at each position, as in a RowOrder. Between two calls of record() the positions are a weighted permutation:
+    each next task is drawn by weight among the remaining ones (Efraimidis and Spirakis 2006), so that none comes twice before
+    all with a weight came once. It depends on the seed, the weights and its first position alone."""
 
     def __init__(self, source: TaskSource, weigh: Callable[[int, Progress], float], is_by_row: bool):
-        """`weigh` gives the weight of a row by its number. Unless is_by_row all that were never tried weigh the same."""
+        """`weigh` gives the weight of a row by its number. Unless is_by_row, all untried rows have the same weight."""
         self.source, self.weigh = source, weigh
         self.rows = np.asarray(source.kept)  # [tasks] in ascending order
         fresh = Progress()
@@ -62,7 +62,7 @@ class WeightedOrder:
         return int(self.drawn[number])
 
     def permutation(self, length: int) -> np.ndarray:
-        """Its first places; to sort them all would take a third of a second for a million tasks."""
+        """Its first places. Sorting them all would take a third of a second for a million tasks."""
         [places] = np.nonzero(self.weights)
         random = np.random.RandomState(counter_seed(self.source.seed, "weights", self.start))
         luck = -np.log1p(-random.random_sample(len(self.weights)))  # exponential, for every task
@@ -93,7 +93,7 @@ class WeightedOrder:
 
 @dataclass(kw_only=True, slots=True)
 class Curriculum:
-    """The weighted orders of a run's training tasks. Every rank keeps the same."""
+    """The weighted orders of a run's training tasks, the same on every rank."""
 
     train: TaskSource | TaskMix
     orders: dict[str, WeightedOrder]  # by the name of the environment
@@ -111,7 +111,7 @@ class Curriculum:
                 raise RunError(str(error)) from error
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: of the tasks that were tried alone."""
+        """For a checkpoint: progress of the tried tasks."""
         return {
             env: {
                 "start": order.start,
@@ -121,7 +121,7 @@ class Curriculum:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Goes on from state(). An environment that is not in it begins afresh. Raises ValueError as WeightedOrder does."""
+        """Restores state(). An environment that is not in it begins anew. Raises ValueError as WeightedOrder does."""
         for env in self.orders.keys() & state.keys():
             order, names = self.orders[env], ("tries", "success_rate", "mean_reward")
             tried = state[env]["tried"].items()
@@ -130,8 +130,7 @@ class Curriculum:
 
 
 def task_weight(hook: Hook, task_id: str, row: dict[str, Any], known: Progress) -> float:
-    """What the user's hook gives for a task of which so much is known. Raises ValueError unless it is a finite number of at
-    least 0."""
+    """The weight that the user's hook gives for a task. Raises ValueError unless it is a finite number of at least 0."""
     values = asdict(known)
     given = ", ".join(f"{name}={value:.4g}" for name, value in values.items())
     what = f"{hook.path}: task_weight() for task {task_id} with {given}"
@@ -146,14 +145,14 @@ def task_weight(hook: Hook, task_id: str, row: dict[str, Any], known: Progress) 
 
 
 def drawn_before(train: TaskSource | TaskMix, position: int) -> dict[str, int]:
-    """Environment -> how many of its tasks come before a position."""
+    """Environment -> number of its tasks before a position."""
     if isinstance(train, TaskSource):
         return {train.env: position}
     return {source.env: n for source, n in zip(train.sources, train.drawn_before(position), strict=True)}
 
 
 def make_curriculum(train: TaskSource | TaskMix, envs: dict[str, Env]) -> Curriculum | None:
-    """Of the environments with task_weight(), whose tasks are drawn by it from here on; None where none has one."""
+    """Draws the tasks of environments with task_weight() by it from here on. None if no environment has one."""
     orders = {}
     for source in train.sources if isinstance(train, TaskMix) else [train]:
         if hook := envs[source.env].hooks.get("task_weight"):

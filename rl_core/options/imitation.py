@@ -1,6 +1,6 @@
-"""Rows to imitate (SFT) -> TrainingSamples: what assistants say, and what they are answered (a world model).
+"""Rows to imitate (SFT) -> TrainingSamples: assistants' turns (actions), and the answers to them (observations).
 
-A row is a conversation, or an episode that a run wrote, whose tokens are taken as they were sampled.
+A row is a conversation, or an episode that a run wrote; an episode keeps its sampled tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def imitation_samples(
     chat: Chat, row: dict[str, Any], action_weight: float = 1.0, observation_weight: float = 0.0
 ) -> list[TrainingSample]:
     """Samples of a row {"messages"} or {"prompt", "response"} (strings or lists of messages), or of an episode that a run
-    wrote. Its advantages are the weights: of what assistants say, and of what they are answered. A token of weight 0 is
-    not trained. A column `tools` is given to the template. Raises ValueError if a row cannot be imitated."""
+    wrote. Advantages are the two weights. A token of weight 0 is not trained. A column `tools` is given to the template.
+    Raises ValueError if a row cannot be imitated."""
     messages, tools, heard = imitation_messages(row), row.get("tools") or None, None
     if is_trajectory(row) and row["tokenizer"] == chat.fingerprint:
         turns = [imitated_turn(ids, new_ids, is_fresh) for new_ids, is_fresh, ids in row["turns"]]
@@ -43,7 +43,7 @@ def trained_where_weighty(sample: TrainingSample) -> TrainingSample:
 
 
 def imitated_turn(token_ids: list[int], new_ids: list[int], is_fresh: bool, text: str = "") -> Turn:
-    """A turn as if it had been sampled; its logprobs and version are of no use here."""
+    """A turn as if it had been sampled; nothing reads its logprobs and version."""
     ids = list(token_ids)
     said = Completion(token_ids=ids, logprobs=[0.0] * len(ids), text=text, finish_reason="stop", policy_version=0)
     return Turn(new_ids=list(new_ids), is_fresh=is_fresh, completion=said)
@@ -52,7 +52,7 @@ def imitated_turn(token_ids: list[int], new_ids: list[int], is_fresh: bool, text
 def imitation_messages(row: dict[str, Any]) -> list[Message]:
     if row.get("messages") is not None:
         messages = column_messages(row, "messages", "user")
-        if is_trajectory(row):  # what assistants said before the first turn was given to the actor
+        if is_trajectory(row):  # assistants' messages before the first turn are part of the prompt
             spoken = imitated(messages)
             first = spoken[-len(row["turns"])] if len(spoken) >= len(row["turns"]) else 0
             messages = [{**m, "train": False} for m in messages[:first]] + messages[first:]
@@ -70,7 +70,7 @@ def imitation_messages(row: dict[str, Any]) -> list[Message]:
 
 
 def imitated(messages: list[Message]) -> list[int]:
-    """Which messages are to be imitated: assistants' without "train": False."""
+    """Indices of messages to imitate: assistants' without "train": False."""
     return [i for i, m in enumerate(messages) if m.get("role") == "assistant" and m.get("train") is not False]
 
 
@@ -84,9 +84,9 @@ def column_messages(row: dict[str, Any], column: str, role: str) -> list[Message
 
 
 def imitation_turns(chat: Chat, messages: list[Message], tools: list | None = None) -> list[Turn]:
-    """Every assistant message as if it had been sampled, its end token included. A message with "train": False is
-    only context. The prompt is the one that an engine would be given there, so earlier turns may look different in it
-    than when they were said; then it does not extend the turn before."""
+    """Every assistant message as if it had been sampled, its end token included. A message with "train": False is context.
+    The prompt is the one that an engine would get there. If the template rewrites earlier turns in it, it does not extend the
+    turn before."""
     chosen = imitated(messages)
     if not chosen:
         return []
@@ -136,7 +136,7 @@ def split_end(chat: Chat, text: str) -> tuple[str, int | None]:
 
 
 def without_repeat(prompt: str, content: str) -> str:
-    """content less its beginning that the prompt ends with already, as '<think>' in some generation prompts."""
+    """content without a beginning that the prompt already ends with, such as '<think>' in some generation prompts."""
     opening = re.search(r"<[^<>|]+>\s*\Z", prompt)
     if opening and content.lstrip().startswith(opening[0].strip()):
         return content.lstrip()[len(opening[0].strip()) :].lstrip()
@@ -146,9 +146,9 @@ def without_repeat(prompt: str, content: str) -> str:
 def observations(
     chat: Chat, messages: list[Message], turns: list[Turn], tools: list | None = None
 ) -> tuple[list[Turn], list[range]]:
-    """The turns, with one more in which nothing is said if messages follow the last, and where in each turn's new_ids the
-    answer to the turn before stands: what the template puts between that turn's end token and the generation prompt,
-    headers and end tokens included. An answer with a message of "train": False is context, as all is before the first turn."""
+    """(turns, spans): an empty turn is added if messages follow the last one. A span is the answer to the turn before, in a
+    turn's new_ids: all that the template puts between that turn's end token and the generation prompt. It is empty for an
+    answer with a message of "train": False, and for the first turn."""
     spoken = imitated(messages)
     if len(spoken) != len(turns):  # an episode whose messages are not those of its turns
         return turns, [range(0)] * len(turns)
@@ -164,8 +164,8 @@ def observations(
 
 
 def closing_turn(chat: Chat, turns: list[Turn], messages: list[Message], place: int, tools: list | None) -> list[Turn]:
-    """A turn in which nothing is said, and which shows what follows the last one, said in messages[place]; none where the
-    template rewrites a history whose tokens are not known to be those of the messages."""
+    """[an empty turn with the messages that follow the last turn, messages[place]]. Empty if the template rewrites history
+    and the tokens may not be those of the messages."""
     stream, done = TokenStream(chat, messages[:place], tools), turns[-1].completion
     first_ids = stream.prompt_ids
     is_known = stream.extend(done.token_ids, done.text or chat.decode(done.token_ids), messages)
@@ -177,12 +177,12 @@ def closing_turn(chat: Chat, turns: list[Turn], messages: list[Message], place: 
 def answer_span(
     chat: Chat, said: list[int], turn: Turn, messages: list[Message], first: int, tools: list | None
 ) -> range:
-    """Where messages[first:] stand in turn.new_ids; empty if they are not found, because the template rewrote them."""
+    """The span of messages[first:] in turn.new_ids; empty if the template rewrote them."""
     end = answer_end(chat, turn.new_ids)
     if not messages[first:]:
         return range(0)
     if not turn.is_fresh:
-        # A turn cut short has no end token; the template's is nobody's answer.
+        # A truncated turn has no end token; the template's is not part of the answer.
         is_ended, follows = said and said[-1] in chat.stop_token_ids, turn.new_ids[:1]
         is_cut = not is_ended and follows and follows[0] in chat.stop_token_ids
         return range(bool(is_cut), end)
@@ -205,7 +205,7 @@ def answer_end(chat: Chat, prompt_ids: list[int]) -> int:
 
 
 def answer_ids(chat: Chat, messages: list[Message], first: int, tools: list | None = None) -> list[int]:
-    """Tokens of messages[first:] behind the assistant's message before them, from what follows its end token on."""
+    """Tokens of messages[first:], from the end token of the assistant's message before them on."""
     rendered = chat.render(messages, tools, add_generation_prompt=False)
     changed = {**messages[first], "content": PROBE}
     other = chat.render([*messages[:first], changed, *messages[first + 1 :]], tools, add_generation_prompt=False)

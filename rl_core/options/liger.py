@@ -26,9 +26,9 @@ def check_liger(model_config: PretrainedConfig) -> None:
 
 
 def apply_liger(models: list[nn.Module]) -> None:
-    """Gives each model's modules the forward of Liger's, with the weights they have; which parts, Liger says for each
-    architecture. It also sets names in the architecture's module of transformers, so that rotary positions, a function
-    there, are Liger's for every such model of this process, and models that are built later are of Liger's classes."""
+    """Gives each model's modules Liger's forward, where Liger has one for the architecture; weights stay. It also replaces
+    functions and classes in the architecture's module of transformers: rotary positions of every such model in this process,
+    and all modules of models that are built later."""
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance as patch
 
     for model in models:

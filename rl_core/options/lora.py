@@ -48,7 +48,7 @@ def check_lora(lora: LoraConfig, model_config: PretrainedConfig) -> None:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Name -> layer, without the head, whose weight the logprobs take as it is."""
+    """Name -> layer, without the head: logprobs use its plain weight."""
     head = model.get_output_embeddings()
     return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
 
@@ -67,7 +67,7 @@ def adapter_size(lora: LoraConfig, model: nn.Module) -> int:
 
 
 def quantization(lora: LoraConfig, dtype: torch.dtype, device: torch.device) -> dict:
-    """What from_pretrained needs to hold the linear layers in 4 bits."""
+    """Arguments of from_pretrained for linear layers in 4 bits."""
     if lora.quantize == "none":
         return {}
     from transformers import BitsAndBytesConfig
@@ -83,18 +83,20 @@ def add_adapters(policy: PolicyModel, loras: dict[str, LoraConfig], path: str) -
     model = policy.hf
     policy.adapters = {name: peft_config(lora, model, path) for name, lora in loras.items()}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # of another actor, which is meant
+        warnings.filterwarnings(
+            "ignore", message="Already found a `peft_config`"
+        )  # a second actor's adapter, on purpose
         for name, config in policy.adapters.items():
             peft.inject_adapter_in_model(config, model, name)
     for name in loras:
         for _, parameter in adapter_parameters(model, name):
             parameter.data = torch.zeros(parameter.shape, device=parameter.device)
-            parameter.requires_grad_(True)  # of several, which peft leaves to its version
+            parameter.requires_grad_(True)  # peft's versions differ in this for a second adapter
     policy.activate = partial(activate, [m for m in model.modules() if hasattr(m, "_disable_adapters")])
 
 
 def activate(layers: list[nn.Module], adapter: str) -> None:
-    """Forwards from here on use that adapter, or none. It stays after one, for what the backward recomputes."""
+    """Later forwards use this adapter, or none. It stays active after a forward, for what the backward recomputes."""
     # peft's own switches change requires_grad, which FSDP must not see.
     for layer in layers:
         layer._disable_adapters = not adapter
@@ -103,7 +105,7 @@ def activate(layers: list[nn.Module], adapter: str) -> None:
 
 
 def peft_config(lora: LoraConfig, model: nn.Module, path: str) -> peft.LoraConfig:
-    """Of an adapter for the model at `path`, which has none yet."""
+    """peft's configuration of an adapter for the model at `path`, which has none yet."""
     import peft
 
     return peft.LoraConfig(
@@ -117,7 +119,7 @@ def peft_config(lora: LoraConfig, model: nn.Module, path: str) -> peft.LoraConfi
 
 @torch.no_grad()
 def draw_adapter(model: nn.Module, seed: int, adapter: str) -> None:
-    """An adapter as training begins with it, alike for any number of ranks and other adapters: A is random, B is 0."""
+    """Initialises an adapter: A is random, B is 0. The same for any number of ranks and of other adapters."""
     for name, parameter in adapter_parameters(model, adapter):
         draw = torch.zeros(parameter.shape)
         if ".lora_A." in name:
@@ -128,7 +130,7 @@ def draw_adapter(model: nn.Module, seed: int, adapter: str) -> None:
 
 
 def adapter_parameters(model: nn.Module, adapter: str = "default") -> Iterator[tuple[str, nn.Parameter]]:
-    """Of one adapter, named as if there were no other."""
+    """Weights of one adapter, named as if there were no other."""
     for name, parameter in model.named_parameters():
         if f".lora_A.{adapter}." in name or f".lora_B.{adapter}." in name:
             yield name.replace(f".{adapter}.", ".default."), parameter
@@ -171,7 +173,7 @@ def export_adapter(policy: PolicyModel, adapter: str, folder: Path, ranks: Ranks
 
 
 def second_model(hf: nn.Module) -> nn.Module:
-    """A model of its own modules over the weights of another, without the other's adapters: an engine samples with it."""
+    """A second model over the same weights, without adapters: an engine samples with it."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf.config, dtype=hf.dtype, attn_implementation=attention.NAME)
     model.requires_grad_(False)  # which the weights' own is set to

@@ -1,5 +1,5 @@
-"""Tensors that wait on the CPU while others have the device: a learner's while engines sample, a reference's while it is not
-used, and what a forward keeps for its backward."""
+"""CPU offload: a learner's tensors while engines sample, an unused reference, and activations between forward and
+backward."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ OnDevice = Callable[[], object]  # makes a context in which the tensors are on t
 
 
 def offloaded(tensors: Callable[[], Iterable[Tensor]], device: torch.device, is_constant: bool = False) -> OnDevice:
-    """The tensors are on the device now; from the end of the first context on they are there only inside one. Contexts may be
-    nested. Constant tensors are copied to the host once."""
+    """A context in which the tensors are on the device. They leave it at the end of the first context. Contexts may be
+    nested. Constant tensors are copied to the CPU once."""
     copies, depth = HostCopies(device, is_constant), 0
 
     @contextmanager
@@ -52,7 +52,7 @@ def offload_weights(model: PolicyModel, device: torch.device) -> OnDevice:
 
 
 def offload_frozen(model: PolicyModel, device: torch.device) -> OnDevice:
-    """Of weights that never change; they leave the device at once."""
+    """For weights that never change; they leave the device at once."""
     on_device = offloaded(lambda: weights_of(model), device, is_constant=True)
     with on_device():
         pass
@@ -67,8 +67,8 @@ def offload_state(optimizer: torch.optim.Optimizer, device: torch.device) -> OnD
 
 
 def activations_on_host() -> saved_tensors_hooks:
-    """A context in which a forward keeps what its backward needs on the host; weights stay where they are."""
-    # All copies are in the order of the stream that computes, which is also the backward's: nothing waits for them here.
+    """A context in which a forward keeps its saved tensors on the CPU, except weights."""
+    # All copies are on the compute stream, which the backward uses too: nothing waits for them here.
     return saved_tensors_hooks(to_host, to_device)
 
 

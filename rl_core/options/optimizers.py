@@ -23,8 +23,8 @@ def adamw8bit(named: list[tuple[str, Tensor]], config: OptimConfig) -> torch.opt
 
 
 def local_views(named: list[tuple[str, Tensor]]) -> tuple[list[tuple[str, Tensor]], list[tuple[Tensor, Tensor]]]:
-    """This rank's part of each sharded parameter as a plain one that shares its memory, and the pairs (view, sharded):
-    bitsandbytes knows no DTensor. A rank that holds nothing of a parameter has no view of it."""
+    """(named plain parameters, pairs (view, sharded)): bitsandbytes knows no DTensor, so a view shares the memory of this rank's
+    shard. A rank without a part of a parameter has no view of it."""
     views, links = [], []
     for name, parameter in named:
         if isinstance(parameter, DTensor):
@@ -37,7 +37,7 @@ def local_views(named: list[tuple[str, Tensor]]) -> tuple[list[tuple[str, Tensor
 
 
 def refresh_views(links: list[tuple[Tensor, Tensor]]) -> None:
-    """The views show what the sharded parameters hold, which FSDP may have moved, and their gradients."""
+    """Points the views to the shards, which FSDP may have moved, and to their gradients."""
     for view, parameter in links:
         view.data = parameter.to_local().detach()
         view.grad = None if parameter.grad is None else parameter.grad.to_local()

@@ -16,7 +16,7 @@ PAIR = ("chosen", "rejected")
 
 
 def reply_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
-    """[chosen, rejected] of a preference row: the same prompt and each reply, of which what assistants say is trained."""
+    """[chosen, rejected] of a preference row: the same prompt and each reply. Assistants' tokens of the reply are trained."""
     context, *replies = pair_messages(row)
     context = [{**m, "train": False} for m in context]
     samples = []
@@ -32,9 +32,9 @@ def reply_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
 
 
 def scored_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
-    """[chosen, rejected] of a preference row, each the whole conversation as the chat template renders it, so that a
-    sequence classifier reads the same tokens. A last token of no meaning stands for the score: it is what the hidden
-    state of the conversation's own last token "predicts". Trained is all that the two do not begin with alike."""
+    """[chosen, rejected] of a preference row, each the conversation as the chat template renders it, so that a sequence
+    classifier reads the same tokens. A dummy last token stands for the score: the hidden state of the conversation's last
+    token "predicts" it. Everything after the common beginning is trained."""
     context, *replies = pair_messages(row)
     tools, pad = row.get("tools") or None, chat.tokenizer.pad_token_id
     ids = [chat.conversation_ids(context + reply, tools) for reply in replies]
@@ -53,7 +53,7 @@ def scored_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
 
 
 def with_margin(samples: list[TrainingSample], row: dict[str, Any]) -> list[TrainingSample]:
-    """The pair; its advantage says by how much the chosen reply must be better: the row's margin."""
+    """The pair, with the row's margin as the advantage of the chosen side."""
     if list(samples[0].token_ids) == list(samples[1].token_ids):
         raise ValueError("the two replies have the same tokens: a pair must differ")
     margin = row.get("margin") or 0.0
@@ -65,7 +65,7 @@ def with_margin(samples: list[TrainingSample], row: dict[str, Any]) -> list[Trai
 
 def pair_messages(row: dict[str, Any]) -> tuple[list[Message], list[Message], list[Message]]:
     """(context, chosen reply, rejected reply) of a row {"chosen", "rejected"}. Both are replies (strings, or messages that
-    an assistant begins) to the row's `messages` or `prompt`, or whole conversations that begin alike. Raises ValueError."""
+    an assistant begins) to the row's `messages` or `prompt`, or conversations with a common beginning. Raises ValueError."""
     sides = []
     for column in PAIR:
         if row.get(column) is None:

@@ -1,5 +1,5 @@
-"""Losses of preference pairs. M trained tokens, P pairs. `replies` [M] says whose each token is: 2p of pair p's chosen
-reply, 2p + 1 of its rejected one."""
+"""Losses of preference pairs. M trained tokens, P pairs. `replies` [M] is each token's reply: 2p for pair p's chosen
+one, 2p + 1 for its rejected one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_core.types import PackedBatch
 class PairLosses:
     """Per pair; the learner sums, and divides by the global count."""
 
-    losses: Tensor  # [P] to be made small
+    losses: Tensor  # [P] to minimise
     rewards: Tensor  # [P, 2] of the chosen and of the rejected reply, as the model ranks them
 
 
@@ -38,7 +38,7 @@ def losses_of_scores(config: Config, batch: PackedBatch, scores: Tensor) -> tupl
 
 
 def pair_metrics(result: PairLosses) -> dict[str, Metric]:
-    """Facts about rewards: a pair is ranked rightly, or by half if its rewards are equal."""
+    """Metrics of the rewards. A pair with equal rewards counts as half right."""
     chosen, rejected = result.rewards.detach().T
     values = {"accuracy": ((chosen > rejected).float() + (chosen >= rejected)) / 2, "margin_mean": chosen - rejected}
     values |= {"chosen_reward_mean": chosen, "rejected_reward_mean": rejected}

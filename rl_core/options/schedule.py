@@ -36,7 +36,7 @@ class Piece:
 
 def parse_schedule(text: str, actors: Sequence[str] = ()) -> tuple[Piece, ...]:
     """The pieces of a schedule. Raises ValueError with the place marked if it does not parse, names an actor that is not
-    one of `actors`, lets nobody speak, or may last longer than MAX_TURNS. Without `actors` any name goes, and `*` stays."""
+    one of `actors`, has no turn, or may last longer than MAX_TURNS. Without `actors` any name is allowed, and `*` stays."""
     reader = Reader(text, actors)
     tree = reader.schedule(depth=0)
     if reader.token:
@@ -67,7 +67,7 @@ def num_turns(tree: Sequence[Piece]) -> int:
 
 
 def speakers_of(tree: Sequence[Piece]) -> list[str]:
-    """Names of those who may speak in an order that is drawn, in the order of the text."""
+    """Names that an order may contain, in the order of the text."""
     spoken = [piece for piece in tree if piece.high]
     return list(dict.fromkeys(name for piece in spoken for name in (*piece.names, *speakers_of(piece.pieces))))
 
@@ -77,11 +77,11 @@ class Reader:
 
     def __init__(self, text: str, actors: Sequence[str]):
         self.text, self.actors = text, tuple(actors)
-        self.place, self.token = 0, ""  # the token under the eye, "" at the end
+        self.place, self.token = 0, ""  # the current token, "" at the end
         self.step()
 
     def step(self) -> str:
-        """The token under the eye; the eye goes on to the next."""
+        """The current token; moves on to the next."""
         taken = self.token
         self.place += len(taken)
         while self.place < len(self.text) and self.text[self.place].isspace():
@@ -114,7 +114,7 @@ class Reader:
         names, pieces = self.item(depth)
         low, high = self.times() if self.token == "*" else (1, 1)
         if pieces and not num_turns(pieces):
-            low = high = 0  # nobody speaks in it, however often
+            low = high = 0  # no turn, however often repeated
         return Piece(names=names, pieces=pieces, low=low, high=high)
 
     def item(self, depth: int) -> tuple[tuple[str, ...], tuple[Piece, ...]]:

@@ -26,7 +26,7 @@ class SystemPrompt:
 
 
 def load_prompts(texts: Mapping[str, str], path: str) -> dict[str, SystemPrompt]:
-    """Actor -> its prompt. An unknown name in a template is an error."""
+    """Actor -> its prompt. Raises ValueError for an unknown name in a template."""
     sandbox, found = SandboxedEnvironment(undefined=StrictUndefined), {}
     for actor, text in texts.items():
         where = f"{path}: system_prompts[{actor!r}]"

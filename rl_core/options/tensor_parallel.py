@@ -1,8 +1,8 @@
 """Tensor parallel: each of `tp` ranks holds a part of every matrix and computes with it (Shoeybi et al. 2019,
-arXiv:1909.08053), as the plan says that transformers has for the model.
+arXiv:1909.08053), by transformers' plan for the model.
 
-A matrix is split by its outputs (colwise) or by its inputs (rowwise); between the two every rank has its own heads and its
-own part of the MLP, and sums are exchanged after the second. Embedding and head are split over the vocabulary.
+A matrix is split by its outputs (colwise) or by its inputs (rowwise); between the two each rank has its own heads
+and its own part of the MLP. An all-reduce follows the second. Embedding and head are split over the vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from rl_core.config import LoraConfig
 from rl_core.learning.model import PolicyModel
 
-PARTIAL = "replicated_with_grad_allreduce"  # whole on every rank, and a rank's gradient is of its own heads alone
+PARTIAL = "replicated_with_grad_allreduce"  # unsharded on every rank; a rank's gradient is of its own heads alone
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel, PARTIAL: None}
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
@@ -55,7 +55,7 @@ def check_tensor_parallel(tp: int, model_config: PretrainedConfig, lora: LoraCon
             )
     sizes = {name: getattr(config, name, None) or config.num_attention_heads for name in DIVIDED}
     common = math.gcd(*sizes.values())
-    # A rank without a word has no softmax.
+    # A rank without a vocabulary id has no softmax.
     fits = [n for n in range(1, common + 1) if common % n == 0 and (n - 1) ** 2 < config.vocab_size]
     if tp not in fits:
         nearest = min(fits, key=lambda n: (abs(n - tp), n))
@@ -67,14 +67,14 @@ def check_tensor_parallel(tp: int, model_config: PretrainedConfig, lora: LoraCon
 
 
 def split_matrices(policy: PolicyModel, mesh: DeviceMesh) -> None:
-    """Every matrix of the plan, the embedding and the head become this rank's slice; what is tied stays one parameter."""
+    """Replaces each matrix of the plan, the embedding and the head by this rank's slice. Tied weights stay tied."""
     hf, policy.finish_gradients = policy.hf, partial(sum_partial_gradients, policy.hf, mesh)
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
     plan = {name: style() for name, key in tp_plan(hf.config).items() if (style := STYLES[key])}
     # torch advises, once on every rank, to gather what is split twice in another way, which FSDP2 does not offer.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    # Each rank has the same whole weights, or none yet: nothing is sent.
+    # Each rank has the same unsharded weights, or none yet: nothing is sent.
     parallelize_module(hf.base_model, mesh, plan, src_data_rank=None)
     regions = {name.rpartition(".")[0] for name in plan}
     for name, module in hf.base_model.named_modules():
@@ -97,8 +97,8 @@ def share_input(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict) 
 
 
 def split_again(parameter: nn.Parameter, num_parts: int) -> Shard | None:
-    """The side that FSDP splits over `num_parts` ranks; None: rows. Rows that are split unevenly over tp and again over
-    other ranks lie otherwise than DTensor takes them to. Raises ValueError if no side will do."""
+    """The dimension that FSDP splits over `num_parts` ranks; None: rows. DTensor misplaces rows that are split unevenly over
+    tp and again over other ranks. Raises ValueError if no dimension can be split."""
     if not isinstance(parameter, DTensor) or parameter.shape[0] % parameter.device_mesh.size() == 0:
         return None
     if parameter.placements[0] != Shard(0) or num_parts == 1:
@@ -113,8 +113,8 @@ def split_again(parameter: nn.Parameter, num_parts: int) -> Shard | None:
 
 
 def sum_partial_gradients(hf: nn.Module, mesh: DeviceMesh) -> None:
-    """Adds up the gradients of what is whole on every rank but acts on its own heads alone: a norm of queries or keys.
-    Called once for an optimizer step; every other gradient is right as it is."""
+    """Adds up the gradients of unsharded weights that act on a rank's own heads alone: norms of queries or keys. Called once
+    for an optimizer step; every other gradient is complete."""
     patterns = [name for name, key in tp_plan(hf.config).items() if key == PARTIAL]
     named = [(n.rpartition(".")[0], p.grad) for n, p in hf.base_model.named_parameters() if p.grad is not None]
     grads = [g.to_local() for name, g in named if any(fnmatch(name, pattern) for pattern in patterns)]

@@ -1,11 +1,12 @@
 """The two halves of fused_logprobs on a GPU: a token's softmax in one pass over the vocabulary, without a logit in memory,
 and one tile of the logits' gradient, from logits that are computed again.
 
-The two products of that gradient, with the weights and with the hidden states, are left to torch: sums over thousands
-of words or tokens, which its library does at the device's full rate, and which in a kernel of our own would cost the
-logits a third time. Launches are fixed, not tuned: a search is refused by the interpreter and differs between ranks.
+The two products of that gradient, with the weights and with the hidden states, are left to torch: its library computes them at
+the device's full rate, and a kernel of our own would compute the logits a third time. Launches are fixed, not tuned: the
+interpreter refuses a search, and its result would differ between ranks.
 
-C tokens and S words of one tile, D hidden; a program takes TOKENS x WORDS logits at a time, summed over WIDTH of D.
+C tokens and S words (vocabulary ids) of one tile, D hidden. A program takes TOKENS x WORDS logits at a time, summed over
+WIDTH of D.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 TOKENS, WORDS = 128, 128
-# Words of one program of the forward pass: few enough that 1,000 tokens fill a GPU, many enough that what each program
-# hands on stays small.
+# Words of one program of the forward pass: few enough that 1,000 tokens fill a GPU, many enough that each program's output
+# stays small.
 SPAN = 4096
 
 

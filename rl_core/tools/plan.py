@@ -1,4 +1,4 @@
-"""What a run would hold in memory, from the model's config and the flags alone: --dry_run. No weight is read.
+"""--dry_run: what a run would hold in memory, from the model's config and the flags alone.
 
 Every episode counts as long as it may be. w bytes of a number in compute, L blocks, D hidden size, I of the MLP, Q and K widths
 of all heads of queries and of keys, V vocabulary; T tokens and M trained tokens of a microbatch on one rank.
@@ -29,11 +29,11 @@ Table = dict[str, tuple[float, float]]  # what -> bytes on a rank's device while
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Size:
-    """Of a model: parameters, and widths."""
+    """A model's parameters and widths."""
 
     total: int
-    linear: int  # parameters of matrices in blocks, which LoRA freezes and nf4 quantizes
-    adapters: int  # trained parameters of LoRA; 0 trains the whole model
+    linear: int  # parameters of matrices in blocks: LoRA freezes them, nf4 quantizes them
+    adapters: int  # trained parameters of LoRA; 0: all parameters are trained
     layers: int  # L
     hidden: int  # D
     intermediate: int  # I
@@ -43,7 +43,7 @@ class Size:
 
 
 def model_size(actor: ActorConfig) -> Size:
-    """Of the model that an actor's config.json describes, made on the meta device."""
+    """Sizes of an actor's model, made from its config.json on the meta device."""
     hf = load_model_config(actor.model)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf)
@@ -103,12 +103,12 @@ def recomputes(config: Config) -> bool:
 
 
 def recomputed_bytes(size: Size, w: int) -> float:
-    """A token, with activation checkpointing: the input of each block alone."""
+    """Bytes of a token with activation checkpointing: the input of each block alone."""
     return size.layers * w * size.hidden
 
 
 def block_bytes(size: Size, w: int, tp: int) -> float:
-    """What one block keeps of a token for its backward: norms, attention, MLP."""
+    """Bytes of a token that one block keeps for its backward: norms, attention, MLP."""
     norms, attention = 2 * (4 + 2 * w) * size.hidden, 2 * w * (size.queries + size.keys)
     return norms + (attention + 4 * w * size.intermediate) / tp
 
