@@ -142,6 +142,14 @@ def test_a_run_goes_on_with_another_number_of_ranks(flags, before, after, given,
     assert_same_weights(whole, parts, atol=2e-5, rtol=1e-4)
 
 
+def test_a_run_on_split_models_goes_on_with_unsplit_ones(given, tmp_path):
+    flags = words(given(f"{PPO} --algo.kl_coef 0.1"), "--optim.name sgd --optim.lr 0.05")
+    whole = run(tmp_path / "whole", flags, "--num_steps 3")
+    parts = run(tmp_path / "parts", flags, "--num_steps 2 --tp 2", ranks=2)
+    run(parts, flags, "--num_steps 3 --resume")
+    assert_same_weights(whole, parts, atol=2e-5, rtol=1e-4)
+
+
 def test_a_damaged_checkpoint_is_refused_and_named(given, tmp_path, capsys):
     out = run(tmp_path / "run", given(RL), "--num_steps 1")
     file = max((out / "checkpoints/step_000001/policy").iterdir(), key=lambda f: f.stat().st_size)
