@@ -30,7 +30,7 @@ class Critic:
     def __init__(self, config: Config, policy, ranks, name: str = "policy"):
         """`policy`: a classifier. --optim with --critic.lr trains it."""
         config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=config.critic.lr))
-        self.learner = Learner(config, CRITIC, policy, ranks, name=name)
+        self.learner = Learner(config, CRITIC, policy, ranks, name=f"{name}_critic")
         self.config = config.critic
 
     def annotate(self, algorithm: Algorithm, batches: list[PackedBatch]) -> dict[str, Metric]:

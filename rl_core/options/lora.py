@@ -59,13 +59,6 @@ def target_names(lora: LoraConfig, layers: dict[str, nn.Linear]) -> list[str]:
     return [name.strip() for name in lora.targets.split(",")]
 
 
-def adapter_size(lora: LoraConfig, model: nn.Module) -> int:
-    """Parameters of an adapter for the model."""
-    layers = linear_layers(model)
-    chosen = [m for n, m in layers.items() if n.rpartition(".")[2] in target_names(lora, layers)]
-    return sum(lora.rank * (m.in_features + m.out_features) for m in chosen)
-
-
 def quantization(lora: LoraConfig, dtype: torch.dtype, device: torch.device) -> dict:
     """Arguments of from_pretrained for linear layers in 4 bits."""
     if lora.quantize == "none":
