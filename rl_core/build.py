@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import json
 import os
 import time
@@ -17,27 +15,35 @@ from typing import Any
 import torch
 
 from rl_core.config import Config
-from rl_core.data.chat import Chat, load_chat
+from rl_core.data.chat import Chat
 from rl_core.data.rows import TOKENIZERS
 from rl_core.data.tasks import TaskMix, TaskSource
 from rl_core.distributed import Ranks, barrier, explain_timeouts, make_mesh
 from rl_core.learning.algorithms import Algorithm, make_algorithm
 from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint
 from rl_core.learning.learner import Learner
-from rl_core.learning.loading import load_model_config
 from rl_core.learning.model import end_token_ids
 from rl_core.metrics import Mean, Metric, add_metrics
-from rl_core.models import LocalEngines, adapters_of, compute_dtype, make_api_actor, make_learners, readers_of
-from rl_core.rules import check, check_algorithm
+from rl_core.models import (
+    LocalEngines,
+    adapters_of,
+    check_model,
+    choose_engine,
+    compute_dtype,
+    make_api_actor,
+    make_learners,
+    readers_of,
+    takes_turns,
+)
+from rl_core.rules import check_algorithm
 from rl_core.run_folder import RunLog, keep_config
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import DeviceLease, Engine
 from rl_core.sampling.env import Env
 from rl_core.sampling.rollout import RolloutWorker, groups_at_once, run_group
-from rl_core.sources import ImitatedRows, check_lengths, load_envs, load_source, train_source
+from rl_core.sources import ImitatedRows, check_lengths, eval_sources, load_envs, train_source
 from rl_core.types import option
 
-CHECK_TP = "rl_core.options.tensor_parallel:check_tensor_parallel"
 CURRICULUM = "rl_core.options.curriculum:make_curriculum"
 CANARY = "rl_core.options.canary:Canary"
 OLDER_POLICY = "rl_core.options.older_policy:OlderPolicy"
@@ -54,11 +60,9 @@ class Plan:
     train: TaskSource | TaskMix
     eval: dict[str, TaskSource]  # by the name of its environment
     chats: dict[str, Chat]  # of the actors that have a model here
-    remote: dict[str, Any]  # actors that speak by an endpoint
-    imitated: ImitatedRows | None = None  # None: episodes are rolled out
-    curriculum: Any = None  # an options.curriculum.Curriculum, where an environment has task_weight()
-    takes_turns: bool = False  # one engine is awake at a time
-    memory_fracs: dict[str, float] = field(default_factory=dict)  # of a GPU, for each SGLang engine
+    endpoints: dict[str, Any]  # actors behind a URL, with no engine here
+    imitated: ImitatedRows | None  # None: episodes are rolled out
+    curriculum: Any  # an options.curriculum.Curriculum, where an environment has task_weight()
 
 
 @dataclass(kw_only=True)
@@ -99,8 +103,8 @@ class Run(Plan):
         # What several actors take in one step adds up.
         add_metrics(self.metrics, {name: Mean(time.monotonic() - began, 0.0 if name in self.metrics else 1.0)})
 
-    def note(self, room: str, metrics: dict[str, Metric]) -> None:
-        add_metrics(self.metrics, metrics, prefix=room)
+    def note(self, prefix: str, metrics: dict[str, Metric]) -> None:
+        add_metrics(self.metrics, metrics, prefix=prefix)
 
 
 def make_plan(config: Config) -> Plan:
@@ -108,114 +112,42 @@ def make_plan(config: Config) -> Plan:
     out = Path(config.out) if config.out else None
     if out and out.exists() and not config.resume and not config.dry_run and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {out} exists already; go on with it by --resume, or name another folder")
-    algorithm = make_algorithm(config.algorithm, config.algo)
     config, envs = load_envs(config)
-    has_advantage_fn = bool(envs) and all(env.advantage_fn for env in envs.values())
-    if has_advantage_fn and config.algo.advantage is None and algorithm.is_rl:
-        if algorithm.has_critic:
-            raise ValueError(
-                f"{config.env_path} defines advantage_fn, which --algorithm {config.algorithm} would not call: it asks a "
-                "critic; set --algo.advantage gae to ask it all the same, or take --algorithm grpo"
-            )
-        algorithm.advantage = "custom"
-    if algorithm.advantage == "custom" and not has_advantage_fn:
-        raise ValueError(f"--algo.advantage=custom needs def advantage_fn(rewards) in {config.env_path}; define it")
-    check_algorithm(algorithm, config)
-    if (config.max_staleness or config.rollout.lagged[0]) and config.algo.correction is None:
-        algorithm.correction = "tis"  # what older weights sampled is weighted by how likely the newer make it
+    algorithm = choose_algorithm(config, envs)
     train = train_source(config, envs, algorithm)
-    held_out = {}
-    if config.eval_every:
-        found = {name: load_source(config, envs.get(name), name, "eval", algorithm) for name in envs or ["data"]}
-        held_out = {name: source for name, source in found.items() if source is not None}
-        if not held_out:
-            raise ValueError(
-                "--eval_every asks for evaluation, but there is no --data.eval and no load_tasks in the environment"
-            )
+    evals = eval_sources(config, envs, algorithm) if config.eval_every else {}
     size = int(os.environ.get("WORLD_SIZE", 1))
-    if not 0 <= config.engine_ranks < size:
-        raise ValueError(
-            f"--engine_ranks={config.engine_ranks} must leave at least one of {size} rank{'s' * (size > 1)} to learn; raise "
-            "--nproc_per_node, or lower it"
-        )
-    make_mesh(size - config.engine_ranks, config.dp_replicate, config.cp, config.tp)
+    make_mesh(size, config.dp_replicate, config.cp, config.tp, config.engine_ranks)
     config = choose_engine(config, config.engine_ranks or size)
     chats = {name: check_model(config, name) for name, actor in config.actors.items() if not actor.api}
-    remote = {name: make_api_actor(config, name) for name, actor in config.actors.items() if actor.api}
-    plan = Plan(config=config, algorithm=algorithm, envs=envs, chats=chats, remote=remote, train=train, eval=held_out)
-    plan.imitated = None if algorithm.is_rl else ImitatedRows(config, chats[config.trained[0]])
-    share_device(plan)
-    for source in (*(train.sources if isinstance(train, TaskMix) else [train]), *held_out.values()):
-        check_lengths(config, envs, chats, plan.imitated, source)
-    if algorithm.is_rl and any("task_weight" in env.hooks for env in envs.values()):
-        plan.curriculum = option(CURRICULUM)(train, envs)
-    return plan
+    imitated = None if algorithm.is_rl else ImitatedRows(config, chats[config.trained[0]])
+    for source in (*(train.sources if isinstance(train, TaskMix) else [train]), *evals.values()):
+        check_lengths(config, envs, chats, imitated, source)
+    is_weighted = algorithm.is_rl and any("task_weight" in env.hooks for env in envs.values())
+    curriculum = option(CURRICULUM)(train, envs) if is_weighted else None
+    return Plan(
+        config=config,
+        algorithm=algorithm,
+        envs=envs,
+        train=train,
+        eval=evals,
+        chats=chats,
+        endpoints={name: make_api_actor(config, name) for name, actor in config.actors.items() if actor.api},
+        imitated=imitated,
+        curriculum=curriculum,
+    )
 
 
-def share_device(plan: Plan) -> None:
-    """Several engines of one device take turns, or are awake together and divide --engine_memory_frac."""
-    config = plan.config
-    local = {config.actors[name].share or name for name in plan.chats if not config.actors[name].servers}
-    awake = config.rollout.engines_awake
-    is_one = awake == "one" or (awake == "auto" and config.engine == "sglang")
-    plan.takes_turns = plan.algorithm.is_rl and len(local) > 1 and is_one
-    num_awake = 1 if plan.takes_turns else max(1, len(local))
-    for name in local:
-        num_engines = 1 + (config.rollout.lagged[0] > 0 and config.actors[name].is_trained)
-        plan.memory_fracs[name] = config.engine_memory_frac / num_awake / num_engines
-
-
-def choose_engine(config: Config, num_ranks: int) -> Config:
-    """--engine auto becomes what it stands for here. Raises ValueError if that cannot be done."""
-    if config.engine == "auto":
-        has_sglang = torch.cuda.is_available() and importlib.util.find_spec("sglang") is not None
-        in_4_bits = any(config.actors[owner].lora.quantize != "none" for owner in config.sharers)
-        config = replace(config, engine="sglang" if has_sglang and not in_4_bits else "embedded")
-        check(config)
-    if config.engine == "sglang":
-        option("rl_core.engines.sglang_server:check_sglang")()
-    if num_ranks % config.engine_tp:
-        fits = max(d for d in range(1, config.engine_tp) if num_ranks % d == 0)
-        raise ValueError(f"--engine_tp={config.engine_tp} must divide the number of ranks, {num_ranks}; try {fits}")
-    for name, actor in config.actors.items():
-        if (n := len(actor.servers)) and num_ranks % n:
-            raise ValueError(
-                f"--actors.{name}.engine_urls names {n} servers for {num_ranks} ranks that sample, which is not a whole number "
-                f"for each; name {max(d for d in range(1, n) if num_ranks % d == 0)}"
-            )
-    return config
-
-
-def check_model(config: Config, name: str) -> Chat:
-    """The chat template of an actor whose model is here. Raises ValueError if it cannot do what is asked of it."""
-    actor = config.actors[name]
-    model_config = load_model_config(actor.model)
-    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if positions and config.max_context_tokens > positions:
-        raise ValueError(
-            f"--max_prompt_tokens={config.max_prompt_tokens} and {config.turn_limit} turns of "
-            f"--max_tokens={config.max_tokens} are {config.max_context_tokens} tokens, and {actor.model} "
-            f"has {positions} positions (max_position_embeddings); lower them"
-        )
-    if actor.is_trained:
-        if actor.lora.rank:
-            option("rl_core.options.lora:check_lora")(actor.lora, model_config)
-        if config.tp > 1:
-            option(CHECK_TP)(config.tp, model_config, actor.lora)
-        if path := config.critic.model:
-            critic_config = load_model_config(path)
-            if config.tp > 1:
-                option(CHECK_TP)(config.tp, critic_config)
-            words, own = (c.get_text_config().vocab_size for c in (critic_config, model_config))
-            if words != own:
-                raise ValueError(
-                    f"--critic.model={path} has a vocabulary of {words} tokens, that of {name} has "
-                    f"{own}: a critic reads the actor's tokens; take a model of the same family"
-                )
-    if config.learner.kernels == "liger":
-        for path in filter(None, (actor.model, config.critic.model)):
-            option("rl_core.options.liger:check_liger")(load_model_config(path))
-    return load_chat(actor.model, actor.chat_template)
+def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
+    """The preset with the parts that were set, and those that advantage_fn and older weights ask for."""
+    algorithm = make_algorithm(config.algorithm, config.algo)
+    has_advantage_fn = bool(envs) and all(env.advantage_fn for env in envs.values())
+    if has_advantage_fn and config.algo.advantage is None and algorithm.is_rl and not algorithm.has_critic:
+        algorithm = replace(algorithm, advantage="custom")
+    check_algorithm(algorithm, config, has_advantage_fn)
+    if (config.max_staleness or config.rollout.lagged[0]) and config.algo.correction is None:
+        algorithm = replace(algorithm, correction="tis")  # weights each token by how likely the newer policy makes it
+    return algorithm
 
 
 def build(plan: Plan, ranks: Ranks) -> Run:
@@ -259,15 +191,12 @@ def make_samplers(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dic
     """What a run needs to sample: engines, actors, the environment and the worker. A rank that only samples has engines and
     their server; where there are such ranks, the others have engines that ask them."""
     config, more = plan.config, {}
-    lease = DeviceLease() if plan.takes_turns else None
+    lease = DeviceLease() if takes_turns(config) else None
     if ranks.engine_ranks and not ranks.is_engine:
         engines, lease = option(REMOTE_ENGINES)(list(plan.chats), ranks, compute_dtype(config), config.timeout_s), None
     else:
         tokenizers = {name: chat.tokenizer for name, chat in plan.chats.items()}
-        local = LocalEngines(
-            config=config, tokenizers=tokenizers, learners=learners, ranks=ranks,
-            takes_turns=plan.takes_turns, memory_fracs=plan.memory_fracs,
-        )  # fmt: skip
+        local = LocalEngines(config=config, tokenizers=tokenizers, learners=learners, ranks=ranks)
         engines = local.make(list(plan.chats))
         if config.rollout.lagged[0]:
             more["older"] = option(OLDER_POLICY)(
@@ -294,7 +223,7 @@ def make_samplers(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dic
 
 
 def make_actors(plan: Plan, engines: dict[str, Engine | None], older: Any, lease: DeviceLease | None) -> dict[str, Any]:
-    config, actors = plan.config, dict(plan.remote)
+    config, actors = plan.config, dict(plan.endpoints)
     for name, chat in plan.chats.items():
         own = config.actors[name]
         owner = own.share or name

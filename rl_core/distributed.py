@@ -42,8 +42,15 @@ class Mesh:
         return self.dp * self.cp * self.tp
 
 
-def make_mesh(size: int, dp_replicate: int = 1, cp: int = 1, tp: int = 1) -> Mesh:
-    """The mesh of `size` ranks; dp_shard is what the others leave. Raises ValueError if they do not divide it."""
+def make_mesh(size: int, dp_replicate: int = 1, cp: int = 1, tp: int = 1, engine_ranks: int = 0) -> Mesh:
+    """The mesh of `size` ranks, less those that only sample; dp_shard is what the others leave. Raises ValueError if they
+    do not divide it."""
+    if not 0 <= engine_ranks < size:
+        raise ValueError(
+            f"--engine_ranks={engine_ranks} must leave at least one of {size} rank{'s' * (size > 1)} to learn; raise "
+            "--nproc_per_node, or lower it"
+        )
+    size -= engine_ranks
     if size % (dp_replicate * cp * tp):
         raise ValueError(
             f"--dp_replicate {dp_replicate} * --cp {cp} * --tp {tp} must divide the {size} ranks; lower one"
@@ -97,7 +104,7 @@ def init_ranks(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout, learn = timedelta(seconds=timeout_s), size - engine_ranks
-    mesh = make_mesh(learn, dp_replicate, cp, tp)
+    mesh = make_mesh(size, dp_replicate, cp, tp, engine_ranks)
     if size == 1 and not is_sharded:
         return Ranks(rank=0, size=1, device=device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

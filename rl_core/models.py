@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,11 +13,12 @@ import torch
 from torch import nn
 
 from rl_core.config import Config
+from rl_core.data.chat import Chat, load_chat
 from rl_core.distributed import Ranks
 from rl_core.learning.algorithms import Algorithm
 from rl_core.learning.attention import find_kernel
 from rl_core.learning.learner import Learner
-from rl_core.learning.loading import load_hf_model
+from rl_core.learning.loading import load_hf_model, load_model_config
 from rl_core.learning.model import (
     PolicyModel,
     compile_blocks,
@@ -25,6 +27,7 @@ from rl_core.learning.model import (
     named_weights,
     reads_in_place,
 )
+from rl_core.rules import check
 from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.sampling.weights import load_weights
 from rl_core.types import counter_seed, option
@@ -36,9 +39,63 @@ ENGINES = {
     "embedded": "rl_core.engines.embedded:EmbeddedEngine",
     "sglang": "rl_core.engines.sglang:SGLangEngine",
 }
+CHECK_TP = "rl_core.options.tensor_parallel:check_tensor_parallel"
 PEFT_CONFIG = "rl_core.options.lora:peft_config"
 API_ACTOR = "rl_core.engines.api:ApiActor"
 HERE = (None, "127.0.0.1", "localhost", "::1")  # hosts of servers that see this machine's shared memory
+
+
+def choose_engine(config: Config, num_ranks: int) -> Config:
+    """--engine auto becomes what it stands for here. Raises ValueError if that cannot be done."""
+    if config.engine == "auto":
+        has_sglang = torch.cuda.is_available() and importlib.util.find_spec("sglang") is not None
+        in_4_bits = any(config.actors[owner].lora.quantize != "none" for owner in config.sharers)
+        config = replace(config, engine="sglang" if has_sglang and not in_4_bits else "embedded")
+        check(config)
+    if config.engine == "sglang":
+        option("rl_core.engines.sglang_server:check_sglang")()
+    if num_ranks % config.engine_tp:
+        fits = max(d for d in range(1, config.engine_tp) if num_ranks % d == 0)
+        raise ValueError(f"--engine_tp={config.engine_tp} must divide the number of ranks, {num_ranks}; try {fits}")
+    for name, actor in config.actors.items():
+        if (n := len(actor.servers)) and num_ranks % n:
+            raise ValueError(
+                f"--actors.{name}.engine_urls names {n} servers for {num_ranks} ranks that sample, which is not a whole number "
+                f"for each; name {max(d for d in range(1, n) if num_ranks % d == 0)}"
+            )
+    return config
+
+
+def check_model(config: Config, name: str) -> Chat:
+    """The chat template of an actor whose model is here. Raises ValueError if it cannot do what is asked of it."""
+    actor = config.actors[name]
+    model_config = load_model_config(actor.model)
+    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if positions and config.max_context_tokens > positions:
+        raise ValueError(
+            f"--max_prompt_tokens={config.max_prompt_tokens} and {config.turn_limit} turns of "
+            f"--max_tokens={config.max_tokens} are {config.max_context_tokens} tokens, and {actor.model} "
+            f"has {positions} positions (max_position_embeddings); lower them"
+        )
+    if actor.is_trained:
+        if actor.lora.rank:
+            option("rl_core.options.lora:check_lora")(actor.lora, model_config)
+        if config.tp > 1:
+            option(CHECK_TP)(config.tp, model_config, actor.lora)
+        if path := config.critic.model:
+            critic_config = load_model_config(path)
+            if config.tp > 1:
+                option(CHECK_TP)(config.tp, critic_config)
+            critic_vocab, vocab = (c.get_text_config().vocab_size for c in (critic_config, model_config))
+            if critic_vocab != vocab:
+                raise ValueError(
+                    f"--critic.model={path} has a vocabulary of {critic_vocab} tokens, that of {name} has "
+                    f"{vocab}: a critic reads the actor's tokens; take a model of the same family"
+                )
+    if config.learner.kernels == "liger":
+        for path in filter(None, (actor.model, config.critic.model)):
+            option("rl_core.options.liger:check_liger")(load_model_config(path))
+    return load_chat(actor.model, actor.chat_template)
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -133,16 +190,32 @@ def adapters_of(config: Config, owner: str) -> list[str]:
     return [name for name in users if config.actors[name].is_trained]
 
 
+def engine_owners(config: Config) -> set[str]:
+    """Actors that have an engine of their own on this device."""
+    return {a.share or name for name, a in config.actors.items() if not (a.api or a.engine_urls)}
+
+
+def takes_turns(config: Config) -> bool:
+    """Whether one engine of a device is awake at a time. Otherwise they divide --engine_memory_frac."""
+    awake = config.rollout.engines_awake
+    return len(engine_owners(config)) > 1 and (awake == "one" or (awake == "auto" and config.engine == "sglang"))
+
+
+def memory_frac(config: Config, name: str) -> float:
+    """What an actor's SGLang engine may take of a GPU."""
+    num_awake = 1 if takes_turns(config) else max(1, len(engine_owners(config)))
+    num_engines = 1 + (config.rollout.lagged[0] > 0 and config.actors[name].is_trained)
+    return round(config.engine_memory_frac / num_awake / num_engines, 3)
+
+
 @dataclass(kw_only=True)
 class LocalEngines:
-    """The engines of this process, made one after the other."""
+    """Makes the engines of this process, one after the other."""
 
     config: Config
     tokenizers: Mapping[str, PreTrainedTokenizerBase]
     learners: Mapping[str, Learner]
     ranks: Ranks
-    takes_turns: bool  # one engine of a device is awake at a time
-    memory_fracs: Mapping[str, float]  # of a GPU, for each SGLang engine
     modules: list[nn.Module] = field(default_factory=list)  # that embedded engines sample with
 
     def make(self, names: list[str], role: str = "") -> dict[str, Engine | None]:
@@ -177,11 +250,11 @@ class LocalEngines:
                 n: option("rl_core.options.lora:peft_config")(a.lora, module, a.model).to_dict()
                 for n, a in adapters.items()
             },
-            owns_weights=owns_weights and self.takes_turns,
+            owns_weights=owns_weights and takes_turns(config),
             log=Path(config.out) / f"engine_{name}{role}_{ranks.rank:05d}.log",
             start_timeout_s=config.timeout_s,
             tp=config.engine_tp,
-            memory_frac=round(self.memory_fracs.get(name, config.engine_memory_frac), 3),
+            memory_frac=memory_frac(config, name),
             url=url,
             folder=str(Path(config.out).resolve()) if urlsplit(url).hostname not in HERE else None,
         )

@@ -63,7 +63,7 @@ async def close(run: Run) -> None:
         await run.worker.close()
     if run.writing is not None:
         await run.writing
-    for speaker in (*run.remote.values(), *run.all_engines):
+    for speaker in (*run.endpoints.values(), *run.all_engines):
         await speaker.close()
 
 
@@ -183,7 +183,7 @@ async def note_rollouts(run: Run, step: int, trajectories: list[Trajectory]) -> 
             run.note(f"rollout/{name}/", lag_metrics(own, step))
         for env in run.envs if len(run.envs) > 1 else ():
             run.note(f"rollout/{name}/{env}/", rollout_metrics([t for t in own if t.env == env]))
-    for name, actor in run.remote.items():
+    for name, actor in run.endpoints.items():
         run.note(f"rollout/{name}/", actor.take_metrics())
     if lease := run.lease:
         run.note("rollout/", {"engine_switches": Sum(lease.num_switches), "engine_switch_s": Sum(lease.switch_s)})

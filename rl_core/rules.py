@@ -125,7 +125,16 @@ ENV_RULES = [
     (lambda x: x.name not in x.c.env_paths, ": --env_path has no such file; {nearest}"),
     MAX_TOKENS,
 ]  # x.a: --envs.NAME
-ALGORITHM_RULES = [  # x.a: the preset with the parts that were given; x.given: their names
+ALGORITHM_RULES = [  # x.a: the preset with the parts that were given; x.given: their names; x.has_fn: advantage_fn is there
+    (
+        lambda x: x.has_fn and x.a.has_critic and "advantage" not in x.given,
+        "{c.env_path} defines advantage_fn, which --algorithm {c.algorithm} would not call: its advantages come from a "
+        "critic; set --algo.advantage gae to keep the critic, or take --algorithm grpo",
+    ),
+    (
+        lambda x: x.a.advantage == "custom" and not x.has_fn,
+        "--algo.advantage=custom needs def advantage_fn(rewards) in {c.env_path}; define it",
+    ),
     (
         lambda x: x.a.advantage in BASELINES and x.c.group_size < 2,
         "--group_size={c.group_size}: the baseline is the group's mean; take at least 2, or --algo.advantage none or gae",
@@ -220,10 +229,10 @@ def check(config: Any) -> None:
             raise ValueError(f"{given} needs {library}, which is not installed: pip install .[{extra}]")
 
 
-def check_algorithm(algorithm: Any, config: Any) -> None:
+def check_algorithm(algorithm: Any, config: Any, has_advantage_fn: bool = False) -> None:
     """Raises ValueError for parts of an algorithm that contradict each other, or that would do nothing."""
     given = {name for name, value in vars(config.algo).items() if value is not None}
-    refuse(ALGORITHM_RULES if config.is_rl else [], c=config, a=algorithm, given=given)
+    refuse(ALGORITHM_RULES if config.is_rl else [], c=config, a=algorithm, given=given, has_fn=has_advantage_fn)
 
 
 def refuse(rules: list, prefix: str = "", **facts: Any) -> None:

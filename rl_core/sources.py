@@ -9,10 +9,9 @@ from rl_core.data.chat import Chat
 from rl_core.data.rows import ROLLOUTS, is_trajectory, load_rows
 from rl_core.data.tasks import TaskMix, TaskSource
 from rl_core.learning.algorithms import Algorithm
-from rl_core.models import option
 from rl_core.rules import check
 from rl_core.sampling.env import Env, load_env
-from rl_core.types import Task, TrainingSample
+from rl_core.types import Task, TrainingSample, option
 
 # What makes samples of a row, by the algorithm.
 ROWS = {
@@ -31,13 +30,13 @@ def load_envs(config: Config) -> tuple[Config, dict[str, Env]]:
     for name, path in config.env_paths.items():
         env = envs[name] = load_env(path, hook_timeout_s=config.rollout.hook_timeout_s)
         env.check_actors(list(config.actors))
-        own = config.env(name)
-        env.max_turns = own.max_turns or config.max_turns or env.max_turns or (8 if env.is_multi_turn else 1)
-        env.max_tokens = own.max_tokens or config.max_tokens
+        given = config.env(name)
+        env.max_turns = given.max_turns or config.max_turns or env.max_turns or (8 if env.is_multi_turn else 1)
+        env.max_tokens = given.max_tokens or config.max_tokens
     if envs:
-        own = {name: replace(config.env(name), max_turns=env.max_turns) for name, env in envs.items()}
+        sections = {name: replace(config.env(name), max_turns=env.max_turns) for name, env in envs.items()}
         limit = max(env.max_turns for env in envs.values())
-        config = replace(config, max_turns=limit, envs=own if len(envs) > 1 else config.envs)
+        config = replace(config, max_turns=limit, envs=sections if len(envs) > 1 else config.envs)
         check(config)
     if config.is_rl:
         check_speakers(config, envs)
@@ -71,6 +70,16 @@ def train_source(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> 
     if len(sources) == 1:
         return next(iter(sources.values()))
     return TaskMix(list(sources.values()), [weights[name] for name in sources])
+
+
+def eval_sources(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> dict[str, TaskSource]:
+    """Held-out tasks by the name of their environment."""
+    sources = {name: load_source(config, envs.get(name), name, "eval", algorithm) for name in envs or ["data"]}
+    if all(source is None for source in sources.values()):
+        raise ValueError(
+            "--eval_every asks for evaluation, but there is no --data.eval and no load_tasks in the environment"
+        )
+    return {name: source for name, source in sources.items() if source is not None}
 
 
 def load_source(config: Config, env: Env | None, name: str, split: str, algorithm: Algorithm) -> TaskSource | None:

@@ -33,7 +33,7 @@ REFUSED = {
         "--algo.dual_clip 0.9": "above 1",
         "--max_turns 3 --max_tokens 2000": "--max_prompt_tokens=40 and 3 turns of --max_tokens=2000 are 6040 ... has 4096",
         "--algorithm ppo --critic.model {out}/other": "has a vocabulary of 77 tokens",
-        "--algorithm ppo --env_path {dir}/own_advantage.py": "set --algo.advantage gae to ask it all the same",
+        "--algorithm ppo --env_path {dir}/own_advantage.py": "set --algo.advantage gae to keep the critic",
         "--engine_ranks 1": "must leave at least one of 1 rank to learn",
         "--engine_tp 2": "--engine_tp=2 needs --engine sglang",
     },

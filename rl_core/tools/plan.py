@@ -128,7 +128,7 @@ def engine_bytes(plan: Plan, size: Size, mesh: Mesh) -> Table:
 def describe(plan: Plan, num_ranks: int) -> str:
     """What --dry_run prints: parameters, tokens of a step, and for each actor that learns GiB on one rank."""
     config = plan.config
-    mesh = make_mesh(num_ranks - config.engine_ranks, config.dp_replicate, config.cp, config.tp)
+    mesh = make_mesh(num_ranks, config.dp_replicate, config.cp, config.tp, config.engine_ranks)
     episodes = config.tasks_per_step * (config.group_size if plan.algorithm.is_rl else 1 + plan.algorithm.is_pairs)
     kind = "episodes" if plan.algorithm.is_rl else "replies" if plan.algorithm.is_pairs else "rows"
     longest = config.max_context_tokens
