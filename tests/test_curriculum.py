@@ -176,7 +176,7 @@ def test_two_ranks_draw_what_one_does(tiny_model, torchrun, tmp_path):
         ("def task_weight(succes_rate): return 1", "names 'succes_rate', which is neither"),
         (
             "def task_weight(trajectory): return 1",
-            "names 'trajectory', which is neither an argument that it can have nor a column",
+            "names 'trajectory', which is neither one of its arguments nor a column",
         ),
         ("async def task_weight(): return 1", "drop the async"),
         ("task_weight = 3", "task_weight must be a function"),

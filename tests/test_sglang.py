@@ -213,7 +213,7 @@ def test_weights_go_through_shared_memory_that_holds_but_a_part_of_them(make, st
         assert is_same(standin.held, update(engine, version, version))
     assert most.keys() == {"shared"}
     restart(engine, standin)
-    with pytest.raises(EngineDied, match="no room to keep them"):
+    with pytest.raises(EngineDied, match="did not fit into shared memory"):
         ask(engine)
 
 

@@ -75,10 +75,10 @@ def load_rollouts(files: list[Path], source: str, min_reward: float | None, acto
         raise ValueError(f"{source}: no episode to train on; all failed")
     if actor is None and len(actors) > 1:
         raise ValueError(
-            f"{source} holds what {', '.join(actors)} said; choose one by --data.actor, such as {actors[0]}"
+            f"{source} holds episodes of {', '.join(actors)}; choose one with --data.actor, such as {actors[0]}"
         )
     if actor not in (None, *actors):
-        raise ValueError(f"--data.actor={actor} did not speak in {source}; {nearest(actor, actors)}")
+        raise ValueError(f"--data.actor={actor} has no episode in {source}; {nearest(actor, actors)}")
     own = [(reward, row) for name, reward, row in found if actor in (None, name)]
     rows = [row for reward, row in own if min_reward is None or reward >= min_reward]
     if not rows:

@@ -150,6 +150,6 @@ def read_key(actor: str, variable: str) -> str:
         shown = variable if variable.isidentifier() else "it"  # it may be the key itself
         raise ValueError(
             f"actor {actor!r}: api_key_env must name an environment variable with a key, and {shown} holds none; for an "
-            "endpoint that wants none give api_key_env=''"
+            "endpoint without a key give api_key_env=''"
         )
     return key

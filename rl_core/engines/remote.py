@@ -78,7 +78,7 @@ class WeightChannel:
             if (found := checksum(flat)) != sent:
                 raise RunError(
                     f"engine rank {self.number} received other weights than were sent to it: bucket {number}, from "
-                    f"{shapes[0][0]} to {shapes[-1][0]}, has checksum {found:016x} instead of {sent:016x}; look at the "
+                    f"{shapes[0][0]} to {shapes[-1][0]}, has checksum {found:016x} instead of {sent:016x}; check the "
                     "network and the memory between it and the first learner, and go on with --resume"
                 )
             for (name, shape), part in zip(shapes, flat.split(sizes), strict=True):

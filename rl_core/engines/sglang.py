@@ -140,7 +140,7 @@ class SGLangEngine:
         """Samples more tokens, up to the end or the next pause."""
         if self._needs_weights:
             raise EngineDied(
-                f"{self.server} was restarted without weights: there was no room to keep them; use --resume"
+                f"{self.server} was restarted without weights: they did not fit into shared memory; use --resume"
             )
         slot, rid, num_pauses = self._slots.get(adapter), uuid.uuid4().hex, self._num_pauses
         version = slot.version if slot else self.version

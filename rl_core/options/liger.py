@@ -20,7 +20,7 @@ def check_liger(model_config: PretrainedConfig) -> None:
 
     if model_config.model_type not in KNOWN:
         raise ValueError(
-            f"--learner.kernels=liger has none for models of type {model_config.model_type!r}; leave it out, or "
+            f"--learner.kernels=liger has no kernels for models of type {model_config.model_type!r}; leave it out, or "
             f"take one of {', '.join(sorted(KNOWN))}"
         )
 

@@ -85,7 +85,7 @@ def pair_messages(row: dict[str, Any]) -> tuple[list[Message], list[Message], li
     for column, side in zip(PAIR, sides, strict=True):
         said = side[-1] if side else {}
         if not said.get("tool_calls") and not str(said.get("content") or "").strip():
-            raise ValueError(f"column {column!r} has an empty reply, {shorten(row[column])}: it must say something")
+            raise ValueError(f"column {column!r} has an empty reply, {shorten(row[column])}: it must have text")
         if not context or side[0]["role"] != "assistant" or said["role"] != "assistant":
             raise ValueError(
                 f"column {column!r} must be a reply that begins and ends with an assistant's message, or a conversation "

@@ -61,7 +61,7 @@ def check_tensor_parallel(tp: int, model_config: PretrainedConfig, lora: LoraCon
         nearest = min(fits, key=lambda n: (abs(n - tp), n))
         found = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
-            f"--tp={tp} must divide the model's {found}, and leave words of {config.vocab_size} to every rank; "
+            f"--tp={tp} must divide the model's {found}, and leave vocabulary ids of {config.vocab_size} to every rank; "
             f"try --tp {nearest}"
         )
 
@@ -106,8 +106,8 @@ def split_again(parameter: nn.Parameter, num_parts: int) -> Shard | None:
     words, width = parameter.shape
     if width % num_parts:
         raise ValueError(
-            f"--tp={parameter.device_mesh.size()} does not divide the model's {words} words, so that the other ranks of a "
-            f"copy, {num_parts}, must divide its hidden_size={width}; try {math.gcd(width, num_parts)} of them, or --tp 1"
+            f"--tp={parameter.device_mesh.size()} does not divide the model's vocabulary of {words}, so that the other ranks of "
+            f"a copy, {num_parts}, must divide its hidden_size={width}; try {math.gcd(width, num_parts)} of them, or --tp 1"
         )
     return Shard(1)
 

@@ -218,8 +218,8 @@ class Conversation:
         self._check_idle()
         if self.drawn_by and self.speaker.is_trainable:
             raise ValueError(
-                f"a reply of {self.actor} for which {self.drawn_by[0]} was given cannot be trained: the run says how it samples "
-                f"what it trains on; leave {self.drawn_by[0]} out, or return no trajectory of it"
+                f"a reply of {self.actor} for which {self.drawn_by[0]} was given cannot be trained: the learner assumes "
+                f"--sampling.*; leave {self.drawn_by[0]} out, or return no trajectory of it"
             )
         parts = finite_parts(reward, "rollout", f"trajectory(reward=...) of {self.actor}")
         return self.record(reward=math.fsum(parts.values()), reward_parts=parts, seat=seat, metrics=dict(metrics or {}))
@@ -233,7 +233,7 @@ class Conversation:
     def _check_idle(self) -> None:
         if self.is_busy:
             raise ValueError(
-                f"this reply of {self.actor} is still being continued, or failed to be; fork() it before each branch"
+                f"this reply of {self.actor} is still being continued, or its continuation failed; fork() it before each branch"
             )
 
 

@@ -101,7 +101,7 @@ class Env:
                 for name in sorted(names - row.keys()):
                     hint = "it needs start(task)" if name == "state" else nearest(name, sorted({*ours, *row}))
                     raise ValueError(
-                        f"{self.path}: {what} names {name!r}, which is neither an argument that it can have nor a column of "
+                        f"{self.path}: {what} names {name!r}, which is neither one of its arguments nor a column of "
                         f"row {number} of {source}; {hint}"
                     )
 
