@@ -126,10 +126,21 @@ def test_a_request_that_the_server_cuts_off_is_a_completion_of_that_length(make,
 
 
 def test_an_end_token_that_was_not_asked_for_does_not_end_a_completion(make, standin):
-    standin.answers = [([5, 2], {"type": "stop", "matched": 2}), ([9], {"type": "stop", "matched": 9})]
+    standin.answers = [([5, 2], {"type": "stop", "matched": 2}), ([9], {"type": "stop", "matched": 9}, -0.25)]
     done = ask(make(), SamplingParams(max_tokens=8, stop_token_ids=(9,)))
     assert (done.token_ids, done.finish_reason) == ([5, 2, 9], "stop")
+    assert done.logprobs == [-0.5, -0.5, -0.25]
     assert [body["input_ids"] for path, body in standin.requests if path == "generate"] == [[1, 2], [1, 2, 5, 2]]
+
+
+def test_the_server_draws_as_it_is_asked_to(make, standin):
+    engine = make()
+    for asked in ({"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1}, {"temperature": 0.0}):
+        ask(engine, SamplingParams(max_tokens=8, stop_token_ids=(9,), **asked))
+        told = [body for path, body in standin.requests if path == "generate"][-1]["sampling_params"]
+        off = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}  # SGLang's
+        same = {"max_new_tokens": 8, "stop_token_ids": [9], "skip_special_tokens": False, "no_stop_trim": True}
+        assert {name: told[name] for name in off | same} == off | same | asked
 
 
 @pytest.mark.parametrize(
