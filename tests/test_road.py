@@ -115,6 +115,15 @@ def test_samples_of_an_evaluation_are_drawn_as_eval_sampling_says(run):
     assert status == 0 and said["greedy"] == said["sampled"], "the likeliest token is the only one of the first 1"
 
 
+def test_failed_episodes_are_no_part_of_an_evaluation(run):
+    code = "def reward_fn(n): return float(n)\n"
+    code += "def group_reward_fn(trajectories, n):\n    assert n != 3\n    return [0.5] * len(trajectories)\n"
+    status, out, _ = run(code, "--num_steps", "1", "--eval_every", "1", "--rollout.max_failed_fraction", "1")
+    row = metrics(out)[0]
+    assert status == 0 and row["eval/x/greedy_score"] == (0 + 1 + 2) / 3 + 0.5
+    assert row["eval/x/greedy_reward/reward_fn"] == 1 and row["eval/x/greedy_reward/group_reward_fn"] == 0.5
+
+
 def test_only_the_newest_checkpoints_are_kept(run):
     code = "def reward_fn(completion): return float(len(completion) % 3)\n"
     _, out, _ = run(code, "--num_steps", "4", "--save_every", "1", "--keep_checkpoints", "2")
