@@ -9,9 +9,10 @@ import pytest
 from kit import metrics, trajectories
 
 from rl_core.distributed import Ranks
+from rl_core.sampling.outcomes import refuse_failures
 from rl_core.sampling.rollout import POLL_S, RolloutWorker, make_groups
 from rl_core.train import main
-from rl_core.types import SamplingParams, Task
+from rl_core.types import SamplingParams, Task, Trajectory
 
 ROWS = """
 def load_tasks(split): return [{"prompt": f"{n}?", "n": n} for n in range(NUM_ROWS)]
@@ -45,6 +46,26 @@ def test_one_bad_row_of_twenty_does_not_end_a_run(run):
     status, out, _ = run(FAILS.format(when="n != 7"), "--num_steps", "10", num_rows=20)
     assert status == 0
     assert sum(row["rollout/policy/failed"] for row in metrics(out)) == 4  # two episodes in each epoch
+
+
+def test_a_row_that_fails_whenever_it_is_drawn_is_one_row():
+    ranks, rows = Ranks(rank=0, size=1, device=None, store=None), {}
+    for epoch in range(20):
+        episodes = [
+            Trajectory(task_id=str(n), env="x", group_id=f"{epoch}/{n}", status="ok" if n else "failed")
+            for n in range(20)
+        ]
+        refuse_failures(episodes, rows, 0.1, "the step", ranks)
+    assert len(rows) == 20 and sum(rows.values()) == 1
+
+
+def test_rows_that_are_too_long_are_left_out_if_that_is_asked_for(run):
+    code = "def load_tasks(split): return [{'prompt': 'x' * (1 + 40 * (n % 2))} for n in range(4)]\n"
+    code += "def reward_fn(completion): return float(len(completion))\n"
+    status, _, said = run(code, "--num_steps", "1")
+    assert status == 1 and "train/1: a prompt of" in said and "--data.skip_long" in said
+    status, out, _ = run(code, "--num_steps", "1", "--data.skip_long", "true")
+    assert status == 0 and {t["task_id"] for t in step(out, 1)} == {"train/0", "train/2"}
 
 
 def test_where_all_fail_the_run_stops_and_what_was_said_is_in_its_folder(run):
