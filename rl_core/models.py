@@ -1,4 +1,4 @@
-"""What learns and what samples: the learner of each actor that is trained, and the engine of each that speaks."""
+"""Learners and engines: a learner for each trained actor, an engine for each actor or shared model."""
 
 from __future__ import annotations
 

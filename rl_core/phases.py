@@ -1,4 +1,4 @@
-"""What a step is made of: rollouts, samples, learning, new weights for engines; and evaluation and saving between steps."""
+"""The parts of a step: rollouts, samples, learning, new weights for engines; evaluation and saving between steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def start(run: Run) -> None:
 
 
 async def resume(run: Run, version: int) -> None:
-    """Groups go on, and begin, by the new weights."""
+    """Groups continue, and new ones begin, with the new weights."""
     if run.worker is not None:
         run.worker.version = version
     for engine in run.all_engines if run.config.max_staleness else ():
@@ -48,7 +48,7 @@ async def resume(run: Run, version: int) -> None:
 
 
 async def finish(run: Run) -> None:
-    """What the last update gave the engines has no next step that checks it."""
+    """Checks the engines' weights after the last update, which no next step checks."""
     if run.canary:
         await run.canary.sample()
         await sleep_engines(run)
@@ -58,7 +58,7 @@ async def finish(run: Run) -> None:
 
 
 async def close(run: Run) -> None:
-    """Nothing that the run started is left."""
+    """Ends everything that the run started."""
     if run.worker is not None:
         await run.worker.close()
     if run.writing is not None:
@@ -135,7 +135,7 @@ async def sample(run: Run, step: int) -> dict[str, list[TrainingSample]]:
 
 
 def imitated_samples(run: Run) -> dict[str, list[TrainingSample]]:
-    """Of the rows that this step imitates."""
+    """This rank's samples of the rows that a step imitates."""
     n = run.config.tasks_per_step
     positions = range(run.position + run.ranks.rank, run.position + n, run.ranks.size)
     run.position += n
@@ -144,8 +144,8 @@ def imitated_samples(run: Run) -> dict[str, list[TrainingSample]]:
 
 
 async def collect(run: Run, step: int) -> list[Trajectory]:
-    """What this rank learns from. With refilling, further groups replace those without signal (DAPO's dynamic sampling,
-    arXiv:2503.14476, section 3.2), which are given back too."""
+    """This rank's trajectories of a step. With refilling, further groups replace those without signal (DAPO's dynamic
+    sampling, arXiv:2503.14476, section 3.2); these are returned too."""
     config, rounds, found = run.config, run.algorithm.refill_rounds, []
     missing = config.tasks_per_step
     for number in range(rounds + 1):
@@ -166,7 +166,7 @@ async def collect(run: Run, step: int) -> list[Trajectory]:
 
 
 async def write(run: Run, name: str, trajectories: list[Trajectory]) -> None:
-    """Writes in a thread. The file is whole when the next one is begun, or when the run ends."""
+    """Writes in a thread. The file is complete before the next one begins, or when the run ends."""
     if run.writing is not None:
         await run.writing
     if run.config.rollout.save:
@@ -192,7 +192,7 @@ async def note_rollouts(run: Run, step: int, trajectories: list[Trajectory]) -> 
 
 
 async def note_engines(run: Run) -> None:
-    """How often engines were started again, and of ranks that only sample how long they had nothing to do."""
+    """How often engines were started again, and the idle time of ranks that only sample."""
     found: dict[str, Metric] = {}
     for name, engine in (*run.engines.items(), *(run.older.engines.items() if run.older else ())):
         if run.ranks.engine_ranks and run.ranks.rank == 0:

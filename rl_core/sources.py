@@ -1,4 +1,4 @@
-"""The environments of a run, and the tasks that it trains and evaluates on. Whatever can be refused of them is refused here."""
+"""Environments of a run, and the tasks that it trains and evaluates on. Wrong ones are refused here."""
 
 from __future__ import annotations
 
