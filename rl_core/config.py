@@ -26,11 +26,7 @@ def flag(default: Any, help: str, *, at_least=None, above=None, at_most=None, on
     """A field with its help line and range. A type as default makes a section, a list or a dict. Setting the flag for an
     algorithm that is not among `only` is refused."""
     rule = {"help": help, "at_least": at_least, "above": above, "at_most": at_most, "only": only}
-    return (
-        field(default_factory=default, metadata=rule)
-        if isinstance(default, type)
-        else field(default=default, metadata=rule)
-    )
+    return field(**{"default_factory" if isinstance(default, type) else "default": default}, metadata=rule)
 
 
 @dataclass(kw_only=True)
@@ -311,13 +307,9 @@ def leaves(
 def parse_config(argv: list[str]) -> Config:
     """The checked configuration of a command line. Raises ValueError with the value, the rule and the fix; prints and exits
     on --help."""
-    for i, arg in enumerate(argv):
+    for arg, after in zip(argv, [*argv[1:], "--"], strict=True):
         if arg in ("--help", "-h"):
-            print(
-                import_module(HELP).help_page(
-                    argv[i + 1] if i + 1 < len(argv) and not argv[i + 1].startswith("-") else ""
-                )
-            )
+            print(import_module(HELP).help_page("" if after.startswith("-") else after))
             raise SystemExit(0)
     config = resolve(read_values(spelled_out(argv)))
     check(config)

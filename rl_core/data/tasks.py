@@ -24,14 +24,21 @@ def make_task(row: dict[str, Any], index: int, env: str, split: str, is_pair: bo
     if column is None:
         have = ", ".join(map(str, row)) or "no columns"
         raise ValueError(f"{place}: needs one of the columns {', '.join(PROMPT_COLUMNS)}; has {have}")
-    content = row[column]
-    if isinstance(content, str) and column != "messages":
-        content = [{"role": "user", "content": content}]
     try:
-        messages = check_messages(content)
+        messages = column_messages(row, column)
     except ValueError as error:
-        raise ValueError(f"{place}, column {column!r}: {error}") from None
+        raise ValueError(f"{place}, {error}") from None
     return Task(id=f"{split}/{index}", env=env, row=row, messages=messages)
+
+
+def column_messages(row: dict[str, Any], column: str, role: str = "user") -> list[Message]:
+    """A column's messages; text, but in `messages`, is one message of `role`. Raises ValueError as check_messages."""
+    if isinstance(row[column], str) and column != "messages":
+        return [{"role": role, "content": row[column]}]
+    try:
+        return check_messages(row[column])
+    except ValueError as error:
+        raise ValueError(f"column {column!r}: {error}") from None
 
 
 def check_messages(messages: Any) -> list[Message]:

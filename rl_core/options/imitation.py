@@ -12,6 +12,7 @@ from typing import Any
 from rl_core.data.chat import PROBE, Chat, TokenStream, shared_length, text_after, unmarked
 from rl_core.data.rows import is_trajectory
 from rl_core.data.samples import prompts_of, samples_from_turns
+from rl_core.data.tasks import column_messages
 from rl_core.types import Completion, Message, TrainingSample, Turn
 
 
@@ -51,13 +52,13 @@ def imitated_turn(token_ids: list[int], new_ids: list[int], is_fresh: bool, text
 
 def imitation_messages(row: dict[str, Any]) -> list[Message]:
     if row.get("messages") is not None:
-        messages = column_messages(row, "messages", "user")
+        messages = column_messages(row, "messages")
         if is_trajectory(row):  # assistants' messages before the first turn are part of the prompt
             spoken = imitated(messages)
             first = spoken[-len(row["turns"])] if len(spoken) >= len(row["turns"]) else 0
             messages = [{**m, "train": False} for m in messages[:first]] + messages[first:]
     elif row.get("prompt") is not None and row.get("response") is not None:
-        prompt = [{**m, "train": False} for m in column_messages(row, "prompt", "user")]
+        prompt = [{**m, "train": False} for m in column_messages(row, "prompt")]
         messages = prompt + column_messages(row, "response", "assistant")
     else:
         raise ValueError(
@@ -72,15 +73,6 @@ def imitation_messages(row: dict[str, Any]) -> list[Message]:
 def imitated(messages: list[Message]) -> list[int]:
     """Indices of messages to imitate: assistants' without "train": False."""
     return [i for i, m in enumerate(messages) if m.get("role") == "assistant" and m.get("train") is not False]
-
-
-def column_messages(row: dict[str, Any], column: str, role: str) -> list[Message]:
-    value = row[column]
-    if isinstance(value, str) and column != "messages":
-        return [{"role": role, "content": value}]
-    if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
-        raise ValueError(f'column {column!r} holds {value!r:.80}: it must be a list of {{"role", "content"}} messages')
-    return value
 
 
 def imitation_turns(chat: Chat, messages: list[Message], tools: list | None = None) -> list[Turn]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_core.config import nearest
 from rl_core.data.chat import Chat, shared_length
-from rl_core.data.tasks import check_messages, shorten
+from rl_core.data.tasks import column_messages, shorten
 from rl_core.options.imitation import imitation_samples
 from rl_core.types import Message, TrainingSample
 
@@ -70,13 +70,13 @@ def pair_messages(row: dict[str, Any]) -> tuple[list[Message], list[Message], li
     for column in PAIR:
         if row.get(column) is None:
             raise ValueError(f"a preference pair needs a column {column!r}; {nearest(column, row)}")
-        sides.append(as_messages(row[column], column, "assistant"))
+        sides.append(column_messages(row, column, "assistant"))
     if all(side[0]["role"] == "assistant" for side in sides):
         column = next((c for c in ("messages", "prompt") if row.get(c) is not None), None)
         if column is None:
             hint = nearest("prompt", row)
             raise ValueError(f"the replies of a pair need the column 'messages' or 'prompt' that they reply to; {hint}")
-        context = as_messages(row[column], column, "user")
+        context = column_messages(row, column)
     else:
         shared = shared_length(*sides)
         context, sides = sides[0][:shared], [side[shared:] for side in sides]
@@ -92,12 +92,3 @@ def pair_messages(row: dict[str, Any]) -> tuple[list[Message], list[Message], li
                 f"that begins as the other one does and ends so; is {shorten(row[column])}"
             )
     return context, sides[0], sides[1]
-
-
-def as_messages(value: Any, column: str, role: str) -> list[Message]:
-    if isinstance(value, str) and column != "messages":
-        return [{"role": role, "content": value}]
-    try:
-        return check_messages(value)
-    except ValueError as error:
-        raise ValueError(f"column {column!r}: {error}") from None

@@ -18,7 +18,6 @@ from typing import NoReturn
 from rl_core.config import nearest
 
 MAX_TURNS = 10_000  # of one episode, as a schedule may ask for them
-MAX_DEPTH = 50  # of brackets
 TOKEN = re.compile(r"->|\.\.|[*()/]|\d+|[^\W\d]\w*(?:-\w+)*")
 NAME = re.compile(r"[^\W\d]")
 SLASH = re.compile(r"\s*/")
@@ -38,7 +37,7 @@ def parse_schedule(text: str, actors: Sequence[str] = ()) -> tuple[Piece, ...]:
     """The pieces of a schedule. Raises ValueError with the place marked if it does not parse, names an actor that is not
     one of `actors`, has no turn, or may last longer than MAX_TURNS. Without `actors` any name is allowed, and `*` stays."""
     reader = Reader(text, actors)
-    tree = reader.schedule(depth=0)
+    tree = reader.schedule()
     if reader.token:
         reader.refuse("expected '->' or the end")
     longest = num_turns(tree)
@@ -101,30 +100,28 @@ class Reader:
             self.refuse(f"expected {token!r}")
         self.step()
 
-    def schedule(self, depth: int) -> tuple[Piece, ...]:
-        if depth > MAX_DEPTH:
-            self.refuse(f"more than {MAX_DEPTH} brackets in one another")
-        pieces = [self.piece(depth)]
+    def schedule(self) -> tuple[Piece, ...]:
+        pieces = [self.piece()]
         while self.token == "->":
             self.step()
-            pieces.append(self.piece(depth))
+            pieces.append(self.piece())
         return tuple(pieces)
 
-    def piece(self, depth: int) -> Piece:
-        names, pieces = self.item(depth)
+    def piece(self) -> Piece:
+        names, pieces = self.item()
         low, high = self.times() if self.token == "*" else (1, 1)
         if pieces and not num_turns(pieces):
             low = high = 0  # no turn, however often repeated
         return Piece(names=names, pieces=pieces, low=low, high=high)
 
-    def item(self, depth: int) -> tuple[tuple[str, ...], tuple[Piece, ...]]:
+    def item(self) -> tuple[tuple[str, ...], tuple[Piece, ...]]:
         if self.token == "*":
             self.step()
             return self.actors or ("*",), ()
         if self.token == "(":
             self.step()
             if not (NAME.match(self.token) and SLASH.match(self.text, self.place + len(self.token))):
-                pieces = self.schedule(depth + 1)
+                pieces = self.schedule()
                 self.expect(")")
                 return (), pieces
             names = [self.name()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import difflib
 import functools
-import importlib
 import importlib.util
 import inspect
 import itertools
@@ -22,7 +21,7 @@ from rl_core.data.tasks import shorten
 from rl_core.sampling.actor import Cast, at_most, copied
 from rl_core.sampling.episode import Reward, play, score_group, task_copy
 from rl_core.sampling.hooks import Hook, describe_error, finite
-from rl_core.types import Message, RunError, Task, Trajectory, counter_seed
+from rl_core.types import Message, RunError, Task, Trajectory, counter_seed, option
 
 MAX_TURNS = 10_000  # that are taken of a turns() that yields for ever
 # What each hook may name besides the data's columns. `state` joins SPOKEN if there is a start().
@@ -56,11 +55,6 @@ SETTINGS = {
         "None, or the finite reward of an episode that was cut off",
     ),
 }
-
-
-def option(name: str) -> ModuleType:
-    """A module of rl_core/options, imported only by environments that need it."""
-    return importlib.import_module(f"rl_core.options.{name}")
 
 
 def is_list(value: Any, kind: type) -> bool:
@@ -123,7 +117,7 @@ class Env:
 
     def _schedule(self, names: Sequence[str] = ()) -> tuple:
         try:
-            return option("schedule").parse_schedule(self.turns, sorted(names))
+            return option("rl_core.options.schedule:parse_schedule")(self.turns, sorted(names))
         except ValueError as error:
             raise ValueError(f"{self.path}: turns: {error}") from None
 
@@ -131,7 +125,7 @@ class Env:
         """Names of actors that may speak; without `names`, those in the file. None if only a function of the file decides."""
         if "rollout" in self.hooks or isinstance(self.turns, Hook):
             return None
-        return option("schedule").speakers_of(self._schedule(names)) if self.turns else list(names)
+        return option("rl_core.options.schedule:speakers_of")(self._schedule(names)) if self.turns else list(names)
 
     def opening(self, task: Task, actor: str) -> list[Message]:
         """An actor's messages before the first turn. Its system prompt replaces the task's own."""
@@ -147,7 +141,7 @@ class Env:
         if self.turns is None:
             return task
         if isinstance(self.turns, str):
-            order = option("schedule").draw_turns(self._schedule(names), seed)
+            order = option("rl_core.options.schedule:draw_turns")(self._schedule(names), seed)
         else:
             given = {name: lambda: copied(task.messages) for name in ("messages", "prompt")}
             given |= {"task": lambda: task_copy(task), "actors": lambda: list(names)}
@@ -225,12 +219,12 @@ def load_env(path: str, *, hook_timeout_s: float = 60.0) -> Env:
         turns=turns,
         max_turns=has.get("max_turns"),
         tools=has.get("tools"),
-        system_prompts=option("system_prompts").load_prompts(prompts, path) if prompts else {},
+        system_prompts=option("rl_core.options.system_prompts:load_prompts")(prompts, path) if prompts else {},
         name_prefix=has.get("name_prefix", False),
         truncated_reward=has.get("truncated_reward"),
     )
     if isinstance(turns, str):
-        env.max_turns = env.max_turns or option("schedule").num_turns(env._schedule())
+        env.max_turns = env.max_turns or option("rl_core.options.schedule:num_turns")(env._schedule())
     return env
 
 

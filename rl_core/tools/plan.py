@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_core.build import Plan
-from rl_core.config import ActorConfig, Config
+from rl_core.config import ActorConfig
 from rl_core.distributed import Mesh, make_mesh
 from rl_core.learning.loading import load_model_config
 from rl_core.models import compute_dtype, has_reference
@@ -77,14 +77,16 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     while_sampling = learner.offload == "none"
     while_learning = learner.offload != "always"
     tokens = learner.microbatch_tokens
-    kept = recomputed_bytes(size, w) if recomputes(config) else size.layers * block_bytes(size, w, mesh.tp)
-    one_block = block_bytes(size, w, mesh.tp) * recomputes(config)
+    one_block = block_bytes(size, w, mesh.tp)
+    kept = size.layers * one_block
+    if learner.activations == "recompute":  # the input of each block, and all of the one that is computed anew
+        kept = size.layers * w * size.hidden + one_block
     found: Table = {
         "weights": (weights * while_sampling, weights * while_learning),
         "optimizer": (moments * while_sampling, moments * while_learning),
         "gradients": (0.0, 4 * trained / shards * while_learning),
         "gathered weights": (0.0, w * (size.total - size.linear + 2 * size.linear / size.layers) * (shards > 1)),
-        "activations": (0.0, tokens * (kept + one_block + 2 * (4 + w) * size.hidden)),
+        "activations": (0.0, tokens * (kept + 2 * (4 + w) * size.hidden)),
         "logprobs": (
             0.0,
             2 * min(LOGPROB_TILE_BYTES, 4 * tokens * size.vocabulary) + 4 * size.vocabulary * size.hidden / mesh.tp,
@@ -96,15 +98,6 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
         held = (4 + OPTIMIZER_BYTES[config.optim.name]) * size.total / shards
         found["critic, its optimizer"] = (held * while_sampling, held * while_learning)
     return found
-
-
-def recomputes(config: Config) -> bool:
-    return config.learner.activations == "recompute"
-
-
-def recomputed_bytes(size: Size, w: int) -> float:
-    """Bytes of a token with activation checkpointing: the input of each block alone."""
-    return size.layers * w * size.hidden
 
 
 def block_bytes(size: Size, w: int, tp: int) -> float:
