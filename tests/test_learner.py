@@ -183,8 +183,11 @@ def test_a_batch_without_signal_leaves_the_weights_alone(tiny_model):
 
 def test_minibatches_keep_groups_together_and_use_the_logprobs_from_before_the_first_update(tiny_model):
     learner = make_learner(tiny_model, "--learner.minibatches", "2", "--learner.epochs", "2", "--optim.lr", "0.01")
-    minibatches, _ = learner.shard(ragged_samples(12))
-    assert len(minibatches) == 2
+    samples = ragged_samples(12)[1:]  # a group of one, then groups of two
+    minibatches, _ = learner.shard(samples)
+    assert [m.num_tokens for m in minibatches] == [
+        sum(s.loss_mask.sum() for s in x) for x in (samples[:5], samples[5:])
+    ]
     learner.annotate(minibatches)
     with torch.no_grad():
         before = [learner.policy(b, 1.0)[0] for m in minibatches for b in m.batches]

@@ -9,7 +9,7 @@ import yaml
 from kit import words
 
 from rl_core.distributed import init_ranks
-from rl_core.run_folder import RunLog
+from rl_core.run_folder import RunLog, locked
 from rl_core.train import main
 
 
@@ -38,6 +38,8 @@ def test_a_folder_of_a_run_that_is_going_on_is_refused(flags, tmp_path, capsys):
         assert main([*flags, "--out", str(out), "--resume"]) == 1
     assert f"error: --out {out} belongs to a run that is going on" in capsys.readouterr().err
     assert not (out / "config.yaml").exists()
+    with locked(out), pytest.raises(ValueError, match="belongs to a run that is going on"), locked(out):
+        pass
 
 
 def test_the_progress_line_names_actors_and_counts_the_failures_of_all(tmp_path, capsys):
