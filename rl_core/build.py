@@ -40,7 +40,8 @@ from rl_core.run_folder import RunLog, keep_config
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import DeviceLease, Engine
 from rl_core.sampling.env import Env
-from rl_core.sampling.rollout import RolloutWorker, groups_at_once, run_group
+from rl_core.sampling.group import run_group
+from rl_core.sampling.rollout import RolloutWorker, groups_at_once
 from rl_core.sources import ImitatedRows, check_lengths, eval_sources, load_envs, train_source
 from rl_core.types import option
 

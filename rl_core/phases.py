@@ -18,8 +18,9 @@ from rl_core.learning.checkpoint import save_checkpoint
 from rl_core.learning.model import export_policy
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics
 from rl_core.sampling.actor import Actor
+from rl_core.sampling.group import Group, make_groups
 from rl_core.sampling.outcomes import lag_metrics, part_metrics, refuse_failures, rollout_metrics
-from rl_core.sampling.rollout import Group, in_order, make_groups, rollout
+from rl_core.sampling.rollout import in_order, rollout
 from rl_core.types import SamplingParams, Task, TrainingSample, Trajectory
 
 
@@ -116,9 +117,8 @@ async def sample(run: Run, step: int) -> dict[str, list[TrainingSample]]:
     trajectories = await collect(run, step)
     await sleep_engines(run)
     await write(run, f"step_{step + 1:06d}", trajectories)
-    refuse_failures(
-        trajectories, run.failed_rows, run.config.rollout.max_failed_fraction, f"step {step + 1}", run.ranks
-    )
+    limit = run.config.rollout.max_failed_fraction
+    refuse_failures(trajectories, run.failed_rows, limit, f"step {step + 1}", run.ranks)
     if run.curriculum:
         results = group_results(trajectories, run.learners, run.config.eval.pass_reward, run.ranks)
         begun = [group.position for group in run.worker.pending.values()]
@@ -146,23 +146,23 @@ def imitated_samples(run: Run) -> dict[str, list[TrainingSample]]:
 async def collect(run: Run, step: int) -> list[Trajectory]:
     """This rank's trajectories of a step. With refilling, further groups replace those without signal (DAPO's dynamic
     sampling, arXiv:2503.14476, section 3.2); these are returned too."""
-    config, rounds, found = run.config, run.algorithm.refill_rounds, []
+    config, rounds, collected = run.config, run.algorithm.refill_rounds, []
     missing = config.tasks_per_step
     for number in range(rounds + 1):
         groups = await run.worker.collect(missing, oldest=step - config.max_staleness)
-        found += [t for group in groups for t in group.trajectories]
+        collected += groups
         if config.max_staleness:
             ages = [step - group.version for group in groups]
             run.note("rollout/", {"staleness": Mean(sum(ages), len(ages)), "staleness_max": Max(max(ages, default=0))})
         if not rounds:
             break
-        with_signal = len({g[0].group_id for g in baseline_groups(found) if has_signal(g, run.algorithm)})
+        with_signal = len({g[0].group_id for g in baseline_groups(in_order(collected)) if has_signal(g, run.algorithm)})
         missing = config.tasks_per_step - sum(all_gather_json(with_signal, run.ranks))
         if missing <= 0 or number == rounds:
             run.note("rollout/", {"refill_rounds": Mean(number), "groups_missing": Mean(max(0, missing))})
             break
         run.worker.submit(draw_groups(run, missing))
-    return in_order(found)
+    return in_order(collected)
 
 
 async def write(run: Run, name: str, trajectories: list[Trajectory]) -> None:
@@ -293,10 +293,11 @@ async def evaluate_tasks(run: Run, step: int, env: str, tasks: list[Task], label
     config = run.config
     params = sampling_params(run, **(config.eval.sampling if label == "sampled" else {"temperature": 0.0}))
     name = f"eval/{step:06d}/{label}" + (f"/{env}" if len(run.eval) > 1 else "")
-    groups = make_groups(tasks, name, count, params, config.seed, drawn_as=f"eval/{env}")
+    groups = make_groups(tasks, name, count, params, config.seed, seed_name=f"eval/{env}")
     newest = {n: replace(a, older=None) if isinstance(a, Actor) else a for n, a in run.actors.items()}
     trajectories = await rollout(run.envs, newest, groups, config.rollout, run.ranks, config.timeout_s)
     await write(run, name.replace("/", "_"), trajectories)
+    refuse_failures(trajectories, {}, config.rollout.max_failed_fraction, name, run.ranks, min_rows=1)
     score, passed = (f"avg@{count}", f"pass@{count}") if label == "sampled" else ("greedy_score", "greedy_pass")
     for actor in config.trained:
         own = [t for t in trajectories if t.actor == actor and t.status != "failed"]

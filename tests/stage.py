@@ -14,7 +14,9 @@ from rl_core.data.tasks import make_task
 from rl_core.distributed import init_ranks
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import check_request
-from rl_core.sampling.rollout import make_groups, rollout
+from rl_core.sampling.group import make_groups
+from rl_core.sampling.outcomes import refuse_failures
+from rl_core.sampling.rollout import rollout
 from rl_core.types import Completion, SamplingParams
 
 ROW = {"messages": [{"role": "user", "content": "2+2"}], "answer": "4", "tests": [1, 2]}
@@ -84,8 +86,11 @@ def run(
     """The trajectories of one group for each row."""
     tasks = [make_task(dict(row), i, env.name, "train") for i, row in enumerate(rows)]
     groups = make_groups(tasks, name, group_size, SamplingParams(max_tokens=max_tokens), seed)
-    config = RolloutConfig(max_failed_fraction=max_failed, episode_timeout_s=timeout_s)
-    return asyncio.run(rollout({env.name: env}, actors, groups, config, init_ranks(60)))
+    config = RolloutConfig(episode_timeout_s=timeout_s)
+    ranks = init_ranks(60)
+    trajectories = asyncio.run(rollout({env.name: env}, actors, groups, config, ranks))
+    refuse_failures(trajectories, {}, max_failed, name, ranks, min_rows=1)
+    return trajectories
 
 
 def one(trajectories, actor=None):

@@ -14,7 +14,8 @@ from conftest import ROOT
 from kit import RanksProcess, metrics, run_ranks, trajectories
 
 from rl_core.distributed import init_ranks
-from rl_core.sampling.rollout import RolloutWorker, make_groups
+from rl_core.sampling.group import make_groups
+from rl_core.sampling.rollout import RolloutWorker
 from rl_core.train import main
 from rl_core.types import RunError, SamplingParams, Task, Trajectory
 

@@ -20,7 +20,8 @@ from rl_core.data.tasks import make_task
 from rl_core.distributed import init_ranks
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.env import load_env
-from rl_core.sampling.rollout import make_groups, rollout
+from rl_core.sampling.group import make_groups
+from rl_core.sampling.rollout import rollout
 from rl_core.types import SamplingParams
 
 ALTERNATING = (

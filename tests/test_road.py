@@ -9,8 +9,9 @@ import pytest
 from kit import metrics, trajectories
 
 from rl_core.distributed import Ranks
+from rl_core.sampling.group import make_groups
 from rl_core.sampling.outcomes import refuse_failures
-from rl_core.sampling.rollout import POLL_S, RolloutWorker, make_groups
+from rl_core.sampling.rollout import POLL_S, RolloutWorker
 from rl_core.train import main
 from rl_core.types import SamplingParams, Task, Trajectory
 
@@ -74,6 +75,13 @@ def test_where_all_fail_the_run_stops_and_what_was_said_is_in_its_folder(run):
     failed = step(out, 1)
     assert len(failed) == 8 and {t["status"] for t in failed} == {"failed"}
     assert all(t["turns"] and "it was to fail" in t["error"] for t in failed)
+
+
+def test_an_evaluation_where_all_fail_stops_the_run_and_is_in_its_folder_too(run):
+    status, out, said = run(FAILS.format(when="False"), "--num_steps", "1", "--eval_every", "1")
+    assert status == 1 and "episodes of eval/000000/greedy failed" in said
+    failed = trajectories(out / "rollouts/eval_000000_greedy.jsonl.zst")
+    assert {t["status"] for t in failed} == {"failed"} and all("it was to fail" in t["error"] for t in failed)
 
 
 def test_where_half_of_the_rows_fail_the_run_stops_after_a_few_steps(run):

@@ -6,47 +6,16 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 
 from rl_core.config import RolloutConfig
 from rl_core.distributed import Ranks, all_gather_json
-from rl_core.sampling.actor import Actor, Cast
-from rl_core.sampling.engine import EngineDied
+from rl_core.sampling.actor import Actor
 from rl_core.sampling.env import Env
-from rl_core.sampling.hooks import LoopClock
-from rl_core.sampling.outcomes import refuse_failures
-from rl_core.types import RunError, SamplingParams, Task, Trajectory, counter_seed
+from rl_core.sampling.group import Group, run_group
+from rl_core.types import RunError, Trajectory
 
-MAX_REVIVALS = 3  # times that one group may lose an engine
 POLL_S = 0.05  # between looks at other ranks, while groups of this rank are running
-
-
-@dataclass(kw_only=True, slots=True)
-class Group:
-    """All episodes of one task, for example number 3 of the batch "train/000012"."""
-
-    task: Task
-    batch: str  # seeds depend on it, or on `drawn_as`
-    number: int  # place in the batch
-    size: int
-    params: SamplingParams
-    seed: int
-    drawn_as: str = ""  # the same in evaluations of all steps, which so have the same seeds
-    position: int = 0  # of the task in the order of the training data
-    version: int = -1  # of the weights by which it began
-    trajectories: list[Trajectory] = field(default_factory=list)
-
-    @property
-    def id(self) -> str:
-        return f"{self.batch}/{self.number:06d}"
-
-    @property
-    def session(self) -> str:
-        return f"{self.drawn_as or self.batch}/{self.number:06d}"
-
-    def seed_of(self, *parts: int | str) -> int:
-        return counter_seed(self.seed, self.drawn_as or self.batch, self.number, *parts)
 
 
 class RolloutWorker:
@@ -66,7 +35,9 @@ class RolloutWorker:
         self.pending: dict[int, Group] = {}  # submitted and not collected, on any rank
         self.running: dict[int, asyncio.Task] = {}  # on this rank
         self.done: list[int] = []  # on this rank
-        self.drawn: int | None = None  # this rank's next, begun when it is submitted and there is room
+        self.next_number: int | None = (
+            None  # of the next group of this rank; it begins once it is submitted and a slot is free
+        )
         self.num_submitted = self.num_collected = self.num_collects = 0
         self.changed, self.error = asyncio.Event(), None
 
@@ -79,13 +50,13 @@ class RolloutWorker:
 
     def _fill(self) -> None:
         while len(self.running) < self.width:
-            if self.drawn is None:
-                self.drawn = self._count("drawn", 1) - 1
-            if self.drawn >= self.num_submitted:
+            if self.next_number is None:
+                self.next_number = self._count("drawn", 1) - 1
+            if self.next_number >= self.num_submitted:
                 return
-            self.pending[self.drawn].version = self.version
-            self.running[self.drawn] = asyncio.create_task(self._run(self.drawn))
-            self.drawn = None
+            self.pending[self.next_number].version = self.version
+            self.running[self.next_number] = asyncio.create_task(self._run(self.next_number))
+            self.next_number = None
 
     async def _run(self, number: int) -> None:
         try:
@@ -106,23 +77,20 @@ class RolloutWorker:
         while any(self.pending[n].version <= (self.version if oldest is None else oldest) for n in self.running):
             await self._change(None)
         await self._meet(self.num_collected + num_groups)
-        facts = all_gather_json([(self.pending[n].version, n) for n in self.done], self.ranks)
-        numbers = [n for _, n in sorted(tuple(fact) for part in facts for fact in part)[:num_groups]]
+        by_rank = all_gather_json([(self.pending[n].version, n) for n in self.done], self.ranks)
+        numbers = [n for _, n in sorted(tuple(pair) for pairs in by_rank for pair in pairs)[:num_groups]]
         self.num_collected += num_groups
         groups = {n: self.pending.pop(n) for n in numbers}
-        own = [n for n in self.done if n in groups]
+        collected_here = [groups[n] for n in self.done if n in groups]
         self.done = [n for n in self.done if n not in groups]
-        return [groups[n] for n in own]
+        return collected_here
 
     async def _meet(self, num_finished: int) -> None:
         """Waits until all ranks are here and have finished so many groups since the start."""
-        here, known, until = (
-            f"collect/{self.num_collects}",
-            self._count("finished", 0),
-            time.monotonic() + self.timeout_s,
-        )
-        met, self.num_collects = f"{self.name}/{here}/met", self.num_collects + 1
+        here, met = f"collect/{self.num_collects}", f"{self.name}/collect/{self.num_collects}/met"
+        self.num_collects += 1
         self._count(here, 1)
+        known, until = self._count("finished", 0), time.monotonic() + self.timeout_s
         is_new = True  # only the last rank to arrive, or to finish a group, can find that all have
         while not (is_new and self._count(here, 0) == self.ranks.size and self._count("finished", 0) >= num_finished):
             if self.ranks.was_said(met):
@@ -130,16 +98,13 @@ class RolloutWorker:
             is_new = await self._change(POLL_S if self.ranks.size > 1 else self.timeout_s)
             if not is_new and time.monotonic() > until and not self.running:  # its own episodes have deadlines
                 if (finished := self._count("finished", 0)) == known:
-                    raise RunError(self._waited_for(num_finished, finished))
+                    raise RunError(
+                        f"rank {self.ranks.rank} waited in the phase 'generate' for {num_finished - self.num_collected} groups "
+                        f"of episodes, of which {finished - self.num_collected} are complete: other ranks finished none within "
+                        f"--timeout_s={self.timeout_s:g}"
+                    )
                 known, until = finished, time.monotonic() + self.timeout_s
         self.ranks.say(met)
-
-    def _waited_for(self, num_finished: int, finished: int) -> str:
-        return (
-            f"rank {self.ranks.rank} waited in the phase 'generate' for {num_finished - self.num_collected} groups of episodes, "
-            f"of which {finished - self.num_collected} are complete: other ranks finished none within "
-            f"--timeout_s={self.timeout_s:g}"
-        )
 
     async def _change(self, timeout_s: float | None) -> bool:
         """Whether a group of this rank was finished in time. Raises what a group raised."""
@@ -169,25 +134,14 @@ async def rollout(
     timeout_s: float = 600,
 ) -> list[Trajectory]:
     """The trajectories of the groups that this rank drew, failed ones included, sorted by group and index. Every rank
-    must call it. Raises RunError on all ranks alike if more than max_failed_fraction of the episodes failed."""
-    name, size = groups[0].batch, groups[0].size
-    width = groups_at_once(actors, config, len(groups), size, ranks)
-    worker = RolloutWorker(partial(run_group, envs, actors, config), ranks, width, name, timeout_s)
+    must call it."""
+    width = groups_at_once(actors, config, len(groups), groups[0].size, ranks)
+    worker = RolloutWorker(partial(run_group, envs, actors, config), ranks, width, groups[0].batch, timeout_s)
     try:
         worker.submit(groups)
-        found = in_order(t for g in await worker.collect(len(groups)) for t in g.trajectories)
+        return in_order(await worker.collect(len(groups)))
     finally:
         await worker.close()
-    refuse_failures(found, {}, config.max_failed_fraction, name, ranks, min_rows=1)
-    return found
-
-
-def make_groups(
-    tasks: Iterable[Task], batch: str, size: int, params: SamplingParams, seed: int, drawn_as: str = ""
-) -> list[Group]:
-    """One group of each task. `batch` must be unique in the run."""
-    more = {"batch": batch, "size": size, "params": params, "seed": seed, "drawn_as": drawn_as}
-    return [Group(task=task, number=number, **more) for number, task in enumerate(tasks)]
 
 
 def groups_at_once(
@@ -202,107 +156,5 @@ def groups_at_once(
     return max(1, min(-(-num_groups // ranks.size), episodes // group_size))
 
 
-def in_order(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-    return sorted(trajectories, key=lambda t: (t.group_id, t.index, t.actor))
-
-
-async def run_group(
-    envs: Mapping[str, Env], actors: Mapping[str, Actor], config: RolloutConfig, group: Group
-) -> list[Trajectory]:
-    """The trajectories of one group. If an engine dies it is started again, and the group is done again. Raises RunError if
-    that does not help."""
-    for _ in range(MAX_REVIVALS):
-        try:
-            return await play_group(envs[group.task.env], actors, config, group)
-        except EngineDied as error:
-            last = error
-            await revive_engines(actors)
-    raise RunError(f"an engine died {MAX_REVIVALS} times in one group of {group.batch}: {last}") from last
-
-
-async def revive_engines(actors: Mapping[str, Actor]) -> None:
-    try:
-        for actor in actors.values():
-            if isinstance(actor, Actor):  # an endpoint elsewhere has no engine
-                await actor.wake()
-    except EngineDied as error:
-        raise RunError(f"an engine died and cannot be started again: {error}") from error
-
-
-async def play_group(env: Env, actors: Mapping[str, Actor], config: RolloutConfig, group: Group) -> list[Trajectory]:
-    """The trajectories of one group. The order of speakers is drawn once. Group rewards come last; if they raise, the whole
-    group has failed. Raises EngineDied once all its episodes have ended."""
-    seed, found = group.seed_of("schedule"), []
-    try:
-        drawn = await env.draw(group.task, list(actors), seed)
-        episodes = [run_episode(env, actors, config, group, drawn, index) for index in range(group.size)]
-        ended = await asyncio.gather(*episodes, return_exceptions=True)
-        for died in (e for e in ended if isinstance(e, BaseException)):
-            raise died
-        found = [t for trajectories in ended for t in trajectories]
-        if env.group_rewards:
-            cast = Cast(actors, group.params, counter_seed(seed, "group"), f"{group.session}/group")
-            try:
-                await asyncio.wait_for(env.score_group(group.task, found, cast), config.episode_timeout_s)
-            finally:
-                cast.close()
-    except Exception as error:
-        refuse_death(error)
-        reason = reason_of(error, f"what scores the group took longer than {limit_of(config)}")
-        if not found:
-            return [t for index in range(group.size) for t in failures(actors, group, index, reason)]
-        for t in found:
-            if t.status != "failed":
-                t.status, t.error, t.reward = "failed", reason, None
-    return found
-
-
-async def run_episode(
-    env: Env, actors: Mapping[str, Actor], config: RolloutConfig, group: Group, task: Task, index: int
-) -> list[Trajectory]:
-    """One attempt at one task. What goes wrong in it ends here, as a failed trajectory of every actor, with its reason, but
-    for the death of an engine, which is no fault of the episode: EngineDied."""
-    cast = Cast(actors, group.params, group.seed_of(task.id, index), f"{group.session}/{index}")
-    LoopClock.of_running_loop()  # a save or an update of the weights is not the episode's time
-    try:
-        trajectories = await asyncio.wait_for(env.rollout(task, cast), config.episode_timeout_s)
-    except Exception as error:
-        refuse_death(error)
-        reason = reason_of(error, f"the episode took longer than {limit_of(config)}")
-        return failures(cast, group, index, reason)
-    finally:
-        cast.close()
-    for trajectory in trajectories:
-        trajectory.group_id, trajectory.index = group.id, index
-    return trajectories
-
-
-def limit_of(config: RolloutConfig) -> str:
-    return f"--rollout.episode_timeout_s={config.episode_timeout_s}"
-
-
-def refuse_death(error: BaseException) -> None:
-    """Raises the EngineDied that caused an error, also through a hook that called an actor."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, EngineDied):
-            raise cause
-        cause = cause.__cause__
-
-
-def reason_of(error: Exception, on_timeout: str) -> str:
-    if isinstance(error, asyncio.TimeoutError) and not str(error):
-        return on_timeout
-    return str(error) or type(error).__name__
-
-
-def failures(actors: Mapping[str, Actor], group: Group, index: int, reason: str) -> list[Trajectory]:
-    """An episode that failed, with all that was said until then, and at least one trajectory of each actor that would have
-    learned from it, or of all if none has a learner."""
-    learn, task = [name for name, actor in actors.items() if actor.is_trainable] or list(actors), group.task
-    same = {"task_id": task.id, "env": task.env, "group_id": group.id, "index": index}
-    same |= {"status": "failed", "error": reason}
-    said = [c.record() for actor in actors.values() for c in getattr(actor, "conversations", ()) if c.num_replies]
-    silent = set(learn) - {t.actor for t in said}
-    said += [Trajectory(**same, actor=name, messages=task.messages) for name in learn if name in silent]
-    return [replace(t, **same) for t in said]
+def in_order(groups: Iterable[Group]) -> list[Trajectory]:
+    return sorted((t for group in groups for t in group.trajectories), key=lambda t: (t.group_id, t.index, t.actor))

@@ -153,7 +153,7 @@ async def play(
 ) -> list[Trajectory]:
     """The trajectories of one group: of one episode, or of two if a hook compares them."""
     from rl_core.engines.scripted import ScriptedActor
-    from rl_core.sampling.rollout import Group, run_group
+    from rl_core.sampling.group import Group, run_group
     from rl_core.types import SamplingParams
 
     actors = {n: ScriptedActor(name=n, chat=chat, replies=said, max_turns=env.max_turns) for n, said in replies.items()}
