@@ -307,7 +307,7 @@ def test_a_model_that_would_mix_packed_sequences_is_refused(kind, why, tmp_path)
         (3, "qwen3", {}, r"--tp=3 must divide .*num_attention_heads=8, num_key_value_heads=4, .*try --tp 2"),
         (8, "qwen3", {}, r"num_key_value_heads=4.*try --tp 4"),
         (2, "llama", {"intermediate_size": 77}, r"intermediate_size=77.*try --tp 1"),
-        (4, "llama", {"vocab_size": 9}, r"words of 9 to every rank; try --tp 2"),
+        (4, "llama", {"vocab_size": 9}, r"vocabulary ids of 9 to every rank; try --tp 2"),
         (2, "gpt2", {}, r"--tp=2: a gpt2 model has no plan in transformers; take --tp 1"),
         (2, "apertus", {}, r"--tp=2: the plan for a apertus model leaves out layers.0.mlp.act_fn, .*; take --tp 1"),
         (2, "qwen3_moe", {}, r"--tp=2: a qwen3_moe model splits layers as .* not known here; take --tp 1"),
