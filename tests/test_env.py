@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from kit import wait_until
 from stage import ROW, cast, error_of, one, play, run, talk
 
 from rl_core.cli import main as rl_core
@@ -290,6 +293,13 @@ def test_hanging_hooks_stop_neither_other_hooks_nor_the_exit_of_the_interpreter(
 def test_time_in_the_queue_for_a_thread_is_not_time_in_the_hook(env_of):
     env = env_of("import time\ndef reward_fn(): time.sleep(0.1); return 1", hook_timeout_s=1.0)
     assert {t.status for t in run(env, cast(policy="a"), group_size=250)} == {"ok"}
+
+
+def test_threads_of_hooks_end_with_the_event_loop(env_of):
+    before = set(threading.enumerate())
+    assert play(env_of("def reward_fn(completion): return 1"), "4").reward == 1
+    gc.collect()
+    wait_until(lambda: not set(threading.enumerate()) - before, "the threads end")
 
 
 def test_a_cancelled_episode_leaves_the_threads_usable(env_of):

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -103,18 +104,31 @@ async def outcome(awaitable: Awaitable) -> tuple[Any, BaseException | None]:
         return None, error
 
 
-def work(jobs: SimpleQueue, loop: asyncio.AbstractEventLoop) -> None:
+def work(jobs: SimpleQueue) -> None:
     """A thread's loop: runs one (function, future of (result, exception)) after another, until None."""
-    while job := jobs.get():
-        function, future = job
-        try:
-            found = function(), None
-        except BaseException as error:
-            found = None, error
-        try:
-            loop.call_soon_threadsafe(lambda to=future, what=found: to.done() or to.set_result(what))
-        except RuntimeError:  # the loop is closed: nobody waits
-            return
+    while run_job(jobs.get()):
+        pass
+
+
+def run_job(job: tuple[Callable[[], Any], asyncio.Future] | None) -> bool:
+    """False if the thread is to end. What waits between two jobs holds no event loop alive."""
+    if job is None:
+        return False
+    function, future = job
+    try:
+        found = function(), None
+    except BaseException as error:
+        found = None, error
+    try:
+        future.get_loop().call_soon_threadsafe(lambda: future.done() or future.set_result(found))
+    except RuntimeError:  # the loop is closed: nobody waits
+        return False
+    return True
+
+
+def end_threads(idle: list[SimpleQueue]) -> None:
+    for jobs in idle:
+        jobs.put(None)
 
 
 class LoopClock:
@@ -127,6 +141,7 @@ class LoopClock:
         self.loop_thread, self.watched = threading.get_ident(), set()
         self.blocked_s, self.tell = 1.0, lambda text: print(text, file=sys.stderr, flush=True)
         loop.time = self
+        weakref.finalize(self, end_threads, self.idle)
         self._beat()
 
     @classmethod
@@ -139,10 +154,11 @@ class LoopClock:
         neither the loop nor the interpreter's exit."""
         if not self.idle:
             self.idle.append(SimpleQueue())
-            threading.Thread(target=work, args=(self.idle[-1], self.loop), name="hook", daemon=True).start()
+            threading.Thread(target=work, args=(self.idle[-1],), name="hook", daemon=True).start()
         jobs, future = self.idle.pop(), self.loop.create_future()
         # A thread ends with a function that was given up.
-        future.add_done_callback(lambda done: jobs.put(None) if done.cancelled() else self.idle.append(jobs))
+        idle = self.idle
+        future.add_done_callback(lambda done: jobs.put(None) if done.cancelled() else idle.append(jobs))
         jobs.put((function, future))
         return future
 
