@@ -17,7 +17,7 @@ def test_sft_on_gsm8k_learns_in_full_microbatches(data_dir, tmp_path):
     data.write_text("".join(json.dumps({"prompt": r["question"], "response": r["answer"]}) + "\n" for r in rows))
     tokenizer = bpe_tokenizer((r["question"] + "\n" + r["answer"] for r in rows), 4096)
     make_tiny_model(tmp_path / "model", hidden=192, layers=5, tokenizer=tokenizer)
-    flags = ["--tasks_per_step", "32", "--num_steps", "25", "--optim.lr", "3e-3", "--optim.warmup_steps", "3"]
+    flags = ["--tasks_per_step", "32", "--num_steps", "12", "--optim.lr", "3e-3", "--optim.warmup_steps", "3"]
     flags += ["--learner.microbatch_tokens", "2048", "--max_prompt_tokens", "1024", "--max_tokens", "512"]
     out = tmp_path / "run"
     assert (
@@ -37,6 +37,6 @@ def test_sft_on_gsm8k_learns_in_full_microbatches(data_dir, tmp_path):
         == 0
     )
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert steps[0]["learn/policy/loss"] > 7.5 and steps[-1]["learn/policy/loss"] < 5.5
+    assert steps[0]["learn/policy/loss"] > 7.5 and steps[-1]["learn/policy/loss"] < 6.3
     assert min(row["pack/fill_frac"] for row in steps) > 0.95
     assert all(row["pack/microbatches"] > 1 for row in steps)

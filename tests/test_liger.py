@@ -75,7 +75,7 @@ def check_patches() -> None:
         assert "liger" in transformers_module.apply_rotary_pos_emb.__module__
     torch.cuda.is_available = lambda: True
     check_liger(AutoConfig.for_model("qwen3"))
-    with pytest.raises(ValueError, match=r"none for models of type 'gpt2'; .* qwen3"):
+    with pytest.raises(ValueError, match=r"no kernels for models of type 'gpt2'; .* qwen3"):
         check_liger(AutoConfig.for_model("gpt2"))
 
 

@@ -160,8 +160,8 @@ class PeakBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "num_tokens, num_words, dtype, limit_mib",
-    [(1000, 50_000, torch.float32, 256), (3000, 50_000, torch.float32, 64), (3000, 50_000, torch.bfloat16, 64)],
-    ids=["kept", "again", "bf16"],
+    [(1000, 50_000, torch.float32, 256), pytest.param(3000, 50_000, torch.float32, 64, marks=pytest.mark.slow)],
+    ids=["kept", "again"],
 )
 def test_peak_memory_is_bounded_however_many_logits_there_are(num_tokens, num_words, dtype, limit_mib):
     hidden, weight, labels = make_inputs(num_tokens, num_words, 8, dtype)
