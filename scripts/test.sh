@@ -10,4 +10,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extra=test
 . scripts/install.sh
 
-exec "$python" -m pytest -q -n 2 --dist loadfile "$@"
+exec "$python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -30,7 +30,13 @@ def pytest_addoption(parser):
     )
 
 
+# Files that take longest begin first, so that no worker is left with one at the end.
+LONGEST = ["runs", "faults", "mesh", "logprobs", "learning", "gsm8k", "scores", "async"]
+LONG = {f"test_{name}.py": n for n, name in enumerate(LONGEST)}
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: LONG.get(item.path.name, len(LONG)))  # stable: the rest keeps its order
     if not config.option.slow:
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
