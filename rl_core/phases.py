@@ -29,6 +29,7 @@ async def start(run: Run) -> None:
     for engine in run.all_engines:  # one starts while no other has memory, which it would take for its own
         await engine.wake()
         await engine.sleep()
+    barrier(run.ranks)  # an engine elsewhere that receives the first learner's weights answers nobody's wake()
     for name, learner in run.learners.items():
         with learner.on_device():
             await sync_engine(run, name, run.start)
