@@ -235,8 +235,9 @@ async def sync_engine(run: Run, name: str, version: int) -> None:
     weights = run.learners[name].engine_weights(run.config.engine_of(name) == "embedded" and not run.ranks.engine_ranks)
     if engine is not None:
         await engine.update(weights, version, adapter=run.actors[name].adapter)
-    for _ in weights or () if engine is None else ():
-        pass  # gathering a weight is a collective
+    else:
+        for _ in weights or ():
+            pass  # gathering a weight is a collective
     if run.older:
         await run.older.sync(name, version)
     if run.lease is not None and engine is not None:

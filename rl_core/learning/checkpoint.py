@@ -104,11 +104,6 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("step_*") if (p / "manifest.json").is_file())
 
 
-def saved_step(folder: Path) -> int:
-    """How many steps of the run were done."""
-    return json.loads((folder / "state.json").read_text())["step"]
-
-
 def load_checkpoint(folder: Path, learners: dict[str, Learner]) -> dict:
     """Fills the learners and gives the saved state. Raises ValueError if a file is missing or cut short, or if the
     checkpoint is of another model."""
