@@ -1,11 +1,11 @@
-"""How long a run takes when its environment is slow: in step, with groups that go on from step to step, and with a rank that
-only samples.
+"""How long a run takes when its environment is slow: synchronously, with groups that go on from step to step,
+and with a rank that only samples.
 
     python scripts/bench_async.py [--steps 20] [--turn_s 0.1] [--out result.json]
 
 The same 0.1 M parameter model, tasks, steps and two ranks in each run; every turn of an episode waits for turn_s seconds, and an
 episode has one to six turns. Seconds are those of the steps after the first, during which the ranks also warm up; `speed` is
-against the run in step. One torch thread a rank.
+against the synchronous run. One torch thread a rank.
 """
 
 from __future__ import annotations
@@ -38,8 +38,12 @@ async def interact(messages, state):
 def reward_fn(messages):
     return float(sum(map(ord, messages[-1]["content"])) % 7)
 """
+COMMAND = (
+    "-m torch.distributed.run --standalone --nproc_per_node=2 -m rl_core.train --max_tokens 8 --max_prompt_tokens 16 "
+    "--tasks_per_step 8 --group_size 4 --rollout.save false"
+)
 RUNS = {
-    "in step": [],
+    "synchronous": [],
     "max_staleness 1": ["--max_staleness", "1"],
     "max_staleness 2": ["--max_staleness", "2"],
     "engine_ranks 1, max_staleness 1": ["--engine_ranks", "1", "--max_staleness", "1"],
@@ -48,24 +52,11 @@ RUNS = {
 
 
 def measure(flags: list[str], model: Path, env: Path, folder: Path, steps: int) -> dict:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "-m",
-        "rl_core.train",
-    ]
-    command += ["--model", model, "--env_path", env, "--out", folder, "--num_steps", steps, "--max_tokens", "8", *flags]
-    command += ["--max_prompt_tokens", "16", "--tasks_per_step", "8", "--group_size", "4", "--rollout.save", "false"]
+    paths = ["--model", model, "--env_path", env, "--out", folder, "--num_steps", steps]
+    command = [sys.executable, *COMMAND.split(), *map(str, paths), *flags]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        list(map(str, command)),
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-    )
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
@@ -90,13 +81,11 @@ def main() -> None:
         env.write_text(ENVIRONMENT.format(turn_s=args.turn_s))
         for number, (name, flags) in enumerate(RUNS.items()):
             r = lines[name] = measure(flags, model, env, Path(folder) / f"run_{number}", args.steps)
-            r["speed"] = lines["in step"]["seconds"] / r["seconds"]
+            r["speed"] = lines["synchronous"]["seconds"] / r["seconds"]
             shown = [r[k] for k in ("staleness", "learners_idle_frac", "engines_idle_frac")]
             stale, *idle = ["-" if v is None else f"{v:.2f}" for v in shown]
-            print(
-                f"{name:<32} {r['seconds']:>8.2f} {r['speed']:>6.2f} {stale:>10} {idle[0]:>14} {idle[1]:>13}",
-                flush=True,
-            )
+            times = f"{r['seconds']:>8.2f} {r['speed']:>6.2f}"
+            print(f"{name:<32} {times} {stale:>10} {idle[0]:>14} {idle[1]:>13}", flush=True)
     if args.out:
         args.out.write_text(json.dumps({"steps": args.steps, "turn_s": args.turn_s, "runs": lines}, indent=2))
 

@@ -44,13 +44,8 @@ def run_apart(work: Work, side: str, setting: str, model: str) -> Measured:
     env = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     env["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, str(Path(__file__).resolve()), "--job", job],
-            cwd=folder,
-            env=env,
-            capture_output=True,
-            text=True,
-        )
+        command = [sys.executable, str(Path(__file__).resolve()), "--job", job]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{side} {setting} on {work.name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
     return Measured(**json.loads(done.stdout.splitlines()[-1]))
@@ -108,9 +103,8 @@ def table(lines: list[dict]) -> str:
         side = line["side"] + (f" ({line['setting']})" if line["setting"] else "")
         rows.append([line["work"], side, *cells, " ".join(f"{s:.2f}" for s in line["warmup_cpu_s"])])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -16,11 +16,10 @@ import argparse
 import json
 import os
 import random
-import time
 from pathlib import Path
 
 import torch
-from bench_logprobs import held_mib
+from bench_logprobs import held_mib, now_s
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rl_core.config import parse_config
@@ -60,9 +59,8 @@ def make_learner(size: str, length: int, args: argparse.Namespace, ranks: Ranks)
     device, dtype = ranks.device, torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     with torch.device(device):
-        hf = AutoModelForCausalLM.from_config(
-            model_config(size), dtype=torch.float32, attn_implementation="rl_core_packed"
-        )
+        how = {"dtype": torch.float32, "attn_implementation": "rl_core_packed"}
+        hf = AutoModelForCausalLM.from_config(model_config(size), **how)
     policy = PolicyModel(hf, torch.bfloat16)
     policy.cp_group = ranks.cp_group
     if args.recompute:
@@ -75,17 +73,12 @@ def make_learner(size: str, length: int, args: argparse.Namespace, ranks: Ranks)
 
 def documents(length: int, num: int, vocabulary: int, seed: int) -> list[TrainingSample]:
     draw, mask = random.Random(seed), [0] * PROMPT + [1] * (length - PROMPT)
-    return [
-        TrainingSample(
-            token_ids=[draw.randrange(vocabulary) for _ in mask],
-            loss_mask=mask,
-            rollout_logprobs=[-1.0 * m for m in mask],
-            policy_versions=[m - 1 for m in mask],
-            advantages=[draw.choice([-1.0, 1.0])] * length,
-            group_id=f"{i:04d}",
-        )
-        for i in range(num)
-    ]
+    same = {"loss_mask": mask, "rollout_logprobs": [-1.0 * m for m in mask], "policy_versions": [m - 1 for m in mask]}
+    found = []
+    for i in range(num):
+        ids, advantages = [draw.randrange(vocabulary) for _ in mask], [draw.choice([-1.0, 1.0])] * length
+        found.append(TrainingSample(token_ids=ids, advantages=advantages, group_id=f"{i:04d}", **same))
+    return found
 
 
 def update_flops(config: Qwen3Config, length: int, num: int) -> float:
@@ -99,19 +92,13 @@ def update_flops(config: Qwen3Config, length: int, num: int) -> float:
     return num * (products + layers * heads * head_dim * 6 * tokens * (tokens + 1))
 
 
-def synchronised(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def peak_tflops(device: torch.device) -> float:
     n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     a, best = torch.randn(n, n, device=device, dtype=dtype), 0.0
     for _ in range(5):
-        start = synchronised(device)
+        start = now_s()
         a @ a
-        best = max(best, 2 * n**3 / (synchronised(device) - start) / 1e12)
+        best = max(best, 2 * n**3 / (now_s() - start) / 1e12)
     return best
 
 
@@ -120,18 +107,16 @@ def moves_s(learner: Learner, device: torch.device) -> dict:
     if device.type != "cuda":
         return {}
     num_bytes = sum(getattr(p, "_local_tensor", p).nbytes for p in learner.policy.parameters())
-    start = synchronised(device)
+    start = now_s()
     learner.policy.to("cpu")
-    middle = synchronised(device)
+    middle = now_s()
     learner.policy.to(device)
-    end = synchronised(device)
-    there, here = (
-        torch.empty(1 << 30, dtype=torch.uint8, device=device),
-        torch.empty(1 << 30, dtype=torch.uint8).pin_memory(),
-    )
-    began = synchronised(device)
+    end = now_s()
+    there = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    here = torch.empty(1 << 30, dtype=torch.uint8).pin_memory()
+    began = now_s()
     there.copy_(here)
-    rate = (1 << 30) / (synchronised(device) - began)
+    rate = (1 << 30) / (now_s() - began)
     return {"offload_s": middle - start, "reload_s": end - middle, "bus_s": num_bytes / rate}
 
 
@@ -139,19 +124,15 @@ def measure(size: str, length: int, args: argparse.Namespace, ranks: Ranks, peak
     device = ranks.device
     learner = make_learner(size, length, args, ranks)
     num = max(1, args.tokens // length) * ranks.mesh.dp
-    mine = [
-        d
-        for i, d in enumerate(documents(length, num, model_config(size).vocab_size, 0))
-        if i % ranks.size == ranks.rank
-    ]
+    mine = documents(length, num, model_config(size).vocab_size, 0)[ranks.rank :: ranks.size]
     times = []
     for step in range(args.steps + 1):  # the first warms up
         minibatches, _ = learner.shard(mine)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        start = synchronised(device)
+        start = now_s()
         learner.step(minibatches, step)
-        times.append(synchronised(device) - start)
+        times.append(now_s() - start)
     seconds = min(times[1:])
     flops = update_flops(model_config(size), length, num) / ranks.size
     return {
@@ -169,9 +150,7 @@ def main() -> None:
     parser.add_argument("--microbatch_tokens", type=int, default=16384)
     parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument(
-        "--recompute", action=argparse.BooleanOptionalAction, default=True, help="activation checkpointing"
-    )
+    parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True, help="of activations")
     parser.add_argument("--peak_tflops", type=float, help="of the device, such as 989 for an H100's bf16")
     parser.add_argument("--out", type=Path, help="write the lines as JSON")
     args = parser.parse_args()

@@ -57,11 +57,14 @@ SIDES = {"fused": ours.fused_logprobs, "plain": plain, "trl": trl}
 CUDA_SIDES = SIDES | {"tiles": tiles, "compiled": compiled}
 
 
-def clock_s(device: str) -> float:
-    if device == "cuda":
+def now_s() -> float:
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
+    return time.perf_counter()
+
+
+def clock_s(device: str) -> float:
+    return now_s() if device == "cuda" else time.process_time()
 
 
 def held_mib(device: str) -> float:
@@ -111,10 +114,23 @@ def measure(side: str, shape: str, device: str) -> dict:
     times += [run_once(function, *inputs, device) for _ in range(3)]
     forward_s, backward_s = min(times[1:], key=sum)
     floor_s = 3 * product_s(*inputs[:2], device)
-    return {
-        "side": side, "shape": shape, "forward_ms": 1e3 * forward_s, "backward_ms": 1e3 * backward_s,
-        "floors": (forward_s + backward_s) / floor_s, "peak_mib": max(0.0, peak_mib),
-    }  # fmt: skip
+    found = {"forward_ms": 1e3 * forward_s, "backward_ms": 1e3 * backward_s}
+    return found | {"floors": (forward_s + backward_s) / floor_s, "peak_mib": max(0.0, peak_mib)}
+
+
+def run_apart(*arguments) -> dict:
+    """What a process of its own prints as its last line; {"error"} if it fails."""
+    done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True)
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def shown(line: dict) -> str:
+    if "error" in line:
+        return f"failed: {line['error']}"
+    times = f"{line['forward_ms']:11.1f} {line['backward_ms']:12.1f}"
+    return f"{times} {line['floors']:8.2f} {line['peak_mib']:9.0f}"
 
 
 def main() -> None:
@@ -134,18 +150,9 @@ def main() -> None:
     print(f"{'MxVxD':>18} {'side':>9} {'forward ms':>11} {'backward ms':>12} {'x floor':>8} {'peak MiB':>9}")
     for shape in shapes:
         for side in sides:
-            command = [sys.executable, __file__, "--one", "--device", args.device, "--shapes", shape, "--only", side]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                print(f"{shape:>18} {side:>9} failed: {(done.stderr.strip().splitlines() or ['killed'])[-1]}")
-                continue
-            line = json.loads(done.stdout.splitlines()[-1])
-            lines.append(line)
-            print(
-                f"{shape:>18} {side:>9} {line['forward_ms']:11.1f} {line['backward_ms']:12.1f} "
-                f"{line['floors']:8.2f} {line['peak_mib']:9.0f}",
-                flush=True,
-            )
+            line = run_apart(__file__, "--one", "--device", args.device, "--shapes", shape, "--only", side)
+            lines.append({"side": side, "shape": shape} | line)
+            print(f"{shape:>18} {side:>9} {shown(line)}", flush=True)
     if args.out:
         args.out.write_text(json.dumps({"device": args.device, "lines": lines}, indent=2))
 

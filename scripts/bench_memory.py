@@ -17,13 +17,12 @@ import argparse
 import json
 import os
 import resource
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 import torch
-from bench_logprobs import MIB, TEMPERATURE, clock_s, make_inputs, plain
+from bench_logprobs import MIB, TEMPERATURE, clock_s, make_inputs, plain, run_apart
 from bench_logprobs import trl as selective
 
 from rl_core.learning.logprobs import fused_logprobs
@@ -83,11 +82,10 @@ def peak_bytes(device: str) -> int:
 
 def measure(side: str, num_tokens: int, num_words: int, width: int, device: str, most_gib: float | None) -> dict:
     """One cell: peak_mib and seconds, or need_gib and most_gib where it does not fit."""
-    cell = {"side": side, "tokens": num_tokens, "vocabulary": num_words}
     need_gib = need_bytes(side, num_tokens, num_words, width) / 2**30
     most_gib = most_gib or 0.9 * free_bytes(device) / 2**30
     if need_gib > most_gib:
-        return cell | {"need_gib": need_gib, "most_gib": most_gib}
+        return {"need_gib": need_gib, "most_gib": most_gib}
     torch.set_num_threads(1)
     torch.manual_seed(0)
     function = SIDES[side]
@@ -99,18 +97,7 @@ def measure(side: str, num_tokens: int, num_words: int, width: int, device: str,
     seconds = clock_s(device) - start
     assert entropies.isfinite().all() and weight.grad.isfinite().all()
     extra = peak_bytes(device) - before - hidden.nbytes - weight.nbytes
-    return cell | {"peak_mib": max(0.0, extra / MIB), "seconds": seconds}
-
-
-def run_apart(args: argparse.Namespace, side: str, num_tokens: int, num_words: int) -> dict:
-    command = [sys.executable, __file__, "--one", "--device", args.device, "--width", str(args.width)]
-    command += ["--most_gib", str(args.most_gib)] if args.most_gib else []
-    command += ["--sides", side, "--lengths", str(num_tokens), "--vocabularies", str(num_words)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        error = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
-        return {"side": side, "tokens": num_tokens, "vocabulary": num_words, "error": error}
-    return json.loads(done.stdout.splitlines()[-1])
+    return {"peak_mib": max(0.0, extra / MIB), "seconds": seconds}
 
 
 def shown(cell: dict) -> str:
@@ -127,11 +114,9 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="M", help="trained tokens")
     parser.add_argument("--vocabularies", nargs="+", type=int, default=VOCABULARIES, metavar="V")
     parser.add_argument(
-        "--width", type=int, default=WIDTH, metavar="D", help="of hidden states; the peak hardly depends on it"
+        "--width", type=int, default=WIDTH, metavar="D", help="of hidden states; hardly changes the peak"
     )
-    parser.add_argument(
-        "--most_gib", type=float, help="leave out cells that need more; default: nine tenths of what is free"
-    )
+    parser.add_argument("--most_gib", type=float, help="leave out cells that need more; default: 90 %% of what is free")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--out", type=Path, help="write the cells as JSON")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
@@ -145,7 +130,10 @@ def main() -> None:
     for num_tokens in args.lengths:
         for num_words in args.vocabularies:
             for side in args.sides:
-                cells.append(run_apart(args, side, num_tokens, num_words))
+                cell = {"side": side, "tokens": num_tokens, "vocabulary": num_words}
+                flags = ["--sides", side, "--lengths", num_tokens, "--vocabularies", num_words, "--device", args.device]
+                flags += ["--width", args.width, *(["--most_gib", args.most_gib] if args.most_gib else [])]
+                cells.append(cell | run_apart(__file__, "--one", *flags))
                 print(f"{num_tokens:7} {num_words:10} {side:>9} {shown(cells[-1])}", flush=True)
     if args.out:
         args.out.write_text(json.dumps({"device": args.device, "width": args.width, "cells": cells}, indent=2))

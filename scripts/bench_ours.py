@@ -5,23 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import resource
 import tempfile
 import time
 from pathlib import Path
 
-from bench_work import (
-    GROUP_SIZE,
-    LEARNING_RATE,
-    NUM_PROMPTS,
-    NUM_ROWS,
-    NUM_SAMPLES,
-    Measured,
-    Work,
-    completion_length,
-    rl_prompts,
-    sft_rows,
-)
+import bench_work
+from bench_work import Measured, Work, completion_length
 
 from rl_core.build import Run, build, make_plan
 from rl_core.config import parse_config
@@ -43,36 +32,27 @@ class Meter:
         self.work, self.log = work, run.log
         self.calls = self.answers = 0
         self.began = 0.0
-        self.measured = Measured(
-            cpu_s=[],
-            generate_cpu_s=[0.0],
-            generated_tokens=[0],
-            learned_tokens=[0],
-            computed_tokens=[0],
-            start_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-            peak_mib=0,
-        )
         run.log = self
         [learner] = run.learners.values()
         self.shard, learner.shard = learner.shard, self.count_tokens
         for engine in run.engines.values():
             self.generate = engine.generate
             engine.generate = self.generate_at_length
-        self.mark = time.process_time()
+        self.measured = Measured()
+        self.measured.begin_step()
 
     async def generate_at_length(self, prompt_ids, params, **kwargs):
-        step, index = divmod(self.calls, NUM_SAMPLES)
+        step, index = divmod(self.calls, bench_work.NUM_SAMPLES)
         self.calls += 1
         if index == 0:
             self.began = time.process_time()
         length = completion_length(self.work, step, index)
-        completion = await self.generate(
-            prompt_ids, dataclasses.replace(params, max_tokens=length, stop_token_ids=()), **kwargs
-        )
+        params = dataclasses.replace(params, max_tokens=length, stop_token_ids=())
+        completion = await self.generate(prompt_ids, params, **kwargs)
         assert len(completion.token_ids) == length
         self.measured.generated_tokens[-1] += length
         self.answers += 1
-        if self.answers % NUM_SAMPLES == 0:
+        if self.answers % bench_work.NUM_SAMPLES == 0:
             self.measured.generate_cpu_s[-1] += time.process_time() - self.began
         return completion
 
@@ -84,12 +64,9 @@ class Meter:
 
     def write(self, step: int, metrics: dict) -> dict:
         values = self.log.write(step, metrics)
-        now = time.process_time()
-        self.measured.cpu_s.append(now - self.mark)
-        self.mark = now
+        self.measured.end_step()
         if len(self.measured.cpu_s) < self.work.all_steps:
-            for name in ("generate_cpu_s", "generated_tokens", "learned_tokens", "computed_tokens"):
-                getattr(self.measured, name).append(0)
+            self.measured.begin_step()
         return values
 
     def progress(self, step: int, values: dict) -> None: ...
@@ -105,16 +82,18 @@ def run_ours(work: Work, setting: dict, model: str) -> Measured:
         meter = Meter(work, run)
         asyncio.run(train(run))
         close_ranks(ranks)
-    meter.measured.peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return meter.measured
 
 
 def flags(work: Work, setting: dict, model: str, folder: Path) -> list[str]:
     is_rl = work.algorithm == "grpo"
     if is_rl:
-        rows = [{"messages": [_says("user", prompt)]} for prompt in rl_prompts(work)]
+        rows = [{"messages": [bench_work.says("user", prompt)]} for prompt in bench_work.rl_prompts(work)]
     else:
-        rows = [{"messages": [_says("user", p), _says("assistant", r)]} for p, r in sft_rows(work)]
+        rows = [
+            {"messages": [bench_work.says("user", p), bench_work.says("assistant", r)]}
+            for p, r in bench_work.sft_rows(work)
+        ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "env.py").write_text(ENVIRONMENT)
     values = {
@@ -124,18 +103,14 @@ def flags(work: Work, setting: dict, model: str, folder: Path) -> list[str]:
         "data.train": folder / "rows.jsonl",
         "data.shuffle": "false",
         "num_steps": work.all_steps,
-        "tasks_per_step": NUM_PROMPTS if is_rl else NUM_ROWS,
+        "tasks_per_step": bench_work.NUM_PROMPTS if is_rl else bench_work.NUM_ROWS,
         "max_prompt_tokens": work.longest_prompt,
         "max_tokens": work.longest,
-        "optim.lr": LEARNING_RATE,
+        "optim.lr": bench_work.LEARNING_RATE,
         "seed": work.seed,
         "rollout.save": "false",
     }
     if is_rl:
-        values |= {"env_path": folder / "env.py", "group_size": GROUP_SIZE}
+        values |= {"env_path": folder / "env.py", "group_size": bench_work.GROUP_SIZE}
         values |= {"canary_tolerance": 0}  # its calls before the first step are none of the work's
     return [f"--{name}={value}" for name, value in (values | setting).items()]
-
-
-def _says(role: str, content: str) -> dict:
-    return {"role": role, "content": content}

@@ -17,14 +17,15 @@ import importlib.util
 import json
 import os
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
+import psutil  # peft needs it too
 import torch
+from bench_logprobs import now_s
 from make_tiny_model import make_tiny_model
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -37,28 +38,22 @@ from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.types import SamplingParams
 
 SHORT, PROMPTS = SamplingParams(max_tokens=4), [[8, 9, 10 + i] for i in range(4)]
-LIMITS = {"num_slots": len(PROMPTS), "max_context_tokens": 64}
-MIB = 1 << 20
+LIMITS = {"num_slots": len(PROMPTS), "max_context_tokens": 64, "start_timeout_s": 600, "memory_frac": 0.5, "seed": 0}
+PHASES = ("gather", "transfer", "load", "all in", "wake", "generate", "sleep")
+SHARED = "/dev/shm"
 
 
 class Clock:
     """Seconds of each phase, by cycle."""
 
-    def __init__(self, device: torch.device):
-        self.device, self.cycles = device, []
+    def __init__(self):
+        self.cycles: list[dict[str, float]] = []
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        began = self.now()
-        try:
-            yield
-        finally:
-            self.cycles[-1][phase] += self.now() - began
-
-    def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+        began = now_s()
+        yield
+        self.cycles[-1][phase] += now_s() - began
 
     def drawn(self, phase: str, items: Iterable) -> Iterator:
         """The same items; the phase is that of making them."""
@@ -80,20 +75,24 @@ class Clock:
 
 def make_engine(kind: str, folder: str, dtype: torch.dtype, ranks: Ranks, out: Path) -> Engine:
     """With weights of its own, and asleep if it runs in this process."""
+    spec = {
+        "name": "policy",
+        "model": folder,
+        "tokenizer": AutoTokenizer.from_pretrained(folder),
+        "dtype": dtype,
+        **LIMITS,
+    }
+    spec |= {"owns_weights": True, "device": ranks.device, "log": out / f"engine_{ranks.rank}.log"}
     if kind == "embedded":
         module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(ranks.device).requires_grad_(False)
-    else:
-        from rl_core.engines.sglang import SGLangEngine, make_skeleton
+        return EmbeddedEngine(EngineSpec(module=module, **spec))
+    from rl_core.engines.sglang import SGLangEngine, make_skeleton
 
-        module = make_skeleton(folder)
-    spec = EngineSpec(
-        name="policy", model=folder, module=module, tokenizer=AutoTokenizer.from_pretrained(folder), **LIMITS, owns_weights=True,
-        dtype=dtype, device=ranks.device, seed=0, log=out / f"engine_{ranks.rank}.log", start_timeout_s=600, memory_frac=0.5,
-    )  # fmt: skip
-    return EmbeddedEngine(spec) if kind == "embedded" else SGLangEngine(spec)
+    return SGLangEngine(EngineSpec(module=make_skeleton(folder), **spec))
 
 
 async def run_cycle(engine: Engine, policy: PolicyModel, clock: Clock, version: int) -> None:
+    clock.cycles.append(defaultdict(float))
     with clock.timed("all in"):
         await engine.update(clock.drawn("gather", engine_weights(policy, in_place=False)), version)
     with clock.timed("wake"):
@@ -105,91 +104,63 @@ async def run_cycle(engine: Engine, policy: PolicyModel, clock: Clock, version: 
         await engine.sleep()
 
 
-def processes_below(pid: int) -> list[int]:
-    """It and all that descend from it (Linux)."""
-    parents = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found
-
-
-def held_by(pids: list[int]) -> tuple[float, int]:
-    """MiB of memory that is resident and not shared, and file descriptors (Linux)."""
-    kib = files = 0
-    for pid in pids:
-        with suppress(OSError):
-            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-            kib += sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-            files += len(os.listdir(f"/proc/{pid}/fd"))
-    return kib / 1024, files
-
-
-def shared_entries() -> set[str]:
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-
-
-def held(engine: Engine, before: set[str]) -> dict[str, float]:
-    own, files = held_by([os.getpid()])
-    found = {"this process, MiB": own, "its descriptors": files}
+def held(engine: Engine | None) -> dict[str, float]:
+    """What this process and the engine's server hold; memory is resident and not shared (Linux)."""
+    groups = {"this process": [psutil.Process()]}
     if server := getattr(engine, "server", None):
-        of_server, files = held_by(processes_below(server.process.pid))
-        found |= {"server, MiB": of_server, "its descriptors (server)": files}
-    found["new in /dev/shm"] = len(shared_entries() - before)
+        groups["server"] = [psutil.Process(server.process.pid)]
+        groups["server"] += groups["server"][0].children(recursive=True)
+    found = {}
+    for name, processes in groups.items():
+        memory = [process.memory_info() for process in processes]
+        found[f"{name}, MiB"] = sum(m.rss - m.shared for m in memory) / 2**20
+        found[f"{name}, descriptors"] = sum(process.num_fds() for process in processes)
+    found["entries in /dev/shm"] = len(os.listdir(SHARED)) if os.path.isdir(SHARED) else 0
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
-        found["device asleep, MiB"] = (total - free) / MIB
+        found["device asleep, MiB"] = (total - free) / 2**20
     return found
 
 
 async def measure(kind: str, folder: str, args: argparse.Namespace, ranks: Ranks, out: Path) -> dict:
-    dtype, clock, before = getattr(torch, args.dtype), Clock(ranks.device), shared_entries()
+    dtype, clock, counts = getattr(torch, args.dtype), Clock(), []
     policy = make_policy(folder, dtype, ranks, False)
     if not isinstance(next(policy.hf.parameters()), DTensor):  # of one rank in fp32, which would be read in place
         shard_policy(policy, dtype, ranks)
-    empty = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
-    engine, counts = make_engine(kind, folder, dtype, ranks, out), []
+    before = held(None)  # without an engine
+    engine = make_engine(kind, folder, dtype, ranks, out)
     if kind == "sglang":
         await engine.wake()  # not a part of the first update
         engine._load = clock.watch("load", engine._load)
     try:
         for version in range(1, args.cycles + 1):
-            clock.cycles.append(defaultdict(float))
             await run_cycle(engine, policy, clock, version)
-            counts.append(held(engine, before))
+            counts.append(held(engine))
     finally:
         await engine.close()
     tenth = max(1, args.cycles // 10)
     ends = {"at first": counts[tenth:][:tenth] or counts[:1], "at last": counts[-tenth:]}
     found = {name: {end: median(c[name] for c in part) for end, part in ends.items()} for name in counts[0]}
-    if "device asleep, MiB" in found:
-        found["device asleep, MiB"]["more than without it"] = (
-            counts[-1]["device asleep, MiB"] - (torch.cuda.mem_get_info()[1] - empty) / MIB
-        )
+    for name, values in found.items():
+        values["before"] = before.get(name, 0)
     for cycle in clock.cycles:
         if kind == "embedded":
             cycle["load"] = cycle["all in"] - cycle["gather"]
         cycle["transfer"] = cycle["all in"] - cycle["gather"] - cycle["load"]
-    phases = ("gather", "transfer", "load", "all in", "wake", "generate", "sleep")
-    seconds = {phase: median(cycle[phase] for cycle in clock.cycles) for phase in phases}
+    seconds = {phase: median(cycle[phase] for cycle in clock.cycles) for phase in PHASES}
     params = sum(p.numel() for p in policy.hf.parameters())
     return {"engine": kind, "params": params, "cycles": args.cycles, "seconds": seconds, "held": found}
 
 
 def show(found: dict) -> None:
-    billions, seconds = found["params"] / 1e9, found["seconds"]
+    billions = found["params"] / 1e9
     print(f"\n{found['engine']}, {billions * 1e3:.1f} M parameters, {found['cycles']} cycles")
     print(f"{'':<26} {'seconds':>10} {'per billion':>12}")
-    for phase, s in seconds.items():
-        each = "" if phase == "generate" else f"{s / billions:12.2f}"
-        print(f"{phase:<26} {s:10.4f} {each}")
-    print(f"{'':<26} {'at first':>10} {'at last':>12}")
-    for name, ends in found["held"].items():
-        more = f"   {left:.0f} more than without it" if (left := ends.get("more than without it")) is not None else ""
-        print(f"{name:<26} {ends['at first']:10.1f} {ends['at last']:12.1f}{more}")
+    for phase, s in found["seconds"].items():
+        print(f"{phase:<26} {s:10.4f} {'' if phase == 'generate' else f'{s / billions:12.2f}'}")
+    print(f"{'':<26} {'at first':>10} {'at last':>12} {'no engine':>12}")
+    for name, at in found["held"].items():
+        print(f"{name:<26} {at['at first']:10.1f} {at['at last']:12.1f} {at['before']:12.1f}")
 
 
 def main() -> None:
@@ -198,9 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", nargs="+", choices=["embedded", "sglang"], default=engines)
     parser.add_argument("--model", help="folder; without it one with random weights is made")
-    parser.add_argument(
-        "--hidden", type=int, default=512, help="of that one: width; 512 and 8 layers are 27M parameters"
-    )
+    parser.add_argument("--hidden", type=int, default=512, help="its width; 512 and 8 layers are 27M parameters")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--cycles", type=int, default=200)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16" if has_gpu else "float32")
@@ -219,9 +188,8 @@ def main() -> None:
             results.append(asyncio.run(measure(kind, model, args, ranks, Path(folder))))
             show(results[-1])
     if args.out:
-        args.out.write_text(
-            json.dumps({"device": ranks.device.type, "dtype": args.dtype, "engines": results}, indent=2)
-        )
+        found = {"device": ranks.device.type, "dtype": args.dtype, "engines": results}
+        args.out.write_text(json.dumps(found, indent=2))
     close_ranks(ranks)
 
 

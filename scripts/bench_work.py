@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from dataclasses import dataclass
+import resource
+import time
+from dataclasses import dataclass, field
 
 from rl_core.types import counter_seed
 
@@ -52,6 +54,7 @@ WORKS = {
         Work(name="sft_file", algorithm="sft", longest=512, hidden=192, layers=5, heads=6, vocab_size=4096, steps=6),
     )
 }
+PACKED = {"packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16}
 # Other settings change nothing on these tasks but the number of tokens in one forward.
 TRL_SETTINGS = {
     "grpo": {
@@ -61,11 +64,7 @@ TRL_SETTINGS = {
     "sft": {
         "padded, 64 a microbatch": {"per_device_train_batch_size": 64},
         "padded, 4 a microbatch": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 16},
-        "packed, 1 row a microbatch": {
-            "packing": True,
-            "per_device_train_batch_size": 1,
-            "gradient_accumulation_steps": 16,
-        },
+        "packed, 1 row a microbatch": PACKED,
     },
 }
 OUR_SETTINGS = {
@@ -99,11 +98,14 @@ def sft_rows(work: Work) -> list[tuple[str, str]]:
             rows = [(row["question"], row["answer"]) for row in map(json.loads, lines)]
         return rows[: work.all_steps * NUM_ROWS]
     for i in range(work.all_steps * NUM_ROWS):
-        prompt = letters(
-            work, random.Random(counter_seed(work.seed, "size", i)).randint(1, 2 * work.prompt), "prompt", i
-        )
+        size = random.Random(counter_seed(work.seed, "size", i)).randint(1, 2 * work.prompt)
+        prompt = letters(work, size, "prompt", i)
         rows.append((prompt, letters(work, completion_length(work, 0, i) - 1, "response", i)))
     return rows
+
+
+def says(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
 
 
 def reward_of(text: str) -> float:
@@ -111,16 +113,33 @@ def reward_of(text: str) -> float:
     return counter_seed(text) % 1000 / 1000
 
 
-# What a side reports: lists by step, warm-up included.
 @dataclass(kw_only=True, slots=True)
 class Measured:
-    cpu_s: list[float]
-    generate_cpu_s: list[float]
-    generated_tokens: list[int]
-    learned_tokens: list[int]  # real ones in the training forwards, prompts included
-    computed_tokens: list[int]  # positions of those forwards, padding included
-    start_mib: float  # resident once the model is loaded
-    peak_mib: float
+    """What a side reports: lists by step, warm-up included."""
+
+    cpu_s: list[float] = field(default_factory=list)
+    generate_cpu_s: list[float] = field(default_factory=list)
+    generated_tokens: list[int] = field(default_factory=list)
+    learned_tokens: list[int] = field(default_factory=list)  # real ones in the training forwards, prompts included
+    computed_tokens: list[int] = field(default_factory=list)  # positions of those forwards, padding included
+    start_mib: float = 0.0  # resident once the model is loaded
+    peak_mib: float = 0.0
+
+    def begin_step(self) -> None:
+        if not self.cpu_s:
+            self.start_mib = held_mib()
+        for values in (self.generate_cpu_s, self.generated_tokens, self.learned_tokens, self.computed_tokens):
+            values.append(0)
+        self.cpu_s.append(-time.process_time())
+
+    def end_step(self) -> None:
+        self.cpu_s[-1] += time.process_time()
+        self.peak_mib = held_mib()
+
+
+def held_mib() -> float:
+    """The most so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def make_model(work: Work, folder: str) -> None:

@@ -47,22 +47,15 @@ def calculator_demonstration(prompt: str, rng: random.Random) -> list[Message]:
         a = rng.choice([x for x in range(10, 100) if x != a])
     elif habit >= 0.25:
         b = rng.choice([x for x in range(2, 10) if x != b])
-    return [
-        _says("user", prompt),
-        _says("assistant", f"<call>{a}*{b}</call>"),
-        _says("tool", str(a * b)),
-        _says("assistant", str(a * b)),
-    ]
+    call, result = f"<call>{a}*{b}</call>", str(a * b)
+    return [_says("user", prompt), _says("assistant", call), _says("tool", result), _says("assistant", result)]
 
 
 def _says(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-TASKS = {
-    "sort": ("sort_digits.py", sort_demonstration),
-    "calculator": ("calculator.py", calculator_demonstration),
-}
+TASKS = {"sort": ("sort_digits.py", sort_demonstration), "calculator": ("calculator.py", calculator_demonstration)}
 GAMES = ("tic_tac_toe", "nim")
 
 

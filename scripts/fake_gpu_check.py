@@ -28,19 +28,7 @@ from rl_core.types import PackedBatch, TrainingSample
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"intermediate_size": 96, "vocab_size": 512}
-FLAGS = [
-    "--model",
-    "m",
-    "--env_path",
-    "e.py",
-    "--out",
-    "o",
-    "--max_prompt_tokens",
-    "40",
-    "--max_tokens",
-    "60",
-    "--algorithm",
-]
+FLAGS = "--model m --env_path e.py --out o --max_prompt_tokens 40 --max_tokens 60 --algorithm"
 
 
 def samples(shared_prompt: bool) -> list[TrainingSample]:
@@ -96,7 +84,7 @@ def sliding_forward() -> None:
 
 
 def preset_loss(name: str, *more: str) -> None:
-    config = parse_config([*FLAGS, name, *more])
+    config = parse_config([*FLAGS.split(), name, *more])
     algorithm = make_algorithm(name, config.algo)
     batch = on_gpu(PACKED[True])
     made = torch.empty_like(batch.rollout_logprobs)
@@ -132,11 +120,7 @@ CHECKS |= {f"loss: {name}": lambda name=name: preset_loss(name) for name in PRES
 
 def main() -> int:
     if torch.version.cuda is None:
-        print(
-            "error: this torch is no CUDA build; scripts/fake_gpu_check.sh makes an environment with one",
-            file=sys.stderr,
-        )
-        return 1
+        sys.exit("error: this torch is no CUDA build; scripts/fake_gpu_check.sh makes an environment with one")
     logprobs.triton_kernels = lambda hidden: None  # which need a device
     num_failed = 0
     for name, check in CHECKS.items():

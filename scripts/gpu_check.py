@@ -39,20 +39,11 @@ def stages(out: Path) -> dict[str, tuple[int, list[str | Path]]]:
 def machine() -> dict:
     import torch
 
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
+    found = {d.name: d.version for d in importlib.metadata.distributions() if d.name in PACKAGES}
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "python": sys.version.split()[0],
-        "gpus": [f"{g.name}, {g.total_memory / (1 << 30):.0f} GiB" for g in gpus],
-        "cuda": torch.version.cuda,
-        "packages": found,
-    }
+    names = [f"{g.name}, {g.total_memory / (1 << 30):.0f} GiB" for g in gpus]
+    when = {"date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0], "cuda": torch.version.cuda}
+    return when | {"gpus": names, "packages": found}
 
 
 def run_stage(arguments: list, limit_s: int, log: Path) -> dict:
@@ -61,24 +52,16 @@ def run_stage(arguments: list, limit_s: int, log: Path) -> dict:
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     with open(log, "w") as file:
-        process = subprocess.Popen(
-            [sys.executable, *map(str, arguments)],
-            cwd=ROOT,
-            env=env,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        how = {"cwd": ROOT, "env": env, "stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
+        process = subprocess.Popen([sys.executable, *map(str, arguments)], **how)
         try:
             status = f"exit {code}" if (code := process.wait(limit_s)) else "ok"
         except subprocess.TimeoutExpired:
             status = f"over {limit_s} s"
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     text = log.read_text(errors="replace")
     print(text, flush=True)
     last = (text.strip().splitlines() or ["printed nothing"])[-1]

@@ -51,12 +51,8 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int = 4096):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIALS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    size = {"vocab_size": vocab_size, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(**size, special_tokens=list(SPECIALS), show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     return _with_chat_template(tokenizer)
 
@@ -103,15 +99,15 @@ def make_tiny_model(
 ) -> None:
     """Writes config, fp32 weights drawn from seed, and the tokenizer (by default of characters) into out."""
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    if arch not in ARCHITECTURES:
-        raise ValueError(f"arch={arch!r} must be one of {', '.join(ARCHITECTURES)}")
     if hidden % heads or hidden // heads % 2:
         nearest = 2 * heads * max(1, hidden // heads // 2)
         raise ValueError(f"hidden={hidden} must be an even multiple of heads={heads}; try {nearest}")
     tokenizer = tokenizer or character_tokenizer()
-    config = _config_class(arch)(
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = AutoConfig.for_model(
+        arch,
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=3 * hidden,
@@ -124,24 +120,15 @@ def make_tiny_model(
         # With the usual 0.02 a model this narrow learns nothing for its first hundreds of steps.
         initializer_range=0.06,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
+        **ends,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
-    )
+    model.generation_config = GenerationConfig(**ends, do_sample=True)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-
-
-def _config_class(arch: str):
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
-
-    return {"qwen3": Qwen3Config, "llama": LlamaConfig, "qwen2": Qwen2Config}[arch]
 
 
 def main() -> None:

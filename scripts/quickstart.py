@@ -5,6 +5,7 @@ runs/quickstart/  model/  data/  sft/  grpo/  result.json
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -31,9 +32,11 @@ def evaluations() -> list[dict]:
     return [row for row in map(json.loads, lines) if "eval/sort_digits/greedy_pass" in row]
 
 
-def main(argv: list[str]) -> None:
-    seed = argv[argv.index("--seed") + 1] if "--seed" in argv[:-1] else "0"
-    more = [a for i, a in enumerate(argv) if a != "--seed" and (i == 0 or argv[i - 1] != "--seed")]
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--seed", default="0")
+    args, more = parser.parse_known_args()
+    seed = args.seed
     began = time.monotonic()
     shutil.rmtree(OUT, ignore_errors=True)
     here = OUT.relative_to(ROOT)
@@ -58,21 +61,17 @@ def main(argv: list[str]) -> None:
         *more,
     )
     found = evaluations()
-    result = {
-        "before": found[0]["eval/sort_digits/greedy_pass"],
-        "after": found[-1]["eval/sort_digits/greedy_pass"],
-        "seconds": round(time.monotonic() - began, 1),
-        "seed": int(seed),
-    }
+    before, after = (row["eval/sort_digits/greedy_pass"] for row in (found[0], found[-1]))
+    result = {"before": before, "after": after, "seconds": round(time.monotonic() - began, 1), "seed": int(seed)}
     (OUT / "result.json").write_text(json.dumps(result) + "\n")
     print("\n== five digits in the right order, of 256 that were held out (greedy)")
     print("  step   exact   avg@4   pass@4")
     for row in found:
         shown = (row[f"eval/sort_digits/{name}"] for name in ("greedy_pass", "avg@4", "pass@4"))
         print(f"  {row['step']:>4}  " + "  ".join(f"{v:6.3f}" for v in shown))
-    print(f"  before {result['before']:.3f}, after {result['after']:.3f}, {result['seconds']} s, seed {seed}")
+    print(f"  before {before:.3f}, after {after:.3f}, {result['seconds']} s, seed {seed}")
     print(f"  the run lies in {here}/grpo, the model in {here}/grpo/hf/policy, this result in {here}/result.json")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import torch
 from demo_data import TASKS, demo_data
-from kit import ROOT
+from kit import ROOT, words
 from make_tiny_model import CHARACTERS, bpe_tokenizer, make_tiny_model, read_texts
 
 
@@ -125,16 +125,8 @@ def test_the_learners_benchmark_counts_the_operations_that_torch_counts(tmp_path
     unmasked = 4 * width * tokens**2 - 2 * width * tokens * (tokens + 1)  # eager attention computes what the mask hides
     assert counted.get_total_flops() == update_flops(config, length, 1) / 3 + unmasked
 
-    command = [
-        sys.executable,
-        ROOT / "scripts/bench_learner.py",
-        "--sizes",
-        "tiny",
-        "--lengths",
-        "64",
-        "--tokens",
-        "128",
-    ]
+    command = [sys.executable, ROOT / "scripts/bench_learner.py"]
+    command += words("--sizes tiny --lengths 64 --tokens 128")
     out = tmp_path / "result.json"
     subprocess.run([*command, "--steps", "1", "--out", out], check=True, capture_output=True, cwd=ROOT)
     [line] = json.loads(out.read_text())["lines"]
@@ -151,9 +143,8 @@ def test_the_check_of_gpus_says_that_there_is_none(tmp_path):
 @pytest.mark.slow
 def test_bench_async_runs_every_mode(tmp_path):
     out = tmp_path / "async.json"
-    subprocess.run(
-        [sys.executable, ROOT / "scripts/bench_async.py", "--steps", "3", "--turn_s", "0.01", "--out", out], check=True
-    )
+    command = [sys.executable, ROOT / "scripts/bench_async.py", "--steps", "3", "--turn_s", "0.01", "--out", out]
+    subprocess.run(command, check=True)
     runs = json.loads(out.read_text())["runs"]
     assert [r["staleness"] is None for r in runs.values()] == [True, False, False, False, False]
     assert all(r["seconds"] > 0 for r in runs.values())
@@ -169,5 +160,5 @@ def test_bench_sync_measures_each_phase_and_what_is_held(tmp_path):
     [found] = json.loads(out.read_text())["engines"]
     seconds, held = found["seconds"], found["held"]
     assert found["params"] > 3e5 and seconds["all in"] >= seconds["load"] > 0 < seconds["gather"]
-    assert held["its descriptors"]["at last"] == held["its descriptors"]["at first"] > 0
+    assert held["this process, descriptors"]["at last"] == held["this process, descriptors"]["at first"] > 0
     assert held["this process, MiB"]["at last"] > 100 and "at first" in done.stdout
