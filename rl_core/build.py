@@ -17,7 +17,7 @@ import torch
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.rows import TOKENIZERS
-from rl_core.data.tasks import TaskMix, TaskSource
+from rl_core.data.tasks import TaskSource
 from rl_core.distributed import Ranks, barrier, explain_timeouts, make_mesh
 from rl_core.learning.algorithms import Algorithm, make_algorithm
 from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint
@@ -58,7 +58,7 @@ class Plan:
     config: Config
     algorithm: Algorithm
     envs: dict[str, Env]  # by the name of its file
-    train: TaskSource | TaskMix
+    train: TaskSource
     eval: dict[str, TaskSource]  # by the name of its environment
     chats: dict[str, Chat]  # of the actors that have a model here
     endpoints: dict[str, Any]  # actors behind a URL, with no engine here
@@ -122,7 +122,7 @@ def make_plan(config: Config) -> Plan:
     config = choose_engine(config, config.engine_ranks or size)
     chats = {name: check_model(config, name) for name, actor in config.actors.items() if not actor.api}
     imitated = None if algorithm.is_rl else ImitatedRows(config, chats[config.trained[0]])
-    for source in (*(train.sources if isinstance(train, TaskMix) else [train]), *evals.values()):
+    for source in (*train.sources, *evals.values()):
         check_lengths(config, envs, chats, imitated, source)
     is_weighted = algorithm.is_rl and any("task_weight" in env.hooks for env in envs.values())
     curriculum = option(CURRICULUM)(train, envs) if is_weighted else None

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from rl_core.build import Run
-from rl_core.data.rollouts import write_trajectories
+from rl_core.data.rows import write_trajectories
 from rl_core.distributed import all_gather_json, barrier
 from rl_core.learning.advantages import baseline_groups, group_results, has_signal, samples_of
 from rl_core.learning.checkpoint import save_checkpoint
@@ -93,7 +93,7 @@ def draw_groups(run: Run, num_groups: int) -> list[Group]:
     groups = []
     for position in (*positions, *range(first, run.position)):
         step, number = divmod(position, config.tasks_per_step)
-        [task] = run.train.tasks(position, 1)
+        task = run.train.task(position)
         same = {"size": config.group_size, "params": params, "seed": config.seed, "position": position}
         groups.append(Group(task=task, batch=f"train/{step:06d}", number=number, **same))
     return groups
@@ -140,7 +140,7 @@ def imitated_samples(run: Run) -> dict[str, list[TrainingSample]]:
     n = run.config.tasks_per_step
     positions = range(run.position + run.ranks.rank, run.position + n, run.ranks.size)
     run.position += n
-    rows = (run.imitated.samples(run.train.tasks(p, 1)[0], f"{p:012d}") for p in positions)
+    rows = (run.imitated.samples(run.train.task(p), f"{p:012d}") for p in positions)
     return {run.config.trained[0]: [sample for row in rows for sample in row]}
 
 

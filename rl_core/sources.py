@@ -7,7 +7,7 @@ from dataclasses import replace
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.rows import ROLLOUTS, is_trajectory, load_rows
-from rl_core.data.tasks import TaskMix, TaskSource
+from rl_core.data.tasks import TaskSource
 from rl_core.learning.algorithms import Algorithm
 from rl_core.rules import check
 from rl_core.sampling.env import Env, load_env
@@ -19,6 +19,7 @@ ROWS = {
     "dpo": "rl_core.options.pairs:reply_pair",
     "rm": "rl_core.options.pairs:scored_pair",
 }
+MIX = "rl_core.options.mix:TaskMix"
 CACHED_TOKENS = 4_000_000  # 100 MB
 CHECKED_ROWS = 20_000  # of which the length is checked at start-up; rows beyond are checked when they are drawn
 
@@ -58,7 +59,7 @@ def check_speakers(config: Config, envs: dict[str, Env]) -> None:
             )
 
 
-def train_source(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> TaskSource | TaskMix:
+def train_source(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> TaskSource:
     weights = {name: config.env(name).weight for name in envs} or {"data": 1.0}
     sources = {}
     for name in (name for name, weight in weights.items() if weight):
@@ -69,7 +70,7 @@ def train_source(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> 
             raise ValueError(f"{flag} is missing: a file or `datasets` name{hint}")
     if len(sources) == 1:
         return next(iter(sources.values()))
-    return TaskMix(list(sources.values()), [weights[name] for name in sources])
+    return option(MIX)(list(sources.values()), [weights[name] for name in sources])
 
 
 def eval_sources(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> dict[str, TaskSource]:

@@ -402,6 +402,15 @@ def metrics(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+def prompts_of(turns: Sequence[Any]) -> list[list[int]]:
+    """The prompt of each turn, as the engine got it."""
+    prompts: list[list[int]] = []
+    for number, turn in enumerate(turns):
+        before = [] if turn.is_fresh else [*prompts[-1], *turns[number - 1].completion.token_ids]
+        prompts.append([*before, *turn.new_ids])
+    return prompts
+
+
 def trajectories(file: Path) -> list[dict]:
     """A rollout file's rows, each turn with all that the actor saw before it as `prompt_ids`."""
     with zstandard.ZstdDecompressor().stream_reader(file.open("rb")) as stream:

@@ -7,9 +7,10 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from kit import prompts_of
 
 from rl_core.data.chat import Chat, TokenStream, load_chat
-from rl_core.data.samples import prompts_of, samples_from_turns
+from rl_core.data.samples import samples_from_turns
 from rl_core.options.imitation import imitation_turns
 from rl_core.types import Completion
 

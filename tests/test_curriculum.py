@@ -12,11 +12,12 @@ from kit import metrics, trajectories
 from rl_core.build import make_plan
 from rl_core.cli import main as rl_core
 from rl_core.config import parse_config
-from rl_core.data.tasks import TaskMix, TaskSource
+from rl_core.data.tasks import TaskSource
 from rl_core.options.curriculum import Curriculum, Progress, WeightedOrder, task_weight
+from rl_core.options.mix import TaskMix
 from rl_core.sampling.env import load_env
 from rl_core.train import main
-from rl_core.types import RunError
+from rl_core.types import RunError, Task
 
 ROOT = Path(__file__).parent.parent
 COUNT = """
@@ -37,8 +38,12 @@ def weighted(weights: list[float], **more) -> TaskSource:
     return found
 
 
-def rows_drawn(tasks: TaskSource | TaskMix, position: int, n: int) -> list[int]:
-    return [int(t.id.split("/")[1]) for t in tasks.tasks(position, n)]
+def drawn(tasks: TaskSource, position: int, n: int) -> list[Task]:
+    return [tasks.task(p) for p in range(position, position + n)]
+
+
+def rows_drawn(tasks: TaskSource, position: int, n: int) -> list[int]:
+    return [int(t.id.split("/")[1]) for t in drawn(tasks, position, n)]
 
 
 def test_tasks_are_drawn_by_weight_and_never_those_of_weight_0():
@@ -96,23 +101,23 @@ def test_in_a_mix_each_environment_has_its_own_curriculum_or_none():
     curriculum = Curriculum(train=mix, orders={"one": one.order})
     position = 0
     for step in range(4):
-        tasks = mix.tasks(position, 3)
-        drawn = [int(t.id.split("/")[1]) for t in tasks if t.env == "one"]
-        assert len(drawn) == 2 and not set(drawn) & set(solved)
-        assert [t.id for t in tasks if t.env == "other"] == [plain.tasks(step, 1)[0].id]
+        tasks = drawn(mix, position, 3)
+        rows = [int(t.id.split("/")[1]) for t in tasks if t.env == "one"]
+        assert len(rows) == 2 and not set(rows) & set(solved)
+        assert [t.id for t in tasks if t.env == "other"] == [plain.task(step).id]
         position += 3
         results = [(t.env, t.id, 1.0, 1.0) for t in tasks]
         if step < 2:
             curriculum.record(results, position)
-            solved += drawn
-    assert len(solved) == 4 and drawn != solved[:2]
+            solved += rows
+    assert len(solved) == 4 and rows != solved[:2]
     saved = json.loads(json.dumps(curriculum.state()))
     assert saved == {"one": {"start": 4, "tried": {str(row): [1, 1.0, 1.0] for row in solved}}}
     fresh = source(env="one")
     fresh.order = WeightedOrder(fresh, lambda row, known: float(known.success_rate < 0.9), is_by_row=False)
     again = Curriculum(train=TaskMix([fresh, other], [2.0, 1.0]), orders={"one": fresh.order})
     again.load(saved)
-    assert [t.id for t in again.train.tasks(6, 6)] == [t.id for t in mix.tasks(6, 6)]
+    assert [t.id for t in drawn(again.train, 6, 6)] == [t.id for t in drawn(mix, 6, 6)]
     with pytest.raises(RunError, match=r"one: task_weight\(\) gives 0 for all 6 tasks"):
         curriculum.record([("one", f"train/{row}", 1.0, 1.0) for row in range(6) for _ in range(4)], 12)
 

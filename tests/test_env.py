@@ -175,7 +175,7 @@ def test_a_truncated_reply_ends_the_episode_and_is_scored(env_of):
     [
         ("'go on'", 'must be a list of {"role": ..., "content": ...}, is \'go on\''),
         ("['go on']", "message 1 is 'go on'"),
-        ("[{'role': 'user', 'content': 3}]", "message 1 has no text"),
+        ("[{'role': 'user', 'content': 3}]", "message 1 is {'role': 'user', 'content': 3}"),
         ("{'mesages': []}", "has an unknown key 'mesages'; known: messages, reward, done"),
         ("{'messages': [], 'reward': float('nan')}", "a reward must be a finite number"),
     ],

@@ -34,6 +34,11 @@ def scores(tasks, reply_to) -> list[float]:
     return [reward for i in range(0, len(tasks), 256) for reward in asyncio.run(play(tasks[i : i + 256]))]
 
 
+def source(*answers) -> list:
+    rows = [{"prompt": "?", "answer": answer} for answer in answers]
+    return list(TaskSource(rows, env="m", split="train", seed=0, shuffle=False))
+
+
 @pytest.fixture(scope="module")
 def tasks(data_dir, request):
     """All rows with --slow, else every fifth."""
@@ -80,10 +85,7 @@ def test_the_number_counts_and_not_how_it_is_written(style, number):
     reply = style.format(number)
 
     def score(answer):
-        task = TaskSource([{"prompt": "?", "answer": answer}], env="m", split="train", seed=0, shuffle=False).tasks(
-            0, 1
-        )
-        return scores(task, lambda row: reply)[0]
+        return scores(source(answer), lambda row: reply)[0]
 
     value = int(number.replace(",", ""))
     assert [score(number), score(value), score(f"steps 99\n#### {value}")] == [1, 1, 1]
@@ -91,16 +93,14 @@ def test_the_number_counts_and_not_how_it_is_written(style, number):
 
 
 def test_fractions_and_formulas_count_too():
-    source = [{"prompt": "?", "answer": a} for a in (r"\frac{1}{2}", "0.5", r"$\frac{1}{2}$", "1/2")]
-    tasks = TaskSource(source, env="m", split="train", seed=0, shuffle=False).tasks(0, 4)
+    tasks = source(r"\frac{1}{2}", "0.5", r"$\frac{1}{2}$", "1/2")
     assert scores(tasks, lambda row: r"Hence \boxed{\frac{1}{2}}.") == [1, 1, 1, 1]
     assert scores(tasks, lambda row: r"Hence \boxed{\frac{1}{3}}.") == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("reply", ["", "   ", "####", "no idea", "(" * 3000, "\\frac{" * 500, "1+" * 3000])
 def test_a_reply_without_an_answer_scores_0(reply):
-    [task] = TaskSource([{"prompt": "?", "answer": "18"}], env="m", split="train", seed=0, shuffle=False).tasks(0, 1)
-    assert scores([task], lambda row: reply) == [0]
+    assert scores(source("18"), lambda row: reply) == [0]
 
 
 def test_no_reply_can_hold_the_interpreter():
@@ -122,6 +122,5 @@ for tower in {towers!r}:
 
 
 def test_a_reference_without_an_answer_is_an_error():
-    [task] = TaskSource([{"prompt": "?", "answer": "none"}], env="m", split="train", seed=0, shuffle=False).tasks(0, 1)
     with pytest.raises(RuntimeError, match="the column answer holds no mathematical answer: 'none'"):
-        scores([task], lambda row: "18")
+        scores(source("none"), lambda row: "18")

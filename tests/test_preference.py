@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 
+import kit
 import pytest
 import torch
 from kit import ROOT, metrics
@@ -17,15 +18,14 @@ from test_chat import CHATML, make_tokenizer
 from test_learner import assert_same
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rl_core.config import PreferenceConfig, parse_config
+from rl_core.config import PreferenceConfig
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
-from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.learner import Learner
-from rl_core.learning.model import make_policy, make_reference
+from rl_core.learning.model import make_policy
 from rl_core.options.imitation import imitation_samples
-from rl_core.options.pairs import reply_pair, scored_pair
+from rl_core.options.pairs import PAIR, reply_pair, scored_pair
 from rl_core.options.preference import dpo_losses, rm_losses
 from rl_core.train import main
 from rl_core.types import TrainingSample
@@ -97,10 +97,10 @@ def test_a_margin_is_carried_by_the_chosen_side():
     [
         ({"prompt": "x", "choosen": "a", "rejected": "b"}, "needs a column 'chosen'; did you mean 'choosen'"),
         ({"promt": "x", "chosen": "a", "rejected": "b"}, "'messages' or 'prompt' that they reply to; did you mean"),
-        ({"prompt": "x", "chosen": "a", "rejected": "a"}, "are equal, 'a'"),
+        ({"prompt": "x", "chosen": "a", "rejected": "a"}, "have the same tokens, 'a'"),
         ({"prompt": "x", "chosen": "a", "rejected": " a "}, "have the same tokens"),
-        ({"prompt": "x", "chosen": "a", "rejected": " "}, "column 'rejected' has an empty reply"),
-        ({"chosen": [user("x"), says("a")], "rejected": [user("x")]}, "column 'rejected' has an empty reply"),
+        ({"prompt": "x", "chosen": "a", "rejected": " "}, "column .rejected. must be a reply"),
+        ({"chosen": [user("x"), says("a")], "rejected": [user("x")]}, "column .rejected. must be a reply"),
         ({"chosen": [user("x"), says("a")], "rejected": [user("y"), says("b")]}, "begins as the other one does"),
         ({"chosen": [user("x"), says("a")], "rejected": "b"}, "begins as the other one does"),
         ({"prompt": "x", "chosen": [{"content": "a"}], "rejected": "b"}, "column 'chosen': must be a list"),
@@ -153,16 +153,11 @@ def sigma(x):
 @pytest.mark.parametrize("length_normalized", [False, True])
 @pytest.mark.parametrize("loss, smoothing", [("sigmoid", 0.0), ("sigmoid", 0.2), ("ipo", 0.0), ("hinge", 0.0)])
 def test_dpo_losses_are_the_papers_formulas(loss, smoothing, length_normalized, reference_free):
-    config = PreferenceConfig(
-        beta=0.3,
-        loss=loss,
-        label_smoothing=smoothing,
-        length_normalized=length_normalized,
-        reference_free=reference_free,
-    )
+    how = {"length_normalized": length_normalized, "reference_free": reference_free}
+    config = PreferenceConfig(beta=0.3, loss=loss, label_smoothing=smoothing, **how)
     pairs = ragged_pairs(7)
     replies, logprobs, ref, _ = columns(pairs)
-    got = dpo_losses(logprobs, None if reference_free else ref, replies, 7, config)
+    losses, rewards = dpo_losses(logprobs, None if reference_free else ref, replies, 7, config)
     for p in range(7):
         ratios = [
             sum(a - (0 if reference_free else b) for a, b, _ in pairs[r]) / (len(pairs[r]) if length_normalized else 1)
@@ -174,27 +169,27 @@ def test_dpo_losses_are_the_papers_formulas(loss, smoothing, length_normalized, 
             "ipo": (h - 1 / (2 * 0.3)) ** 2,
             "hinge": max(0, 1 - 0.3 * h),
         }[loss]
-        assert got.losses[p].item() == pytest.approx(expected)
-        assert got.rewards[p].tolist() == pytest.approx([0.3 * x for x in ratios])
+        assert losses[p].item() == pytest.approx(expected)
+        assert rewards[p].tolist() == pytest.approx([0.3 * x for x in ratios])
 
 
 def test_rm_losses_are_bradley_terry_on_last_tokens_with_a_margin():
     pairs = ragged_pairs(7)
     replies, scores, _, margins = columns(pairs)
-    got = rm_losses(scores, margins, replies, 7)
+    losses, rewards = rm_losses(scores, margins, replies, 7)
     for p in range(7):
         (chosen, _, margin), (rejected, _, _) = pairs[2 * p][-1], pairs[2 * p + 1][-1]
-        assert got.losses[p].item() == pytest.approx(-math.log(sigma(chosen - rejected - margin)))
-        assert got.rewards[p].tolist() == [chosen, rejected]
+        assert losses[p].item() == pytest.approx(-math.log(sigma(chosen - rejected - margin)))
+        assert rewards[p].tolist() == [chosen, rejected]
 
 
 def test_a_batch_without_pairs_has_a_loss_of_nothing():
     nothing, no_replies = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    for got in (
+    for losses, rewards in (
         dpo_losses(nothing, nothing, no_replies, 0, PreferenceConfig()),
         rm_losses(nothing, nothing, no_replies, 0),
     ):
-        assert got.losses.shape == (0,) and got.rewards.shape == (0, 2)
+        assert losses.shape == (0,) and rewards.shape == (0, 2)
 
 
 ROWS = [
@@ -206,24 +201,19 @@ ROWS = [
 ]
 
 
-def make_learner(model, *flags, algorithm="dpo", num_tokens=60) -> Learner:
+def make_learner(model, *flags, algorithm="dpo") -> Learner:
     """Its policy is a little away from the reference, which is the model; a reward model's head is not 0."""
-    flags = ["--max_prompt_tokens", str(num_tokens), "--max_tokens", str(num_tokens), *flags]
-    config = parse_config(["--model", str(model), "--algorithm", algorithm, "--out", "x", *flags])
-    ranks = init_ranks(60)
-    policy = make_policy(str(model), torch.float32, ranks, False, is_scoring=algorithm == "rm")
-    reference = None
-    if algorithm == "dpo" and not config.preference.reference_free:
-        reference = make_reference(str(model), torch.float32, ranks)
+    learner = kit.make_learner(model, "--algorithm", algorithm, *flags)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in policy.parameters():
+        for parameter in learner.policy.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-    return Learner(config, make_algorithm(algorithm, config.algo), policy, ranks, reference)
+    return learner
 
 
 def pair_samples(model, rows=ROWS, algorithm="dpo"):
-    chat, samples_of = load_chat(str(model)), {"dpo": reply_pair, "rm": scored_pair}[algorithm]
+    makers = {"sft": imitation_samples, "dpo": reply_pair, "rm": scored_pair}
+    chat, samples_of = load_chat(str(model)), makers[algorithm]
     samples = [(i, s) for i, row in enumerate(rows) for s in samples_of(chat, row)]
     return [dataclasses.replace(s, group_id=f"{i:04d}") for i, s in samples]
 
@@ -248,93 +238,57 @@ def trl_gradients(trainer) -> tuple[dict[str, torch.Tensor], float]:
     return {n: p.grad for n, p in trainer.model.named_parameters()}, loss.item()
 
 
-def trl_config(make, tmp_path, **options):
-    options |= {"per_device_train_batch_size": len(ROWS), "report_to": [], "use_cpu": True, "bf16": False}
-    return make(str(tmp_path), gradient_checkpointing=False, disable_tqdm=True, **options)
-
-
-def messages_of(row) -> dict:
-    return {
-        "prompt": [user(row["prompt"])],
-        "chosen": [says(row["chosen"])],
-        "rejected": [says(row["rejected"])],
-    }
-
-
 @pytest.mark.parametrize(
-    "flags, loss_type",
+    "algorithm, flags, options",
     [
-        ((), "sigmoid"),
-        (("--preference.loss", "hinge"), "hinge"),
-        (("--preference.loss", "ipo", "--preference.length_normalized"), "ipo"),
-        (("--preference.length_normalized",), "sigmoid_norm"),
+        ("sft", "", {"max_length": None}),
+        ("dpo", "--preference.beta 0.3", {"beta": 0.3, "loss_type": "sigmoid"}),
+        ("dpo", "--preference.beta 0.3 --preference.loss hinge", {"beta": 0.3, "loss_type": "hinge"}),
+        ("dpo", "--preference.loss ipo --preference.length_normalized", {"loss_type": "ipo"}),
+        ("dpo", "--preference.length_normalized", {"loss_type": "sigmoid_norm"}),
+        ("rm", "", {}),
+        ("rm with margins", "", {}),
     ],
 )
-def test_dpo_has_trl_s_loss_and_gradient(tiny_model, tmp_path, flags, loss_type):
+def test_loss_and_gradient_are_those_of_trl(algorithm, flags, options, tiny_model, tmp_path):
+    import trl
     from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
 
-    learner = make_learner(tiny_model, "--preference.beta", "0.3", *flags)
-    policy = AutoModelForCausalLM.from_pretrained(tiny_model)
-    policy.load_state_dict(learner.policy.hf.state_dict())
-    trainer = DPOTrainer(
-        policy,
-        AutoModelForCausalLM.from_pretrained(tiny_model),
-        args=trl_config(DPOConfig, tmp_path, beta=0.3, loss_type=loss_type),
-        train_dataset=Dataset.from_list([messages_of(row) for row in ROWS]),
-        processing_class=AutoTokenizer.from_pretrained(tiny_model),
+    algorithm, _, has_margin = algorithm.partition(" ")
+    name = {"sft": "SFT", "dpo": "DPO", "rm": "Reward"}[algorithm]
+    family = AutoModelForSequenceClassification if algorithm == "rm" else AutoModelForCausalLM
+    rows = [{k: v for k, v in row.items() if has_margin or k != "margin"} for row in ROWS]
+    theirs = [
+        {k: [says(v)] if k in PAIR else v for k, v in row.items()} | {"prompt": [user(row["prompt"])]} for row in rows
+    ]
+    if algorithm == "sft":
+        theirs = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in theirs]
+        rows = [{"prompt": row["prompt"], "response": row["chosen"]} for row in rows]
+    learner, model = (
+        make_learner(tiny_model, flags, algorithm=algorithm),
+        family.from_pretrained(tiny_model, num_labels=1),
     )
-    (ours, loss), (theirs, trl_loss) = gradients(learner, pair_samples(tiny_model)), trl_gradients(trainer)
-    assert loss == pytest.approx(trl_loss, rel=1e-5)
-    assert_same(ours, theirs, 1e-5)
-
-
-def test_sft_has_trl_s_loss_and_gradient(tiny_model, tmp_path):
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    learner, chat = make_learner(tiny_model, algorithm="sft"), load_chat(str(tiny_model))
-    policy = AutoModelForCausalLM.from_pretrained(tiny_model)
-    policy.load_state_dict(learner.policy.hf.state_dict())
-    rows = [{"prompt": [user(row["prompt"])], "completion": [says(row["chosen"])]} for row in ROWS]
-    trainer = SFTTrainer(
-        policy,
-        args=trl_config(SFTConfig, tmp_path, max_length=None),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(tiny_model),
-    )
-    rows = [{"prompt": row["prompt"], "response": row["chosen"]} for row in ROWS]
-    samples = [s for row in rows for s in imitation_samples(chat, row)]
-    (ours, loss), (theirs, trl_loss) = gradients(learner, samples), trl_gradients(trainer)
-    assert loss == pytest.approx(trl_loss, rel=1e-5)
-    assert_same(ours, theirs, 1e-5)
-
-
-@pytest.mark.parametrize("has_margin", [False, True])
-def test_a_reward_model_has_trl_s_loss_and_gradient(tiny_model, tmp_path, has_margin):
-    from datasets import Dataset
-    from trl import RewardConfig, RewardTrainer
-
-    learner = make_learner(tiny_model, algorithm="rm")
-    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
     model.load_state_dict(learner.policy.hf.state_dict())
-    rows = [row if has_margin else {k: v for k, v in row.items() if k != "margin"} for row in ROWS]
-    trl_rows = [messages_of(r) | {k: r[k] for k in r if k == "margin"} for r in rows]
-    trainer = RewardTrainer(
+    options |= {"per_device_train_batch_size": len(ROWS), "report_to": [], "use_cpu": True, "bf16": False}
+    trainer = getattr(trl, name + "Trainer")(
         model,
-        args=trl_config(RewardConfig, tmp_path),
-        train_dataset=Dataset.from_list(trl_rows),
+        args=getattr(trl, name + "Config")(str(tmp_path), gradient_checkpointing=False, disable_tqdm=True, **options),
+        train_dataset=Dataset.from_list(theirs),
         processing_class=AutoTokenizer.from_pretrained(tiny_model),
+        **({"ref_model": AutoModelForCausalLM.from_pretrained(tiny_model)} if algorithm == "dpo" else {}),
     )
-    (ours, loss), (theirs, trl_loss) = gradients(learner, pair_samples(tiny_model, rows, "rm")), trl_gradients(trainer)
+    samples = pair_samples(tiny_model, rows, algorithm)
+    (ours, loss), (expected, trl_loss) = gradients(learner, samples), trl_gradients(trainer)
     assert loss == pytest.approx(trl_loss, rel=1e-5)
-    assert_same(ours, theirs, 1e-5)
+    assert_same(ours, expected, 1e-5)
 
 
 @pytest.mark.parametrize("algorithm", ["dpo", "rm"])
 def test_microbatches_of_pairs_give_the_same_gradient_as_one(tiny_model, algorithm):
     one = make_learner(tiny_model, algorithm=algorithm)
-    many = make_learner(tiny_model, "--learner.microbatch_tokens", "84", algorithm=algorithm, num_tokens=21)
+    many = make_learner(
+        tiny_model, "--max_prompt_tokens 21 --max_tokens 21 --learner.microbatch_tokens 84", algorithm=algorithm
+    )
     rows = [row | {"prompt": row["prompt"][:16]} for row in ROWS * 3]
     rows += [{"prompt": "8", "chosen": "so " * 30, "rejected": "no " * 25}] * 2  # it is not worth sharing their prompt
     samples = pair_samples(tiny_model, rows, algorithm)

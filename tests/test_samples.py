@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import pytest
+from kit import prompts_of
 from test_chat import CHATML, make_tokenizer
 
 from rl_core.data.chat import Chat
-from rl_core.data.samples import prompts_of, samples_from_turns
+from rl_core.data.samples import samples_from_turns
 from rl_core.options.imitation import imitation_samples
 from rl_core.types import Completion, Turn
 

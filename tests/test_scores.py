@@ -124,7 +124,7 @@ def test_threads_share_a_model(reward_model):
     [
         ([], "must be a list"),
         ("hello", "must be a list"),
-        ([{"content": "x"}], "message 1 has no role"),
+        ([{"content": "x"}], "message 1 is {.content.: .x.}"),
         ([user("x" * 5000)], r"of 50\d\d tokens; the model reads 1 to"),
     ],
 )

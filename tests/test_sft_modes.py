@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import zstandard
-from kit import SORT, trajectories
+from kit import SORT, gradient, make_learner, trajectories
 from test_chat import CHATML, chat_of, every_template, make_tokenizer, user, words
 from transformers import AutoModelForCausalLM
 
-from rl_core.config import parse_config
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.rows import load_rows
 from rl_core.data.samples import samples_from_turns
-from rl_core.distributed import Ranks
-from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.learner import Learner
-from rl_core.learning.model import make_policy
 from rl_core.options.imitation import imitation_samples, imitation_turns
 from rl_core.train import main
 from rl_core.types import PER_TOKEN
-
-ROOT = Path(__file__).parent.parent
 
 
 def said(text, **more):
@@ -151,36 +144,13 @@ def talks(num=12, seed=0):
     return [{"messages": [*random_talk(rng, rng.randint(1, 3))]} for _ in range(num)]
 
 
-def make_learner(model, *flags):
-    lengths = ["--max_prompt_tokens", "200", "--max_tokens", "200", "--data.train", "x", "--out", "x"]
-    config = parse_config(["--model", str(model), "--algorithm", "sft", *lengths, *flags])
-    ranks = Ranks(rank=0, size=1, device=torch.device("cpu"))
-    policy = make_policy(str(model), torch.float32, ranks, False)
-    return Learner(config, make_algorithm("sft", config.algo), policy, ranks)
-
-
-def loss_and_gradient(learner, samples):
-    (minibatch,), _ = learner.shard(samples)
-    total = 0.0
-    for batch in minibatch.batches:
-        losses, _ = learner.losses(batch)
-        loss = losses.sum() / minibatch.denominator
-        loss.backward()
-        total += loss.item()
-    found = {n: p.grad.clone() for n, p in learner.policy.hf.named_parameters()}
-    learner.policy.zero_grad()
-    return total, found, minibatch.denominator
-
-
 def samples_with(chat, rows, action_weight, observation_weight):
     return [s for row in rows for s in imitation_samples(chat, row, action_weight, observation_weight)]
 
 
 def test_both_weights_1_is_the_loss_of_a_causal_language_model_over_these_tokens(any_model):
-    chat, learner = load_chat(str(any_model)), make_learner(any_model, "--learner.microbatch_tokens", "600")
-    samples = samples_with(chat, talks(), 1.0, 1.0)
-    loss, gradient, count = loss_and_gradient(learner, samples)
-    assert count == sum(sum(s.loss_mask) for s in samples)
+    samples = samples_with(load_chat(str(any_model)), talks(), 1.0, 1.0)
+    loss, found = gradient(any_model, samples, "--algorithm sft --learner.microbatch_tokens 600")
     model = AutoModelForCausalLM.from_pretrained(any_model, attn_implementation="sdpa")
     longest = max(len(s.token_ids) for s in samples)
 
@@ -197,20 +167,21 @@ def test_both_weights_1_is_the_loss_of_a_causal_language_model_over_these_tokens
     out.loss.backward()
     assert loss == pytest.approx(out.loss.item(), rel=1e-6)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradient[name], parameter.grad, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(found[name], parameter.grad, atol=1e-6, rtol=1e-4)
 
 
 def test_weights_are_linear_and_the_denominator_counts_trained_tokens(tiny_model):
-    chat, learner = load_chat(str(tiny_model)), make_learner(tiny_model, "--learner.microbatch_tokens", "900")
-    whole = make_learner(tiny_model, "--learner.microbatch_tokens", "100000")
-    found = {
-        w: loss_and_gradient(learner, samples_with(chat, talks(), *w)) for w in [(1, 0), (0, 1), (0.5, 2.0), (1, 1)]
-    }
-    (a, da, na), (o, do, no), (both, dboth, n), (plain, _, n1) = found.values()
+    def loss_and_gradient(microbatch_tokens, *weights):
+        samples, flags = samples_with(chat, talks(), *weights), f"--learner.microbatch_tokens {microbatch_tokens}"
+        return *gradient(tiny_model, samples, "--algorithm sft", flags), sum(int(s.loss_mask.sum()) for s in samples)
+
+    chat = load_chat(str(tiny_model))
+    found = [loss_and_gradient(900, *weights) for weights in [(1, 0), (0, 1), (0.5, 2.0), (1, 1)]]
+    (a, da, na), (o, do, no), (both, dboth, n), (plain, _, n1) = found
     assert n == n1 == na + no
     assert both * n == pytest.approx(0.5 * a * na + 2.0 * o * no, rel=1e-5)
     assert plain * n == pytest.approx(a * na + o * no, rel=1e-5)
-    one, d_one, _ = loss_and_gradient(whole, samples_with(chat, talks(), 0.5, 2.0))  # another split into microbatches
+    one, d_one, _ = loss_and_gradient(100_000, 0.5, 2.0)  # another split into microbatches
     assert one == pytest.approx(both, rel=1e-6)
     for name in da:
         torch.testing.assert_close(dboth[name] * n, 0.5 * da[name] * na + 2.0 * do[name] * no, atol=2e-3, rtol=1e-3)
@@ -218,7 +189,7 @@ def test_weights_are_linear_and_the_denominator_counts_trained_tokens(tiny_model
 
 
 def test_a_weight_of_actions_alone_is_behavioural_cloning_bit_for_bit(tiny_model):
-    chat, learner = load_chat(str(tiny_model)), make_learner(tiny_model)
+    chat, learner = load_chat(str(tiny_model)), make_learner(tiny_model, "--algorithm sft")
     rows = talks()
     turns = [imitation_turns(chat, row["messages"]) for row in rows]
     plain = [s for t in turns for s in samples_from_turns(t, 1.0)]
@@ -230,21 +201,7 @@ def test_a_weight_of_actions_alone_is_behavioural_cloning_bit_for_bit(tiny_model
         assert torch.equal(learner.losses(batch)[0], -logprobs)
 
 
-SFT = [
-    "--algorithm",
-    "sft",
-    "--max_prompt_tokens",
-    "200",
-    "--max_tokens",
-    "200",
-    "--optim.lr",
-    "1e-3",
-    "--num_steps",
-    "3",
-]
-
-
-# Episodes of a run
+SFT = "--algorithm sft --max_prompt_tokens 200 --max_tokens 200 --max_turns 3 --optim.lr 1e-3 --num_steps 1"
 
 
 MULTI_TURN = """
@@ -263,35 +220,14 @@ def rollouts(tiny_model, tmp_path_factory):
     """The folder of a real GRPO run's rollouts: two steps of episodes over several turns, some of them failed."""
     out = tmp_path_factory.mktemp("sampled")
     (out / "env.py").write_text(MULTI_TURN)
-    flags = [
-        "--model",
-        str(tiny_model),
-        "--env_path",
-        str(out / "env.py"),
-        "--max_tokens",
-        "30",
-        "--max_prompt_tokens",
-        "20",
-    ]
-    flags += ["--num_steps", "2", "--tasks_per_step", "4", "--group_size", "4", "--rollout.max_failed_fraction", "1"]
-    assert main([*flags, "--eval_every", "2", "--out", str(out / "run")]) == 0
+    flags = "--max_tokens 30 --max_prompt_tokens 20 --num_steps 2 --tasks_per_step 4 --group_size 4 --eval_every 2"
+    paths = ["--model", tiny_model, "--env_path", out / "env.py", "--out", out / "run"]
+    assert main([*map(str, paths), *flags.split(), "--rollout.max_failed_fraction", "1"]) == 0
     return out / "run/rollouts"
 
 
 def episodes_in(folder):
     return [t for file in sorted(folder.glob("step_*")) for t in trajectories(file)]
-
-
-def trained_on(monkeypatch, flags):
-    """(the command's status, every sample that its learner was given)."""
-    given, shard = [], Learner.shard
-
-    def listen(learner, samples):
-        given.extend(samples)
-        return shard(learner, samples)
-
-    monkeypatch.setattr(Learner, "shard", listen)
-    return main(flags), given
 
 
 def test_sft_trains_on_exactly_the_sampled_tokens_of_good_episodes(rollouts, tiny_model, tmp_path, monkeypatch):
@@ -300,20 +236,11 @@ def test_sft_trains_on_exactly_the_sampled_tokens_of_good_episodes(rollouts, tin
     threshold = rewards[len(rewards) // 2]
     good = [t for t in episodes if t["status"] != "failed" and t["reward"] >= threshold]
     assert 0 < len(good) < len(rewards) < len(episodes) and max(len(t["turns"]) for t in good) > 1
-    flags = [
-        "--model",
-        str(tiny_model),
-        *SFT,
-        "--num_steps",
-        "1",
-        "--tasks_per_step",
-        str(len(good)),
-        "--max_turns",
-        "3",
-    ]
-    flags += ["--data.train", str(rollouts), "--data.min_reward", str(threshold), "--out", str(tmp_path / "run")]
-    status, samples = trained_on(monkeypatch, flags)
-    assert status == 0
+    flags = [*SFT.split(), "--model", tiny_model, "--tasks_per_step", len(good), "--data.train", rollouts]
+    flags += ["--data.min_reward", threshold, "--out", tmp_path / "run"]
+    samples, shard = [], Learner.shard
+    monkeypatch.setattr(Learner, "shard", lambda learner, given: samples.extend(given) or shard(learner, given))
+    assert main([str(flag) for flag in flags]) == 0
 
     def sampled(sample):
         return [t for t, m in zip(sample.token_ids, sample.loss_mask, strict=True) if m]
@@ -373,23 +300,22 @@ def test_files_of_several_ranks_are_read_together(rollouts, tmp_path):
 
 def test_what_rollouts_cannot_be(rollouts, tiny_model, tmp_path, capsys):
     file = next(rollouts.glob("step_000001*"))
-    cut = tmp_path / "cut.jsonl.zst"
-    cut.write_bytes(file.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"cut\.jsonl\.zst: not zst, or the file is cut short: it ends early"):
-        load_rows(str(cut))
-    cut.write_bytes(b"no zstd at all")
-    with pytest.raises(ValueError, match="not zst"):
-        load_rows(str(cut))
-    cut.write_bytes(zstandard.compress(b'{"messages": []}\n'))
-    with pytest.raises(ValueError, match=r"cut\.jsonl\.zst:1: no episode of a run; it has messages"):
-        load_rows(str(cut))
-    with pytest.raises(
-        ValueError, match=r"no episode has a reward of --data.min_reward=1000000000.0; the highest is \d"
+    cut, rows = tmp_path / "cut.jsonl.zst", tmp_path / "rows.jsonl"
+    for content, error in (
+        (file.read_bytes()[:-20], "not zst, or the file is cut short: it ends early"),
+        (b"no zstd at all", "not zst"),
+        (zstandard.compress(b'{"messages": []}\n'), "1: no episode of a run; it has messages"),
+        (b"", "nobody: all failed"),
     ):
-        load_rows(str(rollouts), min_reward=1e9)
-    with pytest.raises(ValueError, match=r"or name .*rollouts"):
-        load_rows(str(rollouts.parent))
-    rows = tmp_path / "rows.jsonl"
+        cut.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"cut\.jsonl\.zst:.*{error}"):
+            load_rows(str(cut))
+    for more, error in (
+        ({"min_reward": 1e9}, r"min_reward=1000000000.0; .* of policy with rewards up to \d"),
+        ({"actor": "bob"}, "actor=bob.*of policy"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            load_rows(str(rollouts), **more)
     rows.write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
     with pytest.raises(ValueError, match=r"min_reward=1.* chooses among a run's rollouts"):
         load_rows(str(rows), min_reward=1)

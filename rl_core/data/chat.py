@@ -21,47 +21,47 @@ from rl_core.types import Completion, Message, Turn
 
 _MARK = "\ufdd0"  # Unicode keeps these two for internal use: templates and tokenizers have no rule for them
 PROBE = "\ufdd1"
-_UNSEEN, _SEEN = re.compile(rf"[\s{_MARK}]+"), re.compile(rf"[^\s{_MARK}]+")
 _NOT_USER_TEXT = ("role", "type")  # templates compare these values, or put them into a token's name
 
 
-class _PlainText:
+class PlainText:
     """Tells strings of special tokens in messages from special tokens of the template."""
 
     def __init__(self, tokenizer: Any, special_ids: dict[str, int]):
         self._tokenizer = tokenizer
-        self.special_ids = set(special_ids.values())
-        longest_first = sorted(special_ids, key=len, reverse=True)
-        self._literal = re.compile("|".join(map(re.escape, [*longest_first, _MARK])))
-        self._first_characters = {s[0] for s in special_ids} | {_MARK}
-        self._real = re.compile("|".join(_real_pattern(tokenizer, special_ids[s], s) for s in longest_first) or "(?!)")
+        self._special_ids = set(special_ids.values())
         self._heads = {s[:k] for s in special_ids for k in range(1, len(s))}
         self._tails = {s[k:] for s in special_ids for k in range(1, len(s))}
-        self._all = "\n".join(special_ids)
-        self._longest = max(map(len, special_ids), default=0)
+        self._longest, self._all = max(map(len, special_ids), default=0), "\n".join(special_ids)
+        longest_first = sorted(special_ids, key=len, reverse=True)
+        self._literal = re.compile("|".join(map(re.escape, [*longest_first, _MARK])))
+        # A special token of the template, with the space that it swallows.
+        self.token = re.compile("|".join(self._pattern(s, special_ids[s]) for s in longest_first) or "(?!)")
         self._newline_ids = tokenizer.encode("\n", add_special_tokens=False)
         self._mark_text = lru_cache(512)(self._mark_text)  # every turn renders a conversation's messages again
 
+    def _pattern(self, text: str, token_id: int) -> str:
+        token = self._tokenizer.added_tokens_decoder[token_id]
+        before, after = (r"\s*" if strips else "" for strips in (token.lstrip, token.rstrip))
+        inside = f"(?!{_MARK})" if len(text) == 1 else ""  # one character has no inside: its mark stands behind it
+        return f"{before}{re.escape(text)}{inside}{after}"
+
     def mark(self, value: Any) -> Any:
+        """A message, or a part of one, in which no string becomes a special token."""
         if isinstance(value, str):
             return self._mark_text(value)
         if isinstance(value, dict):
             return {k: v if k in _NOT_USER_TEXT else self.mark(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self.mark(v) for v in value]
-        return value
+        return [self.mark(v) for v in value] if isinstance(value, (list, tuple)) else value
 
     def _mark_text(self, text: str) -> str:
-        if any(c in text for c in self._first_characters):
-            text = self._literal.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
+        text = self._literal.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
         # A template's own text may complete what begins or ends a message: '<' + 's>'. Templates also trim, so the
-        # mark goes beside the first or last character that is not a space.
+        # marks go beside the first and last character that are no space.
         core = text.strip()
         reach = range(1, min(len(core), self._longest) + 1)
-        if any(core[:k] in self._tails for k in reach) or (0 < len(core) <= self._longest and core in self._all):
-            text = text[: len(text) - len(text.lstrip())] + _MARK + text.lstrip()
-        if any(core[-k:] in self._heads for k in reach):
-            text = text.rstrip() + _MARK + text[len(text.rstrip()) :]
+        if core and (core in self._all or any(core[:k] in self._tails or core[-k:] in self._heads for k in reach)):
+            text = text.replace(core, _MARK + core + _MARK, 1)
         return text
 
     def encode(self, text: str, continues: bool) -> list[int]:
@@ -69,18 +69,16 @@ class _PlainText:
         if _MARK not in text:
             return self._encode(text, continues)
         ids: list[int] = []
-        done = begin = 0  # text[:done] is in ids; text[begin:end] lies between two special tokens
-        for end, after in [*(m.span() for m in self._real.finditer(text)), (len(text), len(text))]:
-            if _MARK in text[begin:end]:
-                ids += self._encode(text[done:begin], continues or done > 0)
-                ids += self._encode_literal(text[begin:end], continues or begin > 0)
-                done = end
-            begin = after
-        return ids + self._encode(text[done:], continues or done > 0)
+        begin = 0
+        for token in self.token.finditer(text):
+            ids += self._encode_plain(text[begin : token.start()], continues or begin > 0)
+            ids += self._encode(token[0], continues or token.start() > 0)
+            begin = token.end()
+        return ids + self._encode_plain(text[begin:], continues or begin > 0)
 
-    def _encode_literal(self, marked: str, continues: bool) -> list[int]:
+    def _encode_plain(self, marked: str, continues: bool) -> list[int]:
         ids = self._encode(unmarked(marked), continues, split_special_tokens=True)
-        if self.special_ids.isdisjoint(ids):
+        if self._special_ids.isdisjoint(ids):
             return ids
         # A vocabulary may hold the string as an ordinary piece too, or the token is not flagged special: break it.
         pieces = [p for p in marked.split(_MARK) if p]
@@ -111,29 +109,29 @@ class Chat:
         self.tokenizer = tokenizer
         self.chat_template = tokenizer.chat_template  # one tokenizer may serve chats with different templates
         self._wants_parts = not self._reads(PROBE) and self._reads([{"type": "text", "text": PROBE}])
-        added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
-        self.end_token_id = self._find_end_token(added)
-        special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        special |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        special |= {s: i for s, i in added.items() if i == self.end_token_id}
-        self._plain = _PlainText(tokenizer, special)
+        self.end_token_id = self._find_end_token()
+        added = tokenizer.added_tokens_decoder.items()
+        self.special_ids = {token.content: i for i, token in added if token.special or i == self.end_token_id}
+        self.plain = PlainText(tokenizer, self.special_ids)
         stops = dict.fromkeys(i for i in (tokenizer.eos_token_id, self.end_token_id) if i is not None)
         self.stop_token_ids: tuple[int, ...] = tuple(stops)
-        self.special_ids = special
         self._newest: tuple[Any, str, list[int]] | None = None
 
     def render(self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True) -> str:
         """The template's text for `encode`, with marks in special tokens' strings of messages. Raises ValueError if the
         template refuses the messages."""
-        tools = self._plain.mark(tools) if tools else None
-        return self._apply([self._plain.mark(self._in_form(m)) for m in messages], tools, add_generation_prompt)
+        tools = self.plain.mark(tools) if tools else None
+        return self._apply([self.plain.mark(self._in_form(m)) for m in messages], tools, add_generation_prompt)
 
     def encode(self, text: str, continues: bool = False) -> list[int]:
         """Token ids of a rendering, or of a part of one that `continues` others."""
-        return self._plain.encode(text, continues)
+        return self.plain.encode(text, continues)
 
-    def prompt_ids(self, messages: list[Message], tools: list | None = None) -> list[int]:
-        return self.encode(self.render(messages, tools))
+    def prompt_ids(
+        self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a conversation. Without a generation prompt they are the input of a reward model."""
+        return self.encode(self.render(messages, tools, add_generation_prompt))
 
     def first_prompt(self, messages: list[Message], tools: list | None = None) -> tuple[str, list[int]]:
         """The rendering of a conversation's first messages and its tokens; the newest is kept for the rest of a group."""
@@ -143,10 +141,6 @@ class Chat:
             self._newest = (copy.deepcopy(asked), rendered, self.encode(rendered))
         return self._newest[1:]
 
-    def conversation_ids(self, messages: list[Message], tools: list | None = None) -> list[int]:
-        """Token ids of a conversation without a generation prompt: the input of a reward model."""
-        return self.encode(self.render(messages, tools, add_generation_prompt=False))
-
     def decode(self, token_ids: list[int]) -> str:
         """Text without special tokens, and without a final stop token that is not flagged special."""
         if token_ids and token_ids[-1] in self.stop_token_ids:
@@ -155,13 +149,13 @@ class Chat:
 
     def marked(self, text: str) -> str:
         """Text for `encode`, in which no string becomes a special token."""
-        return self._plain.mark(text)
+        return self.plain.mark(text)
 
     def encode_after(self, token_ids: list[int], suffix: str) -> list[int]:
         """Token ids of the template's text after an assistant's tokens, without end tokens that they already have."""
         ids = self.encode(suffix.lstrip(), continues=True)
         for k in (2, 1):  # some templates end a turn with two tokens
-            if ids[:k] == token_ids[-k:] and self._plain.special_ids.issuperset(ids[:k]):
+            if ids[:k] == token_ids[-k:] and set(ids[:k]) <= set(self.special_ids.values()):
                 return ids[k:]
         return self.encode(suffix, continues=True)
 
@@ -174,8 +168,8 @@ class Chat:
     @cached_property
     def generation_prompt(self) -> tuple[str, list[int]]:
         """(text without the space around it, token ids) of the template's generation prompt."""
-        talk = [self._in_form({"role": "user", "content": "x"})]
-        without, ids = (self.encode(self._apply(talk, None, prompted)) for prompted in (False, True))
+        talk = [{"role": "user", "content": "x"}]
+        without, ids = (self.prompt_ids(talk, None, prompted) for prompted in (False, True))
         ids = ids[shared_length(without, ids) :]
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip(), ids
 
@@ -220,15 +214,14 @@ class Chat:
         except ValueError:
             return False
 
-    def _find_end_token(self, added: dict[str, int]) -> int | None:
+    def _find_end_token(self) -> int | None:
         """The token that the template puts after an assistant's content. If the next header ends a turn, the header's
         token."""
-        talk = [
-            self._in_form({"role": r, "content": c}) for r, c in (("user", "x"), ("assistant", PROBE), ("user", "x"))
-        ]
+        added = {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items()}
+        talk = [{"role": r, "content": c} for r, c in (("user", "x"), ("assistant", PROBE), ("user", "x"))]
         for messages in (talk[:2], talk):
             try:
-                text = self._apply(messages, None, False).rpartition(PROBE)[2].lstrip()
+                text = self._apply([*map(self._in_form, messages)], None, False).rpartition(PROBE)[2].lstrip()
             except ValueError:
                 continue
             for token in sorted(added, key=len, reverse=True):
@@ -257,14 +250,13 @@ class TokenStream:
         """As append, for a turn that the template renders as `said`, with all messages so far."""
         rendered = self._chat.render(messages, self._tools)
         suffix = text_after(rendered, self.rendered, said)
-        self.messages, self.rendered = messages, rendered
-        if suffix is None:
+        self.messages, self.rendered, self.is_fresh = messages, rendered, suffix is None
+        if self.is_fresh:
             self.prompt_ids = self.new_ids = self._chat.encode(rendered)
-            self.is_fresh = True
-            return False
-        self.new_ids, self.is_fresh = self._chat.encode_after(token_ids, suffix), False
-        self.prompt_ids = [*self.prompt_ids, *token_ids, *self.new_ids]
-        return True
+        else:
+            self.new_ids = self._chat.encode_after(token_ids, suffix)
+            self.prompt_ids = [*self.prompt_ids, *token_ids, *self.new_ids]
+        return not self.is_fresh
 
     def turn(self, completion: Completion) -> Turn:
         """The turn in which the actor answers the prompt."""
@@ -284,7 +276,7 @@ def load_chat(path: str, chat_template: str | None = None) -> Chat:
 
 def unmarked(text: str) -> str:
     """A rendering without marks."""
-    return re.sub(f"{_MARK}({_MARK}?)", r"\1", text) if _MARK in text else text
+    return re.sub(f"{_MARK}({_MARK}?)", r"\1", text)
 
 
 def shared_length(a: str | list, b: str | list) -> int:
@@ -295,27 +287,15 @@ def shared_length(a: str | list, b: str | list) -> int:
 def text_after(rendered: str, seen: str, said: str) -> str | None:
     """What follows seen + said in rendered; None if rendered does not begin with them. Ignores whitespace, which templates
     trim, and marks."""
-    rest, start = rendered, seen + said
+    start = seen + said
     if rendered.startswith(seen):
-        rest, start = rendered[len(seen) :], said
-    if rest.startswith(start):
-        return rest[len(start) :]
-    wanted = _UNSEEN.sub("", start)
-    if not _UNSEEN.sub("", rest).startswith(wanted):
+        rendered, start = rendered[len(seen) :], said
+    if rendered.startswith(start):
+        return rendered[len(start) :]
+    unseen = "\\s" + _MARK
+    wanted = re.sub(f"[{unseen}]+", "", start)
+    visible = [m.start() for m in re.finditer(f"[^{unseen}]", rendered)]
+    if "".join(rendered[i] for i in visible[: len(wanted)]) != wanted:
         return None
-    left, position = len(wanted), 0
-    for word in _SEEN.finditer(rest):
-        if left <= 0:
-            break
-        position = word.start() + min(left, len(word[0]))
-        left -= len(word[0])
-    suffix = rest[position:]
+    suffix = rendered[visible[len(wanted) - 1] + 1 if wanted else 0 :].lstrip(_MARK)
     return suffix.lstrip() if start[-1:].isspace() else suffix
-
-
-def _real_pattern(tokenizer: Any, token_id: int, text: str) -> str:
-    token = tokenizer.added_tokens_decoder.get(token_id)
-    before = r"\s*" if token is not None and token.lstrip else ""
-    after = r"\s*" if token is not None and token.rstrip else ""
-    inside = f"(?!{_MARK})" if len(text) == 1 else ""  # one character has no inside: its mark stands behind it
-    return f"{before}{re.escape(text)}{inside}{after}"

@@ -13,13 +13,8 @@ import torch
 
 from rl_core.types import PER_TOKEN, PackedBatch, SequenceShard, TrainingSample
 
-Bins = list[list[int]]  # indices of samples
-TRAINED = (
-    "token_ids",
-    "rollout_logprobs",
-    "advantages",
-    "policy_versions",
-)  # arrays that a batch has for its trained tokens
+# Arrays that a batch has for its trained tokens.
+TRAINED = ("token_ids", "rollout_logprobs", "advantages", "policy_versions")
 SHARE_FROM = 0.1  # least fraction of a group's tokens that a shared prompt must save
 
 
@@ -40,9 +35,7 @@ class Entry(NamedTuple):
 class MinibatchPlan:
     num_tokens: int  # trained tokens of all samples, skipped ones included
     num_sequences: int  # of them
-    entries: list[Entry]  # samples that need a forward
-    bins: Bins  # of entries; bin b is a microbatch of rank b % num_ranks
-    bin_tokens: list[int]  # of each bin, a shared prompt counted once
+    bins: list[list[Entry]]  # of samples that need a forward; bin b is a microbatch of rank b % num_ranks
     bin_work: list[float]  # of each bin: matrix products and attention, in units of one token's matrix products
 
 
@@ -91,21 +84,21 @@ def plan_minibatches(
 def plan_minibatch(part: list[Entry], budget: PackBudget, skip_zero_advantages: bool, is_pairs: bool) -> MinibatchPlan:
     used = [e for e in part if e.has_signal or not skip_zero_advantages]
     if is_pairs:
-        units = [[i, i + 1] for i in range(0, len(used), 2)]
+        units = [used[i : i + 2] for i in range(0, len(used), 2)]
     elif budget.cp > 1:
-        units = [[i] for i in range(len(used))]
+        units = [[e] for e in used]
     else:
         # A group that shares its prompt goes to one bin, but no unit is so large that the ranks' loads would differ.
-        whole = sum(unit_size(used, unit, budget)[0] for unit in shared_units(used, budget.max_tokens))
-        units = shared_units(used, min(budget.max_tokens, whole // (2 * budget.num_ranks)))
-    sizes = [unit_size(used, unit, budget) for unit in units]
-    tokens, work = zip(*sizes, strict=True) if sizes else ((), ())
-    bins = balanced_bins(tokens, budget.max_tokens, budget.num_ranks, work) if used else []
+        total = sum(unit_size(unit, budget)[0] for unit in shared_units(used, budget, budget.max_tokens))
+        units = shared_units(used, budget, min(budget.max_tokens, total // (2 * budget.num_ranks)))
+    tokens, work = zip(*(unit_size(unit, budget) for unit in units), strict=True) if units else ((), ())
+    bins = balanced_bins(tokens, budget.max_tokens, budget.num_ranks, work) if units else []
     return MinibatchPlan(
-        num_tokens=sum(e.num_trained for e in part), num_sequences=len(part), entries=used,
-        bins=[[i for u in b for i in units[u]] for b in bins],
-        bin_tokens=[sum(tokens[u] for u in b) for b in bins], bin_work=[sum(work[u] for u in b) for b in bins],
-    )  # fmt: skip
+        num_tokens=sum(e.num_trained for e in part),
+        num_sequences=len(part),
+        bins=[[e for u in b for e in units[u]] for b in bins],
+        bin_work=[sum(work[u] for u in b) for b in bins],
+    )
 
 
 def is_worth_sharing(prompt_length: int, num_samples: int, num_tokens: int) -> bool:
@@ -113,25 +106,20 @@ def is_worth_sharing(prompt_length: int, num_samples: int, num_tokens: int) -> b
     return prompt_length * (num_samples - 1) >= SHARE_FROM * num_tokens
 
 
-def shared_units(entries: list[Entry], max_tokens: int) -> list[list[int]]:
-    """Indices of entries that begin with the same prompt, in runs of at most max_tokens."""
-    units: list[list[int]] = []
-    last, total = None, 0  # prompt of the last unit, and its tokens without sharing
-    for i, e in enumerate(entries):
-        total = e.length + (total if e.prompt == last else 0)
-        others = len(units[-1]) if e.prompt == last else 0
-        saved = e.prompt_length * others if is_worth_sharing(e.prompt_length, others + 1, total) else 0
-        if others and total - saved <= max_tokens:
-            units[-1].append(i)
+def shared_units(entries: list[Entry], budget: PackBudget, max_tokens: int) -> list[list[Entry]]:
+    """Entries that begin with the same prompt, in runs of at most max_tokens."""
+    units: list[list[Entry]] = []
+    for e in entries:
+        if units and units[-1][0].prompt == e.prompt and unit_size([*units[-1], e], budget)[0] <= max_tokens:
+            units[-1].append(e)
         else:
-            units.append([i])
-            last, total = e.prompt, e.length
+            units.append([e])
     return units
 
 
-def unit_size(entries: list[Entry], unit: list[int], budget: PackBudget) -> tuple[int, float]:
+def unit_size(unit: list[Entry], budget: PackBudget) -> tuple[int, float]:
     """(tokens, work) of samples that are computed together. Work includes attention."""
-    lengths, prompt, others = [entries[i].length for i in unit], entries[unit[0]].prompt_length, len(unit) - 1
+    lengths, prompt, others = [e.length for e in unit], unit[0].prompt_length, len(unit) - 1
     shared = prompt if budget.cp == 1 and is_worth_sharing(prompt, len(unit), sum(lengths)) else 0
     tokens = sum(padded_length(n, budget.cp) for n in lengths) - others * shared
     return tokens, tokens + budget.pair_work * (sum(n * n for n in lengths) - others * shared**2) / 2
@@ -144,16 +132,16 @@ def padded_length(length: int, cp: int) -> int:
 
 def balanced_bins(
     lengths: Sequence[int], max_tokens: int, multiple: int = 1, work: Sequence[float] | None = None
-) -> Bins:
-    """Bins of nearly equal work (default: tokens), each of at most max_tokens (a longer sample stands alone). Their number
-    is a multiple of `multiple`; some are empty where there are fewer samples. Most work first, each into the bin with
-    the least work that has space (Graham 1969; at most 4/3 of the best largest bin). It is deterministic."""
+) -> list[list[int]]:
+    """Indices in bins of nearly equal work (default: tokens), each of at most max_tokens (a longer sample stands alone).
+    Their number is a multiple of `multiple`; some are empty where there are fewer samples. Most work first, each into the
+    bin with the least work that has space (Graham 1969; at most 4/3 of the best largest bin). It is deterministic."""
     work = lengths if work is None else work
     order = sorted(range(len(lengths)), key=lambda i: (-work[i], i))
     num = -(-sum(lengths) // max_tokens)
     while True:
         num = max(multiple, -(-num // multiple) * multiple)
-        bins: Bins = [[] for _ in range(num)]
+        bins: list[list[int]] = [[] for _ in range(num)]
         tokens, done = np.zeros(num), np.zeros(num)
         for i in order:
             has_room = (tokens == 0) | (tokens + lengths[i] <= max_tokens)
@@ -172,34 +160,35 @@ class Piece(NamedTuple):
     token_ids: np.ndarray  # that the model reads
     position: int  # of the first in its sequence
     parent: int = -1  # the piece that holds the prompt before them
-    sample: TrainingSample | None = None  # whose trained tokens they predict; None: a shared prompt, or nothing
+    sample: int = -1  # whose trained tokens they predict; -1: a shared prompt, or nothing
 
 
 def pack_samples(samples: Sequence[TrainingSample], cp: int = 1) -> PackedBatch:
     """The samples end to end, each without its last token (it predicts nothing). A shared prompt stands once: first unshared
     sequences, then shared prompts, then their continuations, prompt by prompt. Without samples the batch has one untrained
     token, for a rank that must keep step with the others. With cp > 1 each sample is unshared and padded."""
-    by_prompt: dict[bytes, list[TrainingSample]] = {}
-    for sample in samples:
-        by_prompt.setdefault(sample.token_ids[: prompt_length(sample.loss_mask)].tobytes(), []).append(sample)
-    wholes, groups = [], []
+    by_prompt: dict[bytes, list[int]] = {}
+    for i, s in enumerate(samples):
+        by_prompt.setdefault(s.token_ids[: prompt_length(s.loss_mask)].tobytes(), []).append(i)
+    unshared, groups = [], []
     for members in by_prompt.values():
-        length, num_tokens = prompt_length(members[0].loss_mask), sum(len(s.token_ids) for s in members)
+        length, num_tokens = (
+            prompt_length(samples[members[0]].loss_mask),
+            sum(len(samples[i].token_ids) for i in members),
+        )
         if cp == 1 and is_worth_sharing(length, len(members), num_tokens):
             groups.append((length, members))
         else:
-            wholes += members
-    pieces = [Piece(s.token_ids[:-1], 0, -1, s) for s in sorted(wholes, key=lambda s: len(s.token_ids))]
-    num = len(pieces)
-    pieces += [Piece(members[0].token_ids[:length], 0) for length, members in groups]
-    for parent, (length, members) in enumerate(groups, num):
-        pieces += [Piece(s.token_ids[length:-1], length, parent, s) for s in members]
-    places = {id(sample): i for i, sample in enumerate(samples)}
-    order = [places[id(p.sample)] for p in pieces if p.sample is not None]
-    return packed(pieces or [Piece(np.zeros(1, np.int64), 0)], order, cp)
+            unshared += members
+    unshared.sort(key=lambda i: len(samples[i].token_ids))
+    pieces = [Piece(samples[i].token_ids[:-1], 0, -1, i) for i in unshared]
+    pieces += [Piece(samples[members[0]].token_ids[:length], 0) for length, members in groups]
+    for parent, (length, members) in enumerate(groups, len(unshared)):
+        pieces += [Piece(samples[i].token_ids[length:-1], length, parent, i) for i in members]
+    return packed(pieces or [Piece(np.zeros(1, np.int64), 0)], samples, cp)
 
 
-def packed(pieces: list[Piece], order: list[int], cp: int) -> PackedBatch:
+def packed(pieces: list[Piece], samples: Sequence[TrainingSample], cp: int) -> PackedBatch:
     lengths = np.array([padded_length(len(p.token_ids), cp) for p in pieces])
     starts = np.concatenate([[0], lengths.cumsum()])
     offsets = starts[:-1] - [p.position for p in pieces]  # plus a token's position is its place in the batch
@@ -207,15 +196,15 @@ def packed(pieces: list[Piece], order: list[int], cp: int) -> PackedBatch:
     columns: dict[str, list[np.ndarray]] = {name: [] for name in ("sources", "sequences", *TRAINED)}
     for p, start, offset in zip(pieces, starts, offsets, strict=False):
         input_ids[start : start + len(p.token_ids)] = p.token_ids
-        if p.sample is not None:
-            trained = np.flatnonzero(p.sample.loss_mask[1:]) + 1
+        if p.sample >= 0:
+            trained = np.flatnonzero(samples[p.sample].loss_mask[1:]) + 1
             sources = trained + offset - 1
             if p.parent >= 0:  # the first is predicted by the last token of the prompt
                 sources[:1] = starts[p.parent + 1] - 1
             columns["sources"].append(sources)
             columns["sequences"].append(np.full(len(trained), len(columns["sequences"])))
             for name in TRAINED:
-                columns[name].append(getattr(p.sample, name)[trained])
+                columns[name].append(getattr(samples[p.sample], name)[trained])
     none = [np.zeros(0)]
     joined = {n: torch.from_numpy(np.concatenate(x or none).astype(PER_TOKEN.get(n, int))) for n, x in columns.items()}
     return PackedBatch(
@@ -224,7 +213,7 @@ def packed(pieces: list[Piece], order: list[int], cp: int) -> PackedBatch:
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
         parents=[p.parent for p in pieces],
         labels=joined.pop("token_ids"),
-        order=torch.tensor(order, dtype=torch.int64),
+        order=torch.tensor([p.sample for p in pieces if p.sample >= 0], dtype=torch.int64),
         **joined,
     )
 

@@ -30,12 +30,3 @@ def samples_from_turns(
         draft["policy_versions"] += [*(0 if w else -1 for w in weights), *said.policy_versions]
         draft["advantages"] += [*weights, *[advantage] * len(said.token_ids)]
     return [TrainingSample(**draft, group_id=group_id) for draft in drafts if any(draft["loss_mask"])]
-
-
-def prompts_of(turns: Sequence[Turn]) -> list[list[int]]:
-    """The prompt of each turn, as the engine got it."""
-    prompts: list[list[int]] = []
-    for number, turn in enumerate(turns):
-        before = [] if turn.is_fresh else [*prompts[-1], *turns[number - 1].completion.token_ids]
-        prompts.append([*before, *turn.new_ids])
-    return prompts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,22 +41,18 @@ def column_messages(row: dict[str, Any], column: str, role: str = "user") -> lis
 
 
 def check_messages(messages: Any) -> list[Message]:
-    """A copy of a conversation. Raises ValueError unless it is a list of at least one {"role", "content"}."""
+    """A copy of a conversation. Raises ValueError unless it is a list of at least one {"role", "content"}; the content is text,
+    or a list of parts, or None beside tool calls."""
     rule = 'must be a list of {"role": ..., "content": ...}'
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"{rule}, is {shorten(messages)}")
     checked = []
     for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
+        has_role = isinstance(message, dict) and isinstance(message.get("role"), str)
+        if not has_role or not (isinstance(message.get("content"), (str, list)) or message.get("tool_calls")):
             raise ValueError(f"{rule}, message {number} is {shorten(message)}")
         # Tables give every message every key; a chat template may test whether a key is there.
-        message = {key: value for key, value in message.items() if value is not None or key == "content"}
-        content = message.get("content", message)
-        if not isinstance(message.get("role"), str):
-            raise ValueError(f"{rule}, message {number} has no role in {shorten(message)}")
-        if not isinstance(content, (str, list)) and not (content is None and message.get("tool_calls")):
-            raise ValueError(f"{rule}, message {number} has no text as content in {shorten(message)}")
-        checked.append(message)
+        checked.append({key: value for key, value in message.items() if value is not None or key == "content"})
     return checked
 
 
@@ -85,15 +80,14 @@ class RowOrder:
 
 
 class TaskSource:
-    """The tasks of one environment's split, in order."""
+    """The tasks of one environment's split, in order. Of several environments options/mix.py makes one object like it."""
 
     def __init__(
         self, rows: Sequence[dict[str, Any]], *, env: str, split: str, seed: int, shuffle: bool, is_pairs: bool = False
     ):
-        if len(rows) == 0:
-            raise ValueError(f"{env}: the {split} data set is empty; it must have at least one row")
         self.rows, self.env, self.split, self.seed, self.shuffle = rows, env, split, seed, shuffle
         self.is_pairs = is_pairs
+        self.sources = [self]
         self.keep(range(len(rows)))
 
     def __len__(self) -> int:
@@ -103,46 +97,18 @@ class TaskSource:
         """Every task once, in the file's order."""
         return (make_task(self.rows[index], index, self.env, self.split, self.is_pairs) for index in self.kept)
 
-    def tasks(self, position: int, n: int) -> list[Task]:
-        """n tasks from a position on; it counts tasks drawn since the run began, over all epochs."""
-        indices = [self.kept[self.order.row_index(p)] for p in range(position, position + n)]
-        return [make_task(self.rows[index], index, self.env, self.split, self.is_pairs) for index in indices]
+    def task(self, position: int) -> Task:
+        """The task at a position, the number of tasks drawn since the run began, over all epochs."""
+        index = self.kept[self.order.row_index(position)]
+        return make_task(self.rows[index], index, self.env, self.split, self.is_pairs)
+
+    def drawn_before(self, position: int) -> list[int]:
+        """Number of tasks of each source before a position."""
+        return [position]
 
     def keep(self, indices: Sequence[int]) -> None:
         """Keeps these rows alone; they keep their ids."""
         if not indices:
-            raise ValueError(f"{self.env}: no row of the {self.split} data set is left")
+            raise ValueError(f"{self.env}: the {self.split} data set has no row, or none that fits; it must have one")
         self.kept = indices
         self.order = RowOrder(len(indices), self.seed, self.shuffle)
-
-
-class TaskMix:
-    """The tasks of several sources in turn: among the first n each has its share by weight, to within one task."""
-
-    def __init__(self, sources: Sequence[TaskSource], weights: Sequence[float]):
-        self.sources, self.weights = sources, weights
-
-    def __len__(self) -> int:
-        return sum(map(len, self.sources))
-
-    def tasks(self, position: int, n: int) -> list[Task]:
-        """n tasks from a position on; it counts the tasks of all sources."""
-        drawn, found = self.drawn_before(position), []
-        for _ in range(n):
-            i = self.next_source(drawn)
-            found += self.sources[i].tasks(drawn[i], 1)
-            drawn[i] += 1
-        return found
-
-    def drawn_before(self, position: int) -> list[int]:
-        """Number of tasks of each source before a position."""
-        # Task k of a source is due at (k + 0.5) / weight. All that is due by this time certainly comes before.
-        time = max(0, position - len(self.sources)) / sum(self.weights)
-        drawn = [math.floor(time * weight + 0.5) for weight in self.weights]
-        while sum(drawn) < position:
-            drawn[self.next_source(drawn)] += 1
-        return drawn
-
-    def next_source(self, drawn: list[int]) -> int:
-        """The source with the earliest next task; on a tie the one named first."""
-        return min(range(len(drawn)), key=lambda i: ((drawn[i] + 0.5) / self.weights[i], i))

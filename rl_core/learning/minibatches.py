@@ -45,11 +45,11 @@ def shard_samples(
     entries = [Entry(*fact) for part in all_gather_json(facts, ranks) for fact in part]
     skip, is_pairs = algorithm.skips_zero_advantages, algorithm.is_pairs
     plans = plan_minibatches(entries, config.learner.minibatches, budget, skip, is_pairs)
-    trainer = {plan.entries[i]: b % dp for plan in plans for b, part in enumerate(plan.bins) for i in part}
+    trainer = {e: b % dp for plan in plans for b, part in enumerate(plan.bins) for e in part}
     here = move_samples(samples, trainer, ranks)
     minibatches, metrics = [], {}
     for plan in plans:
-        mine = [[here[plan.entries[i]] for i in part] for part in plan.bins[me::dp]]
+        mine = [[here[e] for e in part] for part in plan.bins[me::dp]]
         batches = [pack_samples(part, cp) for part in mine]
         if cp > 1:
             batches = [shard_sequences(b, cp, ranks.cp_rank) for b in batches]
@@ -63,7 +63,7 @@ def shard_samples(
             "fill_frac": Mean(sum(plan.bin_work), fullest),
             "microbatches": Sum(len(mine) * share),
             "tokens": Sum(sum(len(s.token_ids) for part in mine for s in part) * share),
-            "computed_tokens": Sum(sum(plan.bin_tokens[me::dp]) * share),
+            "computed_tokens": Sum(sum(b.input_ids.numel() for b in batches) * share),
         }
         add_metrics(metrics, packing, prefix="pack/")
     return minibatches, metrics

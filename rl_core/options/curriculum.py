@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.data.tasks import TaskMix, TaskSource, shorten
+from rl_core.data.tasks import TaskSource, shorten
 from rl_core.sampling.env import Env
 from rl_core.sampling.hooks import Hook, describe_error, finite
 from rl_core.types import RunError, counter_seed
@@ -95,14 +95,15 @@ class WeightedOrder:
 class Curriculum:
     """The weighted orders of a run's training tasks, the same on every rank."""
 
-    train: TaskSource | TaskMix
+    train: TaskSource
     orders: dict[str, WeightedOrder]  # by the name of the environment
 
     def record(self, results: Iterable[tuple[str, str, float, float]], position: int) -> None:
         """(environment, task id, success rate, mean reward) of each group of a step, alike on every rank. Tasks from
-        `position` on, which counts as `train.tasks` does, are drawn by what is known now. Raises RunError if the weights are
+        `position` on, which counts as `train.task` does, are drawn by what is known now. Raises RunError if the weights are
         unfit."""
-        results, starts = list(results), drawn_before(self.train, position)
+        results = list(results)
+        starts = dict(zip((s.env for s in self.train.sources), self.train.drawn_before(position), strict=True))
         for env, order in self.orders.items():
             own = [(int(id.rpartition("/")[2]), *values) for e, id, *values in results if e == env]
             try:
@@ -144,17 +145,10 @@ def task_weight(hook: Hook, task_id: str, row: dict[str, Any], known: Progress) 
     raise ValueError(f"{what} gave {shorten(weight)}; it must give a finite number of at least 0")
 
 
-def drawn_before(train: TaskSource | TaskMix, position: int) -> dict[str, int]:
-    """Environment -> number of its tasks before a position."""
-    if isinstance(train, TaskSource):
-        return {train.env: position}
-    return {source.env: n for source, n in zip(train.sources, train.drawn_before(position), strict=True)}
-
-
-def make_curriculum(train: TaskSource | TaskMix, envs: dict[str, Env]) -> Curriculum | None:
+def make_curriculum(train: TaskSource, envs: dict[str, Env]) -> Curriculum | None:
     """Draws the tasks of environments with task_weight() by it from here on. None if no environment has one."""
     orders = {}
-    for source in train.sources if isinstance(train, TaskMix) else [train]:
+    for source in train.sources:
         if hook := envs[source.env].hooks.get("task_weight"):
             columns, rows = (hook.required | hook.optional) - hook.ours, source.rows
             if columns and not hook.takes_all and (names := getattr(rows, "column_names", None)) is not None:

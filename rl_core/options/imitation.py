@@ -9,9 +9,11 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from rl_core.data.chat import PROBE, Chat, TokenStream, shared_length, text_after, unmarked
 from rl_core.data.rows import is_trajectory
-from rl_core.data.samples import prompts_of, samples_from_turns
+from rl_core.data.samples import samples_from_turns
 from rl_core.data.tasks import column_messages
 from rl_core.types import Completion, Message, TrainingSample, Turn
 
@@ -31,16 +33,12 @@ def imitation_samples(
         turns, spans = observations(chat, messages, turns, tools)
         pairs = zip(turns, spans, strict=True)
         heard = [[observation_weight * (i in span) for i in range(len(turn.new_ids))] for turn, span in pairs]
-    samples = samples_from_turns(turns, action_weight, "", heard)
-    if not action_weight:
-        samples = [trained_where_weighty(s) for s in samples]
-    return [s for s in samples if any(s.loss_mask)]
-
-
-def trained_where_weighty(sample: TrainingSample) -> TrainingSample:
-    mask = [int(a != 0) for a in sample.advantages]
-    versions = [v if m else -1 for v, m in zip(sample.policy_versions, mask, strict=True)]
-    return replace(sample, loss_mask=mask, policy_versions=versions)
+    found = []
+    for sample in samples_from_turns(turns, action_weight, "", heard):
+        mask = sample.advantages != 0
+        if mask.any():
+            found.append(replace(sample, loss_mask=mask, policy_versions=np.where(mask, sample.policy_versions, -1)))
+    return found
 
 
 def imitated_turn(token_ids: list[int], new_ids: list[int], is_fresh: bool, text: str = "") -> Turn:
@@ -79,11 +77,8 @@ def imitation_turns(chat: Chat, messages: list[Message], tools: list | None = No
     """Every assistant message as if it had been sampled, its end token included. A message with "train": False is context.
     The prompt is the one that an engine would get there. If the template rewrites earlier turns in it, it does not extend the
     turn before."""
-    chosen = imitated(messages)
-    if not chosen:
-        return []
-    stream, said = TokenStream(chat, messages[: chosen[0]], tools), ""
-    turns: list[Turn] = []
+    chosen, turns, said = imitated(messages), [], ""
+    stream = TokenStream(chat, messages[: chosen[0]], tools)
     for i in chosen:
         if turns:
             stream.extend(turns[-1].completion.token_ids, said, messages[:i])
@@ -95,11 +90,10 @@ def imitation_turns(chat: Chat, messages: list[Message], tools: list | None = No
 
 def said_text(chat: Chat, prompt: str, messages: list[Message], tools: list | None) -> tuple[str, int | None]:
     """(marked text of the last message as the template renders it behind `prompt`, id of the token that ends it)."""
-    rendered = chat.render(messages, tools, add_generation_prompt=False)
     default_end = chat.end_token_id if chat.end_token_id is not None else chat.tokenizer.eos_token_id
-    said = text_after(rendered, prompt, "")
-    if said is not None:
-        said, end_id = split_end(chat, said)
+    rendered = text_after(chat.render(messages, tools, add_generation_prompt=False), prompt, "")
+    if rendered is not None:
+        said, end_id = split_end(chat, rendered)
         return said, default_end if end_id is None else end_id
     message = messages[-1]
     content = message.get("content") or ""
@@ -110,29 +104,24 @@ def said_text(chat: Chat, prompt: str, messages: list[Message], tools: list | No
             f"message {len(messages) - 1} cannot be imitated: the template renders it so that the generation prompt "
             f'{unmarked(prompt)[-40:]!r} is not before it; give its text as "content", or "train": false'
         )
-    return without_repeat(prompt, chat.marked(content)), default_end
+    # Some generation prompts end in '<think>', with which the content begins too.
+    opening = re.search(r"<[^<>|]+>\s*\Z", prompt)
+    if opening and content.lstrip().startswith(opening[0].strip()):
+        content = content.lstrip()[len(opening[0].strip()) :].lstrip()
+    return chat.marked(content), default_end
 
 
 def split_end(chat: Chat, text: str) -> tuple[str, int | None]:
     """(a rendered turn up to its end token, the end token's id or None): of the special tokens and whitespace
     that the text ends in, the first that an engine stops at."""
-    special = tuple(sorted(chat.special_ids, key=len, reverse=True))
-    rest, said, end_id = text.rstrip(), text, None
-    while rest.endswith(special):
-        token = next(s for s in special if rest.endswith(s))
-        rest = rest[: -len(token)]
-        if chat.special_ids[token] in chat.stop_token_ids:
-            said, end_id = rest, chat.special_ids[token]
-        rest = rest.rstrip()
+    said, end_id, place = text, None, len(text)
+    for token in reversed([*chat.plain.token.finditer(text)]):
+        if text[token.end() : place].strip():
+            break
+        place = token.start()
+        if (found := chat.special_ids.get(token[0].strip())) in chat.stop_token_ids:
+            said, end_id = text[:place], found
     return said, end_id
-
-
-def without_repeat(prompt: str, content: str) -> str:
-    """content without a beginning that the prompt already ends with, such as '<think>' in some generation prompts."""
-    opening = re.search(r"<[^<>|]+>\s*\Z", prompt)
-    if opening and content.lstrip().startswith(opening[0].strip()):
-        return content.lstrip()[len(opening[0].strip()) :].lstrip()
-    return content
 
 
 def observations(
@@ -141,67 +130,47 @@ def observations(
     """(turns, spans): an empty turn is added if messages follow the last one. A span is the answer to the turn before, in a
     turn's new_ids: all that the template puts between that turn's end token and the generation prompt. It is empty for an
     answer with a message of "train": False, and for the first turn."""
-    spoken = imitated(messages)
+    spoken, spans = imitated(messages), [range(0)]
     if len(spoken) != len(turns):  # an episode whose messages are not those of its turns
-        return turns, [range(0)] * len(turns)
+        return turns, spans * len(turns)
     if spoken[-1] + 1 < len(messages):
-        turns = turns + closing_turn(chat, turns, messages, spoken[-1], tools)
-    spans = [range(0)]
+        stream, last = TokenStream(chat, messages[: spoken[-1]], tools), turns[-1].completion
+        stream.extend(last.token_ids, last.text or chat.decode(last.token_ids), messages)
+        new_ids = stream.new_ids[: answer_end(chat, stream.new_ids)]
+        turns = [*turns, imitated_turn([], new_ids, stream.is_fresh)]
     for number, turn in enumerate(turns[1:], 1):
         first, until = spoken[number - 1] + 1, spoken[number] if number < len(spoken) else len(messages)
-        is_context = any(m.get("train") is False for m in messages[first:until])
-        said = turns[number - 1].completion.token_ids
-        spans.append(range(0) if is_context else answer_span(chat, said, turn, messages[:until], first, tools))
+        answer, said = messages[first:until], turns[number - 1].completion.token_ids
+        is_trained = answer and all(m.get("train") is not False for m in answer)
+        spans.append(answer_span(chat, said, turn, messages[:until], first, tools) if is_trained else range(0))
     return turns, spans
-
-
-def closing_turn(chat: Chat, turns: list[Turn], messages: list[Message], place: int, tools: list | None) -> list[Turn]:
-    """[an empty turn with the messages that follow the last turn, messages[place]]. Empty if the template rewrites history
-    and the tokens may not be those of the messages."""
-    stream, done = TokenStream(chat, messages[:place], tools), turns[-1].completion
-    first_ids = stream.prompt_ids
-    is_known = stream.extend(done.token_ids, done.text or chat.decode(done.token_ids), messages)
-    if not is_known and first_ids != prompts_of(turns)[-1]:
-        return []
-    return [imitated_turn([], stream.new_ids[: answer_end(chat, stream.new_ids)], stream.is_fresh)]
 
 
 def answer_span(
     chat: Chat, said: list[int], turn: Turn, messages: list[Message], first: int, tools: list | None
 ) -> range:
-    """The span of messages[first:] in turn.new_ids; empty if the template rewrote them."""
-    end = answer_end(chat, turn.new_ids)
-    if not messages[first:]:
-        return range(0)
+    """The span of messages[first:] in turn.new_ids, which follow the tokens `said`; empty if it is not found."""
+    end, stops = answer_end(chat, turn.new_ids), set(chat.stop_token_ids)
     if not turn.is_fresh:
         # A truncated turn has no end token; the template's is not part of the answer.
-        is_ended, follows = said and said[-1] in chat.stop_token_ids, turn.new_ids[:1]
-        is_cut = not is_ended and follows and follows[0] in chat.stop_token_ids
-        return range(bool(is_cut), end)
-    ids = answer_ids(chat, messages, first, tools)
+        is_cut = stops.isdisjoint(said[-1:]) and not stops.isdisjoint(turn.new_ids[:1])
+        return range(int(is_cut), end)
+    # The template rewrote what stands before: the answer's text begins behind the last end token before its content.
+    changed = [*messages[:first], {**messages[first], "content": PROBE}, *messages[first + 1 :]]
+    rendered, other = (chat.render(m, tools, add_generation_prompt=False) for m in (messages, changed))
+    seen = rendered[: shared_length(rendered, other)]
+    ends = (seen.rfind(s) + len(s) for s, i in chat.special_ids.items() if i in stops and s in seen)
+    ids = chat.encode(rendered[max(ends, default=len(seen)) :], continues=True)
     return range(end - len(ids), end) if turn.new_ids[end - len(ids) : end] == ids else range(0)
 
 
 def answer_end(chat: Chat, prompt_ids: list[int]) -> int:
     """Where a prompt's generation prompt begins; the prompt's length if it ends in none."""
     text, ids = chat.generation_prompt
-    if not text:
-        return len(prompt_ids)
-    if prompt_ids[-len(ids) :] == ids:
+    if text and prompt_ids[-len(ids) :] == ids:
         return len(prompt_ids) - len(ids)
-    for n in range(1, min(len(ids) + 2, len(prompt_ids)) + 1):  # a token may reach over its beginning
+    for n in range(1, min(len(ids) + 2, len(prompt_ids)) + 1) if text else ():  # a token may reach over its beginning
         tail = chat.tokenizer.decode(prompt_ids[-n:], clean_up_tokenization_spaces=False)
         if tail.strip().endswith(text):
             return len(prompt_ids) - n
     return len(prompt_ids)
-
-
-def answer_ids(chat: Chat, messages: list[Message], first: int, tools: list | None = None) -> list[int]:
-    """Tokens of messages[first:], from the end token of the assistant's message before them on."""
-    rendered = chat.render(messages, tools, add_generation_prompt=False)
-    changed = {**messages[first], "content": PROBE}
-    other = chat.render([*messages[:first], changed, *messages[first + 1 :]], tools, add_generation_prompt=False)
-    seen = rendered[: shared_length(rendered, other)]  # up to the content of the first of them
-    ends = [s for s, i in chat.special_ids.items() if i in chat.stop_token_ids]
-    start = max((seen.rfind(s) + len(s) for s in ends if s in seen), default=len(seen))
-    return chat.encode(rendered[start:], continues=True)

@@ -37,7 +37,7 @@ def scored_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
     token "predicts" it. Everything after the common beginning is trained."""
     context, *replies = pair_messages(row)
     tools, pad = row.get("tools") or None, chat.tokenizer.pad_token_id
-    ids = [chat.conversation_ids(context + reply, tools) for reply in replies]
+    ids = [chat.prompt_ids(context + reply, tools, add_generation_prompt=False) for reply in replies]
     if pad is not None and any(i[-1:] == [pad] for i in ids):
         raise ValueError(
             f"the conversation ends in the padding token {chat.tokenizer.pad_token!r}, so that a sequence classifier "
@@ -54,23 +54,21 @@ def scored_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
 
 def with_margin(samples: list[TrainingSample], row: dict[str, Any]) -> list[TrainingSample]:
     """The pair, with the row's margin as the advantage of the chosen side."""
-    if list(samples[0].token_ids) == list(samples[1].token_ids):
-        raise ValueError("the two replies have the same tokens: a pair must differ")
+    if samples[0].token_ids.tolist() == samples[1].token_ids.tolist():
+        raise ValueError(f"'chosen' and 'rejected' have the same tokens, {shorten(row['chosen'])}: a pair must differ")
     margin = row.get("margin") or 0.0
     if not isinstance(margin, (int, float)) or not math.isfinite(margin):
         raise ValueError(f"column 'margin' holds {shorten(margin)}: it must be a number")
-    values = (float(margin), 0.0)
-    return [replace(s, advantages=[v * m for m in s.loss_mask]) for s, v in zip(samples, values, strict=True)]
+    return [replace(s, advantages=m * s.loss_mask) for s, m in zip(samples, (float(margin), 0.0), strict=True)]
 
 
 def pair_messages(row: dict[str, Any]) -> tuple[list[Message], list[Message], list[Message]]:
     """(context, chosen reply, rejected reply) of a row {"chosen", "rejected"}. Both are replies (strings, or messages that
     an assistant begins) to the row's `messages` or `prompt`, or conversations with a common beginning. Raises ValueError."""
-    sides = []
     for column in PAIR:
         if row.get(column) is None:
             raise ValueError(f"a preference pair needs a column {column!r}; {nearest(column, row)}")
-        sides.append(column_messages(row, column, "assistant"))
+    sides = [column_messages(row, column, "assistant") for column in PAIR]
     if all(side[0]["role"] == "assistant" for side in sides):
         column = next((c for c in ("messages", "prompt") if row.get(c) is not None), None)
         if column is None:
@@ -80,15 +78,12 @@ def pair_messages(row: dict[str, Any]) -> tuple[list[Message], list[Message], li
     else:
         shared = shared_length(*sides)
         context, sides = sides[0][:shared], [side[shared:] for side in sides]
-    if sides[0] == sides[1]:
-        raise ValueError(f"'chosen' and 'rejected' are equal, {shorten(row['chosen'])}: a pair must differ")
     for column, side in zip(PAIR, sides, strict=True):
         said = side[-1] if side else {}
-        if not said.get("tool_calls") and not str(said.get("content") or "").strip():
-            raise ValueError(f"column {column!r} has an empty reply, {shorten(row[column])}: it must have text")
-        if not context or side[0]["role"] != "assistant" or said["role"] != "assistant":
+        is_empty = not said.get("tool_calls") and not str(said.get("content") or "").strip()
+        if is_empty or not context or not side[0]["role"] == said["role"] == "assistant":
             raise ValueError(
-                f"column {column!r} must be a reply that begins and ends with an assistant's message, or a conversation "
-                f"that begins as the other one does and ends so; is {shorten(row[column])}"
+                f"column {column!r} must be a reply that begins and ends with an assistant's text, or a conversation "
+                f"that begins as the other one does, differs, and ends so; is {shorten(row[column])}"
             )
-    return context, sides[0], sides[1]
+    return context, *sides

@@ -1,9 +1,7 @@
 """Losses of preference pairs. M trained tokens, P pairs. `replies` [M] is each token's reply: 2p for pair p's chosen
-one, 2p + 1 for its rejected one."""
+one, 2p + 1 for its rejected one. A loss comes with rewards [P, 2]: those of both replies, as the model ranks them."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,32 +12,23 @@ from rl_core.metrics import Mean, Metric
 from rl_core.types import PackedBatch
 
 
-@dataclass(kw_only=True, slots=True)
-class PairLosses:
-    """Per pair; the learner sums, and divides by the global count."""
-
-    losses: Tensor  # [P] to minimise
-    rewards: Tensor  # [P, 2] of the chosen and of the rejected reply, as the model ranks them
-
-
 def losses_of_replies(config: Config, batch: PackedBatch, logprobs: Tensor) -> tuple[Tensor, dict[str, Metric]]:
     """DPO's losses of the pairs of a batch, [P], from its tokens' logprobs [M]. Its samples are chosen and rejected in turn."""
-    replies, num_pairs = batch.order[batch.sequences], len(batch.order) // 2
-    result = dpo_losses(logprobs, batch.ref_logprobs, replies, num_pairs, config.preference)
-    return result.losses, pair_metrics(result)
+    pairs = batch.order[batch.sequences], len(batch.order) // 2
+    losses, rewards = dpo_losses(logprobs, batch.ref_logprobs, *pairs, config.preference)
+    return losses, pair_metrics(rewards)
 
 
 def losses_of_scores(config: Config, batch: PackedBatch, scores: Tensor) -> tuple[Tensor, dict[str, Metric]]:
     """A reward model's losses of the pairs of a batch, [P], from its tokens' scores [M]. A chosen sample's advantage is the
     margin."""
-    replies, num_pairs = batch.order[batch.sequences], len(batch.order) // 2
-    result = rm_losses(scores, batch.advantages, replies, num_pairs)
-    return result.losses, pair_metrics(result)
+    losses, rewards = rm_losses(scores, batch.advantages, batch.order[batch.sequences], len(batch.order) // 2)
+    return losses, pair_metrics(rewards)
 
 
-def pair_metrics(result: PairLosses) -> dict[str, Metric]:
-    """Metrics of the rewards. A pair with equal rewards counts as half right."""
-    chosen, rejected = result.rewards.detach().T
+def pair_metrics(rewards: Tensor) -> dict[str, Metric]:
+    """A pair with equal rewards counts as half right."""
+    chosen, rejected = rewards.detach().T
     values = {"accuracy": ((chosen > rejected).float() + (chosen >= rejected)) / 2, "margin_mean": chosen - rejected}
     values |= {"chosen_reward_mean": chosen, "rejected_reward_mean": rejected}
     return {name: Mean(value.sum(), len(value)) for name, value in values.items()}
@@ -47,7 +36,7 @@ def pair_metrics(result: PairLosses) -> dict[str, Metric]:
 
 def dpo_losses(
     logprobs: Tensor, ref_logprobs: Tensor | None, replies: Tensor, num_pairs: int, config: PreferenceConfig
-) -> PairLosses:
+) -> tuple[Tensor, Tensor]:
     """With the log-ratio l = sum of logprobs - ref_logprobs over a reply (its mean if length_normalized; ref 0 if
     reference-free) and h = l(chosen) - l(rejected): sigmoid -log sigma(beta h) (Rafailov et al. 2023, arXiv:2305.18290,
     eq. 7), which label smoothing e makes -(1 - e) log sigma(beta h) - e log sigma(-beta h) (Mitchell 2023, "A note on
@@ -60,20 +49,18 @@ def dpo_losses(
     rewards = config.beta * sums.view(-1, 2)
     margin = rewards[:, 0] - rewards[:, 1]
     if config.loss == "ipo":
-        losses = (margin / config.beta - 1 / (2 * config.beta)) ** 2
-    elif config.loss == "hinge":
-        losses = torch.relu(1 - margin)
-    else:
-        e = config.label_smoothing
-        losses = -(1 - e) * logsigmoid(margin) - e * logsigmoid(-margin)
-    return PairLosses(losses=losses, rewards=rewards)
+        return (margin / config.beta - 1 / (2 * config.beta)) ** 2, rewards
+    if config.loss == "hinge":
+        return torch.relu(1 - margin), rewards
+    e = config.label_smoothing
+    return -(1 - e) * logsigmoid(margin) - e * logsigmoid(-margin), rewards
 
 
-def rm_losses(scores: Tensor, margins: Tensor, replies: Tensor, num_pairs: int) -> PairLosses:
+def rm_losses(scores: Tensor, margins: Tensor, replies: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
     """-log sigma(s(chosen) - s(rejected) - margin), with the score s at a reply's last token and the margin that its
     chosen side carries, all [M] (Ouyang et al. 2022, arXiv:2203.02155, eq. 1; the margin: Touvron et al. 2023,
     arXiv:2307.09288, eq. 2)."""
     places = torch.arange(len(replies), device=replies.device)
     last = places.new_zeros(2 * num_pairs).scatter_reduce(0, replies, places, "amax")
     rewards, margin = scores[last].view(-1, 2), margins[last].view(-1, 2)[:, 0]
-    return PairLosses(losses=-logsigmoid(rewards[:, 0] - rewards[:, 1] - margin), rewards=rewards)
+    return -logsigmoid(rewards[:, 0] - rewards[:, 1] - margin), rewards

@@ -57,21 +57,23 @@ class RewardModel:
     def token_ids(self, messages: list[Message], tools: list | None = None) -> list[int]:
         """The tokens that training scored: the conversation as the chat template renders it."""
         with self.lock:
-            ids = self.chat.conversation_ids(check_messages(messages), tools)
+            ids = self.chat.prompt_ids(check_messages(messages), tools, add_generation_prompt=False)
         if not 0 < len(ids) <= self.max_tokens:
             raise ValueError(f"a conversation of {len(ids)} tokens; the model reads 1 to {self.max_tokens}")
         return ids
 
     def score_ids(self, conversations: Sequence[list[int]]) -> list[float]:
         """As score(), of token ids. Conversations of similar length share a forward."""
-        scores = [math.nan] * len(conversations)
+        scores, waiting = {}, sorted(range(len(conversations)), key=lambda i: len(conversations[i]))
         with self.lock:
-            for part in padded_batches([len(ids) for ids in conversations], self.batch_tokens):
-                for i, score in zip(part, self.forward([conversations[i] for i in part]), strict=True):
-                    scores[i] = score
-        if bad := [score for score in scores if not math.isfinite(score)]:
+            while waiting:
+                # The longest, and as many below it as fit once they are padded to it.
+                num = max(1, self.batch_tokens // len(conversations[waiting[-1]]))
+                batch, waiting = waiting[-num:], waiting[:-num]
+                scores |= zip(batch, self.forward([conversations[i] for i in batch]), strict=True)
+        if bad := [score for score in scores.values() if not math.isfinite(score)]:
             raise ValueError(f"{self.path} gave a score of {bad[0]}: its weights are broken, or overflow in this dtype")
-        return scores
+        return [scores[i] for i in range(len(conversations))]
 
     def forward(self, conversations: list[list[int]]) -> list[float]:
         import torch
@@ -108,17 +110,6 @@ def load_classifier(path: str, device: Any) -> Any:
     return model.to(device).eval()
 
 
-def padded_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Indices, longest first, in parts of at most max_tokens once all of a part are padded to its longest."""
-    parts: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= max_tokens:
-            parts[-1].append(i)
-        else:
-            parts.append([i])
-    return parts
-
-
 async def remote_scores(
     url: str, conversations: Sequence[list[Message]], tools: list | None = None, timeout_s: float = 30.0
 ) -> list[float]:
@@ -137,7 +128,7 @@ async def remote_scores(
                     reason = f"{response.status}: {(await response.text())[:500]}"
                     if response.status < 500 and response.status != 429:
                         raise ValueError(f"{url} refused the request with {reason}")
-            except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError) as error:
+            except (aiohttp.ClientError, asyncio.TimeoutError) as error:
                 reason = f"{type(error).__name__}: {error}" if str(error) else "no answer"
             if asyncio.get_running_loop().time() + pause_s >= deadline_s:
                 raise ConnectionError(f"no scores from {url} within {timeout_s:g} s ({reason}); is the server up?")
@@ -146,12 +137,11 @@ async def remote_scores(
 
 
 class ScoreServer:
-    """Answers POST /classify. Requests that arrive while the model computes are its next batch."""
+    """Answers POST /classify. Requests that arrive while the model computes share the next forward."""
 
     def __init__(self, model: RewardModel):
-        self.model = model
+        self.model, self.turn = model, asyncio.Lock()
         self.waiting: list[tuple[list[list[int]], asyncio.Future]] = []
-        self.scorer: asyncio.Task | None = None
 
     async def classify(self, request):
         try:
@@ -168,24 +158,20 @@ class ScoreServer:
         return web.json_response({"status": "ok", "model": self.model.path})
 
     async def scores(self, conversations: list[list[int]]) -> list[float]:
-        future = asyncio.get_running_loop().create_future()
-        self.waiting.append((conversations, future))
-        if self.scorer is None or self.scorer.done():
-            self.scorer = asyncio.create_task(self.work())
-        return await future
-
-    async def work(self) -> None:
-        while self.waiting:
-            jobs, self.waiting = self.waiting, []
-            try:
-                asked = [ids for conversations, _ in jobs for ids in conversations]
-                scores = iter(await asyncio.to_thread(self.model.score_ids, asked))
-                answers = [[next(scores) for _ in conversations] for conversations, _ in jobs]
-            except Exception as error:  # whoever asked is told; the server goes on
-                answers = [error] * len(jobs)
-            for (_, future), answer in zip(jobs, answers, strict=True):
-                if not future.done():  # the client may have gone away
-                    (future.set_exception if isinstance(answer, Exception) else future.set_result)(answer)
+        answer = asyncio.get_running_loop().create_future()
+        self.waiting.append((conversations, answer))
+        async with self.turn:
+            if not answer.done():
+                jobs, self.waiting = self.waiting, []
+                try:
+                    asked = [ids for conversations, _ in jobs for ids in conversations]
+                    scores = iter(await asyncio.to_thread(self.model.score_ids, asked))
+                    for conversations, future in jobs:
+                        future.set_result([next(scores) for _ in conversations])
+                except Exception as error:  # whoever asked is told; the server goes on
+                    for _, future in jobs:
+                        future.set_exception(error)
+        return await answer
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -199,17 +185,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max_request_mib", type=float, default=16, help="a larger request is refused [16]")
     args = parser.parse_args(argv)
     app = web.Application(client_max_size=int(args.max_request_mib * 2**20))
-    url = f"http://{args.host}:{args.port}"
+    ready = f"scores of {args.model} at http://{args.host}:{args.port}"
     try:
         server = ScoreServer(RewardModel(args.model, args.device, batch_tokens=args.batch_tokens))
         app.add_routes([web.post("/classify", server.classify), web.get("/health", server.health)])
-        web.run_app(
-            app,
-            host=args.host,
-            port=args.port,
-            access_log=None,
-            print=lambda _: print(f"scores of {args.model} at {url}", flush=True),
-        )
+        web.run_app(app, host=args.host, port=args.port, access_log=None, print=lambda _: print(ready, flush=True))
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
