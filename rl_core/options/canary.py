@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from rl_core.data.packing import pack_samples, shard_sequences
 from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.learning.learner import Learner
-from rl_core.learning.minibatches import to_device
 from rl_core.metrics import Max, Metric
 from rl_core.sampling.actor import Actor
-from rl_core.sampling.engine import EngineDied
-from rl_core.types import Completion, PackedBatch, RunError, SamplingParams, Turn, counter_seed
+from rl_core.types import RunError, SamplingParams, TrainingSample, Turn, counter_seed
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 4
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.5}  # nats; kernels of engine and learner round differently
@@ -30,7 +27,7 @@ class Canary:
     tolerance: float | None  # nats; None: by the dtype
     dtype: torch.dtype  # of compute
     ranks: Ranks
-    said: dict[str, list] = field(default_factory=dict)  # (prompt, completion) pairs that learners still check
+    said: dict[str, list[TrainingSample]] = field(default_factory=dict)  # that learners still check
 
     async def sample(self, is_first: bool = False) -> None:
         """Lets each engine with a learner continue the fixed prompts, for check(). An engine that reads the learner's tensors
@@ -41,69 +38,52 @@ class Canary:
                 is_asked = self.actors[name].engine and (not self.ranks.engine_ranks or self.ranks.rank == 0)
                 self.said[name] = await self._ask(name) if is_asked else []
 
-    async def _ask(self, name: str, has_died: bool = False) -> list:
+    async def _ask(self, name: str) -> list[TrainingSample]:
         actor, learner = replace(self.actors[name], older=None), self.learners[name]
         num_ids = min(len(actor.chat.tokenizer), learner.policy.hf.config.get_text_config().vocab_size)
         size, num = min(PROMPT_TOKENS, actor.max_context_tokens // 2), max(NUM_PROMPTS, self.ranks.engine_ranks)
         prompts = [[counter_seed("canary", i, j) % num_ids for j in range(size)] for i in range(num)]
         limit = min(NEW_TOKENS, actor.max_context_tokens - size)
         params = SamplingParams(max_tokens=limit, temperature=learner.temperature)
-        try:
-            said = await asyncio.gather(*(actor.generate(prompt, params, i) for i, prompt in enumerate(prompts)))
-        except EngineDied:
-            if has_died:
-                raise
-            await actor.wake()
-            return await self._ask(name, has_died=True)
-        return [[prompt, asdict(completion)] for prompt, completion in zip(prompts, said, strict=True)]
+        await actor.wake()  # its engine may have died since the last episode
+        said = await asyncio.gather(*(actor.generate(prompt, params, i) for i, prompt in enumerate(prompts)))
+        turns = [Turn(new_ids=p, is_fresh=True, completion=c) for p, c in zip(prompts, said, strict=True)]
+        return [sample for turn in turns for sample in samples_from_turns([turn], 1.0)]
 
     async def check(self, name: str) -> dict[str, Metric]:
         """Raises RunError, on every rank alike, if a token's logprob in the engine is not the learner's. Every rank must call
         it, with the learner on its device and the weights that the engine was given last."""
         if name not in self.said:
             return {}
-        learner, worst = self.learners[name], [0, 0, -1]
-        batch = self._batch(all_gather_json(self.said.pop(name), self.ranks))
+        learner = self.learners[name]
+        minibatches, _ = learner.shard(self.said.pop(name))
         with torch.no_grad():
-            apart = (learner.forward(batch)[0] - batch.rollout_logprobs).abs()
-        if apart.numel():
-            worst = [x[apart.argmax()].item() for x in (apart, batch.advantages, batch.policy_versions)]
-        by_rank = all_gather_json(worst, self.ranks)
-        largest, rank, version = max(by_rank, key=lambda x: (x[0] != x[0], x[0]))  # NaN is most
+            pairs = [(learner.forward(b)[0], b.rollout_logprobs) for m in minibatches for b in m.batches]
+        apart = [(own - found).abs().max().item() for own, found in pairs if len(own)]
+        by_rank = all_gather_json(apart, self.ranks)
+        largest = max((x for part in by_rank for x in part), key=lambda x: (x != x, x))  # NaN is most
         tolerance = TOLERANCES[self.dtype] if self.tolerance is None else self.tolerance
         if not largest <= tolerance:
             where = [text for text in all_gather_json(await self._differing(name), self.ranks) if text]
             raise RunError(
                 f"the engine of {name} does not sample with its learner's weights: on fixed prompts their logprobs differ by "
-                f"up to {largest:.3g} nats at version {version}, most of all on rank {rank:.0f}, and --canary_tolerance "
-                f"allows {tolerance:g}; {where[0] if where else 'no tensor that can be read here differs'}"
+                f"up to {largest:.3g} nats, and --canary_tolerance allows {tolerance:g}; "
+                f"{where[0] if where else 'no tensor that can be read here differs'}"
             )
         return {} if name in self.readers else {"canary_max_diff": Max(largest)}
 
-    def _batch(self, gathered: list[list]) -> PackedBatch:
-        """The samples of the ranks that compute together with this one. A token's advantage is the rank that sampled it."""
-        ranks, samples = self.ranks, []
-        for rank, prompt, completion in ((r, *pair) for r, pairs in enumerate(gathered) for pair in pairs):
-            if ranks.dp_rank_of(rank) == ranks.dp_rank:
-                turn = Turn(new_ids=prompt, is_fresh=True, completion=Completion(**completion))
-                samples += samples_from_turns([turn], float(rank))
-        batch = pack_samples(samples, ranks.mesh.cp)
-        if ranks.mesh.cp > 1:
-            batch = shard_sequences(batch, ranks.mesh.cp, ranks.cp_rank)
-        return to_device(batch, ranks.device)
-
     @torch.no_grad()
     async def _differing(self, name: str) -> str:
-        """`on rank 0 2 of 24 tensors differ, most of all A (by up to 0.1)`, or nothing. It gathers weights: every rank must
+        """`on rank 0 these tensors differ most: A (by up to 0.1)`, or nothing. It gathers weights: every rank must
         call it."""
-        engine, found, num, held = self.actors[name].engine, [], 0, {}
+        engine, found, held = self.actors[name].engine, [], {}
         if hasattr(engine, "named_weights") and name not in self.readers:
             await engine.wake()
             held = dict(engine.named_weights())
         for tensor, value in self.learners[name].named_weights():
             if tensor in held:
-                num, own = num + 1, held[tensor]
+                own = held[tensor]
                 apart = (own.float() - value.to(own.device, own.dtype).float()).abs().max().item()
                 found += [(apart, tensor)] if apart != 0 else []  # NaN too
         shown = ", ".join(f"{tensor} (by up to {apart:.3g})" for apart, tensor in sorted(found, reverse=True)[:5])
-        return f"on rank {self.ranks.rank} {len(found)} of {num} tensors differ, most of all {shown}" if found else ""
+        return f"on rank {self.ranks.rank} these tensors differ most: {shown}" if found else ""
