@@ -96,7 +96,6 @@ def engine_step(is_decode: bool) -> None:
     with torch.device("cuda"), torch.no_grad():
         model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES, head_dim=16), dtype=torch.bfloat16).eval()
         slots, cache = SlotModel(model), SlotCache(4, 64)
-        slots.is_checked = True  # once, before the first step, logits are compared
         tokens, starts = torch.zeros(3, 7, dtype=torch.long), torch.zeros(3, dtype=torch.long)
         with slots.borrowed():
             hidden = slots.forward(cache, slice(0, 3), tokens, None, 7)

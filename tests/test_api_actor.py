@@ -173,12 +173,22 @@ def test_what_may_pass_is_asked_again(failure):
     }  # fmt: skip
 
 
-def test_an_endpoint_that_only_fails_is_given_up_after_the_last_retry():
-    with serving((502, b"<html>bad gateway</html>", {"Content-Type": "text/html"})) as server:
+REFUSAL = {"error": {"message": "top_k is unknown"}}
+BAD = [b'{"choices": [{"mess', b"\xff", {"choices": []}, {"error": "none"}, {"choices": ["hi"]}, reply([1])]
+FAILURES = [  # an answer, what it becomes, what the error says, how often it is asked
+    ((502, b"<html>bad gateway</html>", {"Content-Type": "text/html"}), ConnectionError, "bad gateway", 3),
+    *(((200, bad), ValueError, "cannot be read", 1) for bad in BAD),
+    *(((status, REFUSAL), ValueError, f"{status}: {json.dumps(REFUSAL)}", 1) for status in (400, 401, 404)),
+]
+
+
+@pytest.mark.parametrize(("answer", "kind", "says", "num_requests"), FAILURES, ids=str)
+def test_a_failure_is_an_error_that_names_the_endpoint(answer, kind, says, num_requests):
+    with serving(answer) as server:
         actor = judge(server, max_retries=2)
         [error] = ask(actor)
-    assert isinstance(error, ConnectionError) and "bad gateway" in str(error) and server.url in str(error), error
-    assert len(server.requests) == 3 and values(actor)["failed"] == 1
+    assert type(error) is kind and says in str(error) and server.url in str(error), error
+    assert len(server.requests) == num_requests and values(actor)["failed"] == 1
 
 
 def test_an_endpoint_that_hangs_or_is_not_there_is_named():
@@ -190,25 +200,6 @@ def test_an_endpoint_that_hangs_or_is_not_there_is_named():
     for error in (hangs, gone):
         assert isinstance(error, ConnectionError) and "is it up?" in str(error) and server.url in str(error), error
     assert "no answer" in str(hangs)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [b'{"choices": [{"mess', b"\xff", {"choices": []}, {"error": "none"}, {"choices": ["hi"]}, reply([1])],
-    ids=str,
-)
-def test_what_cannot_be_read_is_an_error(bad):
-    with serving((200, bad)) as server:
-        [error] = ask(judge(server))
-    assert isinstance(error, ValueError) and "cannot be read" in str(error), error
-
-
-@pytest.mark.parametrize("status", [400, 401, 404])
-def test_what_is_refused_is_not_asked_again(status):
-    with serving((status, {"error": {"message": "top_k is unknown"}}), (200, reply())) as server:
-        [error] = ask(judge(server))
-    assert isinstance(error, ValueError) and str(status) in str(error) and "top_k is unknown" in str(error), error
-    assert len(server.requests) == 1
 
 
 def test_no_more_requests_are_in_flight_than_allowed_and_a_cancelled_one_gives_its_place_back():

@@ -68,7 +68,6 @@ def test_a_decode_step_of_the_embedded_engine_reads_no_value_before_its_tokens(t
     with META:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model), dtype=dtype).eval()
         slots, cache = SlotModel(model), SlotCache(4, 64)
-        slots.is_checked = True  # which compares logits, before the first step
         tokens, numbers = torch.zeros(3, 7, dtype=torch.long), torch.zeros(6, 3, dtype=torch.float64)
         sizes, starts = torch.zeros(2, 3, dtype=torch.long)
         with slots.borrowed(), torch.inference_mode():

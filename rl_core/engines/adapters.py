@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,16 +29,13 @@ class AdapterTable:
     def __init__(self, model: nn.Module, configs: dict[str, dict[str, Any]]):
         self.linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         self.configs, self.num_ranks = configs, sum(config["r"] for config in configs.values())
-        self.spans: dict[str, slice] = {}  # each adapter's place in R
-        for name, config in configs.items():
-            first = sum(span.stop - span.start for span in self.spans.values())
-            self.spans[name] = slice(first, first + config["r"])
-        self.numbers = {name: i for i, name in enumerate(["", *configs])}  # rows of `foreign`
-        self.foreign = torch.ones(
-            len(self.numbers), self.num_ranks, dtype=torch.bool, device=model.device
-        )  # ranks of other adapters
-        for name, span in self.spans.items():
-            self.foreign[self.numbers[name], span] = False
+        ends = accumulate(config["r"] for config in configs.values())
+        self.spans = {
+            name: slice(end - configs[name]["r"], end) for name, end in zip(configs, ends, strict=True)
+        }  # in R
+        self.numbers = {name: i for i, name in enumerate(["", *configs])}
+        owners = [self.numbers[name] for name, config in configs.items() for _ in range(config["r"])]
+        self.owners = torch.tensor(owners, device=model.device)  # [R] number of the adapter
         self.layers: dict[str, tuple[Tensor, Tensor]] = {}  # A [R, I] and scaled, transposed B [R, O]
         self.arrived: dict[str, set[str]] = {}  # names of each adapter's weights
         self.active: slice | None = None  # the one adapter of the current forward
@@ -69,8 +67,8 @@ class AdapterTable:
             self.active = self.spans.get(names[0])
         else:
             self.active = slice(0, self.num_ranks)
-            rows = torch.tensor([self.numbers[name] for name in names])
-            self.hidden = self.foreign[rows.to(self.foreign.device, non_blocking=True), None]
+            rows = torch.tensor([[[self.numbers[name]]] for name in names])
+            self.hidden = rows.to(self.owners.device, non_blocking=True) != self.owners
         try:
             yield
         finally:

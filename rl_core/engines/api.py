@@ -10,6 +10,7 @@ and is removed from an endpoint's answers.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import sys
@@ -43,6 +44,9 @@ class ApiActor:
     max_retries: int = 8  # after 408, 409, 429, 5xx and broken connections; respects Retry-After
     request: dict[str, Any] = field(default_factory=dict)  # added to every request; None leaves a key out
     is_trainable: bool = field(init=False, default=False)
+    capacity: int = field(
+        init=False, default=sys.maxsize
+    )  # requests beyond max_concurrent wait here and block no engine
     counts: dict[str, float] = field(init=False, default_factory=lambda: dict.fromkeys(COUNTS, 0.0))
 
     def __post_init__(self) -> None:
@@ -55,10 +59,6 @@ class ApiActor:
         self.client = openai.AsyncOpenAI(base_url=self.url, api_key=self.key or "none", **limits)
         self.slots = asyncio.Semaphore(self.max_concurrent)
 
-    @property
-    def capacity(self) -> int:
-        return sys.maxsize  # requests beyond max_concurrent wait here and block no engine
-
     def in_episode(self, params: SamplingParams, seed: int, session: str = "") -> Actor:
         """This actor in one episode. Its conversations hold messages and no tokens: they are not trained, and only the
         endpoint knows how full its context is."""
@@ -68,14 +68,45 @@ class ApiActor:
     async def chat(
         self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int
     ) -> tuple[Message, Completion]:
-        """The next message, and a completion with its text. Raises as ask()."""
-        choice = await self.ask(messages, tools, params, seed)
-        said = {key: choice["message"].get(key) for key in ("content", "tool_calls")}
-        message = {"role": "assistant", "content": said["content"] or ""}
-        message |= {"tool_calls": said["tool_calls"]} if said["tool_calls"] else {}
-        reason = "length" if choice.get("finish_reason") == "length" else "stop"
-        text = message["content"]
-        return message, Completion(token_ids=[], logprobs=[], text=text, finish_reason=reason, policy_version=-1)
+        """The next message, and a completion with its text. Raises ValueError if the endpoint refuses the request or its
+        answer cannot be read, ConnectionError if it does not answer."""
+        request = {"model": self.model, **request_of(messages, tools, params, seed), **self.request}
+        request = {key: value for key, value in request.items() if value is not None}
+        known = {key: request.pop(key) for key in ("model", "messages")}
+        answer = ""
+        async with self.slots:
+            self.counts["requests"] += 1
+            try:
+                raw = await self.client.chat.completions.with_raw_response.create(**known, extra_body=request)
+                self.counts["retries"] += raw.retries_taken
+                answer = raw.http_response.text
+                return self._read(json.loads(answer))
+            except openai.APIStatusError as found:
+                kind = ConnectionError if found.status_code == 429 or found.status_code >= 500 else ValueError
+                error = kind(self._told(f"{found.status_code}: {found.response.text or found.message}"))
+            except openai.APIConnectionError as found:
+                error = ConnectionError(self._told(f"no answer ({found.__cause__ or found}); is it up?"))
+            except (ValueError, LookupError, TypeError, AttributeError) as found:
+                error = ValueError(self._told(f"an answer that cannot be read ({found!r}): {answer}"))
+        self.counts["failed"] += 1
+        raise error  # raised here, it has no context whose request would hold the key
+
+    def _read(self, answer: Any) -> tuple[Message, Completion]:
+        choice = answer["choices"][0]
+        said, usage = choice["message"], answer.get("usage") or {}
+        message = {"role": "assistant", "content": said.get("content") or ""}
+        message |= {"tool_calls": said["tool_calls"]} if said.get("tool_calls") else {}
+        if not isinstance(message["content"], str):
+            raise TypeError("its content is no text")
+        for name in ("prompt_tokens", "completion_tokens"):
+            self.counts[name] += usage.get(name) or 0
+        how = {"finish_reason": "length" if choice.get("finish_reason") == "length" else "stop", "policy_version": -1}
+        return message, Completion(token_ids=[], logprobs=[], text=message["content"], **how)
+
+    def _told(self, text: str) -> str:
+        """One short line without the key, which an endpoint may repeat."""
+        text = text.replace(self.key, "***") if self.key else text
+        return f"actor {self.name!r}: {self.url} gave {shorten(' '.join(text.split()), 400)}"
 
     def end_session(self, session: str) -> None: ...
 
@@ -86,44 +117,6 @@ class ApiActor:
 
     async def close(self) -> None:
         await self.client.close()
-
-    async def ask(
-        self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int
-    ) -> dict[str, Any]:
-        """The endpoint's first choice. Raises ValueError if it refuses the request, ConnectionError if it does not answer."""
-        request = {"model": self.model, **request_of(messages, tools, params, seed), **self.request}
-        request = {key: value for key, value in request.items() if value is not None}
-        known = {key: request.pop(key) for key in ("model", "messages")}
-        error: Exception
-        async with self.slots:
-            self.counts["requests"] += 1
-            try:
-                raw = await self.client.chat.completions.with_raw_response.create(**known, extra_body=request)
-                self.counts["retries"] += raw.retries_taken
-                return self._first_choice(raw.http_response.json())
-            except openai.APIStatusError as found:
-                kind = ConnectionError if found.status_code == 429 or found.status_code >= 500 else ValueError
-                error = kind(self._told(f"{found.status_code}: {found.response.text or found.message}"))
-            except openai.APIConnectionError as found:
-                error = ConnectionError(self._told(f"no answer ({found.__cause__ or found}); is it up?"))
-            except (ValueError, openai.APIError) as found:
-                error = ValueError(self._told(f"an answer that cannot be read: {found}"))
-        self.counts["failed"] += 1
-        raise error  # raised here, it has no context whose request would hold the key
-
-    def _first_choice(self, answer: Any) -> dict[str, Any]:
-        choices = answer.get("choices") if isinstance(answer, dict) else None
-        message = choices[0].get("message") if choices and isinstance(choices[0], dict) else None
-        if not isinstance(message, dict) or not isinstance(message.get("content") or "", str):
-            raise ValueError(f"no message in {shorten(answer)}")
-        for name in ("prompt_tokens", "completion_tokens"):
-            self.counts[name] += (answer.get("usage") or {}).get(name) or 0
-        return choices[0]
-
-    def _told(self, text: str) -> str:
-        """One short line without the key, which an endpoint may repeat."""
-        text = text.replace(self.key, "***") if self.key else text
-        return f"actor {self.name!r}: {self.url} gave {shorten(' '.join(text.split()), 400)}"
 
 
 def request_of(messages: list[Message], tools: list | None, params: SamplingParams, seed: int) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_core.config import nearest
 from rl_core.engines.adapters import AdapterTable
 from rl_core.engines.slots import SlotCache, SlotModel, Snapshot
 from rl_core.host_copies import HostCopies
+from rl_core.metrics import Metric
 from rl_core.sampling.engine import EngineSpec, check_request
 from rl_core.sampling.weights import load_weights
 from rl_core.types import Completion, SamplingParams, logit_change
@@ -73,26 +73,25 @@ class EmbeddedEngine:
         self.adapter_versions: dict[str, int] = {}
         self._adapters = AdapterTable(model, spec.adapters)
         self._slots = SlotModel(model)
+        self._slots.check()
         self._waiting: deque[Request] = deque()
         self._active: list[Request] = []  # the i-th has row i
-        self._unanswered: Counter[tuple] = Counter()  # requests that wait or are active, by their keys
-        self._prompts: dict[tuple, tuple[Snapshot, Tensor]] = {}  # of unanswered requests: cache and last hidden state
+        self._num_waiting: Counter[tuple] = Counter()  # by their keys
+        self._prompts: dict[tuple, tuple[Snapshot, Tensor]] = {}  # of waiting requests: cache and last hidden state
         self._parked: dict[str, tuple[str, list[int], Snapshot]] = {}  # session -> adapter, ids, cache; oldest first
         self._steps_since_refill = 0
         self._is_paused = False
         self._task: asyncio.Task[None] | None = None
-        self._copies = HostCopies(model.device) if spec.owns_weights else None  # of the weights, while it sleeps
+        self._own, self._copies = list(model.parameters()) if spec.owns_weights else [], HostCopies(model.device)
         self._drop_cache()
-        if self._copies is not None:
-            self._copies.to_host(model.parameters())
+        self._copies.to_host(self._own)
 
     async def generate(
         self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = "", adapter: str = ""
     ) -> Completion:
         """One completion; see Engine."""
         check_request(prompt_ids, params, self.max_context_tokens, self.tokenizer)
-        if adapter and adapter not in self.adapter_versions:
-            raise ValueError(f"no adapter {adapter!r}; {nearest(adapter, self.adapter_versions)}")
+        assert not adapter or adapter in self.adapter_versions, adapter
         request = Request(
             ids=list(prompt_ids),
             num_prompt=len(prompt_ids),
@@ -132,12 +131,11 @@ class EmbeddedEngine:
         """Frees the memory of the cache, of every session and, if it offloads, of the weights; see Engine."""
         await self._drain()
         self._drop_cache()
-        if self._copies is not None and not self._copies.waiting:
-            self._copies.to_host(self.model.parameters())
+        if not self._copies.waiting:
+            self._copies.to_host(self._own)
 
     async def wake(self) -> None:
-        if self._copies is not None:
-            self._copies.to_device()
+        self._copies.to_device()
 
     async def pause(self) -> None:
         """Stops between two tokens; see Engine. Requests are queued again with their sampled tokens."""
@@ -145,7 +143,7 @@ class EmbeddedEngine:
         if self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
         self._waiting.extendleft(reversed(self._active))
-        for held in (self._active, self._unanswered, self._prompts):
+        for held in (self._active, self._num_waiting, self._prompts):
             held.clear()
         for request in self._waiting:
             request.row, request.num_cached = -1, 0
@@ -155,6 +153,9 @@ class EmbeddedEngine:
         self._is_paused = False
         if self._waiting:
             self._start_running()
+
+    async def take_metrics(self) -> dict[str, Metric]:
+        return {}
 
     async def close(self) -> None:
         """Cancels what is running and frees the cache."""
@@ -176,7 +177,7 @@ class EmbeddedEngine:
 
     def _note_key(self, request: Request) -> None:
         request.key = request.adapter, *request.ids
-        self._unanswered[request.key] += 1
+        self._num_waiting[request.key] += 1
 
     def _start_running(self) -> None:
         if not self._is_paused and (self._task is None or self._task.done()):
@@ -202,7 +203,7 @@ class EmbeddedEngine:
         for request in (*self._waiting, *self._active):
             if not request.future.done():
                 request.future.cancel() if error is None else request.future.set_exception(error)
-        for held in (self._waiting, self._active, self._unanswered, self._prompts):
+        for held in (self._waiting, self._active, self._num_waiting, self._prompts):
             held.clear()
         self._drop_cache()
 
@@ -228,12 +229,11 @@ class EmbeddedEngine:
 
     def _admit(self) -> None:
         """Prefills each new prompt once, and samples every request's first token."""
-        self._steps_since_refill, first, admitted = 0, len(self._active), []
+        self._steps_since_refill, first, admitted, begun = 0, len(self._active), [], Counter()
         while self._waiting and first + len(admitted) < self.capacity:
             request = self._waiting.popleft()
-            if request.future.done():  # cancelled
-                self._leave(request)
-            else:
+            begun[request.key] += 1
+            if not request.future.done():  # cancelled
                 admitted.append(request)
         leaders: dict[tuple, Request] = {}
         for request in admitted:
@@ -249,6 +249,8 @@ class EmbeddedEngine:
         for request in followers:
             kept, request.hidden = self._prompts[request.key]
             self._cache.restore(request.row, kept, len(request.ids))
+        self._num_waiting -= begun  # drops what is 0
+        self._prompts = {key: kept for key, kept in self._prompts.items() if key in self._num_waiting}
         if started := self._active[first:]:
             for request in started:
                 version = self.adapter_versions.get(request.adapter, self.version)
@@ -283,7 +285,7 @@ class EmbeddedEngine:
                 hidden = self._slots.forward(self._cache, rows, tokens, where, length, ragged)
         for i, request in enumerate(requests):
             request.hidden = hidden[i, sizes[i] - 1].clone()
-            if self._unanswered[request.key] > 1:
+            if self._num_waiting[request.key] > 1:
                 self._prompts[request.key] = self._cache.snapshot(request.row, len(request.ids)), request.hidden
         self.stats.update(prefill_tokens=sum(r.num_new for r in requests))
 
@@ -362,31 +364,24 @@ class EmbeddedEngine:
             del self._parked[next(iter(self._parked))]
 
     def _leave(self, request: Request) -> None:
-        """Frees a request's row, moves the last row into it, and drops its prompt if no other request shares it."""
-        self._unanswered[request.key] -= 1
-        if not self._unanswered[request.key]:
-            del self._unanswered[request.key]
-            self._prompts.pop(request.key, None)
-        if request.row >= 0:
-            last = self._active.pop()
-            if last is not request:
-                self._cache.copy_row(last.row, request.row, len(last.ids) - 1)
-                self._active[request.row] = last
-                last.row = request.row
+        """Frees a request's row, and moves the last row into it."""
+        last = self._active.pop()
+        if last is not request:
+            self._cache.copy_row(last.row, request.row, len(last.ids) - 1)
+            self._active[request.row] = last
+            last.row = request.row
 
 
 def prefill_chunks(requests: Iterable[Request]) -> Iterator[list[Request]]:
     """Batches of requests with similar lengths, cached or not, of at most PREFILL_TOKENS with padding."""
     chunk: list[Request] = []
     for request in sorted(requests, key=lambda r: (r.num_cached > 0, r.num_new)):
-        if chunk:
-            is_full = request.num_new * (len(chunk) + 1) > PREFILL_TOKENS
-            is_unlike = request.num_new > 2 * chunk[0].num_new + 16 or (request.num_cached > 0) != (
-                chunk[0].num_cached > 0
-            )
-            if is_full or is_unlike:
-                yield chunk
-                chunk = []
+        first = chunk[0] if chunk else request
+        is_full = request.num_new * (len(chunk) + 1) > PREFILL_TOKENS
+        is_unlike = request.num_new > 2 * first.num_new + 16 or bool(request.num_cached) != bool(first.num_cached)
+        if chunk and (is_full or is_unlike):
+            yield chunk
+            chunk = []
         chunk.append(request)
     if chunk:
         yield chunk

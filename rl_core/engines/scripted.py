@@ -60,16 +60,11 @@ class ScriptedActor:
     is_trainable: bool = True
 
     def in_episode(self, params: SamplingParams, seed: int, session: str) -> Actor:
-        actor = Actor(
-            name=self.name,
-            engine=ScriptedEngine(self.chat, self.replies),
-            chat=self.chat,
-            stop_token_ids=self.chat.stop_token_ids,
-            max_turns=self.max_turns,
-            max_context_tokens=self.max_context_tokens,
-            is_trainable=self.is_trainable,
-        )
-        return actor.in_episode(params, seed, session)
+        same = {
+            name: getattr(self, name) for name in ("name", "chat", "max_turns", "max_context_tokens", "is_trainable")
+        }
+        engine, stops = ScriptedEngine(self.chat, self.replies), self.chat.stop_token_ids
+        return Actor(engine=engine, stop_token_ids=stops, **same).in_episode(params, seed, session)
 
 
 def plain_chat() -> Chat:

@@ -136,19 +136,16 @@ class SlotModel:
     """A causal language model that reads and writes a SlotCache. It is borrowed inside `borrowed`."""
 
     def __init__(self, model: PreTrainedModel):
-        self.model, self.decoder, self.is_checked = model, model.get_decoder(), False
+        self.model, self.decoder = model, model.get_decoder()
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Inside, the model is in evaluation mode and has the slots' attention; then it is put back as it was. Raises ValueError
-        for a model that computes something else."""
+        """Inside, the model is in evaluation mode and has the slots' attention; then it is put back as it was."""
         config, training = self.decoder.config, [module for module in self.model.modules() if module.training]
         implementation = config._attn_implementation
         try:
             for module in training:
                 module.training = False
-            if not self.is_checked:
-                self.check()
             config._attn_implementation = ATTENTION
             yield
         finally:
@@ -161,19 +158,18 @@ class SlotModel:
         """Raises ValueError for a decoder that does more than this attention and head."""
         config, device, cache = self.decoder.config, self.model.device, SlotCache(1, 3)
         ids = torch.tensor([[1, 2, 3]], device=device) % self.model.config.get_text_config().vocab_size
-        config._attn_implementation = "eager"
-        expected = self.model(input_ids=ids, use_cache=False).logits[0, -1].float()
-        config._attn_implementation = ATTENTION
-        self.forward(cache, slice(0, 1), ids[:, :2], None, 2)
-        hidden = self.forward(cache, slice(0, 1), ids[:, 2:], torch.full((1,), 2, device=device), 3)
-        logits = self.model.get_output_embeddings()(hidden[0, -1]).float()
+        with self.borrowed():
+            self.forward(cache, slice(0, 1), ids[:, :2], None, 2)
+            hidden = self.forward(cache, slice(0, 1), ids[:, 2:], torch.full((1,), 2, device=device), 3)
+            logits = self.model.get_output_embeddings()(hidden[0, -1]).float()
+            config._attn_implementation = "eager"
+            expected = self.model(input_ids=ids, use_cache=False).logits[0, -1].float()
         tolerance = (1e-3 if self.model.dtype == torch.float32 else 0.1) * expected.abs().max()
         if (logits - expected).abs().max() > tolerance:
             raise ValueError(
                 f"the embedded engine's logits differ from {type(self.model).__name__}'s own: it has an attention or a "
                 "head that this engine does not apply; use another engine for this model"
             )
-        self.is_checked = True
 
     def forward(
         self,
@@ -189,9 +185,8 @@ class SlotModel:
         columns = torch.arange(tokens.shape[1], device=tokens.device)[None]
         position_ids = positions = columns if starts is None else starts[:, None] + columns
         if starts is not None and sizes is not None:
-            padding = columns >= sizes[:, None]
-            positions = position_ids.masked_fill(padding, cache.max_tokens)
-            position_ids = position_ids.masked_fill(padding, 0)
+            positions = position_ids.masked_fill(columns >= sizes[:, None], cache.max_tokens)
+            position_ids = positions.clamp(max=cache.max_tokens - 1)
         plan = ForwardPlan(cache=cache, rows=rows, length=length, fresh=starts is None, positions=positions)
         return self.decoder(
             input_ids=tokens, position_ids=position_ids, use_cache=False, slot_plan=plan
