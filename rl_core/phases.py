@@ -16,7 +16,7 @@ from rl_core.distributed import all_gather_json, barrier
 from rl_core.learning.advantages import baseline_groups, group_results, has_signal, samples_of
 from rl_core.learning.checkpoint import save_checkpoint
 from rl_core.learning.model import export_policy
-from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics
+from rl_core.metrics import Max, Mean, Sum
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.group import Group, make_groups
 from rl_core.sampling.outcomes import lag_metrics, part_metrics, refuse_failures, rollout_metrics
@@ -189,22 +189,8 @@ async def note_rollouts(run: Run, step: int, trajectories: list[Trajectory]) -> 
     if lease := run.lease:
         run.note("rollout/", {"engine_switches": Sum(lease.num_switches), "engine_switch_s": Sum(lease.switch_s)})
         lease.num_switches, lease.switch_s = 0, 0.0
-    await note_engines(run)
-
-
-async def note_engines(run: Run) -> None:
-    """How often engines were started again, and the idle time of ranks that only sample."""
-    found: dict[str, Metric] = {}
-    for name, engine in (*run.engines.items(), *(run.older.engines.items() if run.older else ())):
-        if run.ranks.engine_ranks and run.ranks.rank == 0:
-            health = await engine.health()
-            if "time/engines_idle_frac" not in found:
-                found["time/engines_idle_frac"] = Mean(sum(h["idle_frac"] for h in health), len(health))
-            add_metrics(found, {f"rollout/{name}/engine_restarts": Sum(sum(h["restarts"] for h in health))})
-        elif hasattr(engine, "num_restarts"):
-            add_metrics(found, {f"rollout/{name}/engine_restarts": Sum(engine.num_restarts)})
-            engine.num_restarts = 0
-    run.note("", found)
+    for engine in run.all_engines:
+        run.note("", await engine.take_metrics())
 
 
 async def learn(run: Run, name: str, samples: list[TrainingSample], step: int) -> None:

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.remote import ask, checksum
 from rl_core.engines.sglang import SGLangEngine, make_skeleton
+from rl_core.metrics import Sum
 from rl_core.sampling.engine import EngineDied, EngineSpec
 from rl_core.types import SamplingParams
 
@@ -303,20 +304,12 @@ WRONG = {
 @pytest.mark.parametrize("error", WRONG)
 def test_weights_that_do_not_fit_are_an_error_and_good_ones_may_follow(fresh, error):
     adapter, change = WRONG[error]
-    weights, taken = change(dict(fresh.loaded[adapter] if adapter else fresh.weights())), []
-    stream = (taken.append(name) or (name, weight) for name, weight in weights.items())
+    weights = change(dict(fresh.loaded[adapter] if adapter else fresh.weights()))
     with pytest.raises(ValueError, match=error):
-        fresh.run(fresh.engine.update(stream, 99, adapter=adapter))
+        fresh.run(fresh.engine.update(weights.items(), 99, adapter=adapter))
     assert fresh.engine.version == fresh.version
-    if fresh.kind == "sglang":  # what other ranks wait for
-        assert taken == list(weights)
     fresh.load_first_weights()
     fresh.check_all(REQUESTS[:4], fresh.speak(REQUESTS[:4]))
-
-
-def test_an_unknown_adapter_is_refused(fresh):
-    with pytest.raises(ValueError, match="no adapter 'bop'; did you mean 'bob'"):
-        fresh.speak([("bop", [1])])
 
 
 # Its life
@@ -454,7 +447,7 @@ def test_a_server_that_dies_is_an_error_for_all_who_wait_and_starts_again(tiny_m
     wait_until(lambda: not processes_of(group), "all processes of the server have ended")
 
     subject.run(subject.engine.wake())
-    assert subject.engine.num_restarts == 1
+    assert subject.run(subject.engine.take_metrics()) == {"rollout/policy/engine_restarts": Sum(1)}
     subject.check_all(REQUESTS, subject.speak(REQUESTS))  # with what it had, which was kept
     subject.update_adapter("carol", 7)
     subject.check_all(REQUESTS, subject.speak(REQUESTS))

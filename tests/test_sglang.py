@@ -4,7 +4,6 @@ bash scripts/test_sglang.sh installs where there is no GPU."""
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import shutil
 import signal
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import namedtuple
+from glob import glob
 from pathlib import Path
 
 import pytest
@@ -25,11 +24,11 @@ from test_engine_contract import GREEDY, needs_sglang, spec_of
 
 from rl_core.build import make_plan
 from rl_core.config import parse_config
-from rl_core.engines import sglang
-from rl_core.engines.sglang import SGLangEngine, make_skeleton, remove_abandoned
+from rl_core.engines.sglang import SGLangEngine, make_skeleton
+from rl_core.metrics import Sum
 from rl_core.sampling.engine import EngineDied
 from rl_core.train import main
-from rl_core.types import RunError, SamplingParams
+from rl_core.types import SamplingParams
 
 ENV = ROOT / "envs/sort_digits.py"
 
@@ -63,7 +62,8 @@ class Standin:
             return web.json_response({"output_ids": tokens, "meta_info": meta | {"weight_version": self.label}})
         if path == "update_weights_from_disk":
             self.label = body["weight_version"]
-            self.held |= load_file(Path(body["model_path"]) / "model.safetensors")
+            for file in glob(f"{body['model_path']}/*.safetensors"):
+                self.held |= load_file(file)
         return web.json_response({"success": True})
 
 
@@ -162,96 +162,9 @@ def test_a_server_that_somebody_starts_anew_gets_its_weights_again(make, standin
     sent = update(engine, 0.5, version=3)
     assert is_same(standin.held, sent) and ask(engine).policy_version == 3
     restart(engine, standin)
-    assert is_same(standin.held, sent) and ask(engine).policy_version == 3 and engine.num_restarts == 1
-
-
-# Where weights go
-
-
-@pytest.fixture
-def places(tmp_path, monkeypatch):
-    """Gives engines two folders, of `shared` and `temporary` free bytes while they are empty."""
-    usage, sizes, most = namedtuple("usage", "total used free"), {}, {}
-
-    def used(place: Path) -> int:
-        return sum(f.stat().st_size for f in place.rglob("*") if f.is_file())
-
-    def disk_usage(path):
-        place = next(p for p in sizes if Path(path).is_relative_to(p))
-        return usage(sizes[place], used(place), max(0, sizes[place] - used(place)))
-
-    def write_bytes(path: Path, data: bytes) -> None:
-        place = next(p for p in sizes if path.is_relative_to(p))
-        if used(place) + len(data) > sizes[place]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        path.open("wb").write(data)
-        most[place.name] = max(most.get(place.name, 0), used(place))
-
-    def give(engine: SGLangEngine, shared: int, temporary: int) -> dict[str, int]:
-        for name, size in {"shared": shared, "temporary": temporary}.items():
-            (tmp_path / name).mkdir(exist_ok=True)
-            sizes[tmp_path / name] = size
-        engine.files.places = [str(place) for place in sizes]
-        return most
-
-    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
-    monkeypatch.setattr(Path, "write_bytes", write_bytes)
-    monkeypatch.setattr(sglang, "MIN_BUCKET_BYTES", 10_000)
-    return give
-
-
-def total_bytes(engine: SGLangEngine) -> int:
-    return sum(p.numel() * 4 for p in engine.spec.module.parameters())
-
-
-def test_weights_that_fit_into_shared_memory_stay_there_until_the_next(make, standin, places):
-    engine = make()
-    size = total_bytes(engine)
-    most = places(engine, shared=2 * size, temporary=0)
-    for version in (1, 2, 3):
-        sent = update(engine, version, version)
-        assert is_same(standin.held, sent)
-        restart(engine, standin)
-        assert is_same(standin.held, sent), "they are there for another server"
-    assert size <= most["shared"] < 1.5 * size, "of one version at a time"
-
-
-def test_weights_go_through_shared_memory_that_holds_but_a_part_of_them(make, standin, places):
-    engine = make()
-    size = total_bytes(engine)
-    most = places(engine, shared=size // 2, temporary=10 * size)
-    for version in (1, 2):
-        assert is_same(standin.held, update(engine, version, version))
-    assert most.keys() == {"shared"}
-    restart(engine, standin)
-    with pytest.raises(EngineDied, match="did not fit into shared memory"):
-        ask(engine)
-
-
-def test_tensors_that_do_not_fit_into_shared_memory_go_through_the_temporary_folder(make, standin, places):
-    engine = make()
-    most = places(engine, shared=20_000, temporary=10 * total_bytes(engine))
-    assert is_same(standin.held, update(engine, 1.5, 1))
-    assert most["temporary"] > 20_000
-
-
-def test_two_servers_on_a_host_share_what_is_free(make, standin, places):
-    """There is room for one's weights, and not for both: each gets its own all the same."""
-    engines = [make(), make()]
-    size = total_bytes(engines[0])
-    for engine in engines:
-        most = places(engine, shared=int(1.6 * size), temporary=0)
-    for version in (1, 2):
-        for engine in engines:
-            assert is_same(standin.held, update(engine, version, version))
-    assert most["shared"] <= 1.6 * size
-
-
-def test_weights_that_fit_nowhere_are_an_error_that_says_where(make, standin, places, tmp_path):
-    engine = make()
-    places(engine, shared=1000, temporary=1000)
-    with pytest.raises(RunError, match=f"fit in none of {tmp_path}/shared, {tmp_path}/temporary; make room"):
-        update(engine, 1, 1)
+    assert is_same(standin.held, sent) and ask(engine).policy_version == 3
+    assert asyncio.run(engine.take_metrics()) == {"rollout/policy/engine_restarts": Sum(1)}
+    assert len(list(Path(engine.files.home.name).iterdir())) == 1, "of one version at a time"
 
 
 # The server's process, its port and its folders
@@ -279,30 +192,27 @@ def test_a_server_that_does_not_start_quotes_its_log(tiny_model, tmp_path):
 
 HOLD = """
 import sys
-from rl_core.engines.sglang import WeightFiles
-files = WeightFiles(sys.argv[1])
-print(files.write("00000", {"model": b"weights"}), flush=True)
+from types import SimpleNamespace
+from rl_core.engines.sglang import Files
+files = Files(SimpleNamespace(folder=None, url=""))
+files.write((folder := files.folder()) / "model", b"weights")
+print(folder, flush=True)
 sys.stdin.read()
 """
 
 
-def test_a_folder_goes_once_its_process_was_killed_and_no_sooner(tmp_path):
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+def test_weights_for_the_runs_own_server_are_memory_that_goes_with_the_run():
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    made = [subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], env=env, **pipes) for _ in range(2)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    run = subprocess.Popen([sys.executable, "-c", HOLD], env=env, **pipes)
     try:
-        left, held = (Path(process.stdout.readline().strip()).parent for process in made)
-        made[0].kill()
-        made[0].wait()
-        remove_abandoned([tmp_path])
-        assert left.exists(), "it may be so new that its process has not locked it yet"
-        for folder in (left, held):
-            os.utime(folder, (0, 0))
-        remove_abandoned([tmp_path])
-        assert not left.exists() and (held / "00000/model").read_bytes() == b"weights"
+        file = Path(run.stdout.readline().strip()) / "model"
+        assert file.read_bytes() == b"weights" and file.stat().st_nlink == 0, "no file system has it"
     finally:
-        for process in made:
-            process.communicate()  # ends it
+        run.kill()
+        run.communicate()
+    assert file.is_symlink() and not file.exists()
+    shutil.rmtree(file.parent.parent)
 
 
 # Flags

@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 import time
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,14 +26,14 @@ import torch
 import torch.distributed as dist
 from aiohttp import web
 from torch import Tensor
-from torch.nn.functional import pad
 
 from rl_core.distributed import Ranks
+from rl_core.metrics import KINDS, Mean, Metric, add_metrics
 from rl_core.sampling.engine import DeviceLease, Engine, EngineDied
 from rl_core.types import Completion, RunError, SamplingParams
 
 BUCKET_BYTES = 512 << 20
-CHUNK = 1 << 18  # 32-bit numbers of a bucket that are hashed at once, in the processor's cache
+WORDS = 64  # of 8 bytes, that a checksum folds into one on the device
 ERRORS = {503: EngineDied, 500: RunError, 400: ValueError}  # how a server's error reaches the learner
 
 
@@ -57,6 +58,8 @@ class WeightChannel:
 
     def send(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
         """Sends (name, full tensor) pairs in `dtype`. Every learner must call it: all gather, the first one sends."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # each thread has its own
         if self.group is None:
             for _ in weights:
                 pass
@@ -69,21 +72,23 @@ class WeightChannel:
         self._broadcast_json([])
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """What the first learner sends. Raises RunError if a bucket's checksum differs."""
-        number = 0
+        """What the first learner sends. Raises RunError at the end if a bucket's checksum differs."""
+        number, error = 0, ""
         while facts := self._broadcast_json(None):
             dtype, shapes, sent = facts
             sizes = [torch.Size(shape).numel() for _, shape in shapes]
             flat = self._broadcast(torch.empty(sum(sizes), dtype=getattr(torch, dtype), device=self.device))
             if (found := checksum(flat)) != sent:
-                raise RunError(
+                error = error or (
                     f"engine rank {self.number} received other weights than were sent to it: bucket {number}, from "
-                    f"{shapes[0][0]} to {shapes[-1][0]}, has checksum {found:016x} instead of {sent:016x}; check the "
+                    f"{shapes[0][0]} to {shapes[-1][0]}, has checksum {found:08x} instead of {sent:08x}; check the "
                     "network and the memory between it and the first learner, and go on with --resume"
                 )
             for (name, shape), part in zip(shapes, flat.split(sizes), strict=True):
                 yield name, part.view(shape)
             number += 1
+        if error:
+            raise RunError(error)
 
     def _broadcast_json(self, value: Any) -> Any:
         """The first learner's value; others give None."""
@@ -114,18 +119,16 @@ class EngineServer:
 
     def __init__(self, engines: dict[str, Engine | None], lease: DeviceLease | None, ranks: Ranks, timeout_s: float):
         self.engines, self.lease, self.ranks, self.token = engines, lease, ranks, secrets.token_hex(16)
-        self.channel = make_weight_channel(ranks, timeout_s)
-        self.stopped: asyncio.Future[None] | None = None
-        self.updating: asyncio.Task | None = None  # the update under way
-        self.num_open, self.idle_s, self.idle_since, self.asked = 0, 0.0, time.monotonic(), time.monotonic()
+        self.channel, self.stopped = make_weight_channel(ranks, timeout_s), asyncio.Event()
+        self.num_open, self.idle_s, self.asked_at = 0, 0.0, time.monotonic()
+        self.counted_at = self.asked_at
 
     @property
     def all_engines(self) -> list[Engine]:
         return list(dict.fromkeys(engine for engine in self.engines.values() if engine is not None))
 
     async def serve(self) -> None:
-        """Answers until a learner sends stop. Raises RunError if weights arrive broken."""
-        self.stopped = asyncio.get_running_loop().create_future()
+        """Answers until a learner sends stop."""
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/{actor}/{verb}", self.handle)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
@@ -136,83 +139,72 @@ class EngineServer:
         capacity = {name: engine.capacity if engine else 0 for name, engine in self.engines.items()}
         facts = {"url": url, "token": self.token, "capacity": capacity}
         self.ranks.store.set(f"engine/{self.ranks.rank}", json.dumps(facts))
-        try:
-            await self.stopped
-        finally:
-            await runner.cleanup()
+        await self.stopped.wait()
+        await runner.cleanup()
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, request: web.Request) -> web.Response:
         if not hmac.compare_digest(request.headers.get("Authorization", ""), f"Bearer {self.token}"):
             return web.Response(status=401)
-        verb, engine, body = request.match_info["verb"], self.engines.get(request.match_info["actor"]), {}
+        verb, engine = request.match_info["verb"], self.engines.get(request.match_info["actor"])
         try:
-            body = await request.json()
-            found = await getattr(self, f"do_{verb}")(engine, **body)
-            response = web.json_response(found)
+            return web.json_response(await getattr(self, f"do_{verb}")(engine, **await request.json()))
         except Exception as error:
             status = next((status for status, kind in ERRORS.items() if isinstance(error, kind)), 500)
             text = str(error) if isinstance(error, tuple(ERRORS.values())) else f"{type(error).__name__}: {error}"
-            response = web.json_response(text, status=status)
-        await response.prepare(request)
-        await response.write_eof()
-        if verb == "begin_update":  # receiving blocks this thread, so the answer goes out first
-            self.updating = asyncio.create_task(self.receive(engine, **body))
-        return response
+            return web.json_response(text, status=status)
+
+    def of_device(self, engine: Engine) -> contextlib.AbstractAsyncContextManager[None]:
+        return self.lease.of(engine) if self.lease else contextlib.nullcontext()
 
     async def do_generate(self, engine: Engine, params: dict, ended: list[str], **request) -> dict:
         for session in ended:
             engine.end_session(session)
-        if self.num_open == 0:
-            self.idle_s += time.monotonic() - self.idle_since
+        self.count_idle()
         self.num_open += 1
         try:
             params = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
-            async with self.lease.of(engine) if self.lease else contextlib.nullcontext():
+            async with self.of_device(engine):
                 return dataclasses.asdict(await engine.generate(params=SamplingParams(**params), **request))
         finally:
+            self.count_idle()
             self.num_open -= 1
-            self.idle_since = time.monotonic()
 
-    async def do_begin_update(self, engine: Engine | None, version: int, adapter: str) -> None:
+    async def do_pause(self, engine: Engine | None) -> None:
         for one in self.all_engines:
             await one.pause()
             if self.lease:  # no other engine has memory while this one loads weights
                 await one.sleep()
 
-    async def receive(self, engine: Engine | None, version: int, adapter: str) -> None:
+    async def do_update(self, engine: Engine | None, version: int, adapter: str) -> None:
+        """Receives the weights, which blocks this thread."""
         coming = self.channel.receive()
         try:
             if engine is not None:
                 await engine.update(coming, version, adapter=adapter)
-        except RunError as error:  # a broken transfer cannot go on
-            self.stopped.set_exception(error)
-            raise
         finally:
             for _ in coming:  # a broadcast needs every rank
                 pass
             for one in self.all_engines:
                 await one.resume()
 
-    async def do_end_update(self, engine: Engine | None) -> None:
-        await self.updating
-
     async def do_wake(self, engine: Engine) -> None:
-        async with self.lease.of(engine) if self.lease else contextlib.nullcontext():
+        async with self.of_device(engine):
             await engine.wake()
 
-    async def do_health(self, engine: Engine | None) -> dict[str, float]:
-        """Since the last call: the fraction of time without a request, and how often the engine was started again."""
-        now, was_asked = time.monotonic(), self.asked
-        idle_s = self.idle_s + (now - max(self.idle_since, was_asked) if self.num_open == 0 else 0.0)
-        self.asked, self.idle_s = now, 0.0
-        restarts = getattr(engine, "num_restarts", 0)
-        if restarts:
-            engine.num_restarts = 0
-        return {"idle_frac": idle_s / max(now - was_asked, 1e-9), "restarts": restarts}
+    async def do_take_metrics(self, engine: Engine) -> dict[str, list]:
+        """The engine's, and the part of the time since the last call without a request."""
+        self.count_idle()
+        idle = Mean(self.idle_s, self.counted_at - self.asked_at)
+        self.idle_s, self.asked_at = 0.0, self.counted_at
+        found = {"time/engines_idle_frac": idle, **await engine.take_metrics()}
+        return {name: [type(metric).__name__, *dataclasses.astuple(metric)] for name, metric in found.items()}
+
+    def count_idle(self) -> None:
+        since, self.counted_at = self.counted_at, time.monotonic()
+        self.idle_s += 0.0 if self.num_open else self.counted_at - since
 
     async def do_stop(self, engine: Engine | None) -> None:
-        if not self.stopped.done():
-            self.stopped.set_result(None)
+        self.stopped.set()
 
 
 def own_address() -> tuple[str, str]:
@@ -290,9 +282,10 @@ class RemoteEngine:
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int, *, adapter: str = "") -> None:
         """Requests pause between two tokens and continue with the new weights. Every learner must call it."""
-        await self._tell_all("begin_update", version=version, adapter=adapter)
-        self.channel.send(weights, self.dtype)
-        await self._tell_all("end_update")
+        await self._tell_all("pause")
+        # In a thread, so that this one can ask the ranks that sample to receive.
+        sending = asyncio.to_thread(self.channel.send, weights, self.dtype)
+        await asyncio.gather(sending, self._tell_all("update", version=version, adapter=adapter))
         self.version = version
 
     async def wake(self) -> None:
@@ -305,9 +298,13 @@ class RemoteEngine:
 
     async def resume(self) -> None: ...
 
-    async def health(self) -> list[dict[str, float]]:
-        """See EngineServer.do_health, of each rank that samples."""
-        return await asyncio.gather(*(server.ask(f"{self.name}/health") for server in self.sampling))
+    async def take_metrics(self) -> dict[str, Metric]:
+        """See Engine. The first learner asks for all."""
+        found: dict[str, Metric] = {}
+        for server in self.sampling if self.channel.group is not None else ():
+            answer = await server.ask(f"{self.name}/take_metrics")
+            add_metrics(found, {name: KINDS[kind](*numbers) for name, (kind, *numbers) in answer.items()})
+        return found
 
     async def close(self) -> None:
         with contextlib.suppress(EngineDied, RunError):
@@ -333,11 +330,11 @@ def connect(names: Iterable[str], ranks: Ranks, dtype: torch.dtype, timeout_s: f
     return engines
 
 
-def in_buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int = 0) -> Iterator[dict[str, Tensor]]:
-    """Parts of at most max_bytes, by default BUCKET_BYTES. A larger tensor is a part of its own."""
-    bucket, size, limit = {}, 0, max_bytes or BUCKET_BYTES
+def in_buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Parts of at most BUCKET_BYTES. A larger tensor is a part of its own."""
+    bucket, size = {}, 0
     for name, value in weights:
-        if bucket and size + value.nbytes > limit:
+        if bucket and size + value.nbytes > BUCKET_BYTES:
             yield bucket
             bucket, size = {}, 0
         bucket[name] = value
@@ -347,18 +344,9 @@ def in_buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int = 0) -> Ite
 
 
 def checksum(flat: Tensor) -> int:
-    """Of a tensor's bits, the same on every device: the sum, mod 2^64, of its 32-bit numbers, each times an odd number that
-    depends on its place. One changed number always changes the sum; a permutation changes it nearly always."""
+    """CRC-32 of a tensor's bits, of which each WORDS words are one by exclusive or: the same on every device. A changed
+    bit changes it, and so do parts that change places."""
     data = flat.reshape(-1).view(torch.uint8)
-    end = data.numel() // 4 * 4
-    parts = [*data[:end].view(torch.int32).split(CHUNK)]
-    if end < data.numel():
-        parts.append(pad(data[end:], (0, 4 - (data.numel() - end))).view(torch.int32))
-    # Mixed as splitmix64 does it: sums of a plain 1, 3, 5 ... are alike where numbers are regular.
-    places = torch.arange(max(map(len, parts), default=0), device=flat.device) * 0x1E3779B97F4A7C15
-    places = (places ^ (places >> 29)) * 0x3F58476D1CE4E5B9
-    places = (places ^ (places >> 32)) | 1
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for part in parts:
-        total = total * 1_000_003 + (part * places[: len(part)]).sum()
-    return int(total) % 2**64
+    end = len(data) // (8 * WORDS) * 8 * WORDS
+    folded = torch.hash_tensor(data[:end].view(torch.int64).view(-1, WORDS), 1)
+    return zlib.crc32(torch.cat([folded.view(torch.uint8), data[end:]]).cpu().numpy())

@@ -1,15 +1,14 @@
 """SGLang as an engine, behind its HTTP server (sglang_server.py).
 
-New weights are safetensors files in shared memory. The server reads them by /update_weights_from_disk: no pickle, and the same on
-every device, for every number of GPUs and in all supported versions. If they fit they stay until the next update,
-for another server if this one dies.
+New weights are safetensors files in memory. The server reads them by /update_weights_from_disk: no pickle, and the same on every
+device, for every number of GPUs and in all supported versions. They stay until the next update, for another server if this one
+dies.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import importlib.metadata
 import json
 import os
@@ -17,8 +16,7 @@ import shutil
 import tempfile
 import time
 import uuid
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,41 +26,35 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from rl_core.config import nearest
-from rl_core.engines.remote import BUCKET_BYTES, ask, in_buckets
+from rl_core.engines.remote import ask, in_buckets
 from rl_core.engines.sglang_server import Server, numbers
 from rl_core.learning.model import checkpoint_weights
+from rl_core.metrics import Metric, Sum
 from rl_core.sampling.engine import EngineDied, EngineSpec, check_request
 from rl_core.sampling.weights import arriving, arriving_adapter, on_host
-from rl_core.types import Completion, RunError, SamplingParams
+from rl_core.types import Completion, SamplingParams
 
 FORGETS_ABORTED = (0, 5, 22)  # older versions wait for ever for an adapter's requests that were aborted in their queue
 ANSWER_TIMEOUT_S = 600.0  # of every request but sampling, which has the episode's deadline
-MIN_BUCKET_BYTES = 16 << 20
 MEMORY = ("weights", "kv_cache", "cuda_graph")
 # SGLang computes each of these as one layer and loads no adapter for a part of it: the other parts get zeros.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-PREFIX, SETTLED_S = "rl_core_weights_", 60.0  # a folder without a lock after so long is abandoned
 
 
 def make_skeleton(path: str) -> nn.Module:
-    """The model on "meta", with shapes alone, and its generation_config.json."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    """The model on "meta", with shapes alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    with contextlib.suppress(OSError):
-        model.generation_config = GenerationConfig.from_pretrained(path)
-    return model
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
 
 
 @dataclass(kw_only=True, slots=True)
 class AdapterSlot:
     """An actor's adapter at the server."""
 
-    name: str  # unique to this version: SGLang keeps the old adapter if a name comes again
     version: int
-    folder: Path
+    folder: Path  # its name is unique to this version: SGLang keeps the old adapter if a name comes again
     arrived: set[str]  # names of its weights
     was_aborted: bool = False  # a request for it
 
@@ -72,10 +64,10 @@ class SGLangEngine:
 
     def __init__(self, spec: EngineSpec):
         """spec.module has the names and shapes of the weights; it may be on "meta"."""
-        self.spec, self.server, self.files = spec, Server(spec), WeightFiles(spec.folder)
-        self.version, self.capacity, self.num_restarts = 0, spec.num_slots, 0
-        self._is_started = self._needs_weights = False
-        self._label = ""  # of the weights at the server; each answer repeats it
+        self.spec, self.server, self.files = spec, Server(spec), Files(spec)
+        self.version, self.capacity, self._num_restarts = 0, spec.num_slots, 0
+        self._is_started = False  # with the newest weights and adapters
+        self._weights: Path | None = None  # the last ones that were sent; None: the server has its model's own
         self._slots: dict[str, AdapterSlot] = {}  # by actor
         self._linear = {name: m for name, m in spec.module.named_modules() if isinstance(m, nn.Linear)}
         self._asleep: set[str] = set()  # of MEMORY
@@ -90,33 +82,28 @@ class SGLangEngine:
 
     async def _be_awake(self, tags: Iterable[str] = MEMORY, restarts: bool = False) -> None:
         async with self._changing:
-            if not self._is_started:
-                await self.server.start()
-                self._is_started = True
-            elif restarts and not self.server.is_alive:
-                await self._restart()
+            if not self._is_started or (restarts and not self.server.is_alive):
+                await self._start()
             if found := sorted(self._asleep.intersection(tags)):
                 await self._ask("resume_memory_occupation", {"tags": found})
                 self._asleep.difference_update(found)
 
-    async def _restart(self) -> None:
+    async def _start(self) -> None:
+        self._num_restarts += self._is_started
         self._is_started, self._asleep = False, set()
         await self.server.start()
-        self._is_started = self._needs_weights = True
-        self.num_restarts += 1
-        for folder in self.files.kept:
-            await self._load(folder)
+        if self._weights:
+            await self._load_weights()
         for slot in self._slots.values():
-            await self._change_adapters("load", {"lora_name": slot.name, "lora_path": str(slot.folder)})
-        self._needs_weights = self.version != 0 and not self.files.kept
+            await self._load_adapter(slot.folder)
+        self._is_started = True
 
     async def generate(
         self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = "", adapter: str = ""
     ) -> Completion:
         spec = self.spec
         check_request(prompt_ids, params, spec.max_context_tokens, spec.tokenizer)
-        if adapter and adapter not in self._slots:
-            raise ValueError(f"no adapter {adapter!r}; {nearest(adapter, self._slots)}")
+        assert not adapter or adapter in self._slots, adapter
         max_tokens = min(params.max_tokens, spec.max_context_tokens - len(prompt_ids))
         done = Completion(token_ids=[], logprobs=[], text="", finish_reason="", policy_version=self.version)
         self._num_running += 1
@@ -138,10 +125,6 @@ class SGLangEngine:
         self, done: Completion, prompt_ids: list[int], params: SamplingParams, max_tokens: int, adapter: str
     ) -> None:
         """Samples more tokens, up to the end or the next pause."""
-        if self._needs_weights:
-            raise EngineDied(
-                f"{self.server} was restarted without weights: they did not fit into shared memory; use --resume"
-            )
         slot, rid, num_pauses = self._slots.get(adapter), uuid.uuid4().hex, self._num_pauses
         version = slot.version if slot else self.version
         if not done.token_ids:
@@ -150,7 +133,7 @@ class SGLangEngine:
             done.newer_versions.append((len(done.token_ids), version))
         body = {"rid": rid, "input_ids": [*prompt_ids, *done.token_ids], "return_logprob": True}
         body["sampling_params"] = sampling_params(params, max_tokens - len(done.token_ids))
-        body |= {"lora_path": slot.name} if slot else {}
+        body |= {"lora_path": slot.folder.name} if slot else {}
         self._num_asked += 1
         try:
             answer = await self._ask("generate", body, timeout_s=None)
@@ -168,14 +151,13 @@ class SGLangEngine:
 
     def _take(self, answer: dict, done: Completion, params: SamplingParams, max_tokens: int, is_paused: bool) -> None:
         meta, tokens = answer["meta_info"], answer.get("output_ids") or []
-        if self._label and meta.get("weight_version", self._label) != self._label:
+        if self._weights and meta.get("weight_version", self._weights.name) != self._weights.name:
             self.server.stop()
             raise self.server.died("answered with other weights than it was given: somebody restarted or updated it")
         logprobs = [item[0] for item in meta.get("output_token_logprobs") or []]
         if any(x is None or x != x for x in logprobs):
             raise ValueError("the model's logits are NaN; its weights have diverged or were never loaded")
-        if len(logprobs) != len(tokens):
-            raise ValueError(f"SGLang gave {len(tokens)} tokens and {len(logprobs)} logprobs")
+        assert len(logprobs) == len(tokens), (len(logprobs), len(tokens))
         done.token_ids += tokens
         done.logprobs += logprobs
         reason = meta["finish_reason"]
@@ -197,59 +179,46 @@ class SGLangEngine:
         """See Engine. Names and shapes are checked first: SGLang ignores unknown names and dies of wrong shapes."""
         assert weights is not None, "the server has weights of its own"
         self._check_idle()
-        coming = iter(weights)
-        try:
-            # Sleeping does not free the slots of adapters.
-            await self._be_awake(() if adapter else ["weights"], restarts=True)
-            if adapter:
-                await self._send_adapter(adapter, coming, version)
-                return
-            await self._send(coming)
-            await self._flush()
-        finally:
-            for _ in coming:  # every rank takes all: gathering a weight is a collective
-                pass
-        self.version, self._needs_weights = version, False
+        # Sleeping does not free the slots of adapters.
+        await self._be_awake(() if adapter else ["weights"], restarts=True)
+        if adapter:
+            await self._send_adapter(adapter, weights, version)
+        else:
+            await self._send_weights(weights)
+            self.version = version
 
-    async def _send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self._label = uuid.uuid4().hex
-        self.files.clear()
-        named = checkpoint_weights(self.spec.module, self._once(weights))  # SGLang reads published checkpoints
-        cast = on_host(named, self.spec.dtype)
-        for number, bucket in enumerate(in_buckets(cast, self.files.bucket_bytes())):
-            folder = self.files.write(f"{number:05d}", {"model.safetensors": safetensors.torch.save(bucket)})
-            await self._load(folder)
-            self.files.keep(folder)
+    async def _send_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        if self._weights:
+            self.files.remove(self._weights)
+        coming = ((name, weight) for name, weight, _ in arriving(self.spec.module, weights))
+        named = checkpoint_weights(self.spec.module, coming)  # SGLang reads published checkpoints
+        self._weights = self.files.folder()
+        for number, bucket in enumerate(in_buckets(on_host(named, self.spec.dtype))):
+            self.files.write(self._weights / f"{number:05d}.safetensors", safetensors.torch.save(bucket))
+        await self._load_weights()
+        await self._flush()
 
-    def _once(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Without the second name of a tied head."""
-        seen = set()
-        for name, weight, target in arriving(self.spec.module, weights):
-            if id(target) not in seen:
-                yield name, weight
-            seen.add(id(target))
-
-    async def _load(self, folder: Path) -> None:
-        body = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
-        answer = await self._ask("update_weights_from_disk", body | {"weight_version": self._label})
+    async def _load_weights(self) -> None:
+        body = {"model_path": str(self._weights), "load_format": "safetensors", "flush_cache": False}
+        # Each answer repeats the label.
+        answer = await self._ask("update_weights_from_disk", body | {"weight_version": self._weights.name})
         if not answer.get("success"):  # SGLang reports refusals with status 200
             raise EngineDied(f"{self.server} refused weights: {answer.get('message')}")
 
-    async def _send_adapter(self, actor: str, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        config, old, name = self.spec.adapters[actor], self._slots.get(actor), f"{actor}_{uuid.uuid4().hex}"
+    async def _send_adapter(self, actor: str, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        config, old, folder = self.spec.adapters[actor], self._slots.get(actor), self.files.folder(f"{actor}_")
         arrived = [*arriving_adapter(actor, weights, config["r"], self._linear, old.arrived if old else set())]
-        folder = self.files.write(name, adapter_files(arrived, config, self._linear, self.spec.dtype))
-        try:
-            await self._change_adapters("load", {"lora_name": name, "lora_path": str(folder)})
-        except BaseException:
-            shutil.rmtree(folder)
-            raise
-        names = {full for full, *_ in arrived}
-        self._slots[actor] = AdapterSlot(name=name, version=version, folder=folder, arrived=names)
+        for file, data in adapter_files(arrived, config, self._linear, self.spec.dtype).items():
+            self.files.write(folder / file, data)
+        await self._load_adapter(folder)
+        self._slots[actor] = AdapterSlot(version=version, folder=folder, arrived={full for full, *_ in arrived})
         if old is not None:
-            shutil.rmtree(old.folder)
+            self.files.remove(old.folder)
             if not old.was_aborted or numbers(importlib.metadata.version("sglang")) >= FORGETS_ABORTED:
-                await self._change_adapters("unload", {"lora_name": old.name})
+                await self._change_adapters("unload", {"lora_name": old.folder.name})
+
+    async def _load_adapter(self, folder: Path) -> None:
+        await self._change_adapters("load", {"lora_name": folder.name, "lora_path": str(folder)})
 
     async def _change_adapters(self, how: str, body: dict[str, str]) -> None:
         answer = await self._ask(f"{how}_lora_adapter", body)
@@ -282,6 +251,11 @@ class SGLangEngine:
     async def resume(self) -> None:
         self._may_run.set()
 
+    async def take_metrics(self) -> dict[str, Metric]:
+        """See Engine."""
+        found, self._num_restarts = self._num_restarts, 0
+        return {f"rollout/{self.spec.name}/engine_restarts": Sum(found)}
+
     async def close(self) -> None:
         """Kills the server, or ends the requests at one that somebody else runs. Whoever waits gets EngineDied."""
         if not self.server.is_own and self.server.is_alive:
@@ -297,27 +271,28 @@ class SGLangEngine:
     async def _flush(self) -> None:
         """Drops the KV cache once the server is idle."""
         until = time.monotonic() + ANSWER_TIMEOUT_S
-        while (answer := await self._request("flush_cache", {}, ANSWER_TIMEOUT_S))[0] != 200:
-            if time.monotonic() > until:
-                raise EngineDied(f"{self.server} is not idle after {ANSWER_TIMEOUT_S:g} s: {answer[1][:300]!r}")
+        while True:
+            try:
+                await self._ask("flush_cache", {})
+                return
+            except RuntimeError:
+                if time.monotonic() > until:
+                    raise
             await asyncio.sleep(0.1)
 
     async def _ask(self, path: str, body: dict[str, Any], timeout_s: float | None = ANSWER_TIMEOUT_S) -> Any:
-        """The answer's JSON. Raises RuntimeError if the server refuses."""
-        status, content = await self._request(path, body, timeout_s)
-        if status != 200:
-            raise RuntimeError(f"{self.server} refused /{path} with {status}: {content[:500]!r}")
-        return json.loads(content) if content.strip() else None
-
-    async def _request(self, path: str, body: dict[str, Any], timeout_s: float | None) -> tuple[int, bytes]:
+        """The answer's JSON, None if it is a text. Raises RuntimeError if the server refuses."""
         if not self.server.is_alive:
             raise self.server.died("has died")
         try:
-            return await ask(f"{self.server.url}/{path}", body, self.server.key, timeout_s)
+            status, content = await ask(f"{self.server.url}/{path}", body, self.server.key, timeout_s)
         except asyncio.TimeoutError:
             raise self.server.died(f"did not answer /{path} within {timeout_s:g} s") from None
         except aiohttp.ClientError as error:
             raise await self.server.gone(error) from None
+        if status != 200:
+            raise RuntimeError(f"{self.server} refused /{path} with {status}: {content[:500]!r}")
+        return json.loads(content) if content.startswith(b"{") else None
 
 
 def sampling_params(params: SamplingParams, max_tokens: int) -> dict[str, Any]:
@@ -349,77 +324,31 @@ def adapter_files(
     return {"adapter_model.safetensors": data, "adapter_config.json": json.dumps(read).encode()}
 
 
-class WeightFiles:
-    """Folders that the server reads: in shared memory, else in the temporary folder; with `folder`, only there."""
+class Files:
+    """Folders that the server reads. For the run's own server each file is a link to memory of this process, which the system
+    frees however the process ends. A server that somebody else runs may not see these: it reads spec.folder, or /dev/shm."""
 
-    def __init__(self, folder: str | None):
-        shared = ["/dev/shm"] if os.access("/dev/shm", os.W_OK) else []
-        self.places = [folder] if folder else [*shared, tempfile.gettempdir()]
-        self.homes: dict[str, tempfile.TemporaryDirectory] = {}  # by place
-        self.kept: list[Path] = []  # all weights of the last update, in order; none if they did not fit
-        self.fits = True  # what came so far of the update under way
-        if not folder:  # locks of a folder that several machines share may hold on one of them alone
-            remove_abandoned(self.places)
+    def __init__(self, spec: EngineSpec):
+        place = spec.folder or ("/dev/shm" if spec.url and os.access("/dev/shm", os.W_OK) else None)
+        self.home, self.are_links = tempfile.TemporaryDirectory(prefix="rl_core_weights_", dir=place), not spec.url
 
-    def bucket_bytes(self) -> int:
-        """A quarter of the free space, since another server may take as much at once. Docker gives 64 MiB in all."""
-        return max(MIN_BUCKET_BYTES, min(BUCKET_BYTES, shutil.disk_usage(self.places[0]).free // 4))
+    def folder(self, prefix: str = "") -> Path:
+        """A new folder, with a name that no other has."""
+        folder = Path(self.home.name) / f"{prefix}{uuid.uuid4().hex}"
+        folder.mkdir()
+        return folder
 
-    def write(self, name: str, files: dict[str, bytes]) -> Path:
-        """A new folder in the first place with enough space. Kept weights are dropped if needed."""
-        for place in self.places:
-            while not (folder := self._try(place, name, files)) and self.kept:
-                self.clear(fits=False)
-            if folder:
-                return folder
-        size = sum(map(len, files.values())) / 2**30
-        raise RunError(f"{size:.3g} GiB of weights fit in none of {', '.join(self.places)}; make room there")
+    def write(self, file: Path, data: bytes) -> None:
+        if self.are_links:
+            file.symlink_to(f"/proc/{os.getpid()}/fd/{os.memfd_create(file.name)}")
+        file.write_bytes(data)
 
-    def _try(self, place: str, name: str, files: dict[str, bytes]) -> Path | None:
-        folder = Path(self._home(place).name) / name
-        with contextlib.suppress(OSError):  # others may fill the place meanwhile
-            if shutil.disk_usage(place).free > sum(map(len, files.values())):
-                folder.mkdir()
-                for file, data in files.items():
-                    (folder / file).write_bytes(data)
-                return folder
-        shutil.rmtree(folder, ignore_errors=True)
-        return None
-
-    def keep(self, folder: Path) -> None:
-        """Keeps a folder that the server has read if as much space is free again; else drops all of this update."""
-        size = sum(file.stat().st_size for file in folder.iterdir())
-        self.kept.append(folder)
-        if not self.fits or shutil.disk_usage(folder).free < size:
-            self.clear(fits=False)
-
-    def clear(self, fits: bool = True) -> None:
-        for folder in self.kept:
-            shutil.rmtree(folder)
-        self.kept, self.fits = [], fits
-
-    def _home(self, place: str) -> tempfile.TemporaryDirectory:
-        if place not in self.homes:
-            home = self.homes[place] = tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}_", dir=place)
-            lock = os.open(home.name, os.O_RDONLY)  # the system releases it when this process ends, however it ends
-            weakref.finalize(home, os.close, lock)
-            with contextlib.suppress(OSError):  # some network file systems have no locks
-                fcntl.flock(lock, fcntl.LOCK_SH)
-        return self.homes[place]
+    def remove(self, folder: Path) -> None:
+        for file in folder.iterdir() if self.are_links else ():
+            os.close(int(file.readlink().name))
+        shutil.rmtree(folder)
 
     def close(self) -> None:
-        for home in self.homes.values():
-            home.cleanup()
-        self.homes, self.kept = {}, []
-
-
-def remove_abandoned(places: Iterable[str]) -> None:
-    """Removes this user's folders of killed processes: nobody holds their lock. Process numbers differ between containers."""
-    for folder in (found for place in places for found in Path(place).glob(f"{PREFIX}[0-9]*_*")):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # it is gone, or somebody has the lock
-            facts = folder.stat()
-            if facts.st_uid == os.getuid() and time.time() - facts.st_mtime > SETTLED_S:
-                lock = os.open(folder, os.O_RDONLY)
-                stack.callback(os.close, lock)
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+        for folder in Path(self.home.name).glob("*"):
+            self.remove(folder)
+        self.home.cleanup()

@@ -73,19 +73,17 @@ class Server:
         """Returns once it answers. Raises EngineDied if it ended or does not answer in time."""
         if self.is_own:
             self._launch()
-        began = told = time.monotonic()
+        began, told_s, limit_s = time.monotonic(), 0.0, self.spec.start_timeout_s
         while not await self._answers():
-            now, limit_s = time.monotonic(), self.spec.start_timeout_s
+            waited_s = time.monotonic() - began
             if self.is_own and not self.is_alive:
                 raise self.died("did not start")
-            if now - began > limit_s:
+            if waited_s > limit_s:
                 self.stop()
                 raise self.died(f"did not answer within {limit_s:g} s")
-            if now - told > PROGRESS_S:
-                told = now
-                print(
-                    f"{self} has not answered for {now - began:.0f} s: {self._log_end(1)}", file=sys.stderr, flush=True
-                )
+            if waited_s > told_s + PROGRESS_S:
+                told_s = waited_s
+                print(f"{self} has not answered for {waited_s:.0f} s: {self._log_end(1)}", file=sys.stderr, flush=True)
             await asyncio.sleep(0.5)
         self._answered = True
 
@@ -174,17 +172,12 @@ def server_args(spec: EngineSpec) -> list[str]:
     return ["--model-path", spec.model, *args.split()]
 
 
-def die_with(parent: int) -> None:
-    """The system kills this process when the thread that started it ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the process that started this one is gone")
-
-
 def main() -> None:
     order = json.load(sys.stdin)  # not arguments: every user of this machine can read those, and the order has the key
-    die_with(order["parent"])
+    # The system kills this process when the thread that started it ends.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != order["parent"]:
+        sys.exit("the process that started this one is gone")
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree

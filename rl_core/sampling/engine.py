@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rl_core.metrics import Metric
 from rl_core.types import Completion, RunError, SamplingParams
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Engine(Protocol):
     async def wake(self) -> None: ...  # takes the memory again; after EngineDied starts again with the same weights
     async def pause(self) -> None: ...  # stops between two tokens; requests keep theirs, and new ones wait
     async def resume(self) -> None: ...  # continues with the newest weights; each further token has their version
+    async def take_metrics(self) -> dict[str, Metric]: ...  # since the last call, by their names in metrics.jsonl
     async def close(self) -> None: ...  # ends what runs and frees everything
 
 

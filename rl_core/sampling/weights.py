@@ -18,7 +18,7 @@ def arriving(
     model: PreTrainedModel, named_weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yields (name, weight, the model's tensor that it replaces). Raises ValueError on an unknown name, another shape, or, at
-    the end, a missing parameter. A tied head counts as its embedding. The model may be on "meta"."""
+    the end, a missing parameter. Of a tied head and its embedding the first comes. The model may be on "meta"."""
     targets = model.state_dict(keep_vars=True)
     loaded = set()
     for name, weight in named_weights:
@@ -26,7 +26,8 @@ def arriving(
             raise ValueError(f"weight {name!r} is not in {type(model).__name__}; send its own state_dict's names")
         if weight.shape != targets[name].shape:
             raise ValueError(f"weight {name!r} has shape {list(weight.shape)}, not {list(targets[name].shape)}")
-        yield name, weight, targets[name]
+        if id(targets[name]) not in loaded:
+            yield name, weight, targets[name]
         loaded.add(id(targets[name]))
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in loaded]
     if missing:
