@@ -439,3 +439,20 @@ def test_a_conversation_goes_on_with_its_own_keys_and_values_until_its_own_adapt
     for name, update_of, is_reused in (("bob", "alice", True), ("bob", "bob", False), ("alice", "", False)):
         num_new, longer = asyncio.run(talk(name, update_of))
         assert num_new == (3 if is_reused else len(longer)), (name, update_of)
+
+
+def test_decode_steps_wait_for_callers_that_score_a_reply_and_ask_again(tiny_model):
+    """Eight callers with a slot each. Between two requests each needs six rounds of the event loop, as hooks do."""
+    engine = embedded(load(tiny_model), num_slots=8)
+
+    async def ask_again_and_again(index: int):
+        for turn in range(4):
+            await engine.generate([5, 6, 7 + index], SamplingParams(max_tokens=4 + index % 3), seed=turn)
+            for _ in range(6):
+                await asyncio.sleep(0)
+
+    async def ask_all():
+        await asyncio.gather(*map(ask_again_and_again, range(8)))
+
+    asyncio.run(ask_all())
+    assert engine.stats["decode_tokens"] > 5.5 * engine.stats["decode_steps"]  # rows of a step, of 8

@@ -30,6 +30,9 @@ from rl_core.types import Completion, SamplingParams, logit_change
 
 PREFILL_TOKENS = 8192  # padded tokens in one prefill forward: bounds its activations
 REFILL_STEPS = 8  # waiting requests are admitted at the latest this many decode steps after the last ones
+# Rounds of the event loop before a decode step with free slots: callers that were answered score the reply and ask again
+# meanwhile. A step that does not wait for them runs half empty.
+LOOP_ROUNDS = 12
 NO_LIMITS = (0, 1.0, 0.0)  # top_k, top_p, min_p
 
 
@@ -192,7 +195,8 @@ class EmbeddedEngine:
                 # No await before this block is left: a caller must not find the model in the wrong mode.
                 if self._is_paused or (not self._waiting and not self._active):
                     return
-                await asyncio.sleep(0)
+                for _ in range(LOOP_ROUNDS if len(self._active) < self.capacity else 1):
+                    await asyncio.sleep(0)
 
     def _on_stopped(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or task.exception() is not None:
