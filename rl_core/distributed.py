@@ -25,7 +25,7 @@ from rl_core.types import RunError
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Mesh:
     """How many ways each kind of work is divided; neighbours in rank divide the innermost:
-    rank = ((replica * dp_shard + shard) * cp + chunk) * tp + slice."""
+    rank = ((replica * dp_shard + shard) * cp + chunk) * tp + slice. Ranks beyond its size only sample."""
 
     dp_replicate: int = 1  # copies of the weights, each split over dp_shard * cp ranks (HSDP)
     dp_shard: int = 1  # data parallel ranks of one copy
@@ -42,20 +42,23 @@ class Mesh:
         return self.dp * self.cp * self.tp
 
 
-def make_mesh(size: int, dp_replicate: int = 1, cp: int = 1, tp: int = 1, engine_ranks: int = 0) -> Mesh:
-    """The mesh of `size` ranks, less those that only sample; dp_shard is what the others leave. Raises ValueError if they
-    do not divide it."""
-    if not 0 <= engine_ranks < size:
+MESH_FLAGS = ("dp_replicate", "cp", "tp", "engine_ranks")
+
+
+def make_mesh(num_ranks: int, dp_replicate: int = 1, cp: int = 1, tp: int = 1, engine_ranks: int = 0) -> Mesh:
+    """The mesh of all ranks but those that only sample; dp_shard is what the others leave. Raises ValueError if they do not
+    divide it."""
+    size, others = num_ranks - engine_ranks, dp_replicate * cp * tp
+    if size < 1:
         raise ValueError(
-            f"--engine_ranks={engine_ranks} must leave at least one of {size} rank{'s' * (size > 1)} to learn; raise "
-            "--nproc_per_node, or lower it"
+            f"--engine_ranks={engine_ranks} must leave at least one of {num_ranks} rank{'s' * (num_ranks > 1)} to learn; "
+            "raise --nproc_per_node, or lower it"
         )
-    size -= engine_ranks
-    if size % (dp_replicate * cp * tp):
+    if size % others:
         raise ValueError(
             f"--dp_replicate {dp_replicate} * --cp {cp} * --tp {tp} must divide the {size} ranks; lower one"
         )
-    return Mesh(dp_replicate=dp_replicate, dp_shard=size // (dp_replicate * cp * tp), cp=cp, tp=tp)
+    return Mesh(dp_replicate=dp_replicate, dp_shard=size // others, cp=cp, tp=tp)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,6 +72,11 @@ class Ranks:
     engine_ranks: int = 0  # how many ranks only sample; 0: each rank does both
     is_engine: bool = False  # this is one of them
     store: dist.Store = dataclasses.field(default_factory=dist.HashStore)  # shared by all ranks
+
+    @property
+    def is_writer(self) -> bool:
+        """The one rank that writes what a run has once."""
+        return self.rank == 0 and not self.is_engine
 
     @property
     def dp_rank(self) -> int:
@@ -93,25 +101,19 @@ class Ranks:
         return self.store.check([name])
 
 
-def init_ranks(
-    timeout_s: float, is_sharded: bool = False, dp_replicate: int = 1, cp: int = 1, tp: int = 1, engine_ranks: int = 0
-) -> Ranks:
+def init_ranks(timeout_s: float, mesh: Mesh | None = None, is_sharded: bool = False) -> Ranks:
     """This process's place, from the variables that torchrun sets; starts the process group if there are several, or if
-    one alone is to hold its weights as shards, which is what mixed precision asks for. The last `engine_ranks` only sample:
-    they and those that learn are each a process group of their own, numbered from 0. Raises ValueError as make_mesh."""
+    one alone is to hold its weights as shards, which is what mixed precision asks for. Without a mesh all are data parallel.
+    Ranks beyond the mesh only sample: they and those that learn are each a process group of their own, numbered from 0."""
     size, rank, local = (int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    timeout, learn = timedelta(seconds=timeout_s), size - engine_ranks
-    mesh = make_mesh(size, dp_replicate, cp, tp, engine_ranks)
     if size == 1 and not is_sharded:
         return Ranks(rank=0, size=1, device=device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if size == 1:
-        store = dist.HashStore()
-    else:
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    mesh, timeout = mesh or Mesh(dp_shard=size), timedelta(seconds=timeout_s)
+    learn, engine_ranks = mesh.size, size - mesh.size
+    store = dist.HashStore() if size == 1 else next(dist.rendezvous("env://", timeout=timeout))[0]
     store.set_timeout(timeout)
     shared, name, is_engine = dist.PrefixStore("rl_core", store), "learners", rank >= learn
     if engine_ranks:
@@ -120,6 +122,7 @@ def init_ranks(
         shared.wait(["all_present"])  # every rank has checked its flags and the folder
         name, rank, size = ("engines", rank - learn, engine_ranks) if is_engine else (name, rank, learn)
         mesh = Mesh(dp_shard=size) if is_engine else mesh
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.PrefixStore(name, store), rank=rank, world_size=size, timeout=timeout)
     ranks = Ranks(rank=rank, size=size, device=device, store=shared, engine_ranks=engine_ranks, is_engine=is_engine)
     return on_mesh(ranks, mesh)

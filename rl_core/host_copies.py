@@ -14,15 +14,12 @@ class HostCopies:
 
     def __init__(self, device: torch.device, is_constant: bool = False):
         self.device, self.is_constant = device, is_constant
-        self.waiting: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []  # emptied, its copy on the host
-        self.kept: list[
-            tuple[torch.UntypedStorage, torch.UntypedStorage]
-        ] = []  # the same, of constant ones on the device
+        # (memory, its copy on the host); of constant tensors also while they are on the device
+        self.waiting: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
 
     def to_host(self, tensors: Iterable[Tensor]) -> None:
-        assert not self.waiting
         synchronize(self.device)  # FSDP's streams too have ended
-        self.waiting, self.kept = self.kept or [self.copied(s) for s in self.storages(tensors)], []
+        self.waiting = self.waiting or [(storage, self.copied(storage)) for storage in self.storages(tensors)]
         synchronize(self.device)
         for storage, _ in self.waiting:
             storage.resize_(0)
@@ -34,12 +31,11 @@ class HostCopies:
             storage.resize_(host.nbytes())
             storage.copy_(host, non_blocking=True)
         synchronize(self.device)
-        self.waiting, self.kept = [], self.waiting if self.is_constant else []
+        self.waiting = self.waiting if self.is_constant else []
 
-    def copied(self, storage: torch.UntypedStorage) -> tuple[torch.UntypedStorage, torch.UntypedStorage]:
+    def copied(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self.device.type == "cuda").untyped_storage()
-        host.copy_(storage, non_blocking=True)
-        return storage, host
+        return host.copy_(storage, non_blocking=True)
 
     def storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
         """The memory of all tensors, each once. A file's pages are left out: they are not torch's to give back."""

@@ -52,18 +52,10 @@ def add_metrics(into: dict[str, Metric], more: dict[str, Metric], prefix: str = 
         into[name] = into[name] + metric if name in into else metric
 
 
-def metric_fields(metrics: dict[str, Metric]) -> dict[str, list]:
-    """As JSON holds them; metrics_of() reads it."""
-    return {k: [type(m).__name__, *(float(getattr(m, f)) for f in m.__slots__)] for k, m in metrics.items()}
-
-
-def metrics_of(fields: dict[str, list]) -> dict[str, Metric]:
-    return {name: KINDS[kind](*values) for name, (kind, *values) in fields.items()}
-
-
 def reduce_metrics(metrics: dict[str, Metric], ranks: Ranks) -> dict[str, float]:
     """Name -> value over all ranks; a rank may lack names that others have."""
+    fields = {k: [type(m).__name__, *(float(getattr(m, f)) for f in m.__slots__)] for k, m in metrics.items()}
     merged: dict[str, Metric] = {}
-    for part in all_gather_json(metric_fields(metrics), ranks):
-        add_metrics(merged, metrics_of(part))
+    for part in all_gather_json(fields, ranks):
+        add_metrics(merged, {name: KINDS[kind](*values) for name, (kind, *values) in part.items()})
     return {name: merged[name].value for name in sorted(merged)}

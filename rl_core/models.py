@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -32,16 +31,12 @@ from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.sampling.weights import load_weights
 from rl_core.types import counter_seed, option
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 ENGINES = {
     "embedded": "rl_core.engines.embedded:EmbeddedEngine",
     "sglang": "rl_core.engines.sglang:SGLangEngine",
 }
 CHECK_TP = "rl_core.options.tensor_parallel:check_tensor_parallel"
-PEFT_CONFIG = "rl_core.options.lora:peft_config"
-API_ACTOR = "rl_core.engines.api:ApiActor"
+LORA, LIGER = "rl_core.options.lora", "rl_core.options.liger"
 HERE = (None, "127.0.0.1", "localhost", "::1")  # hosts of servers that see this machine's shared memory
 
 
@@ -54,15 +49,14 @@ def choose_engine(config: Config, num_ranks: int) -> Config:
         check(config)
     if config.engine == "sglang":
         option("rl_core.engines.sglang_server:check_sglang")()
-    if num_ranks % config.engine_tp:
-        fits = max(d for d in range(1, config.engine_tp) if num_ranks % d == 0)
-        raise ValueError(f"--engine_tp={config.engine_tp} must divide the number of ranks, {num_ranks}; try {fits}")
-    for name, actor in config.actors.items():
-        if (n := len(actor.servers)) and num_ranks % n:
-            raise ValueError(
-                f"--actors.{name}.engine_urls names {n} servers for {num_ranks} ranks that sample, which is not a whole number "
-                f"for each; name {max(d for d in range(1, n) if num_ranks % d == 0)}"
-            )
+    parts = [(f"--engine_tp={config.engine_tp}", config.engine_tp)]
+    parts += [
+        (f"--actors.{n}.engine_urls ({len(a.servers)} servers)", len(a.servers)) for n, a in config.actors.items()
+    ]
+    for given, n in parts:
+        if n and num_ranks % n:
+            fits = max(d for d in range(1, n) if num_ranks % d == 0)
+            raise ValueError(f"{given} must divide the {num_ranks} ranks that sample; try {fits}")
     return config
 
 
@@ -77,24 +71,20 @@ def check_model(config: Config, name: str) -> Chat:
             f"--max_tokens={config.max_tokens} are {config.max_context_tokens} tokens, and {actor.model} "
             f"has {positions} positions (max_position_embeddings); lower them"
         )
-    if actor.is_trained:
-        if actor.lora.rank:
-            option("rl_core.options.lora:check_lora")(actor.lora, model_config)
-        if config.tp > 1:
-            option(CHECK_TP)(config.tp, model_config, actor.lora)
-        if path := config.critic.model:
-            critic_config = load_model_config(path)
-            if config.tp > 1:
-                option(CHECK_TP)(config.tp, critic_config)
-            critic_vocab, vocab = (c.get_text_config().vocab_size for c in (critic_config, model_config))
-            if critic_vocab != vocab:
-                raise ValueError(
-                    f"--critic.model={path} has a vocabulary of {critic_vocab} tokens, that of {name} has "
-                    f"{vocab}: a critic reads the actor's tokens; take a model of the same family"
-                )
-    if config.learner.kernels == "liger":
-        for path in filter(None, (actor.model, config.critic.model)):
-            option("rl_core.options.liger:check_liger")(load_model_config(path))
+    if actor.is_trained and actor.lora.rank:
+        option(f"{LORA}:check_lora")(actor.lora, model_config)
+    critic = config.critic.model if actor.is_trained else None
+    for own in [model_config, *([load_model_config(critic)] if critic else [])]:
+        if config.tp > 1 and actor.is_trained:
+            option(CHECK_TP)(config.tp, own, actor.lora if own is model_config else None)
+        if config.learner.kernels == "liger":
+            option(f"{LIGER}:check_liger")(own)
+        critic_vocab, vocab = (c.get_text_config().vocab_size for c in (own, model_config))
+        if critic_vocab != vocab:
+            raise ValueError(
+                f"--critic.model={critic} has a vocabulary of {critic_vocab} tokens, that of {name} has {vocab}: a critic "
+                "reads the actor's tokens; take a model of the same family"
+            )
     return load_chat(actor.model, actor.chat_template)
 
 
@@ -110,50 +100,40 @@ def is_sharded(config: Config) -> bool:
 
 
 def has_reference(config: Config, algorithm: Algorithm) -> bool:
-    is_dpo = algorithm.objective == "dpo"
-    return algorithm.kl_coef > 0 or (is_dpo and not config.preference.reference_free)
-
-
-def shared_policies(config: Config, ranks: Ranks) -> dict[str, tuple[PolicyModel, str]]:
-    """(model, name of the adapter) of each actor that trains an adapter of a model that others share."""
-    found = {}
-    for owner, others in config.sharers.items():
-        names = {owner: "default"} | {name: f"of_{name}" for name in others if config.actors[name].is_trained}
-        loras = {names[name]: (config.actors[name].lora, counter_seed(config.seed, name)) for name in names}
-        lora, seed = loras.pop("default")
-        model = make_trained(config, config.actors[owner].model, ranks, lora, seed, more_adapters=loras)
-        model.is_shared = True
-        found |= {name: (model, adapter) for name, adapter in names.items()}
-    return found
+    return algorithm.kl_coef > 0 or (algorithm.objective == "dpo" and not config.preference.reference_free)
 
 
 def make_learners(config: Config, algorithm: Algorithm, ranks: Ranks) -> dict[str, Learner]:
-    shared = shared_policies(config, ranks)
-    return {name: make_learner(config, algorithm, name, ranks, *shared.get(name, ())) for name in config.trained}
+    """The learner of each actor that is trained. Those that share a model train an adapter of it each."""
+    learners = {}
+    for name in sorted(config.trained, key=lambda name: bool(config.actors[name].share)):  # owners first
+        owner = config.actors[name].share
+        learners[name] = make_learner(config, algorithm, name, ranks, owner and learners[owner].policy)
+    return {name: learners[name] for name in config.trained}
 
 
 def make_learner(
-    config: Config,
-    algorithm: Algorithm,
-    name: str,
-    ranks: Ranks,
-    policy: PolicyModel | None = None,
-    adapter: str | None = None,
+    config: Config, algorithm: Algorithm, name: str, ranks: Ranks, shared: PolicyModel | None = None
 ) -> Learner:
     """The learner of an actor, with an optimizer that has not stepped yet, and with the reference and the critic that the
-    algorithm asks for. Both start as the model at the start of the run. `policy`: what is
-    shared, of which it trains `adapter`."""
-    actor = config.actors[name]
+    algorithm asks for. Both start as the model at the start of the run. `shared`: the model of which it trains an adapter."""
+    actor, policy = config.actors[name], shared
     if actor.lr is not None:
         config = replace(config, optim=replace(config.optim, lr=actor.lr))
     if policy is None:
+        loras = {
+            n: (config.actors[n].lora, counter_seed(config.seed, n)) for n in [name, *config.sharers.get(name, [])]
+        }
+        own, others = loras.pop(name), {f"of_{n}": lora for n, lora in loras.items() if config.actors[n].is_trained}
         is_scoring = algorithm.objective == "rm"
-        policy = make_trained(config, actor.model, ranks, actor.lora, counter_seed(config.seed, name), is_scoring)
+        policy = make_trained(config, actor.model, ranks, *own, is_scoring=is_scoring, more_adapters=others)
+        policy.is_shared = name in config.sharers
     reference = None
     if has_reference(config, algorithm):
         reference = policy if policy.adapters else make_reference(actor.model, compute_dtype(config), ranks)
         reference.attention = config.attention
     critic = make_critic(config, actor.model, ranks, name) if algorithm.has_critic else None
+    adapter = f"of_{name}" if shared is not None else None
     return Learner(config, algorithm, policy, ranks, reference, critic, name=name, adapter=adapter)
 
 
@@ -167,8 +147,7 @@ def make_trained(config: Config, path: str, ranks: Ranks, *how, **more) -> Polic
     """A model that is trained, with what --learner.* says of its memory."""
     learner = config.learner
     find_kernel(config.attention, ranks.device)  # before the weights are read
-    on_host = learner.offload == "always"
-    checkpointing = learner.activations == "recompute"
+    on_host, checkpointing = learner.offload == "always", learner.activations == "recompute"
     model = make_policy(path, compute_dtype(config), ranks, checkpointing, *how, on_host=on_host, **more)
     model.attention = config.attention
     if learner.activations == "offload":
@@ -178,107 +157,95 @@ def make_trained(config: Config, path: str, ranks: Ranks, *how, **more) -> Polic
     return model
 
 
-def readers_of(config: Config, learners: Mapping[str, Learner], ranks: Ranks) -> set[str]:
-    """Actors whose engine reads the learner's own tensors."""
-    here = () if ranks.engine_ranks else learners.items()
-    return {n for n, learner in here if config.engine_of(n) == "embedded" and reads_in_place(learner.policy)}
+def is_read(learner: Learner) -> bool:
+    """Whether this actor's engine samples with the learner's own tensors."""
+    is_here = learner.config.engine_of(learner.name) == "embedded" and not learner.ranks.engine_ranks
+    return is_here and reads_in_place(learner.policy)
 
 
-def adapters_of(config: Config, owner: str) -> list[str]:
-    """Actors that train adapters beside the model of `owner`, which others share."""
-    users = [owner, *config.sharers[owner]] if owner in config.sharers else []
-    return [name for name in users if config.actors[name].is_trained]
-
-
-def engine_owners(config: Config) -> set[str]:
-    """Actors that have an engine of their own on this device."""
-    return {a.share or name for name, a in config.actors.items() if not (a.api or a.engine_urls)}
+def num_engines(config: Config) -> int:
+    """Models that have an engine of their own on this device."""
+    return len({a.share or name for name, a in config.actors.items() if not (a.api or a.engine_urls)})
 
 
 def takes_turns(config: Config) -> bool:
     """Whether one engine of a device is awake at a time. Otherwise they divide --engine_memory_frac."""
     awake = config.rollout.engines_awake
-    return len(engine_owners(config)) > 1 and (awake == "one" or (awake == "auto" and config.engine == "sglang"))
+    return num_engines(config) > 1 and (awake == "one" or (awake == "auto" and config.engine == "sglang"))
 
 
-def memory_frac(config: Config, name: str) -> float:
-    """What an actor's SGLang engine may take of a GPU."""
-    num_awake = 1 if takes_turns(config) else max(1, len(engine_owners(config)))
-    num_engines = 1 + (config.rollout.lagged[0] > 0 and config.actors[name].is_trained)
-    return round(config.engine_memory_frac / num_awake / num_engines, 3)
+def adapter_of(config: Config, name: str) -> str:
+    """The adapter with which an actor samples beside a model that several share."""
+    actor = config.actors[name]
+    return name if actor.is_trained and (actor.share or name in config.sharers) else ""
 
 
-@dataclass(kw_only=True)
-class LocalEngines:
-    """Makes the engines of this process, one after the other."""
+def make_engines(
+    config: Config, chats: dict[str, Chat], learners: dict[str, Learner], ranks: Ranks
+) -> dict[str, Engine | None]:
+    """Each actor's engine in this process. Actors that share a model have one. None: another rank's engine has this one's
+    device."""
+    owners = {name: config.actors[name].share or name for name in chats}
+    names = dict.fromkeys(owners.values())
+    made = {name: make_engine(config, name, chats[name], learners.get(name), ranks) for name in names}
+    return {name: made[owner] for name, owner in owners.items()}
 
-    config: Config
-    tokenizers: Mapping[str, PreTrainedTokenizerBase]
-    learners: Mapping[str, Learner]
-    ranks: Ranks
-    modules: list[nn.Module] = field(default_factory=list)  # that embedded engines sample with
 
-    def make(self, names: list[str], role: str = "") -> dict[str, Engine | None]:
-        """Each actor's engine. Actors that share a model have one. None: another rank's engine has this one's device."""
-        owners = {name: self.config.actors[name].share or name for name in names}
-        made = {owner: self._engine(owner, role) for owner in dict.fromkeys(owners.values())}
-        return {name: made[owner] for name, owner in owners.items()}
+def make_engine(
+    config: Config, name: str, chat: Chat, learner: Learner | None, ranks: Ranks, role: str = ""
+) -> Engine | None:
+    """`learner`: whose weights it may read. `role`: which of several engines of the actor."""
+    actor, module = config.actors[name], make_module(config, name, learner, ranks)
+    # The first of each --engine_tp neighbours, or of those that share a server that runs already, has the engine.
+    stride = ranks.size // len(actor.servers) if actor.servers else config.engine_tp
+    if ranks.rank % stride:
+        return None
+    url = actor.servers[ranks.rank // stride] if actor.servers else ""
+    # A rank has at most its share at once, of all that may be under way.
+    groups = -(-config.tasks_per_step * (1 + config.max_staleness) * stride // ranks.size)
+    adapters = [n for n in [name, *config.sharers.get(name, [])] if adapter_of(config, n)]
+    loras = {n: option(f"{LORA}:peft_config")(config.actors[n].lora, module, actor.model) for n in adapters}
+    num_awake = 1 if takes_turns(config) else max(1, num_engines(config))
+    has_two = config.rollout.lagged[0] > 0 and actor.is_trained
+    spec = EngineSpec(
+        name=name + role,
+        model=actor.model,
+        module=module,
+        tokenizer=chat.tokenizer,
+        num_slots=min(config.rollout.max_concurrent, groups * config.group_size),
+        max_context_tokens=config.max_context_tokens,
+        dtype=compute_dtype(config),
+        device=ranks.device,
+        seed=counter_seed(config.seed, name + role, ranks.rank) % 2**31,
+        adapters={n: lora.to_dict() for n, lora in loras.items()},
+        owns_weights=takes_turns(config) and not (learner and is_read(learner)),
+        log=Path(config.out) / f"engine_{name}{role}_{ranks.rank:05d}.log",
+        start_timeout_s=config.timeout_s,
+        tp=config.engine_tp,
+        memory_frac=round(config.engine_memory_frac / num_awake / (1 + has_two), 3),
+        url=url,
+        folder=str(Path(config.out).resolve()) if urlsplit(url).hostname not in HERE else None,
+    )
+    return option(ENGINES[config.engine_of(name)])(spec)
 
-    def _engine(self, name: str, role: str) -> Engine | None:
-        """role: which of several engines of the actor."""
-        config, actor, ranks = self.config, self.config.actors[name], self.ranks
-        # The first of each --engine_tp neighbours, or of those that share a server that runs already, has the engine.
-        stride = ranks.size // len(actor.servers) if actor.servers else config.engine_tp
-        module, owns_weights = self._module(name, None if role else self.learners.get(name))
-        if ranks.rank % stride:
-            return None
-        # A rank has at most its share at once, of all that may be under way.
-        url = actor.servers[ranks.rank // stride] if actor.servers else ""
-        groups = -(-config.tasks_per_step * (1 + config.max_staleness) * stride // ranks.size)
-        adapters = {n: config.actors[n] for n in adapters_of(config, name)}
-        spec = EngineSpec(
-            name=name + role,
-            model=actor.model,
-            module=module,
-            tokenizer=self.tokenizers[name],
-            num_slots=min(config.rollout.max_concurrent, groups * config.group_size),
-            max_context_tokens=config.max_context_tokens,
-            dtype=compute_dtype(config),
-            device=ranks.device,
-            seed=counter_seed(config.seed, name + role, ranks.rank) % 2**31,
-            adapters={
-                n: option("rl_core.options.lora:peft_config")(a.lora, module, a.model).to_dict()
-                for n, a in adapters.items()
-            },
-            owns_weights=owns_weights and takes_turns(config),
-            log=Path(config.out) / f"engine_{name}{role}_{ranks.rank:05d}.log",
-            start_timeout_s=config.timeout_s,
-            tp=config.engine_tp,
-            memory_frac=memory_frac(config, name),
-            url=url,
-            folder=str(Path(config.out).resolve()) if urlsplit(url).hostname not in HERE else None,
-        )
-        return option(ENGINES[config.engine_of(name)])(spec)
 
-    def _module(self, name: str, learner: Learner | None) -> tuple[nn.Module, bool]:
-        """What an engine samples with, and whether its weights are its own: the learner's own model where it is unsharded, or its
-        weights where several actors share them, else a copy in the dtype of compute. Of SGLang's the shapes alone."""
-        path, policy = self.config.actors[name].model, learner and learner.policy
-        if self.config.engine_of(name) == "sglang":
-            return option("rl_core.engines.sglang:make_skeleton")(path), False
-        if is_read := policy is not None and reads_in_place(policy):
-            module = option("rl_core.options.lora:second_model")(policy.hf) if policy.is_shared else policy.hf
-        else:
-            module = load_hf_model(path, compute_dtype(self.config), self.ranks.device)
-            if policy is not None and policy.is_shared and hasattr(policy.hf.config, "quantization_config"):
-                load_weights(module, named_weights(policy))  # what its adapters learn beside
-        self.modules.append(module)
-        return module, not is_read
+def make_module(config: Config, name: str, learner: Learner | None, ranks: Ranks) -> nn.Module:
+    """What an engine samples with: the learner's own model where it is unsharded, or its weights where several actors share
+    them, else a copy in the dtype of compute. Of SGLang's the shapes alone."""
+    path, policy = config.actors[name].model, learner and learner.policy
+    if config.engine_of(name) == "sglang":
+        return option("rl_core.engines.sglang:make_skeleton")(path)
+    if learner and is_read(learner):
+        return option(f"{LORA}:second_model")(policy.hf) if policy.is_shared else policy.hf
+    module = load_hf_model(path, compute_dtype(config), ranks.device)
+    if policy is not None and policy.is_shared and hasattr(policy.hf.config, "quantization_config"):
+        load_weights(module, named_weights(policy))  # what its adapters learn beside
+    return module
 
 
 def make_api_actor(config: Config, name: str) -> Any:
     actor = config.actors[name]
-    return option(API_ACTOR)(
+    return option("rl_core.engines.api:ApiActor")(
         name=name,
         url=actor.api,
         model=actor.model,

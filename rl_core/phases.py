@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from rl_core.learning.advantages import baseline_groups, group_results, has_sign
 from rl_core.learning.checkpoint import save_checkpoint
 from rl_core.learning.model import export_policy
 from rl_core.metrics import Max, Mean, Sum
+from rl_core.models import is_read
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.group import Group, make_groups
 from rl_core.sampling.outcomes import lag_metrics, part_metrics, refuse_failures, rollout_metrics
@@ -35,16 +36,14 @@ async def start(run: Run) -> None:
             await sync_engine(run, name, run.start)
             if run.older:
                 await run.older.restore(name, run.start, checkpoint_folder(run, run.start))
-    if run.worker is not None:
-        run.worker.version = run.start
+    run.worker.version = run.start
     if run.config.eval_every and run.start == 0:
         await evaluate(run, 0)
 
 
 async def resume(run: Run, version: int) -> None:
     """Groups continue, and new ones begin, with the new weights."""
-    if run.worker is not None:
-        run.worker.version = version
+    run.worker.version = version
     for engine in run.all_engines if run.config.max_staleness else ():
         await engine.resume()
 
@@ -61,23 +60,19 @@ async def finish(run: Run) -> None:
 
 async def close(run: Run) -> None:
     """Ends everything that the run started."""
-    if run.worker is not None:
-        await run.worker.close()
+    await run.worker.close()
     if run.writing is not None:
         await run.writing
-    for speaker in (*run.endpoints.values(), *run.all_engines):
+    for speaker in (*run.plan.endpoints.values(), *run.all_engines):
         await speaker.close()
 
 
-@contextmanager
-def profiled(run: Run, step: int):
+def profiled(run: Run, step: int) -> AbstractContextManager:
     """Writes what this rank does in --profile_step as a Chrome trace."""
     if step != run.config.profile_step:
-        yield
-        return
-    with torch.profiler.profile() as profile:
-        yield
-    profile.export_chrome_trace(str(Path(run.config.out) / f"trace_step_{step:06d}_rank_{run.ranks.rank}.json"))
+        return nullcontext()
+    file = run.out / f"trace_step_{step:06d}_rank_{run.ranks.rank}.json"
+    return torch.profiler.profile(on_trace_ready=lambda profile: profile.export_chrome_trace(str(file)))
 
 
 def sampling_params(run: Run, **drawn) -> SamplingParams:
@@ -86,14 +81,13 @@ def sampling_params(run: Run, **drawn) -> SamplingParams:
 
 def draw_groups(run: Run, num_groups: int) -> list[Group]:
     """Groups of the next training tasks. Those that a resumed run had left come first."""
-    config, positions = run.config, run.pending[:num_groups]
-    run.pending = run.pending[num_groups:]
-    run.position, first = run.position + num_groups - len(positions), run.position
+    config, groups = run.config, []
+    left, run.pending = run.pending[:num_groups], run.pending[num_groups:]
+    first, run.position = run.position, run.position + num_groups - len(left)
     params = sampling_params(run, temperature=config.sampling.temperature)
-    groups = []
-    for position in (*positions, *range(first, run.position)):
+    for position in (*left, *range(first, run.position)):
         step, number = divmod(position, config.tasks_per_step)
-        task = run.train.task(position)
+        task = run.plan.train.task(position)
         same = {"size": config.group_size, "params": params, "seed": config.seed, "position": position}
         groups.append(Group(task=task, batch=f"train/{step:06d}", number=number, **same))
     return groups
@@ -108,9 +102,10 @@ def num_to_begin(run: Run, step: int) -> int:
 
 async def sample(run: Run, step: int) -> dict[str, list[TrainingSample]]:
     """This rank's part of the step's samples, of each actor that learns."""
-    if run.worker is None:
+    plan, config = run.plan, run.config
+    if plan.imitated:
         return imitated_samples(run)
-    if run.config.engine_tp > 1:
+    if config.engine_tp > 1:
         barrier(run.ranks)  # no learner has a device that an engine on another rank takes now
     if run.canary:
         await run.canary.sample(is_first=step == run.start)
@@ -118,51 +113,52 @@ async def sample(run: Run, step: int) -> dict[str, list[TrainingSample]]:
     trajectories = await collect(run, step)
     await sleep_engines(run)
     await write(run, f"step_{step + 1:06d}", trajectories)
-    limit = run.config.rollout.max_failed_fraction
+    limit = config.rollout.max_failed_fraction
     refuse_failures(trajectories, run.failed_rows, limit, f"step {step + 1}", run.ranks)
-    if run.curriculum:
-        results = group_results(trajectories, run.learners, run.config.eval.pass_reward, run.ranks)
-        begun = [group.position for group in run.worker.pending.values()]
-        run.curriculum.record(results, min([*begun, *run.pending, run.position]))
+    if plan.curriculum:
+        results = group_results(trajectories, run.learners, config.eval.pass_reward, run.ranks)
+        plan.curriculum.record(results, min([*run.begun, run.position]))
     await note_rollouts(run, step, trajectories)
-    samples, advantage_fns = {}, {env: e.advantage_fn for env, e in run.envs.items()}
+    samples, advantage_fns = {}, {name: env.advantage_fn for name, env in plan.envs.items()}
     for name in run.learners:
         groups = baseline_groups([t for t in trajectories if t.actor == name])
-        if run.algorithm.refill_rounds:
-            groups = [g for g in groups if has_signal(g, run.algorithm)]
-        longest = run.config.turn_tokens(name)
-        samples[name] = samples_of(groups, run.algorithm, longest, run.ranks, advantage_fns)
+        if plan.algorithm.refill_rounds:
+            groups = [g for g in groups if has_signal(g, plan.algorithm)]
+        longest = config.turn_tokens(name)
+        samples[name] = samples_of(groups, plan.algorithm, longest, run.ranks, advantage_fns)
     return samples
 
 
 def imitated_samples(run: Run) -> dict[str, list[TrainingSample]]:
     """This rank's samples of the rows that a step imitates."""
-    n = run.config.tasks_per_step
-    positions = range(run.position + run.ranks.rank, run.position + n, run.ranks.size)
-    run.position += n
-    rows = (run.imitated.samples(run.train.task(p), f"{p:012d}") for p in positions)
+    plan, first = run.plan, run.position
+    run.position += run.config.tasks_per_step
+    positions = range(first + run.ranks.rank, run.position, run.ranks.size)
+    rows = (plan.imitated.samples(plan.train.task(p), f"{p:012d}") for p in positions)
     return {run.config.trained[0]: [sample for row in rows for sample in row]}
 
 
 async def collect(run: Run, step: int) -> list[Trajectory]:
     """This rank's trajectories of a step. With refilling, further groups replace those without signal (DAPO's dynamic
     sampling, arXiv:2503.14476, section 3.2); these are returned too."""
-    config, rounds, collected = run.config, run.algorithm.refill_rounds, []
+    config, algorithm, collected = run.config, run.plan.algorithm, []
     missing = config.tasks_per_step
-    for number in range(rounds + 1):
+    for number in range(algorithm.refill_rounds + 1):
+        if number:
+            run.worker.submit(draw_groups(run, missing))
         groups = await run.worker.collect(missing, oldest=step - config.max_staleness)
         collected += groups
         if config.max_staleness:
             ages = [step - group.version for group in groups]
             run.note("rollout/", {"staleness": Mean(sum(ages), len(ages)), "staleness_max": Max(max(ages, default=0))})
-        if not rounds:
-            break
-        with_signal = len({g[0].group_id for g in baseline_groups(in_order(collected)) if has_signal(g, run.algorithm)})
-        missing = config.tasks_per_step - sum(all_gather_json(with_signal, run.ranks))
-        if missing <= 0 or number == rounds:
-            run.note("rollout/", {"refill_rounds": Mean(number), "groups_missing": Mean(max(0, missing))})
-            break
-        run.worker.submit(draw_groups(run, missing))
+        if algorithm.refill_rounds:
+            groups = baseline_groups(in_order(collected))
+            with_signal = len({group[0].group_id for group in groups if has_signal(group, algorithm)})
+            missing = max(0, config.tasks_per_step - sum(all_gather_json(with_signal, run.ranks)))
+            if not missing:
+                break
+    if algorithm.refill_rounds:
+        run.note("rollout/", {"refill_rounds": Mean(number), "groups_missing": Mean(missing)})
     return in_order(collected)
 
 
@@ -172,19 +168,18 @@ async def write(run: Run, name: str, trajectories: list[Trajectory]) -> None:
         await run.writing
     if run.config.rollout.save:
         suffix = f".rank_{run.ranks.rank:05d}" if run.ranks.size > 1 else ""
-        file = Path(run.config.out) / "rollouts" / f"{name}{suffix}.jsonl.zst"
+        file = run.out / "rollouts" / f"{name}{suffix}.jsonl.zst"
         run.writing = asyncio.get_running_loop().run_in_executor(None, write_trajectories, file, trajectories)
 
 
 async def note_rollouts(run: Run, step: int, trajectories: list[Trajectory]) -> None:
+    envs = run.plan.envs
     for name in run.learners:
         own = [t for t in trajectories if t.actor == name]
-        run.note(f"rollout/{name}/", rollout_metrics(own))
-        if run.config.rollout.lagged[0]:
-            run.note(f"rollout/{name}/", lag_metrics(own, step))
-        for env in run.envs if len(run.envs) > 1 else ():
+        run.note(f"rollout/{name}/", rollout_metrics(own) | (lag_metrics(own, step) if run.older else {}))
+        for env in envs if len(envs) > 1 else ():
             run.note(f"rollout/{name}/{env}/", rollout_metrics([t for t in own if t.env == env]))
-    for name, actor in run.endpoints.items():
+    for name, actor in run.plan.endpoints.items():
         run.note(f"rollout/{name}/", actor.take_metrics())
     if lease := run.lease:
         run.note("rollout/", {"engine_switches": Sum(lease.num_switches), "engine_switch_s": Sum(lease.switch_s)})
@@ -217,8 +212,8 @@ async def sync_engine(run: Run, name: str, version: int) -> None:
     """The engine gets the learner's weights. One that reads them in place only drops what it computed with the old."""
     if name not in run.engines:
         return
-    engine = run.engines[name]
-    weights = run.learners[name].engine_weights(run.config.engine_of(name) == "embedded" and not run.ranks.engine_ranks)
+    engine, learner = run.engines[name], run.learners[name]
+    weights = learner.engine_weights(is_read(learner))
     if engine is not None:
         await engine.update(weights, version, adapter=run.actors[name].adapter)
     else:
@@ -254,36 +249,36 @@ def note_speed(run: Run) -> None:
 
 async def evaluate(run: Run, step: int) -> None:
     """Held-out tasks: the greedy score, avg@k and pass@k; for rows to be imitated, their loss."""
-    run.metrics, k = {}, run.config.eval.samples
+    run.metrics, config = {}, run.config.eval
     with run.timed("eval"):
-        for env, source in run.eval.items():
-            if run.worker is None:
-                evaluate_rows(run, list(source)[run.ranks.rank :: run.ranks.size])
+        for env, source in run.plan.eval.items():
+            tasks = list(source)[: config.num_tasks or None]
+            if run.plan.imitated:
+                evaluate_rows(run, tasks[run.ranks.rank :: run.ranks.size])
                 continue
-            tasks = list(source)[: run.config.eval.num_tasks or None]
-            for label, count in [("greedy", 1), ("sampled", k)][: 2 if k else 1]:
-                await evaluate_tasks(run, step, env, tasks, label, count)
+            await evaluate_tasks(run, step, env, tasks, "greedy", 1)
+            if config.samples:
+                await evaluate_tasks(run, step, env, tasks, "sampled", config.samples)
     values = run.log.write(step, run.metrics)
-    is_part = re.compile(r"/(greedy|sampled)_(?!(score|pass)$)")  # these are in the file alone
-    scores = {k: v for k, v in values.items() if k.startswith("eval/") and not is_part.search(k)}
-    shown = [f"{k.removeprefix('eval/')} {v:.4g}" for k, v in scores.items()]
+    is_shown = re.compile(r"eval/(?!.*/(greedy|sampled)_(?!(score|pass)$))")  # others are in the file alone
+    shown = [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in values.items() if is_shown.match(name)]
     run.log.say("  ".join([f"eval at step {step}", *shown]))
 
 
 def evaluate_rows(run: Run, tasks: list[Task]) -> None:
     [learner] = run.learners.values()
-    minibatches, _ = learner.shard([s for t in tasks for s in run.imitated.samples(t, t.id)])
+    minibatches, _ = learner.shard([s for t in tasks for s in run.plan.imitated.samples(t, t.id)])
     learner.annotate(minibatches)
     run.note("eval/", learner.evaluate(minibatches))
 
 
 async def evaluate_tasks(run: Run, step: int, env: str, tasks: list[Task], label: str, count: int) -> None:
-    config = run.config
+    config, plan = run.config, run.plan
     params = sampling_params(run, **(config.eval.sampling if label == "sampled" else {"temperature": 0.0}))
-    name = f"eval/{step:06d}/{label}" + (f"/{env}" if len(run.eval) > 1 else "")
+    name = f"eval/{step:06d}/{label}" + (f"/{env}" if len(plan.eval) > 1 else "")
     groups = make_groups(tasks, name, count, params, config.seed, seed_name=f"eval/{env}")
     newest = {n: replace(a, older=None) if isinstance(a, Actor) else a for n, a in run.actors.items()}
-    trajectories = await rollout(run.envs, newest, groups, config.rollout, run.ranks, config.timeout_s)
+    trajectories = await rollout(plan.envs, newest, groups, config.rollout, run.ranks, config.timeout_s)
     await write(run, name.replace("/", "_"), trajectories)
     refuse_failures(trajectories, {}, config.rollout.max_failed_fraction, name, run.ranks, min_rows=1)
     score, passed = (f"avg@{count}", f"pass@{count}") if label == "sampled" else ("greedy_score", "greedy_pass")
@@ -298,20 +293,19 @@ async def evaluate_tasks(run: Run, step: int, env: str, tasks: list[Task], label
 
 
 def checkpoint_folder(run: Run, step: int) -> Path:
-    return Path(run.config.out) / "checkpoints" / f"step_{step:06d}"
+    return run.out / "checkpoints" / f"step_{step:06d}"
 
 
 def save(run: Run, step: int) -> None:
     """A checkpoint of all that learns, and each model as a Hugging Face folder."""
-    out, learners, worker = Path(run.config.out), run.learners, run.worker
-    begun = [group.position for group in worker.pending.values()] if worker else []
-    state = {"step": step, "seed": run.config.seed, "position": run.position, "pending": [*begun, *run.pending]}
-    if run.curriculum:
-        state["curriculum"] = run.curriculum.state()
+    state = {"step": step, "seed": run.config.seed, "position": run.position, "pending": run.begun}
+    if run.plan.curriculum:
+        state["curriculum"] = run.plan.curriculum.state()
     older = run.older.to_save(step) if run.older else {}
-    save_checkpoint(checkpoint_folder(run, step), learners, state, run.ranks, run.config.keep_checkpoints, older)
-    for name, learner in learners.items():
+    save_checkpoint(checkpoint_folder(run, step), run.learners, state, run.ranks, run.config.keep_checkpoints, older)
+    for name, learner in run.learners.items():
         with learner.on_device():
-            export_policy(learner.policy, run.chats[name].tokenizer, out / "hf" / name, run.ranks, learner.adapter)
-    exported = ", ".join(str(out / "hf" / name) for name in learners)
-    run.log.say(f"saved step {step} to {out / 'checkpoints'} and {exported}")
+            tokenizer = run.plan.chats[name].tokenizer
+            export_policy(learner.policy, tokenizer, run.out / "hf" / name, run.ranks, learner.adapter)
+    exported = ", ".join(str(run.out / "hf" / name) for name in run.learners)
+    run.log.say(f"saved step {step} to {run.out / 'checkpoints'} and {exported}")

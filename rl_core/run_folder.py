@@ -9,7 +9,8 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -56,24 +57,24 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class RunLog:
-    """metrics.jsonl, one object a line, and one line on the terminal for each step. Only rank 0 writes."""
+    """metrics.jsonl, one object a line, and one line on the terminal for each step. One rank writes."""
 
     def __init__(self, out: Path, ranks: Ranks, num_steps: int, resume_step: int):
         self.ranks, self.num_steps, self.started = ranks, num_steps, time.monotonic()
         self.first_step, self.path = resume_step, out / "metrics.jsonl"
-        if ranks.rank == 0 and self.path.exists():
+        if ranks.is_writer and self.path.exists():
             keep_lines_until(self.path, resume_step or -1)  # a run without a checkpoint evaluates its start again
 
     def write(self, step: int, metrics: dict[str, Metric]) -> dict[str, float]:
         values = reduce_metrics(metrics, self.ranks)
-        if self.ranks.rank == 0:
+        if self.ranks.is_writer:
             clean = {k: v if math.isfinite(v) else None for k, v in values.items()}  # JSON has no others
             with open(self.path, "a") as file:
                 file.write(json.dumps({"step": step, **clean}) + "\n")
         return values
 
     def say(self, text: str) -> None:
-        if self.ranks.rank == 0:
+        if self.ranks.is_writer:
             print(text, flush=True)
 
     def progress(self, step: int, values: dict[str, float]) -> None:
@@ -84,29 +85,23 @@ class RunLog:
         for actor in actors:
             names = {"reward": f"rollout/{actor}/reward_mean", "tokens": f"rollout/{actor}/length_mean"}
             names |= {"loss": f"learn/{actor}/loss"}
-            found = [f"{label} {values[name]:.4g}" for label, name in names.items() if name in values]
-            shown += [f"{actor}:", *found] if len(actors) > 1 else found
+            shown += [f"{actor}:"] if len(actors) > 1 else []
+            shown += [f"{label} {values[name]:.4g}" for label, name in names.items() if name in values]
         if failed := sum(values.get(f"rollout/{actor}/failed", 0) for actor in actors):
             shown.append(f"failed {failed:.4g}")
-        phases = [
-            f"{p} {values[f'time/{p}_s']:.2f}" for p in ("generate", "learn", "sync") if values.get(f"time/{p}_s")
-        ]
-        shown.append(f"{values['time/step_s']:.2f} s ({', '.join(phases)})")
-        done = step - self.first_step
-        eta = int((time.monotonic() - self.started) / done * (self.num_steps - step))
-        self.say("  ".join([*shown, f"ETA {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}"]))
+        seconds = {phase: values.get(f"time/{phase}_s") for phase in ("generate", "learn", "sync")}
+        phases = ", ".join(f"{phase} {s:.2f}" for phase, s in seconds.items() if s)
+        of_a_step = (time.monotonic() - self.started) / (step - self.first_step)
+        left = timedelta(seconds=int(of_a_step * (self.num_steps - step)))
+        self.say("  ".join([*shown, f"{values['time/step_s']:.2f} s ({phases})", f"ETA {left}"]))
 
 
 def keep_lines_until(path: Path, step: int) -> None:
     """Drops what a run wrote after the checkpoint that it goes on from, and a line cut short by its end."""
     kept = []
-    for line in path.read_text().splitlines():
-        try:
-            row: dict[str, Any] = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if row["step"] <= step:
-            kept.append(line + "\n")
+    for line in path.read_text().splitlines(keepends=True):
+        with suppress(json.JSONDecodeError):
+            kept += [line] if json.loads(line)["step"] <= step else []
     beside = path.with_suffix(".tmp")
     beside.write_text("".join(kept))
     os.replace(beside, path)

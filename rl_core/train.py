@@ -76,24 +76,21 @@ def main(argv: list[str] | None = None) -> int:
     end_with_torchrun()
     try:
         config = parse_config(argv)
-        from rl_core.build import build, make_plan
+        from rl_core.build import Run, make_plan
         from rl_core.distributed import barrier, close_ranks, explain_timeouts, init_ranks
         from rl_core.models import is_sharded
         from rl_core.run_folder import locked
 
         plan = make_plan(config)
-        size, is_first = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("RANK", "0") == "0"
         if config.dry_run:
-            if is_first:
-                print(import_module(PLAN).describe(plan, size))
+            if os.environ.get("RANK", "0") == "0":
+                print(import_module(PLAN).describe(plan, int(os.environ.get("WORLD_SIZE", 1))))
             return 0
-        parts = {n: getattr(config, n) for n in ("dp_replicate", "cp", "tp", "engine_ranks")}
-        ranks = init_ranks(config.timeout_s, is_sharded=is_sharded(config), **parts)
+        ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config))
         with explain_timeouts("start, log or save", ranks, config.timeout_s):
             barrier(ranks)  # every rank has seen that the folder is free
-            is_writer = ranks.rank == 0 and not ranks.is_engine
-            with locked(Path(config.out)) if is_writer else nullcontext():
-                asyncio.run(run_rank(build(plan, ranks)))
+            with locked(Path(config.out)) if ranks.is_writer else nullcontext():
+                asyncio.run(run_rank(Run(plan, ranks)))
             close_ranks(ranks)
         return 0
     except KeyboardInterrupt:
@@ -114,13 +111,17 @@ def end_with_torchrun() -> None:
 
 
 def is_first_to_fail(ranks: Ranks | None) -> bool:
-    """True on one rank: the first that failed knows the cause, the others lost it. Before ranks meet, all see the same."""
-    if ranks is None:
-        return os.environ.get("LOCAL_RANK", "0") == "0"
+    """True on one rank: the first that failed knows the cause, the others lost it. Before ranks meet, on one of each node."""
     try:
-        return ranks.add("failures", 1) == 1
+        if ranks is not None:
+            return ranks.add("failures", 1) == 1
+        # torchrun gives each rank of a node a folder of its own in a new one.
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1].joinpath("rl_core_failed").touch(exist_ok=False)
+        return True
+    except LookupError:
+        return os.environ.get("LOCAL_RANK", "0") == "0"  # not started by torchrun
     except (RuntimeError, OSError):
-        return False  # the store went with the rank that told the cause
+        return False  # another rank told the cause; the store went with it
 
 
 if __name__ == "__main__":

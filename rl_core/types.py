@@ -17,25 +17,18 @@ Message = dict[str, Any]  # {"role": "user", "content": "..."} and whatever else
 
 # Keys of a model's config.json by which logits become more than attention and a product with the head's weight, which is
 # all that the learner and the embedded engine compute: the value that changes nothing, and what any other does.
-LOGIT_CHANGES = {
-    "attn_logit_softcapping": (None, "bounds attention scores by a tanh"),
-    "final_logit_softcapping": (None, "bounds logits by a tanh"),
-    "logits_soft_cap": (None, "bounds logits by a tanh"),
-    "lm_head_multiplier": (1, "multiplies logits"),
-    "logit_scale": (1, "multiplies logits"),
-    "output_multiplier": (1, "multiplies logits"),
-    "logits_scaling": (1, "divides or multiplies logits"),
-    "logits_mup_width_multiplier": (1, "divides the last hidden states"),
-    "mup_width_multiplier": (1, "divides logits"),
-}
+BOUNDS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap")
+SCALES = ("lm_head_multiplier", "logit_scale", "output_multiplier", "logits_scaling")
+WIDTHS = ("logits_mup_width_multiplier", "mup_width_multiplier")
+LOGIT_CHANGES = dict.fromkeys(BOUNDS, (None, "bounds logits or attention scores"))
+LOGIT_CHANGES |= dict.fromkeys((*SCALES, *WIDTHS), (1, "scales logits or hidden states"))
 
 
 def logit_change(config: Any) -> str | None:
-    """`logit_scale=0.5, which multiplies logits`: the first of LOGIT_CHANGES that a transformers configuration makes; None
-    if it makes none."""
-    text = config.get_text_config()
+    """`logit_scale=0.5, which scales logits or hidden states`: the first of LOGIT_CHANGES that a transformers configuration
+    makes; None if it makes none."""
     for key, (neutral, effect) in LOGIT_CHANGES.items():
-        if (value := getattr(text, key, None)) not in (None, neutral):
+        if (value := getattr(config.get_text_config(), key, None)) not in (None, neutral):
             return f"{key}={value}, which {effect}"
     return None
 

@@ -23,7 +23,7 @@ from bench_logprobs import held_mib, now_s
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rl_core.config import parse_config
-from rl_core.distributed import Ranks, close_ranks, init_ranks
+from rl_core.distributed import Ranks, close_ranks, init_ranks, make_mesh
 from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.learner import Learner
 from rl_core.learning.model import PolicyModel, shard_policy
@@ -154,7 +154,8 @@ def main() -> None:
     parser.add_argument("--peak_tflops", type=float, help="of the device, such as 989 for an H100's bf16")
     parser.add_argument("--out", type=Path, help="write the lines as JSON")
     args = parser.parse_args()
-    ranks = init_ranks(600, is_sharded=torch.cuda.is_available(), cp=args.cp)
+    mesh = make_mesh(int(os.environ.get("WORLD_SIZE", 1)), cp=args.cp)
+    ranks = init_ranks(600, mesh, torch.cuda.is_available())
     if ranks.device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     peak, lines = args.peak_tflops or peak_tflops(ranks.device), []

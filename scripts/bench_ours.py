@@ -12,7 +12,7 @@ from pathlib import Path
 import bench_work
 from bench_work import Measured, Work, completion_length
 
-from rl_core.build import Run, build, make_plan
+from rl_core.build import Run, make_plan
 from rl_core.config import parse_config
 from rl_core.distributed import close_ranks, init_ranks
 from rl_core.train import train
@@ -78,7 +78,7 @@ def run_ours(work: Work, setting: dict, model: str) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         config = parse_config(flags(work, setting, model, Path(folder)))
         ranks = init_ranks(config.timeout_s)
-        run = build(make_plan(config), ranks)
+        run = Run(make_plan(config), ranks)
         meter = Meter(work, run)
         asyncio.run(train(run))
         close_ranks(ranks)

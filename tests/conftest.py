@@ -25,9 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run long learning runs and benchmarks too")
-    parser.addoption(
-        "--golden-write", action="store_true", help="write tests/golden/ anew, of the runs that -k chooses"
-    )
+    parser.addoption("--golden-write", action="store_true", help="write tests/golden/ anew, of runs that -k chooses")
 
 
 # Files that take longest begin first, so that no worker is left with one at the end.
@@ -74,12 +72,8 @@ def pytest_make_collect_report(collector):
 
 
 def without_skip(report):
-    if (
-        MAY_SKIP
-        and report.skipped
-        and not hasattr(report, "wasxfail")
-        and not re.search(MAY_SKIP, str(report.longrepr))
-    ):
+    is_skip = report.skipped and not hasattr(report, "wasxfail")
+    if MAY_SKIP and is_skip and not re.search(MAY_SKIP, str(report.longrepr)):
         report.outcome, report.longrepr = "failed", f"skipped where nothing may be: {report.longrepr}"
     return report
 

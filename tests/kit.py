@@ -40,21 +40,17 @@ async def reward_fn(completion):
     return sum(map(ord, completion)) / 1000
 """
 DIGITS = LETTERS.replace("sum(map(ord, completion))", "(300 * completion.count('4') + len(completion))")
-ASK = (
-    LETTERS
-    + """
+ASK = LETTERS
+ASK += """
 max_turns = 3
 
 async def interact(messages):
     return [{"role": "user", "content": str(len(messages))}]
 """
+TALK = LETTERS.replace("(completion):", "(completion, actor):").replace(
+    "/ 1000", "/ (1000 if actor == 'bob' else -1000)"
 )
-TALK = (
-    LETTERS.replace("reward_fn(completion)", "reward_fn(completion, actor)").replace(
-        "/ 1000", "/ (1000 if actor == 'bob' else -1000)"
-    )
-    + 'turns = "bob -> alice -> bob"\n'
-)
+TALK += 'turns = "bob -> alice -> bob"\n'
 ROWS = [
     {"messages": [{"role": "user", "content": str(n)}, {"role": "assistant", "content": f"it is {n * n}"}]}
     for n in range(3, 19)
@@ -194,6 +190,7 @@ def run_rank(request: dict[str, Any], rank: int, port: int) -> int:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0"}
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(Path(request["out"]).parent / str(rank) / "error.json")
     first, *args = request["args"]
     if first == "-m":
         sys.argv = args
@@ -331,13 +328,8 @@ def words(*parts: Any) -> list[str]:
     """Arguments of a command: words("--model", path, "--seed 1"). Strings are split at spaces, items of lists are not."""
     found: list[str] = []
     for part in parts:
-        found += (
-            map(str, part)
-            if isinstance(part, (list, tuple))
-            else part.split()
-            if isinstance(part, str)
-            else [str(part)]
-        )
+        listed = part.split() if isinstance(part, str) else part if isinstance(part, (list, tuple)) else [part]
+        found += map(str, listed)
     return found
 
 
@@ -363,6 +355,15 @@ def weights(out: Path, actor: str = "policy") -> dict[str, Any]:
     from safetensors.torch import load_file
 
     return {n: w for file in sorted((out / "hf" / actor).glob("*.safetensors")) for n, w in load_file(file).items()}
+
+
+def sample(token_ids: list[int], mask: list[int], advantage: float, group_id: str = "") -> Any:
+    """A sample of which the masked tokens are trained, each with this advantage."""
+    from rl_core.types import TrainingSample
+
+    values = {"rollout_logprobs": [-4.6 * m for m in mask], "policy_versions": [m - 1 for m in mask]}
+    values["advantages"] = [advantage * m for m in mask]
+    return TrainingSample(token_ids=token_ids, loss_mask=mask, group_id=group_id, **values)
 
 
 def make_learner(model: Path | str, *flags: Any, ranks: Any = None) -> Any:
@@ -430,14 +431,8 @@ def engine_spec(module: Any, **more: Any) -> Any:
     from rl_core.sampling.engine import EngineSpec
 
     usual = {"name": "policy", "model": "", "tokenizer": None, "num_slots": 8, "max_context_tokens": 128, "seed": 0}
-    usual |= {
-        "dtype": torch.float32,
-        "device": torch.device("cpu"),
-        "log": Path(),
-        "start_timeout_s": 600,
-        "memory_frac": 0.5,
-    }
-    return EngineSpec(module=module, **usual | more)
+    usual |= {"dtype": torch.float32, "device": torch.device("cpu"), "log": Path(), "start_timeout_s": 600}
+    return EngineSpec(module=module, **{"memory_frac": 0.5} | usual | more)
 
 
 def embedded(module: Any, **more: Any) -> Any:

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from kit import kill_session, run, start_torchrun, wait_until, weights, words
+from kit import kill_session, run, run_ranks, start_torchrun, wait_until, weights, words
 
 ENV = """
 import os, time
@@ -59,6 +59,13 @@ def the_error(errors: str) -> str:
     return line
 
 
+def test_a_rank_that_fails_alone_before_ranks_meet_says_why(tiny_model, tmp_path):
+    fails = "import os\nassert os.environ['RANK'] == '0', 'not on this one'\n"
+    (tmp_path / "env.py").write_text(fails + "def reward_fn(completion): return 1.0\n")
+    flags = words("--model", tiny_model, "--env_path", tmp_path / "env.py", "--out", tmp_path / "run")
+    assert "not on this one" in the_error(run_ranks(2, "-m", "rl_core.train", *flags, check=False).stderr)
+
+
 def test_a_killed_rank_ends_the_others(start):
     process = start("pass")
     os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
@@ -85,13 +92,13 @@ def test_a_hook_that_hangs_on_one_rank_fails_its_episodes_and_then_the_run_on_bo
     assert "reward_fn() ran longer than 2 s" in the_error(errors_of(process))
 
 
-def test_what_was_saved_survives_a_kill_and_is_gone_on_from(start, tmp_path):
+def test_what_was_saved_survives_a_kill_and_is_gone_on_from(start, tmp_path, monkeypatch):
     process, saved = start("pass", "--save_every 1"), tmp_path / "run/checkpoints"
     wait_until(lambda: len(list(saved.glob("step_*"))) >= 2, "two checkpoints")
     kill_session(process)
     process.communicate(timeout=60)
     newest = max(int(p.name[5:]) for p in saved.glob("step_*"))
-    os.environ["RANK"] = "0"  # which the environment's file reads
+    monkeypatch.setenv("RANK", "0")  # which the environment's file reads
     run(tmp_path / "run", "--config", tmp_path / "run/config.yaml", "--resume --num_steps", newest + 1)
     assert (saved / f"step_{newest + 1:06d}/manifest.json").is_file()
 

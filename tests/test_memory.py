@@ -11,25 +11,23 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+import kit
 import pytest
 import torch
-from kit import weights
+from kit import run, weights, words
 from safetensors.torch import load_file, save_file
-from test_learner import FLAGS, assert_same, gradients, make_learner, ragged_samples
+from test_learner import assert_same, gradients, make_learner, ragged_samples
 from test_lora import LORA, make_lora_learner
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rl_core.config import LoraConfig, parse_config
+from rl_core.config import LoraConfig
 from rl_core.distributed import Mesh, close_ranks, init_ranks, on_mesh
 from rl_core.learning import loading
 from rl_core.learning import model as model_file
-from rl_core.learning.algorithms import make_algorithm
-from rl_core.learning.learner import Learner
 from rl_core.learning.loading import local_slices
-from rl_core.learning.model import compile_blocks, make_policy, named_weights
+from rl_core.learning.model import compile_blocks, make_policy
 from rl_core.options.lora import adapter_parameters
 from rl_core.options.offload import activations_on_host, offload_frozen
-from rl_core.train import main
 
 ARCHITECTURES = ("qwen3", "llama", "qwen2")
 
@@ -83,27 +81,24 @@ def held(learner) -> list[torch.Tensor]:
 
 
 UPDATES = {
-    "phase": ["--learner.offload", "phase"],
-    "always": ["--learner.offload", "always"],
-    "phase, 8 bits": ["--learner.offload", "phase", "--optim.name", "adamw8bit"],
-    "always, tp 2": ["--learner.offload", "always"],
+    "phase": "--learner.offload phase",
+    "always": "--learner.offload always",
+    "phase, 8 bits": "--learner.offload phase --optim.name adamw8bit",
+    "always, tp 2": "--learner.offload always",
 }
 
 
 def compare_updates(out: Path, model: str) -> None:
     """Every rank: the weights after two updates of a learner that leaves the device, and of one that stays."""
     ranks, found = init_ranks(60), {}
-    flags = ["--model", model, *FLAGS, "--optim.lr", "0.01"]
     for name, more in UPDATES.items():
         of_mesh = on_mesh(ranks, Mesh(tp=2)) if "tp" in name else ranks
         results = {}
         for is_plain in (True, False):
-            config = parse_config([*flags, *more, *(["--learner.offload", "none"] if is_plain else [])])
-            on_host = config.learner.offload == "always"
-            policy = make_policy(model, torch.float32, of_mesh, False, on_host=on_host)
-            learner = Learner(config, make_algorithm("grpo", config.algo), policy, of_mesh)
-            start = {n: w.clone() for n, w in named_weights(policy)}
-            results[is_plain] = weights_after(learner, leaves=config.learner.offload == "phase")
+            plain = "--learner.offload none" if is_plain else ""
+            learner = kit.make_learner(model, "--optim.lr 0.01", more, plain, ranks=of_mesh)
+            start = {n: w.clone() for n, w in learner.named_weights()}
+            results[is_plain] = weights_after(learner, leaves=learner.config.learner.offload == "phase")
         moved = max((w - results[False][n]).abs().max().item() for n, w in start.items())
         equal = all(torch.equal(w, results[False][n]) for n, w in results[True].items())
         found[name] = {"moved": moved, "equal": equal}
@@ -213,8 +208,7 @@ def count_reductions(out: Path, model: str) -> None:
     """Every rank: all-reduces of an update in one microbatch, and in several, of two copies of the weights."""
     ranks, found = on_mesh(init_ranks(60), Mesh(dp_replicate=2)), {}
     for tokens in (8192, 100):
-        config = parse_config(["--model", model, *FLAGS, "--learner.microbatch_tokens", str(tokens)])
-        learner = Learner(config, make_algorithm("grpo", config.algo), make_policy(model, torch.float32, ranks), ranks)
+        learner = kit.make_learner(model, "--learner.microbatch_tokens", tokens, ranks=ranks)
         (minibatch,), _ = learner.shard(ragged_samples(20))
         with torch.profiler.profile() as profile:
             learner.update(minibatch, 0)
@@ -343,15 +337,14 @@ def test_a_run_learns_the_same_wherever_its_learner_waits(tiny_model, tmp_path):
         'def load_tasks(split): return [{"prompt": str(n)} for n in range(8)]\n'
         "def reward_fn(completion): return len(completion) + sum(map(ord, completion)) % 7\n"
     )
-    flags = ["--env_path", str(tmp_path / "env.py"), "--max_tokens", "8", "--max_prompt_tokens", "16"]
-    flags += ["--algorithm", "ppo", "--tasks_per_step", "2", "--group_size", "2", "--optim.lr", "1e-3"]
-    flags += ["--algo.kl_coef", "0.01", "--eval_every", "2", "--eval.num_tasks", "2", "--eval.samples", "0"]
+    flags = words("--model", tiny_model, "--env_path", tmp_path / "env.py", "--max_tokens 8 --max_prompt_tokens 16")
+    flags += words("--algorithm ppo --tasks_per_step 2 --group_size 2 --optim.lr 1e-3 --algo.kl_coef 0.01")
+    flags += words("--eval_every 2 --eval.num_tasks 2 --eval.samples 0 --learner.offload")
     found = {}
     for offload in ("none", "phase", "always"):
-        run = [*flags, "--model", str(tiny_model), "--out", str(tmp_path / offload), "--learner.offload", offload]
-        run += ["--learner.activations", "offload"] if offload == "always" else []
-        assert main([*run, "--num_steps", "1"]) == 0
-        assert main([*run, "--num_steps", "2", "--resume"]) == 0
+        more = "--learner.activations offload" if offload == "always" else ""
+        run(tmp_path / offload, flags, offload, more, "--num_steps 1")
+        run(tmp_path / offload, flags, offload, more, "--num_steps 2 --resume")
         found[offload] = weights(tmp_path / offload)
     start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
     assert max((w - start[n]).abs().max() for n, w in found["none"].items()) > 1e-4
@@ -383,13 +376,9 @@ def measure_peak(out: Path, model: str, small: str) -> None:
 
 def test_a_rank_holds_little_more_than_its_own_part_while_it_loads(tiny_model, torchrun, tmp_path):
     """40 M parameters, 155 MiB in fp32, from files in bf16 of half that size, of which each of two ranks needs half."""
-    sizes = {
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 8,
-        "layer_types": ["full_attention"] * 8,
-    }
-    model = save_model(tmp_path / "model", tiny_model, num_attention_heads=8, head_dim=64, vocab_size=32000, **sizes)
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
+    sizes |= {"layer_types": ["full_attention"] * 8, "head_dim": 64, "vocab_size": 32000}
+    model = save_model(tmp_path / "model", tiny_model, **sizes)
     torchrun(2, __file__, "peak", tmp_path / "found.0", model, tiny_model)
     for rank in (0, 1):
         found = json.loads((tmp_path / f"found.{rank}").read_text())

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import make_learner, run_ranks
+from kit import make_learner, run_ranks, sample
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -107,16 +107,7 @@ def ragged(num: int, seed: int, is_pairs: bool) -> list[TrainingSample]:
         token_ids = [prompt.randrange(8, 104) for _ in range(lengths[0])]
         token_ids += [draw.randrange(8, 104) for _ in mask[len(token_ids) :]]
         advantage = (0.3 if i % 2 == 0 else 0.0) if is_pairs else draw.gauss(0, 1)
-        samples.append(
-            TrainingSample(
-                token_ids=token_ids,
-                loss_mask=mask,
-                group_id=f"{group:04d}",
-                rollout_logprobs=[-4.6 * m for m in mask],
-                policy_versions=[m - 1 for m in mask],
-                advantages=[advantage * m for m in mask],
-            )
-        )
+        samples.append(sample(token_ids, mask, advantage, f"{group:04d}"))
     return samples
 
 

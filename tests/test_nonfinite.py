@@ -9,25 +9,12 @@ import math
 
 import pytest
 import torch
-from kit import metrics
+from kit import make_learner, metrics, run, run_ranks, words
 from safetensors.torch import load_file
-from test_learner import FLAGS, ragged_samples
+from test_learner import ragged_samples
 
-from rl_core.config import parse_config
-from rl_core.distributed import init_ranks
-from rl_core.learning.algorithms import make_algorithm
-from rl_core.learning.learner import Learner
-from rl_core.learning.model import make_policy
 from rl_core.train import main
 from rl_core.types import RunError
-
-
-def make_learner(model, out, *flags) -> Learner:
-    flags = [*FLAGS, "--model", str(model), "--out", str(out), "--optim.lr", "1e-3", *flags]
-    config = parse_config(flags)
-    ranks = init_ranks(60)
-    policy = make_policy(str(model), torch.float32, ranks, False)
-    return Learner(config, make_algorithm("grpo", config.algo), policy, ranks)
 
 
 def step_with(learner, advantage, step):
@@ -50,8 +37,8 @@ def assert_equal_state(a, b):
 
 
 @pytest.mark.parametrize("what", ["advantage inf", "advantage nan", "weights"])
-def test_an_update_that_is_not_finite_changes_nothing(what, tiny_model, tmp_path, capsys):
-    learner = make_learner(tiny_model, tmp_path, "--learner.microbatch_tokens", "150")
+def test_an_update_that_is_not_finite_changes_nothing(what, tiny_model, capsys):
+    learner = make_learner(tiny_model, "--optim.lr 1e-3 --learner.microbatch_tokens 150")
     assert step_with(learner, None, 0)["updates"].value == 1
     if what == "weights":
         with torch.no_grad():  # finite, but what it is multiplied with overflows
@@ -66,65 +53,41 @@ def test_an_update_that_is_not_finite_changes_nothing(what, tiny_model, tmp_path
     assert "step 7, update 0 of policy is not finite: gradient norm nan, loss" in said
     # Of such weights the loss is finite and the gradient is not.
     assert (", loss nan" in said or "inf" in said) == (what != "weights")
-
-    if what != "weights":
-        assert step_with(learner, None, 7)["updates"].value == 1
+    assert what == "weights" or step_with(learner, None, 7)["updates"].value == 1
 
 
-def test_the_fourth_in_a_row_stops_the_run(tiny_model, tmp_path):
-    learner = make_learner(tiny_model, tmp_path)
-    for step, advantage in enumerate(
-        [math.inf, None, math.nan, -math.inf, math.inf, None, math.nan, math.inf, math.nan]
-    ):
+def test_the_fourth_in_a_row_stops_the_run(tiny_model):
+    learner, inf, nan = make_learner(tiny_model, "--optim.lr 1e-3"), math.inf, math.nan
+    for step, advantage in enumerate([inf, None, nan, -inf, inf, None, nan, inf, nan]):
         assert ("updates" in step_with(learner, advantage, step)) == (advantage is None)
     before = state_of(learner)
     with pytest.raises(RunError, match=r"step 10, update 0.*loss nan.*number 4 in a row"):
-        step_with(learner, math.nan, 9)
+        step_with(learner, nan, 9)
     assert_equal_state(before, state_of(learner))
 
 
-def rm_flags(model, folder, margins, *more):
+def rm_flags(model, folder, margins):
     """A reward model, one pair a rank. A pair's margin of 1e300 is infinite in fp32: so is its loss, but not its gradient."""
     rows = [{"prompt": "52341", "chosen": "12345", "rejected": f"5{i}", "margin": m} for i, m in enumerate(margins)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--algorithm", "rm", "--model", model, "--data.train", folder / "pairs.jsonl", "--data.shuffle", "false"]
-    flags += ["--out", folder / "run", "--max_prompt_tokens", 20, "--max_tokens", 8, "--optim.lr", "1e-3"]
-    return [
-        str(f)
-        for f in [
-            *flags,
-            "--tasks_per_step",
-            2,
-            "--num_steps",
-            len(margins) // 2,
-            "--save_every",
-            1,
-            "--keep_checkpoints",
-            0,
-            *more,
-        ]
-    ]
+    flags = words("--algorithm rm --model", model, "--data.train", folder / "pairs.jsonl", "--data.shuffle false")
+    flags += words("--max_prompt_tokens 20 --max_tokens 8 --optim.lr 1e-3 --tasks_per_step 2 --num_steps")
+    return words(flags, len(margins) // 2, "--save_every 1 --keep_checkpoints 0")
 
 
-@pytest.mark.parametrize("num_ranks, more", [(1, []), (2, []), (2, ["--dp_replicate", 2])])
-def test_an_infinite_loss_on_one_rank_skips_the_update_on_all(num_ranks, more, tiny_model, tmp_path, torchrun):
+@pytest.mark.parametrize("num_ranks, more", [(1, ""), (2, ""), (2, "--dp_replicate 2")])
+def test_an_infinite_loss_on_one_rank_skips_the_update_on_all(num_ranks, more, tiny_model, tmp_path):
     """Its gradient alone would be finite. Also where each rank has all weights, and a norm of its own."""
-    flags = rm_flags(tiny_model, tmp_path, [0, 0.5, 0, 1e300, 0, 0], *more)
-    if num_ranks == 1:
-        assert main(flags) == 0
-    else:
-        torchrun(num_ranks, "-m", "rl_core.train", *flags)
-    rows = metrics(tmp_path / "run")
+    flags = rm_flags(tiny_model, tmp_path, [0, 0.5, 0, 1e300, 0, 0])
+    rows = metrics(run(tmp_path / "run", flags, more, ranks=num_ranks))
     assert [row.get("learn/policy/nonfinite_updates") for row in rows] == [None, pytest.approx(1), None]
     assert [row.get("learn/policy/updates") for row in rows] == [pytest.approx(1), None, pytest.approx(1)]
     assert "learn/policy/loss" not in rows[1] and math.isfinite(rows[2]["learn/policy/grad_norm"])
 
     saved = [{}, {}, {}]  # weights and the optimizer's state of all ranks; those of a copy are saved once
     for step, rank in itertools.product(range(3), range(num_ranks)):
-        found = load_file(
-            tmp_path
-            / f"run/checkpoints/step_{step + 1:06d}/policy/shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
-        )
+        folder = tmp_path / f"run/checkpoints/step_{step + 1:06d}/policy"
+        found = load_file(folder / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors")
         saved[step] |= {(rank, name): value for name, value in found.items()}
     one, two, three = saved
     assert one.keys() == two.keys() == three.keys() and any("exp_avg_sq/" in name for _, name in one)
@@ -132,30 +95,28 @@ def test_an_infinite_loss_on_one_rank_skips_the_update_on_all(num_ranks, more, t
     assert not all(torch.equal(two[name], three[name]) for name in one)
 
 
-def test_two_ranks_stop_together_with_one_message(tiny_model, tmp_path, torchrun):
-    flags = rm_flags(tiny_model, tmp_path, [0, 1e300] * 6)
-    done = torchrun(2, "-m", "rl_core.train", *flags, check=False)
+def test_two_ranks_stop_together_with_one_message(tiny_model, tmp_path):
+    flags = words(rm_flags(tiny_model, tmp_path, [0, 1e300] * 6), "--out", tmp_path / "run")
+    done = run_ranks(2, "-m", "rl_core.train", *flags, check=False)
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "step 4" in line and "inf" in line and "number 4 in a row" in line
     assert [row["learn/policy/nonfinite_updates"] for row in metrics(tmp_path / "run")] == [pytest.approx(1)] * 3
 
 
-@pytest.mark.parametrize("algorithm, learners", [("grpo", [""]), ("ppo", ["critic_", ""])])
-def test_rewards_beyond_the_range_of_fp32_stop_a_run(algorithm, learners, tiny_model, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "flags, learners", [("--algo.advantage group_mean", [""]), ("--algorithm ppo", ["critic_", ""])]
+)
+def test_rewards_beyond_the_range_of_fp32_stop_a_run(flags, learners, tiny_model, tmp_path, capsys):
     """Its critic counts on its own."""
     (tmp_path / "env.py").write_text(
         """def load_tasks(split): return [{"prompt": str(n)} for n in range(8)]
 def reward_fn(completion): return 1e300 * len(completion)"""
     )
-    flags = ["--algorithm", algorithm, "--model", tiny_model, "--env_path", tmp_path / "env.py", "--max_tokens", 8]
-    flags += ["--algo.advantage", "group_mean"] if algorithm == "grpo" else []
-    flags += ["--tasks_per_step", 2, "--num_steps", 6, "--out", tmp_path / "run"]
-    assert main([str(f) for f in flags]) == 1
-    error = capsys.readouterr().err
-    who = "policy_critic" if algorithm == "ppo" else "policy"
+    sizes = "--max_tokens 8 --tasks_per_step 2 --num_steps 6 --out"
+    flags = words(flags, "--model", tiny_model, "--env_path", tmp_path / "env.py", sizes, tmp_path / "run")
+    assert main(flags) == 1
+    error, who = capsys.readouterr().err, "policy_critic" if "ppo" in flags else "policy"
     assert f"error: step 4, update 0 of {who} is not finite" in error and "number 4 in a row" in error
-    rows = metrics(tmp_path / "run")
-    assert [[row[f"learn/policy/{name}nonfinite_updates"] for name in learners] for row in rows] == [
-        [1] * len(learners)
-    ] * 3
+    rows, counts = metrics(tmp_path / "run"), [f"learn/policy/{name}nonfinite_updates" for name in learners]
+    assert [[row[name] for name in counts] for row in rows] == [[1] * len(learners)] * 3

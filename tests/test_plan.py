@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl_core.build import build, make_plan
+from rl_core.build import Run, make_plan
 from rl_core.config import parse_config
 from rl_core.distributed import Mesh, init_ranks
 from rl_core.tools.plan import block_bytes, describe, engine_bytes, learner_bytes, model_size
@@ -30,7 +30,7 @@ def flags(tiny_model, tmp_path) -> list[str]:
 def test_parameters_gradients_and_optimizer_are_those_of_a_learner(flags, adapters):
     plan = make_plan(parse_config([*flags, *adapters]))
     actor = plan.config.actors["policy"]
-    size, learner = model_size(actor), build(plan, init_ranks(60)).learners["policy"]
+    size, learner = model_size(actor), Run(plan, init_ranks(60)).learners["policy"]
     trained = [p for p in learner.policy.parameters() if p.requires_grad]
     held = sum(p.nbytes for p in learner.policy.parameters())
     for parameter in trained:

@@ -12,7 +12,7 @@ from kit import ROOT, STOP, metrics, run, trajectories, words
 from test_learner import ragged_samples
 from transformers import AutoModelForCausalLM
 
-from rl_core.build import build, make_plan
+from rl_core.build import Run, make_plan
 from rl_core.config import parse_config
 from rl_core.distributed import init_ranks
 from rl_core.learning.model import make_policy
@@ -40,7 +40,7 @@ def talk(tiny_model, tmp_path) -> list[str]:
 
 
 def make_run(out, *flags):
-    return build(make_plan(parse_config(words(*flags, "--num_steps 2 --out", out))), init_ranks(60))
+    return Run(make_plan(parse_config(words(*flags, "--num_steps 2 --out", out))), init_ranks(60))
 
 
 def with_random_adapters(run):

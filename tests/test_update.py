@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kit import gradient, learn, make_learner
+from kit import gradient, learn, make_learner, sample
 from transformers import AutoModelForCausalLM
 
 from rl_core.types import TrainingSample
@@ -58,22 +58,10 @@ def make_samples(seed: int, num: int = 8) -> list[TrainingSample]:
     """Two to a task, with two turns each, of different lengths. Each has one advantage, by which it is known."""
     draw, samples = random.Random(seed), []
     for i in range(num):
-        mask = [
-            m
-            for m, n in zip((0, 1, 0, 1), (5, draw.randint(2, 30), 3, draw.randint(1, 9)), strict=True)
-            for _ in range(n)
-        ]
+        lengths = 5, draw.randint(2, 30), 3, draw.randint(1, 9)
+        mask = [turn % 2 for turn, length in enumerate(lengths) for _ in range(length)]
         advantage = draw.gauss(0, 1)
-        samples.append(
-            TrainingSample(
-                token_ids=[draw.randrange(8, 104) for _ in mask],
-                loss_mask=mask,
-                group_id=f"{i // 2:04d}",
-                rollout_logprobs=[-4.6 * m for m in mask],
-                policy_versions=[m - 1 for m in mask],
-                advantages=[advantage * m for m in mask],
-            )
-        )
+        samples.append(sample([draw.randrange(8, 104) for _ in mask], mask, advantage, f"{i // 2:04d}"))
     return samples
 
 

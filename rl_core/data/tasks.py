@@ -112,3 +112,12 @@ class TaskSource:
             raise ValueError(f"{self.env}: the {self.split} data set has no row, or none that fits; it must have one")
         self.kept = indices
         self.order = RowOrder(len(indices), self.seed, self.shuffle)
+
+
+def fits(what: str, length: int, limit: int, named: str, skip_long: bool) -> bool:
+    """Whether a row is taken. Raises ValueError for one that is too long, unless such rows are left out."""
+    if length > limit and not skip_long:
+        raise ValueError(
+            f"{what} of {length} tokens is longer than {named}; raise it, or leave such rows out with --data.skip_long"
+        )
+    return length <= limit

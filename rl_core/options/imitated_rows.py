@@ -1,0 +1,48 @@
+"""Samples of rows that are imitated, or of pairs (SFT, DPO, reward models). No row is tokenized twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rl_core.config import Config
+from rl_core.data.chat import Chat
+from rl_core.data.tasks import fits
+from rl_core.types import Task, TrainingSample, option
+
+# What makes samples of a row, by the algorithm.
+ROWS = {
+    "sft": "rl_core.options.imitation:imitation_samples",
+    "dpo": "rl_core.options.pairs:reply_pair",
+    "rm": "rl_core.options.pairs:scored_pair",
+}
+CACHED_TOKENS = 4_000_000  # 100 MB
+
+
+class ImitatedRows:
+    """What the check at start-up tokenized is kept, up to CACHED_TOKENS."""
+
+    def __init__(self, config: Config, chat: Chat):
+        self.config, self.chat, self.known, self.num_tokens = config, chat, {}, 0
+
+    def samples(self, task: Task, group_id: str = "") -> list[TrainingSample]:
+        """The samples of one row or of one pair. Raises ValueError if it is too long, unless such rows are skipped."""
+        samples = self.known.get(task.id)
+        if samples is None:
+            samples = self._tokenize(task)
+            self.num_tokens += sum(len(sample.token_ids) for sample in samples)
+            if self.num_tokens <= CACHED_TOKENS:
+                self.known[task.id] = samples
+        return [replace(sample, group_id=group_id) for sample in samples]
+
+    def _tokenize(self, task: Task) -> list[TrainingSample]:
+        config, limit = self.config, self.config.max_context_tokens
+        weights = config.sft.weights if config.algorithm == "sft" else ()
+        try:
+            samples = option(ROWS[config.algorithm])(self.chat, task.row, *weights)
+        except ValueError as error:
+            raise ValueError(f"{task.id}: {error}") from None
+        longest, named = (
+            max((len(s.token_ids) for s in samples), default=0),
+            f"{limit} (max_prompt_tokens + max_tokens)",
+        )
+        return samples if fits(f"{task.id}: a row", longest, limit, named, config.data.skip_long) else []
