@@ -40,7 +40,7 @@ REFUSED = {
     FIT: {"--data.train {dir}/row.jsonl": "row.jsonl ... did you mean 'rows.jsonl'"},
     PAIRS: {
         "--algorithm rm --max_prompt_tokens 1 --max_tokens 4": "longer than 5 (max_prompt_tokens + max_tokens)",
-        "--algorithm dpo --data.train {dir}/equal.jsonl": "train/0: 'chosen' and 'rejected' are equal",
+        "--algorithm dpo --data.train {dir}/equal.jsonl": "train/0: 'chosen' and 'rejected' have the same tokens",
     },
     TWO: {
         "--env_path {dir}/alicia.py": "alicia ... alice",
