@@ -115,8 +115,8 @@ def test_ground_and_pure_floors_know_no_ranks(module):
 
 # What a change may not exceed, beside the goal. A change that makes something smaller lowers its number.
 BUDGETS = {
-    "code lines of the spine": (5312, 2700),  # all but engines/, options/, tools/ and cli.py
-    "code lines of rl_core/": (8540, 5800),
+    "code lines of the spine": (5190, 2700),  # all but engines/, options/, tools/ and cli.py
+    "code lines of rl_core/": (8445, 5800),
     "code lines of scripts/": (1490, 1500),
     "code lines of tests/": (10_850, 7500),
     "longest file of rl_core/": (350, 350),
