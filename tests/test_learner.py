@@ -288,8 +288,8 @@ def test_sliding_window_reaches_the_packed_attention(tiny_model, shared_prompt):
 
 def test_bins_are_full_deterministic_and_within_their_limit():
     lengths = [min(2000, int(random.Random(i).lognormvariate(5, 1)) + 1) for i in range(4096)]
-    bins = balanced_bins(lengths, 8192, multiple=8)
-    assert bins == balanced_bins(lengths, 8192, multiple=8)
+    bins = balanced_bins(lengths, 8192, 8, lengths)
+    assert bins == balanced_bins(lengths, 8192, 8, lengths)
     assert len(bins) % 8 == 0
     assert sorted(i for b in bins for i in b) == list(range(4096))
     assert max(sum(lengths[i] for i in b) for b in bins) <= 8192
@@ -308,6 +308,6 @@ def test_bins_have_equal_work_where_attention_counts():
 
 
 def test_fewer_samples_than_ranks_leave_bins_empty():
-    assert sorted(map(len, balanced_bins([5, 3], 100, multiple=4))) == [0, 0, 1, 1]
+    assert sorted(map(len, balanced_bins([5, 3], 100, 4, [5, 3]))) == [0, 0, 1, 1]
     batch = pack_samples([])
     assert batch.input_ids.numel() == 1 and batch.labels.numel() == 0

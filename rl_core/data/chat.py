@@ -13,6 +13,7 @@ import copy
 import hashlib
 import json
 import re
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,77 +23,6 @@ from rl_core.types import Completion, Message, Turn
 _MARK = "\ufdd0"  # Unicode keeps these two for internal use: templates and tokenizers have no rule for them
 PROBE = "\ufdd1"
 _NOT_USER_TEXT = ("role", "type")  # templates compare these values, or put them into a token's name
-
-
-class PlainText:
-    """Tells strings of special tokens in messages from special tokens of the template."""
-
-    def __init__(self, tokenizer: Any, special_ids: dict[str, int]):
-        self._tokenizer = tokenizer
-        self._special_ids = set(special_ids.values())
-        self._heads = {s[:k] for s in special_ids for k in range(1, len(s))}
-        self._tails = {s[k:] for s in special_ids for k in range(1, len(s))}
-        self._longest, self._all = max(map(len, special_ids), default=0), "\n".join(special_ids)
-        longest_first = sorted(special_ids, key=len, reverse=True)
-        self._literal = re.compile("|".join(map(re.escape, [*longest_first, _MARK])))
-        # A special token of the template, with the space that it swallows.
-        self.token = re.compile("|".join(self._pattern(s, special_ids[s]) for s in longest_first) or "(?!)")
-        self._newline_ids = tokenizer.encode("\n", add_special_tokens=False)
-        self._mark_text = lru_cache(512)(self._mark_text)  # every turn renders a conversation's messages again
-
-    def _pattern(self, text: str, token_id: int) -> str:
-        token = self._tokenizer.added_tokens_decoder[token_id]
-        before, after = (r"\s*" if strips else "" for strips in (token.lstrip, token.rstrip))
-        inside = f"(?!{_MARK})" if len(text) == 1 else ""  # one character has no inside: its mark stands behind it
-        return f"{before}{re.escape(text)}{inside}{after}"
-
-    def mark(self, value: Any) -> Any:
-        """A message, or a part of one, in which no string becomes a special token."""
-        if isinstance(value, str):
-            return self._mark_text(value)
-        if isinstance(value, dict):
-            return {k: v if k in _NOT_USER_TEXT else self.mark(v) for k, v in value.items()}
-        return [self.mark(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-    def _mark_text(self, text: str) -> str:
-        text = self._literal.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
-        # A template's own text may complete what begins or ends a message: '<' + 's>'. Templates also trim, so the
-        # marks go beside the first and last character that are no space.
-        core = text.strip()
-        reach = range(1, min(len(core), self._longest) + 1)
-        if core and (core in self._all or any(core[:k] in self._tails or core[-k:] in self._heads for k in reach)):
-            text = text.replace(core, _MARK + core + _MARK, 1)
-        return text
-
-    def encode(self, text: str, continues: bool) -> list[int]:
-        """Token ids of a marked text. `continues`: it follows other tokens, so it is not the start of a text."""
-        if _MARK not in text:
-            return self._encode(text, continues)
-        ids: list[int] = []
-        begin = 0
-        for token in self.token.finditer(text):
-            ids += self._encode_plain(text[begin : token.start()], continues or begin > 0)
-            ids += self._encode(token[0], continues or token.start() > 0)
-            begin = token.end()
-        return ids + self._encode_plain(text[begin:], continues or begin > 0)
-
-    def _encode_plain(self, marked: str, continues: bool) -> list[int]:
-        ids = self._encode(unmarked(marked), continues, split_special_tokens=True)
-        if self._special_ids.isdisjoint(ids):
-            return ids
-        # A vocabulary may hold the string as an ordinary piece too, or the token is not flagged special: break it.
-        pieces = [p for p in marked.split(_MARK) if p]
-        return [i for n, p in enumerate(pieces) for i in self._encode(p, continues or n > 0, split_special_tokens=True)]
-
-    def _encode(self, text: str, continues: bool, **kwargs: Any) -> list[int]:
-        if not text:
-            return []
-        if continues:
-            # SentencePiece puts a space before the start of a text; behind a newline it does not.
-            ids = self._tokenizer.encode("\n" + text, add_special_tokens=False, **kwargs)
-            if ids[: len(self._newline_ids)] == self._newline_ids:
-                return ids[len(self._newline_ids) :]
-        return self._tokenizer.encode(text, add_special_tokens=False, **kwargs)
 
 
 class Chat:
@@ -110,22 +40,77 @@ class Chat:
         self.chat_template = tokenizer.chat_template  # one tokenizer may serve chats with different templates
         self._wants_parts = not self._reads(PROBE) and self._reads([{"type": "text", "text": PROBE}])
         self.end_token_id = self._find_end_token()
-        added = tokenizer.added_tokens_decoder.items()
-        self.special_ids = {token.content: i for i, token in added if token.special or i == self.end_token_id}
-        self.plain = PlainText(tokenizer, self.special_ids)
         stops = dict.fromkeys(i for i in (tokenizer.eos_token_id, self.end_token_id) if i is not None)
         self.stop_token_ids: tuple[int, ...] = tuple(stops)
         self._newest: tuple[Any, str, list[int]] | None = None
+        added = tokenizer.added_tokens_decoder.items()
+        self.special_ids = {token.content: i for i, token in added if token.special or i == self.end_token_id}
+        longest_first = sorted(self.special_ids, key=len, reverse=True)
+        self._literal = re.compile("|".join(map(re.escape, [*longest_first, _MARK])))
+        # A special token of the template, with the space that it swallows.
+        self.special_token = re.compile(f"({'|'.join(map(self._pattern, longest_first)) or '(?!)'})")
+        self._longest, self._all = max(map(len, longest_first), default=0), "\n".join(longest_first)
+        self._heads = {s[:k] for s in longest_first for k in range(1, len(s))}
+        self._tails = {s[k:] for s in longest_first for k in range(1, len(s))}
+        self._newline_ids = tokenizer.encode("\n", add_special_tokens=False)
+        self._mark_text = lru_cache(512)(self._mark_text)  # every turn renders a conversation's messages again
 
     def render(self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True) -> str:
         """The template's text for `encode`, with marks in special tokens' strings of messages. Raises ValueError if the
         template refuses the messages."""
-        tools = self.plain.mark(tools) if tools else None
-        return self._apply([self.plain.mark(self._in_form(m)) for m in messages], tools, add_generation_prompt)
+        tools = self.marked(tools) if tools else None
+        return self._apply([self.marked(self._in_form(m)) for m in messages], tools, add_generation_prompt)
 
     def encode(self, text: str, continues: bool = False) -> list[int]:
-        """Token ids of a rendering, or of a part of one that `continues` others."""
-        return self.plain.encode(text, continues)
+        """Token ids of a rendering or another marked text, or of a part of one that `continues` others."""
+        if _MARK not in text:
+            return self._encode(text, continues)
+        ids: list[int] = []
+        for number, piece in enumerate(self.special_token.split(text)):  # odd ones are special tokens
+            ids += (self._encode if number % 2 else self._encode_plain)(piece, continues or bool(ids))
+        return ids
+
+    def _encode_plain(self, marked: str, continues: bool) -> list[int]:
+        ids = self._encode(unmarked(marked), continues, split_special_tokens=True)
+        if set(self.special_ids.values()).isdisjoint(ids):
+            return ids
+        # A vocabulary may hold the string as an ordinary piece too, or the token is not flagged special: break it.
+        pieces = [p for p in marked.split(_MARK) if p]
+        return [i for n, p in enumerate(pieces) for i in self._encode(p, continues or n > 0, split_special_tokens=True)]
+
+    def _encode(self, text: str, continues: bool, **kwargs: Any) -> list[int]:
+        if not text:
+            return []
+        if continues:
+            # SentencePiece puts a space before the start of a text; behind a newline it does not.
+            ids = self.tokenizer.encode("\n" + text, add_special_tokens=False, **kwargs)
+            if ids[: len(self._newline_ids)] == self._newline_ids:
+                return ids[len(self._newline_ids) :]
+        return self.tokenizer.encode(text, add_special_tokens=False, **kwargs)
+
+    def marked(self, value: Any) -> Any:
+        """A message, or a part of one, in which `encode` makes no string a special token."""
+        if isinstance(value, str):
+            return self._mark_text(value)
+        if isinstance(value, dict):
+            return {k: v if k in _NOT_USER_TEXT else self.marked(v) for k, v in value.items()}
+        return [self.marked(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    def _mark_text(self, text: str) -> str:
+        text = self._literal.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
+        # A template's own text may complete what begins or ends a message: '<' + 's>'. Templates also trim, so the
+        # marks go beside the first and last character that are no space.
+        core = text.strip()
+        reach = range(1, self._longest + 1)
+        if core and (core in self._all or any(core[:k] in self._tails or core[-k:] in self._heads for k in reach)):
+            text = text.replace(core, _MARK + core + _MARK, 1)
+        return text
+
+    def _pattern(self, text: str) -> str:
+        token = self.tokenizer.added_tokens_decoder[self.special_ids[text]]
+        before, after = (r"\s*" if strips else "" for strips in (token.lstrip, token.rstrip))
+        inside = f"(?!{_MARK})" if len(text) == 1 else ""  # one character has no inside: its mark stands behind it
+        return f"{before}{re.escape(text)}{inside}{after}"
 
     def prompt_ids(
         self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True
@@ -146,10 +131,6 @@ class Chat:
         if token_ids and token_ids[-1] in self.stop_token_ids:
             token_ids = token_ids[:-1]
         return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    def marked(self, text: str) -> str:
-        """Text for `encode`, in which no string becomes a special token."""
-        return self.plain.mark(text)
 
     def encode_after(self, token_ids: list[int], suffix: str) -> list[int]:
         """Token ids of the template's text after an assistant's tokens, without end tokens that they already have."""
@@ -220,13 +201,11 @@ class Chat:
         added = {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items()}
         talk = [{"role": r, "content": c} for r, c in (("user", "x"), ("assistant", PROBE), ("user", "x"))]
         for messages in (talk[:2], talk):
-            try:
+            with suppress(ValueError):
                 text = self._apply([*map(self._in_form, messages)], None, False).rpartition(PROBE)[2].lstrip()
-            except ValueError:
-                continue
-            for token in sorted(added, key=len, reverse=True):
-                if text.startswith(token):
-                    return added[token]
+                for token in sorted(added, key=len, reverse=True):
+                    if text.startswith(token):
+                        return added[token]
         return None
 
 

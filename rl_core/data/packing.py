@@ -130,13 +130,10 @@ def padded_length(length: int, cp: int) -> int:
     return length if cp == 1 else -(-length // (2 * cp)) * 2 * cp
 
 
-def balanced_bins(
-    lengths: Sequence[int], max_tokens: int, multiple: int = 1, work: Sequence[float] | None = None
-) -> list[list[int]]:
-    """Indices in bins of nearly equal work (default: tokens), each of at most max_tokens (a longer sample stands alone).
+def balanced_bins(lengths: Sequence[int], max_tokens: int, multiple: int, work: Sequence[float]) -> list[list[int]]:
+    """Indices in bins of nearly equal work, each of at most max_tokens (a longer sample stands alone).
     Their number is a multiple of `multiple`; some are empty where there are fewer samples. Most work first, each into the
     bin with the least work that has space (Graham 1969; at most 4/3 of the best largest bin). It is deterministic."""
-    work = lengths if work is None else work
     order = sorted(range(len(lengths)), key=lambda i: (-work[i], i))
     num = -(-sum(lengths) // max_tokens)
     while True:
@@ -172,10 +169,8 @@ def pack_samples(samples: Sequence[TrainingSample], cp: int = 1) -> PackedBatch:
         by_prompt.setdefault(s.token_ids[: prompt_length(s.loss_mask)].tobytes(), []).append(i)
     unshared, groups = [], []
     for members in by_prompt.values():
-        length, num_tokens = (
-            prompt_length(samples[members[0]].loss_mask),
-            sum(len(samples[i].token_ids) for i in members),
-        )
+        length = prompt_length(samples[members[0]].loss_mask)
+        num_tokens = sum(len(samples[i].token_ids) for i in members)
         if cp == 1 and is_worth_sharing(length, len(members), num_tokens):
             groups.append((length, members))
         else:

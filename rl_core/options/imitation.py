@@ -115,7 +115,7 @@ def split_end(chat: Chat, text: str) -> tuple[str, int | None]:
     """(a rendered turn up to its end token, the end token's id or None): of the special tokens and whitespace
     that the text ends in, the first that an engine stops at."""
     said, end_id, place = text, None, len(text)
-    for token in reversed([*chat.plain.token.finditer(text)]):
+    for token in reversed([*chat.special_token.finditer(text)]):
         if text[token.end() : place].strip():
             break
         place = token.start()
