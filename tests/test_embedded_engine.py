@@ -9,7 +9,7 @@ import pytest
 import torch
 from kit import embedded
 from test_engine_contract import LORAS, load, logprobs_of, random_prompts
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import rl_core.engines.embedded
 from rl_core.learning.loading import load_model_config
@@ -337,26 +337,6 @@ def test_a_context_ends_where_the_models_positions_do():
         assert_logprobs(model, prompt, completion)
     with pytest.raises(ValueError, match="prompt of 40 tokens"):
         run(engine, [[5] * 40] * 3, SamplingParams(max_tokens=1))
-
-
-def test_a_model_whose_vocabulary_stands_in_its_text_config_is_sampled_from():
-    text = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "head_dim": 16,
-    }
-    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "query_pre_attn_scalar": 16, "sliding_window": 16}
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = AutoConfig.for_model(
-        "gemma3", text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14}
-    )
-    assert not hasattr(config, "vocab_size")
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
-    [completion] = run(embedded(model), [[5, 6, 7]], SamplingParams(max_tokens=6))
-    assert_logprobs(model, [5, 6, 7], completion)
 
 
 def test_weights_that_are_nan_are_an_error_and_not_a_sample(model):

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,38 +192,29 @@ class SGLangEngine:
             self.files.remove(self._weights)
         coming = ((name, weight) for name, weight, _ in arriving(self.spec.module, weights))
         named = checkpoint_weights(self.spec.module, coming)  # SGLang reads published checkpoints
-        self._weights = self.files.folder()
-        for number, bucket in enumerate(in_buckets(on_host(named, self.spec.dtype))):
-            self.files.write(self._weights / f"{number:05d}.safetensors", safetensors.torch.save(bucket))
+        buckets = enumerate(in_buckets(on_host(named, self.spec.dtype)))
+        self._weights = self.files.write((f"{n:05d}.safetensors", safetensors.torch.save(part)) for n, part in buckets)
         await self._load_weights()
         await self._flush()
 
     async def _load_weights(self) -> None:
         body = {"model_path": str(self._weights), "load_format": "safetensors", "flush_cache": False}
         # Each answer repeats the label.
-        answer = await self._ask("update_weights_from_disk", body | {"weight_version": self._weights.name})
-        if not answer.get("success"):  # SGLang reports refusals with status 200
-            raise EngineDied(f"{self.server} refused weights: {answer.get('message')}")
+        await self._ask("update_weights_from_disk", body | {"weight_version": self._weights.name})
 
     async def _send_adapter(self, actor: str, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        config, old, folder = self.spec.adapters[actor], self._slots.get(actor), self.files.folder(f"{actor}_")
+        config, old = self.spec.adapters[actor], self._slots.get(actor)
         arrived = [*arriving_adapter(actor, weights, config["r"], self._linear, old.arrived if old else set())]
-        for file, data in adapter_files(arrived, config, self._linear, self.spec.dtype).items():
-            self.files.write(folder / file, data)
+        folder = self.files.write(adapter_files(arrived, config, self._linear, self.spec.dtype), f"{actor}_")
         await self._load_adapter(folder)
         self._slots[actor] = AdapterSlot(version=version, folder=folder, arrived={full for full, *_ in arrived})
         if old is not None:
             self.files.remove(old.folder)
             if not old.was_aborted or numbers(importlib.metadata.version("sglang")) >= FORGETS_ABORTED:
-                await self._change_adapters("unload", {"lora_name": old.folder.name})
+                await self._ask("unload_lora_adapter", {"lora_name": old.folder.name})
 
     async def _load_adapter(self, folder: Path) -> None:
-        await self._change_adapters("load", {"lora_name": folder.name, "lora_path": str(folder)})
-
-    async def _change_adapters(self, how: str, body: dict[str, str]) -> None:
-        answer = await self._ask(f"{how}_lora_adapter", body)
-        if not answer.get("success"):
-            raise RuntimeError(f"{self.server} did not {how} an adapter: {answer.get('error_message')}")
+        await self._ask("load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)})
 
     def _check_idle(self) -> None:
         if self._num_running and self._may_run.is_set():
@@ -257,10 +248,7 @@ class SGLangEngine:
         return {f"rollout/{self.spec.name}/engine_restarts": Sum(found)}
 
     async def close(self) -> None:
-        """Kills the server, or ends the requests at one that somebody else runs. Whoever waits gets EngineDied."""
-        if not self.server.is_own and self.server.is_alive:
-            with contextlib.suppress(EngineDied, RuntimeError):
-                await self._ask("abort_request", {"abort_all": True}, timeout_s=5)
+        """Kills the server, unless somebody else runs it. Whoever waits gets EngineDied."""
         self.server.stop()
         self.files.close()
 
@@ -280,8 +268,8 @@ class SGLangEngine:
                     raise
             await asyncio.sleep(0.1)
 
-    async def _ask(self, path: str, body: dict[str, Any], timeout_s: float | None = ANSWER_TIMEOUT_S) -> Any:
-        """The answer's JSON, None if it is a text. Raises RuntimeError if the server refuses."""
+    async def _ask(self, path: str, body: dict[str, Any], timeout_s: float | None = ANSWER_TIMEOUT_S) -> dict[str, Any]:
+        """The answer's JSON, {} if it is a text. Raises RuntimeError if the server refuses."""
         if not self.server.is_alive:
             raise self.server.died("has died")
         try:
@@ -290,9 +278,10 @@ class SGLangEngine:
             raise self.server.died(f"did not answer /{path} within {timeout_s:g} s") from None
         except aiohttp.ClientError as error:
             raise await self.server.gone(error) from None
-        if status != 200:
+        found = json.loads(content) if content.startswith(b"{") else {}
+        if status != 200 or found.get("success") is False:  # SGLang reports some refusals with status 200
             raise RuntimeError(f"{self.server} refused /{path} with {status}: {content[:500]!r}")
-        return json.loads(content) if content.startswith(b"{") else None
+        return found
 
 
 def sampling_params(params: SamplingParams, max_tokens: int) -> dict[str, Any]:
@@ -308,7 +297,7 @@ def adapter_files(
     config: dict[str, Any],
     layers: dict[str, nn.Linear],
     dtype: torch.dtype,
-) -> dict[str, bytes]:
+) -> Iterator[tuple[str, bytes]]:
     """An adapter as peft writes it, in a form that SGLang can load. `arrived`: what arriving_adapter yields."""
     rank, tensors = config["r"], {}
     for _, layer, kind, _ in arrived:
@@ -320,8 +309,8 @@ def adapter_files(
     tensors |= on_host(((full, weight) for full, _, _, weight in arrived), dtype)
     targets = sorted({full.split(".")[-3] for full in tensors})
     read = {"peft_type": "LORA", "r": rank, "lora_alpha": config["lora_alpha"], "target_modules": targets}
-    data = safetensors.torch.save(tensors)
-    return {"adapter_model.safetensors": data, "adapter_config.json": json.dumps(read).encode()}
+    yield "adapter_model.safetensors", safetensors.torch.save(tensors)
+    yield "adapter_config.json", json.dumps(read).encode()
 
 
 class Files:
@@ -332,21 +321,20 @@ class Files:
         place = spec.folder or ("/dev/shm" if spec.url and os.access("/dev/shm", os.W_OK) else None)
         self.home, self.are_links = tempfile.TemporaryDirectory(prefix="rl_core_weights_", dir=place), not spec.url
 
-    def folder(self, prefix: str = "") -> Path:
-        """A new folder, with a name that no other has."""
+    def write(self, files: Iterable[tuple[str, bytes]], prefix: str = "") -> Path:
+        """A new folder with these files, and a name that no other has."""
         folder = Path(self.home.name) / f"{prefix}{uuid.uuid4().hex}"
         folder.mkdir()
+        for name, data in files:
+            if self.are_links:
+                (folder / name).symlink_to(f"/proc/{os.getpid()}/fd/{os.memfd_create(name)}")
+            (folder / name).write_bytes(data)
         return folder
 
-    def write(self, file: Path, data: bytes) -> None:
-        if self.are_links:
-            file.symlink_to(f"/proc/{os.getpid()}/fd/{os.memfd_create(file.name)}")
-        file.write_bytes(data)
-
     def remove(self, folder: Path) -> None:
-        for file in folder.iterdir() if self.are_links else ():
+        for file in folder.glob("*") if self.are_links else ():
             os.close(int(file.readlink().name))
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # it is gone if the weights of an update did not fit
 
     def close(self) -> None:
         for folder in Path(self.home.name).glob("*"):
