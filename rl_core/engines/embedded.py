@@ -13,7 +13,7 @@ import asyncio
 import random
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -24,7 +24,7 @@ from rl_core.engines.adapters import AdapterTable
 from rl_core.engines.slots import SlotCache, SlotModel, Snapshot
 from rl_core.host_copies import HostCopies
 from rl_core.metrics import Metric
-from rl_core.sampling.engine import EngineSpec, check_request
+from rl_core.sampling.engine import EngineSpec, check_request, note_version
 from rl_core.sampling.weights import load_weights
 from rl_core.types import Completion, SamplingParams, logit_change
 
@@ -39,8 +39,8 @@ NO_LIMITS = (0, 1.0, 0.0)  # top_k, top_p, min_p
 @dataclass(kw_only=True, slots=True, eq=False)
 class Request:
     ids: list[int]  # the prompt and what was sampled
-    num_prompt: int
     end: int  # number of ids at which it is cut off
+    said: Completion  # so far
     params: SamplingParams
     session: str
     adapter: str  # "" is none
@@ -50,8 +50,6 @@ class Request:
     row: int = -1  # of the cache; -1 while it waits
     num_cached: int = 0  # ids with keys and values from the session's last turn
     hidden: Tensor | None = None  # [hidden size] of its last token when it entered
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)  # (index, policy version): from this token on
 
     @property
     def num_new(self) -> int:
@@ -97,8 +95,8 @@ class EmbeddedEngine:
         assert not adapter or adapter in self.adapter_versions, adapter
         request = Request(
             ids=list(prompt_ids),
-            num_prompt=len(prompt_ids),
             end=min(len(prompt_ids) + params.max_tokens, self.max_context_tokens),
+            said=Completion(token_ids=[], logprobs=[], text="", finish_reason="", policy_version=self.version),
             params=params,
             session=session,
             adapter=adapter,
@@ -257,9 +255,7 @@ class EmbeddedEngine:
         self._prompts = {key: kept for key, kept in self._prompts.items() if key in self._num_waiting}
         if started := self._active[first:]:
             for request in started:
-                version = self.adapter_versions.get(request.adapter, self.version)
-                if not request.versions or request.versions[-1][1] != version:
-                    request.versions.append((len(request.logprobs), version))
+                note_version(request.said, self.adapter_versions.get(request.adapter, self.version))
             hidden = torch.stack([request.hidden for request in started])
             self._take(started, self._slots.sample(hidden, self._numbers(started)[2:]))
 
@@ -309,10 +305,10 @@ class EmbeddedEngine:
             rows += [temperatures, *zip(*limits, strict=True)]
         elif any(t != 1.0 for t in temperatures):
             rows.append(temperatures)
-        numbers = torch.tensor(rows, dtype=torch.float64)  # token ids are exact in it
-        if self.model.device.type == "cuda":
-            numbers = numbers.pin_memory()
-        return numbers.to(self.model.device, non_blocking=True)
+        device = self.model.device
+        # Token ids are exact in float64.
+        numbers = torch.tensor(rows, dtype=torch.float64, pin_memory=device.type == "cuda")
+        return numbers.to(device, non_blocking=True)
 
     def _take(self, requests: list[Request], sampled: Tensor) -> None:
         tokens, logprobs = sampled.tolist()  # the one wait for the device
@@ -320,41 +316,35 @@ class EmbeddedEngine:
             if logprob != logprob:
                 raise ValueError("the model's logits are NaN; its weights have diverged or were never loaded")
             request.ids.append(int(token))
-            request.logprobs.append(logprob)
+            request.said.token_ids.append(int(token))
+            request.said.logprobs.append(logprob)
         for request in reversed(requests):
-            if reason := self._finish_reason(request):
-                self._finish(request, reason)
+            request.said.finish_reason = self._finish_reason(request)
+            if request.said.finish_reason:
+                self._finish(request)
 
     def _finish_reason(self, request: Request) -> str:
-        params, ids = request.params, request.ids
+        params, ids = request.params, request.said.token_ids
         if ids[-1] in params.stop_token_ids:
             return "stop"
         if params.stop:
             # A token that decodes to something has a byte at least, so this tail holds any stop string that just ended.
-            first = len(ids) - max(len(s.encode()) for s in params.stop) - 4
-            text = self._decoded(ids[max(first, request.num_prompt) :], skip_special_tokens=False)
+            length = max(len(s.encode()) for s in params.stop) + 4
+            text = self._decoded(ids[-length:], skip_special_tokens=False)
             if any(s in text for s in params.stop):
                 return "stop"
-        return "length" if len(ids) >= request.end else ""
+        return "length" if len(request.ids) >= request.end else ""
 
     def _decoded(self, ids: list[int], skip_special_tokens: bool) -> str:
         how = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         return self.tokenizer.decode(ids, **how) if self.tokenizer is not None else ""
 
-    def _finish(self, request: Request, reason: str) -> None:
+    def _finish(self, request: Request) -> None:
         if request.session:
             self._park(request)
         if not request.future.done():
-            sampled = request.ids[request.num_prompt :]
-            completion = Completion(
-                token_ids=sampled,
-                logprobs=request.logprobs,
-                text=self._decoded(sampled, skip_special_tokens=True),
-                finish_reason=reason,
-                policy_version=request.versions[0][1],
-                newer_versions=request.versions[1:],
-            )
-            request.future.set_result(completion)
+            request.said.text = self._decoded(request.said.token_ids, skip_special_tokens=True)
+            request.future.set_result(request.said)
         self._leave(request)
 
     def _park(self, request: Request) -> None:

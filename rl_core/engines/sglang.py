@@ -30,7 +30,7 @@ from rl_core.engines.remote import ask, in_buckets
 from rl_core.engines.sglang_server import Server, numbers
 from rl_core.learning.model import checkpoint_weights
 from rl_core.metrics import Metric, Sum
-from rl_core.sampling.engine import EngineDied, EngineSpec, check_request
+from rl_core.sampling.engine import EngineDied, EngineSpec, check_request, note_version
 from rl_core.sampling.weights import arriving, arriving_adapter, on_host
 from rl_core.types import Completion, SamplingParams
 
@@ -126,11 +126,7 @@ class SGLangEngine:
     ) -> None:
         """Samples more tokens, up to the end or the next pause."""
         slot, rid, num_pauses = self._slots.get(adapter), uuid.uuid4().hex, self._num_pauses
-        version = slot.version if slot else self.version
-        if not done.token_ids:
-            done.policy_version = version
-        elif version != done.policy_versions[-1]:
-            done.newer_versions.append((len(done.token_ids), version))
+        note_version(done, slot.version if slot else self.version)
         body = {"rid": rid, "input_ids": [*prompt_ids, *done.token_ids], "return_logprob": True}
         body["sampling_params"] = sampling_params(params, max_tokens - len(done.token_ids))
         body |= {"lora_path": slot.folder.name} if slot else {}
