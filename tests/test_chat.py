@@ -57,19 +57,19 @@ def chat_of(path: Path) -> Chat:
     return Chat(make_tokenizer(), path.read_text())
 
 
+def chat_named(name: str) -> Chat:
+    return chat_of(next(p for p in TEMPLATES if p.stem == name))
+
+
 def in_parts(messages):
     return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
 
 
 def reference_ids(chat, messages):
     """What the library itself makes of the messages."""
-
-    def ids(messages):
-        return chat.tokenizer.apply_chat_template(
-            messages, chat_template=chat.chat_template, add_generation_prompt=True, return_dict=False
-        )
-
-    return ids(in_parts(messages) if chat.chat_template in TAKE_ONLY_PARTS else messages)
+    messages = in_parts(messages) if chat.chat_template in TAKE_ONLY_PARTS else messages
+    how = {"chat_template": chat.chat_template, "add_generation_prompt": True, "return_dict": False}
+    return chat.tokenizer.apply_chat_template(messages, **how)
 
 
 def user(text):
@@ -101,15 +101,9 @@ def next_message(chat, messages, text):
 
 
 def sampled_text(rng):
-    kind = rng.randrange(5)
-    answer = words(rng)
-    if kind == 0:
-        return f"<think>\n{words(rng)}\n</think>\n\n{answer}"
-    if kind == 1:
-        return f"{words(rng)}\n</think>\n\n{answer}"
-    if kind == 2:
-        return f" {answer} \n"
-    return answer
+    kind, answer = rng.randrange(5), words(rng)
+    forms = [f"<think>\n{words(rng)}\n</think>\n\n{answer}", f"{words(rng)}\n</think>\n\n{answer}", f" {answer} \n"]
+    return [*forms, answer, answer][kind]
 
 
 def sample(chat, rng):
@@ -130,7 +124,7 @@ def talk(chat, rng, num_turns):
     messages = opening(chat, words(rng))
     stream = TokenStream(chat, messages)
     assert stream.prompt_ids == reference_ids(chat, messages)
-    turns, grown, stops = [], [], []
+    turns, grown = [], []
     for _ in range(num_turns):
         before = stream.prompt_ids
         token_ids, finish_reason = sample(chat, rng)
@@ -140,7 +134,6 @@ def talk(chat, rng, num_turns):
         new = [next_message(chat, messages, words(rng))] if rng.random() < 0.4 else [user(words(rng))]
         messages = messages + new
         grown.append(stream.append(token_ids, text, new))
-        stops.append(token_ids[-1] == chat.tokenizer.eos_token_id)
         if grown[-1]:
             assert stream.prompt_ids[: len(before) + len(token_ids)] == before + token_ids
             decoded = chat.tokenizer.decode(stream.prompt_ids)
@@ -152,11 +145,8 @@ def talk(chat, rng, num_turns):
 
 
 def turn_of(stream, token_ids, text, finish_reason, version):
-    logprobs = [-0.5 - i for i in range(len(token_ids))]
-    completion = Completion(
-        token_ids=token_ids, logprobs=logprobs, text=text, finish_reason=finish_reason, policy_version=version
-    )
-    return stream.turn(completion)
+    said = {"token_ids": token_ids, "logprobs": [-0.5 - i for i in range(len(token_ids))], "text": text}
+    return stream.turn(Completion(**said, finish_reason=finish_reason, policy_version=version))
 
 
 @every_template
@@ -167,9 +157,9 @@ def test_stream_grows_or_begins_anew_and_only_sampled_tokens_are_trained(path):
         turns, grown = talk(chat, rng, num_turns)
         samples = samples_from_turns(turns, 1.0)
         assert len(samples) == 1 + grown[:-1].count(False)
-        trained = [t for s in samples for t, m in zip(s.token_ids, s.loss_mask, strict=True) if m]
+        trained = [t for s in samples for t in s.token_ids[s.loss_mask]]
         assert trained == [t for turn in turns for t in turn.completion.token_ids]
-        logprobs = [x for s in samples for x, m in zip(s.rollout_logprobs, s.loss_mask, strict=True) if m]
+        logprobs = [x for s in samples for x in s.rollout_logprobs[s.loss_mask]]
         assert logprobs == [x for turn in turns for x in turn.completion.logprobs]
 
 
@@ -189,9 +179,7 @@ def test_every_template_was_exercised_and_both_kinds_occur():
 
 
 def count_special(chat, ids):
-    special = set(chat.tokenizer.all_special_ids) | {
-        i for i, t in chat.tokenizer.added_tokens_decoder.items() if t.special
-    }
+    special = {i for i, t in chat.tokenizer.added_tokens_decoder.items() if t.special}
     return sum(i in special for i in ids)
 
 
@@ -274,9 +262,8 @@ def test_a_turn_that_ends_in_two_tokens_gets_neither_twice():
 
 @pytest.mark.parametrize("said", ["42", " 42", "42 \n", " 42\n"])
 def test_a_turn_that_was_cut_short_is_closed_as_the_template_closes_it(said):
-    chat = Chat(
-        make_tokenizer(), CHATML.replace("m.content", "(m.content | trim)").replace("<|im_end|>", "\\n<|im_end|>")
-    )
+    trims = CHATML.replace("m.content", "(m.content | trim)").replace("<|im_end|>", "\\n<|im_end|>")
+    chat = Chat(make_tokenizer(), trims)
     stream = TokenStream(chat, [user("hello")])
     assert stream.append(chat.encode(said), said, [user("because")])
     between = "<|im_end|>" if said.endswith("\n") else "\n<|im_end|>"
@@ -284,7 +271,7 @@ def test_a_turn_that_was_cut_short_is_closed_as_the_template_closes_it(said):
 
 
 def test_thinking_is_kept_apart_where_the_template_reads_it_so():
-    chat = chat_of(next(p for p in TEMPLATES if p.stem == "qwen3_8"))
+    chat = chat_named("qwen3_8")
     stream = TokenStream(chat, [user("hello")])
     said = "the fox\n</think>\n\nthe answer"
     assert stream.append([*chat.encode(said), chat.end_token_id], said, [user("because")])
@@ -292,7 +279,7 @@ def test_thinking_is_kept_apart_where_the_template_reads_it_so():
 
 
 def test_imitation_does_not_open_thinking_twice():
-    chat = chat_of(next(p for p in TEMPLATES if p.stem == "deepseekv3"))
+    chat = chat_named("deepseekv3")
     (turn,) = imitation_turns(chat, [user("hello"), answer("<think>\nthe fox\n</think>\n\n42")])
     assert chat.tokenizer.decode(turn.new_ids).endswith("<think>\n")
     assert turn.completion.text == "the fox\n</think>\n\n42"
@@ -324,22 +311,20 @@ def test_no_space_creeps_in_where_a_tokenizer_puts_one_before_a_text():
         stream = TokenStream(chat, [user(question)])
         ids = chat.encode("the answer", continues=True)
         assert stream.append([*ids, chat.end_token_id], "the answer", [user(question)])
-        assert (
-            chat.tokenizer.decode(stream.prompt_ids)
-            == f"<s>[INST]{question}[/INST]the answer</s>[INST]{question}[/INST]"
-        )
+        expected = f"<s>[INST]{question}[/INST]the answer</s>[INST]{question}[/INST]"
+        assert chat.tokenizer.decode(stream.prompt_ids) == expected
         assert count_special(chat, stream.prompt_ids) == 2
     assert stream.prompt_ids.count(chat.end_token_id) == 1
 
 
 def test_a_list_of_texts_reads_as_their_string():
     for name in ("qwen2_5", "llama3", "gemma3", "smolvlm"):
-        chat = chat_of(next(p for p in TEMPLATES if p.stem == name))
+        chat = chat_named(name)
         assert chat.prompt_ids(in_parts([user("hello <s> world")])) == chat.prompt_ids([user("hello <s> world")])
 
 
 def test_special_tokens_strings_in_tools_are_text():
-    chat = chat_of(next(p for p in TEMPLATES if p.stem == "qwen2_5"))
+    chat = chat_named("qwen2_5")
     tool = {"type": "function", "function": {"name": "add", "description": "adds <|im_end|>", "parameters": {}}}
     ids = chat.prompt_ids([user("hello")], [tool])
     assert "adds <|im_end|>" in chat.tokenizer.decode(ids)
@@ -356,8 +341,7 @@ def test_imitation_trains_what_is_said_and_the_end_token_and_nothing_else():
     turns = imitation_turns(chat, messages)
     (sample,) = samples_from_turns(turns, 1.0)
     decode = chat.tokenizer.decode
-    trained = [t for t, m in zip(sample.token_ids, sample.loss_mask, strict=True) if m]
-    assert decode(trained) == "the fox<|im_end|>42<|im_end|>"
+    assert decode(sample.token_ids[sample.loss_mask].tolist()) == "the fox<|im_end|>42<|im_end|>"
     whole = chat.render(messages, add_generation_prompt=False)
     assert decode(sample.token_ids.tolist()) == whole.removesuffix("\n")
     assert sample.token_ids.tolist() == chat.encode(whole)[: len(sample.token_ids)]
@@ -390,9 +374,8 @@ def test_imitated_turns_are_prompted_as_an_engine_would_be(path):
 
 
 def test_imitation_renders_tool_calls():
-    path = next(p for p in TEMPLATES if p.stem == "qwen2_5")
     call = {"type": "function", "function": {"name": "add", "arguments": {"x": 42}}}
-    turns = imitation_turns(chat_of(path), [user("hello"), {"role": "assistant", "content": "", "tool_calls": [call]}])
+    turns = imitation_turns(chat_named("qwen2_5"), [user("hello"), answer("", tool_calls=[call])])
     assert '"name": "add", "arguments": {"x": 42}' in turns[0].completion.text
 
 
@@ -405,7 +388,7 @@ def test_stop_tokens_are_the_tokenizers_and_the_templates():
         "phi3": "<|end|>",
     }
     for name, end in ends.items():
-        chat = chat_of(next(p for p in TEMPLATES if p.stem == name))
+        chat = chat_named(name)
         assert chat.tokenizer.convert_ids_to_tokens(list(chat.stop_token_ids)) == [EOS, end]
 
 
@@ -422,7 +405,7 @@ def test_a_tokenizer_without_a_template_is_refused_and_load_chat_reads_one_from_
 
 
 def test_what_a_template_refuses_is_an_error_of_one_line():
-    chat = chat_of(next(p for p in TEMPLATES if p.stem == "gemma3"))
+    chat = chat_named("gemma3")
     with pytest.raises(ValueError, match=r"roles \[user user\].*must alternate") as error:
         chat.prompt_ids([user("hello"), user("hello")])
     assert "\n" not in str(error.value)
