@@ -40,8 +40,7 @@ from rl_core.run_folder import RunLog, keep_config
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import DeviceLease, Engine
 from rl_core.sampling.env import Env
-from rl_core.sampling.group import run_group
-from rl_core.sampling.rollout import RolloutWorker, groups_at_once
+from rl_core.sampling.rollout import RolloutWorker, groups_at_once, run_group
 from rl_core.sources import check_lengths, eval_sources, load_envs, train_tasks
 from rl_core.types import option
 
@@ -220,7 +219,6 @@ def make_actors(plan: Plan, engines: dict[str, Engine | None], older: Any, lease
             engine=engine,
             chat=chat,
             stop_token_ids=tuple(dict.fromkeys(ends)),
-            max_turns=config.turn_limit,
             max_context_tokens=config.max_context_tokens,
             max_tokens=own.max_tokens,
             is_trainable=own.is_trained,

@@ -250,7 +250,6 @@ def make_api_actor(config: Config, name: str) -> Any:
         url=actor.api,
         model=actor.model,
         api_key_env=actor.api_key_env,
-        max_turns=config.turn_limit,  # of several environments each sets its own
         max_tokens=actor.max_tokens,
         max_concurrent=config.rollout.max_concurrent,
     )

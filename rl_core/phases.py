@@ -19,9 +19,8 @@ from rl_core.learning.model import export_policy
 from rl_core.metrics import Max, Mean, Sum
 from rl_core.models import is_read
 from rl_core.sampling.actor import Actor
-from rl_core.sampling.group import Group, make_groups
 from rl_core.sampling.outcomes import lag_metrics, part_metrics, refuse_failures, rollout_metrics
-from rl_core.sampling.rollout import in_order, rollout
+from rl_core.sampling.rollout import Group, in_order, rollout
 from rl_core.types import SamplingParams, Task, TrainingSample, Trajectory
 
 
@@ -75,8 +74,10 @@ def profiled(run: Run, step: int) -> AbstractContextManager:
     return torch.profiler.profile(on_trace_ready=lambda profile: profile.export_chrome_trace(str(file)))
 
 
-def sampling_params(run: Run, **drawn) -> SamplingParams:
-    return SamplingParams(max_tokens=run.config.max_tokens, stop=tuple(run.config.sampling.stop), **drawn)
+def sampling_params(run: Run, env: str, **drawn) -> SamplingParams:
+    config = run.config
+    max_tokens = config.env(env).max_tokens or config.max_tokens
+    return SamplingParams(max_tokens=max_tokens, stop=tuple(config.sampling.stop), **drawn)
 
 
 def draw_groups(run: Run, num_groups: int) -> list[Group]:
@@ -84,12 +85,12 @@ def draw_groups(run: Run, num_groups: int) -> list[Group]:
     config, groups = run.config, []
     left, run.pending = run.pending[:num_groups], run.pending[num_groups:]
     first, run.position = run.position, run.position + num_groups - len(left)
-    params = sampling_params(run, temperature=config.sampling.temperature)
     for position in (*left, *range(first, run.position)):
         step, number = divmod(position, config.tasks_per_step)
         task = run.plan.train.task(position)
-        same = {"size": config.group_size, "params": params, "seed": config.seed, "position": position}
-        groups.append(Group(task=task, batch=f"train/{step:06d}", number=number, **same))
+        params = sampling_params(run, task.env, temperature=config.sampling.temperature)
+        place = {"batch": f"train/{step:06d}", "number": number, "position": position}
+        groups.append(Group(task=task, size=config.group_size, params=params, seed=config.seed, **place))
     return groups
 
 
@@ -274,9 +275,10 @@ def evaluate_rows(run: Run, tasks: list[Task]) -> None:
 
 async def evaluate_tasks(run: Run, step: int, env: str, tasks: list[Task], label: str, count: int) -> None:
     config, plan = run.config, run.plan
-    params = sampling_params(run, **(config.eval.sampling if label == "sampled" else {"temperature": 0.0}))
+    params = sampling_params(run, env, **(config.eval.sampling if label == "sampled" else {"temperature": 0.0}))
     name = f"eval/{step:06d}/{label}" + (f"/{env}" if len(plan.eval) > 1 else "")
-    groups = make_groups(tasks, name, count, params, config.seed, seed_name=f"eval/{env}")
+    same = {"batch": f"eval/{env}", "label": name, "size": count, "params": params, "seed": config.seed}
+    groups = [Group(task=task, number=number, **same) for number, task in enumerate(tasks)]
     newest = {n: replace(a, older=None) if isinstance(a, Actor) else a for n, a in run.actors.items()}
     trajectories = await rollout(plan.envs, newest, groups, config.rollout, run.ranks, config.timeout_s)
     await write(run, name.replace("/", "_"), trajectories)

@@ -23,11 +23,9 @@ def load_envs(config: Config) -> tuple[Config, dict[str, Env]]:
     file's own. Raises ValueError if an actor that should learn can speak in none that is trained in."""
     envs = {}
     for name, path in config.env_paths.items():
-        env = envs[name] = load_env(path, hook_timeout_s=config.rollout.hook_timeout_s)
-        env.check_actors(list(config.actors))
-        given = config.env(name)
-        env.max_turns = given.max_turns or config.max_turns or env.max_turns or (8 if env.is_multi_turn else 1)
-        env.max_tokens = given.max_tokens or config.max_tokens
+        given, timeout_s = config.env(name).max_turns or config.max_turns, config.rollout.hook_timeout_s
+        envs[name] = load_env(path, hook_timeout_s=timeout_s, max_turns=given)
+        envs[name].check_actors(list(config.actors))
     if envs:
         sections = {name: replace(config.env(name), max_turns=env.max_turns) for name, env in envs.items()}
         limit = max(env.max_turns for env in envs.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from functools import cache
 
 from make_tiny_model import character_tokenizer
@@ -14,9 +15,8 @@ from rl_core.data.tasks import make_task
 from rl_core.distributed import init_ranks
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import check_request
-from rl_core.sampling.group import make_groups
 from rl_core.sampling.outcomes import refuse_failures
-from rl_core.sampling.rollout import rollout
+from rl_core.sampling.rollout import Group, rollout
 from rl_core.types import Completion, SamplingParams
 
 ROW = {"messages": [{"role": "user", "content": "2+2"}], "answer": "4", "tests": [1, 2]}
@@ -59,7 +59,7 @@ def chat_of(template: str | None = None) -> Chat:
 
 
 def actor(name: str, engine: RuleEngine, **limits) -> Actor:
-    more = {"max_turns": 20, "max_context_tokens": 100_000, "stop_token_ids": engine.chat.stop_token_ids} | limits
+    more = {"max_context_tokens": 100_000, "stop_token_ids": engine.chat.stop_token_ids} | limits
     return Actor(name=name, engine=engine, chat=engine.chat, **more)
 
 
@@ -80,16 +80,18 @@ def saying(text: str | list[str]):
     return lambda prompt, seed: texts[min(prompt.count("<|assistant|>") - 1, len(texts) - 1)]
 
 
-def run(
-    env, actors, *, group_size=1, rows=(ROW,), seed=0, max_tokens=50, max_failed=1.0, timeout_s=30.0, name="train/0"
-):
-    """The trajectories of one group for each row."""
-    tasks = [make_task(dict(row), i, env.name, "train") for i, row in enumerate(rows)]
-    groups = make_groups(tasks, name, group_size, SamplingParams(max_tokens=max_tokens), seed)
+def make_groups(tasks, size: int = 1, batch: str = "train/0", seed: int = 0, **params) -> list[Group]:
+    same = {"batch": batch, "size": size, "seed": seed, "params": SamplingParams(**{"max_tokens": 50} | params)}
+    return [Group(task=task, number=number, **same) for number, task in enumerate(tasks)]
+
+
+def run(env, actors, *, group_size=1, rows=(ROW,), max_failed=1.0, timeout_s=30.0, max_turns=None, **more):
+    """The trajectories of one group for each row. `more`: as of make_groups."""
+    env, ranks = replace(env, max_turns=max_turns or env.max_turns), init_ranks(60)
+    groups = make_groups([make_task(dict(row), i, env.name, "train") for i, row in enumerate(rows)], group_size, **more)
     config = RolloutConfig(episode_timeout_s=timeout_s)
-    ranks = init_ranks(60)
     trajectories = asyncio.run(rollout({env.name: env}, actors, groups, config, ranks))
-    refuse_failures(trajectories, {}, max_failed, name, ranks, min_rows=1)
+    refuse_failures(trajectories, {}, max_failed, groups[0].batch, ranks, min_rows=1)
     return trajectories
 
 
@@ -100,9 +102,9 @@ def one(trajectories, actor=None):
     return found
 
 
-def play(env, *replies, row=ROW, max_tokens=50, **limits):
+def play(env, *replies, row=ROW, limits=None, **options):
     """The trajectory of one episode in which an actor says these replies."""
-    return one(run(env, cast(limits=limits, policy=list(replies)), rows=[row], max_tokens=max_tokens))
+    return one(run(env, cast(limits=limits, policy=list(replies)), rows=[row], **options))
 
 
 def error_of(env, *replies, row=ROW, **options) -> str:

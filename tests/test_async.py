@@ -10,14 +10,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from kit import RanksProcess, metrics, run_ranks, trajectories
+from stage import make_groups
 
 from rl_core.distributed import init_ranks
-from rl_core.sampling.group import make_groups
 from rl_core.sampling.rollout import RolloutWorker
 from rl_core.train import main
-from rl_core.types import RunError, SamplingParams, Task, Trajectory
+from rl_core.types import RunError, Task, Trajectory
 
 GOLDEN = Path(__file__).parent / "golden"
 # Some episodes take much longer than others; the model's own tokens are all that is scored.
@@ -39,8 +38,8 @@ def reward_fn(messages):
 """
 
 
-def group_of(n: int, batch: str = "train/0"):
-    [group] = make_groups([Task(id=str(n), env="x", row={}, messages=[])], batch, 1, SamplingParams(max_tokens=1), 0)
+def group_of(n: int):
+    [group] = make_groups([Task(id=str(n), env="x", row={}, messages=[])])
     group.position = n
     return group
 
@@ -230,6 +229,3 @@ def test_a_profiled_step_is_a_chrome_trace(uneven, tmp_path):
     assert file.name == "trace_step_000002_rank_0.json"
     names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
     assert {"generate", "learn", "sync", "aten::mm"} <= names
-
-
-SORT = ["--env_path", str(ROOT / "envs/sort_digits.py"), "--max_tokens", "8", "--max_prompt_tokens", "16"]

@@ -138,7 +138,7 @@ def test_the_scripted_engine_says_its_replies_in_order_with_the_end_token():
 
 def test_a_scripted_actor_begins_anew_in_every_episode():
     chat = plain_chat()
-    actor = ScriptedActor(name="bob", chat=chat, replies=["one", "two"], max_turns=2)
+    actor = ScriptedActor(name="bob", chat=chat, replies=["one", "two"])
 
     async def play(session):
         reply = await actor.in_episode(SamplingParams(max_tokens=9), 0, session).respond("?")

@@ -184,7 +184,7 @@ def test_two_ranks_draw_what_one_does(tiny_model, torchrun, tmp_path):
             "names 'trajectory', which is neither one of its arguments nor a column",
         ),
         ("async def task_weight(): return 1", "drop the async"),
-        ("task_weight = 3", "task_weight must be a function"),
+        ("task_weight = 3", "task_weight = 3 must be a function"),
         ("def task_weigth(tries): return 1", "did you mean 'task_weight'"),
     ],
 )

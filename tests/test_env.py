@@ -19,10 +19,11 @@ from stage import ROW, cast, error_of, one, play, run, talk
 from rl_core.cli import main as rl_core
 from rl_core.data.rows import load_rows
 from rl_core.data.tasks import make_task
+from rl_core.sampling import episode
 from rl_core.sampling.actor import Cast
 from rl_core.sampling.env import load_env
-from rl_core.sampling.hooks import Hook, LoopClock
-from rl_core.types import RunError, SamplingParams
+from rl_core.sampling.hooks import Hook
+from rl_core.types import RunError, SamplingParams, Task
 
 ROOT = Path(__file__).parent.parent
 ENVS = ROOT / "envs"
@@ -90,11 +91,6 @@ def test_hooks_cannot_spoil_the_conversation_nor_the_task(env_of):
     assert row == ROW
 
 
-def test_a_dict_of_rewards_is_summed_and_kept(env_of):
-    t = play(env_of("def reward_fn(messages): return {'right': 1, 'form': -0.25}"), "4")
-    assert (t.reward, t.reward_parts) == (0.75, {"right": 1.0, "form": -0.25})
-
-
 def test_every_finite_scalar_is_a_reward(env_of):
     values = [True, 1, 1.0, np.float32(1), np.int64(1), np.bool_(True), np.ones(1), torch.tensor(1.0), torch.ones(1)]
     env = env_of("values = []\ndef reward_fn(messages): return values.pop()")
@@ -129,7 +125,7 @@ def test_interact_goes_on_until_it_has_nothing_to_say(env_of):
         """)
         t = play(env, "a", "b", "c")
         assert (talk(t.messages), t.reward) == (["u:2+2", "a:a", "u:more", "a:b", "u:more", "a:c"], 6)
-        assert env.is_multi_turn
+        assert env.max_turns == 8
 
 
 def test_interact_may_be_async_and_give_rewards_and_an_end(env_of):
@@ -163,7 +159,7 @@ def test_a_truncated_reply_ends_the_episode_and_is_scored(env_of):
     """
     cut = play(env_of(code), "1", "55555", "1", max_tokens=3)
     assert (talk(cut.messages), cut.reward, cut.status) == (["u:2+2", "a:1", "u:x", "a:555"], 555, "truncated")
-    full = play(env_of(code), "1", "2", "3", max_context_tokens=17)
+    full = play(env_of(code), "1", "2", "3", limits={"max_context_tokens": 17})
     assert (talk(full.messages), full.reward, full.status) == (["u:2+2", "a:1", "u:x", "a:2", "u:x"], 2, "truncated")
     assert "fills the context of 4; raise --max_prompt_tokens" in run(
         env_of(code), cast(limits={"max_context_tokens": 4}, policy="1")
@@ -225,7 +221,7 @@ def test_a_hook_that_raises_is_named_with_the_line_and_its_reply_is_kept(env_of,
         {kind} reward_fn(completion):
             return check(completion)
     """)
-    [failed] = run(env, cast(limits={"max_turns": 2}, policy=["first", "no json"]))
+    [failed] = run(env, cast(policy=["first", "no json"]), max_turns=2)
     assert (failed.status, failed.reward) == ("failed", None)
     assert failed.error.startswith("reward_fn() failed for task train/0: x.py:4: JSONDecodeError: Exp")
     assert [turn.completion.text for turn in failed.turns] == ["first", "no json"]
@@ -272,12 +268,14 @@ def test_a_hook_that_hangs_is_given_up_at_its_deadline(env_of, body):
 HANGING = """
 import asyncio, time
 from rl_core.sampling.hooks import Hook
+from rl_core.types import Task
 def reward_fn(answer):
     if answer == "hang": time.sleep(1000)
     return 1
 hook = Hook(name="reward_fn", function=reward_fn, path="x.py", timeout_s=0.3, ours=frozenset())
 async def main():
-    calls = [hook("t", {"answer": "hang" if i < 40 else ""}, {}) for i in range(60)]
+    rows = [{"answer": "hang" if i < 40 else ""} for i in range(60)]
+    calls = [hook(Task(id="t", env="x", row=row, messages=[]), {}) for row in rows]
     found = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(x).__name__ for x in found] == ["TimeoutError"] * 40 + ["int"] * 20, found
 asyncio.run(main())
@@ -307,14 +305,14 @@ def test_a_cancelled_episode_leaves_the_threads_usable(env_of):
     task, params = make_task(ROW, 0, "x", "train"), SamplingParams(max_tokens=9)
 
     async def main():
-        def episode(text):
-            return asyncio.ensure_future(env.rollout(task, Cast(cast(policy=text), params, 0, "s")))
+        def start(text):
+            return asyncio.ensure_future(episode.play(env, task, Cast(cast(policy=text), params, 0, "s")))
 
-        hung = [episode("100") for _ in range(20)]
+        hung = [start("100") for _ in range(20)]
         await asyncio.sleep(0.1)
         for future in hung:
             future.cancel()
-        [trajectory] = await asyncio.wait_for(episode("0"), 20)
+        [trajectory] = await asyncio.wait_for(start("0"), 20)
         return trajectory.reward
 
     assert asyncio.run(main()) == 1
@@ -328,7 +326,7 @@ def test_deadlines_stand_still_while_the_event_loop_is_blocked():
 
     async def main():
         hook = Hook(name="hook", function=three_waits, path=__file__, timeout_s=0.3, ours=frozenset())
-        called = asyncio.ensure_future(hook("train/0", {}, {}))
+        called = asyncio.ensure_future(hook(Task(id="train/0", env="x", row={}, messages=[]), {}))
         waited = asyncio.ensure_future(asyncio.wait_for(asyncio.sleep(0.1), 0.3))  # an endpoint's, or an episode's
         await asyncio.sleep(0.01)
         time.sleep(0.6)  # noqa: ASYNC251  (a save)
@@ -353,18 +351,6 @@ def test_an_async_hook_that_blocks_the_loop_is_named_with_its_line_by_check_too(
     [line] = [x for x in capfd.readouterr().err.splitlines() if "blocked" in x]
     assert line.startswith("x.py:6: async reward_fn() has blocked the event loop for 1 s")
     assert "write it as def, which runs in a thread" in line
-
-
-def test_whoever_watches_may_ask_to_be_told_earlier(env_of):
-    env, told = env_of("import time\nasync def reward_fn(): time.sleep(0.5); return 1"), []
-
-    async def main():
-        clock = LoopClock.of_running_loop()
-        clock.blocked_s, clock.tell = 0.1, told.append
-        await env.rollout(make_task(ROW, 0, "x", "train"), Cast(cast(policy="a"), SamplingParams(max_tokens=9), 0, "s"))
-
-    asyncio.run(main())
-    assert len(told) == 1 and told[0].startswith("x.py:2: async reward_fn()")
 
 
 # What is refused at start-up
@@ -413,16 +399,16 @@ GOOD = "def reward_fn(): return 1\n"
         (GOOD + "def load_task(split): pass", "did you mean 'load_tasks'"),
         (GOOD + "system_prompt = 'x'", "did you mean 'system_prompts'"),
         ("x = 1", r"defines no hook; it needs def reward_fn\(messages, \.\.\.\)"),
-        ("reward_fn = 1", "reward_fn must be a function, is 1"),
+        ("reward_fn = 1", "reward_fn = 1 must be a function"),
         (GOOD + "max_turns = 0", "max_turns = 0 must be a whole number of at least 1"),
         (GOOD + "tools = [print]", "must be a list of OpenAI schemas"),
-        (GOOD + "turns = 3", "turns = 3 must be a schedule such as 'bob -> alice', a list of names, or a function"),
-        (GOOD + "turns = []", r"turns = \[\] must be"),
+        (GOOD + "turns = 3", "turns = 3 must be a schedule, a list of names or a function"),
+        (GOOD + "turns = []", "expected an actor's name"),
         (GOOD + "turns = 'bob -> -> alice'", r"x\.py: turns: expected an actor's name.*\n  bob -> -> alice\n         \^"),
-        (GOOD + "system_prompts = {'bob': 3}", "must be a dictionary of actors' names and texts"),
+        (GOOD + "system_prompts = {'bob': 3}", "must be a dict of names and texts"),
         (GOOD + "system_prompts = {'bob': 'a\\n{{ answer'}", r"system_prompts\['bob'\], line 2: "),
         (GOOD + "name_prefix = 'yes'", "name_prefix = 'yes' must be True or False"),
-        (GOOD + "truncated_reward = float('nan')", "truncated_reward = nan must be None, or the finite reward"),
+        (GOOD + "truncated_reward = float('nan')", "truncated_reward = nan must be None or a finite number"),
         ("def rollout(task, actors): pass", r"write async def rollout\(\.\.\.\)"),
         (GOOD + "async def rollout(task, actors): pass", r"rollout\(\) replaces 'reward_fn'"),
         (GOOD + "def interact(actors): pass", r"interact\(\) names 'actors', .* write async def interact"),
@@ -450,6 +436,13 @@ def test_a_bad_file_is_refused(env_of, code, match):
 def test_actors_that_cannot_play_are_refused(env_of, code, names, match):
     with pytest.raises(ValueError, match=match):
         env_of(GOOD + code).check_actors(names)
+
+
+def test_max_turns_is_the_files_or_follows_from_its_hooks(env_of):
+    several = "turns = 'bob -> (alice -> bob)*3'\n"
+    for code, expected in (("", 1), ("def interact(): pass\n", 8), (several, 7), (several + "max_turns = 3\n", 3)):
+        assert env_of(GOOD + code).max_turns == expected
+    assert env_of(GOOD + "max_turns = 3", "y.py", max_turns=5).max_turns == 5
 
 
 def test_helpers_and_constants_may_have_names_like_hooks_that_are_there(env_of):

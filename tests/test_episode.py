@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit import embedded, prompts_of
 from make_tiny_model import bpe_tokenizer, make_tiny_model
-from stage import ROW, cast, one, run, talk
+from stage import ROW, cast, make_groups, one, run, talk
 
 from rl_core.config import RolloutConfig
 from rl_core.data.chat import Chat
@@ -20,9 +20,7 @@ from rl_core.data.tasks import make_task
 from rl_core.distributed import init_ranks
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.env import load_env
-from rl_core.sampling.group import make_groups
 from rl_core.sampling.rollout import rollout
-from rl_core.types import SamplingParams
 
 ALTERNATING = (
     "{%- for message in messages -%}"
@@ -36,40 +34,46 @@ ALTERNATING = (
 # Views
 
 
-DEBATE = """
-    turns = "bob -> alice -> carol -> bob"
-    def reward_fn(messages): return len(messages)
-"""
+DEBATE = "turns = 'bob -> alice -> carol -> bob'\ndef reward_fn(messages): return len(messages)\n"
+THOUGHT = "<think>hm</think>\n\nB"
+# What each actor says, and what each sees in the end: its own turns as "a", all others as "u". What follows an actor's last turn
+# stands in its messages, but not among its tokens.
+VIEWS = {
+    "others are users": (
+        DEBATE, {"carol": "C"}, 5,
+        {"bob": "u:2+2|a:B|u:A\n\nC|a:B", "alice": "u:2+2\n\nB|a:A|u:C\n\nB", "carol": "u:2+2\n\nB\n\nA|a:C|u:B"},
+    ),
+    "names stand before what others say if asked": (
+        DEBATE + "name_prefix = True", {"carol": "C"}, 5, {"bob": "u:2+2|a:B|u:alice says: A\n\ncarol says: C|a:B"},
+    ),
+    "what an actor thought is for itself and for hooks": (
+        "turns = 'bob -> alice'\ndef reward_fn(messages): return 'hm' in messages[1]['content']", {"bob": THOUGHT}, 1,
+        {"bob": f"u:2+2|a:{THOUGHT}|u:A", "alice": "u:2+2\n\nB|a:A"},
+    ),
+    "between two turns in a row stands a message": (
+        "turns = 'bob*2 -> alice'\ndef reward_fn(messages): return len(messages)", {}, 4,
+        {"bob": "u:2+2|a:B|u:Continue.|a:B|u:A"},
+    ),
+    "interact ends a schedule by done alone": (
+        "turns = '(bob -> alice)*3'\ndef reward_fn(messages): return len(messages)\n"
+        "def interact(messages, actor):\n"
+        "    if len(messages) == 4: return {'messages': [{'role': 'user', 'content': 'stop'}], 'done': True}",
+        {}, 5, {"bob": "u:2+2|a:B|u:A|a:B|u:stop"},
+    ),
+    "an actor that was not drawn has no trajectory": (
+        "turns = 'bob -> alice*0'\ndef reward_fn(): return 1", {}, 1, {"bob": "u:2+2|a:B"},
+    ),
+}  # fmt: skip
 
 
-def test_each_actor_sees_its_own_turns_as_assistant_and_all_others_as_users(env_of):
-    env = env_of(DEBATE)
-    found = run(env, cast(bob="B", alice="A", carol="C"))
-    assert [t.actor for t in found] == ["alice", "bob", "carol"]
-    # What follows an actor's last turn stands in its messages, but not among its tokens.
-    assert talk(one(found, "bob").messages) == ["u:2+2", "a:B", "u:A\n\nC", "a:B"]
-    assert talk(one(found, "alice").messages) == ["u:2+2\n\nB", "a:A", "u:C\n\nB"]
-    assert talk(one(found, "carol").messages) == ["u:2+2\n\nB\n\nA", "a:C", "u:B"]
-    assert {t.reward for t in found} == {5.0}
-    assert env.max_turns == 4 and env.is_multi_turn
-
-
-def test_names_stand_before_what_others_say_if_asked(env_of):
-    found = run(env_of(DEBATE + "    name_prefix = True\n"), cast(bob="B", alice="A", carol="C"))
-    assert talk(one(found, "bob").messages) == ["u:2+2", "a:B", "u:alice says: A\n\ncarol says: C", "a:B"]
-
-
-def test_a_template_that_wants_roles_to_alternate_is_satisfied(env_of):
-    found = run(env_of(DEBATE), cast(template=ALTERNATING, bob="B", alice="A", carol="C"))
-    assert {t.status for t in found} == {"ok"}
-
-
-def test_what_an_actor_thought_is_for_itself_and_for_hooks(env_of):
-    env = env_of("turns = 'bob -> alice'\ndef reward_fn(messages): return float('hm' in messages[1]['content'])")
-    found = run(env, cast(bob="<think>hm</think>\n\nB", alice="A"))
-    assert talk(one(found, "bob").messages) == ["u:2+2", "a:<think>hm</think>\n\nB", "u:A"]
-    assert talk(one(found, "alice").messages) == ["u:2+2\n\nB", "a:A"]
-    assert {t.reward for t in found} == {1.0}
+@pytest.mark.parametrize("template", [None, ALTERNATING], ids=["plain", "alternating"])
+@pytest.mark.parametrize(("code", "say", "reward", "seen"), VIEWS.values(), ids=VIEWS)
+def test_what_each_actor_sees_under_any_template(env_of, template, code, say, reward, seen):
+    trajectories = run(env_of(code), cast(template=template, **{"bob": "B", "alice": "A"} | say))
+    views = {t.actor: "|".join(talk(t.messages)) for t in trajectories}
+    assert ("alice" in views) == ("alice*0" not in code)
+    assert seen.items() <= views.items() and {t.reward for t in trajectories} == {reward}
+    assert all(len(samples_from_turns(t.turns, 1.0)) == 1 for t in trajectories)
 
 
 def test_hooks_see_one_transcript_with_names(env_of):
@@ -108,13 +112,6 @@ def test_a_system_prompt_cannot_reach_into_python(env_of):
     assert re.search(r"system_prompts\['bob'\] fails for task train/0: SecurityError", failed.error)
 
 
-def test_between_two_turns_in_a_row_stands_a_message(env_of):
-    env = env_of("turns = 'bob*2 -> alice'\ndef reward_fn(messages): return len(messages)")
-    t = one(run(env, cast(template=ALTERNATING, bob="B", alice="A")), "bob")
-    assert talk(t.messages) == ["u:2+2", "a:B", "u:Continue.", "a:B", "u:A"]
-    assert (len(samples_from_turns(t.turns, 1.0)), t.reward) == (1, 4.0)
-
-
 # Order
 
 
@@ -131,11 +128,6 @@ def test_all_episodes_of_a_group_have_one_order_and_groups_differ(env_of):
     assert len({min(found) for found in orders.values()}) > 2
 
 
-def test_an_actor_that_was_not_drawn_has_no_trajectory(env_of):
-    env = env_of("turns = 'bob -> alice*0'\ndef reward_fn(): return 1")
-    assert [t.actor for t in run(env, cast(bob="B", alice="A"))] == ["bob"]
-
-
 def test_turns_may_be_a_function_that_yields_for_ever_and_max_turns_ends_it(env_of):
     env = env_of("""
         def turns(task, answer):
@@ -143,7 +135,7 @@ def test_turns_may_be_a_function_that_yields_for_ever_and_max_turns_ends_it(env_
             while True: yield "bob" if answer == "4" else "alice"
         def reward_fn(messages): return len(messages)
     """)
-    assert {t.reward for t in run(env, cast(limits={"max_turns": 5}, bob="B", alice="A"))} == {6.0}
+    assert {t.reward for t in run(env, cast(bob="B", alice="A"), max_turns=5)} == {6.0}
     for body, match in (
         ("yield 'bobb'", r"turns\(\) for task train/0: 'bobb' is no actor; did you mean 'bob'"),
         ("return 'bob'", r"turns\(\) gave 'bob'; it must yield names"),
@@ -153,18 +145,6 @@ def test_turns_may_be_a_function_that_yields_for_ever_and_max_turns_ends_it(env_
         failed = run(env, cast(bob="B", alice="A"), group_size=2)
         assert [(t.status, t.index) for t in failed] == [("failed", i) for i in (0, 0, 1, 1)]
         assert re.search(match, failed[0].error), failed[0].error
-
-
-def test_interact_ends_a_schedule_by_done_alone(env_of):
-    env = env_of("""
-        turns = "(bob -> alice)*3"
-        def interact(messages, actor):
-            if len(messages) == 4: return {"messages": [{"role": "user", "content": "stop"}], "done": True}
-        def reward_fn(messages): return len(messages)
-    """)
-    found = run(env, cast(bob="B", alice="A"))
-    assert {t.reward for t in found} == {5.0}
-    assert talk(one(found, "bob").messages) == ["u:2+2", "a:B", "u:A", "a:B", "u:stop"]
 
 
 # Rewards
@@ -445,7 +425,7 @@ def documented(tmp_path, monkeypatch):
 
 def test_documented_level_1(documented):
     t = one(run(documented("exact"), cast(policy=" 4")))
-    assert t.reward_parts == {"right": 1.0, "short": -0.02}
+    assert (t.reward, t.reward_parts) == (0.98, {"right": 1.0, "short": -0.02})
 
 
 def test_documented_level_2(documented):
@@ -453,7 +433,7 @@ def test_documented_level_2(documented):
     assert len(env.load_tasks("eval")) == 72
     row = {"messages": [{"role": "user", "content": "37*8"}], "answer": 296}
     say = lambda prompt, seed: "296" if "<|tool|>296" in prompt else "<call>37*8</call>"  # noqa: E731
-    t = one(run(env, cast(limits={"max_turns": 2}, policy=say), rows=[row]))
+    t = one(run(env, cast(policy=say), rows=[row]))
     assert (t.reward, len(t.turns)) == (1.0, 2)
 
 
@@ -535,7 +515,6 @@ def trio(tmp_path_factory):
             engine=engine,
             chat=chat,
             stop_token_ids=chat.stop_token_ids,
-            max_turns=20,
             max_context_tokens=600,
         )
         found[name] = (actor, model)
@@ -569,9 +548,9 @@ def test_every_actors_tokens_masks_and_logprobs_equal_a_naive_simulation(env_of,
     env.check_actors(list(trio))
     actors = {name: actor for name, (actor, _) in trio.items()}
     # Random models seldom end their turns: letters end them, so that some turns end without an end token.
-    params = SamplingParams(max_tokens=60, stop=tuple("aeiou0123456789tT. "))
+    stop = tuple("aeiou0123456789tT. ")
     tasks = [make_task(dict(ROW), i, env.name, "train") for i in range(3)]
-    groups = make_groups(tasks, "train/0", 2, params, 5)
+    groups = make_groups(tasks, 2, seed=5, max_tokens=60, stop=stop)
     found = asyncio.run(
         rollout({env.name: env}, actors, groups, RolloutConfig(max_failed_fraction=0.0), init_ranks(60))
     )

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from demo_data import game_data, random_games
-from kit import ROOT
+from kit import ROOT, metrics
 from make_tiny_model import CHARACTERS
+from stage import make_groups
 
 from rl_core.cli import main as command
 from rl_core.config import RolloutConfig
@@ -20,10 +21,8 @@ from rl_core.data.tasks import make_task
 from rl_core.distributed import Ranks
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.sampling.env import load_env
-from rl_core.sampling.group import make_groups
 from rl_core.sampling.rollout import rollout
 from rl_core.train import main
-from rl_core.types import SamplingParams
 
 ENVS = ROOT / "envs"
 GAME = runpy.run_path(str(ENVS / "tic_tac_toe.py"))
@@ -34,10 +33,8 @@ def play(name: str, replies: dict[str, list[str]], max_tokens: int = 99, split: 
     env, chat = load_env(str(ENVS / f"{name}.py")), plain_chat()
     row = env.load_tasks(split)[0] | columns
     task = make_task(row, 0, env.name, split)
-    actors = {
-        n: ScriptedActor(name=n, chat=chat, replies=said, max_turns=env.max_turns or 8) for n, said in replies.items()
-    }
-    groups = make_groups([task], "test", 1, SamplingParams(max_tokens=max_tokens), seed=0)
+    actors = {n: ScriptedActor(name=n, chat=chat, replies=said) for n, said in replies.items()}
+    groups = make_groups([task], max_tokens=max_tokens)
     ranks = Ranks(rank=0, size=1, device=None)
     return asyncio.run(rollout({env.name: env}, actors, groups, RolloutConfig(max_failed_fraction=1.0), ranks)), task
 
@@ -45,10 +42,6 @@ def play(name: str, replies: dict[str, list[str]], max_tokens: int = 99, split: 
 def rewards(found) -> dict[tuple[str, str], float]:
     assert all(t.status != "failed" for t in found), [t.error for t in found]
     return {(t.actor, t.seat): t.reward for t in found}
-
-
-def metrics(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +111,7 @@ def test_half_of_the_warm_up_follows_a_common_code():
 def test_lines_and_free_cells():
     winner, shown, move_of = GAME["winner"], GAME["shown"], GAME["move_of"]
     assert len(GAME["LINES"]) == 8
-    for line in (
+    for line in [
         "xxx......",
         "...xxx...",
         "......xxx",
@@ -127,7 +120,7 @@ def test_lines_and_free_cells():
         "..x..x..x",
         "x...x...x",
         "..x.x.x..",
-    ):
+    ]:
         assert winner(list(line)) == "x" and winner(list(line.replace("x", "o"))) == "o"
         assert winner(list(line.replace("x", "o", 1))) is None
     assert winner(list(".........")) is None and winner(list("xoxxoooxx")) is None
@@ -295,9 +288,7 @@ def test_two_steps_of_training(name, actors, flags, make_model, tmp_path):
         assert any(row.get(f"rollout/{actor}/turns_mean", 0) >= 1 for row in rows)
         score = f"eval/{name}/{actor}/greedy_score" if len(actors) > 1 else f"eval/{name}/greedy_score"
         assert 0 <= rows[-1][score] <= 1
-        if (
-            name == "tic_tac_toe"
-        ):  # a tenth of what an untrained model says is a digit, and so a win if the other's is none
+        if name == "tic_tac_toe":  # a tenth of what an untrained model says is a digit: a win if the other's is none
             assert any(0 < row.get(f"rollout/{actor}/won", 0) < 1 for row in rows)
             assert any(f"learn/{actor}/loss" in row for row in rows)
         assert (out / "hf" / actor / "model.safetensors").is_file()

@@ -52,7 +52,7 @@ def load_engine(folder: Path, version: int) -> EmbeddedEngine:
 
 def test_who_answers_hangs_on_the_calls_seed_alone(make_model):
     fresh, older = load_engine(make_model(), 7), load_engine(make_model(seed=1), 4)
-    limits = {"stop_token_ids": (), "max_turns": 1, "max_context_tokens": 64}
+    limits = {"stop_token_ids": (), "max_context_tokens": 64}
     actor = Actor(name="bob", engine=fresh, chat=None, older=older, older_frac=0.25, **limits)
 
     async def ask(seeds, actor) -> dict[int, tuple]:
@@ -78,19 +78,8 @@ def test_who_answers_hangs_on_the_calls_seed_alone(make_model):
 def test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it(engine, talk, tiny_model, tmp_path):
     out, num_steps = tmp_path / "run", 5
     talk += ["--engine", engine]
-    kept = [
-        "--save_every",
-        "1",
-        "--keep_checkpoints",
-        "0",
-        "--eval_every",
-        "2",
-        "--eval.samples",
-        "2",
-        "--eval.num_tasks",
-        "2",
-    ]
-    assert main([*talk, "--num_steps", str(num_steps), *kept, "--out", str(out)]) == 0
+    kept = "--save_every 1 --keep_checkpoints 0 --eval_every 2 --eval.samples 2 --eval.num_tasks 2 --num_steps"
+    assert main(words(talk, kept, num_steps, "--out", out)) == 0
     start = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager")
     models = {0: start}
     for version in range(1, num_steps):

@@ -13,6 +13,7 @@ import pytest
 from rl_core.data.rows import load_rows
 from rl_core.data.tasks import TaskSource
 from rl_core.engines.scripted import ScriptedActor, plain_chat
+from rl_core.sampling import episode
 from rl_core.sampling.actor import Cast
 from rl_core.sampling.env import load_env
 from rl_core.types import SamplingParams
@@ -28,7 +29,7 @@ def scores(tasks, reply_to) -> list[float]:
 
     async def play(tasks):
         actors = ({"policy": ScriptedActor(name="policy", chat=CHAT, replies=[reply_to(t.row)])} for t in tasks)
-        played = [env.rollout(t, Cast(a, PARAMS, 0, "s")) for t, a in zip(tasks, actors, strict=True)]
+        played = [episode.play(env, t, Cast(a, PARAMS, 0, "s")) for t, a in zip(tasks, actors, strict=True)]
         return [trajectory.reward for [trajectory] in await asyncio.gather(*played)]
 
     return [reward for i in range(0, len(tasks), 256) for reward in asyncio.run(play(tasks[i : i + 256]))]

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from kit import metrics, trajectories
+from stage import make_groups
 
 from rl_core.distributed import Ranks
-from rl_core.sampling.group import make_groups
 from rl_core.sampling.outcomes import refuse_failures
 from rl_core.sampling.rollout import POLL_S, RolloutWorker
 from rl_core.train import main
-from rl_core.types import SamplingParams, Task, Trajectory
+from rl_core.types import Task, Trajectory
 
 ROWS = """
 def load_tasks(split): return [{"prompt": f"{n}?", "n": n} for n in range(NUM_ROWS)]
@@ -187,7 +187,7 @@ def test_a_rank_that_waits_asks_the_store_one_thing_at_a_time():
     async def collect():
         worker = RolloutWorker(nothing, ranks, 8, "train", 60.0)
         task = Task(id="0", env="x", row={}, messages=[])
-        worker.submit(make_groups([task] * 4, "train/0", 1, SamplingParams(max_tokens=1), 0))
+        worker.submit(make_groups([task] * 4))
         await worker.collect(4)
 
     with pytest.raises(Enough):

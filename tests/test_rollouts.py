@@ -84,9 +84,9 @@ def test_seeds_and_orders_differ_by_turn_episode_task_step_and_run_and_repeat_ex
         assert len(set(seeds)) == len(seeds) == 2 * 4 * 6
         return seeds, orders
 
-    seeds, orders = played(name="train/0")
-    assert played(name="train/0") == (seeds, orders)
-    for other_seeds, other_orders in (played(name="train/1"), played(name="train/0", seed=1)):
+    seeds, orders = played(batch="train/0")
+    assert played(batch="train/0") == (seeds, orders)
+    for other_seeds, other_orders in (played(batch="train/1"), played(batch="train/0", seed=1)):
         assert not set(seeds) & set(other_seeds) and other_orders != orders
 
 
@@ -119,7 +119,7 @@ MORTAL = """
 
 
 def played(env, engine, num_rows):
-    return run(env, {"bob": actor("bob", engine, max_turns=2)}, group_size=4, rows=[ROW] * num_rows)
+    return run(env, {"bob": actor("bob", engine)}, group_size=4, rows=[ROW] * num_rows)
 
 
 @pytest.mark.parametrize("dies_at", [{5}, {0, 21, 22, 60}])

@@ -93,7 +93,7 @@ def test_orders_of_random_schedules_are_those_of_the_grammar():
         ("bob ->", 6, "expected an actor's name"),
         ("", 0, "expected an actor's name"),
         ("bob alice", 4, "expected '->' or the end"),
-        ("bob, alice", 3, "',' has no meaning"),
+        ("bob, alice", 3, "expected '->' or the end"),
         ("bob*", 4, "expected how often, a number up to"),
         ("bob*alice", 4, "expected how often"),
         ("bob*2*3", 5, "expected '->' or the end"),

@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from kit import embedded
+from kit import embedded, words
 from transformers import AutoModelForCausalLM
 
 from rl_core.sampling.engine import DeviceLease
@@ -252,20 +252,11 @@ def talk(make_model, tmp_path, *flags: str):
         "def reward_fn(completion): return float(len(completion))\n"
     )
     models = ["--actors.bob.model", str(make_model()), "--actors.alice.model", str(make_model(arch="llama", seed=1))]
-    sizes = [
-        "--tasks_per_step",
-        "4",
-        "--group_size",
-        "4",
-        "--num_steps",
-        "2",
-        "--optim.lr",
-        "1e-3",
-        "--max_tokens",
-        "60",
-    ]
-    sizes += ["--sampling.stop", json.dumps(list("abcdefghijklmnopqrstuvwxyz"))]  # what is cut short ends the episode
-    return [*models, "--env_path", str(tmp_path / "talk.py"), *sizes, "--max_prompt_tokens", "60", *flags]
+    sizes = words(
+        "--tasks_per_step 4 --group_size 4 --num_steps 2 --optim.lr 1e-3 --max_tokens 60 --max_prompt_tokens 60"
+    )
+    stop = json.dumps(list("abcdefghijklmnopqrstuvwxyz"))  # what is cut short ends the episode
+    return [*models, "--env_path", str(tmp_path / "talk.py"), *sizes, "--sampling.stop", stop, *flags]
 
 
 def test_a_run_of_engines_that_take_turns_learns_what_one_without_does(make_model, tmp_path):

@@ -37,7 +37,6 @@ class ApiActor:
     url: str  # up to and with /v1
     model: str  # as the endpoint calls it
     api_key_env: str = "OPENAI_API_KEY"  # the environment variable that holds the key; "" for an endpoint without one
-    max_turns: int = 1  # of one episode
     max_tokens: int | None = None  # upper bound of one turn
     max_concurrent: int = 64  # requests in flight
     timeout_s: float = 120.0  # of one attempt
@@ -59,11 +58,11 @@ class ApiActor:
         self.client = openai.AsyncOpenAI(base_url=self.url, api_key=self.key or "none", **limits)
         self.slots = asyncio.Semaphore(self.max_concurrent)
 
-    def in_episode(self, params: SamplingParams, seed: int, session: str = "") -> Actor:
+    def in_episode(self, params: SamplingParams, seed: int, session: str = "", max_turns: int = 0) -> Actor:
         """This actor in one episode. Its conversations hold messages and no tokens: they are not trained, and only the
         endpoint knows how full its context is."""
-        own = {"max_turns": self.max_turns, "max_tokens": self.max_tokens, "is_trainable": False}
-        return Actor(name=self.name, engine=self, chat=None, **own).in_episode(params, seed, session)
+        actor = Actor(name=self.name, engine=self, chat=None, max_tokens=self.max_tokens, is_trainable=False)
+        return actor.in_episode(params, seed, session, max_turns)
 
     async def chat(
         self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int

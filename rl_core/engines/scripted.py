@@ -54,17 +54,14 @@ class ScriptedActor:
     name: str
     chat: Chat
     replies: Sequence[str]
-    max_turns: int = 1
     max_context_tokens: int = 1 << 24
     capacity: int = 256
     is_trainable: bool = True
 
-    def in_episode(self, params: SamplingParams, seed: int, session: str) -> Actor:
-        same = {
-            name: getattr(self, name) for name in ("name", "chat", "max_turns", "max_context_tokens", "is_trainable")
-        }
+    def in_episode(self, params: SamplingParams, seed: int, session: str, max_turns: int = 0) -> Actor:
+        same = {name: getattr(self, name) for name in ("name", "chat", "max_context_tokens", "is_trainable")}
         engine, stops = ScriptedEngine(self.chat, self.replies), self.chat.stop_token_ids
-        return Actor(engine=engine, stop_token_ids=stops, **same).in_episode(params, seed, session)
+        return Actor(engine=engine, stop_token_ids=stops, **same).in_episode(params, seed, session, max_turns)
 
 
 def plain_chat() -> Chat:

@@ -15,7 +15,7 @@ from rl_core.sampling.hooks import Hook, describe_error, finite
 from rl_core.types import RunError, counter_seed
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class Progress:
     """Results of a task so far. In both means the newest group counts half, and all before it the other half."""
 
@@ -31,64 +31,47 @@ class Progress:
 
 
 class WeightedOrder:
-    """The task at each position, as in a RowOrder. Between two calls of record() the positions are a weighted permutation:
-    each next task is drawn by weight among the remaining ones (Efraimidis and Spirakis 2006), so that none comes twice before
-    all with a weight came once. It depends on the seed, the weights and its first position alone."""
+    """The task at each position, as in a RowOrder. Between two calls of draw() the positions are a weighted permutation: each
+    next task is drawn by weight among the remaining ones (Efraimidis and Spirakis 2006), so that none comes twice before all
+    with a weight came once. It depends on the seed, the weights and its first position alone."""
 
     def __init__(self, source: TaskSource, weigh: Callable[[int, Progress], float], is_by_row: bool):
         """`weigh` gives the weight of a row by its number. Unless is_by_row, all untried rows have the same weight."""
         self.source, self.weigh = source, weigh
         self.rows = np.asarray(source.kept)  # [tasks] in ascending order
-        fresh = Progress()
-        asked = source.kept if is_by_row else source.kept[:1]
-        self.weights = np.full(len(self.rows), [weigh(row, fresh) for row in asked])
+        untried = source.kept if is_by_row else source.kept[:1]
+        self.weights = np.full(len(self.rows), [weigh(row, Progress()) for row in untried])
         self.tried: dict[int, Progress] = {}  # by the number of the row
-        self.start = 0  # position of the first of `drawn`
-        self.drawn = np.array([], dtype=np.int64)  # places in `rows`: as much of the permutation as was asked for
-        self.check_weights()
-
-    def check_weights(self) -> None:
-        self.num_weighty = int(np.count_nonzero(self.weights))
-        if not self.num_weighty:
-            raise ValueError(
-                f"{self.source.env}: task_weight() gives 0 for all {len(self.rows)} tasks, so that none can be drawn; let it "
-                "give some a weight above 0, such as 0.01"
-            )
+        self.draw((), start=0)
 
     def row_index(self, position: int) -> int:
-        number = (position - self.start) % self.num_weighty
-        if number >= len(self.drawn):
-            self.drawn = self.permutation(max(1024, 2 * number))
-        return int(self.drawn[number])
-
-    def permutation(self, length: int) -> np.ndarray:
-        """Its first places. Sorting them all would take a third of a second for a million tasks."""
-        [places] = np.nonzero(self.weights)
-        random = np.random.RandomState(counter_seed(self.source.seed, "weights", self.start))
-        luck = -np.log1p(-random.random_sample(len(self.weights)))  # exponential, for every task
-        with np.errstate(over="ignore"):
-            keys = luck[places] / self.weights[places]
-        if length < len(keys):
-            first = np.argpartition(keys, length)[:length]
-            places, keys = places[first], keys[first]
-        return places[np.argsort(keys)]
+        return int(self.places[(position - self.start) % len(self.places)])
 
     def record(self, results: Iterable[tuple[int, float, float]], start: int) -> None:
         """(row, success rate, mean reward) of each group; positions from `start` on are drawn anew. Raises ValueError if the
         weights are unfit."""
-        changed = set()
+        changed = {}
         for row, success_rate, mean_reward in results:
-            self.tried.setdefault(row, Progress()).add(success_rate, mean_reward)
-            changed.add(row)
-        self.reweigh(changed, start)
+            changed[row] = self.tried.setdefault(row, Progress())
+            changed[row].add(success_rate, mean_reward)
+        self.draw(changed, start)
 
-    def reweigh(self, rows: Iterable[int], start: int) -> None:
-        for row in rows:
+    def draw(self, changed: Iterable[int], start: int) -> None:
+        """Weighs these rows again; then all weights decide which place in `rows` each position from `start` on has."""
+        for row in changed:
             place = int(np.searchsorted(self.rows, row))
             if place < len(self.rows) and self.rows[place] == row:  # else it is left out by now
                 self.weights[place] = self.weigh(row, self.tried[row])
-        self.start, self.drawn = start, self.drawn[:0]
-        self.check_weights()
+        [places] = np.nonzero(self.weights)
+        if not len(places):
+            raise ValueError(
+                f"{self.source.env}: task_weight() gives 0 for all {len(self.rows)} tasks, so that none can be drawn; let it "
+                "give some a weight above 0, such as 0.01"
+            )
+        random = np.random.RandomState(counter_seed(self.source.seed, "weights", start))
+        luck = -np.log1p(-random.random_sample(len(self.weights)))  # exponential, for every task
+        with np.errstate(over="ignore"):
+            self.places, self.start = places[np.argsort(luck[places] / self.weights[places])], start
 
 
 @dataclass(kw_only=True, slots=True)
@@ -105,29 +88,25 @@ class Curriculum:
         results = list(results)
         starts = dict(zip((s.env for s in self.train.sources), self.train.drawn_before(position), strict=True))
         for env, order in self.orders.items():
-            own = [(int(id.rpartition("/")[2]), *values) for e, id, *values in results if e == env]
+            rows = [(int(id.rpartition("/")[2]), *values) for e, id, *values in results if e == env]
             try:
-                order.record(own, starts[env])
+                order.record(rows, starts[env])
             except ValueError as error:
                 raise RunError(str(error)) from error
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: progress of the tried tasks."""
         return {
-            env: {
-                "start": order.start,
-                "tried": {row: [p.tries, p.success_rate, p.mean_reward] for row, p in order.tried.items()},
-            }
-            for env, order in self.orders.items()
+            env: {"start": o.start, "tried": {n: [p.tries, p.success_rate, p.mean_reward] for n, p in o.tried.items()}}
+            for env, o in self.orders.items()
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Restores state(). An environment that is not in it begins anew. Raises ValueError as WeightedOrder does."""
         for env in self.orders.keys() & state.keys():
-            order, names = self.orders[env], ("tries", "success_rate", "mean_reward")
-            tried = state[env]["tried"].items()
-            order.tried = {int(row): Progress(**dict(zip(names, values, strict=True))) for row, values in tried}
-            order.reweigh(order.tried, state[env]["start"])
+            order = self.orders[env]
+            order.tried = {int(row): Progress(*values) for row, values in state[env]["tried"].items()}
+            order.draw(order.tried, state[env]["start"])
 
 
 def task_weight(hook: Hook, task_id: str, row: dict[str, Any], known: Progress) -> float:
@@ -136,7 +115,7 @@ def task_weight(hook: Hook, task_id: str, row: dict[str, Any], known: Progress) 
     given = ", ".join(f"{name}={value:.4g}" for name, value in values.items())
     what = f"{hook.path}: task_weight() for task {task_id} with {given}"
     try:
-        weight = hook.function(**hook.arguments(row, {name: lambda v=v: v for name, v in values.items()}))
+        weight = hook.function(**hook.arguments(row, values))
     except Exception as error:
         raise ValueError(f"{what} failed: {describe_error(error, hook.path)}") from error
     with suppress(ValueError):
@@ -150,7 +129,7 @@ def make_curriculum(train: TaskSource, envs: dict[str, Env]) -> Curriculum | Non
     orders = {}
     for source in train.sources:
         if hook := envs[source.env].hooks.get("task_weight"):
-            columns, rows = (hook.required | hook.optional) - hook.ours, source.rows
+            columns, rows = hook.named - hook.ours, source.rows
             if columns and not hook.takes_all and (names := getattr(rows, "column_names", None)) is not None:
                 rows = rows.select_columns(sorted(columns & set(names)))  # reading a row of a table is slow
 

@@ -18,9 +18,8 @@ from typing import NoReturn
 from rl_core.config import nearest
 
 MAX_TURNS = 10_000  # of one episode, as a schedule may ask for them
-TOKEN = re.compile(r"->|\.\.|[*()/]|\d+|[^\W\d]\w*(?:-\w+)*")
+TOKEN = re.compile(r"->|\.\.|\d+|[^\W\d]\w*(?:-\w+)*|\S")
 NAME = re.compile(r"[^\W\d]")
-SLASH = re.compile(r"\s*/")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -76,77 +75,71 @@ class Reader:
 
     def __init__(self, text: str, actors: Sequence[str]):
         self.text, self.actors = text, tuple(actors)
-        self.place, self.token = 0, ""  # the current token, "" at the end
-        self.step()
+        end = ("", len(text))
+        self.tokens = [*((match[0], match.start()) for match in TOKEN.finditer(text)), end, end]
+        self.index = 0
 
-    def step(self) -> str:
-        """The current token; moves on to the next."""
-        taken = self.token
-        self.place += len(taken)
-        while self.place < len(self.text) and self.text[self.place].isspace():
-            self.place += 1
-        found = TOKEN.match(self.text, self.place)
-        self.token = found[0] if found else ""
-        if not found and self.place < len(self.text):
-            self.refuse(f"{self.text[self.place]!r} has no meaning")
-        return taken
+    @property
+    def token(self) -> str:
+        """The current token; "" at the end."""
+        return self.tokens[self.index][0]
+
+    def accept(self, token: str) -> bool:
+        """Whether this is the current token; moves on if it is."""
+        is_current = self.token == token
+        self.index += is_current
+        return is_current
+
+    def expect(self, token: str) -> None:
+        if not self.accept(token):
+            self.refuse(f"expected {token!r}")
 
     def refuse(self, why: str) -> NoReturn:
         shown = re.sub(r"\s", " ", self.text)
-        raise ValueError(f"{why}\n  {shown}\n  {' ' * self.place}^")
-
-    def expect(self, token: str) -> None:
-        if self.token != token:
-            self.refuse(f"expected {token!r}")
-        self.step()
+        raise ValueError(f"{why}\n  {shown}\n  {' ' * self.tokens[self.index][1]}^")
 
     def schedule(self) -> tuple[Piece, ...]:
         pieces = [self.piece()]
-        while self.token == "->":
-            self.step()
+        while self.accept("->"):
             pieces.append(self.piece())
         return tuple(pieces)
 
     def piece(self) -> Piece:
         names, pieces = self.item()
-        low, high = self.times() if self.token == "*" else (1, 1)
+        low, high = self.times() if self.accept("*") else (1, 1)
         if pieces and not num_turns(pieces):
             low = high = 0  # no turn, however often repeated
         return Piece(names=names, pieces=pieces, low=low, high=high)
 
     def item(self) -> tuple[tuple[str, ...], tuple[Piece, ...]]:
-        if self.token == "*":
-            self.step()
+        if self.accept("*"):
             return self.actors or ("*",), ()
-        if self.token == "(":
-            self.step()
-            if not (NAME.match(self.token) and SLASH.match(self.text, self.place + len(self.token))):
-                pieces = self.schedule()
-                self.expect(")")
-                return (), pieces
+        if not self.accept("("):
+            return (self.name(),), ()
+        names, pieces = [], ()
+        if self.tokens[self.index + 1][0] == "/":
             names = [self.name()]
-            while self.token == "/":
-                self.step()
+            while self.accept("/"):
                 names.append(self.name())
-            self.expect(")")
-            return tuple(names), ()
-        return (self.name(),), ()
+        else:
+            pieces = self.schedule()
+        self.expect(")")
+        return tuple(names), pieces
 
     def name(self) -> str:
         if not NAME.match(self.token):
             self.refuse("expected an actor's name, '*' or '('")
         if self.actors and self.token not in self.actors:
             self.refuse(f"{self.token!r} is no actor; {nearest(self.token, sorted(self.actors))}")
-        return self.step()
+        self.index += 1
+        return self.tokens[self.index - 1][0]
 
     def times(self) -> tuple[int, int]:
-        self.expect("*")
-        if self.token != "(":
+        if not self.accept("("):
             return (self.number(),) * 2
-        self.step()
         low = self.number()
         self.expect("..")
-        if self.token.isdigit() and int(self.token) < low:
+        if self.token.isdecimal() and int(self.token) < low:
             self.refuse(f"expected at least {low}")
         high = self.number()
         self.expect(")")
@@ -155,4 +148,5 @@ class Reader:
     def number(self) -> int:
         if not self.token.isdecimal() or len(self.token) > 5:
             self.refuse(f"expected how often, a number up to {MAX_TURNS}")
-        return int(self.step())
+        self.index += 1
+        return int(self.tokens[self.index - 1][0])

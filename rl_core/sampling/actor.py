@@ -30,7 +30,6 @@ class Actor:
     engine: Engine | None  # None: another rank samples with this one's device
     chat: Chat | None  # None: the engine takes messages, and its tokens are unknown
     stop_token_ids: tuple[int, ...] = ()  # end its turn
-    max_turns: int = 1  # of one episode
     max_context_tokens: int = 0  # of one conversation
     max_tokens: int | None = None  # upper bound of one turn
     is_trainable: bool = True  # it has a learner
@@ -41,7 +40,8 @@ class Actor:
     params: SamplingParams | None = None  # of one episode, as all below
     seed: int = 0
     session: str = ""
-    num_asked: Counter[str] = field(default_factory=Counter)
+    max_turns: int = 0  # 0: unknown
+    num_replies: Counter[str] = field(default_factory=Counter)  # by what respond() was asked
     conversations: list[Conversation] = field(default_factory=list)
 
     @property
@@ -68,17 +68,16 @@ class Actor:
     def device(self, engine: Engine) -> AbstractAsyncContextManager[None]:
         return self.lease.of(engine) if self.lease else nullcontext()
 
-    def in_episode(self, params: SamplingParams, seed: int, session: str) -> Actor:
-        own = at_most(params, self.max_tokens)
-        return replace(self, params=own, seed=seed, session=session, num_asked=Counter(), conversations=[])
+    def in_episode(self, params: SamplingParams, seed: int, session: str, max_turns: int = 0) -> Actor:
+        params = replace(params, max_tokens=min(params.max_tokens, self.max_tokens or params.max_tokens))
+        episode = {"params": params, "seed": seed, "session": session, "max_turns": max_turns}
+        return replace(self, **episode, num_replies=Counter(), conversations=[])
 
-    def converse(
-        self, messages: list[Message], tools: list | None = None, params: SamplingParams | None = None, label: str = ""
-    ) -> Conversation:
+    def converse(self, messages: list[Message], tools: list | None = None, label: str = "", **sampling) -> Conversation:
         """A conversation that begins with these messages. Its seeds depend on its label, by default its number.
         Raises ValueError if the chat template refuses the messages."""
         session = f"{self.session}/{label or len(self.conversations)}"
-        self.conversations.append(Conversation(self, messages, tools, params or self.params, session))
+        self.conversations.append(Conversation(self, messages, tools, sampling, session))
         return self.conversations[-1]
 
     async def respond(
@@ -94,13 +93,12 @@ class Actor:
             sampling["stop"] = (sampling["stop"],) if isinstance(sampling["stop"], str) else tuple(sampling["stop"])
         messages = as_messages(messages)
         # Not a running number: the order of calls may depend on timing.
-        asked = f"{crc32(json.dumps([messages, tools], default=str).encode()):08x}"
+        prompt_hash = f"{crc32(json.dumps([messages, tools], default=str).encode()):08x}"
         replies = []
         for _ in range(1 if n is None else n):
-            reply = self.converse(messages, tools, replace(self.params, **sampling), f"{asked}-{self.num_asked[asked]}")
-            reply.drawn_by = [name for name in DRAWING if name in sampling]
-            self.num_asked[asked] += 1
-            replies.append(reply)
+            label = f"{prompt_hash}-{self.num_replies[prompt_hash]}"
+            replies.append(self.converse(messages, tools, label, **sampling))
+            self.num_replies[prompt_hash] += 1
         await wait_for_all([reply.respond() for reply in replies])
         return replies[0] if n is None else replies
 
@@ -108,8 +106,11 @@ class Actor:
 class Cast(dict[str, Actor]):
     """The actors of one episode by name, as hooks get them."""
 
-    def __init__(self, actors: Mapping[str, Actor], params: SamplingParams, seed: int, session: str):
-        super().__init__({n: actor.in_episode(params, seed, f"{session}/{n}") for n, actor in actors.items()})
+    def __init__(
+        self, actors: Mapping[str, Actor], params: SamplingParams, seed: int, session: str, max_turns: int = 0
+    ):
+        for name, actor in actors.items():
+            self[name] = actor.in_episode(params, seed, f"{session}/{name}", max_turns)
 
     def __missing__(self, name: str) -> Actor:
         raise KeyError(f"{name!r} is no actor; {nearest(str(name), sorted(self))}")
@@ -126,13 +127,14 @@ class Conversation:
     """Messages, and the tokens that the actor saw and sampled. Tokens only grow, except where the chat template rewrites
     history. A conversation without a returned trajectory is not trained."""
 
-    def __init__(self, actor: Actor, messages: list[Message], tools: list | None, params: SamplingParams, session: str):
-        self.speaker, self.tools, self.params, self.session = actor, tools, params, session
+    def __init__(self, speaker: Actor, messages: list[Message], tools: list | None, sampling: dict, session: str):
+        self.speaker, self.tools, self.session = speaker, tools, session
+        self.params = replace(speaker.params, **sampling)
+        self.overridden = [name for name in DRAWING if name in sampling]
         self.history, self.turns, self.text = list(messages), [], ""  # text: the actor's last
-        self.stream = actor.chat and TokenStream(actor.chat, self.history, tools)
+        self.stream = speaker.chat and TokenStream(speaker.chat, self.history, tools)
         self.truncated = self.is_full  # a turn hit max_tokens, or the context is full
         self.num_replies = self.num_forks = 0
-        self.drawn_by: list[str] = []  # sampling parameters that a hook chose
         self.is_busy = False
 
     @property
@@ -142,7 +144,7 @@ class Conversation:
     @property
     def messages(self) -> list[Message]:
         """A copy, the last reply at its end."""
-        return copied(self.history)
+        return copy.deepcopy(self.history)
 
     @property
     def answer(self) -> str:
@@ -165,7 +167,7 @@ class Conversation:
         messages = as_messages(messages) if messages else []
         self.is_busy = True  # for good if this raises: tokens and messages may differ
         if self.num_replies:
-            self.history += copied(messages)
+            self.history += messages
             if self.stream:
                 last = self.turns[-1].completion
                 self.stream.append(last.token_ids, last.text, messages)
@@ -179,36 +181,36 @@ class Conversation:
     async def _speak(self) -> None:
         actor, seed = self.speaker, counter_seed(self.speaker.seed, self.session, self.num_replies)
         if self.stream is None:
-            said, completion = await actor.engine.chat(self.history, self.tools, self.params, seed)
+            reply, completion = await actor.engine.chat(self.history, self.tools, self.params, seed)
         else:
             completion = await self._sample(seed)
-            said = {"role": "assistant", "content": completion.text}
+            reply = {"role": "assistant", "content": completion.text}
             self.turns.append(self.stream.turn(completion))
-        self.history.append(said)
+        self.history.append(reply)
         self.text, self.truncated = completion.text, completion.finish_reason == "length"
         self.num_replies += 1
 
     async def _sample(self, seed: int) -> Completion:
         actor, prompt_ids = self.speaker, self.stream.prompt_ids
-        room = actor.max_context_tokens - len(prompt_ids)
-        if room < 1:
+        max_new_tokens = actor.max_context_tokens - len(prompt_ids)
+        if max_new_tokens < 1:
             raise ValueError(
                 f"a prompt of {len(prompt_ids)} tokens fills the context of {actor.max_context_tokens}; "
                 "raise --max_prompt_tokens"
             )
-        own = {"max_tokens": min(room, self.params.max_tokens), "stop_token_ids": actor.stop_token_ids}
+        limits = {"max_tokens": min(max_new_tokens, self.params.max_tokens), "stop_token_ids": actor.stop_token_ids}
         is_last = len(self.turns) + 1 == actor.max_turns  # nothing is kept for a turn that will not come
-        return await actor.generate(prompt_ids, replace(self.params, **own), seed, "" if is_last else self.session)
+        return await actor.generate(prompt_ids, replace(self.params, **limits), seed, "" if is_last else self.session)
 
     def fork(self) -> Conversation:
         """A second conversation with the same tokens so far, which continues with its own seeds."""
         self._check_idle()
-        other = copy.copy(self)
-        other.history, other.turns, other.stream = list(self.history), list(self.turns), copy.copy(self.stream)
-        other.session, other.num_forks = f"{self.session}.{self.num_forks}", 0
+        fork = copy.copy(self)
+        fork.history, fork.turns, fork.stream = list(self.history), list(self.turns), copy.copy(self.stream)
+        fork.session, fork.num_forks = f"{self.session}.{self.num_forks}", 0
         self.num_forks += 1
-        self.speaker.conversations.append(other)
-        return other
+        self.speaker.conversations.append(fork)
+        return fork
 
     def trajectory(
         self, reward: float | dict[str, float] | None, *, seat: str = "", metrics: dict[str, float] | None = None
@@ -216,29 +218,26 @@ class Conversation:
         """The conversation as it stands, scored. A dict is summed and each part is logged. In a group, trajectories of one
         actor and seat share a baseline. The caller fills in task, group and index."""
         self._check_idle()
-        if self.drawn_by and self.speaker.is_trainable:
+        if self.overridden and self.speaker.is_trainable:
             raise ValueError(
-                f"a reply of {self.actor} for which {self.drawn_by[0]} was given cannot be trained: the learner assumes "
-                f"--sampling.*; leave {self.drawn_by[0]} out, or return no trajectory of it"
+                f"a reply of {self.actor} for which {self.overridden[0]} was given cannot be trained: the learner assumes "
+                f"--sampling.*; leave {self.overridden[0]} out, or return no trajectory of it"
             )
         parts = finite_parts(reward, "rollout", f"trajectory(reward=...) of {self.actor}")
-        return self.record(reward=math.fsum(parts.values()), reward_parts=parts, seat=seat, metrics=dict(metrics or {}))
+        total = math.fsum(parts.values())
+        return self.record(reward=total, reward_parts=parts, seat=seat, metrics=dict(metrics or {}))
 
     def record(self, **more) -> Trajectory:
         """The conversation as it stands."""
-        status = {"status": "truncated" if self.truncated else "ok"}
-        lists = {"messages": copied(self.history), "turns": list(self.turns)}
-        return Trajectory(task_id="", env="", group_id="", actor=self.actor, **lists | status | more)
+        more |= {"messages": self.messages, "turns": list(self.turns)}
+        status = "truncated" if self.truncated else "ok"
+        return Trajectory(**{"task_id": "", "env": "", "group_id": "", "actor": self.actor, "status": status} | more)
 
     def _check_idle(self) -> None:
         if self.is_busy:
             raise ValueError(
                 f"this reply of {self.actor} is still being continued, or its continuation failed; fork() it before each branch"
             )
-
-
-def at_most(params: SamplingParams, max_tokens: int | None) -> SamplingParams:
-    return replace(params, max_tokens=min(params.max_tokens, max_tokens or params.max_tokens))
 
 
 def without_thoughts(text: str) -> str:
@@ -249,7 +248,3 @@ def without_thoughts(text: str) -> str:
 
 def as_messages(messages: str | Sequence[Message]) -> list[Message]:
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else check_messages(messages)
-
-
-def copied(messages: Sequence[Message]) -> list[Message]:
-    return [dict(message) for message in messages]

@@ -11,19 +11,19 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 from rl_core.data.tasks import shorten
+from rl_core.types import Task
 
 BEAT_S = 0.05  # the event loop wakes up at least so often
+BLOCKED_S = 1.0  # an async hook that blocks the event loop for so long is named
 # Few: hooks that compute share one interpreter lock with the engine. Those that wait can be async.
 MAX_THREADS = 16
+SHARED = ("actors", "state")  # arguments that hooks get themselves; of all others they get copies
 
 
 class HookError(RuntimeError):
@@ -37,63 +37,65 @@ class Hook:
     path: str  # of the user's file
     timeout_s: float | None  # None: the caller has a deadline
     ours: frozenset[str]  # arguments that the caller gives; all others are columns
-    required: frozenset[str] = field(init=False)
-    optional: frozenset[str] = field(init=False)  # parameters with a default
+    weight: float = 1.0  # of a reward; 0: only logged
+    batched: bool = False  # a reward that is called once for a group
+    required: set[str] = field(init=False)  # parameters without a default
+    named: set[str] = field(init=False)  # all parameters but **kwargs
     takes_all: bool = field(init=False)  # has **kwargs
     is_async: bool = field(init=False)
 
     def __post_init__(self) -> None:
         call = getattr(self.function, "__call__", None)  # noqa: B004  (an object's async __call__)
         self.is_async = inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
-        parameters = list(inspect.signature(self.function).parameters.values())
+        parameters = inspect.signature(self.function).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self.required = frozenset(p.name for p in named if p.default is p.empty)
-        self.optional = frozenset(p.name for p in named) - self.required
+        self.named, self.required = {p.name for p in named}, {p.name for p in named if p.default is p.empty}
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
 
-    def names(self, argument: str) -> bool:
-        """Whether the function gets this argument of ours."""
-        return argument in self.ours and (self.takes_all or argument in self.required | self.optional)
+    @property
+    def is_per_actor(self) -> bool:
+        """A reward that is called for each actor."""
+        return self.takes_all or not self.named.isdisjoint(("actor", "trajectory"))
 
-    def arguments(self, row: dict[str, Any], given: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-        """Argument -> value. Columns are copied: a hook cannot change the row for the next episode."""
-        names = self.required | self.optional
-        if self.takes_all:
-            names = names | (self.ours - {"actors"}) | row.keys()
-        ours = {name: given[name]() for name in names & self.ours}
-        return ours | {
-            name: copy.deepcopy(row[name]) for name in names - self.ours if name in row or name in self.required
-        }
+    def arguments(self, row: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Argument -> value. Copies: a hook changes neither the episode nor the row of the next one."""
+        values = row | {name: given[name] for name in self.ours}
+        taken = (values.keys() if self.takes_all else self.named & values.keys()) - ({"actors"} - self.named)
+        return {name: values[name] if name in SHARED else copy.deepcopy(values[name]) for name in taken}
 
-    async def __call__(self, task_id: str, row: dict[str, Any], given: Mapping[str, Callable[[], Any]]) -> Any:
-        """What the function returns; `given` makes our arguments. Raises HookError, or TimeoutError after timeout_s."""
-        call, clock = partial(self.function, **self.arguments(row, given)), LoopClock.of_running_loop()
+    async def __call__(self, task: Task, given: Mapping[str, Any]) -> Any:
+        """What the function returns. `given`: at least our arguments. Raises HookError, or TimeoutError after timeout_s."""
+        clock = LoopClock.of_running_loop()
+
+        def call() -> Any:
+            return self.function(**self.arguments(task.row, given))
+
         if self.is_async:
             clock.watch(self.path)
-            result, error = await self._in_time(task_id, outcome(call()))
+            result, error = await self._in_time(task, outcome(call()))
         else:
             async with clock.threads:  # waiting for a thread is not the hook's time
-                result, error = await self._in_time(task_id, clock.in_thread(call))
+                result, error = await self._in_time(task, in_thread(call))
             if inspect.isawaitable(result):
-                result, error = await self._in_time(task_id, outcome(result))
+                result, error = await self._in_time(task, outcome(result))
         if error is not None:
-            raise HookError(f"{self.name}() failed for task {task_id}: {describe_error(error, self.path)}") from error
+            raise HookError(f"{self.name}() failed for task {task.id}: {describe_error(error, self.path)}") from error
         return result
 
-    async def _in_time(self, task_id: str, awaitable: Awaitable) -> tuple[Any, BaseException | None]:
-        task = asyncio.ensure_future(awaitable)
+    async def _in_time(self, task: Task, awaitable: Awaitable) -> tuple[Any, BaseException | None]:
+        running = asyncio.ensure_future(awaitable)
         try:
             # Not wait_for, which waits for ever for a coroutine that ignores its cancellation.
-            await asyncio.wait({task}, timeout=self.timeout_s)
-            is_done = task.done()
+            await asyncio.wait({running}, timeout=self.timeout_s)
+            is_done = running.done()
         finally:
-            task.cancel()
+            running.cancel()
         if not is_done:
             raise TimeoutError(
-                f"{self.path}: {self.name}() ran longer than {self.timeout_s:g} s for task {task_id}; "
+                f"{self.path}: {self.name}() ran longer than {self.timeout_s:g} s for task {task.id}; "
                 "make it faster or raise --rollout.hook_timeout_s"
             )
-        return (None, RuntimeError("it was cancelled")) if task.cancelled() else task.result()
+        return (None, RuntimeError("it was cancelled")) if running.cancelled() else running.result()
 
 
 async def outcome(awaitable: Awaitable) -> tuple[Any, BaseException | None]:
@@ -104,31 +106,22 @@ async def outcome(awaitable: Awaitable) -> tuple[Any, BaseException | None]:
         return None, error
 
 
-def work(jobs: SimpleQueue) -> None:
-    """A thread's loop: runs one (function, future of (result, exception)) after another, until None."""
-    while run_job(jobs.get()):
-        pass
+def in_thread(function: Callable[[], Any]) -> asyncio.Future:
+    """Future of (result, exception) of a function in a daemon thread. One that hangs outlives its deadline, but blocks neither
+    the event loop nor the interpreter's exit."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
 
+    def run() -> None:
+        try:
+            done = function(), None
+        except BaseException as error:
+            done = None, error
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(lambda: future.done() or future.set_result(done))
 
-def run_job(job: tuple[Callable[[], Any], asyncio.Future] | None) -> bool:
-    """False if the thread is to end. What waits between two jobs holds no event loop alive."""
-    if job is None:
-        return False
-    function, future = job
-    try:
-        found = function(), None
-    except BaseException as error:
-        found = None, error
-    try:
-        future.get_loop().call_soon_threadsafe(lambda: future.done() or future.set_result(found))
-    except RuntimeError:  # the loop is closed: nobody waits
-        return False
-    return True
-
-
-def end_threads(idle: list[SimpleQueue]) -> None:
-    for jobs in idle:
-        jobs.put(None)
+    threading.Thread(target=run, name="hook", daemon=True).start()
+    return future
 
 
 class LoopClock:
@@ -137,30 +130,15 @@ class LoopClock:
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop, self.real, self.held_s, self.last_s = loop, loop.time, 0.0, loop.time()
-        self.threads, self.idle = asyncio.Semaphore(MAX_THREADS), []  # of sync hooks
+        self.threads = asyncio.Semaphore(MAX_THREADS)  # of sync hooks
         self.loop_thread, self.watched = threading.get_ident(), set()
-        self.blocked_s, self.tell = 1.0, lambda text: print(text, file=sys.stderr, flush=True)
         loop.time = self
-        weakref.finalize(self, end_threads, self.idle)
         self._beat()
 
     @classmethod
     def of_running_loop(cls) -> LoopClock:
         loop = asyncio.get_running_loop()
         return loop.time if isinstance(loop.time, cls) else cls(loop)
-
-    def in_thread(self, function: Callable[[], Any]) -> asyncio.Future:
-        """Future of (result, exception) of a function in a daemon thread. A function that hangs outlives its deadline, but blocks
-        neither the loop nor the interpreter's exit."""
-        if not self.idle:
-            self.idle.append(SimpleQueue())
-            threading.Thread(target=work, args=(self.idle[-1],), name="hook", daemon=True).start()
-        jobs, future = self.idle.pop(), self.loop.create_future()
-        # A thread ends with a function that was given up.
-        idle = self.idle
-        future.add_done_callback(lambda done: jobs.put(None) if done.cancelled() else idle.append(jobs))
-        jobs.put((function, future))
-        return future
 
     def __call__(self) -> float:
         now = self.real()
@@ -173,7 +151,7 @@ class LoopClock:
         self.loop.call_later(BEAT_S, self._beat)
 
     def watch(self, path: str) -> None:
-        """From now on tell() names a function of this file, once, if it blocks the loop's thread for blocked_s."""
+        """From now on a function of this file that blocks the loop's thread for BLOCKED_S is named on stderr, once."""
         if not self.watched:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         self.watched.add(path)
@@ -181,17 +159,19 @@ class LoopClock:
     def _watch(self) -> None:
         told: set[str] = set()
         while not self.loop.is_closed():
-            time.sleep(self.blocked_s / 4)
+            time.sleep(BLOCKED_S / 4)
             frame = sys._current_frames().get(self.loop_thread)
-            if frame is None or self.real() - self.last_s < self.blocked_s:
+            if frame is None or self.real() - self.last_s < BLOCKED_S:
                 continue
             inside = [f for f, _ in traceback.walk_stack(frame) if f.f_code.co_filename in self.watched]
             if inside and (name := inside[-1].f_code.co_name) not in told:
                 told.add(name)
-                self.tell(
+                print(
                     f"{inside[0].f_code.co_filename}:{inside[0].f_lineno}: async {name}() has blocked the event loop for "
-                    f"{self.blocked_s:g} s, so that all episodes and deadlines stand still; await inside it, or write it as "
-                    "def, which runs in a thread"
+                    f"{BLOCKED_S:g} s, so that all episodes and deadlines stand still; await inside it, or write it as def, "
+                    "which runs in a thread",
+                    file=sys.stderr,
+                    flush=True,
                 )
 
 

@@ -1,4 +1,4 @@
-"""Groups of episodes, run side by side: the one way in which training and evaluation get their trajectories."""
+"""Groups of episodes with their deadlines and failures, run side by side: training and evaluation get trajectories here."""
 
 from __future__ import annotations
 
@@ -6,16 +6,141 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from rl_core.config import RolloutConfig
-from rl_core.distributed import Ranks, all_gather_json
-from rl_core.sampling.actor import Actor
+from rl_core.sampling.actor import Actor, Cast
+from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.env import Env
-from rl_core.sampling.group import Group, run_group
-from rl_core.types import RunError, Trajectory
+from rl_core.sampling.episode import play, score_group
+from rl_core.sampling.hooks import LoopClock
+from rl_core.types import RunError, SamplingParams, Task, Trajectory, counter_seed
 
+if TYPE_CHECKING:
+    from rl_core.distributed import Ranks
+
+MAX_REVIVALS = 3  # times that one group may lose an engine
 POLL_S = 0.05  # between looks at other ranks, while groups of this rank are running
+
+
+@dataclass(kw_only=True, slots=True)
+class Group:
+    """All episodes of one task, for example number 3 of the batch "train/000012"."""
+
+    task: Task
+    batch: str  # with `number` it makes seeds
+    number: int  # place in the batch
+    size: int
+    params: SamplingParams
+    seed: int  # of the run
+    label: str = (
+        ""  # of its id, instead of `batch`: evaluations of all steps have the same batch, and so the same seeds
+    )
+    position: int = 0  # of the task in the order of the training data
+    version: int = -1  # of the weights by which it began
+    trajectories: list[Trajectory] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        """Unique in the run."""
+        return f"{self.label or self.batch}/{self.number:06d}"
+
+    def seed_of(self, *parts: int | str) -> int:
+        return counter_seed(self.seed, self.batch, self.number, *parts)
+
+    def cast(self, env: Env, actors: Mapping[str, Actor], seed: int, name: int | str) -> Cast:
+        """The actors in one episode, or in what scores the group."""
+        return Cast(actors, self.params, seed, f"{self.batch}/{self.number:06d}/{name}", env.max_turns)
+
+
+async def run_group(
+    envs: Mapping[str, Env], actors: Mapping[str, Actor], config: RolloutConfig, group: Group
+) -> list[Trajectory]:
+    """The trajectories of one group. If an engine dies it is started again, and the group is done again. Raises RunError if
+    that does not help."""
+    for _ in range(MAX_REVIVALS):
+        try:
+            return await play_group(envs[group.task.env], actors, config, group)
+        except EngineDied as error:
+            last = error
+        try:
+            for actor in actors.values():
+                if isinstance(actor, Actor):  # an endpoint elsewhere has no engine
+                    await actor.wake()
+        except EngineDied as error:
+            raise RunError(f"an engine died and cannot be started again: {error}") from error
+    raise RunError(f"an engine died {MAX_REVIVALS} times in one group of {group.batch}: {last}") from last
+
+
+async def play_group(env: Env, actors: Mapping[str, Actor], config: RolloutConfig, group: Group) -> list[Trajectory]:
+    """The trajectories of one group. The order of speakers is drawn once. Group rewards come last; if they raise, the whole
+    group has failed. Raises EngineDied once all its episodes have ended."""
+    seed, trajectories = group.seed_of("schedule"), []
+    try:
+        task = await env.draw(group.task, list(actors), seed)
+        episodes = [run_episode(env, actors, config, group, task, index) for index in range(group.size)]
+        ended = await asyncio.gather(*episodes, return_exceptions=True)
+        for died in (e for e in ended if isinstance(e, BaseException)):
+            raise died
+        trajectories = [t for episode in ended for t in episode]
+        if env.group_rewards:
+            cast = group.cast(env, actors, counter_seed(seed, "group"), "group")
+            try:
+                await asyncio.wait_for(score_group(env, task, trajectories, cast), config.episode_timeout_s)
+            finally:
+                cast.close()
+    except Exception as error:
+        reason = reason_of(error, "what scores the group", config)
+        if not trajectories:
+            return [t for index in range(group.size) for t in failures(actors, group, index, reason)]
+        for t in trajectories:
+            if t.status != "failed":
+                t.status, t.error, t.reward = "failed", reason, None
+    return trajectories
+
+
+async def run_episode(
+    env: Env, actors: Mapping[str, Actor], config: RolloutConfig, group: Group, task: Task, index: int
+) -> list[Trajectory]:
+    """One attempt at one task. What goes wrong in it ends here, as a failed trajectory of every actor, with its reason, but
+    for the death of an engine, which is no fault of the episode: EngineDied."""
+    cast = group.cast(env, actors, group.seed_of(task.id, index), index)
+    LoopClock.of_running_loop()  # a save or an update of the weights is not the episode's time
+    try:
+        trajectories = await asyncio.wait_for(play(env, task, cast), config.episode_timeout_s)
+    except Exception as error:
+        return failures(cast, group, index, reason_of(error, "the episode", config))
+    finally:
+        cast.close()
+    for trajectory in trajectories:
+        trajectory.group_id, trajectory.index = group.id, index
+    return trajectories
+
+
+def reason_of(error: Exception, timed: str, config: RolloutConfig) -> str:
+    """Why an episode failed. Raises the EngineDied that caused the error, also where a hook that called an actor raised."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, EngineDied):
+            raise cause
+        cause = cause.__cause__
+    if isinstance(error, asyncio.TimeoutError) and not str(error):
+        return f"{timed} took longer than --rollout.episode_timeout_s={config.episode_timeout_s}"
+    return str(error) or type(error).__name__
+
+
+def failures(actors: Mapping[str, Actor], group: Group, index: int, reason: str) -> list[Trajectory]:
+    """An episode that failed: all conversations so far, and at least one trajectory of each actor that would have learned from
+    it, or of all if none has a learner."""
+    learn, task = [name for name, actor in actors.items() if actor.is_trainable] or list(actors), group.task
+    same = {"task_id": task.id, "env": task.env, "group_id": group.id, "index": index}
+    same |= {"status": "failed", "error": reason}
+    failed = [c.record() for actor in actors.values() for c in getattr(actor, "conversations", ()) if c.num_replies]
+    silent = set(learn) - {t.actor for t in failed}
+    failed += [Trajectory(**same, actor=name, messages=task.messages) for name in learn if name in silent]
+    return [replace(t, **same) for t in failed]
 
 
 class RolloutWorker:
@@ -36,7 +161,7 @@ class RolloutWorker:
         self.running: dict[int, asyncio.Task] = {}  # on this rank
         self.done: list[int] = []  # on this rank
         self.next_number: int | None = (
-            None  # of the next group of this rank; it begins once it is submitted and a slot is free
+            None  # this rank's next group, which begins once it is submitted and a slot is free
         )
         self.num_submitted = self.num_collected = self.num_collects = 0
         self.changed, self.error = asyncio.Event(), None
@@ -74,9 +199,11 @@ class RolloutWorker:
         """This rank's part of the `num_groups` oldest complete groups, on all ranks together. Waits too for each group that
         began by the weights of version `oldest` or before, because it would be too stale for the next step. Every rank
         must call it. Raises RunError if an engine cannot go on, or other ranks do not."""
+        from rl_core.distributed import all_gather_json  # imports torch, which rl-core check does without
+
         while any(self.pending[n].version <= (self.version if oldest is None else oldest) for n in self.running):
-            await self._change(None)
-        await self._meet(self.num_collected + num_groups)
+            await self._has_finished(None)
+        await self._meet(num_groups)
         by_rank = all_gather_json([(self.pending[n].version, n) for n in self.done], self.ranks)
         numbers = [n for _, n in sorted(tuple(pair) for pairs in by_rank for pair in pairs)[:num_groups]]
         self.num_collected += num_groups
@@ -85,28 +212,27 @@ class RolloutWorker:
         self.done = [n for n in self.done if n not in groups]
         return collected_here
 
-    async def _meet(self, num_finished: int) -> None:
-        """Waits until all ranks are here and have finished so many groups since the start."""
+    async def _meet(self, num_groups: int) -> None:
+        """Waits until all ranks are here and have finished so many groups that are not collected."""
         here, met = f"collect/{self.num_collects}", f"{self.name}/collect/{self.num_collects}/met"
         self.num_collects += 1
         self._count(here, 1)
-        known, until = self._count("finished", 0), time.monotonic() + self.timeout_s
+        known, until = self._num_ready(), time.monotonic() + self.timeout_s
         is_new = True  # only the last rank to arrive, or to finish a group, can find that all have
-        while not (is_new and self._count(here, 0) == self.ranks.size and self._count("finished", 0) >= num_finished):
+        while not (is_new and self._count(here, 0) == self.ranks.size and self._num_ready() >= num_groups):
             if self.ranks.was_said(met):
                 return
-            is_new = await self._change(POLL_S if self.ranks.size > 1 else self.timeout_s)
+            is_new = await self._has_finished(POLL_S if self.ranks.size > 1 else self.timeout_s)
             if not is_new and time.monotonic() > until and not self.running:  # its own episodes have deadlines
-                if (finished := self._count("finished", 0)) == known:
+                if (num_ready := self._num_ready()) == known:
                     raise RunError(
-                        f"rank {self.ranks.rank} waited in the phase 'generate' for {num_finished - self.num_collected} groups "
-                        f"of episodes, of which {finished - self.num_collected} are complete: other ranks finished none within "
-                        f"--timeout_s={self.timeout_s:g}"
+                        f"rank {self.ranks.rank} waited in the phase 'generate' for {num_groups} groups of episodes, of which "
+                        f"{num_ready} are complete: other ranks finished none within --timeout_s={self.timeout_s:g}"
                     )
-                known, until = finished, time.monotonic() + self.timeout_s
+                known, until = num_ready, time.monotonic() + self.timeout_s
         self.ranks.say(met)
 
-    async def _change(self, timeout_s: float | None) -> bool:
+    async def _has_finished(self, timeout_s: float | None) -> bool:
         """Whether a group of this rank was finished in time. Raises what a group raised."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.changed.wait(), timeout_s)
@@ -115,6 +241,9 @@ class RolloutWorker:
         if self.error is not None:
             raise self.error
         return is_new
+
+    def _num_ready(self) -> int:
+        return self._count("finished", 0) - self.num_collected
 
     def _count(self, name: str, n: int) -> int:
         return self.ranks.add(f"{self.name}/{name}", n)
@@ -136,7 +265,8 @@ async def rollout(
     """The trajectories of the groups that this rank drew, failed ones included, sorted by group and index. Every rank
     must call it."""
     width = groups_at_once(actors, config, len(groups), groups[0].size, ranks)
-    worker = RolloutWorker(partial(run_group, envs, actors, config), ranks, width, groups[0].batch, timeout_s)
+    name = groups[0].id.rpartition("/")[0]
+    worker = RolloutWorker(partial(run_group, envs, actors, config), ranks, width, name, timeout_s)
     try:
         worker.submit(groups)
         return in_order(await worker.collect(len(groups)))

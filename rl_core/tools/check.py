@@ -33,7 +33,6 @@ def check(argv: list[str]) -> int:
     from rl_core.sampling.env import load_env
 
     env = load_env(options.env)
-    env.max_turns = env.max_turns or (8 if env.is_multi_turn else 1)
     say("environment", [options.env, *describe_hooks(env), f"turns of an episode: at most {env.max_turns}"])
     names = actor_names(env, options.actors)
     env.check_actors(names)
@@ -73,7 +72,7 @@ def say(title: str, lines: Sequence[str]) -> None:
 def describe_hooks(env: Env) -> list[str]:
     lines = []
     for hook in env.hooks.values():
-        optional = [f"{name} (optional)" for name in sorted(hook.optional - hook.ours)]
+        optional = [f"{name} (optional)" for name in sorted(hook.named - hook.required - hook.ours)]
         columns = ["every column"] if hook.takes_all else sorted(hook.required - hook.ours) + optional
         reads = f"    reads {', '.join(columns)}" if columns else ""
         lines.append(f"{hook.name}{inspect.signature(hook.function)}{reads}")
@@ -135,7 +134,7 @@ async def play_all(
 
 
 def reads(env: Env, column: str) -> bool:
-    return any(h.takes_all or column in h.required | h.optional for h in env.hooks.values())
+    return any(h.takes_all or column in h.named for h in env.hooks.values())
 
 
 def rendered(templates: list[str], task: Task) -> list[str]:
@@ -153,10 +152,10 @@ async def play(
 ) -> list[Trajectory]:
     """The trajectories of one group: of one episode, or of two if a hook compares them."""
     from rl_core.engines.scripted import ScriptedActor
-    from rl_core.sampling.group import Group, run_group
+    from rl_core.sampling.rollout import Group, run_group
     from rl_core.types import SamplingParams
 
-    actors = {n: ScriptedActor(name=n, chat=chat, replies=said, max_turns=env.max_turns) for n, said in replies.items()}
+    actors = {n: ScriptedActor(name=n, chat=chat, replies=said) for n, said in replies.items()}
     size = 2 if env.group_rewards else 1
     params = SamplingParams(max_tokens=max_tokens)
     group = Group(task=task, batch="check", number=0, size=size, params=params, seed=0)
