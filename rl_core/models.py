@@ -100,7 +100,7 @@ def is_sharded(config: Config) -> bool:
 
 
 def has_reference(config: Config, algorithm: Algorithm) -> bool:
-    return algorithm.kl_coef > 0 or (algorithm.objective == "dpo" and not config.preference.reference_free)
+    return algorithm.kl_coef > 0 or (algorithm.has_reference and not config.preference.reference_free)
 
 
 def make_learners(config: Config, algorithm: Algorithm, ranks: Ranks) -> dict[str, Learner]:
@@ -125,8 +125,7 @@ def make_learner(
             n: (config.actors[n].lora, counter_seed(config.seed, n)) for n in [name, *config.sharers.get(name, [])]
         }
         own, others = loras.pop(name), {f"of_{n}": lora for n, lora in loras.items() if config.actors[n].is_trained}
-        is_scoring = algorithm.objective == "rm"
-        policy = make_trained(config, actor.model, ranks, *own, is_scoring=is_scoring, more_adapters=others)
+        policy = make_trained(config, actor.model, ranks, *own, is_scoring=algorithm.is_scoring, more_adapters=others)
         policy.is_shared = name in config.sharers
     reference = None
     if has_reference(config, algorithm):

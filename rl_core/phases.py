@@ -303,7 +303,7 @@ def save(run: Run, step: int) -> None:
     state = {"step": step, "seed": run.config.seed, "position": run.position, "pending": run.begun}
     if run.plan.curriculum:
         state["curriculum"] = run.plan.curriculum.state()
-    older = run.older.to_save(step) if run.older else {}
+    older = run.older.files_to_save(step) if run.older else []
     save_checkpoint(checkpoint_folder(run, step), run.learners, state, run.ranks, run.config.keep_checkpoints, older)
     for name, learner in run.learners.items():
         with learner.on_device():

@@ -13,22 +13,18 @@ from kit import SORT, metrics, trajectories, weights
 from test_critic import naive_gae, plain_values, with_critic
 from test_learner import assert_same, make_learner, ragged_samples
 
-from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
 from rl_core.learning.advantages import has_signal, samples_of, turn_advantages, turn_returns
 from rl_core.learning.algorithms import (
     PRESETS,
     group_advantages,
-    kl_k1,
-    kl_k2,
-    kl_k3,
+    kl_estimate,
     overlong_penalty,
     sequence_mean,
     sums_to_go,
     token_losses,
 )
 from rl_core.learning.learner import Learner
-from rl_core.learning.model import make_policy
 from rl_core.train import main
 from rl_core.types import Completion, TrainingSample, Trajectory, Turn
 
@@ -56,11 +52,13 @@ NAMES = [" ".join([preset, *flags]) for preset, flags in CASES]
 
 
 DEFAULTS = {
-    "is_rl": True, "advantage": "group_norm", "normalize": "none", "ratio": "token", "objective": "clip",
+    "advantage": "group_norm", "normalize": "none", "ratio": "token", "objective": "clip",
     "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, "aggregation": "token", "kl": "k3", "kl_in": "loss",
     "kl_coef": 0.0, "entropy_coef": 0.0, "correction": "none", "correction_range": (0.5, 2.0), "overlong": "none",
     "overlong_buffer": 0, "refill_rounds": 0, "target_kl": 0.0, "turn_discount": None,
+    "rows": "", "loss": "", "is_scoring": False, "has_reference": False,
 }  # fmt: skip
+PAIRS, LOSSES = "rl_core.options.pairs", "rl_core.options.preference"
 TABLE = {
     "grpo": {},
     "dr_grpo": {"advantage": "group_mean", "aggregation": "constant"},
@@ -70,10 +68,11 @@ TABLE = {
     "rloo": {"advantage": "rloo", "aggregation": "constant", "kl": "k1", "kl_in": "reward"},
     "reinforce_pp": {"advantage": "none", "normalize": "batch", "kl": "k1", "kl_in": "reward"},
     "ppo": {"advantage": "gae", "normalize": "batch", "kl": "k1", "kl_in": "reward"},
-    "sft": {"is_rl": False, "advantage": "none"},
-    "dpo": {"is_rl": False, "advantage": "none", "objective": "dpo", "aggregation": "pair"},
-    "rm": {"is_rl": False, "advantage": "none", "objective": "rm", "aggregation": "pair"},
+    "sft": {"rows": "rl_core.options.imitation:imitation_samples"},
+    "dpo": {"rows": f"{PAIRS}:reply_pair", "loss": f"{LOSSES}:losses_of_replies", "has_reference": True},
+    "rm": {"rows": f"{PAIRS}:scored_pair", "loss": f"{LOSSES}:losses_of_scores", "is_scoring": True},
 }
+TABLE |= {name: TABLE[name] | {"aggregation": "pair"} for name in ("dpo", "rm")}
 
 
 def test_presets_are_the_papers_settings():
@@ -87,8 +86,7 @@ def make_pair(model_path, preset: str, *flags) -> Learner:
     learner = make_learner(model_path, *flags, algorithm=preset)
     if learner.algorithm.has_critic:
         with_critic(learner)
-    if learner.algorithm.kl_coef:
-        learner.reference = make_policy(str(model_path), torch.float32, learner.ranks, False).requires_grad_(False)
+    if learner.reference is not None:
         torch.manual_seed(0)
         for p in learner.reference.parameters():
             p.add_(0.1 * torch.randn_like(p))
@@ -112,7 +110,7 @@ def annotated(learner: Learner, samples: list[TrainingSample]):
 def learner_gradients(learner: Learner, samples) -> tuple[dict[str, torch.Tensor], float]:
     minibatch, total = annotated(learner, samples), 0.0
     for batch in minibatch.batches:
-        loss = token_losses(learner.algorithm, batch, *learner.policy(batch, 1.0)).losses.sum() / minibatch.denominator
+        loss = token_losses(learner.algorithm, batch, *learner.policy(batch, 1.0))[0].sum() / minibatch.denominator
         loss.backward()
         total += loss.item()
     found = {n: p.grad.clone() for n, p in learner.policy.hf.named_parameters()}
@@ -147,7 +145,8 @@ def naive_gradients(learner: Learner, samples, longest=60) -> tuple[dict[str, to
         )
         advantages = [s.advantages[i] for i in at]
         if a.kl_coef and a.kl_in != "loss":
-            kl = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}[a.kl](rollout, ref).tolist()
+            d = rollout - ref
+            kl = {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d}[a.kl].tolist()
             penalty = [sum(kl[t:]) if a.kl_in == "reward" else kl[t] for t in range(len(kl))]
             if not a.has_critic:
                 advantages = [x - a.kl_coef * p for x, p in zip(advantages, penalty, strict=True)]
@@ -226,24 +225,13 @@ def trl_gradients(learner: Learner, model_path, samples, loss_type: str, level: 
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    clip = (0.02, 0.03) if level == "sequence" else (0.2, 0.28)
+    low, high = (0.02, 0.03) if level == "sequence" else (0.2, 5.0 if loss_type == "cispo" else 0.28)
     config = trl.GRPOConfig(
-        output_dir=str(folder),
-        loss_type=loss_type,
-        importance_sampling_level=level,
-        epsilon=clip[0],
-        epsilon_high=5.0 if loss_type == "cispo" else clip[1],
-        delta=delta,
-        beta=learner.algorithm.kl_coef,
+        output_dir=str(folder), loss_type=loss_type, importance_sampling_level=level, epsilon=low, epsilon_high=high,
+        delta=delta, beta=learner.algorithm.kl_coef, max_completion_length=60, num_generations=2,
         use_bias_correction_kl=False,  # ours is not weighted by the ratio
-        max_completion_length=60,
-        num_generations=2,
-        per_device_train_batch_size=len(samples),
-        gradient_accumulation_steps=1,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-    )
+        per_device_train_batch_size=len(samples), gradient_accumulation_steps=1, use_cpu=True, bf16=False, report_to=[],
+    )  # fmt: skip
     trainer = trl.GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model_path),
         processing_class=AutoTokenizer.from_pretrained(model_path),
@@ -253,18 +241,16 @@ def trl_gradients(learner: Learner, model_path, samples, loss_type: str, level: 
     )
     trainer.current_gradient_accumulation_steps = 1
     longest = max(len(s.token_ids) for s in samples)
-    ids = torch.tensor([s.token_ids.tolist() + [0] * (longest - len(s.token_ids)) for s in samples])
-    mask = torch.tensor([s.loss_mask.tolist() + [0] * (longest - len(s.loss_mask)) for s in samples])
-    is_token = torch.tensor([[1] * len(s.token_ids) + [0] * (longest - len(s.token_ids)) for s in samples])
+    columns = [(s.token_ids, s.loss_mask, [1] * len(s.token_ids)) for s in samples]
+    ids, mask, is_token = (
+        torch.tensor([[*map(int, column), *[0] * (longest - len(column))] for column in rows])
+        for rows in zip(*columns, strict=True)
+    )
     inputs = {
-        "prompt_ids": ids[:, :1],
-        "prompt_mask": is_token[:, :1],
-        "completion_ids": ids[:, 1:],
-        "completion_mask": is_token[:, 1:],
-        "tool_mask": mask[:, 1:],
+        "prompt_ids": ids[:, :1], "prompt_mask": is_token[:, :1], "completion_ids": ids[:, 1:],
+        "completion_mask": is_token[:, 1:], "tool_mask": mask[:, 1:], "num_items_in_batch": mask.sum(),
         "advantages": torch.tensor([max(s.advantages, key=abs) for s in samples]),
-        "num_items_in_batch": mask.sum(),
-    }
+    }  # fmt: skip
     trainer.model.train()
     with torch.no_grad():
         own, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, is_token, longest - 1)
@@ -302,32 +288,6 @@ def test_the_loss_is_trls_where_it_computes_the_same(
     assert_same(got, want, tolerance=1e-5)
 
 
-def test_gspo_on_sequences_of_one_token_is_ppos_clip(tiny_model):
-    samples = [s for s in ragged_samples(24, shared_prompt=5) if sum(s.loss_mask) == 1 and any(s.advantages)]
-    assert len(samples) > 4
-    bounds = ("--algo.clip_low", "0.2", "--algo.clip_high", "0.2")
-    gspo, loss = learner_gradients(make_learner(tiny_model, *bounds, algorithm="gspo"), samples)
-    grpo, expected = learner_gradients(make_learner(tiny_model, *bounds), samples)
-    assert loss == pytest.approx(expected, abs=1e-6)
-    assert_same(gspo, grpo)
-
-
-@pytest.mark.parametrize("preset", [name for name in RL if name != "reinforce_pp"])
-def test_the_first_gradient_of_a_batch_is_that_of_reinforce(preset, tiny_model):
-    """The mean of -A log p over tokens, whatever the ratio's level and bounds."""
-    learner = make_learner(tiny_model, "--algo.advantage", "none", "--algo.aggregation", "token", algorithm=preset)
-    samples = [dataclasses.replace(s, advantages=[max(s.advantages, key=abs) * m for m in s.loss_mask])
-               for s in ragged_samples()]  # fmt: skip
-    batch = pack_samples(samples)
-    logprobs, entropy = learner.policy(batch, 1.0)
-    (token_losses(learner.algorithm, batch, logprobs, entropy).losses.sum() / len(logprobs)).backward()
-    got = {n: p.grad.clone() for n, p in learner.policy.named_parameters()}
-    learner.policy.zero_grad()
-    logprobs, _ = learner.policy(batch, 1.0)
-    (-(batch.advantages * logprobs).mean()).backward()
-    assert_same(got, {n: p.grad for n, p in learner.policy.named_parameters()})
-
-
 def test_advantages_are_the_papers_formulas():
     draw = random.Random(0)
     for rewards in ([1.0, 0.0, 0.5, 0.25], [draw.gauss(0, 2) for _ in range(7)], [3.0, -1.0]):
@@ -361,12 +321,12 @@ def test_estimators_of_the_kl_have_its_mean():
     torch.manual_seed(0)
     policy, ref = (torch.randn(6).double().log_softmax(0) for _ in range(2))
     exact = (policy.exp() * (policy - ref)).sum()
-    means = [(policy.exp() * kl(policy, ref)).sum() for kl in (kl_k1, kl_k3)]
+    means = [(policy.exp() * kl_estimate(kind, policy, ref)).sum() for kind in ("k1", "k3")]
     torch.testing.assert_close(torch.stack(means), exact.expand(2))
     near = policy + 0.01 * (ref - policy)
     near = near.log_softmax(0)
     exact = (policy.exp() * (policy - near)).sum()
-    assert (policy.exp() * kl_k2(policy, near)).sum() == pytest.approx(exact.item(), rel=0.02)
+    assert (policy.exp() * kl_estimate("k2", policy, near)).sum() == pytest.approx(exact.item(), rel=0.02)
 
 
 def test_means_and_sums_over_sequences_stay_inside_them():
@@ -375,15 +335,6 @@ def test_means_and_sums_over_sequences_stay_inside_them():
     assert sums_to_go(values, sequences).tolist() == [6, 5, 3, 10, 2, 6]
     nothing = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     assert sequence_mean(*nothing, 0).numel() == sums_to_go(*nothing).numel() == 0
-
-
-def test_every_trained_token_knows_its_sequence():
-    samples = ragged_samples(16, shared_prompt=30)
-    batch = pack_samples(samples)
-    found = [batch.labels[batch.sequences == i].tolist() for i in range(16)]
-    want = [[t for t, m in zip(s.token_ids, s.loss_mask, strict=True) if m] for s in samples]
-    assert sorted(found) == sorted(want)
-    assert batch.sequences.tolist() == sorted(batch.sequences.tolist())
 
 
 def test_the_overlong_penalty_is_dapos():

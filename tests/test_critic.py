@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import SORT, metrics
+from kit import SORT, metrics, words
 from safetensors.torch import load_file
 from test_learner import FLAGS, assert_same, make_learner, ragged_samples
 
@@ -17,23 +17,21 @@ from rl_core.config import parse_config
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
 from rl_core.learning.advantages import samples_of
-from rl_core.learning.algorithms import PRESETS, gae_advantages, token_losses
+from rl_core.learning.algorithms import PRESETS, token_losses
 from rl_core.learning.learner import Learner
 from rl_core.learning.minibatches import Minibatch
-from rl_core.learning.model import make_policy
 from rl_core.models import make_critic
-from rl_core.options.critic import value_losses, value_metrics, value_sums
+from rl_core.options.critic import gae_advantages, value_losses, value_metrics, value_sums
 from rl_core.train import main
 from rl_core.types import Completion, TrainingSample, Trajectory, Turn
 
 SGD = ("--optim.name", "sgd", "--optim.betas", "0,0.95")
 
 
-def with_critic(learner: Learner, head_std: float = 0.1) -> Learner:
-    """The learner with a critic whose head is not 0."""
-    learner.critic = make_critic(learner.config, learner.config.actors["policy"].model, learner.ranks)
+def with_critic(learner: Learner) -> Learner:
+    """The learner, whose critic's head is no more 0."""
     torch.manual_seed(0)
-    torch.nn.init.normal_(learner.critic.learner.policy.hf.score.weight, std=head_std)
+    torch.nn.init.normal_(learner.critic.learner.policy.hf.score.weight, std=0.1)
     return learner
 
 
@@ -77,8 +75,6 @@ def test_advantages_of_ragged_sequences_are_the_papers_recursion(gamma, lam):
 def test_what_stands_between_turns_is_no_step_and_the_reward_comes_last(kl_in, shared_prompt, tiny_model):
     flags = ["--algo.normalize", "none", "--critic.gamma", "0.97", "--critic.gae_lambda", "0.9"]
     learner = make_ppo(tiny_model, *flags, *(["--algo.kl_coef", "0.2", "--algo.kl_in", kl_in] if kl_in else []))
-    if kl_in:
-        learner.reference = make_policy(str(tiny_model), torch.float32, learner.ranks, False).requires_grad_(False)
     samples = ragged_samples(12, shared_prompt=shared_prompt)
     batch = pack_samples(samples)
     learner.annotate([Minibatch(denominator=1, num_tokens=1, batches=[batch])])
@@ -132,13 +128,10 @@ def test_explained_variance_is_one_less_the_share_of_what_is_left():
 def test_with_a_critic_that_knows_nothing_the_first_gradient_is_that_of_reinforce(tiny_model):
     flags = ["--algo.normalize", "none", "--critic.gae_lambda", "1"]
     learner, samples = make_learner(tiny_model, *flags, algorithm="ppo"), ragged_samples()
-    learner.critic = make_critic(learner.config, learner.config.actors["policy"].model, learner.ranks)
     (minibatch,), _ = learner.shard(samples)
     learner.annotate([minibatch])
     (batch,) = minibatch.batches
-    (
-        token_losses(learner.algorithm, batch, *learner.policy(batch, 1.0)).losses.sum() / minibatch.denominator
-    ).backward()
+    (token_losses(learner.algorithm, batch, *learner.policy(batch, 1.0))[0].sum() / minibatch.denominator).backward()
     got = {n: p.grad.clone() for n, p in learner.policy.named_parameters()}
     learner.policy.zero_grad()
     plain = pack_samples(samples)  # its advantages are rewards, of every token
@@ -150,16 +143,7 @@ def test_with_a_critic_that_knows_nothing_the_first_gradient_is_that_of_reinforc
 def test_four_microbatches_teach_actor_and_critic_what_one_does(flags, tiny_model):
     samples, found = ragged_samples(20, shared_prompt=12), []
     for tokens in ("8192", "100"):
-        more = [
-            "--learner.microbatch_tokens",
-            tokens,
-            "--learner.epochs",
-            "2",
-            "--critic.lr",
-            "0.5",
-            "--optim.lr",
-            "0.1",
-        ]
+        more = words("--learner.microbatch_tokens", tokens, "--learner.epochs 2 --critic.lr 0.5 --optim.lr 0.1")
         learner = make_ppo(tiny_model, *SGD, *more, *flags)
         minibatches, _ = learner.shard(samples)
         assert (len(minibatches[0].batches) >= 4) == (tokens == "100")

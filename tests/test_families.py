@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from kit import steps
+from kit import steps, words
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -87,20 +87,9 @@ def test_grpo_with_adapters_samples_with_the_learners_weights(name, tiny_model, 
         'def load_tasks(split): return [{"prompt": str(n)} for n in range(8)]\n'
         "def reward_fn(completion): return sum(map(ord, completion)) % 7 / 7\n"
     )
-    flags = ["--model", folder, "--env_path", tmp_path / "env.py", "--max_prompt_tokens", 24, "--max_tokens", 8]
-    flags += [
-        "--group_size",
-        2,
-        "--tasks_per_step",
-        4,
-        "--num_steps",
-        2,
-        "--optim.lr",
-        "1e-2",
-        "--out",
-        tmp_path / "run",
-    ]
-    assert main([*map(str, flags), "--actors.policy.lora.rank", "4", "--actors.policy.lora.targets", "q_proj"]) == 0
+    flags = words("--model", folder, "--env_path", tmp_path / "env.py", "--max_prompt_tokens 24 --max_tokens 8")
+    flags += words("--group_size 2 --tasks_per_step 4 --num_steps 2 --optim.lr 1e-2 --out", tmp_path / "run")
+    assert main([*flags, *words("--actors.policy.lora.rank 4 --actors.policy.lora.targets q_proj")]) == 0
     assert max(row["learn/policy/mismatch_kl_nats_max"] for row in steps(tmp_path / "run")) < 1e-6
 
 

@@ -5,24 +5,20 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import kit
 import pytest
 import torch
 
-from rl_core.config import parse_config
 from rl_core.data.packing import balanced_bins, pack_samples
-from rl_core.distributed import init_ranks
-from rl_core.learning.algorithms import clipped_loss, make_algorithm, token_losses
+from rl_core.learning.algorithms import clipped_loss, token_losses
 from rl_core.learning.learner import Learner
-from rl_core.learning.model import make_policy
 from rl_core.types import TrainingSample
 
 FLAGS = ["--env_path", "x.py", "--out", "x", "--max_prompt_tokens", "40", "--max_tokens", "60"]
 
 
 def make_learner(model, *flags, algorithm="grpo") -> Learner:
-    config = parse_config(["--model", str(model), "--algorithm", algorithm, *FLAGS, *flags])
-    policy = make_policy(str(model), torch.float32, init_ranks(60), config.learner.activations == "recompute")
-    return Learner(config, make_algorithm(algorithm, config.algo), policy, init_ranks(60))
+    return kit.make_learner(model, "--algorithm", algorithm, list(flags))
 
 
 def ragged_samples(num=12, seed=0, shared_prompt=0) -> list[TrainingSample]:
@@ -69,7 +65,7 @@ def gradients(learner: Learner, samples, old_shift=0.0) -> tuple[dict[str, torch
         logprobs, entropy = learner.policy(batch, learner.temperature)
         if old_shift:
             batch.old_logprobs = logprobs.detach() - old_shift * torch.sin(batch.labels.float())
-        losses = token_losses(learner.algorithm, batch, logprobs, entropy).losses
+        losses, _ = token_losses(learner.algorithm, batch, logprobs, entropy)
         loss = losses.sum() / minibatches[0].denominator
         loss.backward()
         total += loss.item()
@@ -170,6 +166,8 @@ def test_samples_without_advantage_count_in_the_denominator_but_need_no_forward(
     minibatch = learner.shard(samples)[0][0]
     assert minibatch.denominator == sum(sum(s.loss_mask) for s in samples)
     assert sum(len(b.parents) for b in minibatch.batches) == sum(any(s.advantages) for s in samples) < len(samples)
+    learner.annotate([minibatch])
+    assert all(b.old_logprobs is None for b in minibatch.batches)  # the ratio of a first update is 1
 
 
 def test_a_batch_without_signal_leaves_the_weights_alone(tiny_model):
@@ -218,9 +216,7 @@ def test_updates_are_torchs_optimizer_with_scheduled_rates_and_a_clipped_gradien
         learner.step(learner.shard(samples)[0], step)
         for minibatch in plain.shard(samples)[0]:
             (batch,) = minibatch.batches
-            (
-                token_losses(plain.algorithm, batch, *plain.forward(batch)).losses.sum() / minibatch.denominator
-            ).backward()
+            (token_losses(plain.algorithm, batch, *plain.forward(batch))[0].sum() / minibatch.denominator).backward()
             assert torch.nn.utils.clip_grad_norm_(parameters, 0.01) > 0.02
             for group, rate in zip(optimizer.param_groups, [next(rates)] * 2, strict=True):
                 group["lr"] = rate
@@ -233,7 +229,6 @@ def test_updates_are_torchs_optimizer_with_scheduled_rates_and_a_clipped_gradien
 def test_all_logprobs_of_the_learner_are_at_the_temperature_of_sampling(tiny_model):
     flags = ["--sampling.temperature", "0.5", "--learner.epochs", "2", "--algo.kl_coef", "0.1"]
     learner, samples = make_learner(tiny_model, *flags), ragged_samples()
-    learner.reference = make_policy(str(tiny_model), torch.float32, learner.ranks, is_frozen=True)
     (minibatch,), _ = learner.shard(samples)
     learner.annotate([minibatch])
     (batch,) = minibatch.batches
@@ -252,38 +247,11 @@ def test_all_logprobs_of_the_learner_are_at_the_temperature_of_sampling(tiny_mod
     assert metrics["step_kl_nats"].total.item() == metrics["ref_kl_nats"].total.item() == 0
 
 
-def test_the_first_update_of_a_batch_has_no_old_logprobs_to_compute(tiny_model):
-    learner = make_learner(tiny_model)
-    minibatches, _ = learner.shard(ragged_samples())
-    learner.annotate(minibatches)
-    assert all(b.old_logprobs is None for m in minibatches for b in m.batches)
-
-
 def test_the_clip_ignores_a_ratio_only_where_it_would_gain_from_it():
     ratio, advantages = torch.tensor([0.5, 0.5, 1.5, 1.5, 1.1]), torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
-    result = clipped_loss(ratio.log(), advantages, 0.2, 0.28)
-    torch.testing.assert_close(result.losses, torch.tensor([-0.5, 0.8, -1.28, 1.5, -1.1]))
-    assert result.is_clipped.tolist() == [False, True, True, False, False]
-
-
-@pytest.mark.parametrize("shared_prompt", [0, 30])
-def test_sliding_window_reaches_the_packed_attention(tiny_model, shared_prompt):
-    learner = make_learner(tiny_model)
-    for layer in learner.policy.hf.base_model.layers:
-        layer.self_attn.sliding_window = 4
-    samples = ragged_samples(shared_prompt=shared_prompt)
-    batch = pack_samples(samples)
-    got = sorted(zip(batch.labels.tolist(), learner.policy(batch, 1.0)[0].tolist(), strict=True))
-    hf, want = learner.policy.hf, []
-    hf.set_attn_implementation("eager")
-    for s in samples:
-        distance = torch.arange(len(s.token_ids))[:, None] - torch.arange(len(s.token_ids))
-        mask = torch.where((distance >= 0) & (distance < 4), 0.0, -1e9)[None, None]
-        ids = torch.tensor(s.token_ids)[None]
-        logprobs = hf(input_ids=ids, attention_mask={"full_attention": mask}, use_cache=False).logits[0].log_softmax(-1)
-        want += [(t, logprobs[i - 1, t].item()) for i, t in enumerate(s.token_ids) if s.loss_mask[i]]
-    for (label, value), (expected_label, expected) in zip(got, sorted(want), strict=True):
-        assert label == expected_label and value == pytest.approx(expected, abs=1e-5)
+    losses, is_clipped = clipped_loss(ratio.log(), advantages, 0.2, 0.28)
+    torch.testing.assert_close(losses, torch.tensor([-0.5, 0.8, -1.28, 1.5, -1.1]))
+    assert is_clipped.tolist() == [False, True, True, False, False]
 
 
 def test_bins_are_full_deterministic_and_within_their_limit():

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from kit import ROOT
+from kit import ROOT, words
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.build import make_plan
@@ -23,33 +23,14 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vo
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
-def find_spec(monkeypatch, found: bool) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: found or None if name == "liger_kernel" else real(name)
-    )
-
-
-def arguments(model) -> list[str]:
-    return [
-        "--model",
-        str(model),
-        "--env_path",
-        str(ROOT / "envs/sort_digits.py"),
-        "--learner.kernels",
-        "liger",
-        "--dry_run",
-    ]
-
-
 def test_without_a_gpu_it_is_refused_before_a_model_loads(monkeypatch, tiny_model, tmp_path):
-    find_spec(monkeypatch, found=True)
+    real, rows = importlib.util.find_spec, tmp_path / "rows.jsonl"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "liger_kernel" or real(name))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    rows = tmp_path / "rows.jsonl"
     rows.write_text('{"messages": [{"role": "user", "content": "21"}], "answer": "12"}\n')
-    config = parse_config([*arguments(tiny_model), "--data.train", str(rows)])
+    flags = words("--model", tiny_model, "--env_path", ROOT / "envs/sort_digits.py", "--data.train", rows, "--dry_run")
     with pytest.raises(ValueError, match=r"--learner.kernels=liger needs a GPU"):
-        make_plan(config)
+        make_plan(parse_config([*flags, "--learner.kernels", "liger"]))
 
 
 def make_model(kind: str, seed: int = 0):
@@ -75,7 +56,7 @@ def check_patches() -> None:
         assert "liger" in transformers_module.apply_rotary_pos_emb.__module__
     torch.cuda.is_available = lambda: True
     check_liger(AutoConfig.for_model("qwen3"))
-    with pytest.raises(ValueError, match=r"no kernels for models of type 'gpt2'; .* qwen3"):
+    with pytest.raises(ValueError, match=r"no kernels for 'gpt2'; .* qwen3"):
         check_liger(AutoConfig.for_model("gpt2"))
 
 

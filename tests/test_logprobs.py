@@ -23,20 +23,20 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def set_tiles(monkeypatch, tile_bytes: int, least_words: int, kept_bytes: int = 512 << 20) -> None:
+def set_tiles(monkeypatch, tile_bytes: int, least_ids: int, kept_bytes: int = 512 << 20) -> None:
     monkeypatch.setattr(fused, "CPU_TILE_BYTES", tile_bytes)
-    monkeypatch.setattr(fused, "LEAST_IDS", least_words)
+    monkeypatch.setattr(fused, "LEAST_IDS", least_ids)
     monkeypatch.setattr(fused, "KEPT_BYTES", kept_bytes)
 
 
-def make_inputs(num_tokens: int, num_words: int, width: int, dtype=torch.float32, device="cpu", offset=0.0):
+def make_inputs(num_tokens: int, num_ids: int, width: int, dtype=torch.float32, device="cpu", offset=0.0):
     """(hidden, weight, labels), with logits of a deviation of 4 around offset."""
     draw = torch.Generator().manual_seed(num_tokens)
     hidden = torch.randn(num_tokens, width, generator=draw)
     hidden[:, 0] = 1
-    weight = 4 * torch.randn(num_words, width, generator=draw) / width**0.5
+    weight = 4 * torch.randn(num_ids, width, generator=draw) / width**0.5
     weight[:, 0] = offset
-    labels = torch.randint(num_words, (num_tokens,), generator=draw)
+    labels = torch.randint(num_ids, (num_tokens,), generator=draw)
     return *(x.to(device, dtype).requires_grad_() for x in (hidden, weight)), labels.to(device)
 
 
@@ -159,12 +159,12 @@ class PeakBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "num_tokens, num_words, dtype, limit_mib",
+    "num_tokens, num_ids, dtype, limit_mib",
     [(1000, 50_000, torch.float32, 256), pytest.param(3000, 50_000, torch.float32, 64, marks=pytest.mark.slow)],
     ids=["kept", "again"],
 )
-def test_peak_memory_is_bounded_however_many_logits_there_are(num_tokens, num_words, dtype, limit_mib):
-    hidden, weight, labels = make_inputs(num_tokens, num_words, 8, dtype)
+def test_peak_memory_is_bounded_however_many_logits_there_are(num_tokens, num_ids, dtype, limit_mib):
+    hidden, weight, labels = make_inputs(num_tokens, num_ids, 8, dtype)
     with PeakBytes(hidden, weight) as memory:
         logprobs, entropy = fused_logprobs(hidden, weight, labels, 0.9)
         (logprobs + 0.1 * entropy).sum().backward()
@@ -173,7 +173,7 @@ def test_peak_memory_is_bounded_however_many_logits_there_are(num_tokens, num_wo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "num_tokens, num_words, width, device",
+    "num_tokens, num_ids, width, device",
     [
         (2048, 151_936, 1024, "cpu"),
         (880, 151_936, 4096, "cpu"),  # kept
@@ -183,16 +183,16 @@ def test_peak_memory_is_bounded_however_many_logits_there_are(num_tokens, num_wo
     ],
 )
 def test_peak_memory_is_below_a_gibibyte_at_the_sizes_of_real_models(
-    monkeypatch, num_tokens, num_words, width, device, dtype
+    monkeypatch, num_tokens, num_ids, width, device, dtype
 ):
     if device == "cuda":
         set_tiles(monkeypatch, fused.CUDA_TILE_BYTES, fused.LEAST_IDS, kept_bytes=0)
     # Tensors without numbers: sizes are what counts here, and no work is done.
     hidden = torch.empty(num_tokens, width, dtype=dtype, device="meta", requires_grad=True)
-    weight = torch.empty(num_words, width, dtype=dtype, device="meta", requires_grad=True)
+    weight = torch.empty(num_ids, width, dtype=dtype, device="meta", requires_grad=True)
     labels = torch.empty(num_tokens, dtype=torch.long, device="meta")
-    is_summed = num_tokens > fused.tile_shape(num_tokens, num_words, width, fused.CPU_TILE_BYTES)[0]
-    sums = 4 * num_words * width if dtype == torch.bfloat16 and is_summed else 0  # of the weight's gradient
+    is_summed = num_tokens > fused.tile_shape(num_tokens, num_ids, width, fused.CPU_TILE_BYTES)[0]
+    sums = 4 * num_ids * width if dtype == torch.bfloat16 and is_summed else 0  # of the weight's gradient
     with PeakBytes(hidden, weight, labels) as memory:
         logprobs, entropy = fused_logprobs(hidden, weight, labels, 0.9)
         (logprobs + 0.1 * entropy).sum().backward()
@@ -209,14 +209,14 @@ def test_without_gradients_nothing_is_kept():
 
 
 @pytest.mark.parametrize("num_tokens", [1, 100, 8192, 10**6])
-@pytest.mark.parametrize("num_words", [104, 32_000, 152_064, 10**6])
+@pytest.mark.parametrize("num_ids", [104, 32_000, 152_064, 10**6])
 @pytest.mark.parametrize("width", [64, 4096, 16_384])
-def test_tiles_of_any_length_and_vocabulary_fit_into_a_gibibyte(num_tokens, num_words, width):
+def test_tiles_of_any_length_and_vocabulary_fit_into_a_gibibyte(num_tokens, num_ids, width):
     for tile_bytes, num_tiles in [(fused.CPU_TILE_BYTES, 6), (fused.CUDA_TILE_BYTES, 6), (fused.TRITON_TILE_BYTES, 1)]:
-        tokens, words = fused.tile_shape(num_tokens, num_words, width, tile_bytes)
-        assert tokens >= 1 and 1 <= words <= num_words
+        tokens, ids = fused.tile_shape(num_tokens, num_ids, width, tile_bytes)
+        assert tokens >= 1 and 1 <= ids <= num_ids
         # In fp32: the tile and what is made of it, the sums of the hidden states' gradient, two factors raised.
-        tensors = num_tiles * tokens * words + 2 * tokens * width + max(tokens, words) * width
+        tensors = num_tiles * tokens * ids + 2 * tokens * width + max(tokens, ids) * width
         kept = fused.KEPT_BYTES if tile_bytes == fused.CPU_TILE_BYTES else 0
         assert 4 * tensors + kept <= 1 << 30
 
@@ -266,7 +266,7 @@ def compile_triton_kernels() -> None:
     options = kernels.launch(torch.empty(1, 4096, dtype=torch.bfloat16))
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
     types = {"h_ptr": "*bf16", "w_ptr": "*bf16", "labels_ptr": "*i64", "places_ptr": "*i64", "scale": "fp32"}
-    types |= {"num_tokens": "i32", "num_words": "i32"}
+    types |= {"num_tokens": "i32", "num_ids": "i32"}
     for kernel, extra, out in [
         (kernels.stats_kernel, {"SPAN": kernels.SPAN}, "*fp32"),
         (kernels.gradients_kernel, {"HAS_ENTROPY": True}, "*bf16"),

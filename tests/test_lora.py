@@ -8,12 +8,10 @@ import pytest
 import torch
 from kit import SORT, metrics, weights
 from safetensors import safe_open
-from test_learner import FLAGS, gradients, ragged_samples
+from test_learner import FLAGS, gradients, make_learner, ragged_samples
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import parse_config, to_yaml
-from rl_core.distributed import init_ranks
-from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.learner import Learner
 from rl_core.learning.loading import load_hf_model
 from rl_core.learning.model import export_policy, make_policy
@@ -24,10 +22,7 @@ NF4 = [*LORA, "--actors.policy.lora.quantize", "nf4"]
 
 
 def make_lora_learner(model, *flags, algorithm="sft") -> Learner:
-    config = parse_config(["--model", str(model), "--algorithm", algorithm, *FLAGS, *(flags or LORA)])
-    ranks = init_ranks(60)
-    policy = make_policy(str(model), torch.float32, ranks, False, config.actors["policy"].lora, config.seed)
-    return Learner(config, make_algorithm(algorithm, config.algo), policy, ranks)
+    return make_learner(model, *(flags or LORA), algorithm=algorithm)
 
 
 def with_random_adapters(learner: Learner) -> Learner:

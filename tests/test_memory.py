@@ -23,7 +23,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from rl_core.config import LoraConfig
 from rl_core.distributed import Mesh, close_ranks, init_ranks, on_mesh
 from rl_core.learning import loading
-from rl_core.learning import model as model_file
 from rl_core.learning.loading import local_slices
 from rl_core.learning.model import compile_blocks, make_policy
 from rl_core.options.lora import adapter_parameters
@@ -108,18 +107,13 @@ def compare_updates(out: Path, model: str) -> None:
 
 def compare_loading(out: Path, models: list[str]) -> None:
     """Every rank: each model as the learner loads it and as transformers does."""
-    ranks, found, load_whole = init_ranks(60), {}, model_file.load_hf_model
-
-    def refuse(path, *_):
-        raise AssertionError(f"{path} was loaded whole")
-
+    ranks, found = init_ranks(60), {}
     kinds = {"dp 2": (ranks, None, False), "scores": (ranks, None, True), "lora": (ranks, LoraConfig(rank=4), False)}
     kinds["tp 2"] = (on_mesh(ranks, Mesh(tp=2)), None, False)
     for path in models:
-        whole = load_whole(path, torch.float32, ranks.device)
+        whole = loading.load_hf_model(path, torch.float32, ranks.device)
         scores = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
         torch.nn.init.zeros_(scores.score.weight)
-        model_file.load_hf_model = refuse
         for kind, (ranks_of_kind, lora, is_scoring) in kinds.items():
             policy = make_policy(path, torch.float32, ranks_of_kind, False, lora, is_scoring=is_scoring)
             expected = scores if is_scoring else whole
@@ -315,18 +309,13 @@ def test_files_that_are_not_the_models_are_refused(tiny_model, tmp_path, change,
     if change == "cut":
         file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match=message):
-        assert loading.make_empty_model(str(folder), torch.float32, False) is None
         loading.load_hf_model(str(folder), torch.float32, torch.device("cpu"))
-    if change in ("shape", "cut"):
-        with pytest.raises(ValueError, match="cannot be loaded"):
-            loading.load_hf_model(str(folder), torch.float32, torch.device("cpu"))
 
 
-def test_a_model_whose_files_name_weights_otherwise_is_left_to_transformers(tiny_model, tmp_path):
+def test_a_model_whose_files_name_weights_otherwise_is_loaded_as_transformers_does(tiny_model, tmp_path):
     """Such as the backbone alone, whose names have no prefix."""
     AutoModel.from_pretrained(tiny_model).save_pretrained(tmp_path)
-    assert loading.make_empty_model(str(tmp_path), torch.float32, False) is None
-    got = loading.load_hf_model(str(tmp_path), torch.float32, torch.device("cpu")).state_dict()
+    got = make_policy(str(tmp_path), torch.float32, init_ranks(60)).hf.state_dict()
     expected = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
     assert got.keys() == expected.keys() and all(torch.equal(v, got[n]) for n, v in expected.items())
 
@@ -362,14 +351,15 @@ def measure_peak(out: Path, model: str, small: str) -> None:
     ranks, found = init_ranks(60), {}
     make_policy(small, torch.float32, ranks, False)  # imports, threads
     for how in ("parts", "whole"):
-        if how == "whole":
-            model_file.make_empty_model = lambda *_: None
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew at what is held
         before = peak_mib()
-        policy = make_policy(model, torch.float32, ranks, False)
+        if how == "whole":
+            module = loading.load_hf_model(model, torch.float32, ranks.device)
+        else:
+            module = make_policy(model, torch.float32, ranks, False)
         found[how] = peak_mib() - before
-        found["model"] = sum(p.numel() for p in policy.parameters()) * 4 / 2**20
-        del policy
+        found["model"] = sum(p.numel() for p in module.parameters()) * 4 / 2**20
+        del module
     out.with_suffix(f".{ranks.rank}").write_text(json.dumps(found))
     close_ranks(ranks)
 

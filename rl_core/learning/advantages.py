@@ -28,17 +28,15 @@ def group_results(
     for t in trajectories:
         if t.status != "failed" and t.actor in trained:
             groups.setdefault(t.group_id, []).append(t)
-    found = []
+    results = []
     for group_id, group in groups.items():
         passed, total = sum(t.reward >= pass_reward for t in group), sum(t.reward for t in group)
-        found.append((group_id, group[0].env, group[0].task_id, passed / len(group), total / len(group)))
-    return [tuple(result[1:]) for result in sorted(r for part in all_gather_json(found, ranks) for r in part)]
+        results.append((group_id, group[0].env, group[0].task_id, passed / len(group), total / len(group)))
+    return [tuple(result[1:]) for result in sorted(r for part in all_gather_json(results, ranks) for r in part)]
 
 
 def has_signal(group: list[Trajectory], algorithm: Algorithm) -> bool:
-    """Whether what its episodes earned differs: in all, or where each turn has an advantage of its own, in any turn."""
-    if algorithm.turn_discount is None:
-        return len({t.reward for t in group}) > 1
+    """Whether the episodes' rewards differ, or, where each turn has an advantage of its own, the returns of their turns."""
     return len({tuple(turn_returns(t, 0.0, algorithm.turn_discount)) for t in group}) > 1
 
 
@@ -51,23 +49,22 @@ def samples_of(
 ) -> list[TrainingSample]:
     """Each trajectory's samples with its advantage over its group, or those of its turns. Overlong ones may be penalised
     before, or left out after: they count in the baseline, but neither in the loss nor in its denominator. `advantage_fns`:
-    each environment's own."""
-    found: list[tuple[Trajectory, list[float]]] = []
+    by environment."""
+    kept: list[tuple[Trajectory, list[float]]] = []
     for group in groups:
         penalties = [0.0] * len(group)
         if algorithm.overlong == "soft":
             longest = [max((len(turn.completion.token_ids) for turn in t.turns), default=0) for t in group]
             penalties = [overlong_penalty(n, max_tokens, algorithm.overlong_buffer) for n in longest]
         advantage_fn = (advantage_fns or {}).get(group[0].env)
-        advantages = turn_advantages(group, penalties, algorithm, advantage_fn)
-        pairs = zip(group, advantages, strict=True)
-        found += [(t, a) for t, a in pairs if algorithm.overlong != "mask" or t.status != "truncated"]
-    scales = env_scales(found, ranks) if algorithm.normalize == "env" else {}
-    samples = []
-    for t, values in found:
-        scale = scales.get(t.env, 1.0)
-        samples += samples_from_turns(t.turns, [a / scale for a in values], t.group_id)
-    return samples
+        pairs = zip(group, turn_advantages(group, penalties, algorithm, advantage_fn), strict=True)
+        kept += [(t, values) for t, values in pairs if algorithm.overlong != "mask" or t.status != "truncated"]
+    scales = env_scales(kept, ranks) if algorithm.normalize == "env" else {}
+    return [
+        sample
+        for t, values in kept
+        for sample in samples_from_turns(t.turns, [a / scales.get(t.env, 1.0) for a in values], t.group_id)
+    ]
 
 
 def turn_advantages(
@@ -76,19 +73,21 @@ def turn_advantages(
     algorithm: Algorithm,
     advantage_fn: Callable[[list[float]], list[float]] | None,
 ) -> list[list[float]]:
-    """Of each trajectory's turns: all that of the episode's reward, or with a turn_discount g each that of its own return,
-    r_k + g r_{k+1} + ..., over the returns of all turns of the group."""
-    if algorithm.turn_discount is None:
-        rewards = [t.reward + p for t, p in zip(group, penalties, strict=True)]
-        advantages = group_advantages(rewards, algorithm.advantage, advantage_fn)
-        return [[a] * len(t.turns) for t, a in zip(group, advantages, strict=True)]
+    """Of each trajectory's turns: all have that of the episode's reward, or with a turn_discount each that of its own
+    return, over the returns of all turns of the group."""
     returns = [turn_returns(t, p, algorithm.turn_discount) for t, p in zip(group, penalties, strict=True)]
-    flat = iter(group_advantages([g for values in returns for g in values], algorithm.advantage, advantage_fn))
-    return [[next(flat) for _ in values] for values in returns]
+    flat = iter(group_advantages([r for values in returns for r in values], algorithm.advantage, advantage_fn))
+    found = [[next(flat) for _ in values] for values in returns]
+    if algorithm.turn_discount is None:
+        return [values * len(t.turns) for t, values in zip(group, found, strict=True)]
+    return found
 
 
-def turn_returns(t: Trajectory, penalty: float, discount: float) -> list[float]:
-    """[turns] discounted sum of the rewards from each turn on; an episode without rewards of turns earns all at its end."""
+def turn_returns(t: Trajectory, penalty: float, discount: float | None) -> list[float]:
+    """[turns] r_k + g r_{k+1} + ..., with the discount g; an episode without rewards of turns earns all at its end.
+    Without a discount [1], the episode's reward. The penalty is added to the last reward."""
+    if discount is None:
+        return [t.reward + penalty]
     rewards = list(t.turn_rewards) or [0.0] * (len(t.turns) - 1) + [t.reward]
     rewards[-1] += penalty
     returns = [0.0]
@@ -97,11 +96,11 @@ def turn_returns(t: Trajectory, penalty: float, discount: float) -> list[float]:
     return returns[:0:-1]
 
 
-def env_scales(found: list[tuple[Trajectory, list[float]]], ranks: Ranks) -> dict[str, float]:
+def env_scales(kept: list[tuple[Trajectory, list[float]]], ranks: Ranks) -> dict[str, float]:
     """Environment -> what divides its advantages: their standard deviation over all its sampled tokens of the step on all
     ranks, those of groups without signal included; 1 where all are equal."""
     local: dict[str, list[float]] = {}
-    for t, values in found:
+    for t, values in kept:
         sums = local.setdefault(t.env, [0.0, 0.0, 0.0])
         for turn, a in zip(t.turns, values, strict=True):
             n = len(turn.completion.token_ids)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rl_core.config import AlgoConfig, OptimConfig
 from rl_core.types import PackedBatch
@@ -19,7 +20,6 @@ from rl_core.types import PackedBatch
 
 @dataclass(kw_only=True, slots=True)
 class Algorithm:
-    is_rl: bool = True  # samples episodes; otherwise imitates rows
     advantage: str = "group_norm"
     normalize: str = "none"
     ratio: str = "token"
@@ -39,15 +39,25 @@ class Algorithm:
     refill_rounds: int = 0
     target_kl: float = 0.0
     turn_discount: float | None = None
+    # What is no policy gradient, each function as "module:attribute"
+    rows: str = ""  # (chat, row, *sft.weights) -> TrainingSamples of a row of data; "": samples episodes
+    loss: str = ""  # (config, batch, outputs of the model) -> (losses, metrics); "": of the parts above
+    is_scoring: bool = False  # the model is a classifier of one label
+    has_reference: bool = False  # whatever kl_coef is
+
+    @property
+    def is_rl(self) -> bool:
+        """Samples episodes; otherwise learns from rows."""
+        return not (self.rows or self.loss)
 
     @property
     def is_pairs(self) -> bool:
         """Learns from preference pairs; its loss is of a pair, not of a token."""
-        return self.objective in ("dpo", "rm")
+        return self.aggregation == "pair"
 
     @property
     def has_critic(self) -> bool:
-        """A second model estimates what reward is still to come, and is trained beside the policy."""
+        """A second model estimates the reward still to come, and is trained beside the policy."""
         return self.advantage == "gae"
 
     @property
@@ -57,6 +67,7 @@ class Algorithm:
         return self.is_rl and self.entropy_coef == 0 and self.kl_coef == 0 and is_final
 
 
+ROWS, LOSSES = "rl_core.options.pairs", "rl_core.options.preference"
 PRESETS = {
     # Shao et al. 2024, arXiv:2402.03300; averaged over all tokens as in DAPO, and without the KL term (there 0.04)
     "grpo": Algorithm(),
@@ -74,11 +85,13 @@ PRESETS = {
     "reinforce_pp": Algorithm(advantage="none", normalize="batch", kl="k1", kl_in="reward"),
     # Schulman et al. 2017, arXiv:1707.06347, with a critic that is a model of its own; the KL as in Ouyang et al. 2022
     "ppo": Algorithm(advantage="gae", normalize="batch", kl="k1", kl_in="reward"),
-    "sft": Algorithm(is_rl=False, advantage="none"),
+    "sft": Algorithm(rows="rl_core.options.imitation:imitation_samples"),
     # Rafailov et al. 2023, arXiv:2305.18290
-    "dpo": Algorithm(is_rl=False, advantage="none", objective="dpo", aggregation="pair"),
+    "dpo": Algorithm(
+        rows=f"{ROWS}:reply_pair", loss=f"{LOSSES}:losses_of_replies", aggregation="pair", has_reference=True
+    ),
     # Bradley-Terry on pairs of scores: Ouyang et al. 2022, arXiv:2203.02155
-    "rm": Algorithm(is_rl=False, advantage="none", objective="rm", aggregation="pair"),
+    "rm": Algorithm(rows=f"{ROWS}:scored_pair", loss=f"{LOSSES}:losses_of_scores", aggregation="pair", is_scoring=True),
 }
 WSD_DECAY_FRAC = 0.2
 
@@ -94,7 +107,7 @@ def group_advantages(
     """[G] rewards -> [G] advantages; all but none, gae and custom are exactly 0 in a group whose rewards are all equal.
     group_mean: R - mean(R). group_norm: that over the population's standard deviation; group_norm_unbiased: over the
     sample's. rloo: R - mean of the others' (Kool et al. 2019; arXiv:2402.14740). none: R itself; gae the same, from
-    which the learner subtracts what its critic expects. custom: what advantage_fn says."""
+    which the learner subtracts the critic's estimate. custom: what advantage_fn says."""
     values = torch.tensor(rewards, dtype=torch.float64)
     if kind in ("none", "gae"):
         return values.tolist()
@@ -146,41 +159,9 @@ def sums_to_go(values: Tensor, sequences: Tensor, decay: float = 1.0) -> Tensor:
     while reach < len(sums):
         # Sums over `reach` tokens become sums over twice as many: log2 passes over all sequences at once.
         is_same = sequences[reach:] == sequences[:-reach]
-        later = torch.where(is_same, sums[reach:], 0.0)
-        sums = sums + decay**reach * torch.nn.functional.pad(later, (0, reach))
+        sums = sums + decay**reach * pad(torch.where(is_same, sums[reach:], 0.0), (0, reach))
         reach *= 2
     return sums.to(values.dtype)
-
-
-def gae_advantages(rewards: Tensor, values: Tensor, sequences: Tensor, gamma: float, lam: float) -> Tensor:
-    """[M] sum over l of (gamma lam)^l d(t+l), with d(t) = r(t) + gamma V(t+1) - V(t) and V = 0 after a sequence's last
-    token (Schulman et al. 2016, arXiv:1506.02438, eq. 16). Steps are trained tokens: what an environment said between
-    two turns is none, so that a turn's last token is followed by the next turn's first. values[t] is V of the state in
-    which token t was chosen."""
-    following = torch.nn.functional.pad(values[1:], (0, 1))
-    deltas = rewards + gamma * torch.where(is_last(sequences), 0.0, following) - values
-    return sums_to_go(deltas, sequences, gamma * lam)
-
-
-def is_last(sequences: Tensor) -> Tensor:
-    """[M] bool, the last trained token of its sequence."""
-    return torch.nn.functional.pad(sequences[1:], (0, 1), value=-1) != sequences
-
-
-def token_rewards(a: Algorithm, batch: PackedBatch) -> Tensor:
-    """[M] the reward of each trained token: the sample's, which batch.advantages holds, at its last one, less
-    kl_coef times the KL of each if that is in the reward (Ziegler et al. 2019, arXiv:1909.08593)."""
-    rewards = torch.where(is_last(batch.sequences), batch.advantages, 0.0)
-    if a.kl_coef and a.kl_in == "reward":
-        rewards = rewards - a.kl_coef * KL[a.kl](batch.rollout_logprobs, batch.ref_logprobs)
-    return rewards
-
-
-def aggregation_weights(kind: str, sequences: Tensor, num: int) -> Tensor:
-    """[M] weight of a token; the sum of weighted losses over loss_denominator() is the loss. Token and constant: 1.
-    Sequence: 1 over the sequence's trained tokens."""
-    ones = torch.ones(len(sequences), device=sequences.device)
-    return ones / sequence_sums(ones, sequences, num) if kind == "sequence" else ones
 
 
 def loss_denominator(kind: str, num_tokens: int, num_sequences: int, max_tokens: int) -> int:
@@ -190,25 +171,12 @@ def loss_denominator(kind: str, num_tokens: int, num_sequences: int, max_tokens:
     return (counts | {"pair": num_sequences // 2})[kind]
 
 
-@dataclass(kw_only=True, slots=True)
-class TokenLosses:
-    """Per trained token; the learner sums, and divides by the global denominator."""
-
-    losses: Tensor  # [M] nats times advantage, to be made small
-    is_clipped: Tensor  # [M] bool
-
-
-def sft_loss(logprobs: Tensor, weights: Tensor) -> TokenLosses:
-    """Negative log likelihood per token in nats, times its weight."""
-    return TokenLosses(losses=-weights * logprobs, is_clipped=torch.zeros_like(logprobs, dtype=torch.bool))
-
-
 def clipped_loss(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
-) -> TokenLosses:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per token with r = exp(log_ratio); at most -dual_clip A if A < 0.
-    PPO: Schulman et al. 2017, arXiv:1707.06347, eq. 7; two bounds: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 10;
-    dual clip: Ye et al. 2020, arXiv:1912.09729."""
+) -> tuple[Tensor, Tensor]:
+    """([M] losses, [M] bool whether a bound decides): -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per token with
+    r = exp(log_ratio); at most -dual_clip A if A < 0. PPO: Schulman et al. 2017, arXiv:1707.06347, eq. 7; two bounds:
+    Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 10; dual clip: Ye et al. 2020, arXiv:1912.09729."""
     ratio = torch.exp(log_ratio)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     is_clipped = clipped * advantages < ratio * advantages
@@ -217,44 +185,31 @@ def clipped_loss(
         limit = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
         is_clipped |= losses > limit
         losses = torch.minimum(losses, limit)
-    return TokenLosses(losses=losses, is_clipped=is_clipped)
+    return losses, is_clipped
 
 
 def cispo_loss(
     logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> TokenLosses:
-    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob per token: every token keeps its gradient (CISPO, MiniMax 2025,
-    arXiv:2506.13585, eq. 4)."""
+) -> tuple[Tensor, Tensor]:
+    """([M] losses, [M] bool whether a bound decides): -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob per token, so
+    that every token keeps its gradient (CISPO, MiniMax 2025, arXiv:2506.13585, eq. 4)."""
     ratio = torch.exp(log_ratio.detach())
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return TokenLosses(losses=-clipped * advantages * logprobs, is_clipped=clipped != ratio)
+    return -clipped * advantages * logprobs, clipped != ratio
 
 
-def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Per-token KL(policy || ref) in nats, of either sign: d = logprobs - ref_logprobs (Schulman 2020)."""
-    return logprobs - ref_logprobs
-
-
-def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Per-token KL(policy || ref) in nats, >= 0: d^2 / 2 with d = logprobs - ref_logprobs (Schulman 2020)."""
-    return (logprobs - ref_logprobs).square() / 2
-
-
-def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Per-token KL(policy || ref) in nats, >= 0: exp(-d) - 1 + d with d = logprobs - ref_logprobs, for tokens that the
-    policy sampled (Schulman 2020, "Approximating KL Divergence")."""
+def kl_estimate(kind: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Per-token KL(policy || ref) in nats of tokens that the policy sampled, with d = logprobs - ref_logprobs. k1: d, of
+    either sign. k2: d^2 / 2. k3: exp(-d) - 1 + d, >= 0 (Schulman 2020, "Approximating KL Divergence")."""
     d = logprobs - ref_logprobs
-    return torch.exp(-d) - 1 + d
-
-
-KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+    return d if kind == "k1" else d.square() / 2 if kind == "k2" else torch.exp(-d) - 1 + d
 
 
 def kl_penalised(algorithm: Algorithm, batch: PackedBatch) -> Tensor:
     """[M] advantages less the KL of the sampled tokens, by the logprobs that they were sampled with. In the reward: the
     sum from the token on, its return (REINFORCE++, arXiv:2501.03262), without a baseline. In the advantage: its
     own alone."""
-    kl = KL[algorithm.kl](batch.rollout_logprobs, batch.ref_logprobs)
+    kl = kl_estimate(algorithm.kl, batch.rollout_logprobs, batch.ref_logprobs)
     if algorithm.kl_in == "reward":
         kl = sums_to_go(kl, batch.sequences)
     return batch.advantages - algorithm.kl_coef * kl
@@ -269,35 +224,38 @@ def correction_weights(algorithm: Algorithm, old_logprobs: Tensor, batch: Packed
     if algorithm.correction == "sequence_mask":
         log_c = sequence_mean(log_c, batch.sequences, len(batch.order))
     c = torch.exp(log_c)
-    if algorithm.correction == "tis":
-        return c.clamp(max=algorithm.correction_range[1])
     low, high = algorithm.correction_range
-    is_inside = (c >= low) & (c <= high)
-    return torch.where(is_inside, c if algorithm.correction == "mask" else 1.0, 0.0)
+    if algorithm.correction == "tis":
+        return c.clamp(max=high)
+    return torch.where((c >= low) & (c <= high), c if algorithm.correction == "mask" else 1.0, 0.0)
 
 
-def token_losses(a: Algorithm, batch: PackedBatch, logprobs: Tensor, entropy: Tensor) -> TokenLosses:
-    """What the algorithm minimises, weighted. Without old_logprobs the batch is on-policy: the ratio is 1, only its
-    gradient counts. With ratio "sequence" it is the geometric mean over the sequence (GSPO, arXiv:2507.18071, eq. 7)."""
+def token_losses(a: Algorithm, batch: PackedBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+    """([M] losses to minimise in nats times advantage, [M] bool whether a bound decides); their global sum over
+    loss_denominator() is the loss. Without old_logprobs the batch is on-policy: the ratio is 1, only its gradient
+    counts. With ratio "sequence" it is the geometric mean over the sequence (GSPO, arXiv:2507.18071, eq. 7).
+    Aggregation "sequence" divides by the sequence's trained tokens. Imitation: -weight logprob."""
+    num = len(batch.order)
     if a.is_rl:
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         log_ratio = logprobs - old
         if a.ratio == "sequence":
-            log_ratio = sequence_mean(log_ratio, batch.sequences, len(batch.order))
+            log_ratio = sequence_mean(log_ratio, batch.sequences, num)
         if a.objective == "cispo":
-            result = cispo_loss(logprobs, log_ratio, batch.advantages, a.clip_low, a.clip_high)
+            losses, is_clipped = cispo_loss(logprobs, log_ratio, batch.advantages, a.clip_low, a.clip_high)
         else:
-            result = clipped_loss(log_ratio, batch.advantages, a.clip_low, a.clip_high, a.dual_clip)
+            losses, is_clipped = clipped_loss(log_ratio, batch.advantages, a.clip_low, a.clip_high, a.dual_clip)
         if a.correction != "none":
-            result.losses = result.losses * correction_weights(a, old, batch)
+            losses = losses * correction_weights(a, old, batch)
         if a.kl_coef and a.kl_in == "loss":
-            result.losses = result.losses + a.kl_coef * KL[a.kl](logprobs, batch.ref_logprobs)
+            losses = losses + a.kl_coef * kl_estimate(a.kl, logprobs, batch.ref_logprobs)
         if a.entropy_coef:
-            result.losses = result.losses - a.entropy_coef * entropy
+            losses = losses - a.entropy_coef * entropy
     else:
-        result = sft_loss(logprobs, batch.advantages)
-    result.losses = result.losses * aggregation_weights(a.aggregation, batch.sequences, len(batch.order))
-    return result
+        losses, is_clipped = -batch.advantages * logprobs, torch.zeros_like(logprobs, dtype=torch.bool)
+    if a.aggregation == "sequence":
+        losses = losses / sequence_sums(torch.ones_like(logprobs), batch.sequences, num)
+    return losses, is_clipped
 
 
 def learning_rate(config: OptimConfig, step: float, num_steps: int) -> float:
@@ -307,9 +265,9 @@ def learning_rate(config: OptimConfig, step: float, num_steps: int) -> float:
         return config.lr * (step + 1) / (config.warmup_steps + 1)
     done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
     height = {
-        "constant": lambda: 1.0,
-        "linear": lambda: 1 - done,
-        "cosine": lambda: 0.5 * (1 + math.cos(math.pi * done)),
-        "wsd": lambda: min(1.0, (num_steps - step) / (WSD_DECAY_FRAC * num_steps)),
-    }[config.schedule]()
+        "constant": 1.0,
+        "linear": 1 - done,
+        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+        "wsd": min(1.0, (num_steps - step) / (WSD_DECAY_FRAC * max(1, num_steps))),
+    }[config.schedule]
     return config.lr * (config.min_lr_frac + (1 - config.min_lr_frac) * height)

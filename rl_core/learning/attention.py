@@ -37,6 +37,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 from transformers import AttentionInterface
 
+from rl_core.types import option
+
 NAME = "rl_core_packed"
 # --attention: what computes a segment, and the library that it needs.
 KERNELS = {
@@ -71,8 +73,7 @@ def find_kernel(name: str, device: torch.device) -> Kernel:
             f"--attention={name} needs {library.partition('.')[0]}, which does not import here "
             f"({type(error).__name__}: {error}); install it, or leave --attention at auto"
         ) from None
-    module, _, attribute = place.partition(":")
-    return getattr(import_module(module), attribute)
+    return option(place)
 
 
 class Segments:
@@ -124,35 +125,34 @@ class AttentionPlan:
         self.prompts = [pieces[parent] if parent >= 0 else range(0) for parent in parents]
         both = list(zip(self.prompts, pieces, strict=True))
         self.longest = max(len(prompt) + len(piece) * self.size for prompt, piece in both)  # tokens of a sequence
-        own = Segments([(piece, piece) for piece in pieces], device, is_causal=True)
+        causal = Segments([(piece, piece) for piece in pieces], device, is_causal=True)
         if self.size == 1:
             # The queries after one prompt are one run, for which its keys are read once.
             families = [list(family) for _, family in itertools.groupby(both, lambda x: x[0])]
-            followed = Segments([(range(f[0][1].start, f[-1][1].stop), f[0][0]) for f in families], device)
-            by_source = [[own, followed] if followed.lengths else [own]]
+            prompts = Segments([(range(f[0][1].start, f[-1][1].stop), f[0][0]) for f in families], device)
+            by_source = [[causal, prompts] if prompts.lengths else [causal]]
         else:
             lower = Segments([(piece, piece[: len(piece) // 2]) for piece in pieces], device)
             higher = Segments([(piece[len(piece) // 2 :], piece) for piece in pieces], device)
-            by_source = [[lower]] * self.rank + [[own]] + [[higher]] * (self.size - 1 - self.rank)
-        self.by_source = by_source  # segments in the keys of each rank; the first of its own covers all queries
+            by_source = [[lower]] * self.rank + [[causal]] + [[higher]] * (self.size - 1 - self.rank)
+        self.by_source = by_source  # segments in the keys of each rank; the first in this one's keys covers all queries
         self.windows: dict[int, Segments] = {}
 
     def near(self, window: int) -> Segments:
         """Each run of queries with the keys within its window, which are few: rows of the keys of all ranks, rank by rank."""
         if window not in self.windows:
-            runs, num_local, size = [], self.pieces[-1].stop, self.size
+            runs, size = [], self.size
+            chunks = [0] if size == 1 else [self.rank, 2 * size - 1 - self.rank]
             for piece, prompt in zip(self.pieces, self.prompts, strict=True):
-                if size == 1:
-                    tokens = np.concatenate([prompt, piece]).astype(np.int64)
-                    runs.append((piece, tokens[max(0, len(prompt) - window + 1) :]))
-                    continue
-                length = len(piece) // 2
-                for n, chunk in enumerate((self.rank, 2 * size - 1 - self.rank)):
-                    seen = np.arange(max(0, chunk * length - window + 1), (chunk + 1) * length)
-                    its_chunk, place = divmod(seen, max(1, length))
-                    owner = np.minimum(its_chunk, 2 * size - 1 - its_chunk)
-                    rows = owner * num_local + piece.start + (its_chunk >= size) * length + place
-                    runs.append((piece[n * length : (n + 1) * length], rows))
+                length, rows = len(piece) // len(chunks), np.concatenate([prompt, piece]).astype(np.int64)
+                if size > 1:  # of the whole sequence
+                    number, place = divmod(np.arange(2 * size * length), max(1, length))
+                    owner = np.minimum(number, 2 * size - 1 - number)
+                    rows = owner * self.pieces[-1].stop + piece.start + (number >= size) * length + place
+                for n, chunk in enumerate(chunks):
+                    first = len(prompt) + chunk * length
+                    keys = rows[max(0, first - window + 1) : first + length]
+                    runs.append((piece[n * length : (n + 1) * length], keys))
             self.windows[window] = Segments(runs, self.device, is_causal=True, window=window)
         return self.windows[window]
 

@@ -12,20 +12,17 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rl_core.distributed import Ranks, barrier
 from rl_core.learning.learner import Learner
-
-OlderWeights = tuple[int, dict[str, Tensor]]  # their version, and name -> unsharded tensor on the host
 
 
 def saved_tensors(learner: Learner) -> dict[str, Tensor]:
@@ -34,7 +31,7 @@ def saved_tensors(learner: Learner) -> dict[str, Tensor]:
     if isinstance(learner.policy, FSDPModule):
         learner.policy.reshard()  # after a forward without a backward some parameters are still gathered
     ranks, weights = learner.ranks, {n: p.detach() for n, p in learner.trained_parameters()}
-    found, shared = {f"param/{name}": weight for name, weight in weights.items()}, set()
+    tensors, shared = {f"param/{name}": weight for name, weight in weights.items()}, set()
     for group in learner.optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             for kind, value in learner.optimizer.state.get(parameter, {}).items():
@@ -42,22 +39,21 @@ def saved_tensors(learner: Learner) -> dict[str, Tensor]:
                     shared.add(id(value))  # bitsandbytes' tables are the same for all parameters
                     is_cut_alike = isinstance(value, DTensor) or not isinstance(weights[name], DTensor)
                     owner = "" if is_cut_alike else f"@{ranks.rank}of{ranks.size}"
-                    found[f"{kind}{owner}/{name}"] = value
-    return found
+                    tensors[f"{kind}{owner}/{name}"] = value
+    return tensors
+
+
+def trained_learners(learners: dict[str, Learner]) -> dict[str, Learner]:
+    """All that actors' learners train, critics included."""
+    return {name: learner for actor, owner in learners.items() for name, learner in owner.trained(actor).items()}
 
 
 def save_checkpoint(
-    folder: Path,
-    learners: dict[str, Learner],
-    state: dict,
-    ranks: Ranks,
-    keep: int,
-    older: dict[str, OlderWeights] | None = None,
+    folder: Path, learners: dict[str, Learner], state: dict, ranks: Ranks, keep: int, files: Iterable[Path] = ()
 ) -> None:
-    """checkpoints/step_N, complete or not there at all: all that each actor's learner trains. `older`, of rank 0 alone: of
-    actors whose engine has them. Every rank must call it."""
-    beside = folder.with_name(f".{folder.name}.tmp")
-    trained = {name: x for actor, owner in learners.items() for name, x in owner.trained(actor).items()}
+    """checkpoints/step_N, complete or not there at all: all that each actor's learner trains, and a copy of further files
+    of rank 0. Every rank must call it."""
+    beside, trained = folder.with_name(f".{folder.name}.tmp"), trained_learners(learners)
     if ranks.rank == 0:
         shutil.rmtree(beside, ignore_errors=True)
         for name in trained:
@@ -72,10 +68,10 @@ def save_checkpoint(
             steps = [int(s.get("step", 1)) for s in learner.optimizer.state.values()]  # SGD counts none
         kind = type(learner.optimizer).__name__
         optimizers[name] = {"name": kind, "steps": max(steps, default=0), "ranks": ranks.size}
-    for actor, (version, weights) in (older or {}).items():
-        save_file(weights, older_file(beside, actor), metadata={"version": str(version)})
     barrier(ranks)  # every rank has written
     if ranks.rank == 0:
+        for file in files:
+            shutil.copy(file, beside)
         (beside / "state.json").write_text(json.dumps(state | {"optimizers": optimizers}, indent=1))
         sizes = {str(f.relative_to(beside)): {"bytes": f.stat().st_size} for f in beside.rglob("*") if f.is_file()}
         (beside / "manifest.json").write_text(json.dumps({"files": sizes}, indent=1))
@@ -86,26 +82,13 @@ def save_checkpoint(
     barrier(ranks)  # no rank goes on before the checkpoint stands
 
 
-def older_file(folder: Path, actor: str) -> Path:
-    return folder / f"{actor}.lagged.safetensors"  # no actor's folder has such a name
-
-
-def load_older_weights(folder: Path, actor: str) -> OlderWeights | None:
-    """What a checkpoint holds for an engine with older weights; None if they were no older than the learner's."""
-    file = older_file(folder, actor)
-    if not file.is_file():
-        return None
-    with safe_open(file, framework="pt") as saved:
-        return int(saved.metadata()["version"]), {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
-
-
 def checkpoints_in(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     return sorted(p for p in folder.glob("step_*") if (p / "manifest.json").is_file())
 
 
 def load_checkpoint(folder: Path, learners: dict[str, Learner]) -> dict:
-    """Fills the learners and gives the saved state. Raises ValueError if a file is missing or cut short, or if the
+    """Fills the learners and returns the saved state. Raises ValueError if a file is missing or cut short, or if the
     checkpoint is of another model."""
     for file, facts in json.loads((folder / "manifest.json").read_text())["files"].items():
         size = (folder / file).stat().st_size if (folder / file).is_file() else -1
@@ -115,12 +98,10 @@ def load_checkpoint(folder: Path, learners: dict[str, Learner]) -> dict:
                 f"damaged; remove {folder} to go on from the one before it"
             )
     state = json.loads((folder / "state.json").read_text())
-    for actor, owner in learners.items():
-        for name, learner in owner.trained(actor).items():
-            if not (folder / name).is_dir():
-                have = ", ".join(p.name for p in folder.iterdir() if p.is_dir())
-                raise ValueError(f"{folder} has no actor {name!r}; it has {have}")
-            load_learner(folder / name, learner, **state["optimizers"][name])
+    for name, learner in trained_learners(learners).items():
+        if name not in state["optimizers"]:
+            raise ValueError(f"{folder} has no actor {name!r}; it has {', '.join(state['optimizers'])}")
+        load_learner(folder / name, learner, **state["optimizers"][name])
     return state
 
 
@@ -139,7 +120,7 @@ def load_learner(folder: Path, learner: Learner, name: str, steps: int, ranks: i
     reader, wanted = dcp.HuggingFaceStorageReader(str(folder)), saved_tensors(learner)
     saved = reader.read_metadata().state_dict_metadata
     for key, value in wanted.items():
-        if key not in saved or (saved[key].size != value.shape):
+        if key not in saved or saved[key].size != value.shape:
             raise ValueError(
                 f"{folder}: {key} is missing or has another shape; is it of another model, or of one with other adapters?"
             )

@@ -14,14 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl_core.config import Config, OptimConfig
 from rl_core.data.packing import PackBudget
 from rl_core.distributed import Ranks, all_gather_json, local, whole
-from rl_core.learning.algorithms import (
-    Algorithm,
-    kl_k3,
-    kl_penalised,
-    learning_rate,
-    normalised,
-    token_losses,
-)
+from rl_core.learning.algorithms import Algorithm, kl_estimate, kl_penalised, learning_rate, normalised, token_losses
 from rl_core.learning.minibatches import Minibatch, shard_samples
 from rl_core.learning.model import PolicyModel, engine_weights, named_weights, reads_in_place
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics, count_once
@@ -29,12 +22,8 @@ from rl_core.types import PackedBatch, RunError, TrainingSample, option
 
 TAIL_NATS = 0.5  # a token beyond it counts for mismatch_tail_frac
 MAX_NONFINITE = 3  # updates in a row that are skipped
-OBJECTIVES = {  # of what is no policy gradient: (config, batch, outputs of the model) -> (losses, metrics)
-    "dpo": "rl_core.options.preference:losses_of_replies",
-    "rm": "rl_core.options.preference:losses_of_scores",
-    "value": "rl_core.options.critic:losses_of_values",
-}
 OPTIMIZERS = {"adamw8bit": "rl_core.options.optimizers:adamw8bit"}  # beside torch's
+OFFLOAD = "rl_core.options.offload"
 
 
 class Learner:
@@ -57,17 +46,16 @@ class Learner:
         self.optimizer = make_optimizer(self.trained_parameters(), config.optim)
         self.state_on_device = nullcontext  # makes a context in which the optimizer's state is on the device
         if config.learner.offload == "phase":
-            self.state_on_device = option("rl_core.options.offload:offload_state")(self.optimizer, ranks.device)
+            self.state_on_device = option(f"{OFFLOAD}:offload_state")(self.optimizer, ranks.device)
             if policy.on_device is nullcontext and not reads_in_place(policy):  # which others may share
-                policy.on_device = option("rl_core.options.offload:offload_weights")(policy, ranks.device)
+                policy.on_device = option(f"{OFFLOAD}:offload_weights")(policy, ranks.device)
         self.updates_per_step = config.learner.minibatches * config.learner.epochs
-        mesh = ranks.mesh
-        tokens = config.learner.microbatch_tokens * mesh.cp
+        tokens, mesh = config.learner.microbatch_tokens * ranks.mesh.cp, ranks.mesh
         self.budget = PackBudget(max_tokens=tokens, num_ranks=mesh.dp, cp=mesh.cp, pair_work=pair_work(policy.hf))
         self.nonfinite_in_a_row = 0
 
     def shard(self, samples: list[TrainingSample]) -> tuple[list[Minibatch], dict[str, Metric]]:
-        """This rank's share of every rank's samples. Every rank must call it."""
+        """This rank's share of every rank's samples, and metrics of their packing. Every rank must call it."""
         return shard_samples(samples, self.algorithm, self.config, self.budget, self.ranks)
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -75,9 +63,9 @@ class Learner:
 
     @torch.no_grad()
     def annotate(self, minibatches: list[Minibatch]) -> dict[str, Metric]:
-        """Old logprobs, where a batch is used for more than one update (the first update's ratio is 1 by definition), and
-        what the advantages still lack: the KL to the reference, what a critic expects, their scale over the whole batch.
-        Gives the metrics of the critic."""
+        """Fills in old logprobs, where a batch is used for more than one update (the first update's ratio is 1 by
+        definition), and what advantages need: the KL to the reference, the critic's values, the deviation over the whole
+        batch. Returns the critic's metrics."""
         a, batches = self.algorithm, [b for m in minibatches for b in m.batches]
         if a.is_rl and self.updates_per_step > 1:
             for batch in batches:
@@ -105,15 +93,14 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(self, minibatches: list[Minibatch]) -> dict[str, Metric]:
-        """The loss of samples that are not trained on."""
+        """The mean loss of samples that are not trained on; of pairs with their metrics."""
         parts = []
         for batch in (b for m in minibatches for b in m.batches):
             if self.algorithm.is_pairs:
-                losses, found = self.losses(batch)
-                parts.append(found | {"loss": Mean(losses.sum(), losses.numel())})
+                losses, metrics = self.losses(batch)
             else:
-                logprobs, _ = self.forward(batch)
-                parts.append({"loss": Mean(-(batch.advantages * logprobs).sum(), logprobs.numel())})
+                losses, metrics = -batch.advantages * self.forward(batch)[0], {}
+            parts.append(metrics | {"loss": Mean(losses.sum(), losses.numel())})
         return fetched(parts)[0]
 
     def step(self, minibatches: list[Minibatch], step: int) -> dict[str, Metric]:
@@ -122,14 +109,13 @@ class Learner:
         metrics: dict[str, Metric] = {}
         with self.state_on_device():
             for number in range(self.updates_per_step):
-                minibatch = minibatches[number % len(minibatches)]
-                at, is_done, has_work = step + number / self.updates_per_step, False, bool(minibatch.batches)
-                has_work &= bool(minibatch.denominator)
+                minibatch, at = minibatches[number % len(minibatches)], step + number / self.updates_per_step
+                has_work, is_done = bool(minibatch.batches and minibatch.denominator), False
                 if self.critic and has_work:
                     add_metrics(metrics, self.critic.update(minibatch, at))
                 if has_work and (not self.critic or step >= self.config.critic.warmup_steps):
-                    found, is_done = self.update(minibatch, at)
-                    add_metrics(metrics, found)
+                    of_update, is_done = self.update(minibatch, at)
+                    add_metrics(metrics, of_update)
                 else:
                     add_metrics(metrics, {"skipped_updates": count_once(self.ranks)})
                 if is_done:
@@ -144,13 +130,13 @@ class Learner:
         for number, batch in enumerate(minibatch.batches, 1):
             if self.ranks.mesh.dp_replicate > 1:  # copies of the weights add up their gradients once
                 self.policy.set_requires_all_reduce(number == len(minibatch.batches))
-            losses, found = self.losses(batch)
+            losses, metrics = self.losses(batch)
             loss = losses.sum() / minibatch.denominator
             # Propagate NaN into the gradient so that all ranks skip this update together.
             one = 1 + (loss - loss).detach()
             # FSDP averages gradients over ranks; undo it, the loss is already a share of a global mean.
             (loss * one * (self.ranks.size / self.ranks.mesh.tp)).backward()
-            parts.append(found | {"loss": Mean(loss.detach(), 0)})
+            parts.append(metrics | {"loss": Mean(loss.detach(), 0)})
         # The one place in which an update waits for the device.
         metrics, grad_norm = fetched(parts, self.clip_gradients())
         metrics["loss"] = Mean(metrics["loss"].total, 1 / self.ranks.mesh.dp)
@@ -172,10 +158,9 @@ class Learner:
     def skip(self, loss: float, grad_norm: float, step: float) -> dict[str, Metric]:
         """Counts an update that was not made. Raises RunError on all ranks alike after too many in a row."""
         self.nonfinite_in_a_row += 1
-        losses = all_gather_json(repr(loss), self.ranks)
-        number = round((step - int(step)) * self.updates_per_step)
-        text = f"step {int(step) + 1}, update {number} of {self.name} is not finite: gradient norm {grad_norm}, loss "
-        text += ", ".join(losses)  # of each rank
+        losses = ", ".join(all_gather_json(repr(loss), self.ranks))  # of each rank
+        number = round(step % 1 * self.updates_per_step)
+        text = f"step {int(step) + 1}, update {number} of {self.name} is not finite: gradient norm {grad_norm}, loss {losses}"
         if self.nonfinite_in_a_row > MAX_NONFINITE:
             raise RunError(
                 f"{text}. It is number {self.nonfinite_in_a_row} in a row; weights and optimizer are as before the first"
@@ -187,10 +172,10 @@ class Learner:
     def losses(self, batch: PackedBatch) -> tuple[Tensor, dict[str, Metric]]:
         """What is minimised, of each trained token or of each pair, and metrics whose numbers are still on the device."""
         outputs, entropy = self.forward(batch)
-        if name := OBJECTIVES.get(self.algorithm.objective):
-            return option(name)(self.config, batch, outputs)
-        result = token_losses(self.algorithm, batch, outputs, entropy)
-        return result.losses, self.measure(batch, outputs.detach(), entropy.detach(), result.is_clipped)
+        if self.algorithm.loss:
+            return option(self.algorithm.loss)(self.config, batch, outputs)
+        losses, is_clipped = token_losses(self.algorithm, batch, outputs, entropy)
+        return losses, self.measure(batch, outputs.detach(), entropy.detach(), is_clipped)
 
     def exceeds_target(self, metrics: dict[str, Metric]) -> bool:
         """Whether the mean KL(old || new) of the minibatch is above the target; the same on all ranks."""
@@ -201,21 +186,21 @@ class Learner:
         return total > self.algorithm.target_kl * count
 
     def measure(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor, is_clipped: Tensor) -> dict[str, Metric]:
-        n = logprobs.numel()
+        n, old = logprobs.numel(), batch.old_logprobs
         metrics: dict[str, Metric] = {"entropy_nats": Mean(entropy.sum(), n)}
         if self.algorithm.is_rl:
-            learner = logprobs if batch.old_logprobs is None else batch.old_logprobs
-            mismatch = kl_k3(learner, batch.rollout_logprobs) if n else logprobs
+            learner, rollout = logprobs if old is None else old, batch.rollout_logprobs
+            mismatch = kl_estimate("k3", learner, rollout) if n else logprobs
             metrics |= {
                 "clip_frac": Mean(is_clipped.sum(), n),
                 "mismatch_kl_nats": Mean(mismatch.sum(), n),
                 "mismatch_kl_nats_max": Max(mismatch.max() if n else 0.0),
-                "mismatch_tail_frac": Mean(((learner - batch.rollout_logprobs).abs() > TAIL_NATS).sum(), n),
+                "mismatch_tail_frac": Mean(((learner - rollout).abs() > TAIL_NATS).sum(), n),
             }
-        if batch.old_logprobs is not None:
-            metrics["step_kl_nats"] = Mean(kl_k3(batch.old_logprobs, logprobs).sum(), n)
+        if old is not None:
+            metrics["step_kl_nats"] = Mean(kl_estimate("k3", old, logprobs).sum(), n)
         if batch.ref_logprobs is not None:
-            metrics["ref_kl_nats"] = Mean(kl_k3(logprobs, batch.ref_logprobs).sum(), n)
+            metrics["ref_kl_nats"] = Mean(kl_estimate("k3", logprobs, batch.ref_logprobs).sum(), n)
         return metrics
 
     def clip_gradients(self) -> Tensor:
@@ -233,7 +218,7 @@ class Learner:
         return norm
 
     def on_device(self) -> ExitStack:
-        """A context in which the weights are on the device; outside they wait on the host, if --learner.offload says so.
+        """A context in which the weights are on the device; outside they are CPU-offloaded, if --learner.offload says so.
         The optimizer's state is there only within step()."""
         stack = ExitStack()
         for learner in self.trained("").values():
@@ -248,9 +233,9 @@ class Learner:
         return self.policy.trained(self.adapter)
 
     def models(self) -> list[PolicyModel]:
-        """All that it holds, each once."""
-        held = [*(x.policy for x in self.trained("").values()), *([self.reference] if self.reference else ())]
-        return list({id(model): model for model in held}.values())
+        """The models that it holds."""
+        policies = [learner.policy for learner in self.trained("").values()]
+        return list(dict.fromkeys([*policies, *([self.reference] if self.reference else ())]))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return named_weights(self.policy, self.adapter)

@@ -25,9 +25,7 @@ TRITON = "rl_core.options.triton_logprobs"
 CPU_TILE_BYTES, CUDA_TILE_BYTES, TRITON_TILE_BYTES = 4 << 20, 64 << 20, 256 << 20
 LEAST_IDS = 2048
 SIDE_BYTES = 128 << 20  # of the hidden states, and of the weights, of one tile in fp32
-KEPT_BYTES = (
-    512 << 20
-)  # on a CPU at most these probabilities are kept for the backward; if more, they are computed again
+KEPT_BYTES = 512 << 20  # on a CPU probabilities of up to this size are kept for the backward, not computed again
 FAR_BELOW = -1e30  # under any logit; finite, since -inf * 0 is not a number
 
 
@@ -44,9 +42,8 @@ def fused_logprobs(
     assert hidden_MD.dtype == weight_VD.dtype, (hidden_MD.dtype, weight_VD.dtype)
     group = None
     if isinstance(weight_VD, DTensor):
-        _, (first, _) = compute_local_shape_and_global_offset(
-            weight_VD.shape, weight_VD.device_mesh, weight_VD.placements
-        )
+        spread = weight_VD.shape, weight_VD.device_mesh, weight_VD.placements
+        _, (first, _) = compute_local_shape_and_global_offset(*spread)
         group, weight_VD = weight_VD.device_mesh.get_group(), weight_VD.to_local()
         labels = torch.where(is_between(labels, first, first + len(weight_VD)), labels - first, -1)
     is_small = not hidden_MD.is_cuda and 4 * len(labels) * len(weight_VD) <= KEPT_BYTES

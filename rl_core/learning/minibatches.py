@@ -37,26 +37,30 @@ class Minibatch:
 def shard_samples(
     samples: list[TrainingSample], algorithm: Algorithm, config: Config, budget: PackBudget, ranks: Ranks
 ) -> tuple[list[Minibatch], dict[str, Metric]]:
-    """Every rank's samples -> balanced minibatches, each sample moved at most once, from the rank that has it to the
-    ranks that train on it. Every rank must call it; the plan is computed alike on all of them."""
+    """Every rank's samples -> balanced minibatches, and metrics of their packing. Each sample moves at most once, from
+    the rank that has it to the ranks that train on it. Every rank must call it; the plan is computed alike on all."""
     me, dp, cp = ranks.dp_rank, ranks.mesh.dp, ranks.mesh.cp
     samples = [trimmed(s) for s in samples]
-    facts = [make_entry(s, ranks.rank, i) for i, s in enumerate(samples)]
-    entries = [Entry(*fact) for part in all_gather_json(facts, ranks) for fact in part]
+    facts = all_gather_json([make_entry(s, ranks.rank, i) for i, s in enumerate(samples)], ranks)
+    entries = [Entry(*fact) for part in facts for fact in part]
     skip, is_pairs = algorithm.skips_zero_advantages, algorithm.is_pairs
     plans = plan_minibatches(entries, config.learner.minibatches, budget, skip, is_pairs)
     trainer = {e: b % dp for plan in plans for b, part in enumerate(plan.bins) for e in part}
-    here = move_samples(samples, trainer, ranks)
+    received = move_samples(samples, trainer, ranks)
     minibatches, metrics = [], {}
     for plan in plans:
-        mine = [[here[e] for e in part] for part in plan.bins[me::dp]]
+        mine = [[received[e] for e in part] for part in plan.bins[me::dp]]
         batches = [pack_samples(part, cp) for part in mine]
         if cp > 1:
             batches = [shard_sequences(b, cp, ranks.cp_rank) for b in batches]
-        batches = [to_device(b, ranks.device) for b in batches]
         longest = config.max_tokens * config.turn_limit
-        denominator = loss_denominator(algorithm.aggregation, plan.num_tokens, plan.num_sequences, longest)
-        minibatches.append(Minibatch(denominator=denominator, num_tokens=plan.num_tokens, batches=batches))
+        minibatches.append(
+            Minibatch(
+                denominator=loss_denominator(algorithm.aggregation, plan.num_tokens, plan.num_sequences, longest),
+                num_tokens=plan.num_tokens,
+                batches=[to_device(b, ranks.device) for b in batches],
+            )
+        )
         fullest = max(plan.bin_work, default=0) * len(plan.bin_work)  # bins run in step across the ranks
         share = dp / ranks.size  # of what the ranks compute together
         packing = {
@@ -70,36 +74,29 @@ def shard_samples(
 
 
 def move_samples(samples: list[TrainingSample], trainer: dict[Entry, int], ranks: Ranks) -> dict[Entry, TrainingSample]:
-    """The samples that this rank trains on. `trainer` says which data parallel rank does."""
+    """The samples that this rank trains on. `trainer`: the data parallel rank that trains on each. Per-token arrays
+    travel end to end as float64, which holds token ids exactly."""
+    if ranks.size == 1:
+        return {e: samples[e.index] for e in trainer}
     me, size, dp_rank_of = ranks.rank, ranks.size, ranks.dp_rank_of
     outgoing = [[e for e in trainer if e.rank == me and trainer[e] == dp_rank_of(r)] for r in range(size)]
-    if size == 1:
-        return {e: samples[e.index] for e in outgoing[0]}
     incoming = [[e for e in trainer if e.rank == r and trainer[e] == dp_rank_of(me)] for r in range(size)]
-    flat = [flattened([samples[e.index] for e in part]) for part in outgoing]
-    received = exchange(flat, [sum(e.length for e in part) * len(PER_TOKEN) for part in incoming], ranks)
-    here = {}
-    for part, numbers in zip(incoming, received, strict=True):
-        pieces = numbers.split([e.length * len(PER_TOKEN) for e in part])
-        here |= {e: unflattened(piece) for e, piece in zip(part, pieces, strict=True)}
-    return here
-
-
-def flattened(samples: list[TrainingSample]) -> Tensor:
-    """Every per-token array of every sample, end to end, as float64, which holds token ids exactly."""
-    arrays = [getattr(s, name) for s in samples for name in PER_TOKEN]
-    return torch.from_numpy(np.concatenate(arrays, dtype=np.float64) if arrays else np.zeros(0))
-
-
-def unflattened(numbers: Tensor) -> TrainingSample:
-    return TrainingSample(**dict(zip(PER_TOKEN, numbers.view(len(PER_TOKEN), -1).numpy(), strict=True)))
+    arrays = [[getattr(samples[e.index], name) for e in part for name in PER_TOKEN] for part in outgoing]
+    flat = [torch.from_numpy(np.concatenate([*part, []], dtype=np.float64)) for part in arrays]
+    lengths = [[e.length * len(PER_TOKEN) for e in part] for part in incoming]
+    received = exchange(flat, [sum(part) for part in lengths], ranks)
+    found = {}
+    for part, numbers, sizes in zip(incoming, received, lengths, strict=True):
+        for e, piece in zip(part, numbers.split(sizes), strict=True):
+            columns = piece.view(len(PER_TOKEN), -1).numpy()
+            found[e] = TrainingSample(**dict(zip(PER_TOKEN, columns, strict=True)))
+    return found
 
 
 def to_device(batch: PackedBatch | SequenceShard, device: torch.device) -> PackedBatch | SequenceShard:
-    if device.type == "cpu":
-        return batch
-    moved = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "cu_seqlens"}
-    moved = {name: value.to(device) for name, value in moved.items() if isinstance(value, Tensor)}
-    if isinstance(batch, PackedBatch) and batch.shard is not None:
+    """The batch with its tensors on the device, but for cu_seqlens."""
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    moved = {n: v.to(device) for n, v in fields.items() if isinstance(v, Tensor) and n != "cu_seqlens"}
+    if fields.get("shard"):
         moved["shard"] = to_device(batch.shard, device)
     return dataclasses.replace(batch, **moved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -14,23 +15,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from transformers import AutoConfig, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl_core.config import LoraConfig
-from rl_core.distributed import Ranks, whole
+from rl_core.distributed import Ranks, local, whole
 from rl_core.learning.attention import AttentionPlan
-from rl_core.learning.loading import allocate, load_hf_model, load_model_config, make_empty_model, read_weights
+from rl_core.learning.loading import fill_weights, load_hf_model, load_model_config, take_weights
 from rl_core.learning.logprobs import fused_logprobs
 from rl_core.types import PackedBatch, option
 
 if TYPE_CHECKING:
     import peft
 
-BUCKET_BYTES = 256 << 20  # of weights that are gathered at once
 LORA, TP = "rl_core.options.lora", "rl_core.options.tensor_parallel"
 
 
@@ -56,22 +55,22 @@ class PolicyModel(nn.Module):
         assert self.is_on_device, "the weights are CPU-offloaded: enter learner.on_device()"
         self.activate(adapter)
         part, ids, positions, sources = batch.shard, batch.input_ids, batch.position_ids, batch.sources
-        labels, starts, parents, group = batch.labels, batch.cu_seqlens, batch.parents, None
+        labels, starts, group = batch.labels, batch.cu_seqlens, None
         if part is not None:
             ids, positions = ids[part.tokens], positions[part.tokens]
             sources, labels = part.sources, labels[part.trained]
             starts, group = part.cu_seqlens, self.cp_group
+        plan = AttentionPlan(starts, batch.parents, ids.device, self.attention, group)
         inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
-        plan = AttentionPlan(starts, parents, ids.device, self.attention, group)
         with self.keeps_activations():
             output = backbone(self.hf)(**inputs, attention_plan=plan)
-        hidden_TD = output.last_hidden_state[0]
+        hidden_MD = output.last_hidden_state[0][sources]
         if self.is_scoring:
-            outputs = self.hf.score(hidden_TD[sources])[:, 0].float()
+            outputs = self.hf.score(hidden_MD)[:, 0].float()
             entropy = torch.zeros_like(outputs)
         else:
             head = self.hf.get_output_embeddings()
-            outputs, entropy = fused_logprobs(hidden_TD[sources], head.weight, labels, temperature)
+            outputs, entropy = fused_logprobs(hidden_MD, head.weight, labels, temperature)
         if part is not None:
             outputs, entropy = FromShards.apply(part, self.cp_group, outputs, entropy)
         return outputs, entropy
@@ -86,9 +85,8 @@ class PolicyModel(nn.Module):
 
     @property
     def is_on_device(self) -> bool:
-        local = next(self.parameters()).detach()
-        local = local.to_local() if isinstance(local, DTensor) else local
-        return not local.numel() or local.untyped_storage().nbytes() > 0
+        part = local(next(self.parameters()).detach())
+        return not part.numel() or part.untyped_storage().nbytes() > 0
 
     def trained(self, adapter: str = "") -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of what an actor trains: all weights, or one adapter, named as if there were no other."""
@@ -125,54 +123,58 @@ def make_policy(
     is_frozen: bool = False,
 ) -> PolicyModel:
     """Weights that are trained in fp32, frozen ones in the dtype of compute; sharded over all ranks if there are several or
-    compute is not in fp32. `on_host`: all stay on the CPU, and each block's come to the device to compute. Several
-    adapters, each with its seed, have names."""
+    compute is not in fp32. `on_host`: CPU offload; each block's weights come to the device to compute. `more_adapters`:
+    by name, each with its seed."""
     came_in = load_model_config(path).dtype or torch.float32
     is_split = ranks.size > 1 or dtype != torch.float32 or on_host
     adapters = {"default": (lora, seed)} | (more_adapters or {}) if lora is not None and lora.rank > 0 else {}
-    how = option(f"{LORA}:quantization")(lora, dtype, ranks.device) if adapters else {}
+    quantized = option(f"{LORA}:quantization")(lora, dtype, ranks.device) if adapters else {}
     kept_in = dtype if is_frozen or (adapters and dtype == came_in) else torch.float32
-    empty = make_empty_model(path, kept_in, is_scoring) if is_split and not how else None
-    if empty is not None:
-        hf, files = empty
+    if is_split and not quantized:
+        hf = load_hf_model(path, "auto", torch.device("cpu"), is_scoring)
+        weights = take_weights(hf, kept_in)
     else:
-        # FSDP moves a block at a time from the host.
-        hf = load_hf_model(path, kept_in, torch.device("cpu") if is_split else ranks.device, is_scoring, **how)
+        # FSDP moves a block at a time from the CPU.
+        hf = load_hf_model(path, kept_in, torch.device("cpu") if is_split else ranks.device, is_scoring, **quantized)
+        weights = {}
     policy = PolicyModel(hf, came_in, dtype)
     if adapters:
         option(f"{LORA}:add_adapters")(policy, {name: lora for name, (lora, _) in adapters.items()}, path)
     policy.cp_group = ranks.cp_group
-    policy.train().requires_grad_(False) if is_frozen else policy.train()
+    policy.train()
+    if is_frozen:
+        policy.requires_grad_(False)
     without_dropout(hf)
     if activation_checkpointing:
         # transformers 5.23 renamed it; both default to the non-reentrant form.
         getattr(hf, "activation_checkpointing_enable", hf.gradient_checkpointing_enable)()
     if is_split:
         shard_policy(policy, dtype, ranks, on_host)
-    if empty is not None:
-        allocate(policy, torch.device("cpu") if on_host else ranks.device, ranks.device)
-        read_weights(hf, files)
+    if weights:
+        # Not to_empty(), which would destroy the buffers. FSDP hears of it through its own _apply.
+        weights_on = torch.device("cpu") if on_host else ranks.device
+        policy._apply(lambda t: torch.empty_like(t, device=weights_on) if t.is_meta else t.to(ranks.device))
+        fill_weights(hf, weights)
     for name, (_, seed) in adapters.items():
         option(f"{LORA}:draw_adapter")(hf, seed, name)
     return policy
 
 
 def without_dropout(hf: nn.Module) -> None:
-    """Turns off all that is random in training: the learner's logprobs are those that the engine samples with, the same at
-    each look and on each rank. Not eval(), with which transformers would not recompute activations."""
+    """Turns off all that is random in training, so that the learner's logprobs are those that the engine samples with. Not
+    eval(), with which transformers would not recompute activations."""
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        # Seed-OSS's residual_dropout, OPT's dropout and layerdrop, Mixtral's jitter_noise
         for name, value in vars(module).items():
             if isinstance(value, float) and any(word in name for word in ("drop", "jitter")):
-                setattr(
-                    module, name, 0.0
-                )  # Seed-OSS's residual_dropout, OPT's dropout and layerdrop, Mixtral's jitter_noise
+                setattr(module, name, 0.0)
 
 
 def make_reference(path: str, dtype: torch.dtype, ranks: Ranks) -> PolicyModel:
-    """A frozen copy of the model at the start, in the dtype of compute, sharded as the policy is. On a GPU it waits in
-    pinned memory while it is not used."""
+    """A frozen copy of the model at the start, in the dtype of compute, sharded as the policy is. On a GPU it is
+    CPU-offloaded to pinned memory while it is not used."""
     policy = make_policy(path, dtype, ranks, is_frozen=True)
     if ranks.device.type == "cuda":
         policy.on_device = option("rl_core.options.offload:offload_frozen")(policy, ranks.device)
@@ -182,20 +184,17 @@ def make_reference(path: str, dtype: torch.dtype, ranks: Ranks) -> PolicyModel:
 def shard_policy(policy: PolicyModel, dtype: torch.dtype, ranks: Ranks, on_host: bool = False) -> None:
     """Matrices split over tp ranks, then each block and the rest over the others of a copy (FSDP2; HSDP with several
     copies); compute in `dtype`, sums of gradients in fp32."""
-    is_tp = ranks.mesh.tp > 1
-    if is_tp:
-        option(f"{TP}:split_matrices")(policy, ranks.weights_mesh["tp"])
+    split_again = None
+    if ranks.mesh.tp > 1:
+        split_again = option(f"{TP}:split_matrices")(policy, ranks.weights_mesh)
     dims = ("dp_replicate", "dp_shard_cp") if ranks.mesh.dp_replicate > 1 else ("dp_shard_cp",)
-    mesh, placement = ranks.weights_mesh[dims], None
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if on_host else OffloadPolicy()
+    how = {"mesh": ranks.weights_mesh[dims], "offload_policy": offload}
     for block in blocks_of(policy.hf):
-        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    if is_tp:
-        split_again = option(f"{TP}:split_again")
-        placement = lambda p: split_again(p, mesh.size(-1))  # noqa: E731
+        fully_shard(block, mp_policy=precision, **how)
     root = dataclasses.replace(precision, output_dtype=torch.float32)
-    fully_shard(policy, mesh=mesh, mp_policy=root, offload_policy=offload, shard_placement_fn=placement)
+    fully_shard(policy, mp_policy=root, shard_placement_fn=split_again, **how)
 
 
 def compile_blocks(policy: PolicyModel) -> None:
@@ -209,8 +208,6 @@ def compile_blocks(policy: PolicyModel) -> None:
 
 def end_token_ids(path: str) -> list[int]:
     """Tokens that a model's generation_config.json, or else its config.json, names as ends of a turn; some have several."""
-    from transformers import AutoConfig, GenerationConfig
-
     try:
         generation = GenerationConfig.from_pretrained(path)
     except OSError:
@@ -220,8 +217,8 @@ def end_token_ids(path: str) -> list[int]:
 
 
 def reads_in_place(policy: PolicyModel) -> bool:
-    """Whether an engine can sample from the policy's own weights: they are unsharded and have no adapter, which is slow to
-    apply at every token unless several actors share the model."""
+    """True if an engine can sample from the policy's own weights: they are unsharded and have no adapter, which is slow to
+    apply at every token, unless several actors share the model."""
     may_read = not hasattr(policy.hf.config, "quantization_config") if policy.is_shared else not policy.adapters
     return may_read and not policy.is_sharded
 
@@ -239,37 +236,18 @@ def engine_weights(
 def named_weights(
     policy: PolicyModel, adapter: str = "", dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(transformers' name, full tensor) of each parameter, in `dtype` or its own, the adapter merged; a tied weight comes
-    once. Then each buffer that a checkpoint has. Every rank must exhaust it."""
+    """(transformers' name, unsharded tensor) of each parameter, in `dtype` or its own, the adapter merged; a tied weight
+    comes once. Then each buffer that a checkpoint has. Every rank must exhaust it."""
     assert policy.is_on_device, "the weights are CPU-offloaded: enter learner.on_device()"
     if policy.adapters:
         yield from option(f"{LORA}:merged_weights")(policy.hf, adapter, dtype)
     else:
-        yield from gathered(policy.hf.named_parameters(), dtype)
+        for name, value in policy.hf.named_parameters():
+            yield name, whole(value.detach().to(dtype or value.dtype))  # cast before it travels
     parameters = dict(policy.hf.named_parameters(remove_duplicate=False))
     for name, value in policy.hf.state_dict(keep_vars=True).items():
         if name not in parameters and isinstance(value, Tensor) and ".base_layer." not in name:
             yield name, value.detach()
-
-
-def gathered(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors, cast before they travel; the gathers of a bucket run side by side."""
-    bucket, size = [], 0
-    for name, value in named:
-        value = value.detach() if dtype is None else value.detach().to(dtype)
-        size += value.nbytes
-        if isinstance(value, DTensor):
-            value = value.redistribute(placements=[Replicate()] * value.device_mesh.ndim, async_op=True)
-        bucket.append((name, value))
-        if size >= BUCKET_BYTES:
-            yield from ((n, arrived(v)) for n, v in bucket)
-            bucket, size = [], 0
-    yield from ((n, arrived(v)) for n, v in bucket)
-
-
-def arrived(value: Tensor) -> Tensor:
-    value = whole(value)
-    return value.wait() if isinstance(value, AsyncCollectiveTensor) else value
 
 
 def checkpoint_weights(hf: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -278,15 +256,9 @@ def checkpoint_weights(hf: nn.Module, named: Iterable[tuple[str, Tensor]]) -> It
     if not get_model_conversion_mapping(hf, add_legacy=False) and not getattr(hf, "_weight_conversions", None):
         yield from named
         return
-    layer, together = None, {}
-    for name, value in named:
-        number = next((part for part in name.split(".") if part.isdigit()), "")
-        if number != layer and together:
-            yield from revert_weight_conversion(hf, together).items()
-            together = {}
-        layer = number
-        together[name] = value
-    yield from revert_weight_conversion(hf, together).items()
+    number = lambda item: next((part for part in item[0].split(".") if part.isdigit()), "")  # noqa: E731
+    for _, layer in itertools.groupby(named, number):
+        yield from revert_weight_conversion(hf, dict(layer)).items()
 
 
 def export_policy(policy: PolicyModel, tokenizer: Any, folder: Path, ranks: Ranks, adapter: str = "") -> None:
@@ -316,15 +288,12 @@ def export_policy(policy: PolicyModel, tokenizer: Any, folder: Path, ranks: Rank
 @contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
     """A new folder that takes the place of `folder` once it is complete."""
-    beside, old = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old")
+    beside = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     yield beside
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.rename(folder, old)
+    shutil.rmtree(folder, ignore_errors=True)
     os.rename(beside, folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 class FromShards(torch.autograd.Function):

@@ -87,9 +87,9 @@ def flash_attn_backward(dout, q, k, v, out, lse, segments, scale):
 def zigzag_ring(q, k, v, plan: AttentionPlan, scale):
     from ring_flash_attn import zigzag_ring_flash_attn_varlen_func
 
-    own = plan.by_source[plan.rank][0]
+    causal = plan.by_source[plan.rank][0]
     return zigzag_ring_flash_attn_varlen_func(
-        q, k, v, own.cu_q, own.max_k, softmax_scale=scale, causal=True, group=plan.group
+        q, k, v, causal.cu_q, causal.max_k, softmax_scale=scale, causal=True, group=plan.group
     )
 
 
@@ -118,25 +118,21 @@ def padded_layout(lengths: np.ndarray, device: torch.device) -> Layout:
     order, ends = lengths.argsort(kind="stable"), lengths.cumsum()
     blocks, tokens, begin = [], [], 0
     while begin < len(order):
-        end, total = begin, 0
-        while end < len(order):
-            longest = lengths[order[end]]
-            if total + longest < (1 - MAX_PADDING) * (end + 1 - begin) * longest:
-                break
-            end, total = end + 1, total + longest
-        runs, column = order[begin:end], np.arange(lengths[order[end - 1]])
+        longest = lengths[order[begin:]]
+        is_full = longest.cumsum() >= (1 - MAX_PADDING) * longest * np.arange(1, len(longest) + 1)
+        runs = order[begin:] if is_full.all() else order[begin : begin + is_full.argmin()]
+        column = np.arange(lengths[runs[-1]])
         is_token = column < lengths[runs][:, None]
         tokens.append(np.where(is_token, (ends - lengths)[runs][:, None] + column, -1).ravel())
         blocks.append((len(runs), len(column), len(column)))
-        begin = end
+        begin += len(runs)
     flat = np.concatenate(tokens)
     if np.array_equal(flat, np.arange(ends[-1])):
         return Layout(blocks=blocks)
     places = np.empty(ends[-1], np.int64)
     places[flat[flat >= 0]] = np.flatnonzero(flat >= 0)
-    return Layout(
-        blocks=blocks, tokens=torch.from_numpy(flat.clip(0)).to(device), places=torch.from_numpy(places).to(device)
-    )
+    flat, places = (torch.from_numpy(x).to(device) for x in (flat.clip(0), places))
+    return Layout(blocks=blocks, tokens=flat, places=places)
 
 
 def padded(x: Tensor, layout: Layout) -> Tensor:
@@ -156,13 +152,10 @@ def blocks_of(layout: Layout, segments: Segments, queries: list[Tensor], keys: l
     sizes_q, sizes_k = [num * m for num, m, _ in layout.blocks], [num * n for num, _, n in layout.blocks]
     parts = [x.split(sizes_q) for x in queries] + [x.split(sizes_k) for x in keys]
     for (num, m, n), *blocks in zip(layout.blocks, *parts, strict=True):
-        mask = None
-        if segments.window is not None and not m == n <= segments.window:
-            distance = torch.arange(n - m, n, device=queries[0].device)[:, None] - torch.arange(
-                n, device=queries[0].device
-            )
-            is_hidden = (distance < 0) | (distance >= segments.window)
-            mask = torch.zeros_like(distance, dtype=queries[0].dtype).masked_fill_(is_hidden, -torch.inf)
+        mask, window = None, segments.window
+        if window is not None and not m == n <= window:
+            is_seen = queries[0].new_ones((m, n), dtype=torch.bool).tril(n - m).triu(n - m - window + 1)
+            mask = queries[0].new_zeros(m, n).masked_fill_(~is_seen, -torch.inf)
         yield segments.is_causal and mask is None, mask, *(x.unflatten(0, (num, -1)).transpose(1, 2) for x in blocks)
 
 
@@ -183,11 +176,9 @@ def dense_backward(dout, q, k, v, out, lse, segments, scale):
     of_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     backward = of_cpu if fused_on_cpu(q) else math_backward
     lse, grads = lse.T, []
-    if layout.places is not None:
-        num = len(layout.tokens)
-        dout = dout.new_zeros(num, *dout.shape[1:]).index_copy_(0, layout.places, dout)
-        lse = lse.new_full((num, lse.shape[1]), HIDDEN).index_copy_(0, layout.places, lse)
-    q, k, v, out = (padded(x, layout) for x in (q, k, v, out))
+    if layout.places is not None:  # padded queries have no probabilities, and so no gradient
+        lse = lse.new_full((len(layout.tokens), lse.shape[1]), HIDDEN).index_copy_(0, layout.places, lse)
+    dout, q, k, v, out = (padded(x, layout) for x in (dout, q, k, v, out))
     queries = [dout, q, out, lse[:, :, None]]
     for is_causal, mask, dout_b, q_b, out_b, lse_b, k_b, v_b in blocks_of(layout, segments, queries, [k, v]):
         lse_b = lse_b[..., 0].contiguous()

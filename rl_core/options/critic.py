@@ -1,6 +1,6 @@
 """PPO's critic: its loss, advantages and metrics. M trained tokens; a value is the reward still to come.
 
-The critic is a classifier of one label with weights and an optimizer of its own: a Learner whose objective is "value".
+The critic is a classifier of one label with weights and an optimizer of its own: a Learner with the loss of values.
 """
 
 from __future__ import annotations
@@ -9,21 +9,16 @@ import dataclasses
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rl_core.config import Config
-from rl_core.learning.algorithms import (
-    Algorithm,
-    gae_advantages,
-    mean_and_deviation,
-    sums_to_go,
-    token_rewards,
-)
+from rl_core.learning.algorithms import Algorithm, kl_estimate, mean_and_deviation, sums_to_go
 from rl_core.learning.learner import Learner
 from rl_core.learning.minibatches import Minibatch
 from rl_core.metrics import Mean, Metric
 from rl_core.types import PackedBatch
 
-CRITIC = Algorithm(is_rl=False, advantage="none", objective="value")  # of the learner that trains the critic
+CRITIC = Algorithm(loss="rl_core.options.critic:losses_of_values")  # of the learner that trains the critic
 
 
 class Critic:
@@ -48,6 +43,29 @@ class Critic:
     def update(self, minibatch: Minibatch, step: float) -> dict[str, Metric]:
         of_tokens = dataclasses.replace(minibatch, denominator=minibatch.num_tokens)
         return {f"critic_{name}": metric for name, metric in self.learner.update(of_tokens, step)[0].items()}
+
+
+def is_last(sequences: Tensor) -> Tensor:
+    """[M] bool, the last trained token of its sequence."""
+    return pad(sequences[1:], (0, 1), value=-1) != sequences
+
+
+def token_rewards(a: Algorithm, batch: PackedBatch) -> Tensor:
+    """[M] the reward of each trained token: the sample's, which batch.advantages holds, at its last one, less
+    kl_coef times the KL of each if that is in the reward (Ziegler et al. 2019, arXiv:1909.08593)."""
+    rewards = torch.where(is_last(batch.sequences), batch.advantages, 0.0)
+    if a.kl_coef and a.kl_in == "reward":
+        rewards = rewards - a.kl_coef * kl_estimate(a.kl, batch.rollout_logprobs, batch.ref_logprobs)
+    return rewards
+
+
+def gae_advantages(rewards: Tensor, values: Tensor, sequences: Tensor, gamma: float, lam: float) -> Tensor:
+    """[M] sum over l of (gamma lam)^l d(t+l), with d(t) = r(t) + gamma V(t+1) - V(t) and V = 0 after a sequence's last
+    token (Schulman et al. 2016, arXiv:1506.02438, eq. 16). Steps are trained tokens: what an environment said between
+    two turns is none, so that a turn's last token is followed by the next turn's first. values[t] is V of the state in
+    which token t was chosen."""
+    following = torch.where(is_last(sequences), 0.0, pad(values[1:], (0, 1)))
+    return sums_to_go(rewards + gamma * following - values, sequences, gamma * lam)
 
 
 def losses_of_values(config: Config, batch: PackedBatch, values: Tensor) -> tuple[Tensor, dict[str, Metric]]:
@@ -75,8 +93,8 @@ def value_metrics(sums: list[float]) -> dict[str, Metric]:
     """Mean value, and the explained variance 1 - Var(G - V) / Var(G): 0 for a constant V, 1 for a perfect one. G is the
     discounted sum of rewards from the token on; lambda-returns contain V itself. Missing if G is constant."""
     count, goal, goal_squares, error, error_squares = sums
-    found: dict[str, Metric] = {"critic_value_mean": Mean(goal - error, count)}
+    metrics: dict[str, Metric] = {"critic_value_mean": Mean(goal - error, count)}
     if count and (deviation := mean_and_deviation(goal, goal_squares, count)[1]):
         of_error = mean_and_deviation(error, error_squares, count)[1]
-        found["critic_explained_variance"] = Mean(1 - (of_error / deviation) ** 2)
-    return found
+        metrics["critic_explained_variance"] = Mean(1 - (of_error / deviation) ** 2)
+    return metrics

@@ -7,14 +7,9 @@ from dataclasses import replace
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.tasks import fits
+from rl_core.learning.algorithms import PRESETS
 from rl_core.types import Task, TrainingSample, option
 
-# What makes samples of a row, by the algorithm.
-ROWS = {
-    "sft": "rl_core.options.imitation:imitation_samples",
-    "dpo": "rl_core.options.pairs:reply_pair",
-    "rm": "rl_core.options.pairs:scored_pair",
-}
 CACHED_TOKENS = 4_000_000  # 100 MB
 
 
@@ -38,7 +33,7 @@ class ImitatedRows:
         config, limit = self.config, self.config.max_context_tokens
         weights = config.sft.weights if config.algorithm == "sft" else ()
         try:
-            samples = option(ROWS[config.algorithm])(self.chat, task.row, *weights)
+            samples = option(PRESETS[config.algorithm].rows)(self.chat, task.row, *weights)
         except ValueError as error:
             raise ValueError(f"{task.id}: {error}") from None
         longest, named = (

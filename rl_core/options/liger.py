@@ -18,11 +18,8 @@ def check_liger(model_config: PretrainedConfig) -> None:
         raise ValueError("--learner.kernels=liger needs a GPU, and torch sees none here; leave it out")
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
 
-    if model_config.model_type not in KNOWN:
-        raise ValueError(
-            f"--learner.kernels=liger has no kernels for models of type {model_config.model_type!r}; leave it out, or "
-            f"take one of {', '.join(sorted(KNOWN))}"
-        )
+    if (kind := model_config.model_type) not in KNOWN:
+        raise ValueError(f"--learner.kernels=liger has no kernels for {kind!r}; take one of {', '.join(sorted(KNOWN))}")
 
 
 def apply_liger(models: list[nn.Module]) -> None:

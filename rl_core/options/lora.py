@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from rl_core.config import LoraConfig
 from rl_core.distributed import Ranks, whole
 from rl_core.learning import attention
-from rl_core.learning.loading import local_slices, restore_buffers
+from rl_core.learning.loading import local_slices
 from rl_core.learning.model import PolicyModel, replaced
 from rl_core.types import counter_seed
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 def check_lora(lora: LoraConfig, model_config: PretrainedConfig) -> None:
     """Raises ValueError if the model has no such layers or a rank is larger than a layer, before any weight is read."""
-    if not lora.rank:
-        return
     with torch.device("meta"):
         layers = linear_layers(AutoModelForCausalLM.from_config(model_config))
     names = target_names(lora, layers)
@@ -38,12 +36,10 @@ def check_lora(lora: LoraConfig, model_config: PretrainedConfig) -> None:
             f"--actors.policy.lora.targets={lora.targets}: {unknown[0]!r} is no linear layer of a block of this model; "
             f"take some of {', '.join(known)}, or all-linear"
         )
-    sizes = {n: min(m.in_features, m.out_features) for n, m in layers.items() if n.rpartition(".")[2] in names}
-    smallest = min(sizes, key=sizes.get)
-    if lora.rank > sizes[smallest]:
+    smallest, layer = min((min(m.weight.shape), n) for n, m in layers.items() if n.rpartition(".")[2] in names)
+    if lora.rank > smallest:
         raise ValueError(
-            f"--actors.policy.lora.rank={lora.rank} is larger than the rank of {smallest}; take at most {sizes[smallest]}, "
-            "or other targets"
+            f"--actors.policy.lora.rank={lora.rank} is larger than the rank of {layer}; take at most {smallest}"
         )
 
 
@@ -76,9 +72,8 @@ def add_adapters(policy: PolicyModel, loras: dict[str, LoraConfig], path: str) -
     model = policy.hf
     policy.adapters = {name: peft_config(lora, model, path) for name, lora in loras.items()}
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Already found a `peft_config`"
-        )  # a second actor's adapter, on purpose
+        # A second actor's adapter, on purpose.
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")
         for name, config in policy.adapters.items():
             peft.inject_adapter_in_model(config, model, name)
     for name in loras:
@@ -102,15 +97,11 @@ def peft_config(lora: LoraConfig, model: nn.Module, path: str) -> peft.LoraConfi
     import peft
 
     return peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=target_names(lora, linear_layers(model)),
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=path,
-    )
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=target_names(lora, linear_layers(model)),
+        task_type="CAUSAL_LM", base_model_name_or_path=path,
+    )  # fmt: skip
 
 
-@torch.no_grad()
 def draw_adapter(model: nn.Module, seed: int, adapter: str) -> None:
     """Initialises an adapter: A is random, B is 0. The same for any number of ranks and of other adapters."""
     for name, parameter in adapter_parameters(model, adapter):
@@ -130,29 +121,27 @@ def adapter_parameters(model: nn.Module, adapter: str = "default") -> Iterator[t
 
 
 def adapter_weights(model: nn.Module, adapter: str) -> Iterator[tuple[str, Tensor]]:
-    """(peft's name, full tensor) of each matrix of an adapter. Every rank must exhaust it."""
+    """(peft's name, unsharded tensor) of each matrix of an adapter. Every rank must exhaust it."""
     for name, parameter in adapter_parameters(model, adapter):
         yield f"base_model.model.{name.replace('.default.', '.')}", whole(parameter.detach())
 
 
 def merged_weights(model: nn.Module, adapter: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(transformers' name, full tensor) with an adapter added, W + alpha/rank B A, and nothing in 4 bits; a tied weight comes
-    once. Every rank must exhaust it."""
+    """(transformers' name, unsharded tensor) with an adapter added, W + alpha/rank B A, and nothing in 4 bits; a tied weight
+    comes once. Every rank must exhaust it."""
     for name, parameter in model.named_parameters():
-        if ".lora_A." in name or ".lora_B." in name:
+        if ".lora_" in name:
             continue
         layer_name, _, kind = name.rpartition(".")
-        layer, value = model.get_submodule(layer_name), whole(parameter.detach())
+        owner_name, value = layer_name.removesuffix(".base_layer"), whole(parameter.detach())
+        layer, owner = model.get_submodule(layer_name), model.get_submodule(owner_name)
         if kind == "weight" and (quant_state := getattr(layer, "quant_state", None)) is not None:
             from bitsandbytes.functional import dequantize_4bit
 
             value = dequantize_4bit(value, quant_state)
-        owner_name = layer_name.removesuffix(".base_layer")
-        if kind == "weight" and owner_name != layer_name:
-            owner = model.get_submodule(owner_name)
-            if adapter in owner.lora_A:
-                a_RD, b_DR = (whole(part[adapter].weight.detach()) for part in (owner.lora_A, owner.lora_B))
-                value = value.float() + owner.scaling[adapter] * (b_DR @ a_RD)
+        if kind == "weight" and adapter in getattr(owner, "lora_A", ()):
+            a_RD, b_DR = (whole(part[adapter].weight.detach()) for part in (owner.lora_A, owner.lora_B))
+            value = value.float() + owner.scaling[adapter] * (b_DR @ a_RD)
         yield f"{owner_name}.{kind}", value if dtype is None else value.to(dtype)
 
 
@@ -169,10 +158,10 @@ def second_model(hf: nn.Module) -> nn.Module:
     """A second model over the same weights, without adapters: an engine samples with it."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf.config, dtype=hf.dtype, attn_implementation=attention.NAME)
-    model.requires_grad_(False)  # which the weights' own is set to
-    parameters = hf.named_parameters(remove_duplicate=False)
-    weights = {n.replace(".base_layer.", "."): p for n, p in parameters if ".lora_A." not in n and ".lora_B." not in n}
-    model.load_state_dict(weights, strict=False, assign=True)
-    assert restore_buffers(model), f"{type(model).__name__} has buffers that cannot be computed again"
+    tensors = [*hf.named_parameters(remove_duplicate=False), *hf.named_buffers(remove_duplicate=False)]
+    for name, tensor in tensors:
+        if ".lora_" not in name:
+            owner, _, kind = name.replace(".base_layer.", ".").rpartition(".")
+            setattr(model.get_submodule(owner), kind, tensor)
     model.generation_config = hf.generation_config
-    return model.to(hf.device)
+    return model

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from rl_core.learning.checkpoint import OlderWeights, load_older_weights, older_file
 from rl_core.learning.learner import Learner
 from rl_core.sampling.weights import on_host
 
@@ -36,15 +36,17 @@ class OlderPolicy:
         """When a run resumes, older weights are those of its checkpoint, or the newest where it has none."""
         if name not in self.engines or self._is_renewed(name, version):
             return
-        if found := load_older_weights(checkpoint, name):
-            await self._renew(name, found[1].items(), found[0])
-        else:
-            await self._renew(name, self.learners[name].engine_weights(in_place=False), version)
+        weights, file = None, file_of(checkpoint, name)
+        if file.is_file():
+            with safe_open(file, framework="pt") as saved:
+                version = int(saved.metadata()["version"])
+            weights = load_file(file).items()
+        await self._renew(name, weights or self.learners[name].engine_weights(in_place=False), version)
 
-    def to_save(self, step: int) -> dict[str, OlderWeights]:
-        """What a checkpoint of rank 0 holds of weights that are older than its own."""
+    def files_to_save(self, step: int) -> list[Path]:
+        """Rank 0's files of weights that are older than a checkpoint's own, which it copies."""
         names = self.engines if self.folder else ()
-        return {name: load_older_weights(self.folder, name) for name in names if not self._is_renewed(name, step)}
+        return [file_of(self.folder, name) for name in names if not self._is_renewed(name, step)]
 
     def _is_renewed(self, name: str, version: int) -> bool:
         return name in self.engines and version % self.every == 0
@@ -66,8 +68,12 @@ class OlderPolicy:
             await engine.update(coming(), version)
             await engine.sleep()
         if self.folder is not None:
-            file = older_file(self.folder, name)
+            file = file_of(self.folder, name)
             self.folder.mkdir(parents=True, exist_ok=True)
             beside = file.with_name(f".{file.name}.tmp")
             save_file(kept, beside, metadata={"version": str(version)})
             os.replace(beside, file)
+
+
+def file_of(folder: Path, name: str) -> Path:
+    return folder / f"{name}.lagged.safetensors"  # no actor's folder has such a name

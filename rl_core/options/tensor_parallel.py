@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatch
 from functools import partial
 
@@ -33,6 +34,15 @@ def tp_plan(model_config: PretrainedConfig) -> dict[str, str]:
     return model_config.get_text_config().base_model_tp_plan or {}
 
 
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def regions(plan: dict[str, str]) -> set[str]:
+    """Names of the modules that hold split layers: attention and MLP."""
+    return {name.rpartition(".")[0] for name in plan}
+
+
 def check_tensor_parallel(tp: int, model_config: PretrainedConfig, lora: LoraConfig | None = None) -> None:
     """Raises ValueError if the model cannot be split over `tp` ranks, before any weight is read."""
     if tp == 1:
@@ -40,35 +50,39 @@ def check_tensor_parallel(tp: int, model_config: PretrainedConfig, lora: LoraCon
     if lora is not None and lora.rank:
         raise ValueError(f"--tp={tp} does not split adapters; take --tp 1 with --actors.policy.lora.rank={lora.rank}")
     config, plan = model_config.get_text_config(), tp_plan(model_config)
-    unknown = sorted(set(plan.values()) - STYLES.keys())
-    if unknown or not plan:
-        has = f"splits layers as {unknown[0]}, which is not known here" if unknown else "has no plan in transformers"
-        raise ValueError(f"--tp={tp}: a {config.model_type} model {has}; take --tp 1")
-    with torch.device("meta"):
-        layers = AutoModelForCausalLM.from_config(model_config).base_model
-    regions = {name.rpartition(".")[0] for name in plan}
-    for name in (n.rpartition(".")[0] for n, _ in layers.named_parameters()):
-        if any(fnmatch(name, f"{region}.*") for region in regions) and not any(fnmatch(name, key) for key in plan):
-            raise ValueError(
-                f"--tp={tp}: the plan for a {config.model_type} model leaves out {name}, whose gradient would be of a rank's "
-                "own heads alone; take --tp 1"
-            )
+    if problem := problem_of(plan, model_config):
+        raise ValueError(f"--tp={tp}: {problem.format(f'a {config.model_type} model')}; take --tp 1")
     sizes = {name: getattr(config, name, None) or config.num_attention_heads for name in DIVIDED}
     common = math.gcd(*sizes.values())
     # A rank without a vocabulary id has no softmax.
     fits = [n for n in range(1, common + 1) if common % n == 0 and (n - 1) ** 2 < config.vocab_size]
     if tp not in fits:
-        nearest = min(fits, key=lambda n: (abs(n - tp), n))
-        found = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
-            f"--tp={tp} must divide the model's {found}, and leave vocabulary ids of {config.vocab_size} to every rank; "
-            f"try --tp {nearest}"
+            f"--tp={tp} must divide the model's {given}, and leave vocabulary ids of {config.vocab_size} to every rank; "
+            f"try --tp {min(fits, key=lambda n: (abs(n - tp), n))}"
         )
 
 
-def split_matrices(policy: PolicyModel, mesh: DeviceMesh) -> None:
-    """Replaces each matrix of the plan, the embedding and the head by this rank's slice. Tied weights stay tied."""
-    hf, policy.finish_gradients = policy.hf, partial(sum_partial_gradients, policy.hf, mesh)
+def problem_of(plan: dict[str, str], model_config: PretrainedConfig) -> str | None:
+    """Why the matrices of {} cannot be split by this plan."""
+    if not plan:
+        return "{} has no plan in transformers"
+    if unknown := sorted(set(plan.values()) - STYLES.keys()):
+        return f"{{}} splits layers as {unknown[0]}, which is not known here"
+    with torch.device("meta"):
+        layers = AutoModelForCausalLM.from_config(model_config).base_model
+    names, inside = (n.rpartition(".")[0] for n, _ in layers.named_parameters()), {f"{r}.*" for r in regions(plan)}
+    if left_out := [name for name in names if matches(name, inside) and not matches(name, plan)]:
+        return f"the plan for {{}} leaves out {left_out[0]}, whose gradient would be of a rank's own heads alone"
+    return None
+
+
+def split_matrices(policy: PolicyModel, weights_mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
+    """Replaces each matrix of the plan, the embedding and the head by this rank's slice; tied weights stay tied. Returns
+    the dimension by which FSDP splits a parameter over the other ranks of a copy."""
+    mesh, hf = weights_mesh["tp"], policy.hf
+    policy.finish_gradients = partial(sum_partial_gradients, hf, mesh)
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
     plan = {name: style() for name, key in tp_plan(hf.config).items() if (style := STYLES[key])}
@@ -76,15 +90,15 @@ def split_matrices(policy: PolicyModel, mesh: DeviceMesh) -> None:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # Each rank has the same unsharded weights, or none yet: nothing is sent.
     parallelize_module(hf.base_model, mesh, plan, src_data_rank=None)
-    regions = {name.rpartition(".")[0] for name in plan}
     for name, module in hf.base_model.named_modules():
-        if any(fnmatch(name, region) for region in regions):
+        if matches(name, regions(plan)):
             module.register_forward_pre_hook(partial(share_input, mesh), with_kwargs=True)
     parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None)
     if is_tied:
         head.weight = embedding.weight
     elif head is not None:  # its product is taken in fused_logprobs
         head.weight = nn.Parameter(distribute_tensor(head.weight, mesh, [Shard(0)], src_data_rank=None))
+    return partial(split_again, num_parts=weights_mesh["dp_shard_cp"].size())
 
 
 def share_input(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -103,11 +117,11 @@ def split_again(parameter: nn.Parameter, num_parts: int) -> Shard | None:
         return None
     if parameter.placements[0] != Shard(0) or num_parts == 1:
         return None
-    words, width = parameter.shape
+    vocab_size, width = parameter.shape
     if width % num_parts:
         raise ValueError(
-            f"--tp={parameter.device_mesh.size()} does not divide the model's vocabulary of {words}, so that the other ranks of "
-            f"a copy, {num_parts}, must divide its hidden_size={width}; try {math.gcd(width, num_parts)} of them, or --tp 1"
+            f"--tp={parameter.device_mesh.size()} does not divide the model's vocabulary of {vocab_size}, so that the other "
+            f"ranks of a copy must divide its hidden_size={width}; try {math.gcd(width, num_parts)} of them, or --tp 1"
         )
     return Shard(1)
 
@@ -115,9 +129,10 @@ def split_again(parameter: nn.Parameter, num_parts: int) -> Shard | None:
 def sum_partial_gradients(hf: nn.Module, mesh: DeviceMesh) -> None:
     """Adds up the gradients of unsharded weights that act on a rank's own heads alone: norms of queries or keys. Called once
     for an optimizer step; every other gradient is complete."""
-    patterns = [name for name, key in tp_plan(hf.config).items() if key == PARTIAL]
-    named = [(n.rpartition(".")[0], p.grad) for n, p in hf.base_model.named_parameters() if p.grad is not None]
-    grads = [g.to_local() for name, g in named if any(fnmatch(name, pattern) for pattern in patterns)]
+    patterns = [f"{name}.*" for name, key in tp_plan(hf.config).items() if key == PARTIAL]
+    grads = [
+        p.grad.to_local() for n, p in hf.base_model.named_parameters() if p.grad is not None and matches(n, patterns)
+    ]
     if grads:
         total = torch.cat([g.flatten() for g in grads])
         dist.all_reduce(total, group=mesh.get_group())
