@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rl_core import models
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.rows import TOKENIZERS
@@ -23,18 +24,6 @@ from rl_core.learning.algorithms import Algorithm, make_algorithm
 from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint
 from rl_core.learning.model import end_token_ids
 from rl_core.metrics import Mean, Metric, add_metrics
-from rl_core.models import (
-    adapter_of,
-    check_model,
-    choose_engine,
-    compute_dtype,
-    is_read,
-    make_api_actor,
-    make_engine,
-    make_engines,
-    make_learners,
-    takes_turns,
-)
 from rl_core.rules import check_algorithm
 from rl_core.run_folder import RunLog, keep_config
 from rl_core.sampling.actor import Actor
@@ -79,8 +68,8 @@ def make_plan(config: Config) -> Plan:
     evals = eval_sources(config, envs, algorithm) if config.eval_every else {}
     size = int(os.environ.get("WORLD_SIZE", 1))
     mesh = make_mesh(size, **{name: getattr(config, name) for name in MESH_FLAGS})
-    config = choose_engine(config, config.engine_ranks or size)
-    chats = {name: check_model(config, name) for name, actor in config.actors.items() if not actor.api}
+    config = models.choose_engine(config, config.engine_ranks or size)
+    chats = {name: models.check_model(config, name) for name, actor in config.actors.items() if not actor.api}
     imitated = None if algorithm.is_rl else option(IMITATED)(config, chats[config.trained[0]])
     for source in (*train.sources, *evals.values()):
         check_lengths(config, envs, chats, imitated, source)
@@ -93,7 +82,7 @@ def make_plan(config: Config) -> Plan:
         train=train,
         eval=evals,
         chats=chats,
-        endpoints={name: make_api_actor(config, name) for name, actor in config.actors.items() if actor.api},
+        endpoints={name: models.make_api_actor(config, name) for name, actor in config.actors.items() if actor.api},
         imitated=imitated,
         curriculum=option(CURRICULUM)(train, envs) if is_weighted else None,
     )
@@ -122,7 +111,7 @@ class Run:
         if ranks.is_writer:
             prepare_folder(plan, out)
         found = checkpoints_in(out / "checkpoints") if config.resume else []
-        self.learners = {} if ranks.is_engine else make_learners(config, plan.algorithm, ranks)
+        self.learners = {} if ranks.is_engine else models.make_learners(config, plan.algorithm, ranks)
         state = load_checkpoint(found[-1], self.learners) if found else {"step": 0, "position": 0}
         if config.resume and ranks.is_writer:
             text = f"goes on from step {state['step']}" if found else f"no checkpoint in {out}: begins at step 0"
@@ -142,20 +131,21 @@ class Run:
     def make_samplers(self) -> None:
         """Engines, and what samples with them. Where ranks only sample, the others have engines that ask them."""
         plan, config, learners, ranks = self.plan, self.config, self.learners, self.ranks
-        chats, dtype = plan.chats if plan.algorithm.is_rl else {}, compute_dtype(config)
+        chats, dtype = plan.chats if plan.algorithm.is_rl else {}, models.compute_dtype(config)
         is_elsewhere, self.older = ranks.engine_ranks > 0 and not ranks.is_engine, None
-        self.lease = DeviceLease() if takes_turns(config) and not is_elsewhere else None  # where engines share a device
-        self.engines = {} if is_elsewhere else make_engines(config, chats, learners, ranks)
+        # Where engines share a device.
+        self.lease = DeviceLease() if models.takes_turns(config) and not is_elsewhere else None
+        self.engines = {} if is_elsewhere else models.make_engines(config, chats, learners, ranks)
         if config.rollout.lagged[0]:
             self.older = option(OLDER_POLICY)(
-                engines={name: make_engine(config, name, chats[name], None, ranks, "_older") for name in config.trained},
+                engines={name: models.make_engine(config, name, chats[name], None, ranks, "_older") for name in config.trained},
                 learners=learners, every=config.rollout.lagged[1], dtype=dtype,
                 folder=self.out / "older" if ranks.is_writer else None,
             )  # fmt: skip
         if config.learner.kernels == "liger":
             # Last, since what is loaded after it is of Liger's classes, which lack options of some models.
-            models = [model.hf for learner in learners.values() for model in learner.models()]
-            option(LIGER)(models + [engine.model for engine in self.all_engines if hasattr(engine, "model")])
+            held = [model.hf for learner in learners.values() for model in learner.models()]
+            option(LIGER)(held + [engine.model for engine in self.all_engines if hasattr(engine, "model")])
         if is_elsewhere:
             self.engines = option(REMOTE_ENGINES)(list(chats), ranks, dtype, config.timeout_s)
         self.server = (
@@ -168,7 +158,7 @@ class Run:
         self.worker = RolloutWorker(play, ranks, width, "train", config.timeout_s)
         self.canary = None
         if plan.algorithm.is_rl and config.canary_tolerance != 0:
-            readers = {name for name, learner in learners.items() if is_read(learner)}
+            readers = {name for name, learner in learners.items() if models.is_read(learner)}
             self.canary = option(CANARY)(
                 learners=learners, actors=self.actors, readers=readers, ranks=ranks, dtype=dtype,
                 tolerance=config.canary_tolerance,
@@ -222,7 +212,7 @@ def make_actors(plan: Plan, engines: dict[str, Engine | None], older: Any, lease
             max_context_tokens=config.max_context_tokens,
             max_tokens=own.max_tokens,
             is_trainable=own.is_trained,
-            adapter=adapter_of(config, name),
+            adapter=models.adapter_of(config, name),
             lease=None if config.actors[own.share or name].engine_urls else lease,
             older=older.engines.get(name) if older else None,
             older_frac=config.rollout.lagged[0],

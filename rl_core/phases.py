@@ -74,10 +74,12 @@ def profiled(run: Run, step: int) -> AbstractContextManager:
     return torch.profiler.profile(on_trace_ready=lambda profile: profile.export_chrome_trace(str(file)))
 
 
-def sampling_params(run: Run, env: str, **drawn) -> SamplingParams:
+def make_group(run: Run, task: Task, drawn: dict[str, float], **place) -> Group:
+    """`drawn`: how tokens are. `place`: size of the group, and its place in a batch."""
     config = run.config
-    max_tokens = config.env(env).max_tokens or config.max_tokens
-    return SamplingParams(max_tokens=max_tokens, stop=tuple(config.sampling.stop), **drawn)
+    max_tokens = config.env(task.env).max_tokens or config.max_tokens
+    params = SamplingParams(max_tokens=max_tokens, stop=tuple(config.sampling.stop), **drawn)
+    return Group(task=task, params=params, seed=config.seed, **place)
 
 
 def draw_groups(run: Run, num_groups: int) -> list[Group]:
@@ -87,10 +89,9 @@ def draw_groups(run: Run, num_groups: int) -> list[Group]:
     first, run.position = run.position, run.position + num_groups - len(left)
     for position in (*left, *range(first, run.position)):
         step, number = divmod(position, config.tasks_per_step)
-        task = run.plan.train.task(position)
-        params = sampling_params(run, task.env, temperature=config.sampling.temperature)
-        place = {"batch": f"train/{step:06d}", "number": number, "position": position}
-        groups.append(Group(task=task, size=config.group_size, params=params, seed=config.seed, **place))
+        place = {"batch": f"train/{step:06d}", "number": number, "position": position, "size": config.group_size}
+        task, drawn = run.plan.train.task(position), {"temperature": config.sampling.temperature}
+        groups.append(make_group(run, task, drawn, **place))
     return groups
 
 
@@ -275,10 +276,10 @@ def evaluate_rows(run: Run, tasks: list[Task]) -> None:
 
 async def evaluate_tasks(run: Run, step: int, env: str, tasks: list[Task], label: str, count: int) -> None:
     config, plan = run.config, run.plan
-    params = sampling_params(run, env, **(config.eval.sampling if label == "sampled" else {"temperature": 0.0}))
+    drawn = config.eval.sampling if label == "sampled" else {"temperature": 0.0}
     name = f"eval/{step:06d}/{label}" + (f"/{env}" if len(plan.eval) > 1 else "")
-    same = {"batch": f"eval/{env}", "label": name, "size": count, "params": params, "seed": config.seed}
-    groups = [Group(task=task, number=number, **same) for number, task in enumerate(tasks)]
+    place = {"batch": f"eval/{env}", "label": name, "size": count}
+    groups = [make_group(run, task, drawn, number=number, **place) for number, task in enumerate(tasks)]
     newest = {n: replace(a, older=None) if isinstance(a, Actor) else a for n, a in run.actors.items()}
     trajectories = await rollout(plan.envs, newest, groups, config.rollout, run.ranks, config.timeout_s)
     await write(run, name.replace("/", "_"), trajectories)
