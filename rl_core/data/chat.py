@@ -40,8 +40,8 @@ class Chat:
         self.chat_template = tokenizer.chat_template  # one tokenizer may serve chats with different templates
         self._wants_parts = not self._reads(PROBE) and self._reads([{"type": "text", "text": PROBE}])
         self.end_token_id = self._find_end_token()
-        stops = dict.fromkeys(i for i in (tokenizer.eos_token_id, self.end_token_id) if i is not None)
-        self.stop_token_ids: tuple[int, ...] = tuple(stops)
+        stops = (tokenizer.eos_token_id, self.end_token_id)
+        self.stop_token_ids = tuple(dict.fromkeys(i for i in stops if i is not None))
         self._newest: tuple[Any, str, list[int]] | None = None
         added = tokenizer.added_tokens_decoder.items()
         self.special_ids = {token.content: i for i, token in added if token.special or i == self.end_token_id}
@@ -197,7 +197,7 @@ class Chat:
 
     def _find_end_token(self) -> int | None:
         """The token that the template puts after an assistant's content. If the next header ends a turn, the header's
-        token."""
+        token; if nothing does, the tokenizer's end token."""
         added = {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items()}
         talk = [{"role": r, "content": c} for r, c in (("user", "x"), ("assistant", PROBE), ("user", "x"))]
         for messages in (talk[:2], talk):
@@ -206,7 +206,7 @@ class Chat:
                 for token in sorted(added, key=len, reverse=True):
                     if text.startswith(token):
                         return added[token]
-        return None
+        return self.tokenizer.eos_token_id
 
 
 class TokenStream:

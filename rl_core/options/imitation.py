@@ -90,11 +90,9 @@ def imitation_turns(chat: Chat, messages: list[Message], tools: list | None = No
 
 def said_text(chat: Chat, prompt: str, messages: list[Message], tools: list | None) -> tuple[str, int | None]:
     """(marked text of the last message as the template renders it behind `prompt`, id of the token that ends it)."""
-    default_end = chat.end_token_id if chat.end_token_id is not None else chat.tokenizer.eos_token_id
     rendered = text_after(chat.render(messages, tools, add_generation_prompt=False), prompt, "")
     if rendered is not None:
-        said, end_id = split_end(chat, rendered)
-        return said, default_end if end_id is None else end_id
+        return split_end(chat, rendered)
     message = messages[-1]
     content = message.get("content") or ""
     if isinstance(content, list):
@@ -108,13 +106,13 @@ def said_text(chat: Chat, prompt: str, messages: list[Message], tools: list | No
     opening = re.search(r"<[^<>|]+>\s*\Z", prompt)
     if opening and content.lstrip().startswith(opening[0].strip()):
         content = content.lstrip()[len(opening[0].strip()) :].lstrip()
-    return chat.marked(content), default_end
+    return chat.marked(content), chat.end_token_id
 
 
 def split_end(chat: Chat, text: str) -> tuple[str, int | None]:
-    """(a rendered turn up to its end token, the end token's id or None): of the special tokens and whitespace
-    that the text ends in, the first that an engine stops at."""
-    said, end_id, place = text, None, len(text)
+    """(a rendered turn up to its end token, the end token's id): of the special tokens and whitespace that the text ends in,
+    the first that an engine stops at; else the template's end token."""
+    said, end_id, place = text, chat.end_token_id, len(text)
     for token in reversed([*chat.special_token.finditer(text)]):
         if text[token.end() : place].strip():
             break
@@ -138,11 +136,11 @@ def observations(
         stream.extend(last.token_ids, last.text or chat.decode(last.token_ids), messages)
         new_ids = stream.new_ids[: answer_end(chat, stream.new_ids)]
         turns = [*turns, imitated_turn([], new_ids, stream.is_fresh)]
-    for number, turn in enumerate(turns[1:], 1):
-        first, until = spoken[number - 1] + 1, spoken[number] if number < len(spoken) else len(messages)
-        answer, said = messages[first:until], turns[number - 1].completion.token_ids
+    places = zip(spoken, [*spoken[1:], len(messages)], strict=True)
+    for before, turn, (place, until) in zip(turns, turns[1:], places, strict=False):
+        answer, said = messages[place + 1 : until], before.completion.token_ids
         is_trained = answer and all(m.get("train") is not False for m in answer)
-        spans.append(answer_span(chat, said, turn, messages[:until], first, tools) if is_trained else range(0))
+        spans.append(answer_span(chat, said, turn, messages[:until], place + 1, tools) if is_trained else range(0))
     return turns, spans
 
 
