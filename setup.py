@@ -55,7 +55,6 @@ setup(
         "transformers>=5.12,<6",
         "datasets>=4.0",
         "jinja2>=3.1",
-        "jsonargparse>=4.40",
         "numpy>=1.26",
         "peft>=0.17",
         "pyyaml>=6.0",

@@ -59,8 +59,8 @@ class Plan:
 
 def make_plan(config: Config) -> Plan:
     """Everything that can be refused before a model loads. Raises ValueError."""
-    out = Path(config.out) if config.out else None
-    if out and out.exists() and not config.resume and not config.dry_run and (not out.is_dir() or any(out.iterdir())):
+    out = Path(config.out)
+    if out.exists() and not config.resume and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {out} exists already; go on with it by --resume, or name another folder")
     config, envs = load_envs(config)
     algorithm = choose_algorithm(config, envs)

@@ -9,14 +9,18 @@ import argparse
 import logging
 import signal
 import sys
+import tempfile
 
-from rl_core.config import nearest, parse_config
+from rl_core.config import parse_config
+from rl_core.rules import nearest
+from rl_core.tools.check import check
 from rl_core.types import RunError
 
 USAGE = """usage: rl-core COMMAND [flags]
 
   train   train on this machine: torchrun with one rank per GPU, or --nproc_per_node N; all other flags go to the run
   check   try an environment out without a model: what it reads, what is trained, what replies earn, how it fails
+  plan    print data, tokens of a step, parameters and memory of a run with these flags, on WORLD_SIZE ranks
 
 rl-core COMMAND --help shows a command's flags."""
 
@@ -27,19 +31,27 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] in ("--help", "-h"):
         print(USAGE)
         return 0 if argv else 1
+    commands = {"train": train, "check": check, "plan": plan}
     try:
-        if argv[0] == "train":
-            return train(argv[1:])
-        if argv[0] == "check":
-            from rl_core.tools.check import check
-
-            return check(argv[1:])
-        raise ValueError(f"unknown command {argv[0]!r}; {nearest(argv[0], ('train', 'check'))}")
+        if argv[0] not in commands:
+            raise ValueError(f"unknown command {argv[0]!r}; {nearest(argv[0], commands)}")
+        return commands[argv[0]](argv[1:])
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError, RunError, argparse.ArgumentError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 1
+
+
+def plan(argv: list[str]) -> int:
+    """Prints the plan of a run with these flags. It makes no folder."""
+    with tempfile.TemporaryDirectory() as out:
+        config = parse_config([*argv, "--out", out])
+        from rl_core.build import make_plan
+        from rl_core.tools.plan import describe
+
+        print(describe(make_plan(config)))
+    return 0
 
 
 def train(argv: list[str]) -> int:

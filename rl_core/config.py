@@ -3,22 +3,21 @@
 config = parse_config(["--model", "m", "--data.train", "rows.jsonl", "--env_path", "envs/x.py", "--out", "runs/x"])
 """
 
-from __future__ import annotations
-
-import copy
 import dataclasses
 import os
-import re
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from inspect import formatannotation
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from rl_core.rules import check, nearest, split
+from rl_core.rules import check, flags_in, nearest, split
 
 NAMED = ("actors", "envs")  # sections that hold one section for each name that the user gives
 RL = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo")
+ADVANTAGE = Literal["group_mean", "group_norm", "group_norm_unbiased", "rloo", "gae", "none", "custom"]
+DRAWN = Literal["temperature", "top_p", "top_k", "min_p"]
 HELP = "rl_core.tools.help"  # what --help prints; the spine imports no tool
 
 
@@ -76,7 +75,6 @@ class DataConfig:
     shuffle: bool = flag(True, "a new order each epoch, drawn from the seed")
     skip_long: bool = flag(False, "leave out rows that are too long, instead of refusing the file")
     min_reward: float | None = flag(None, "sft on rollouts: only episodes with this reward", only=("sft",))
-    actor: str | None = flag(None, "sft on rollouts: only this actor's view and replies", only=("sft",))
 
 
 @dataclass(kw_only=True)
@@ -92,8 +90,9 @@ class OptimConfig:
     schedule: Literal["constant", "linear", "cosine", "wsd"] = flag("constant", "learning rate after the warmup")
     warmup_steps: int = flag(0, "steps over which the learning rate rises from 0", at_least=0)
     min_lr_frac: float = flag(0.0, "where linear, cosine and wsd end, as a fraction of lr", at_least=0, at_most=1)
-    betas: tuple[float, float] = flag((0.9, 0.95), "AdamW; the first is SGD's momentum", at_least=0, at_most=1)
-    eps: float = flag(1e-8, "AdamW's epsilon", at_least=0)
+    adam: tuple[float, float, float] = flag(
+        (0.9, 0.95, 1e-8), "AdamW: betas and epsilon; the first is SGD's momentum", at_least=0, at_most=(1, 1, None)
+    )
     weight_decay: float = flag(0.0, "weight decay of matrices; biases and norms have none", at_least=0)
     max_grad_norm: float = flag(1.0, "clip the gradient to this norm; 0 is off", at_least=0)
 
@@ -102,60 +101,52 @@ class OptimConfig:
 class AlgoConfig:
     """Parts of the algorithm. None keeps what the preset of --algorithm says."""
 
-    advantage: Literal["group_mean", "group_norm", "group_norm_unbiased", "rloo", "gae", "none", "custom"] | None = (
-        flag(None, "baseline over the group; gae: a critic's; custom: advantage_fn", only=RL)
-    )
-    normalize: Literal["none", "batch", "env"] | None = flag(None, "whiten advantages over a batch or env", only=RL)
-    ratio: Literal["token", "sequence"] | None = flag(None, "importance ratio; sequence is GSPO's", only=RL)
-    objective: Literal["clip", "cispo"] | None = flag(None, "PPO's clipped ratio, or CISPO", only=RL)
-    clip_low: float | None = flag(None, "PPO clip range: lower bound 1 - clip_low", at_least=0, at_most=1, only=RL)
-    clip_high: float | None = flag(None, "PPO clip range: upper bound 1 + clip_high", at_least=0, only=RL)
-    dual_clip: float | None = flag(None, "dual clip of negative advantages; 0 is off", at_least=0, only=RL)
+    advantage: ADVANTAGE | None = flag(None, "baseline over the group; gae: a critic's; custom: advantage_fn")
+    normalize: Literal["none", "batch", "env"] | None = flag(None, "whiten advantages over a batch or env")
+    objective: Literal["clip", "gspo", "cispo"] | None = flag(None, "importance ratio: clip (PPO), GSPO or CISPO")
+    clip_low: float | None = flag(None, "PPO clip range: lower bound 1 - clip_low", at_least=0, at_most=1)
+    clip_high: float | None = flag(None, "PPO clip range: upper bound 1 + clip_high", at_least=0)
+    dual_clip: float | None = flag(None, "dual clip of negative advantages; 0 is off", at_least=0)
     aggregation: Literal["token", "sequence", "constant"] | None = flag(
         None, "loss: token mean, sequence mean, or constant length", only=(*RL, "sft")
     )
-    kl: Literal["k1", "k2", "k3"] | None = flag(None, "estimator of the KL to the reference model", only=RL)
-    kl_in: Literal["reward", "loss", "advantage"] | None = flag(None, "where the KL penalty goes", only=RL)
-    kl_coef: float | None = flag(None, "weight of the KL penalty (beta); 0: no reference model", at_least=0, only=RL)
-    entropy_coef: float | None = flag(None, "weight of the entropy bonus; 0 is off", only=RL)
+    kl: Literal["k1", "k2", "k3"] | None = flag(None, "estimator of the KL to the reference model")
+    kl_in: Literal["reward", "loss", "advantage"] | None = flag(None, "where the KL penalty goes")
+    kl_coef: float | None = flag(None, "weight of the KL penalty (beta); 0: no reference model", at_least=0)
+    entropy_coef: float | None = flag(None, "weight of the entropy bonus; 0 is off")
     correction: Literal["none", "tis", "mask", "sequence_mask"] | None = flag(
-        None, "importance sampling correction of off-policy tokens: truncated, or masked (IcePop)", only=RL
+        None, "importance sampling correction of off-policy tokens: truncated, or masked (IcePop)"
     )
-    correction_range: tuple[float, float] | None = flag(None, "its bounds, such as 0.5,2", at_least=0, only=RL)
-    overlong: Literal["none", "mask", "soft"] | None = flag(None, "truncated: mask, or DAPO's penalty", only=RL)
-    overlong_buffer: int | None = flag(None, "last tokens with soft penalty; 0: a fifth", at_least=0, only=RL)
-    refill_rounds: int | None = flag(None, "dynamic sampling: refill zero-signal groups", at_least=0, only=RL)
-    turn_discount: float | None = flag(None, "advantage per turn, with this discount", at_least=0, at_most=1, only=RL)
-    target_kl: float | None = flag(None, "early stop of a step above this KL; 0 is off", at_least=0, only=RL)
+    correction_range: tuple[float, float] | None = flag(None, "its bounds, such as 0.5,2", at_least=0)
+    overlong: Literal["none", "mask", "soft"] | None = flag(None, "truncated: mask, or DAPO's penalty")
+    overlong_buffer: int | None = flag(None, "last tokens with soft penalty; 0: a fifth", at_least=0)
+    refill_rounds: int | None = flag(None, "dynamic sampling: refill zero-signal groups", at_least=0)
+    turn_discount: float | None = flag(None, "advantage per turn, with this discount", at_least=0, at_most=1)
+    target_kl: float | None = flag(None, "early stop of a step above this KL; 0 is off", at_least=0)
 
 
 @dataclass(kw_only=True)
 class CriticConfig:
-    model: str | None = flag(None, "value model to start from, a reward model too; default: the actor's", only=RL)
-    lr: float = flag(1e-5, "its peak learning rate; --optim has the rest", at_least=0, only=RL)
-    warmup_steps: int = flag(0, "steps in which only the critic learns", at_least=0, only=RL)
-    value_clip: float = flag(0.2, "clip range of values; 0 is off", at_least=0, only=RL)
-    gamma: float = flag(1.0, "discount of rewards per token", at_least=0, at_most=1, only=RL)
-    gae_lambda: float = flag(0.95, "GAE's lambda: 0 trusts the critic, 1 the rewards", at_least=0, at_most=1, only=RL)
+    model: str | None = flag(None, "value model to start from, a reward model too; default: the actor's")
+    lr: float = flag(1e-5, "its peak learning rate; --optim has the rest", at_least=0)
+    warmup_steps: int = flag(0, "steps in which only the critic learns", at_least=0)
+    value_clip: float = flag(0.2, "clip range of values; 0 is off", at_least=0)
+    gamma: float = flag(1.0, "discount of rewards per token", at_least=0, at_most=1)
+    gae_lambda: float = flag(0.95, "GAE's lambda: 0 trusts the critic, 1 the rewards", at_least=0, at_most=1)
 
 
 @dataclass(kw_only=True)
 class PreferenceConfig:
-    beta: float = flag(0.1, "DPO: strength of the KL to the reference", above=0, only=("dpo",))
-    loss: Literal["sigmoid", "ipo", "hinge"] = flag("sigmoid", "DPO: loss of a pair's margin", only=("dpo",))
-    label_smoothing: float = flag(0.0, "DPO: fraction of swapped pairs", at_least=0, at_most=0.5, only=("dpo",))
-    reference_free: bool = flag(False, "DPO: without a reference model", only=("dpo",))
-    length_normalized: bool = flag(False, "DPO: mean of token logprobs instead of their sum", only=("dpo",))
+    beta: float = flag(0.1, "DPO: strength of the KL to the reference", above=0)
+    loss: Literal["sigmoid", "sigmoid_norm", "ipo", "ipo_norm", "hinge"] = flag(
+        "sigmoid", "DPO: loss of a pair's margin; norm: length-normalized, mean of token logprobs"
+    )
+    label_smoothing: float = flag(0.0, "DPO: fraction of swapped pairs", at_least=0, at_most=0.5)
 
 
 @dataclass(kw_only=True)
 class SftConfig:
-    weights: tuple[float, float] = flag(
-        (1.0, 0.0),
-        "loss weights of what assistants say, and of what they are answered (world model)",
-        at_least=0,
-        only=("sft",),
-    )
+    weights: tuple[float, float] = flag((1.0, 0.0), "loss weights: assistant, others (world model)", at_least=0)
 
 
 @dataclass(kw_only=True)
@@ -176,11 +167,11 @@ class RolloutConfig:
     episode_timeout_s: float = flag(600.0, "timeout of one episode", above=0)
     engines_awake: Literal["auto", "all", "one"] = flag("auto", "colocate: all, or one while others sleep")
     max_failed_fraction: float = flag(
-        0.1, "the run stops when more episodes of its last 200 rows fail, or a whole step", at_least=0, at_most=1
+        0.1, "the run stops when more of its last 200 rows fail, or a whole step", at_least=0, at_most=1
     )
     save: bool = flag(True, "write every trajectory to rollouts/")
     lagged: tuple[float, int] = flag(
-        (0.0, 4), "off-policy: fraction of turns by older weights, steps between their renewals", at_least=0, only=RL
+        (0.0, 4), "off-policy: share of turns by older weights, steps to renew", at_least=(0, 2), at_most=(1, None)
     )
 
 
@@ -188,7 +179,7 @@ class RolloutConfig:
 class EvalConfig:
     num_tasks: int = flag(0, "held-out tasks that are evaluated; 0: all", at_least=0)
     samples: int = flag(4, "k of avg@k and pass@k; 0: greedy alone", at_least=0)
-    sampling: dict[str, float] = flag(dict, "of the k samples, such as temperature=0.6,top_p=0.95,top_k=20")
+    sampling: dict[DRAWN, float] = flag(dict, "of the k samples, such as temperature=0.6,top_p=0.95,top_k=20")
     pass_reward: float = flag(1.0, "an episode passes with at least this reward")
 
 
@@ -223,17 +214,15 @@ class Config:
     profile_step: int = flag(0, "write torch.profiler's trace of this step; 0: none", at_least=0)
     canary_tolerance: float | None = flag(None, "largest logprob mismatch of engine and learner; 0: off", at_least=0)
     timeout_s: float = flag(600.0, "seconds that a rank waits for the others", above=0)
-    dry_run: bool = flag(False, "print the plan and its memory, and stop")
-    debug: bool = flag(False, "errors with their traceback")
     actors: dict[str, ActorConfig] = flag(dict, "who speaks: --actors.NAME.model PATH")
     envs: dict[str, EnvConfig] = flag(dict, "each of several environments, by its file's name: --envs.NAME.weight 2")
     data: DataConfig = flag(DataConfig, "the rows")
     sampling: SamplingConfig = flag(SamplingConfig, "how tokens are drawn")
     rollout: RolloutConfig = flag(RolloutConfig, "episodes, deadlines, failures")
-    algo: AlgoConfig = flag(AlgoConfig, "advantage and loss")
-    critic: CriticConfig = flag(CriticConfig, "value model (ppo)")
-    preference: PreferenceConfig = flag(PreferenceConfig, "loss of pairs (dpo)")
-    sft: SftConfig = flag(SftConfig, "what is imitated")
+    algo: AlgoConfig = flag(AlgoConfig, "advantage and loss", only=RL)
+    critic: CriticConfig = flag(CriticConfig, "value model (ppo)", only=RL)
+    preference: PreferenceConfig = flag(PreferenceConfig, "loss of pairs (dpo)", only=("dpo",))
+    sft: SftConfig = flag(SftConfig, "what is imitated", only=("sft",))
     learner: LearnerConfig = flag(LearnerConfig, "batches and memory")
     optim: OptimConfig = flag(OptimConfig, "optimizer and schedule")
     eval: EvalConfig = flag(EvalConfig, "evaluation")
@@ -246,10 +235,6 @@ class Config:
     def engine_of(self, name: str) -> str:
         """What samples for an actor whose model is here: "sglang" or "embedded"."""
         return "sglang" if self.actors[name].engine_urls else self.engine
-
-    @property
-    def has_servers(self) -> bool:
-        return any(actor.engine_urls for actor in self.actors.values())
 
     @property
     def trained(self) -> list[str]:
@@ -270,10 +255,6 @@ class Config:
     def env(self, name: str) -> EnvConfig:
         return self.envs.get(name) or EnvConfig()
 
-    def turn_tokens(self, actor: str) -> int:
-        """That this actor may sample in one turn."""
-        return self.actors[actor].max_tokens or self.max_tokens
-
     @property
     def turn_limit(self) -> int:
         return self.max_turns or 1
@@ -283,143 +264,116 @@ class Config:
         """Tokens of a whole episode: first prompt, turns, and what the environment says in between."""
         return self.max_prompt_tokens + self.max_tokens * self.turn_limit
 
-    @property
-    def longest_tokens(self) -> int:
-        """Of an episode, or of a pair, on one rank of --cp: the least that a microbatch must hold."""
-        return -(-self.max_context_tokens * (2 if self.algorithm in ("dpo", "rm") else 1) // self.cp)
 
-
-def leaves(
-    cls: type, given: dict[str, list[str]] | None = None, prefix: str = ""
-) -> dict[str, tuple[dataclasses.Field, Any]]:
-    """Dotted flag name -> its field and type. `given`: names that the user gave in sections that take any (actors, envs)."""
-    found, hints = {}, get_type_hints(cls)
-    for f in dataclasses.fields(cls):
-        hint, names = hints[f.name], [f.name]
-        if get_origin(hint) is dict and dataclasses.is_dataclass(get_args(hint)[1]):
-            hint, names = get_args(hint)[1], [f"{f.name}.{n}" for n in (given or {}).get(f.name) or ["NAME"]]
-        for name in names:
-            is_section = dataclasses.is_dataclass(hint)
-            found |= leaves(hint, None, f"{prefix}{name}.") if is_section else {prefix + name: (f, hint)}
-    return found
+def known_flags() -> dict[str, tuple[Any, dataclasses.Field]]:
+    """Name -> (default, field) of every flag, with NAME for the name of an actor or an environment."""
+    every = Config(actors={"NAME": ActorConfig()}, envs={"NAME": EnvConfig()})
+    return {name: (default, f) for name, default, f in flags_in(every)}
 
 
 def parse_config(argv: list[str]) -> Config:
-    """The checked configuration of a command line. Raises ValueError with the value, the rule and the fix; prints and exits
-    on --help."""
+    """The checked configuration of a command line; its flags override the files of --config. Raises ValueError with the value,
+    the rule and the fix. Prints and exits on --help."""
     for arg, after in zip(argv, [*argv[1:], "--"], strict=True):
         if arg in ("--help", "-h"):
             print(import_module(HELP).help_page("" if after.startswith("-") else after))
             raise SystemExit(0)
-    config = resolve(read_values(spelled_out(argv)))
+    config, given = Config(), given_flags(argv)
+    for path in (value for name, value in given if name == "config"):
+        try:
+            with open(path) as file:
+                fill(config, yaml.safe_load(file) or {})
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ValueError(f"--config {path}: {error}") from None
+    for name, value in given:
+        for part in reversed(name.split(".")):
+            value = {part: value}
+        fill(config, value if name != "config" else {})
+    share_models(config)
     check(config)
     return config
 
 
-def given_flags(argv: list[str]) -> list[tuple[str, str | None]]:
-    """(name, value) of each flag; the value is None where none follows."""
-    found: list[tuple[str, str | None]] = []
+def given_flags(argv: list[str]) -> list[tuple[str, Any]]:
+    """(name, value) of each flag; the value is True where none follows."""
+    found: list[tuple[str, Any]] = []
     for arg in argv:
         if arg.startswith("--"):
             name, equals, value = arg[2:].partition("=")
-            found.append((name, value if equals else None))
-        elif found and found[-1][1] is None:
+            found.append((name, value if equals else True))
+        elif found and found[-1][1] is True:
             found[-1] = found[-1][0], arg
         else:
             raise ValueError(f"argument {arg!r} has no flag before it")
     return found
 
 
-def spelled_out(argv: list[str]) -> list[str]:
-    """argv as jsonargparse reads it. Raises ValueError for an unknown flag, with the nearest known one."""
-    out, given = [], given_flags(argv)
-    words = [name.split(".") for name, _ in given]
-    known = leaves(Config, {s: sorted({w[1] for w in words if w[0] == s and w[2:]}) for s in NAMED})
-    for name, value in given:
-        if name == "config":
-            check_file(value or "")
-        elif name not in known:
+def fill(section: Any, given: Any, prefix: str = "") -> None:
+    """Sets flags of a section from keys and values, as YAML holds them. Raises ValueError for unknown names and wrong types."""
+    if not isinstance(given, dict):
+        raise ValueError(f"--{prefix}KEY: here belong keys with values, not {given!r}")
+    kinds = {f.name: f.type for f in dataclasses.fields(section)}
+    for key, value in given.items():
+        name, kind = f"{prefix}{key}", kinds.get(key)
+        if kind is None:
+            own = name.split(".")[1] if prefix else "NAME"
+            known = [flag.replace("NAME", own) for flag in known_flags()]
             raise ValueError(f"unknown flag --{name}; {nearest(name, known)}")
-        kind = str(known[name][0].type) if name in known else "str"
-        if value is None and kind != "bool":
-            raise ValueError(f"--{name} has no value")
-        if kind.startswith("tuple") and not value.startswith("["):
-            value = f"[{value}]"  # 0.9,0.95
-        elif kind.startswith("dict") and "=" in value:
-            value = "{" + value.replace("=", ": ") + "}"  # temperature=0.6,top_p=0.95
-        out.append(f"--{name}={'true' if value is None else value}")
-    return out
+        if dataclasses.is_dataclass(kind):
+            fill(getattr(section, key), value or {}, f"{name}.")
+        elif key in NAMED and isinstance(value, dict):
+            for own, part in value.items():
+                fill(getattr(section, key).setdefault(str(own), get_args(kind)[1]()), part or {}, f"{name}.{own}.")
+        else:
+            setattr(section, key, typed(name, value, kind))
 
 
-def check_file(path: str) -> None:
-    """Raises ValueError if a YAML file is not there, does not parse, or has a key that is no flag."""
-    if not os.path.isfile(path):
-        raise ValueError(f"--config {path}: no such file")
-    with open(path) as file:
-        try:
-            content = yaml.safe_load(file) or {}
-        except yaml.YAMLError as error:
-            raise ValueError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"--config {path}: must hold keys and values, holds a {type(content).__name__}")
-    known = leaves(Config, {s: [str(name) for name in content.get(s) or {}] for s in NAMED})
-
-    def walk(node: dict, prefix: str) -> None:
-        for key, value in node.items():
-            name = f"{prefix}{key}"
-            is_section = any(k.startswith(f"{name}.") for k in known) or name in NAMED
-            if is_section and isinstance(value, dict):
-                walk(value, name + ".")
-            elif name not in known and not (is_section and value is None):
-                raise ValueError(f"--config {path}: unknown key {name!r}; {nearest(name, known)}")
-
-    walk(content, "")
-
-
-def read_values(argv: list[str]) -> Config:
-    import jsonargparse
-
-    parser = jsonargparse.ArgumentParser(exit_on_error=False, add_help=False)
-    parser.add_argument("--config", action="config")
-    parser.add_class_arguments(Config)
+def typed(name: str, value: Any, kind: Any) -> Any:
+    """A flag's value from YAML, or from the text of a command line. Raises ValueError if it is of another type."""
+    if type(None) in get_args(kind):
+        if value in (None, "null"):
+            return None
+        kind = get_args(kind)[0]
     try:
-        config = parser.instantiate_classes(parser.parse_args(argv))
-    except (jsonargparse.ArgumentError, TypeError) as error:
-        text = " ".join(str(error).split())
-        found = re.match(r'Parser key "([\w.]+)":.*(?:Got value|Given value): (.*)', text)
-        if not found:
-            raise ValueError(text) from None
-        section, _, rest = found[1].partition(".")
-        known = leaves(Config, {section: [rest.partition(".")[0]]})
-        hint = str(known[found[1]][0].type) if found[1] in known else "of another type"
-        rule = hint.replace("Literal", "one of ").replace(" | None", "")
-        raise ValueError(f"--{found[1]}={found[2]} must be {rule}") from None
-    return Config(**{f.name: config[f.name] for f in dataclasses.fields(Config)})
+        return convert(value, kind)
+    except (AttributeError, KeyError, TypeError, ValueError, yaml.YAMLError):
+        given = f"--{name} has no value: it" if value is True else f"--{name}={value}"
+        rule = formatannotation(kind).replace("typing.", "").replace("Literal", "one of ")
+        raise ValueError(f"{given} must be {rule}") from None
 
 
-def resolve(config: Config) -> Config:
-    """A new configuration: --model is the actor policy's, and an actor that shares a model has what it takes from the owner."""
-    actors = copy.deepcopy(config.actors)
+def convert(value: Any, kind: Any) -> Any:
+    parts, is_text = get_args(kind), isinstance(value, str)
+    if get_origin(kind) is Literal:
+        return parts[parts.index(value)]
+    if get_origin(kind) is tuple:  # 0.9,0.95
+        values = value.strip("[]").split(",") if is_text else value
+        return tuple(convert(v, part) for v, part in zip(values, parts, strict=True))
+    if get_origin(kind) is list:  # ["a", "b"]
+        return [convert(v, parts[0]) for v in (yaml.safe_load(value) if is_text else value)]
+    if get_origin(kind) is dict:  # temperature=0.6,top_p=0.95
+        pairs = dict(pair.split("=") for pair in value.split(",")) if is_text else value
+        return {convert(key, parts[0]): convert(v, parts[1]) for key, v in pairs.items()}
+    if kind is bool:
+        return {"true": True, "false": False}[str(value).lower()]
+    if type(value) not in (str, int, kind):
+        raise TypeError(value)
+    return kind(value)
+
+
+def share_models(config: Config) -> None:
+    """--model is the actor policy's. An actor that shares a model takes the owner's, and its LoRA where it has none."""
     if config.model is not None:
-        actors.setdefault("policy", ActorConfig()).model = config.model
-    for actor in actors.values():
-        if owner := actors.get(actor.share):
-            actor.model = owner.model if actor.model is None else actor.model
-            if actor.is_trained:
-                own, quantize = actor.lora, max(actor.lora.quantize, owner.lora.quantize, key=lambda q: q != "none")
-                inherited = owner.lora if replace(own, quantize="none") == LoraConfig() else own
-                actor.lora = replace(inherited, quantize=quantize)
-    return replace(config, actors=actors)
+        config.actors.setdefault("policy", ActorConfig()).model = config.model
+    for actor in config.actors.values():
+        if owner := config.actors.get(actor.share):
+            actor.model = actor.model or owner.model
+            if actor.is_trained and actor.lora == LoraConfig():
+                actor.lora = replace(owner.lora)
+            elif actor.is_trained and actor.lora.quantize == "none":
+                actor.lora.quantize = owner.lora.quantize
 
 
 def to_yaml(config: Config) -> str:
     """The configuration as --config reads it."""
-    return yaml.safe_dump(plain(config), sort_keys=False)
-
-
-def plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items()}
-    return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)

@@ -99,10 +99,6 @@ def is_sharded(config: Config) -> bool:
     return compute_dtype(config) != torch.float32 or config.learner.offload == "always"
 
 
-def has_reference(config: Config, algorithm: Algorithm) -> bool:
-    return algorithm.kl_coef > 0 or (algorithm.has_reference and not config.preference.reference_free)
-
-
 def make_learners(config: Config, algorithm: Algorithm, ranks: Ranks) -> dict[str, Learner]:
     """The learner of each actor that is trained. Those that share a model train an adapter of it each."""
     learners = {}
@@ -128,7 +124,7 @@ def make_learner(
         policy = make_trained(config, actor.model, ranks, *own, is_scoring=algorithm.is_scoring, more_adapters=others)
         policy.is_shared = name in config.sharers
     reference = None
-    if has_reference(config, algorithm):
+    if algorithm.needs_reference:
         reference = policy if policy.adapters else make_reference(actor.model, compute_dtype(config), ranks)
         reference.attention = config.attention
     critic = make_critic(config, actor.model, ranks, name) if algorithm.has_critic else None

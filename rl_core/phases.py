@@ -126,7 +126,7 @@ async def sample(run: Run, step: int) -> dict[str, list[TrainingSample]]:
         groups = baseline_groups([t for t in trajectories if t.actor == name])
         if plan.algorithm.refill_rounds:
             groups = [g for g in groups if has_signal(g, plan.algorithm)]
-        longest = config.turn_tokens(name)
+        longest = config.actors[name].max_tokens or config.max_tokens
         samples[name] = samples_of(groups, plan.algorithm, longest, run.ranks, advantage_fns)
     return samples
 

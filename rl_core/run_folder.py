@@ -16,11 +16,11 @@ from typing import Any
 
 import yaml
 
-from rl_core.config import Config, plain, to_yaml
+from rl_core.config import Config, to_yaml
 from rl_core.distributed import Ranks
 from rl_core.metrics import Metric, reduce_metrics
 
-MAY_DIFFER = ("resume", "dry_run", "debug", "out", "num_steps")
+MAY_DIFFER = ("resume", "out", "num_steps")
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def keep_config(out: Path, config: Config) -> list[str]:
     if not path.exists():
         path.write_text(to_yaml(config))
         return []
-    before, now = flat(yaml.safe_load(path.read_text()) or {}), flat(plain(config))
+    before, now = (flat(yaml.safe_load(text) or {}) for text in (path.read_text(), to_yaml(config)))
     names = [n for n in now if n not in MAY_DIFFER and n in before and before[n] != now[n]]
     return [f"--{name} {before[name]} -> {now[name]}" for name in names]
 

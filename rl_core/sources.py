@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat
-from rl_core.data.rows import ROLLOUTS, is_trajectory, load_rows
+from rl_core.data.rows import is_trajectory, load_rows
 from rl_core.data.tasks import TaskSource, fits
 from rl_core.learning.algorithms import Algorithm
 from rl_core.rules import check
@@ -71,8 +71,7 @@ def load_source(config: Config, env: Env | None, name: str, split: str, algorith
     path, is_train = getattr(config.env(name), split) or getattr(config.data, split), split == "train"
     if path:
         min_reward = config.data.min_reward if is_train else None
-        actor = config.data.actor if is_train or path.endswith(ROLLOUTS) else None
-        rows = load_rows(path, "train" if is_train else "test", min_reward, actor)
+        rows = load_rows(path, "train" if is_train else "test", min_reward, config.trained[0])
         if config.algorithm != "sft" and is_trajectory(rows[0]):
             raise ValueError(f"--data.{split} {path} holds a run's episodes, which are for --algorithm sft; name rows")
     elif env and env.load_tasks:

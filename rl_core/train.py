@@ -13,7 +13,6 @@ import signal
 import sys
 import traceback
 from contextlib import nullcontext
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +22,6 @@ from rl_core.types import RunError
 if TYPE_CHECKING:
     from rl_core.build import Run
     from rl_core.distributed import Ranks
-
-PLAN = "rl_core.tools.plan"  # what --dry_run prints; the spine imports no tool
 
 
 async def train(run: Run) -> None:
@@ -70,22 +67,17 @@ def is_due(done: int, every: int, num_steps: int) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status. A user's mistake is one line; --debug shows where it was found."""
+    """The exit status. A user's mistake is one line; RL_CORE_DEBUG=1 shows where it was found."""
     ranks: Ranks | None = None
-    argv = sys.argv[1:] if argv is None else argv
     end_with_torchrun()
     try:
-        config = parse_config(argv)
+        config = parse_config(sys.argv[1:] if argv is None else argv)
         from rl_core.build import Run, make_plan
         from rl_core.distributed import barrier, close_ranks, explain_timeouts, init_ranks
         from rl_core.models import is_sharded
         from rl_core.run_folder import locked
 
         plan = make_plan(config)
-        if config.dry_run:
-            if os.environ.get("RANK", "0") == "0":
-                print(import_module(PLAN).describe(plan, int(os.environ.get("WORLD_SIZE", 1))))
-            return 0
         ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config))
         with explain_timeouts("start, log or save", ranks, config.timeout_s):
             barrier(ranks)  # every rank has seen that the folder is free
@@ -97,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except Exception as error:
         if is_first_to_fail(ranks):
-            if "--debug" in argv or not isinstance(error, (ValueError, OSError, RunError)):
+            if os.environ.get("RL_CORE_DEBUG") or not isinstance(error, (ValueError, OSError, RunError)):
                 traceback.print_exc()
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 1

@@ -52,7 +52,7 @@ NAMES = [" ".join([preset, *flags]) for preset, flags in CASES]
 
 
 DEFAULTS = {
-    "advantage": "group_norm", "normalize": "none", "ratio": "token", "objective": "clip",
+    "advantage": "group_norm", "normalize": "none", "objective": "clip",
     "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, "aggregation": "token", "kl": "k3", "kl_in": "loss",
     "kl_coef": 0.0, "entropy_coef": 0.0, "correction": "none", "correction_range": (0.5, 2.0), "overlong": "none",
     "overlong_buffer": 0, "refill_rounds": 0, "target_kl": 0.0, "turn_discount": None,
@@ -63,7 +63,7 @@ TABLE = {
     "grpo": {},
     "dr_grpo": {"advantage": "group_mean", "aggregation": "constant"},
     "dapo": {"clip_high": 0.28, "overlong": "soft", "refill_rounds": 10},
-    "gspo": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence"},
+    "gspo": {"objective": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence"},
     "cispo": {"objective": "cispo", "clip_low": 1.0, "clip_high": 4.0},
     "rloo": {"advantage": "rloo", "aggregation": "constant", "kl": "k1", "kl_in": "reward"},
     "reinforce_pp": {"advantage": "none", "normalize": "batch", "kl": "k1", "kl_in": "reward"},
@@ -171,7 +171,7 @@ def naive_gradients(learner: Learner, samples, longest=60) -> tuple[dict[str, to
         whole_correction = math.exp((old - rollout).mean().item())
         sequence_loss = 0.0
         for t, advantage in enumerate(advantages):
-            ratio = whole_ratio if a.ratio == "sequence" else torch.exp(new[t] - old[t])
+            ratio = whole_ratio if a.objective == "gspo" else torch.exp(new[t] - old[t])
             if a.objective == "cispo":
                 loss = -min(max(ratio.item(), 1 - a.clip_low), 1 + a.clip_high) * advantage * new[t]
             else:

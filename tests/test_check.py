@@ -72,20 +72,6 @@ def test_the_report_in_the_docs_is_what_is_printed(monkeypatch, capsys):
     assert capsys.readouterr().out == report + "\n"
 
 
-def test_each_of_several_actors_has_its_own_replies(check):
-    text = (ROOT / "docs/environments.md").read_text()
-    race = re.search(r"```python\n(# race\.py\n.*?)```", text, re.DOTALL)[1]
-    race += "def load_tasks(split): return [{'prompt': 'a sum', 'sum': '3+4'}] * 2\n"
-    replies = ["--reply", "proposer={{ sum }}", "--reply", "solver=a=7", "--reply", "judge=yes"]
-    status, report, _ = check(race, "--actors", "proposer,solver,judge", *replies)
-    found = outcomes(report)
-    assert status == 0 and found["right", "solver"][2] == "1" and found["plain", "solver"][2] == "0"
-    shown = "\n".join(report["tokens"])
-    assert "> 3+4<|end|>" in shown and "> a=7<|end|>" in shown
-    status, report, _ = check(race, "--actors", "proposer,solver,judge", "--reply", "judge=yes", "--reply", "x=1")
-    assert "> x=1<|end|>" in "\n".join(report["tokens"]) and outcomes(report)["right", "solver"][2] == "1"
-
-
 def test_check_of_math_answers(check, tmp_path):
     pytest.importorskip("math_verify")
     rows = tmp_path / "rows.jsonl"

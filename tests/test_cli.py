@@ -32,7 +32,7 @@ def without_torch(*argv: str) -> str:
 
 
 def test_help_is_quick_and_lists_what_there_is():
-    assert re.findall(r"^  (\w+)", without_torch("--help"), re.MULTILINE) == ["train", "check"]
+    assert re.findall(r"^  (\w+)", without_torch("--help"), re.MULTILINE) == ["train", "check", "plan"]
     assert "--data.train ROWS" in without_torch("check", "--help")
 
 
@@ -40,7 +40,7 @@ def test_help_is_quick_and_lists_what_there_is():
     "argv, says",
     [
         (["chek"], "unknown command 'chek'; did you mean 'check'?"),
-        (["serve"], "unknown command 'serve'; known: train, check"),
+        (["serve"], "unknown command 'serve'; known: train, check, plan"),
         (["check", str(ENVS / "sort_digit.py")], "no such file; did you mean 'sort_digits.py'?"),
         (["check", str(ENVS / "sort_digits.py"), "--actors", "a,b"], "nothing says whose turn it is"),
         (
@@ -60,10 +60,6 @@ def test_mistakes_are_one_line_with_the_nearest_name(argv, says, capsys):
 def test_without_a_command_the_help_is_shown(capsys):
     assert main([]) == 1
     assert "usage: rl-core COMMAND" in capsys.readouterr().out
-
-
-def test_the_entry_point_is_this_command():
-    assert '"rl-core = rl_core.cli:main"' in (ROOT / "setup.py").read_text()
 
 
 # Train

@@ -115,13 +115,13 @@ def test_ground_and_pure_floors_know_no_ranks(module):
 
 # What a change may not exceed, beside the goal. A change that makes something smaller lowers its number.
 BUDGETS = {
-    "code lines of the spine": (5010, 2700),  # all but engines/, options/, tools/ and cli.py
-    "code lines of rl_core/": (8200, 5800),
+    "code lines of the spine": (4915, 2700),  # all but engines/, options/, tools/ and cli.py
+    "code lines of rl_core/": (8080, 5800),
     "code lines of scripts/": (1490, 1500),
-    "code lines of tests/": (10_150, 7500),
+    "code lines of tests/": (10_105, 7500),
     "longest file of rl_core/": (350, 350),
     "longest function of rl_core/": (60, 60),
-    "flags": (113, 95),  # each named section counts once
+    "flags": (106, 95),  # each named section counts once
 }
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -144,7 +144,7 @@ def code_lines(path: Path) -> int:
 
 
 def test_what_there_is_to_read_only_shrinks():
-    from rl_core.config import Config, leaves
+    from rl_core.config import known_flags
 
     lines = {name: code_lines(path) for name, path in modules().items()}
     functions = [n for p in modules().values() for n in ast.walk(ast.parse(p.read_text())) if isinstance(n, FUNCTIONS)]
@@ -157,7 +157,7 @@ def test_what_there_is_to_read_only_shrinks():
         "code lines of tests/": sum(map(code_lines, (ROOT / "tests").rglob("*.py"))),
         "longest file of rl_core/": max(lines.values()),
         "longest function of rl_core/": max(n.end_lineno - n.lineno + 1 for n in functions),
-        "flags": len(leaves(Config)),
+        "flags": len(known_flags()),
     }
     assert not {name: n for name, n in found.items() if n > BUDGETS[name][0]}, "more than is allowed; make it smaller"
 

@@ -1,4 +1,4 @@
-"""--dry_run: what it says a run holds, beside what a run holds."""
+"""rl-core plan: what it says a run holds, beside what a run holds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_core.build import Run, make_plan
+from rl_core.cli import main
 from rl_core.config import parse_config
 from rl_core.distributed import Mesh, init_ranks
 from rl_core.tools.plan import block_bytes, describe, engine_bytes, learner_bytes, model_size
-from rl_core.train import main
 
 ROOT = Path(__file__).parent.parent
 
@@ -72,8 +72,8 @@ def test_the_engines_cache_holds_every_episode_in_flight(flags):
     assert engine_bytes(plan, size, Mesh(dp_shard=2))["engine weights"][0] == 4 * size.total
 
 
-def test_dry_run_prints_parameters_tokens_and_memory_and_starts_nothing(flags, tmp_path, capsys):
-    assert main([*flags, "--dry_run", "--learner.offload", "phase"]) == 0
+def test_the_command_prints_parameters_tokens_and_memory_and_starts_nothing(flags, tmp_path, capsys):
+    assert main(["plan", *flags, "--learner.offload", "phase"]) == 0
     shown = capsys.readouterr().out
     assert "at most 768: 32 episodes of at most 24 tokens" in shown and " M parameters" in shown
     row = next(line for line in shown.splitlines() if line.startswith("optimizer"))
@@ -82,4 +82,4 @@ def test_dry_run_prints_parameters_tokens_and_memory_and_starts_nothing(flags, t
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(json.dumps({"prompt": "1", "chosen": "a", "rejected": "b"}) + "\n")
     at = ["--algorithm", "dpo", "--model", flags[1], "--data.train", str(pairs), "--out", str(tmp_path / "run")]
-    assert "reference" in describe(make_plan(parse_config([*at, "--tasks_per_step", "1"])), 1)
+    assert "reference" in describe(make_plan(parse_config([*at, "--tasks_per_step", "1"])))

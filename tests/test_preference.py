@@ -149,18 +149,18 @@ def sigma(x):
     return 1 / (1 + math.exp(-x))
 
 
-@pytest.mark.parametrize("reference_free", [False, True])
-@pytest.mark.parametrize("length_normalized", [False, True])
-@pytest.mark.parametrize("loss, smoothing", [("sigmoid", 0.0), ("sigmoid", 0.2), ("ipo", 0.0), ("hinge", 0.0)])
-def test_dpo_losses_are_the_papers_formulas(loss, smoothing, length_normalized, reference_free):
-    how = {"length_normalized": length_normalized, "reference_free": reference_free}
-    config = PreferenceConfig(beta=0.3, loss=loss, label_smoothing=smoothing, **how)
+@pytest.mark.parametrize(
+    "loss, smoothing",
+    [("sigmoid", 0.0), ("sigmoid", 0.2), ("sigmoid_norm", 0.2), ("ipo", 0.0), ("ipo_norm", 0.0), ("hinge", 0.0)],
+)
+def test_dpo_losses_are_the_papers_formulas(loss, smoothing):
+    config = PreferenceConfig(beta=0.3, loss=loss, label_smoothing=smoothing)
     pairs = ragged_pairs(7)
     replies, logprobs, ref, _ = columns(pairs)
-    losses, rewards = dpo_losses(logprobs, None if reference_free else ref, replies, 7, config)
+    losses, rewards = dpo_losses(logprobs, ref, replies, 7, config)
     for p in range(7):
         ratios = [
-            sum(a - (0 if reference_free else b) for a, b, _ in pairs[r]) / (len(pairs[r]) if length_normalized else 1)
+            sum(a - b for a, b, _ in pairs[r]) / (len(pairs[r]) if loss.endswith("_norm") else 1)
             for r in (2 * p, 2 * p + 1)
         ]
         h = ratios[0] - ratios[1]
@@ -168,7 +168,7 @@ def test_dpo_losses_are_the_papers_formulas(loss, smoothing, length_normalized, 
             "sigmoid": -(1 - smoothing) * math.log(sigma(0.3 * h)) - smoothing * math.log(sigma(-0.3 * h)),
             "ipo": (h - 1 / (2 * 0.3)) ** 2,
             "hinge": max(0, 1 - 0.3 * h),
-        }[loss]
+        }[loss.removesuffix("_norm")]
         assert losses[p].item() == pytest.approx(expected)
         assert rewards[p].tolist() == pytest.approx([0.3 * x for x in ratios])
 
@@ -244,8 +244,8 @@ def trl_gradients(trainer) -> tuple[dict[str, torch.Tensor], float]:
         ("sft", "", {"max_length": None}),
         ("dpo", "--preference.beta 0.3", {"beta": 0.3, "loss_type": "sigmoid"}),
         ("dpo", "--preference.beta 0.3 --preference.loss hinge", {"beta": 0.3, "loss_type": "hinge"}),
-        ("dpo", "--preference.loss ipo --preference.length_normalized", {"loss_type": "ipo"}),
-        ("dpo", "--preference.length_normalized", {"loss_type": "sigmoid_norm"}),
+        ("dpo", "--preference.loss ipo_norm", {"loss_type": "ipo"}),
+        ("dpo", "--preference.loss sigmoid_norm", {"loss_type": "sigmoid_norm"}),
         ("rm", "", {}),
         ("rm with margins", "", {}),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from kit import words
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from rl_core.config import Config, leaves, parse_config
+from rl_core.config import Config, known_flags, parse_config, to_yaml
 from rl_core.learning.algorithms import PRESETS, make_algorithm
 from rl_core.rules import check_algorithm
 from rl_core.train import main
@@ -24,18 +26,15 @@ LORA = "--model {model} --env_path {dir}/letters.py --actors.policy.lora.rank 4"
 # Base -> further arguments -> fragments of the message, with " ... " between them.
 REFUSED = {
     RL: {
-        "--optim.lr fast": "--optim.lr=fast",
         "--model {out}/nothing": "nothing",
         "--model {out}/bare": "chat template ... .chat_template FILE",
         "--out {dir}": "exists ... --resume",
         "--max_prompt_tokens 3": "tokens ... --max_prompt_tokens=3 ... --data.skip_long",
         "--algo.advantage custom": "advantage_fn",
-        "--algo.dual_clip 0.9": "above 1",
         "--max_turns 3 --max_tokens 2000": "--max_prompt_tokens=40 and 3 turns of --max_tokens=2000 are 6040 ... has 4096",
         "--algorithm ppo --critic.model {out}/other": "has a vocabulary of 77 tokens",
         "--algorithm ppo --env_path {dir}/own_advantage.py": "set --algo.advantage gae to keep the critic",
         "--engine_ranks 1": "must leave at least one of 1 rank to learn",
-        "--engine_tp 2": "--engine_tp=2 needs --engine sglang",
     },
     FIT: {"--data.train {dir}/row.jsonl": "row.jsonl ... did you mean 'rows.jsonl'"},
     PAIRS: {
@@ -145,26 +144,26 @@ FLAGS = [
     (MODEL, "--optim.lr", "--optim.lr has no value"),
     (MODEL, "--optim.lr fast", "--optim.lr=fast must be float"),
     (MODEL, "--algorithm poo", "--algorithm=poo must be one of"),
-    (MODEL, "--optim.betas 0.9", "--optim.betas=[0.9] must be tuple[float, float]"),
-    (MODEL, "--optim.betas 0.9,1.5", "--optim.betas=(0.9, 1.5) must be at most 1"),
+    (MODEL, "--optim.adam 0.9", "--optim.adam=0.9 must be tuple[float, float, float]"),
+    (MODEL, "--optim.adam 0.9,1.5,0", "--optim.adam=(0.9, 1.5, 0.0) must be at most (1, 1, None)"),
+    (MODEL, "--resume maybe", "--resume=maybe must be bool"),
+    (MODEL, "--num_steps 1.5", "--num_steps=1.5 must be int"),
+    (MODEL, "--optim adamw", "--optim.KEY: here belong keys with values"),
     (MODEL, "--num_steps=-1", "--num_steps=-1 must be at least 0"),
     (MODEL, "--sampling.temperature 0", "--sampling.temperature=0.0 must be above 0"),
-    (MODEL, "--rollout.lagged 0.5,1", "at least 2 steps"),
+    (MODEL, "--rollout.lagged 0.5,1", "--rollout.lagged=(0.5, 1) must be at least (0, 2)"),
     (MODEL, "--actors.policy.lora.rank=-1", "--actors.policy.lora.rank=-1 must be at least 0"),
-    (MODEL, "--eval.sampling topp=1", "knows temperature, top_p, top_k and min_p"),
+    (MODEL, "--eval.sampling topp=1", "must be dict[one of ['temperature', 'top_p', 'top_k', 'min_p'], float]"),
     # what is missing
     ([], "--model m --env_path x.py", "--out is missing"),
     ([], "--out x --env_path x.py", "--model is missing"),
     ([], "--out x --model m", "--env_path is missing"),
     # a flag of another algorithm
     (MODEL, f"{SFT} --max_staleness 1", "--max_staleness=1 has no meaning for --algorithm sft"),
-    (MODEL, f"{SFT} --engine_ranks 1", "no meaning for --algorithm sft"),
-    (MODEL, f"{SFT} --rollout.lagged 0.5,4", "no meaning for --algorithm sft"),
     (MODEL, f"{SFT} --algo.kl_coef 0.1", "--algo.kl_coef=0.1 has no meaning for --algorithm sft"),
     (MODEL, f"{SFT} --preference.beta 0.2", "--preference.beta=0.2 has no meaning for --algorithm sft"),
     (MODEL, f"{DPO} --algo.aggregation token", "no meaning for --algorithm dpo"),
     (MODEL, f"{DPO} --critic.lr 1e-4", "no meaning for --algorithm dpo"),
-    (MODEL, f"{DPO} --sft.weights 2,0", "no meaning for --algorithm dpo"),
     (MODEL, "--sft.weights 1,1", "no meaning for --algorithm grpo"),
     (MODEL, "--data.min_reward 1", "no meaning for --algorithm grpo"),
     # batches and memory
@@ -178,7 +177,6 @@ FLAGS = [
     (MODEL, f"{DPO} --preference.beta 0", "--preference.beta=0.0 must be above 0"),
     (MODEL, f"{DPO} --preference.label_smoothing 0.6", "must be at most 0.5"),
     (MODEL, f"{DPO} --preference.label_smoothing 0.1 --preference.loss ipo", "needs --preference.loss sigmoid"),
-    (MODEL, f"{SFT} --sft.weights 0,0", "raise one above 0"),
     # older weights
     (MODEL, "--rollout.lagged 0.5,4 --max_staleness 1", "leave out --max_staleness"),
     (MODEL, "--rollout.lagged 0.5,4 --engine_ranks 1", "leave out --max_staleness"),
@@ -192,7 +190,7 @@ FLAGS = [
     (PAIR, "--actors.bob.max_tokens 999", "--actors.bob.max_tokens=999 must be at most --max_tokens=256"),
     (PAIR, SFT, "--algorithm sft trains one actor"),
     (BOB, "--algorithm rm", "--algorithm rm trains the whole model"),
-    (MODEL, "--actors.policy.lora.quantize nf4", "freezes the model; train adapters beside it"),
+    (MODEL, "--actors.policy.lora.quantize nf4", "give --actors.policy.lora.rank 16"),
     (BOB, f"{NF4} --learner.offload always", "leave one out"),
     (BOB, f"{NF4} --learner.kernels compile", "leave one out"),
     # shared models
@@ -200,10 +198,18 @@ FLAGS = [
     (BOB, "--actors.bob.share bob", "share=bob is no other actor"),
     (BOB, "--actors.alice.share bob --actors.carol.share alice", "a frozen model beside adapters"),
     (BOB, "--actors.alice.share bob --actors.bob.lora.rank 0", "give --actors.bob.lora.rank 16"),
-    (BOB, "--actors.alice.share bob --actors.alice.model n", "leave out model, api and engine_urls"),
-    (BOB, "--actors.alice.share bob --actors.alice.api http://x/v1", "leave out model, api and engine_urls"),
-    (BOB, "--actors.alice.share bob --actors.bob.engine_urls http://127.0.0.1:1", "leave out model, api"),
-    (BOB, "--actors.alice.share bob --actors.alice.lora.quantize nf4", "the shared model has none"),
+    (BOB, "--actors.alice.share bob --actors.alice.model n", "leave out model, lora.quantize, api and engine_urls"),
+    (
+        BOB,
+        "--actors.alice.share bob --actors.alice.api http://x/v1",
+        "leave out model, lora.quantize, api and engine_urls",
+    ),
+    (BOB, "--actors.alice.share bob --actors.bob.engine_urls http://127.0.0.1:1", "leave out model, lora"),
+    (
+        BOB,
+        f"--actors.alice.share bob {NF4.replace('bob', 'alice')} --actors.alice.lora.rank 4",
+        "leave out model, lora",
+    ),
     (BOB, "--actors.alice.share bob --actors.alice.lora.alpha 4", "alice.lora.rank is missing"),
     (BOB, "--actors.j.share bob --actors.j.train false --actors.j.lora.rank 4", "of an actor that learns"),
     (BOB, f"{NF4} --actors.alice.share bob --engine_ranks 1", "take --engine embedded"),
@@ -222,20 +228,18 @@ FLAGS = [
     (MODEL, "--group_size 1", "--algo.advantage none"),
     (MODEL, "--algo.clip_low 1.5", "must be at most 1"),
     (MODEL, "--algo.dual_clip 0.9", "must be above 1"),
-    (MODEL, "--algo.objective cispo --algo.ratio sequence", "take objective clip"),
     (MODEL, "--algo.objective cispo --algo.dual_clip 3", "take objective clip"),
     (MODEL, "--algo.kl k1", "need --algo.kl_coef above 0"),
     (MODEL, "--algo.correction_range 0.5,3", "needs --algo.correction"),
     (MODEL, "--algo.correction mask --algo.correction_range 3,2", "the lower first"),
     (MODEL, "--algo.overlong_buffer 5", "needs --algo.overlong soft"),
-    (MODEL, "--algo.refill_rounds 1 --group_size 1 --algo.advantage none", "needs --group_size"),
+    (MODEL, "--algo.refill_rounds 1 --group_size 1 --algo.advantage none", "--group_size=1"),
     (MODEL, "--algo.target_kl 0.1", "raise --learner.minibatches"),
     (MODEL, "--critic.lr 1e-4", "take --algorithm ppo"),
-    (MODEL, f"{PPO} --algo.ratio sequence", "leave out ratio sequence"),
+    (MODEL, f"{PPO} --algo.objective gspo", "leave out objective gspo"),
     (MODEL, f"{PPO} --algo.refill_rounds 2", "refill_rounds"),
     (MODEL, f"{PPO} --algo.normalize env", "normalize env"),
-    (MODEL, f"{PPO} --algo.turn_discount 0.9", "no meaning with a critic"),
-    (MODEL, f"{PPO} --critic.warmup_steps 100", "must be less than --num_steps=100"),
+    (MODEL, f"{PPO} --algo.turn_discount 0.9", "and turn_discount"),
     (MODEL, f"{PPO} --critic.gamma 1.5", "--critic.gamma=1.5 must be at most 1"),
 ]
 
@@ -277,5 +281,43 @@ def test_a_missing_library_is_named_with_its_extra(flags, library, extra, monkey
 
 
 def test_help_of_a_flag_is_one_short_line():
-    for name, (f, _) in leaves(Config).items():
+    for name, (_, f) in known_flags().items():
         assert 0 < len(f.metadata["help"]) < 90 and "\n" not in f.metadata["help"], name
+
+
+def test_a_file_of_flags_is_refused_with_its_name(tmp_path):
+    file = tmp_path / "c.yaml"
+    for text, says in {
+        "optim: {lrr: 1}": "unknown flag --optim.lrr; did you mean 'optim.lr'",
+        "actors: {bob: {lora: {rnk: 4}}}": "did you mean 'actors.bob.lora.rank'",
+        "optim: {lr: fast}": "--optim.lr=fast must be float",
+        "[1]": "here belong keys with values",
+        "a: b: c": "mapping values are not allowed here",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(ValueError, match=f"--config {file}: ") as error:
+            parse_config(["--config", str(file)])
+        assert says in str(error.value)
+    with pytest.raises(ValueError, match=r"no\.yaml"):
+        parse_config(["--config", str(tmp_path / "no.yaml")])
+
+
+def test_flags_override_a_file_wherever_it_stands(tmp_path):
+    (tmp_path / "c.yaml").write_text("optim: {lr: 1e-3, adam: [0.8, 0.9, 1.0e-8]}\nactors: {bob: {model: m}}\nout: x\n")
+    more = ["--env_path", "x.py", "--resume", "--sampling.stop", '["a,b"]', "--eval.sampling", "top_p=0.5,top_k=3"]
+    config = parse_config(["--optim.lr", "2", *more, "--config", str(tmp_path / "c.yaml"), "--actors.bob.lr=1e-4"])
+    assert (config.optim.lr, config.optim.adam, config.resume) == (2.0, (0.8, 0.9, 1e-8), True)
+    assert config.actors["bob"].lr == 1e-4 and config.actors["bob"].model == "m"
+    assert config.sampling.stop == ["a,b"] and config.eval.sampling == {"top_p": 0.5, "top_k": 3.0}
+    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    assert parse_config(["--config", str(tmp_path / "again.yaml")]) == config
+
+
+def test_help_names_every_flag_with_its_default(capsys):
+    shown = ""
+    for section in ("", *(f.name for f in dataclasses.fields(Config))):
+        with contextlib.suppress(SystemExit, ValueError):
+            parse_config(["--help", section])
+        shown += capsys.readouterr().out
+    assert all(f"--{name} " in shown for name in known_flags())
+    assert "{constant, linear, cosine, wsd} [constant]" in " ".join(shown.split())

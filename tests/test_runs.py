@@ -13,6 +13,7 @@ from kit import ROOT, STOP, metrics, run, steps, trajectories, weights, words
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rl_core.cli import main as command
 from rl_core.train import main
 
 RL = "--model {model} --env_path {dir}/letters.py --max_tokens 10 --max_prompt_tokens 24 --tasks_per_step 4 --group_size 4"
@@ -308,14 +309,14 @@ def test_an_actor_that_would_never_speak_is_refused_unless_it_is_frozen(
     talk = Path(places["dir"], "talk.py").read_text()
     (tmp_path / "talk.py").write_text(talk.replace('turns = "bob -> alice -> bob"', turns))
     (tmp_path / "other.py").write_text(talk)
-    flags = words(given(TWO), "--env_path", tmp_path / "talk.py", "--dry_run")
+    flags = words("plan", given(TWO), "--env_path", tmp_path / "talk.py")
     both = f"{tmp_path / 'talk.py'},{tmp_path / 'other.py'}"
-    assert main(flags) == int(is_refused)
+    assert command(flags) == int(is_refused)
     said = capsys.readouterr().err
     assert ("--actors.alice would never speak" in said and "--actors.alice.train false" in said) is is_refused
-    assert main(words(flags, "--actors.alice.train false")) == 0
-    assert main(words(flags, "--env_path", both)) == 0
-    assert main(words(flags, "--env_path", both, "--envs.other.weight 0")) == is_refused
+    assert command(words(flags, "--actors.alice.train false")) == 0
+    assert command(words(flags, "--env_path", both)) == 0
+    assert command(words(flags, "--env_path", both, "--envs.other.weight 0")) == is_refused
 
 
 def test_evaluations_draw_alike_at_every_step_and_tell_parts_and_metrics(make_model, tmp_path, capsys):
@@ -352,16 +353,16 @@ def test_evaluations_draw_alike_at_every_step_and_tell_parts_and_metrics(make_mo
 
 def test_what_one_actor_said_can_be_imitated(given, places, tmp_path, capsys):
     talk = run(tmp_path / "talk", given(TWO), "--num_steps 1")
-    flags = words("--model", places["model"], "--algorithm sft --data.train", talk / "rollouts", "--num_steps 1")
-    flags += words("--max_tokens 300 --tasks_per_step 4 --out", tmp_path / "sft")
-    for more in ([], ["--data.actor", "bop"]):
-        assert main([*flags, *more]) == 1
-        assert "choose among those of alice with rewards up to" in capsys.readouterr().err
-    assert main([*flags, "--data.actor", "bob", "--dry_run"]) == 0
+    flags = words(
+        "--algorithm sft --data.train", talk / "rollouts", "--num_steps 1 --max_tokens 300 --tasks_per_step 4"
+    )
+    assert command(words("plan", flags, "--model", places["model"])) == 1
+    assert "it holds those of alice with rewards up to" in capsys.readouterr().err
+    bob = words(flags, "--actors.bob.model", places["model"])
+    assert command(["plan", *bob]) == 0
     found = trajectories(talk / "rollouts/step_000001.jsonl.zst")
     assert f"{sum(t['actor'] == 'bob' for t in found)} rows to train on" in capsys.readouterr().out
-    held_out = words("--data.eval", talk / "rollouts/step_000001.jsonl.zst", "--eval_every 1")
-    assert main([*flags, "--data.actor", "bob", *held_out]) == 0
+    run(tmp_path / "sft", bob, "--data.eval", talk / "rollouts/step_000001.jsonl.zst", "--eval_every 1")
 
 
 def test_a_checkpoint_of_an_adapter_holds_no_frozen_weights(given, tmp_path):

@@ -310,14 +310,10 @@ def test_what_rollouts_cannot_be(rollouts, tiny_model, tmp_path, capsys):
         cut.write_bytes(content)
         with pytest.raises(ValueError, match=rf"cut\.jsonl\.zst:.*{error}"):
             load_rows(str(cut))
-    for more, error in (
-        ({"min_reward": 1e9}, r"min_reward=1000000000.0; .* of policy with rewards up to \d"),
-        ({"actor": "bob"}, "actor=bob.*of policy"),
-    ):
-        with pytest.raises(ValueError, match=error):
-            load_rows(str(rollouts), **more)
+    with pytest.raises(ValueError, match=r"min_reward=1000000000.0; .* of policy with rewards up to \d"):
+        load_rows(str(rollouts), min_reward=1e9)
     rows.write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
-    with pytest.raises(ValueError, match=r"min_reward=1.* chooses among a run's rollouts"):
+    with pytest.raises(ValueError, match=r"min_reward=1 is for a run's rollouts"):
         load_rows(str(rows), min_reward=1)
     with pytest.raises(ValueError, match="no such file; did you mean 'step_00"):
         load_rows(str(rollouts / "step_0001.jsonl.zst"))

@@ -37,9 +37,8 @@ def load_rows(
     path = Path(source).expanduser()
     if files := [path] if path.name.endswith(ROLLOUTS) else sorted(path.glob(f"step_*{ROLLOUTS}")):
         return load_rollouts(files, source, min_reward, actor)
-    for flag, value in (("min_reward", min_reward), ("actor", actor)):
-        if value is not None:
-            raise ValueError(f"--data.{flag}={value} chooses among a run's rollouts, and {source} holds none; drop it")
+    if min_reward is not None:
+        raise ValueError(f"--data.min_reward={min_reward} is for a run's rollouts, and {source} holds none; drop it")
     if path.is_dir():
         rows = from_datasets(source, "load_from_disk", str(path))
         if isinstance(rows, dict):
@@ -76,14 +75,14 @@ def load_rollouts(files: list[Path], source: str, min_reward: float | None, acto
                 row = {"messages": episode["messages"], "reward": episode["reward"], "turns": turns}
                 row["tokenizer"] = tokenizers.get(episode["actor"], "")
                 found.setdefault(episode["actor"], []).append(row)
-    if actor is None and len(found) == 1:
+    if len(found) == 1:
         [actor] = found
     rows = [row for row in found.get(actor, []) if min_reward is None or row["reward"] >= min_reward]
     if not rows:
         best = (f"{name} with rewards up to {max(row['reward'] for row in own)}" for name, own in sorted(found.items()))
         raise ValueError(
-            f"{source}: no episode to train on with --data.actor={actor} and --data.min_reward={min_reward}; "
-            f"choose among those of {', '.join(best) or 'nobody: all failed'}"
+            f"{source}: no episode of {actor} with --data.min_reward={min_reward}; it holds those of "
+            f"{', '.join(best) or 'nobody: all failed'}; --actors.bob.model takes those of bob"
         )
     return rows
 

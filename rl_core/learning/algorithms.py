@@ -22,7 +22,6 @@ from rl_core.types import PackedBatch
 class Algorithm:
     advantage: str = "group_norm"
     normalize: str = "none"
-    ratio: str = "token"
     objective: str = "clip"
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -61,6 +60,11 @@ class Algorithm:
         return self.advantage == "gae"
 
     @property
+    def needs_reference(self) -> bool:
+        """Compares with the model at the start of the run."""
+        return self.kl_coef > 0 or self.has_reference
+
+    @property
     def skips_zero_advantages(self) -> bool:
         """A sample whose advantages are all 0 has no gradient, and needs no forward, if nothing else moves it."""
         is_final = self.normalize != "batch" and not self.has_critic
@@ -76,7 +80,7 @@ PRESETS = {
     # Yu et al. 2025, arXiv:2503.14476: clip-higher, dynamic sampling, token mean, soft overlong punishment, no KL
     "dapo": Algorithm(clip_high=0.28, overlong="soft", refill_rounds=10),
     # Zheng et al. 2025, arXiv:2507.18071, section 5.1: bounds of the length-normalised ratio
-    "gspo": Algorithm(ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="sequence"),
+    "gspo": Algorithm(objective="gspo", clip_low=3e-4, clip_high=4e-4, aggregation="sequence"),
     # MiniMax 2025, arXiv:2506.13585, eq. 4: no lower bound; the upper as in Khatri et al. 2025, arXiv:2510.13786
     "cispo": Algorithm(objective="cispo", clip_low=1.0, clip_high=4.0),
     # Ahmadian et al. 2024, arXiv:2402.14740: whole sequences, so that tokens are summed; the KL (there 0.03) in the reward
@@ -233,13 +237,13 @@ def correction_weights(algorithm: Algorithm, old_logprobs: Tensor, batch: Packed
 def token_losses(a: Algorithm, batch: PackedBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
     """([M] losses to minimise in nats times advantage, [M] bool whether a bound decides); their global sum over
     loss_denominator() is the loss. Without old_logprobs the batch is on-policy: the ratio is 1, only its gradient
-    counts. With ratio "sequence" it is the geometric mean over the sequence (GSPO, arXiv:2507.18071, eq. 7).
+    counts. With objective "gspo" it is the geometric mean over the sequence (GSPO, arXiv:2507.18071, eq. 7).
     Aggregation "sequence" divides by the sequence's trained tokens. Imitation: -weight logprob."""
     num = len(batch.order)
     if a.is_rl:
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         log_ratio = logprobs - old
-        if a.ratio == "sequence":
+        if a.objective == "gspo":
             log_ratio = sequence_mean(log_ratio, batch.sequences, num)
         if a.objective == "cispo":
             losses, is_clipped = cispo_loss(logprobs, log_ratio, batch.advantages, a.clip_low, a.clip_high)

@@ -35,20 +35,20 @@ def pair_metrics(rewards: Tensor) -> dict[str, Metric]:
 
 
 def dpo_losses(
-    logprobs: Tensor, ref_logprobs: Tensor | None, replies: Tensor, num_pairs: int, config: PreferenceConfig
+    logprobs: Tensor, ref_logprobs: Tensor, replies: Tensor, num_pairs: int, config: PreferenceConfig
 ) -> tuple[Tensor, Tensor]:
-    """With the log-ratio l = sum of logprobs - ref_logprobs over a reply (its mean if length_normalized; ref 0 if
-    reference-free) and h = l(chosen) - l(rejected): sigmoid -log sigma(beta h) (Rafailov et al. 2023, arXiv:2305.18290,
+    """With the log-ratio l = sum of logprobs - ref_logprobs over a reply (its mean in losses with _norm) and
+    h = l(chosen) - l(rejected): sigmoid -log sigma(beta h) (Rafailov et al. 2023, arXiv:2305.18290,
     eq. 7), which label smoothing e makes -(1 - e) log sigma(beta h) - e log sigma(-beta h) (Mitchell 2023, "A note on
     DPO with noisy preferences"); ipo (h - 1 / (2 beta))^2 (Azar et al. 2023, arXiv:2310.12036, eq. 17); hinge
     max(0, 1 - beta h) (Zhao et al. 2023, arXiv:2305.10425). A reply's reward is beta l."""
-    logratios = logprobs if ref_logprobs is None else logprobs - ref_logprobs
+    logratios = logprobs - ref_logprobs
     sums = logratios.new_zeros(2 * num_pairs).index_add(0, replies, logratios)
-    if config.length_normalized:
+    if config.loss.endswith("_norm"):
         sums = sums / torch.zeros_like(sums).index_add(0, replies, torch.ones_like(logratios))
     rewards = config.beta * sums.view(-1, 2)
     margin = rewards[:, 0] - rewards[:, 1]
-    if config.loss == "ipo":
+    if config.loss.startswith("ipo"):
         return (margin / config.beta - 1 / (2 * config.beta)) ** 2, rewards
     if config.loss == "hinge":
         return torch.relu(1 - margin), rewards

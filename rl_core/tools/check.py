@@ -8,20 +8,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import inspect
-from collections.abc import Sequence
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from rl_core.config import RolloutConfig
+from rl_core.rules import split
 
 if TYPE_CHECKING:
     from rl_core.data.chat import Chat
     from rl_core.sampling.env import Env
+    from rl_core.sampling.hooks import Hook
     from rl_core.types import Task, Trajectory
 
 ANSWERS = ("answer", "response", "solution", "target", "label", "reference")  # columns that may hold a right reply
 PLAIN = "I do not know."
 NORMAL = ("right", "plain")  # kinds of replies whose episodes must not fail
-ROOM = 1 << 20  # tokens of a turn that is not to be cut off
+MAX_LINES = 40  # of an episode's text
+UNLIMITED = 1 << 20  # tokens of a turn that is not to be cut off
 
 
 def check(argv: list[str]) -> int:
@@ -33,68 +36,45 @@ def check(argv: list[str]) -> int:
     from rl_core.sampling.env import load_env
 
     env = load_env(options.env)
-    say("environment", [options.env, *describe_hooks(env), f"turns of an episode: at most {env.max_turns}"])
-    names = actor_names(env, options.actors)
+    say("environment", [options.env, *map(describe_hook, env.hooks.values())])
+    named = [name for name in (*(env.speakers() or ()), *env.system_prompts) if name != "*"]
+    names = split(options.actors) or list(dict.fromkeys(named)) or ["policy"]
     env.check_actors(names)
     tasks = load_tasks(env, options)
     chat = load_chat(options.model) if options.model else plain_chat()
-    found = asyncio.run(play_all(env, chat, tasks, names, by_actor(options.reply, names)))
+    found = asyncio.run(play_all(env, chat, tasks, names, options.reply))
     shown = next(iter(found.values()))
     say("tokens", describe_tokens(chat, [t for t in shown if t.task_id == shown[0].task_id and t.index == 0]))
     say("episodes", describe_episodes(found))
-    normal = [t for kind in found if kind in NORMAL for t in found[kind]]
-    failed = [t for t in normal if t.status == "failed"]
-    what = f"{len(failed)} of {len(normal)} normal episodes failed" if failed else "every normal episode was scored"
-    say("result", [what])
+    normal = [t for kind in NORMAL for t in found.get(kind, ())]
+    failed = sum(t.status == "failed" for t in normal)
+    say(
+        "result", [f"{failed} of {len(normal)} normal episodes failed" if failed else "every normal episode was scored"]
+    )
     return 1 if failed else 0
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="rl-core check", description=__doc__.splitlines()[0], allow_abbrev=False)
-    add, reply = (
-        parser.add_argument,
-        "right reply of the next turn, a Jinja template over columns and `prompt`; NAME=TEXT: one actor's",
-    )
-    add("env", help="the environment's Python file")
-    add("--data.train", dest="rows", metavar="ROWS", help="rows, as in training; default: load_tasks('train')")
-    add("--model", help="folder or hub name, whose tokenizer and chat template are used; default: a plain one")
-    add("--actors", metavar="A,B", help="names of the actors, where `turns` does not name them; default: policy")
-    add("--reply", action="append", default=[], metavar="TEXT", help=reply)
-    add("--num_tasks", type=int, default=8, help="tasks that are tried, from the first on [8]")
+    reply = "right reply of the next turn: a Jinja template over columns and `prompt`"
+    parser.add_argument("env", help="the environment's Python file")
+    parser.add_argument("--data.train", dest="rows", metavar="ROWS", help="rows; default: load_tasks('train')")
+    parser.add_argument("--model", help="folder or hub name: its tokenizer and chat template; default: a plain one")
+    parser.add_argument("--actors", metavar="A,B", help="names of actors, where `turns` names none; default: policy")
+    parser.add_argument("--reply", action="append", default=[], metavar="TEXT", help=reply)
+    parser.add_argument("--num_tasks", type=int, default=8, help="tasks that are tried, from the first on [8]")
     return parser.parse_args(argv)
 
 
-def say(title: str, lines: Sequence[str]) -> None:
-    if lines:
-        print("\n".join([f"== {title}", *(f"  {line}".rstrip() for line in lines), ""]), flush=True)
+def say(title: str, lines: list[str]) -> None:
+    print("\n".join([f"== {title}", *(f"  {line}".rstrip() for line in lines), ""]), flush=True)
 
 
-def describe_hooks(env: Env) -> list[str]:
-    lines = []
-    for hook in env.hooks.values():
-        optional = [f"{name} (optional)" for name in sorted(hook.named - hook.required - hook.ours)]
-        columns = ["every column"] if hook.takes_all else sorted(hook.required - hook.ours) + optional
-        reads = f"    reads {', '.join(columns)}" if columns else ""
-        lines.append(f"{hook.name}{inspect.signature(hook.function)}{reads}")
-    return lines + ["load_tasks(split)"] * bool(env.load_tasks) + ["advantage_fn(rewards)"] * bool(env.advantage_fn)
-
-
-def actor_names(env: Env, given: str | None) -> list[str]:
-    """Those of --actors, else those that the file names, else the one actor `policy`."""
-    if given:
-        return [name.strip() for name in given.split(",")]
-    named = [name for name in (*(env.speakers() or ()), *env.system_prompts) if name != "*"]
-    return list(dict.fromkeys(named)) or ["policy"]
-
-
-def by_actor(replies: list[str], names: Sequence[str]) -> dict[str, list[str]]:
-    """Actor -> its texts of --reply; "" -> those without an actor's name."""
-    found: dict[str, list[str]] = {}
-    for text in replies:
-        name, equals, rest = text.partition("=")
-        is_named = bool(equals) and name in names
-        found.setdefault(name if is_named else "", []).append(rest if is_named else text)
-    return found
+def describe_hook(hook: Hook) -> str:
+    """Its arguments, and the columns among them."""
+    columns = ["every column"] if hook.takes_all else sorted(hook.required - hook.ours)
+    columns += [f"{name} (optional)" for name in sorted(hook.named - hook.required - hook.ours)]
+    return f"{hook.name}{inspect.signature(hook.function)}" + (f"    reads {', '.join(columns)}" if columns else "")
 
 
 def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
@@ -113,28 +93,21 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
 
 
 async def play_all(
-    env: Env, chat: Chat, tasks: list[Task], names: Sequence[str], given: dict[str, list[str]]
+    env: Env, chat: Chat, tasks: list[Task], names: list[str], templates: list[str]
 ) -> dict[str, list[Trajectory]]:
     """Kind of reply -> its episodes: right and plain ones of every task, empty and cut-off ones of the first."""
-    column = next((c for c in ANSWERS if c in tasks[0].row and reads(env, c)), None)
-
-    def right(task: Task, actor: str) -> list[str]:
-        templates = given.get(actor) or given.get("")
-        return rendered(templates, task) if templates else [str(task.row[column]) if column else PLAIN]
-
-    kinds = {"right": right} if given or column else {}
-    kinds |= {"plain": lambda task, actor: [PLAIN], "empty": lambda task, actor: [""]}
+    readers = [(hook.takes_all, hook.named) for hook in env.hooks.values()]
+    columns = (c for c in ANSWERS if c in tasks[0].row and any(takes_all or c in read for takes_all, read in readers))
+    if column := next(columns, None):
+        templates = templates or [f"{{{{ {column} }}}}"]
     found = {}
-    for kind, replies in kinds.items():
-        own = tasks if kind in NORMAL else tasks[:1]
-        found[kind] = [t for task in own for t in await play(env, chat, task, {n: replies(task, n) for n in names})]
-    first = {n: right(tasks[0], n) for n in names}
-    shortest = min(len(chat.encode(chat.marked(said[0]), continues=True)) for said in first.values())
-    return found | {"cut": await play(env, chat, tasks[0], first, max(1, shortest // 2))}
-
-
-def reads(env: Env, column: str) -> bool:
-    return any(h.takes_all or column in h.named for h in env.hooks.values())
+    for kind, texts in {"right": templates, "plain": [PLAIN], "empty": [""]}.items():
+        for task in tasks if kind in NORMAL else tasks[:1]:
+            if texts:
+                found.setdefault(kind, []).extend(await play(env, chat, task, names, rendered(texts, task)))
+    said = rendered(templates or [PLAIN], tasks[0])
+    half = len(chat.encode(chat.marked(said[0]), continues=True)) // 2
+    return found | {"cut": await play(env, chat, tasks[0], names, said, max(1, half))}
 
 
 def rendered(templates: list[str], task: Task) -> list[str]:
@@ -148,16 +121,15 @@ def rendered(templates: list[str], task: Task) -> list[str]:
 
 
 async def play(
-    env: Env, chat: Chat, task: Task, replies: dict[str, list[str]], max_tokens: int = ROOM
+    env: Env, chat: Chat, task: Task, names: list[str], replies: list[str], max_tokens: int = UNLIMITED
 ) -> list[Trajectory]:
     """The trajectories of one group: of one episode, or of two if a hook compares them."""
     from rl_core.engines.scripted import ScriptedActor
     from rl_core.sampling.rollout import Group, run_group
     from rl_core.types import SamplingParams
 
-    actors = {n: ScriptedActor(name=n, chat=chat, replies=said) for n, said in replies.items()}
-    size = 2 if env.group_rewards else 1
-    params = SamplingParams(max_tokens=max_tokens)
+    actors = {name: ScriptedActor(name=name, chat=chat, replies=replies) for name in names}
+    size, params = 2 if env.group_rewards else 1, SamplingParams(max_tokens=max_tokens)
     group = Group(task=task, batch="check", number=0, size=size, params=params, seed=0)
     return await run_group({env.name: env}, actors, RolloutConfig(), group)
 
@@ -170,45 +142,44 @@ def describe_tokens(chat: Chat, trajectories: list[Trajectory]) -> list[str]:
     for trajectory in trajectories:
         for number, sample in enumerate(samples_from_turns(trajectory.turns, 1.0)):
             more = f", sample {number + 1}: the template rewrote history" if number else ""
-            num_trained = sum(map(bool, sample.loss_mask))
-            trained = f"{num_trained} of {len(sample.token_ids)} tokens are trained, marked with >"
+            trained = f"{sum(sample.loss_mask)} of {len(sample.token_ids)} tokens are trained, marked with >"
             lines += ["", f"{trajectory.actor} in {trajectory.task_id}{more}: {trained}"]
             lines += marked_lines(chat, list(sample.token_ids), list(sample.loss_mask))
     return lines
 
 
-def marked_lines(chat: Chat, token_ids: list[int], loss_mask: list[int], limit: int = 40) -> list[str]:
+def marked_lines(chat: Chat, token_ids: list[int], loss_mask: list[bool]) -> list[str]:
     """Lines of text, trained ones with `>` before them; a line ends where the mask changes, too."""
     lines, start = [], 0
     for end in range(1, len(token_ids) + 1):
         if end == len(token_ids) or loss_mask[end] != loss_mask[start]:
             text = chat.tokenizer.decode(token_ids[start:end], clean_up_tokenization_spaces=False)
             sign = ">" if loss_mask[start] else "|"
-            lines += [f"{sign} {shown(part, 200)}" for part in text.rstrip("\n").split("\n")]
+            lines += [f"{sign} {printable(part)}" for part in text.rstrip("\n").split("\n")]
             start = end
-    if len(lines) > limit:
-        lines[limit // 2 : -limit // 2] = [f"... {len(lines) - limit} lines"]
+    if (left_out := len(lines) - MAX_LINES) > 0:
+        lines[MAX_LINES // 2 : -MAX_LINES // 2] = [f"... {left_out} lines"]
     return lines
 
 
 def describe_episodes(found: dict[str, list[Trajectory]]) -> list[str]:
-    lines = [f"{'reply':<8} {'actor':<10} {'episodes':>8} {'turns':>5} {'reward':>9}  parts, or why it failed"]
+    outcomes: dict[tuple, list[Trajectory]] = defaultdict(list)
     for kind, trajectories in found.items():
-        outcomes: dict[tuple, list[Trajectory]] = {}
         for t in trajectories:
-            outcomes.setdefault((t.actor, t.status, t.error), []).append(t)
-        for (actor, status, error), own in outcomes.items():
-            n, means, why = len(own), ["-", "-"], f"failed: {shown(error, 240)}"
-            if status != "failed":
-                means = [f"{sum(len(t.turns) for t in own) / n:.3g}", f"{sum(t.reward for t in own) / n:.4g}"]
-                names = dict.fromkeys(name for t in own for name in t.reward_parts)
-                parts = ", ".join(f"{name} {sum(t.reward_parts.get(name, 0) for t in own) / n:.4g}" for name in names)
-                why = "truncated: " * (status == "truncated") + parts
-            lines.append(f"{kind:<8} {actor:<10} {n:>8} {means[0]:>5} {means[1]:>9}  {why}")
+            outcomes[kind, t.actor, t.status, t.error].append(t)
+    lines = [f"{'reply':<8} {'actor':<10} {'episodes':>8} {'turns':>5} {'reward':>9}  parts, or why it failed"]
+    for (kind, actor, status, error), own in outcomes.items():
+        n, turns, reward, why = len(own), "-", "-", f"failed: {printable(error)}"
+        if status != "failed":
+            turns, reward = f"{sum(len(t.turns) for t in own) / n:.3g}", f"{sum(t.reward for t in own) / n:.4g}"
+            names = dict.fromkeys(name for t in own for name in t.reward_parts)
+            parts = ", ".join(f"{name} {sum(t.reward_parts.get(name, 0) for t in own) / n:.4g}" for name in names)
+            why = "truncated: " * (status == "truncated") + parts
+        lines.append(f"{kind:<8} {actor:<10} {n:>8} {turns:>5} {reward:>9}  {why}")
     return lines
 
 
-def shown(text: str, width: int) -> str:
+def printable(text: str, width: int = 200) -> str:
     """What a terminal can show: a reply may hold anything, and an error repeats it."""
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return text if len(text) <= width else f"{text[:width]} ..."

@@ -7,7 +7,7 @@ import shutil
 import textwrap
 from typing import Literal, get_args, get_origin
 
-from rl_core.config import Config, leaves
+from rl_core.config import Config, known_flags
 from rl_core.rules import nearest
 
 USAGE = "usage: torchrun --nproc_per_node N -m rl_core.train --model PATH --env_path FILE --out FOLDER [--flag value]"
@@ -19,13 +19,12 @@ def help_page(section: str = "") -> str:
     if section and section not in sections:
         raise ValueError(f"--help {section}: no such section; {nearest(section, sections)}")
     lines, width = [USAGE], min(shutil.get_terminal_size().columns, 120)
-    for name, (f, hint) in leaves(Config).items():
-        if (name.partition(".")[0] if "." in name else "") != section:
+    for name, (value, f) in known_flags().items():
+        if name.rpartition(".")[0].partition(".")[0] != section:
             continue
-        value = f.default if f.default is not dataclasses.MISSING else None
-        choices = [c for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
+        choices = [c for part in (f.type, *get_args(f.type)) if get_origin(part) is Literal for c in get_args(part)]
         about = f.metadata["help"] + (f" {{{', '.join(choices)}}}" if choices else "")
-        about += "" if value in (None, False) else f" [{value}]"
+        about += "" if value in (None, False, [], {}) else f" [{value}]"
         lines += textwrap.wrap(about, width, initial_indent=f"  --{name:<26} ", subsequent_indent=" " * 31)
     if not section:
         lines += ["  --config FILE                a YAML file with the same keys; flags override it"]

@@ -1,4 +1,4 @@
-"""--dry_run: what a run would hold in memory, from the model's config and the flags alone.
+"""rl-core plan: what a run would hold in memory, from the model's config and the flags alone.
 
 Every episode counts as long as it may be. w bytes of a number in compute, L blocks, D hidden size, I of the MLP, Q and K widths
 of all heads of queries and of keys, V vocabulary; T tokens and M trained tokens of a microbatch on one rank.
@@ -15,15 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.build import Plan
 from rl_core.config import ActorConfig
-from rl_core.distributed import Mesh, make_mesh
+from rl_core.distributed import Mesh
 from rl_core.learning.loading import load_model_config
-from rl_core.models import compute_dtype, has_reference
+from rl_core.models import compute_dtype
 
 GIB = 2**30
 LOGPROB_TILE_BYTES = 256 << 20  # logits in flight, forward and backward
 OPTIMIZER_BYTES = {"adamw": 8, "adamw8bit": 2.03, "sgd": 4}  # a trained parameter
 NF4_BYTES = 0.5625  # a weight: 4 bits, and a scale in fp32 for every 64
-PHASES = ("sample", "learn")
 Table = dict[str, tuple[float, float]]  # what -> bytes on a rank's device while it samples, while it learns
 
 
@@ -92,7 +91,7 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
             2 * min(LOGPROB_TILE_BYTES, 4 * tokens * size.vocabulary) + 4 * size.vocabulary * size.hidden / mesh.tp,
         ),
     }
-    if has_reference(plan.config, plan.algorithm) and not size.adapters:
+    if plan.algorithm.needs_reference and not size.adapters:
         found["reference"] = (0.0, w * size.total / shards)
     if plan.algorithm.has_critic:
         held = (4 + OPTIMIZER_BYTES[config.optim.name]) * size.total / shards
@@ -118,37 +117,29 @@ def engine_bytes(plan: Plan, size: Size, mesh: Mesh) -> Table:
     return {"engine weights": (weights, weights * stays), "KV cache": (cache, 0.0)}
 
 
-def describe(plan: Plan, num_ranks: int) -> str:
-    """What --dry_run prints: parameters, tokens of a step, and for each actor that learns GiB on one rank."""
-    config = plan.config
-    mesh = make_mesh(num_ranks, config.dp_replicate, config.cp, config.tp, config.engine_ranks)
-    episodes = config.tasks_per_step * (config.group_size if plan.algorithm.is_rl else 1 + plan.algorithm.is_pairs)
-    kind = "episodes" if plan.algorithm.is_rl else "replies" if plan.algorithm.is_pairs else "rows"
+def describe(plan: Plan) -> str:
+    """Data, tokens of a step, and for each actor that learns its parameters and GiB on one rank."""
+    config, algorithm, mesh = plan.config, plan.algorithm, plan.mesh
+    kind = "episodes" if algorithm.is_rl else "replies" if algorithm.is_pairs else "rows"
+    num = config.tasks_per_step * (config.group_size if algorithm.is_rl else 1 + algorithm.is_pairs)
     longest = config.max_context_tokens
-    rows = {
-        "algorithm": f"{config.algorithm} {plan.algorithm}",
-        "data": f"{len(plan.train)} rows to train on, {sum(map(len, plan.eval.values()))} held out",
-        "ranks": f"{num_ranks}, mesh " + " x ".join(f"{k} {v}" for k, v in asdict(mesh).items()),
-        "tokens per step": f"at most {episodes * longest}: {episodes} {kind} of at most {longest} tokens and "
-        f"{config.turn_limit} turns, microbatches of {config.learner.microbatch_tokens} on each rank",
-        "updates": f"{config.num_steps} steps, {config.learner.minibatches} minibatches, {config.learner.epochs} epochs",
-    }
-    lines = [f"{name:<18} {text}" for name, text in rows.items()]
+    lines = [
+        f"data             {len(plan.train)} rows to train on, {sum(map(len, plan.eval.values()))} held out",
+        f"ranks            {mesh.size + config.engine_ranks}: "
+        + ", ".join(f"{name} {size}" for name, size in asdict(mesh).items()),
+        f"tokens per step  at most {num * longest}: {num} {kind} of at most {longest} tokens",
+    ]
     for name in config.trained:
         actor = config.actors[name]
         size = model_size(actor)
         table = learner_bytes(plan, actor, size, mesh)
-        if plan.algorithm.is_rl and not actor.share:
+        if algorithm.is_rl and not actor.share:
             table |= engine_bytes(plan, size, mesh)
         adapters = f", {size.adapters / 1e6:.2f} M of them in adapters" if size.adapters else ""
-        lines += ["", f"{name}: {actor.model}, {size.total / 1e6:.2f} M parameters{adapters}", *table_lines(table)]
+        lines += ["", f"{name}: {actor.model}, {size.total / 1e6:.2f} M parameters{adapters}"]
+        lines.append(f"{'GiB on one rank':<22} {'sample':>10} {'learn':>10}")
+        table["sum"] = sum(row[0] for row in table.values()), sum(row[1] for row in table.values())
+        for what, row in table.items():
+            sample, learn = (f"{size / GIB:.3g}" if size else "-" for size in row)
+            lines.append(f"{what:<22} {sample:>10} {learn:>10}")
     return "\n".join(lines)
-
-
-def table_lines(table: Table) -> list[str]:
-    """GiB on one rank, most of a phase at its worst moment."""
-    total = tuple(sum(row[i] for row in table.values()) for i in range(len(PHASES)))
-    lines = [f"{'GiB on one rank':<22} " + " ".join(f"{phase:>10}" for phase in PHASES)]
-    for name, row in [*table.items(), ("sum", total)]:
-        lines.append(f"{name:<22} " + " ".join(f"{size / GIB:>10.3g}" if size else f"{'-':>10}" for size in row))
-    return lines
