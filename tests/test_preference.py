@@ -96,7 +96,7 @@ def test_a_margin_is_carried_by_the_chosen_side():
     "row, error",
     [
         ({"prompt": "x", "choosen": "a", "rejected": "b"}, "needs a column 'chosen'; did you mean 'choosen'"),
-        ({"promt": "x", "chosen": "a", "rejected": "b"}, "'messages' or 'prompt' that they reply to; did you mean"),
+        ({"promt": "x", "chosen": "a", "rejected": "b"}, "needs a column 'prompt'; did you mean 'promt'"),
         ({"prompt": "x", "chosen": "a", "rejected": "a"}, "have the same tokens, 'a'"),
         ({"prompt": "x", "chosen": "a", "rejected": " a "}, "have the same tokens"),
         ({"prompt": "x", "chosen": "a", "rejected": " "}, "column .rejected. must be a reply"),

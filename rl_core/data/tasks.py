@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_core.config import nearest
 from rl_core.types import Message, Task, counter_seed
 
 # Columns of the first messages; the first one that a row has is used.
@@ -31,7 +32,10 @@ def make_task(row: dict[str, Any], index: int, env: str, split: str, is_pair: bo
 
 
 def column_messages(row: dict[str, Any], column: str, role: str = "user") -> list[Message]:
-    """A column's messages; text, but in `messages`, is one message of `role`. Raises ValueError as check_messages."""
+    """A column's messages; text, but in `messages`, is one message of `role`. Raises ValueError if there are none, and as
+    check_messages."""
+    if row.get(column) is None:
+        raise ValueError(f"it needs a column {column!r}; {nearest(column, row)}")
     if isinstance(row[column], str) and column != "messages":
         return [{"role": role, "content": row[column]}]
     try:

@@ -49,19 +49,15 @@ def imitated_turn(token_ids: list[int], new_ids: list[int], is_fresh: bool, text
 
 
 def imitation_messages(row: dict[str, Any]) -> list[Message]:
-    if row.get("messages") is not None:
+    if row.get("messages") is not None or row.get("prompt") is None:
         messages = column_messages(row, "messages")
         if is_trajectory(row):  # assistants' messages before the first turn are part of the prompt
             spoken = imitated(messages)
             first = spoken[-len(row["turns"])] if len(spoken) >= len(row["turns"]) else 0
             messages = [{**m, "train": False} for m in messages[:first]] + messages[first:]
-    elif row.get("prompt") is not None and row.get("response") is not None:
+    else:
         prompt = [{**m, "train": False} for m in column_messages(row, "prompt")]
         messages = prompt + column_messages(row, "response", "assistant")
-    else:
-        raise ValueError(
-            f'a row with columns {sorted(row)} cannot be imitated: it needs "messages", or "prompt" and "response"'
-        )
     if not imitated(messages):
         roles = [m["role"] for m in messages]
         raise ValueError(f"messages with roles {roles} hold nothing to imitate: give one with role 'assistant'")

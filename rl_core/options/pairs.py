@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from rl_core.config import nearest
 from rl_core.data.chat import Chat, shared_length
 from rl_core.data.tasks import column_messages, shorten
 from rl_core.options.imitation import imitation_samples
@@ -65,16 +64,9 @@ def with_margin(samples: list[TrainingSample], row: dict[str, Any]) -> list[Trai
 def pair_messages(row: dict[str, Any]) -> tuple[list[Message], list[Message], list[Message]]:
     """(context, chosen reply, rejected reply) of a row {"chosen", "rejected"}. Both are replies (strings, or messages that
     an assistant begins) to the row's `messages` or `prompt`, or conversations with a common beginning. Raises ValueError."""
-    for column in PAIR:
-        if row.get(column) is None:
-            raise ValueError(f"a preference pair needs a column {column!r}; {nearest(column, row)}")
     sides = [column_messages(row, column, "assistant") for column in PAIR]
     if all(side[0]["role"] == "assistant" for side in sides):
-        column = next((c for c in ("messages", "prompt") if row.get(c) is not None), None)
-        if column is None:
-            hint = nearest("prompt", row)
-            raise ValueError(f"the replies of a pair need the column 'messages' or 'prompt' that they reply to; {hint}")
-        context = column_messages(row, column)
+        context = column_messages(row, "prompt" if row.get("messages") is None else "messages")
     else:
         shared = shared_length(*sides)
         context, sides = sides[0][:shared], [side[shared:] for side in sides]
