@@ -29,14 +29,57 @@ ROOT = Path(__file__).parent.parent
 ENVS = ROOT / "envs"
 
 
-# One turn
+# Episodes of one actor
 
 
-def test_reward_fn_of_messages_and_a_column_works_exactly_so(env_of):
-    env = env_of("def reward_fn(messages, answer): return float(messages[-1]['content'] == answer)")
-    right, wrong = play(env, "4"), play(env, "5")
-    assert (right.reward, right.reward_parts, right.status) == (1.0, {"reward_fn": 1.0}, "ok")
-    assert (wrong.reward, talk(right.messages)) == (0.0, ["u:2+2", "a:4"])
+MORE = "[{'role': 'user', 'content': 'x'}]"
+AS_TEXT = f"def interact(messages): return {MORE}\ndef reward_fn(completion): return float(completion)\n"
+REWARDED = f"""
+async def interact(messages, completion):
+    return {{"messages": {MORE}, "reward": int(completion), "done": completion == "3"}}
+def reward_fn(messages): return {{"last": len(messages)}}
+"""
+PLUS_HALF = "def reward_fn(bonus=0.5): return bonus\n"
+EXACT = "def reward_fn(messages, answer): return float(messages[-1]['content'] == answer)"
+ALONE = "def interact(completion): return {'reward': 2} if completion == 'win' else None"
+# The file, replies and options, and what comes out: messages, parts of the reward, rewards of the turns, status.
+EPISODES = {
+    "reward_fn of messages and a column": (EXACT, ["4"], {}, "u:2+2|a:4", {"reward_fn": 1}, [], "ok"),
+    "a wrong reply": (EXACT, ["5"], {}, "u:2+2|a:5", {"reward_fn": 0}, [], "ok"),
+    "interact is async, rewards turns and ends": (
+        REWARDED, "1234", {}, "u:2+2|a:1|u:x|a:2|u:x|a:3|u:x", {"interact": 6, "last": 7}, [1, 2, 10], "ok",
+    ),
+    "after the last turn only the reward of interact counts": (
+        REWARDED, "1234", {"max_turns": 2}, "u:2+2|a:1|u:x|a:2", {"interact": 3, "last": 4}, [1, 6], "ok",
+    ),
+    "interact alone": (ALONE, ["win"], {}, "u:2+2|a:win", {"interact": 2}, [2], "ok"),
+    "interact alone gave nothing": (ALONE, ["lose"], {}, "u:2+2|a:lose", {"interact": 0}, [0], "ok"),
+    "a reply that is cut off is scored": (
+        AS_TEXT, ["1", "55555", "1"], {"max_tokens": 3}, "u:2+2|a:1|u:x|a:555", {"reward_fn": 555}, [], "truncated",
+    ),
+    "a full context ends the episode": (
+        AS_TEXT, "123", {"limits": {"max_context_tokens": 17}}, "u:2+2|a:1|u:x|a:2|u:x", {"reward_fn": 2}, [], "truncated",
+    ),
+    "a default is for rows without the column": (PLUS_HALF, "4", {}, "u:2+2|a:4", {"reward_fn": 0.5}, [], "ok"),
+    "a default is not for rows with it": (
+        PLUS_HALF, "4", {"row": ROW | {"bonus": 2}}, "u:2+2|a:4", {"reward_fn": 2}, [], "ok",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("code", "replies", "options", "messages", "parts", "turn_rewards", "status"), EPISODES.values(), ids=EPISODES
+)
+def test_an_episode_of_one_actor(env_of, code, replies, options, messages, parts, turn_rewards, status):
+    t = play(env_of(code), *replies, **options)
+    assert ("|".join(talk(t.messages)), t.status) == (messages, status)
+    assert (t.reward_parts, t.reward, t.turn_rewards) == (parts, sum(parts.values()), turn_rewards)
+
+
+@pytest.mark.parametrize("end", ["None", "[]", "{'messages': []}", "{}", "{'done': True}"])
+def test_interact_goes_on_until_it_has_nothing_to_say(env_of, end):
+    env = env_of(f"def interact(messages): return {MORE} if len(messages) < 5 else {end}\ndef reward_fn(): return 1")
+    assert talk(play(env, "a", "b", "c").messages) == ["u:2+2", "a:a", "u:x", "a:b", "u:x", "a:c"]
 
 
 def test_hooks_get_what_they_name(env_of):
@@ -52,13 +95,10 @@ def test_hooks_get_what_they_name(env_of):
     assert play(env, "four").reward == 1
 
 
-def test_keyword_arguments_get_everything_and_a_default_is_for_rows_without_the_column(env_of):
+def test_keyword_arguments_get_everything(env_of):
     env = env_of("def reward_fn(answer, **rest): return len(rest) + 100 * (rest['tests'] == [1, 2])")
     # messages prompt completion task trajectory actor, and the column tests; not actors, which only async hooks can use
     assert play(env, "4").reward == 107
-    env = env_of("def reward_fn(messages, bonus=0.5): return bonus")
-    env.check_columns([ROW, ROW | {"bonus": 2}], "rows")
-    assert [play(env, "4", row=ROW | more).reward for more in ({}, {"bonus": 2})] == [0.5, 2]
 
 
 def test_sync_async_and_callable_objects_are_hooks(env_of):
@@ -113,57 +153,9 @@ def test_what_is_no_finite_number_is_no_reward(env_of, value):
     assert "a reward must be a finite number, or a dict of them" in error or "a dict must name each part" in error
 
 
-# Several turns
-
-
-def test_interact_goes_on_until_it_has_nothing_to_say(env_of):
-    for end in ("None", "[]", "{'messages': []}", "{}", "{'done': True}"):
-        env = env_of(f"""
-            def interact(messages):
-                return [{{"role": "user", "content": "more"}}] if len(messages) < 5 else {end}
-            def reward_fn(messages): return len(messages)
-        """)
-        t = play(env, "a", "b", "c")
-        assert (talk(t.messages), t.reward) == (["u:2+2", "a:a", "u:more", "a:b", "u:more", "a:c"], 6)
-        assert env.max_turns == 8
-
-
-def test_interact_may_be_async_and_give_rewards_and_an_end(env_of):
-    env = env_of("""
-        async def interact(messages, completion):
-            return {"messages": [{"role": "user", "content": "ok"}], "reward": int(completion), "done": completion == "3"}
-        def reward_fn(messages): return {"last": len(messages)}
-    """)
-    t = play(env, "1", "2", "3", "4")
-    assert (t.reward_parts, t.reward, t.turn_rewards) == ({"interact": 6.0, "last": 7.0}, 13, [1, 2, 10])
-    assert talk(t.messages) == ["u:2+2", "a:1", "u:ok", "a:2", "u:ok", "a:3", "u:ok"]
-
-
-def test_an_environment_of_interact_alone_scores_by_it(env_of):
-    env = env_of("def interact(messages, completion): return {'reward': 2} if completion == 'win' else None")
-    assert play(env, "win").reward == 2
-    lost = play(env, "lose")
-    assert (lost.reward, lost.reward_parts) == (0.0, {"interact": 0.0})
-
-
-def test_after_the_last_turn_only_the_reward_of_interact_counts(env_of):
-    env = env_of("def interact(messages): return {'messages': [{'role': 'user', 'content': 'x'}], 'reward': 1}")
-    t = play(env, "a", "b", "c", max_turns=2)
-    assert (talk(t.messages), t.reward, t.status) == (["u:2+2", "a:a", "u:x", "a:b"], 2, "ok")
-
-
-def test_a_truncated_reply_ends_the_episode_and_is_scored(env_of):
-    code = """
-        def interact(messages): return [{"role": "user", "content": "x"}]
-        def reward_fn(completion): return float(completion)
-    """
-    cut = play(env_of(code), "1", "55555", "1", max_tokens=3)
-    assert (talk(cut.messages), cut.reward, cut.status) == (["u:2+2", "a:1", "u:x", "a:555"], 555, "truncated")
-    full = play(env_of(code), "1", "2", "3", limits={"max_context_tokens": 17})
-    assert (talk(full.messages), full.reward, full.status) == (["u:2+2", "a:1", "u:x", "a:2", "u:x"], 2, "truncated")
-    assert "fills the context of 4; raise --max_prompt_tokens" in run(
-        env_of(code), cast(limits={"max_context_tokens": 4}, policy="1")
-    )[0].error  # fmt: skip
+def test_a_prompt_that_fills_the_context_is_an_error(env_of):
+    error = run(env_of(AS_TEXT), cast(limits={"max_context_tokens": 4}, policy="1"))[0].error
+    assert "fills the context of 4; raise --max_prompt_tokens" in error
 
 
 @pytest.mark.parametrize(
@@ -378,7 +370,7 @@ def test_a_tables_columns_are_checked_and_state_may_be_one(env_of, tmp_path):
 
     datasets.Dataset.from_list([ROW]).save_to_disk(str(tmp_path / "rows"))
     rows = load_rows(str(tmp_path / "rows"))
-    env_of("def reward_fn(answer): return 1").check_columns(rows, "rows")
+    env_of("def reward_fn(answer, bonus=0.5): return 1").check_columns(rows, "rows")
     with pytest.raises(ValueError, match=r"'anser'.*did you mean 'answer'"):
         env_of("def reward_fn(anser): return 1").check_columns(rows, "rows")
     env = env_of("def reward_fn(state): return state")

@@ -27,12 +27,12 @@ class SystemPrompt:
 
 def load_prompts(texts: Mapping[str, str], path: str) -> dict[str, SystemPrompt]:
     """Actor -> its prompt. Raises ValueError for an unknown name in a template."""
-    sandbox, found = SandboxedEnvironment(undefined=StrictUndefined), {}
+    sandbox, prompts = SandboxedEnvironment(undefined=StrictUndefined), {}
     for actor, text in texts.items():
         where = f"{path}: system_prompts[{actor!r}]"
         try:
             columns = meta.find_undeclared_variables(sandbox.parse(text))
-            found[actor] = SystemPrompt(template=sandbox.from_string(text), columns=columns, where=where)
+            prompts[actor] = SystemPrompt(template=sandbox.from_string(text), columns=columns, where=where)
         except TemplateSyntaxError as error:
             raise ValueError(f"{where}, line {error.lineno}: {error.message}") from None
-    return found
+    return prompts

@@ -87,12 +87,12 @@ def check_request(prompt_ids: list[int], params: SamplingParams, max_context_tok
         raise ValueError(f"stop={params.stop} needs a tokenizer; give the engine one or use stop_token_ids")
 
 
-def note_version(said: Completion, version: int) -> None:
+def note_version(completion: Completion, version: int) -> None:
     """Weights of this version sample all further tokens."""
-    if not said.token_ids:
-        said.policy_version = version
-    elif version != said.policy_versions[-1]:
-        said.newer_versions.append((len(said.token_ids), version))
+    if not completion.token_ids:
+        completion.policy_version = version
+    elif version != completion.policy_versions[-1]:
+        completion.newer_versions.append((len(completion.token_ids), version))
 
 
 class DeviceLease:

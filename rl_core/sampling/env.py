@@ -143,17 +143,13 @@ def load_env(path: str, *, hook_timeout_s: float = 60.0, max_turns: int | None =
     module = execute_file(file, path)
     has, marked = vars(module), marked_rewards(module)
     check_names(module, marked, path)
-    functions = {name: has[name] for name in ARGUMENTS if callable(has.get(name))}
-    if "turns" in functions:
-        functions["turns"] = listed(functions["turns"])
-    functions |= {name: function for name, (function, *_) in marked.items()}
+    functions = {name: (has[name], 1.0, False) for name in ARGUMENTS if callable(has.get(name))} | marked
     hooks = {}
-    for name, function in functions.items():
-        _, weight, batched = marked.get(name, (None, 1.0, False))
+    for name, (function, weight, batched) in functions.items():
         ours = ARGUMENTS.get(name) or (OF_GROUP if batched else SPOKEN)
         hooks[name] = hook = Hook(
             name=name,
-            function=function,
+            function=listed(function) if name == "turns" else function,
             path=path,
             timeout_s=None if name in ("rollout", "task_weight") else hook_timeout_s,  # an episode has its own deadline
             ours=ours | {"state"} if "start" in has and ours is SPOKEN else ours,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,9 +34,7 @@ class Group:
     size: int
     params: SamplingParams
     seed: int  # of the run
-    label: str = (
-        ""  # of its id, instead of `batch`: evaluations of all steps have the same batch, and so the same seeds
-    )
+    label: str = ""  # begins its id instead of `batch`, which all evaluations have in common, and so their seeds
     position: int = 0  # of the task in the order of the training data
     version: int = -1  # of the weights by which it began
     trajectories: list[Trajectory] = field(default_factory=list)
@@ -135,12 +132,12 @@ def failures(actors: Mapping[str, Actor], group: Group, index: int, reason: str)
     """An episode that failed: all conversations so far, and at least one trajectory of each actor that would have learned from
     it, or of all if none has a learner."""
     learn, task = [name for name, actor in actors.items() if actor.is_trainable] or list(actors), group.task
-    same = {"task_id": task.id, "env": task.env, "group_id": group.id, "index": index}
-    same |= {"status": "failed", "error": reason}
+    place = {"task_id": task.id, "env": task.env, "group_id": group.id, "index": index}
+    place |= {"status": "failed", "error": reason}
     failed = [c.record() for actor in actors.values() for c in getattr(actor, "conversations", ()) if c.num_replies]
     silent = set(learn) - {t.actor for t in failed}
-    failed += [Trajectory(**same, actor=name, messages=task.messages) for name in learn if name in silent]
-    return [replace(t, **same) for t in failed]
+    failed += [Trajectory(**place, actor=name, messages=task.messages) for name in learn if name in silent]
+    return [replace(t, **place) for t in failed]
 
 
 class RolloutWorker:
@@ -164,7 +161,6 @@ class RolloutWorker:
             None  # this rank's next group, which begins once it is submitted and a slot is free
         )
         self.num_submitted = self.num_collected = self.num_collects = 0
-        self.changed, self.error = asyncio.Event(), None
 
     def submit(self, groups: Iterable[Group]) -> None:
         """Every rank must submit the same groups."""
@@ -184,16 +180,12 @@ class RolloutWorker:
             self.next_number = None
 
     async def _run(self, number: int) -> None:
-        try:
-            group = self.pending[number]
-            group.trajectories = await self.run(group)
-            del self.running[number]
-            self.done.append(number)
-            self._count("finished", 1)
-            self._fill()
-        except Exception as error:
-            self.error = error
-        self.changed.set()
+        group = self.pending[number]
+        group.trajectories = await self.run(group)
+        del self.running[number]
+        self.done.append(number)
+        self._count("finished", 1)
+        self._fill()
 
     async def collect(self, num_groups: int, oldest: int | None = None) -> list[Group]:
         """This rank's part of the `num_groups` oldest complete groups, on all ranks together. Waits too for each group that
@@ -234,13 +226,13 @@ class RolloutWorker:
 
     async def _has_finished(self, timeout_s: float | None) -> bool:
         """Whether a group of this rank was finished in time. Raises what a group raised."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.changed.wait(), timeout_s)
-        is_new = self.changed.is_set()
-        self.changed.clear()
-        if self.error is not None:
-            raise self.error
-        return is_new
+        if not self.running:
+            await asyncio.sleep(timeout_s)
+            return False
+        ended, _ = await asyncio.wait(self.running.values(), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+        return bool(ended)
 
     def _num_ready(self) -> int:
         return self._count("finished", 0) - self.num_collected
