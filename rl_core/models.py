@@ -49,14 +49,11 @@ def choose_engine(config: Config, num_ranks: int) -> Config:
         check(config)
     if config.engine == "sglang":
         option("rl_core.engines.sglang_server:check_sglang")()
-    parts = [(f"--engine_tp={config.engine_tp}", config.engine_tp)]
-    parts += [
-        (f"--actors.{n}.engine_urls ({len(a.servers)} servers)", len(a.servers)) for n, a in config.actors.items()
-    ]
-    for given, n in parts:
+    servers = {f"--actors.{name}.engine_urls": len(actor.servers) for name, actor in config.actors.items()}
+    for flag, n in ({"--engine_tp": config.engine_tp} | servers).items():
         if n and num_ranks % n:
             fits = max(d for d in range(1, n) if num_ranks % d == 0)
-            raise ValueError(f"{given} must divide the {num_ranks} ranks that sample; try {fits}")
+            raise ValueError(f"{flag} ({n}) must divide the {num_ranks} ranks that sample; try {fits}")
     return config
 
 
@@ -117,11 +114,10 @@ def make_learner(
     if actor.lr is not None:
         config = replace(config, optim=replace(config.optim, lr=actor.lr))
     if policy is None:
-        loras = {
-            n: (config.actors[n].lora, counter_seed(config.seed, n)) for n in [name, *config.sharers.get(name, [])]
-        }
-        own, others = loras.pop(name), {f"of_{n}": lora for n, lora in loras.items() if config.actors[n].is_trained}
-        policy = make_trained(config, actor.model, ranks, *own, is_scoring=algorithm.is_scoring, more_adapters=others)
+        others = [n for n in config.sharers.get(name, []) if config.actors[n].is_trained]
+        own, *more = [(config.actors[n].lora, counter_seed(config.seed, n)) for n in [name, *others]]
+        more = {f"of_{n}": lora for n, lora in zip(others, more, strict=True)}
+        policy = make_trained(config, actor.model, ranks, *own, is_scoring=algorithm.is_scoring, more_adapters=more)
         policy.is_shared = name in config.sharers
     reference = None
     if algorithm.needs_reference:

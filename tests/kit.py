@@ -276,6 +276,24 @@ def run_ranks(
     return subprocess.CompletedProcess(ranks.args, code, ranks.text("stdout"), ranks.text("stderr"))
 
 
+def of_ranks(num_ranks: int, file: str, name: str, *args: Any, **how: Any) -> list[Any]:
+    """What a function of a test file returns on each of so many ranks. It gets them, and the arguments as text. `how`: as of
+    run_ranks."""
+    out = Path(tempfile.mkdtemp(dir=server.folder)) / "found.0"
+    run_ranks(num_ranks, file, name, out, *args, **how)
+    return [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(num_ranks)]
+
+
+def answer(functions: dict[str, Any]) -> None:
+    """What such a file does as a program, for of_ranks()."""
+    from rl_core.distributed import close_ranks, init_ranks
+
+    ranks, (name, out, *args) = init_ranks(60), sys.argv[1:]
+    found = functions[name](ranks, *args)
+    Path(out).with_suffix(f".{ranks.rank}").write_text(json.dumps(found))
+    close_ranks(ranks)
+
+
 def torchrun(
     num_ranks: int,
     *args: str | Path,

@@ -1,27 +1,25 @@
 """What little memory must not change: weights that each rank reads by itself, and what waits on the host.
 
-Run as a file under torchrun it is one rank of a comparison: ... test_memory.py load|peak OUT MODEL...
+Run as a file it is one rank of a comparison.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import kit
 import pytest
 import torch
-from kit import run, weights, words
+from kit import of_ranks, run, weights, words
 from safetensors.torch import load_file, save_file
 from test_learner import assert_same, gradients, make_learner, ragged_samples
 from test_lora import LORA, make_lora_learner
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl_core.config import LoraConfig
-from rl_core.distributed import Mesh, close_ranks, init_ranks, on_mesh
+from rl_core.distributed import Mesh, Ranks, init_ranks, on_mesh
 from rl_core.learning import loading
 from rl_core.learning.loading import local_slices
 from rl_core.learning.model import compile_blocks, make_policy
@@ -50,13 +48,9 @@ def differences(policy, whole) -> list[str]:
     got = dict(policy.hf.named_parameters(remove_duplicate=False)) | dict(policy.hf.named_buffers())
     got = {n.replace(".base_layer.", "."): v for n, v in got.items() if ".lora_" not in n}
     assert got.keys() == expected.keys(), got.keys() ^ expected.keys()
-    found = []
-    for name, value in got.items():
-        local, slices = local_slices(value)
-        want = expected[name].detach()[slices]
-        if local.dtype != want.dtype or not torch.equal(local, want):
-            found.append(name)
-    return found
+    parts = {name: local_slices(value) for name, value in got.items()}
+    wanted = {name: expected[name].detach()[slices] for name, (_, slices) in parts.items()}
+    return [n for n, (part, _) in parts.items() if part.dtype != wanted[n].dtype or not torch.equal(part, wanted[n])]
 
 
 def weights_after(learner, num_steps: int = 2, leaves: bool = False) -> dict[str, torch.Tensor]:
@@ -87,9 +81,9 @@ UPDATES = {
 }
 
 
-def compare_updates(out: Path, model: str) -> None:
+def compare_updates(ranks: Ranks, model: str) -> dict:
     """Every rank: the weights after two updates of a learner that leaves the device, and of one that stays."""
-    ranks, found = init_ranks(60), {}
+    found = {}
     for name, more in UPDATES.items():
         of_mesh = on_mesh(ranks, Mesh(tp=2)) if "tp" in name else ranks
         results = {}
@@ -101,13 +95,12 @@ def compare_updates(out: Path, model: str) -> None:
         moved = max((w - results[False][n]).abs().max().item() for n, w in start.items())
         equal = all(torch.equal(w, results[False][n]) for n, w in results[True].items())
         found[name] = {"moved": moved, "equal": equal}
-    out.with_suffix(f".{ranks.rank}").write_text(json.dumps(found))
-    close_ranks(ranks)
+    return found
 
 
-def compare_loading(out: Path, models: list[str]) -> None:
+def compare_loading(ranks: Ranks, *models: str) -> dict:
     """Every rank: each model as the learner loads it and as transformers does."""
-    ranks, found = init_ranks(60), {}
+    found = {}
     kinds = {"dp 2": (ranks, None, False), "scores": (ranks, None, True), "lora": (ranks, LoraConfig(rank=4), False)}
     kinds["tp 2"] = (on_mesh(ranks, Mesh(tp=2)), None, False)
     for path in models:
@@ -121,15 +114,12 @@ def compare_loading(out: Path, models: list[str]) -> None:
             assert is_scoring or policy.hf.generation_config.to_dict() == whole.generation_config.to_dict()
             for name, parameter in adapter_parameters(policy.hf):
                 assert local_slices(parameter)[0].any() == (".lora_A." in name)
-    out.with_suffix(f".{ranks.rank}").write_text(json.dumps(found))
-    close_ranks(ranks)
+    return found
 
 
 @pytest.fixture(scope="module")
-def updated(tiny_model, torchrun, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("update")
-    torchrun(2, __file__, "update", folder / "found.0", tiny_model)
-    return [json.loads((folder / f"found.{rank}").read_text()) for rank in (0, 1)]
+def updated(tiny_model):
+    return of_ranks(2, __file__, "compare_updates", tiny_model)
 
 
 @pytest.mark.parametrize("how", UPDATES)
@@ -139,15 +129,14 @@ def test_sharded_weights_that_wait_on_the_host_are_trained_the_same(updated, how
 
 
 @pytest.fixture(scope="module")
-def loaded(make_model, torchrun, tmp_path_factory):
+def loaded(make_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("load")
     models = [
         save_model(folder / f"{arch} {'tied' if is_tied else 'untied'}", make_model(arch), is_tied, seed)
         for seed, arch in enumerate(ARCHITECTURES)
         for is_tied in (True, False)
     ]
-    torchrun(2, __file__, "load", folder / "found.0", *models)
-    return [json.loads((folder / f"found.{rank}").read_text()) for rank in (0, 1)]
+    return of_ranks(2, __file__, "compare_loading", *models)
 
 
 @pytest.mark.parametrize("kind", ["dp 2", "scores", "lora", "tp 2"])
@@ -198,22 +187,20 @@ def test_a_reference_is_copied_to_the_host_once(tiny_model):
         assert torch.equal(first, before)
 
 
-def count_reductions(out: Path, model: str) -> None:
+def count_reductions(ranks: Ranks, model: str) -> dict:
     """Every rank: all-reduces of an update in one microbatch, and in several, of two copies of the weights."""
-    ranks, found = on_mesh(init_ranks(60), Mesh(dp_replicate=2)), {}
+    ranks, found = on_mesh(ranks, Mesh(dp_replicate=2)), {}
     for tokens in (8192, 100):
         learner = kit.make_learner(model, "--learner.microbatch_tokens", tokens, ranks=ranks)
         (minibatch,), _ = learner.shard(ragged_samples(20))
         with torch.profiler.profile() as profile:
             learner.update(minibatch, 0)
         found[len(minibatch.batches)] = sum(e.count for e in profile.key_averages() if e.key == "c10d::allreduce_")
-    out.with_suffix(f".{ranks.rank}").write_text(json.dumps(found))
-    close_ranks(ranks)
+    return found
 
 
-def test_copies_of_the_weights_add_up_their_gradients_once_for_an_update(tiny_model, torchrun, tmp_path):
-    torchrun(2, __file__, "reduce", tmp_path / "found.0", tiny_model)
-    one, several = json.loads((tmp_path / "found.0").read_text()).items()
+def test_copies_of_the_weights_add_up_their_gradients_once_for_an_update(tiny_model):
+    one, several = of_ranks(2, __file__, "count_reductions", tiny_model)[0].items()
     assert one[0] == "1" and int(several[0]) >= 2 and one[1] == several[1] > 0
 
 
@@ -346,44 +333,31 @@ def peak_mib() -> float:
     return int(fields["VmHWM"].split()[0]) / 1024
 
 
-def measure_peak(out: Path, model: str, small: str) -> None:
+def measure_peak(ranks: Ranks, model: str, small: str) -> dict:
     """Every rank: MiB by which its peak grew while the model was loaded and split, in both ways."""
-    ranks, found = init_ranks(60), {}
-    make_policy(small, torch.float32, ranks, False)  # imports, threads
+    found = {}
+    make_policy(small, torch.float32, ranks)  # imports, threads
     for how in ("parts", "whole"):
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew at what is held
         before = peak_mib()
-        if how == "whole":
-            module = loading.load_hf_model(model, torch.float32, ranks.device)
-        else:
-            module = make_policy(model, torch.float32, ranks, False)
+        load = loading.load_hf_model if how == "whole" else make_policy
+        module = load(model, torch.float32, ranks.device if how == "whole" else ranks)
         found[how] = peak_mib() - before
         found["model"] = sum(p.numel() for p in module.parameters()) * 4 / 2**20
         del module
-    out.with_suffix(f".{ranks.rank}").write_text(json.dumps(found))
-    close_ranks(ranks)
+    return found
 
 
-def test_a_rank_holds_little_more_than_its_own_part_while_it_loads(tiny_model, torchrun, tmp_path):
+def test_a_rank_holds_little_more_than_its_own_part_while_it_loads(tiny_model, tmp_path):
     """40 M parameters, 155 MiB in fp32, from files in bf16 of half that size, of which each of two ranks needs half."""
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
     sizes |= {"layer_types": ["full_attention"] * 8, "head_dim": 64, "vocab_size": 32000}
     model = save_model(tmp_path / "model", tiny_model, **sizes)
-    torchrun(2, __file__, "peak", tmp_path / "found.0", model, tiny_model)
-    for rank in (0, 1):
-        found = json.loads((tmp_path / f"found.{rank}").read_text())
-        print(f"rank {rank}: {found}, MiB")
+    for found in of_ranks(2, __file__, "measure_peak", model, tiny_model):
+        print(f"{found}, MiB")
         assert found["model"] > 140
         assert found["parts"] < 0.65 * found["model"] < found["model"] < found["whole"]
 
 
 if __name__ == "__main__":
-    mode, out, *rest = sys.argv[1:]
-    if mode == "reduce":
-        count_reductions(Path(out), *rest)
-    elif mode == "peak":
-        measure_peak(Path(out), *rest)
-    elif mode == "load":
-        compare_loading(Path(out), rest)
-    else:
-        compare_updates(Path(out), *rest)
+    kit.answer(globals())

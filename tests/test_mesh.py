@@ -1,6 +1,6 @@
 """However ranks are divided into replicas, shards, parts of sequences and slices of matrices, the update is the same.
 
-Run as a file it is one rank of the comparison. What one rank does alone is worked out by the test.
+As a program it is one rank of the comparison. What one rank does alone is worked out by the test.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import make_learner, run_ranks, sample
+from kit import answer, make_learner, of_ranks, run_ranks, sample, words
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from rl_core.config import LoraConfig
-from rl_core.distributed import Mesh, Ranks, barrier, close_ranks, init_ranks, make_mesh, on_mesh
+from rl_core.distributed import Mesh, Ranks, barrier, make_mesh, on_mesh
 from rl_core.learning import logprobs as fused
 from rl_core.learning.checkpoint import load_checkpoint, save_checkpoint
 from rl_core.learning.model import export_policy, make_policy
@@ -141,9 +141,9 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max((a[n] - b[n]).abs().max().item() for n in a)
 
 
-def compare(folder: Path) -> None:
-    """Every rank: each case on its meshes. Rank 0 writes how far they are from what one rank did."""
-    ranks = init_ranks(60)
+def compare(ranks: Ranks, folder: str) -> dict:
+    """Every rank: how far each case is on its meshes from what one rank did."""
+    folder = Path(folder)
     alone = Ranks(rank=0, size=1, device=ranks.device, store=None)
     results: dict = {"logprobs": logprobs_of_a_split_vocabulary(ranks), "bf16": in_bf16(folder / "qwen3", ranks, alone)}
     # Each process group of gloo has threads of its own, so that a mesh is made once.
@@ -160,9 +160,7 @@ def compare(folder: Path) -> None:
         if (case, mesh) in SAVED:
             found["travels"] = travels(folder, model, flags, learner, alone)
         results[f"{case}, {num}, {mesh}"] = found
-    if ranks.rank == 0:
-        (folder / f"{ranks.size}.json").write_text(json.dumps(results))
-    close_ranks(ranks)
+    return results
 
 
 def travels(folder: Path, model: str, flags: str, learner, alone: Ranks) -> dict[str, float]:
@@ -242,8 +240,8 @@ def results(tmp_path_factory):
 
     def get(size: int) -> tuple[dict, dict]:
         if size not in found:
-            run_ranks(size, __file__, folder, timeout_s=300, env={"TRITON_INTERPRET": "1"})
-            found[size] = json.loads((folder / f"{size}.json").read_text())
+            interpret = {"TRITON_INTERPRET": "1"}
+            found[size] = of_ranks(size, __file__, "compare", folder, timeout_s=300, env=interpret)[0]
         return found[size], facts
 
     return get
@@ -322,12 +320,10 @@ def test_adapters_are_not_split():
 
 
 def test_a_run_with_a_model_that_cannot_be_split_is_refused(places, tmp_path):
-    flags = (
-        f"--model {places['model']} --algorithm sft --data.train {places['dir']}/rows.jsonl --out {tmp_path}/x --tp 3"
-    )
-    done = run_ranks(3, "-m", "rl_core.train", *flags.split(), check=False)
+    flags = words("--model", places["model"], "--algorithm sft --tp 3 --out", tmp_path / "x", "--data.train")
+    done = run_ranks(3, "-m", "rl_core.train", *flags, places["dir"] + "/rows.jsonl", check=False)
     assert done.returncode != 0 and "--tp=3 must divide the model's num_attention_heads=4" in done.stderr
 
 
 if __name__ == "__main__":
-    compare(Path(sys.argv[1]))
+    answer(globals())

@@ -231,7 +231,7 @@ def flags(model, data, out, *more) -> list[str]:
 
 def test_ranks_that_servers_do_not_divide_are_refused(tiny_model, sort_data, tmp_path):
     given = ["--actors.policy.engine_urls", "http://localhost:3,http://localhost:4"]
-    with pytest.raises(ValueError, match=r"\(2 servers\) must divide the 1 ranks"):
+    with pytest.raises(ValueError, match=r"engine_urls \(2\) must divide the 1 ranks"):
         make_plan(parse_config([*flags(tiny_model, sort_data, tmp_path / "run"), *given]))
 
 

@@ -36,8 +36,5 @@ class ImitatedRows:
             samples = option(PRESETS[config.algorithm].rows)(self.chat, task.row, *weights)
         except ValueError as error:
             raise ValueError(f"{task.id}: {error}") from None
-        longest, named = (
-            max((len(s.token_ids) for s in samples), default=0),
-            f"{limit} (max_prompt_tokens + max_tokens)",
-        )
-        return samples if fits(f"{task.id}: a row", longest, limit, named, config.data.skip_long) else []
+        longest, named = max([len(s.token_ids) for s in samples], default=0), "(max_prompt_tokens + max_tokens)"
+        return samples if fits(f"{task.id}: a row", longest, limit, f"{limit} {named}", config.data.skip_long) else []
