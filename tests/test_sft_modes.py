@@ -151,21 +151,13 @@ def samples_with(chat, rows, action_weight, observation_weight):
 def test_both_weights_1_is_the_loss_of_a_causal_language_model_over_these_tokens(any_model):
     samples = samples_with(load_chat(str(any_model)), talks(), 1.0, 1.0)
     loss, found = gradient(any_model, samples, "--algorithm sft --learner.microbatch_tokens 600")
-    model = AutoModelForCausalLM.from_pretrained(any_model, attn_implementation="sdpa")
-    longest = max(len(s.token_ids) for s in samples)
-
-    def padded(values, fill):
-        return torch.tensor([[*v, *[fill] * (longest - len(v))] for v in values])
-
-    labels = [[t if m else -100 for t, m in zip(s.token_ids, s.loss_mask, strict=True)] for s in samples]
-    is_token = padded([[1] * len(s.token_ids) for s in samples], 0)
-    out = model(
-        input_ids=padded([s.token_ids.tolist() for s in samples], 0),
-        attention_mask=is_token,
-        labels=padded(labels, -100),
-    )
-    out.loss.backward()
-    assert loss == pytest.approx(out.loss.item(), rel=1e-6)
+    model, total = AutoModelForCausalLM.from_pretrained(any_model, attn_implementation="sdpa"), 0.0
+    for s in samples:
+        labels = torch.tensor(np.where(s.loss_mask, s.token_ids, -100))[None]
+        total += model(input_ids=torch.tensor(s.token_ids)[None], labels=labels).loss * s.loss_mask.sum()
+    expected = total / sum(s.loss_mask.sum() for s in samples)
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, atol=1e-6, rtol=1e-4)
 
@@ -276,26 +268,19 @@ def test_another_tokenizer_or_template_reads_the_messages_anew(rollouts, tiny_mo
     assert [text.removesuffix("<|im_end|>") for weight, text in spans(other, sample) if weight] == actions
 
 
-def test_a_folder_without_fingerprints_reads_the_messages_anew(rollouts, tiny_model, tmp_path):
-    for file in rollouts.glob("step_*"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+def test_the_files_that_are_read(rollouts, tiny_model, tmp_path):
+    """Training episodes of all ranks; evaluations only if they are named. Without fingerprints, which a file alone lacks, the
+    messages are read anew."""
+    names = sorted(p.name for p in rollouts.glob("eval_*"))
+    counts = {file.name: len(load_rows(str(file))) for file in rollouts.glob("step_*")}
+    assert names and load_rows(str(rollouts / names[0])) and len(load_rows(str(rollouts))) == sum(counts.values())
+    for name in counts:
+        for rank in range(2):
+            copy = tmp_path / name.replace(".jsonl", f".rank_{rank:05d}.jsonl")
+            copy.write_bytes((rollouts / name).read_bytes())
+    assert len(load_rows(str(tmp_path))) == 2 * sum(counts.values())
     assert {row["tokenizer"] for row in load_rows(str(tmp_path))} == {""}
     assert {row["tokenizer"] for row in load_rows(str(rollouts))} == {load_chat(str(tiny_model)).fingerprint}
-
-
-def test_evaluations_are_read_only_if_they_are_named(rollouts):
-    names = sorted(p.name for p in rollouts.glob("eval_*"))
-    assert names
-    total = sum(len(load_rows(str(f))) for f in rollouts.glob("step_*"))
-    assert len(load_rows(str(rollouts))) == total
-    assert load_rows(str(rollouts / names[0]))
-
-
-def test_files_of_several_ranks_are_read_together(rollouts, tmp_path):
-    file = next(rollouts.glob("step_000001*"))
-    for rank in range(2):
-        (tmp_path / f"step_000001.rank_{rank:05d}.jsonl.zst").write_bytes(file.read_bytes())
-    assert len(load_rows(str(tmp_path))) == 2 * len(load_rows(str(file)))
 
 
 def test_what_rollouts_cannot_be(rollouts, tiny_model, tmp_path, capsys):
