@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -286,10 +284,9 @@ def test_time_in_the_queue_for_a_thread_is_not_time_in_the_hook(env_of):
 
 
 def test_threads_of_hooks_end_with_the_event_loop(env_of):
-    before = set(threading.enumerate())
+    before = set(sys._current_frames())
     assert play(env_of("def reward_fn(completion): return 1"), "4").reward == 1
-    gc.collect()
-    wait_until(lambda: not set(threading.enumerate()) - before, "the threads end")
+    wait_until(lambda: not set(sys._current_frames()) - before, "the threads end")
 
 
 def test_a_cancelled_episode_leaves_the_threads_usable(env_of):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import copy
 import inspect
@@ -107,8 +108,8 @@ async def outcome(awaitable: Awaitable) -> tuple[Any, BaseException | None]:
 
 
 def in_thread(function: Callable[[], Any]) -> asyncio.Future:
-    """Future of (result, exception) of a function in a daemon thread. One that hangs outlives its deadline, but blocks neither
-    the event loop nor the interpreter's exit."""
+    """Future of (result, exception) of a function in a thread of its own. One that hangs outlives its deadline, but blocks
+    neither the event loop nor the interpreter's exit."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 
@@ -120,7 +121,8 @@ def in_thread(function: Callable[[], Any]) -> asyncio.Future:
         with suppress(RuntimeError):  # the loop is closed: nobody waits
             loop.call_soon_threadsafe(lambda: future.done() or future.set_result(done))
 
-    threading.Thread(target=run, name="hook", daemon=True).start()
+    # Not a threading.Thread: its start() waits for the new thread, behind all hooks that compute.
+    _thread.start_new_thread(run, ())
     return future
 
 
