@@ -114,10 +114,10 @@ def make_learner(
     if actor.lr is not None:
         config = replace(config, optim=replace(config.optim, lr=actor.lr))
     if policy is None:
-        others = [n for n in config.sharers.get(name, []) if config.actors[n].is_trained]
-        own, *more = [(config.actors[n].lora, counter_seed(config.seed, n)) for n in [name, *others]]
-        more = {f"of_{n}": lora for n, lora in zip(others, more, strict=True)}
-        policy = make_trained(config, actor.model, ranks, *own, is_scoring=algorithm.is_scoring, more_adapters=more)
+        names = {name: "default"} if actor.lora.rank else {}
+        names |= {n: f"of_{n}" for n in config.sharers.get(name, []) if config.actors[n].is_trained}
+        adapters = {names[n]: (config.actors[n].lora, counter_seed(config.seed, n)) for n in names}
+        policy = make_trained(config, actor.model, ranks, adapters, algorithm.is_scoring)
         policy.is_shared = name in config.sharers
     reference = None
     if algorithm.needs_reference:

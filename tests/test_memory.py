@@ -101,7 +101,11 @@ def compare_updates(ranks: Ranks, model: str) -> dict:
 def compare_loading(ranks: Ranks, *models: str) -> dict:
     """Every rank: each model as the learner loads it and as transformers does."""
     found = {}
-    kinds = {"dp 2": (ranks, None, False), "scores": (ranks, None, True), "lora": (ranks, LoraConfig(rank=4), False)}
+    kinds = {
+        "dp 2": (ranks, None, False),
+        "scores": (ranks, None, True),
+        "lora": (ranks, {"default": (LoraConfig(rank=4), 0)}, False),
+    }
     kinds["tp 2"] = (on_mesh(ranks, Mesh(tp=2)), None, False)
     for path in models:
         whole = loading.load_hf_model(path, torch.float32, ranks.device)

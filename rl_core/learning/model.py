@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.functional import pad
 from transformers import AutoConfig, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
@@ -54,25 +55,23 @@ class PolicyModel(nn.Module):
         of the tokens before them, 0)."""
         assert self.is_on_device, "the weights are CPU-offloaded: enter learner.on_device()"
         self.activate(adapter)
-        part, ids, positions, sources = batch.shard, batch.input_ids, batch.position_ids, batch.sources
-        labels, starts, group = batch.labels, batch.cu_seqlens, None
-        if part is not None:
-            ids, positions = ids[part.tokens], positions[part.tokens]
-            sources, labels = part.sources, labels[part.trained]
-            starts, group = part.cu_seqlens, self.cp_group
-        plan = AttentionPlan(starts, batch.parents, ids.device, self.attention, group)
+        ids, positions, labels, part, group = batch.input_ids, batch.position_ids, batch.labels, batch, None
+        if batch.shard is not None:
+            part, group = batch.shard, self.cp_group
+            ids, positions, labels = ids[part.tokens], positions[part.tokens], labels[part.trained]
+        plan = AttentionPlan(part.cu_seqlens, batch.parents, ids.device, self.attention, group)
         inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
         with self.keeps_activations():
             output = backbone(self.hf)(**inputs, attention_plan=plan)
-        hidden_MD = output.last_hidden_state[0][sources]
+        hidden_MD = output.last_hidden_state[0][part.sources]
         if self.is_scoring:
             outputs = self.hf.score(hidden_MD)[:, 0].float()
             entropy = torch.zeros_like(outputs)
         else:
             head = self.hf.get_output_embeddings()
             outputs, entropy = fused_logprobs(hidden_MD, head.weight, labels, temperature)
-        if part is not None:
-            outputs, entropy = FromShards.apply(part, self.cp_group, outputs, entropy)
+        if batch.shard is not None:
+            outputs, entropy = FromShards.apply(part, self.cp_group, torch.stack([outputs, entropy]))
         return outputs, entropy
 
     @property
@@ -115,21 +114,19 @@ def make_policy(
     dtype: torch.dtype,
     ranks: Ranks,
     activation_checkpointing: bool = False,
-    lora: LoraConfig | None = None,
-    seed: int = 0,
+    adapters: dict[str, tuple[LoraConfig, int]] | None = None,
     is_scoring: bool = False,
     on_host: bool = False,
-    more_adapters: dict[str, tuple[LoraConfig, int]] | None = None,
     is_frozen: bool = False,
 ) -> PolicyModel:
     """Weights that are trained in fp32, frozen ones in the dtype of compute; sharded over all ranks if there are several or
-    compute is not in fp32. `on_host`: CPU offload; each block's weights come to the device to compute. `more_adapters`:
-    by name, each with its seed."""
+    compute is not in fp32. `on_host`: CPU offload; each block's weights come to the device to compute. `adapters`: by
+    name, each with its seed."""
     came_in = load_model_config(path).dtype or torch.float32
     is_split = ranks.size > 1 or dtype != torch.float32 or on_host
-    adapters = {"default": (lora, seed)} | (more_adapters or {}) if lora is not None and lora.rank > 0 else {}
-    quantized = option(f"{LORA}:quantization")(lora, dtype, ranks.device) if adapters else {}
-    kept_in = dtype if is_frozen or (adapters and dtype == came_in) else torch.float32
+    loras = {name: lora for name, (lora, _) in adapters.items()} if adapters else {}
+    quantized = option(f"{LORA}:quantization")(loras["default"], dtype, ranks.device) if loras else {}
+    kept_in = dtype if is_frozen or (loras and dtype == came_in) else torch.float32
     if is_split and not quantized:
         hf = load_hf_model(path, "auto", torch.device("cpu"), is_scoring)
         weights = take_weights(hf, kept_in)
@@ -138,8 +135,8 @@ def make_policy(
         hf = load_hf_model(path, kept_in, torch.device("cpu") if is_split else ranks.device, is_scoring, **quantized)
         weights = {}
     policy = PolicyModel(hf, came_in, dtype)
-    if adapters:
-        option(f"{LORA}:add_adapters")(policy, {name: lora for name, (lora, _) in adapters.items()}, path)
+    if loras:
+        option(f"{LORA}:add_adapters")(policy, loras, path)
     policy.cp_group = ranks.cp_group
     policy.train()
     if is_frozen:
@@ -155,8 +152,8 @@ def make_policy(
         weights_on = torch.device("cpu") if on_host else ranks.device
         policy._apply(lambda t: torch.empty_like(t, device=weights_on) if t.is_meta else t.to(ranks.device))
         fill_weights(hf, weights)
-    for name, (_, seed) in adapters.items():
-        option(f"{LORA}:draw_adapter")(hf, seed, name)
+    for name in loras:
+        option(f"{LORA}:draw_adapter")(hf, adapters[name][1], name)
     return policy
 
 
@@ -297,19 +294,18 @@ def replaced(folder: Path) -> Iterator[Path]:
 
 
 class FromShards(torch.autograd.Function):
-    """Each [m] tensor of this rank's trained tokens -> [M] that of the whole batch. Every rank goes on to compute the same
-    loss from all of them; a gradient goes back to its own alone, since the others' ranks send theirs."""
+    """[n, m] values of this rank's trained tokens -> [n, M] those of the whole batch. Every rank goes on to compute the same
+    loss from all of them; a gradient goes back to this rank's tokens alone, since the other ranks send theirs."""
 
     @staticmethod
-    def forward(ctx, shard, group, *values):
+    def forward(ctx, shard, group, values):
         ctx.trained = shard.trained
-        padded = values[0].new_zeros(len(values), max(shard.counts))
-        padded[:, : len(shard.trained)] = torch.stack(values)
+        padded = pad(values, (0, max(shard.counts) - values.shape[1]))
         gathered = [torch.empty_like(padded) for _ in shard.counts]
         dist.all_gather(gathered, padded, group=group)
         parts = [part[:, :n] for part, n in zip(gathered, shard.counts, strict=True)]
-        return tuple(row[shard.places] for row in torch.cat(parts, 1))
+        return torch.cat(parts, 1)[:, shard.places]
 
     @staticmethod
-    def backward(ctx, *grads):
-        return None, None, *(grad[ctx.trained] for grad in grads)
+    def backward(ctx, grad):
+        return None, None, grad[:, ctx.trained]
