@@ -254,25 +254,17 @@ def test_the_clip_ignores_a_ratio_only_where_it_would_gain_from_it():
     assert is_clipped.tolist() == [False, True, True, False, False]
 
 
-def test_bins_are_full_deterministic_and_within_their_limit():
-    lengths = [min(2000, int(random.Random(i).lognormvariate(5, 1)) + 1) for i in range(4096)]
-    bins = balanced_bins(lengths, 8192, 8, lengths)
-    assert bins == balanced_bins(lengths, 8192, 8, lengths)
-    assert len(bins) % 8 == 0
-    assert sorted(i for b in bins for i in b) == list(range(4096))
-    assert max(sum(lengths[i] for i in b) for b in bins) <= 8192
-    assert sum(lengths) / (len(bins) * max(sum(lengths[i] for i in b) for b in bins)) >= 0.95
-
-
-def test_bins_have_equal_work_where_attention_counts():
+@pytest.mark.parametrize("pair_work", [0.0, 1 / 7680])
+def test_bins_are_deterministic_within_their_limit_and_of_equal_work(pair_work):
     draw = random.Random(0)
     lengths = [min(4096, int(draw.lognormvariate(6, 1)) + 1) for _ in range(4096)]
-    work = [n + n * n / 7680 for n in lengths]
+    work = [n + n * n * pair_work for n in lengths]
     for max_tokens in (16_384, 32_768):
         bins = balanced_bins(lengths, max_tokens, 8, work)
+        assert bins == balanced_bins(lengths, max_tokens, 8, work) and len(bins) % 8 == 0
         assert sorted(i for b in bins for i in b) == list(range(4096))
         assert max(sum(lengths[i] for i in b) for b in bins) <= max_tokens
-        assert sum(work) / (len(bins) * max(sum(work[i] for i in b) for b in bins)) >= 0.99
+        assert sum(work) / (len(bins) * max(sum(work[i] for i in b) for b in bins)) >= 0.98
 
 
 def test_fewer_samples_than_ranks_leave_bins_empty():
