@@ -73,23 +73,19 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
         of_linear = NF4_BYTES if actor.lora.quantize == "nf4" else w
         frozen = of_linear * size.linear + w * (size.total - size.linear)
     weights, moments = (4 * trained + frozen) / shards, OPTIMIZER_BYTES[config.optim.name] * trained / shards
-    while_sampling = learner.offload == "none"
-    while_learning = learner.offload != "always"
+    while_sampling, while_learning = learner.offload == "none", learner.offload != "always"
     tokens = learner.microbatch_tokens
-    one_block = block_bytes(size, w, mesh.tp)
-    kept = size.layers * one_block
-    if learner.activations == "recompute":  # the input of each block, and all of the one that is computed anew
-        kept = size.layers * w * size.hidden + one_block
+    block = block_bytes(size, w, mesh.tp)
+    # Recomputed: the input of each block is kept, and all of one block.
+    kept = size.layers * w * size.hidden + block if learner.activations == "recompute" else size.layers * block
+    logits = 2 * min(LOGPROB_TILE_BYTES, 4 * tokens * size.vocabulary)
     found: Table = {
         "weights": (weights * while_sampling, weights * while_learning),
         "optimizer": (moments * while_sampling, moments * while_learning),
         "gradients": (0.0, 4 * trained / shards * while_learning),
         "gathered weights": (0.0, w * (size.total - size.linear + 2 * size.linear / size.layers) * (shards > 1)),
         "activations": (0.0, tokens * (kept + 2 * (4 + w) * size.hidden)),
-        "logprobs": (
-            0.0,
-            2 * min(LOGPROB_TILE_BYTES, 4 * tokens * size.vocabulary) + 4 * size.vocabulary * size.hidden / mesh.tp,
-        ),
+        "logprobs": (0.0, logits + 4 * size.vocabulary * size.hidden / mesh.tp),
     }
     if plan.algorithm.needs_reference and not size.adapters:
         found["reference"] = (0.0, w * size.total / shards)
