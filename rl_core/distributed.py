@@ -197,6 +197,6 @@ def local(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def whole(value: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that is split over ranks, every one of which must ask; any other as it is."""
+def unsharded(value: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that is split over ranks, each of which must call it; any other as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value

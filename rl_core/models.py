@@ -138,8 +138,8 @@ def make_trained(config: Config, path: str, ranks: Ranks, *how, **more) -> Polic
     """A model that is trained, with what --learner.* says of its memory."""
     learner = config.learner
     find_kernel(config.attention, ranks.device)  # before the weights are read
-    on_host, checkpointing = learner.offload == "always", learner.activations == "recompute"
-    model = make_policy(path, compute_dtype(config), ranks, checkpointing, *how, on_host=on_host, **more)
+    cpu_offload, checkpointing = learner.offload == "always", learner.activations == "recompute"
+    model = make_policy(path, compute_dtype(config), ranks, checkpointing, *how, cpu_offload=cpu_offload, **more)
     model.attention = config.attention
     if learner.activations == "offload":
         model.keeps_activations = option("rl_core.options.offload:activations_on_host")

@@ -77,10 +77,10 @@ def turn_advantages(
     return, over the returns of all turns of the group."""
     returns = [turn_returns(t, p, algorithm.turn_discount) for t, p in zip(group, penalties, strict=True)]
     flat = iter(group_advantages([r for values in returns for r in values], algorithm.advantage, advantage_fn))
-    found = [[next(flat) for _ in values] for values in returns]
+    advantages = [[next(flat) for _ in values] for values in returns]
     if algorithm.turn_discount is None:
-        return [values * len(t.turns) for t, values in zip(group, found, strict=True)]
-    return found
+        return [values * len(t.turns) for t, values in zip(group, advantages, strict=True)]
+    return advantages
 
 
 def turn_returns(t: Trajectory, penalty: float, discount: float | None) -> list[float]:

@@ -132,13 +132,6 @@ def mean_and_deviation(total: float, squares: float, count: float) -> tuple[floa
     return mean, 0.0 if deviation <= 1e-7 * max(abs(mean), 1e-30) else deviation
 
 
-def normalised(advantages: Tensor, total: float, squares: float, count: float) -> Tensor:
-    """(A - mean) / deviation over all trained tokens of the global batch, of which the sum, the sum of squares and the
-    number are given; 0 if they are all equal (REINFORCE++, arXiv:2501.03262)."""
-    mean, deviation = mean_and_deviation(total, squares, count)
-    return (advantages - mean) / deviation if deviation else torch.zeros_like(advantages)
-
-
 def overlong_penalty(length: int, max_tokens: int, buffer: int) -> float:
     """Added to a reward, in -1..0: it falls linearly over the last `buffer` of max_tokens (DAPO, arXiv:2503.14476,
     eq. 13). buffer 0 is a fifth of max_tokens, as there."""

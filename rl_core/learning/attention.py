@@ -54,7 +54,7 @@ Rows = slice | Tensor  # which tokens
 class Kernel:
     """forward(q, k, v, segments, scale) -> out [T, H, D], lse [H, T] of fp32, or fp64 for fp64
     backward(dout, q, k, v, out, lse, segments, scale) -> dq, dk, dv
-    ring(q, k, v, plan, scale) -> out: a library's own ring, if it has one"""
+    ring(q, k, v, plan, scale) -> out: a library's ring, if it has one"""
 
     forward: Callable
     backward: Callable
@@ -94,7 +94,7 @@ class Segments:
         # One query a sequence sends the flash kernels down their path for decoding, which lays out its results otherwise.
         self.max_q, self.max_k = max([2, *(q for q, _ in self.lengths)]), max([1, *(k for _, k in self.lengths)])
         self.is_causal, self.window = is_causal, window
-        self.layout: Any = None  # a kernel's own
+        self.layout: Any = None  # of the kernel that uses it
 
 
 def rows_of(parts: list[range | np.ndarray], device: torch.device) -> Rows:
@@ -108,7 +108,7 @@ def rows_of(parts: list[range | np.ndarray], device: torch.device) -> Rows:
 class AttentionPlan:
     """What attention needs to know about one batch, made once and given to every layer.
 
-    Its pieces start at cu_seqlens [N+1], on the host, and follow the prompts `parents` (-1: none); what follows one prompt
+    Its pieces start at cu_seqlens [N+1], on the CPU, and follow the prompts `parents` (-1: none); what follows one prompt
     stands together. With a group of ranks the pieces are this rank's parts of whole sequences."""
 
     def __init__(
@@ -176,8 +176,8 @@ class PackedAttention(torch.autograd.Function):
         out = lse = None
         for kv, parts in keys_and_segments([k_TGD, v_TGD], plan, window):
             for part in parts:
-                found = plan.kernel.forward(q_THD[part.q_rows], *(x[part.k_rows] for x in kv), part, scale)
-                out, lse = found if out is None else merged(out, lse, *found, part.q_rows)
+                result = plan.kernel.forward(q_THD[part.q_rows], *(x[part.k_rows] for x in kv), part, scale)
+                out, lse = result if out is None else merged(out, lse, *result, part.q_rows)
         out = out.to(q_THD.dtype)
         ctx.save_for_backward(q_THD, k_TGD, v_TGD, out, lse)
         ctx.how = plan, scale, window
@@ -191,12 +191,12 @@ class PackedAttention(torch.autograd.Function):
         for kv, parts in keys_and_segments([k, v], plan, window):
             # The gradient of these keys so far arrives from the rank before, which has just added its own part.
             arriving = None if dkv is None else Shift(dkv, plan)
-            found = [part_gradients(plan.kernel, dout, q, kv, out, lse, part, scale) for part in parts]
+            grads = [part_gradients(plan.kernel, dout, q, kv, out, lse, part, scale) for part in parts]
             dkv = arriving.wait() if arriving else [None, None]
-            for part, (dq_part, *dkv_part) in zip(parts, found, strict=True):
+            for part, (dq_part, *dkv_part) in zip(parts, grads, strict=True):
                 dq = added(dq, dq_part, part.q_rows, len(q))
                 dkv = [added(total, x, part.k_rows, len(kv[0])) for total, x in zip(dkv, dkv_part, strict=True)]
-            del found  # not while the next segments are computed
+            del grads  # not while the next segments are computed
         if plan.size > 1:
             dkv = [scattered(x.to(lse.dtype), plan) for x in dkv] if window else Shift(dkv, plan).wait()
         return dq.to(q.dtype), *(x.to(k.dtype) for x in dkv), None, None, None

@@ -13,8 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl_core.config import Config, OptimConfig
 from rl_core.data.packing import PackBudget
-from rl_core.distributed import Ranks, all_gather_json, local, whole
-from rl_core.learning.algorithms import Algorithm, kl_estimate, kl_penalised, learning_rate, normalised, token_losses
+from rl_core.distributed import Ranks, all_gather_json, local, unsharded
+from rl_core.learning.algorithms import (
+    Algorithm,
+    kl_estimate,
+    kl_penalised,
+    learning_rate,
+    mean_and_deviation,
+    token_losses,
+)
 from rl_core.learning.minibatches import Minibatch, shard_samples
 from rl_core.learning.model import PolicyModel, engine_weights, named_weights, reads_in_place
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics, count_once
@@ -83,8 +90,9 @@ class Learner:
             for v in (b.advantages.double() for b in batches):
                 sums += torch.stack([v.sum(), v.square().sum(), torch.ones_like(v).sum()])
             total, squares, count = self.global_sums(sums)
-            for batch in batches if count else []:
-                batch.advantages = normalised(batch.advantages, total, squares, count)
+            mean, deviation = mean_and_deviation(total, squares, max(count, 1))
+            for batch in batches:  # 0 where all are equal (REINFORCE++, arXiv:2501.03262)
+                batch.advantages = (batch.advantages - mean) * (1 / deviation if deviation else 0.0)
         return metrics
 
     def global_sums(self, sums: Tensor) -> list[float]:
@@ -209,7 +217,7 @@ class Learner:
         by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}  # torch takes the norm of tensors on one mesh
         for grad in (p.grad for _, p in self.trained_parameters() if p.grad is not None):
             by_mesh.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
-        norms = [whole(torch.nn.utils.get_total_norm(grads)) for grads in by_mesh.values()]
+        norms = [unsharded(torch.nn.utils.get_total_norm(grads)) for grads in by_mesh.values()]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         if limit := self.config.optim.max_grad_norm:
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)

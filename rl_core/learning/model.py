@@ -22,7 +22,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl_core.config import LoraConfig
-from rl_core.distributed import Ranks, local, whole
+from rl_core.distributed import Ranks, local, unsharded
 from rl_core.learning.attention import AttentionPlan
 from rl_core.learning.loading import fill_weights, load_hf_model, load_model_config, take_weights
 from rl_core.learning.logprobs import fused_logprobs
@@ -116,14 +116,14 @@ def make_policy(
     activation_checkpointing: bool = False,
     adapters: dict[str, tuple[LoraConfig, int]] | None = None,
     is_scoring: bool = False,
-    on_host: bool = False,
+    cpu_offload: bool = False,
     is_frozen: bool = False,
 ) -> PolicyModel:
     """Weights that are trained in fp32, frozen ones in the dtype of compute; sharded over all ranks if there are several or
-    compute is not in fp32. `on_host`: CPU offload; each block's weights come to the device to compute. `adapters`: by
+    compute is not in fp32. `cpu_offload`: each block's weights come to the device to compute. `adapters`: by
     name, each with its seed."""
     came_in = load_model_config(path).dtype or torch.float32
-    is_split = ranks.size > 1 or dtype != torch.float32 or on_host
+    is_split = ranks.size > 1 or dtype != torch.float32 or cpu_offload
     loras = {name: lora for name, (lora, _) in adapters.items()} if adapters else {}
     quantized = option(f"{LORA}:quantization")(loras["default"], dtype, ranks.device) if loras else {}
     kept_in = dtype if is_frozen or (loras and dtype == came_in) else torch.float32
@@ -146,10 +146,10 @@ def make_policy(
         # transformers 5.23 renamed it; both default to the non-reentrant form.
         getattr(hf, "activation_checkpointing_enable", hf.gradient_checkpointing_enable)()
     if is_split:
-        shard_policy(policy, dtype, ranks, on_host)
+        shard_policy(policy, dtype, ranks, cpu_offload)
     if weights:
         # Not to_empty(), which would destroy the buffers. FSDP hears of it through its own _apply.
-        weights_on = torch.device("cpu") if on_host else ranks.device
+        weights_on = torch.device("cpu") if cpu_offload else ranks.device
         policy._apply(lambda t: torch.empty_like(t, device=weights_on) if t.is_meta else t.to(ranks.device))
         fill_weights(hf, weights)
     for name in loras:
@@ -178,7 +178,7 @@ def make_reference(path: str, dtype: torch.dtype, ranks: Ranks) -> PolicyModel:
     return policy
 
 
-def shard_policy(policy: PolicyModel, dtype: torch.dtype, ranks: Ranks, on_host: bool = False) -> None:
+def shard_policy(policy: PolicyModel, dtype: torch.dtype, ranks: Ranks, cpu_offload: bool = False) -> None:
     """Matrices split over tp ranks, then each block and the rest over the others of a copy (FSDP2; HSDP with several
     copies); compute in `dtype`, sums of gradients in fp32."""
     split_again = None
@@ -186,7 +186,7 @@ def shard_policy(policy: PolicyModel, dtype: torch.dtype, ranks: Ranks, on_host:
         split_again = option(f"{TP}:split_matrices")(policy, ranks.weights_mesh)
     dims = ("dp_replicate", "dp_shard_cp") if ranks.mesh.dp_replicate > 1 else ("dp_shard_cp",)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if on_host else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if cpu_offload else OffloadPolicy()
     how = {"mesh": ranks.weights_mesh[dims], "offload_policy": offload}
     for block in blocks_of(policy.hf):
         fully_shard(block, mp_policy=precision, **how)
@@ -240,7 +240,7 @@ def named_weights(
         yield from option(f"{LORA}:merged_weights")(policy.hf, adapter, dtype)
     else:
         for name, value in policy.hf.named_parameters():
-            yield name, whole(value.detach().to(dtype or value.dtype))  # cast before it travels
+            yield name, unsharded(value.detach().to(dtype or value.dtype))  # cast before it travels
     parameters = dict(policy.hf.named_parameters(remove_duplicate=False))
     for name, value in policy.hf.state_dict(keep_vars=True).items():
         if name not in parameters and isinstance(value, Tensor) and ".base_layer." not in name:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from rl_core.config import LoraConfig
-from rl_core.distributed import Ranks, whole
+from rl_core.distributed import Ranks, unsharded
 from rl_core.learning import attention
 from rl_core.learning.loading import local_slices
 from rl_core.learning.model import PolicyModel, replaced
@@ -123,7 +123,7 @@ def adapter_parameters(model: nn.Module, adapter: str = "default") -> Iterator[t
 def adapter_weights(model: nn.Module, adapter: str) -> Iterator[tuple[str, Tensor]]:
     """(peft's name, unsharded tensor) of each matrix of an adapter. Every rank must exhaust it."""
     for name, parameter in adapter_parameters(model, adapter):
-        yield f"base_model.model.{name.replace('.default.', '.')}", whole(parameter.detach())
+        yield f"base_model.model.{name.replace('.default.', '.')}", unsharded(parameter.detach())
 
 
 def merged_weights(model: nn.Module, adapter: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -133,14 +133,14 @@ def merged_weights(model: nn.Module, adapter: str, dtype: torch.dtype | None = N
         if ".lora_" in name:
             continue
         layer_name, _, kind = name.rpartition(".")
-        owner_name, value = layer_name.removesuffix(".base_layer"), whole(parameter.detach())
+        owner_name, value = layer_name.removesuffix(".base_layer"), unsharded(parameter.detach())
         layer, owner = model.get_submodule(layer_name), model.get_submodule(owner_name)
         if kind == "weight" and (quant_state := getattr(layer, "quant_state", None)) is not None:
             from bitsandbytes.functional import dequantize_4bit
 
             value = dequantize_4bit(value, quant_state)
         if kind == "weight" and adapter in getattr(owner, "lora_A", ()):
-            a_RD, b_DR = (whole(part[adapter].weight.detach()) for part in (owner.lora_A, owner.lora_B))
+            a_RD, b_DR = (unsharded(part[adapter].weight.detach()) for part in (owner.lora_A, owner.lora_B))
             value = value.float() + owner.scaling[adapter] * (b_DR @ a_RD)
         yield f"{owner_name}.{kind}", value if dtype is None else value.to(dtype)
 

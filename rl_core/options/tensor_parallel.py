@@ -38,11 +38,6 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def regions(plan: dict[str, str]) -> set[str]:
-    """Names of the modules that hold split layers: attention and MLP."""
-    return {name.rpartition(".")[0] for name in plan}
-
-
 def check_tensor_parallel(tp: int, model_config: PretrainedConfig, lora: LoraConfig | None = None) -> None:
     """Raises ValueError if the model cannot be split over `tp` ranks, before any weight is read."""
     if tp == 1:
@@ -72,7 +67,8 @@ def problem_of(plan: dict[str, str], model_config: PretrainedConfig) -> str | No
         return f"{{}} splits layers as {unknown[0]}, which is not known here"
     with torch.device("meta"):
         layers = AutoModelForCausalLM.from_config(model_config).base_model
-    names, inside = (n.rpartition(".")[0] for n, _ in layers.named_parameters()), {f"{r}.*" for r in regions(plan)}
+    names = (n.rpartition(".")[0] for n, _ in layers.named_parameters())
+    inside = [f"{name.rpartition('.')[0]}.*" for name in plan]  # attention and MLP
     if left_out := [name for name in names if matches(name, inside) and not matches(name, plan)]:
         return f"the plan for {{}} leaves out {left_out[0]}, whose gradient would be of a rank's own heads alone"
     return None
@@ -90,8 +86,9 @@ def split_matrices(policy: PolicyModel, weights_mesh: DeviceMesh) -> Callable[[n
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # Each rank has the same unsharded weights, or none yet: nothing is sent.
     parallelize_module(hf.base_model, mesh, plan, src_data_rank=None)
+    readers = [name.rpartition(".")[0] for name in plan]  # attention and MLP
     for name, module in hf.base_model.named_modules():
-        if matches(name, regions(plan)):
+        if matches(name, readers):
             module.register_forward_pre_hook(partial(share_input, mesh), with_kwargs=True)
     parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None)
     if is_tied:
