@@ -35,10 +35,11 @@ def run(engine, prompts, params, first_seed: int = 0):
     return asyncio.run(gather())
 
 
-def assert_logprobs(model, prompt, completion, temperature=1.0):
-    """By one plain forward."""
-    expected = logprobs_of(model, prompt, completion.token_ids, temperature)
-    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+def assert_logprobs(model, prompts, completions, temperature=1.0):
+    """By plain forwards."""
+    for prompt, completion in zip(prompts, completions, strict=True):
+        expected = logprobs_of(model, prompt, completion.token_ids, temperature)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
 
 
 async def has_decoded(engine, num_steps):
@@ -54,8 +55,7 @@ def test_logprobs_equal_a_plain_forward_with_fewer_slots_than_requests(any_model
     model = load(any_model)
     prompts = random_prompts(30, seed=1)
     params = [SamplingParams(max_tokens=1 + i % 17, temperature=temperature) for i in range(30)]
-    for prompt, completion in zip(prompts, run(embedded(model, num_slots=7), prompts, params), strict=True):
-        assert_logprobs(model, prompt, completion, temperature)
+    assert_logprobs(model, prompts, run(embedded(model, num_slots=7), prompts, params), temperature)
 
 
 def test_logprobs_equal_a_plain_forward_over_the_turns_of_a_session(any_model):
@@ -75,8 +75,7 @@ def test_logprobs_equal_a_plain_forward_over_the_turns_of_a_session(any_model):
         return await asyncio.gather(*(converse(i) for i in range(7)))
 
     for turns in asyncio.run(converse_all()):
-        for prompt, completion in turns:
-            assert_logprobs(model, prompt, completion)
+        assert_logprobs(model, *zip(*turns, strict=True))
 
 
 def test_a_sliding_window_is_honoured(tiny_model):
@@ -86,8 +85,7 @@ def test_a_sliding_window_is_honoured(tiny_model):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     prompts = random_prompts(6)
     completions = run(embedded(model), prompts, SamplingParams(max_tokens=12))
-    for prompt, completion in zip(prompts, completions, strict=True):
-        assert_logprobs(model, prompt, completion)
+    assert_logprobs(model, prompts, completions)
 
 
 def test_samples_do_not_depend_on_the_rest_of_the_batch_or_on_the_number_of_slots(model):
@@ -144,7 +142,7 @@ def test_one_requests_limits_leave_the_others_alone(model):
     assert first.token_ids == alone[0].token_ids
     assert first.logprobs == pytest.approx(alone[0].logprobs, abs=1e-5)
     assert narrow.logprobs == pytest.approx([0.0] * 10, abs=1e-6)
-    assert_logprobs(model, prompts[2], greedy)
+    assert_logprobs(model, prompts[2:], [greedy])
 
 
 # What it costs
@@ -154,8 +152,7 @@ def test_a_groups_prompt_is_prefilled_once_even_if_it_outlives_its_first_owner(m
     prompts = [prompt for prompt in random_prompts(3, seed=5) for _ in range(8)]
     engine = embedded(model, num_slots=5)
     params = [SamplingParams(max_tokens=1 + i % 9) for i in range(24)]
-    for prompt, completion in zip(prompts, run(engine, prompts, params), strict=True):
-        assert_logprobs(model, prompt, completion)
+    assert_logprobs(model, prompts, run(engine, prompts, params))
     assert engine.stats["prefill_tokens"] == sum(map(len, prompts[::8]))
 
 
@@ -168,7 +165,7 @@ def test_a_session_prefills_only_what_its_prompt_adds(model):
         before = engine.stats["prefill_tokens"]
         second = second_of(one)
         two = await engine.generate(second, params, seed=2, session="s")
-        assert_logprobs(model, second, two)
+        assert_logprobs(model, [second], [two])
         engine.end_session("s")
         engine.end_session("never seen")
         return engine.stats["prefill_tokens"] - before
@@ -193,8 +190,7 @@ def test_turns_of_unlike_lengths_go_together_up_to_the_end_of_the_context(model)
         await turn(first)
         return await turn(second)
 
-    for prompt, completion in zip(second, asyncio.run(two_turns()), strict=True):
-        assert_logprobs(model, prompt, completion)
+    assert_logprobs(model, second, asyncio.run(two_turns()))
     assert engine.stats["prefill_tokens"] == 10 + 55 + 30 + 8
 
 
@@ -220,8 +216,7 @@ def test_long_and_ragged_prompts_are_prefilled_in_bounded_pieces(model, monkeypa
     completions = run(embedded(model, num_slots=10), prompts, SamplingParams(max_tokens=5))
     handle.remove()
     assert max(widths) <= 32
-    for prompt, completion in zip(prompts, completions, strict=True):
-        assert_logprobs(model, prompt, completion)
+    assert_logprobs(model, prompts, completions)
 
 
 def test_late_requests_are_admitted_while_others_decode(model):
@@ -235,8 +230,7 @@ def test_late_requests_are_admitted_while_others_decode(model):
         return await slow, quick
 
     slow, quick = asyncio.run(join())
-    assert_logprobs(model, [1, 2], slow)
-    assert_logprobs(model, [3, 4, 5], quick)
+    assert_logprobs(model, [[1, 2], [3, 4, 5]], [slow, quick])
 
 
 # Its life
@@ -256,7 +250,7 @@ def test_new_weights_in_place_change_the_samples_and_drop_what_was_cached(model)
 
     old, second, new = asyncio.run(before_and_after())
     assert (old.policy_version, new.policy_version) == (0, 4)
-    assert_logprobs(model, second, new)
+    assert_logprobs(model, [second], [new])
 
 
 async def interrupted(engine, prompts, params, at: list[int], change) -> list:
@@ -332,9 +326,9 @@ def test_a_context_ends_where_the_models_positions_do():
     config = AutoConfig.for_model("gpt2", n_positions=32, n_embd=32, n_layer=1, n_head=2, vocab_size=VOCAB_SIZE)
     model = AutoModelForCausalLM.from_config(config).eval()
     engine, prompt = embedded(model), [5] * 28
-    for completion in run(engine, [prompt] * 3, SamplingParams(max_tokens=50)):
-        assert (len(completion.token_ids), completion.finish_reason) == (4, "length")
-        assert_logprobs(model, prompt, completion)
+    found = run(engine, [prompt] * 3, SamplingParams(max_tokens=50))
+    assert [(len(c.token_ids), c.finish_reason) for c in found] == [(4, "length")] * 3
+    assert_logprobs(model, [prompt] * 3, found)
     with pytest.raises(ValueError, match="prompt of 40 tokens"):
         run(engine, [[5] * 40] * 3, SamplingParams(max_tokens=1))
 
@@ -413,7 +407,7 @@ def test_a_conversation_goes_on_with_its_own_keys_and_values_until_its_own_adapt
             await engine.update(weights[update_of].items(), 2, adapter=update_of)
         longer, before = [*prompt, *first.token_ids, 5, 6], engine.stats["prefill_tokens"]
         second = await engine.generate(longer, params, seed=1, session="s", adapter=name)
-        assert_logprobs(models[name], longer, second)
+        assert_logprobs(models[name], [longer], [second])
         return engine.stats["prefill_tokens"] - before, longer
 
     for name, update_of, is_reused in (("bob", "alice", True), ("bob", "bob", False), ("alice", "", False)):

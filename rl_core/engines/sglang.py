@@ -73,7 +73,7 @@ class SGLangEngine:
         self._asleep: set[str] = set()  # of MEMORY
         self._changing, self._may_run = asyncio.Lock(), asyncio.Event()
         self._may_run.set()
-        self._num_pauses = self._num_running = self._num_asked = 0  # asked: requests at the server
+        self._num_asked = 0  # requests at the server
         self._aborts: set[asyncio.Task] = set()
 
     async def wake(self) -> None:
@@ -106,16 +106,12 @@ class SGLangEngine:
         assert not adapter or adapter in self._slots, adapter
         max_tokens = min(params.max_tokens, spec.max_context_tokens - len(prompt_ids))
         done = Completion(token_ids=[], logprobs=[], text="", finish_reason="", policy_version=self.version)
-        self._num_running += 1
-        try:
-            while not done.finish_reason:
-                await self._may_run.wait()
-                await self._be_awake()
-                # A pause may have come meanwhile; nothing is awaited from here to the request.
-                if self._may_run.is_set():
-                    await self._extend(done, prompt_ids, params, max_tokens, adapter)
-        finally:
-            self._num_running -= 1
+        while not done.finish_reason:
+            await self._may_run.wait()
+            await self._be_awake()
+            # A pause may have come meanwhile; nothing is awaited from here to the request.
+            if self._may_run.is_set():
+                await self._extend(done, prompt_ids, params, max_tokens, adapter)
         if spec.tokenizer is not None:
             how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
             done.text = spec.tokenizer.decode(done.token_ids, **how)
@@ -125,7 +121,7 @@ class SGLangEngine:
         self, done: Completion, prompt_ids: list[int], params: SamplingParams, max_tokens: int, adapter: str
     ) -> None:
         """Samples more tokens, up to the end or the next pause."""
-        slot, rid, num_pauses = self._slots.get(adapter), uuid.uuid4().hex, self._num_pauses
+        slot, rid = self._slots.get(adapter), uuid.uuid4().hex
         note_version(done, slot.version if slot else self.version)
         body = {"rid": rid, "input_ids": [*prompt_ids, *done.token_ids], "return_logprob": True}
         body["sampling_params"] = sampling_params(params, max_tokens - len(done.token_ids))
@@ -143,9 +139,9 @@ class SGLangEngine:
             self._num_asked -= 1
         if slot:
             slot.was_aborted |= answer["meta_info"]["finish_reason"]["type"] == "abort"
-        self._take(answer, done, params, max_tokens, is_paused=num_pauses != self._num_pauses)
+        self._take(answer, done, params, max_tokens)
 
-    def _take(self, answer: dict, done: Completion, params: SamplingParams, max_tokens: int, is_paused: bool) -> None:
+    def _take(self, answer: dict, done: Completion, params: SamplingParams, max_tokens: int) -> None:
         meta, tokens = answer["meta_info"], answer.get("output_ids") or []
         if self._weights and meta.get("weight_version", self._weights.name) != self._weights.name:
             self.server.stop()
@@ -157,7 +153,7 @@ class SGLangEngine:
         done.token_ids += tokens
         done.logprobs += logprobs
         reason = meta["finish_reason"]
-        if reason["type"] == "abort" and not is_paused:
+        if reason["type"] == "abort" and self._may_run.is_set():  # not by a pause, which waits for all answers
             raise RuntimeError(f"SGLang aborted a request: {reason.get('message') or reason}")
         is_stop_token = bool(tokens) and tokens[-1] in params.stop_token_ids
         if reason["type"] == "stop" and (isinstance(reason.get("matched"), str) or is_stop_token):
@@ -213,8 +209,8 @@ class SGLangEngine:
         await self._ask("load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)})
 
     def _check_idle(self) -> None:
-        if self._num_running and self._may_run.is_set():
-            raise RuntimeError(f"{self._num_running} requests are running; await or cancel them, or pause the engine")
+        if self._num_asked and self._may_run.is_set():
+            raise RuntimeError(f"{self._num_asked} requests are running; await or cancel them, or pause the engine")
 
     async def sleep(self) -> None:
         """See Engine. A server that somebody else runs keeps its memory."""
@@ -230,7 +226,6 @@ class SGLangEngine:
         """See Engine. Requests are aborted at the server. After `resume` they are sent again with their tokens. Meanwhile the
         server may sleep, restart and get weights."""
         self._may_run.clear()
-        self._num_pauses += 1
         while self._num_asked and self.server.is_alive:
             await self._ask("abort_request", {"abort_all": True})
             await asyncio.sleep(0.02)  # a request may have been on its way

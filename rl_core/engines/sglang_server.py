@@ -114,19 +114,13 @@ class Server:
         self.process.stdin.close()
 
     def _log_end(self, num_lines: int) -> str:
-        try:
-            lines = self.spec.log.read_bytes()[-20_000:].decode(errors="replace").splitlines()
-        except OSError:  # a server that somebody else runs
-            return ""
+        log = self.spec.log.read_bytes() if self.process else b""
+        lines = log[-20_000:].decode(errors="replace").splitlines()
         return "\n".join([line[:300] for line in lines if line.strip()][-num_lines:])
 
     def died(self, what: str) -> EngineDied:
-        if not self.is_own:
-            return EngineDied(f"{self} {what}")
-        code = self.process.poll() if self.process else None
-        return EngineDied(
-            f"{self} {what} (exit status {code}); the end of {self.spec.log}:\n{self._log_end(LOG_LINES)}"
-        )
+        code, log = self.process and self.process.poll(), f"the end of {self.spec.log}:\n{self._log_end(LOG_LINES)}"
+        return EngineDied(f"{self} {what}" + (f" (exit status {code}); {log}" if self.process else ""))
 
     async def gone(self, error: Exception) -> EngineDied:
         """The error to raise after it closed a connection without an answer."""
