@@ -15,17 +15,9 @@ from rl_core.config import Config
 from rl_core.data.chat import Chat, load_chat
 from rl_core.distributed import Ranks
 from rl_core.learning.algorithms import Algorithm
-from rl_core.learning.attention import find_kernel
 from rl_core.learning.learner import Learner
 from rl_core.learning.loading import load_hf_model, load_model_config
-from rl_core.learning.model import (
-    PolicyModel,
-    compile_blocks,
-    make_policy,
-    make_reference,
-    named_weights,
-    reads_in_place,
-)
+from rl_core.learning.model import PolicyModel, make_policy, make_reference, named_weights, reads_in_place
 from rl_core.rules import check
 from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.sampling.weights import load_weights
@@ -110,19 +102,19 @@ def make_learner(
 ) -> Learner:
     """The learner of an actor, with an optimizer that has not stepped yet, and with the reference and the critic that the
     algorithm asks for. Both start as the model at the start of the run. `shared`: the model of which it trains an adapter."""
-    actor, policy = config.actors[name], shared
+    actor, policy, dtype = config.actors[name], shared, compute_dtype(config)
     if actor.lr is not None:
         config = replace(config, optim=replace(config.optim, lr=actor.lr))
     if policy is None:
         names = {name: "default"} if actor.lora.rank else {}
         names |= {n: f"of_{n}" for n in config.sharers.get(name, []) if config.actors[n].is_trained}
         adapters = {names[n]: (config.actors[n].lora, counter_seed(config.seed, n)) for n in names}
-        policy = make_trained(config, actor.model, ranks, adapters, algorithm.is_scoring)
+        how = {"is_scoring": algorithm.is_scoring, "attention": config.attention}
+        policy = make_policy(actor.model, dtype, ranks, config.learner, adapters, **how)
         policy.is_shared = name in config.sharers
     reference = None
     if algorithm.needs_reference:
-        reference = policy if policy.adapters else make_reference(actor.model, compute_dtype(config), ranks)
-        reference.attention = config.attention
+        reference = policy if policy.adapters else make_reference(actor.model, dtype, ranks, config.attention)
     critic = make_critic(config, actor.model, ranks, name) if algorithm.has_critic else None
     adapter = f"of_{name}" if shared is not None else None
     return Learner(config, algorithm, policy, ranks, reference, critic, name=name, adapter=adapter)
@@ -130,22 +122,9 @@ def make_learner(
 
 def make_critic(config: Config, path: str, ranks: Ranks, name: str = "policy") -> Any:
     """An unsharded or sharded model as the policy is: --critic.model, or the one at `path` with a value of 0 everywhere."""
-    model = make_trained(config, config.critic.model or path, ranks, is_scoring=True)
+    how = {"is_scoring": True, "attention": config.attention}
+    model = make_policy(config.critic.model or path, compute_dtype(config), ranks, config.learner, **how)
     return option("rl_core.options.critic:Critic")(config, model, ranks, name)
-
-
-def make_trained(config: Config, path: str, ranks: Ranks, *how, **more) -> PolicyModel:
-    """A model that is trained, with what --learner.* says of its memory."""
-    learner = config.learner
-    find_kernel(config.attention, ranks.device)  # before the weights are read
-    cpu_offload, checkpointing = learner.offload == "always", learner.activations == "recompute"
-    model = make_policy(path, compute_dtype(config), ranks, checkpointing, *how, cpu_offload=cpu_offload, **more)
-    model.attention = config.attention
-    if learner.activations == "offload":
-        model.keeps_activations = option("rl_core.options.offload:activations_on_host")
-    if learner.kernels == "compile":
-        compile_blocks(model)
-    return model
 
 
 def is_read(learner: Learner) -> bool:

@@ -124,7 +124,7 @@ def held(engine: Engine | None) -> dict[str, float]:
 
 async def measure(kind: str, folder: str, args: argparse.Namespace, ranks: Ranks, out: Path) -> dict:
     dtype, clock, counts = getattr(torch, args.dtype), Clock(), []
-    policy = make_policy(folder, dtype, ranks, False)
+    policy = make_policy(folder, dtype, ranks)
     if not isinstance(next(policy.hf.parameters()), DTensor):  # of one rank in fp32, which would be read in place
         shard_policy(policy, dtype, ranks)
     before = held(None)  # without an engine

@@ -39,7 +39,7 @@ def logprobs(learner: Learner, adapter: str | None = None) -> torch.Tensor:
 
 def test_new_adapters_change_nothing_and_disabled_ones_neither(any_model):
     learner = make_lora_learner(any_model)
-    plain = make_policy(str(any_model), torch.float32, learner.ranks, False)
+    plain = make_policy(str(any_model), torch.float32, learner.ranks)
     adapted, learner.policy = learner.policy, plain
     want, learner.policy = logprobs(learner, ""), adapted
     assert torch.equal(logprobs(learner), want)
@@ -81,7 +81,7 @@ def test_targets_choose_the_layers(tiny_model):
 def test_a_gradient_is_that_of_w_plus_the_product(tiny_model):
     """dL/dA = scale B^T dL/dW and dL/dB = scale dL/dW A^T, with dL/dW of the plain model that has the merged weights."""
     learner = with_random_adapters(make_lora_learner(tiny_model))
-    plain = make_policy(str(tiny_model), torch.float32, learner.ranks, False)
+    plain = make_policy(str(tiny_model), torch.float32, learner.ranks)
     plain.hf.load_state_dict(dict(learner.named_weights()), strict=False)
     merged = Learner(learner.config, learner.algorithm, plain, learner.ranks)
     full, _ = gradients(merged, ragged_samples())

@@ -105,14 +105,14 @@ def compare_loading(ranks: Ranks, *models: str) -> dict:
         "dp 2": (ranks, None, False),
         "scores": (ranks, None, True),
         "lora": (ranks, {"default": (LoraConfig(rank=4), 0)}, False),
+        "tp 2": (on_mesh(ranks, Mesh(tp=2)), None, False),
     }
-    kinds["tp 2"] = (on_mesh(ranks, Mesh(tp=2)), None, False)
     for path in models:
         whole = loading.load_hf_model(path, torch.float32, ranks.device)
         scores = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
         torch.nn.init.zeros_(scores.score.weight)
-        for kind, (ranks_of_kind, lora, is_scoring) in kinds.items():
-            policy = make_policy(path, torch.float32, ranks_of_kind, False, lora, is_scoring=is_scoring)
+        for kind, (ranks_of_kind, adapters, is_scoring) in kinds.items():
+            policy = make_policy(path, torch.float32, ranks_of_kind, None, adapters, is_scoring)
             expected = scores if is_scoring else whole
             found[f"{Path(path).name} {kind}"] = differences(policy, expected)
             assert is_scoring or policy.hf.generation_config.to_dict() == whole.generation_config.to_dict()

@@ -356,7 +356,7 @@ def test_the_accuracy_of_held_out_pairs_rises(algorithm, preference_runs):
 
 def test_the_exported_reward_model_gives_our_scores_to_a_padded_batch(preference_runs, pair_data):
     folder = preference_runs["rm"] / "hf/policy"
-    chat, ours = load_chat(str(folder)), make_policy(str(folder), torch.float32, init_ranks(60), False, is_scoring=True)
+    chat, ours = load_chat(str(folder)), make_policy(str(folder), torch.float32, init_ranks(60), is_scoring=True)
     rows = [json.loads(line) for line in (pair_data / "eval.jsonl").read_text().splitlines()[:8]]
     samples = [s for row in rows for s in scored_pair(chat, row)]
     with torch.no_grad():

@@ -82,7 +82,7 @@ def test_one_set_of_weights_serves_both_learners_and_their_engine(talk, tiny_mod
 def test_a_step_of_one_leaves_the_other_and_the_base_bit_for_bit(talk, tiny_model, tmp_path):
     given = with_random_adapters(make_run(tmp_path / "run", talk))
     bob, alice = given.learners["bob"], given.learners["alice"]
-    plain = logprobs(bob, make_policy(str(tiny_model), torch.float32, given.ranks, False))
+    plain = logprobs(bob, make_policy(str(tiny_model), torch.float32, given.ranks))
     before = {name: logprobs(learner) for name, learner in given.learners.items()}
     assert torch.equal(logprobs(alice, adapter=""), plain)  # the reference
     for _ in range(2):

@@ -21,9 +21,9 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from rl_core.config import LoraConfig
+from rl_core.config import LearnerConfig, LoraConfig
 from rl_core.distributed import Ranks, local, unsharded
-from rl_core.learning.attention import AttentionPlan
+from rl_core.learning.attention import AttentionPlan, find_kernel
 from rl_core.learning.loading import fill_weights, load_hf_model, load_model_config, take_weights
 from rl_core.learning.logprobs import fused_logprobs
 from rl_core.types import PackedBatch, option
@@ -113,15 +113,18 @@ def make_policy(
     path: str,
     dtype: torch.dtype,
     ranks: Ranks,
-    activation_checkpointing: bool = False,
+    how: LearnerConfig | None = None,
     adapters: dict[str, tuple[LoraConfig, int]] | None = None,
     is_scoring: bool = False,
-    cpu_offload: bool = False,
     is_frozen: bool = False,
+    attention: str = "auto",
 ) -> PolicyModel:
     """Weights that are trained in fp32, frozen ones in the dtype of compute; sharded over all ranks if there are several or
-    compute is not in fp32. `cpu_offload`: each block's weights come to the device to compute. `adapters`: by
-    name, each with its seed."""
+    compute is not in fp32. `how`: memory and kernels; with CPU offload each block's weights come to the device to compute.
+    `adapters`: by name, each with its seed."""
+    find_kernel(attention, ranks.device)  # before the weights are read
+    how = how or LearnerConfig()
+    cpu_offload = how.offload == "always"
     came_in = load_model_config(path).dtype or torch.float32
     is_split = ranks.size > 1 or dtype != torch.float32 or cpu_offload
     loras = {name: lora for name, (lora, _) in adapters.items()} if adapters else {}
@@ -137,12 +140,12 @@ def make_policy(
     policy = PolicyModel(hf, came_in, dtype)
     if loras:
         option(f"{LORA}:add_adapters")(policy, loras, path)
-    policy.cp_group = ranks.cp_group
+    policy.cp_group, policy.attention = ranks.cp_group, attention
     policy.train()
     if is_frozen:
         policy.requires_grad_(False)
     without_dropout(hf)
-    if activation_checkpointing:
+    if how.activations == "recompute":
         # transformers 5.23 renamed it; both default to the non-reentrant form.
         getattr(hf, "activation_checkpointing_enable", hf.gradient_checkpointing_enable)()
     if is_split:
@@ -154,6 +157,10 @@ def make_policy(
         fill_weights(hf, weights)
     for name in loras:
         option(f"{LORA}:draw_adapter")(hf, adapters[name][1], name)
+    if how.activations == "offload":
+        policy.keeps_activations = option("rl_core.options.offload:activations_on_host")
+    if how.kernels == "compile":
+        compile_blocks(policy)
     return policy
 
 
@@ -169,10 +176,10 @@ def without_dropout(hf: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def make_reference(path: str, dtype: torch.dtype, ranks: Ranks) -> PolicyModel:
+def make_reference(path: str, dtype: torch.dtype, ranks: Ranks, attention: str) -> PolicyModel:
     """A frozen copy of the model at the start, in the dtype of compute, sharded as the policy is. On a GPU it is
     CPU-offloaded to pinned memory while it is not used."""
-    policy = make_policy(path, dtype, ranks, is_frozen=True)
+    policy = make_policy(path, dtype, ranks, is_frozen=True, attention=attention)
     if ranks.device.type == "cuda":
         policy.on_device = option("rl_core.options.offload:offload_frozen")(policy, ranks.device)
     return policy
