@@ -61,7 +61,7 @@ def the_error(errors: str) -> str:
 
 def test_a_rank_that_fails_alone_before_ranks_meet_says_why(tiny_model, tmp_path):
     fails = "import os\nassert os.environ['RANK'] == '0', 'not on this one'\n"
-    (tmp_path / "env.py").write_text(fails + "def reward_fn(completion): return 1.0\n")
+    (tmp_path / "env.py").write_text(fails + ENV.replace("{what}", "pass"))
     flags = words("--model", tiny_model, "--env_path", tmp_path / "env.py", "--out", tmp_path / "run")
     assert "not on this one" in the_error(run_ranks(2, "-m", "rl_core.train", *flags, check=False).stderr)
 
