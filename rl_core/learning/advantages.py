@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import Ranks, all_gather_json
-from rl_core.learning.algorithms import Algorithm, group_advantages, mean_and_deviation, overlong_penalty
+from rl_core.learning.algorithms import Algorithm, group_advantages, mean_and_std, overlong_penalty
 from rl_core.types import TrainingSample, Trajectory
 
 
@@ -107,4 +107,4 @@ def env_scales(kept: list[tuple[Trajectory, list[float]]], ranks: Ranks) -> dict
             sums[:] = [x + y for x, y in zip(sums, (n * a, n * a**2, n), strict=True)]
     parts = all_gather_json(local, ranks)
     total = {env: [sum(c) for c in zip(*(p[env] for p in parts if env in p), strict=True)] for p in parts for env in p}
-    return {env: mean_and_deviation(*sums)[1] or 1.0 for env, sums in total.items() if sums[2]}
+    return {env: mean_and_std(*sums)[1] or 1.0 for env, sums in total.items() if sums[2]}

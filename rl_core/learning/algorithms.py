@@ -125,7 +125,7 @@ def group_advantages(
     return (centred / scale).tolist()
 
 
-def mean_and_deviation(total: float, squares: float, count: float) -> tuple[float, float]:
+def mean_and_std(total: float, squares: float, count: float) -> tuple[float, float]:
     """Of a population whose sum, sum of squares and number are given; the deviation is exactly 0 if all are equal."""
     mean = total / count
     deviation = max(squares / count - mean**2, 0.0) ** 0.5

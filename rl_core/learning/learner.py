@@ -14,14 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl_core.config import Config, OptimConfig
 from rl_core.data.packing import PackBudget
 from rl_core.distributed import Ranks, all_gather_json, local, unsharded
-from rl_core.learning.algorithms import (
-    Algorithm,
-    kl_estimate,
-    kl_penalised,
-    learning_rate,
-    mean_and_deviation,
-    token_losses,
-)
+from rl_core.learning.algorithms import Algorithm, kl_estimate, kl_penalised, learning_rate, mean_and_std, token_losses
 from rl_core.learning.minibatches import Minibatch, shard_samples
 from rl_core.learning.model import PolicyModel, engine_weights, named_weights, reads_in_place
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics, count_once
@@ -90,7 +83,7 @@ class Learner:
             for v in (b.advantages.double() for b in batches):
                 sums += torch.stack([v.sum(), v.square().sum(), torch.ones_like(v).sum()])
             total, squares, count = self.global_sums(sums)
-            mean, deviation = mean_and_deviation(total, squares, max(count, 1))
+            mean, deviation = mean_and_std(total, squares, max(count, 1))
             for batch in batches:  # 0 where all are equal (REINFORCE++, arXiv:2501.03262)
                 batch.advantages = (batch.advantages - mean) * (1 / deviation if deviation else 0.0)
         return metrics

@@ -68,10 +68,8 @@ class FusedLogprobs(torch.autograd.Function):
         stats, kept = hidden_MD.new_empty(3, num, dtype=sum_dtype(hidden_MD)), []
         for rows in slices(num, tile[0]):
             args = hidden_MD[rows], weight_VD, labels[rows], temperature
-            of_rows = (
-                kernels.softmax_stats(*args) if kernels else softmax_stats(*args, tile[1], kept if keeps else None)
-            )
-            stats[:, rows] = torch.stack(of_rows)
+            part = kernels.softmax_stats(*args) if kernels else softmax_stats(*args, tile[1], kept if keeps else None)
+            stats[:, rows] = torch.stack(part)
         if group is not None:
             stats = stats_of_all_ids(*stats, labels >= 0, group)
         logprobs, entropy, lse = (x.clone() for x in stats)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rl_core.config import Config
-from rl_core.learning.algorithms import Algorithm, kl_estimate, mean_and_deviation, sums_to_go
+from rl_core.learning.algorithms import Algorithm, kl_estimate, mean_and_std, sums_to_go
 from rl_core.learning.learner import Learner
 from rl_core.learning.minibatches import Minibatch
 from rl_core.metrics import Mean, Metric
@@ -94,7 +94,7 @@ def value_metrics(sums: list[float]) -> dict[str, Metric]:
     discounted sum of rewards from the token on; lambda-returns contain V itself. Missing if G is constant."""
     count, goal, goal_squares, error, error_squares = sums
     metrics: dict[str, Metric] = {"critic_value_mean": Mean(goal - error, count)}
-    if count and (deviation := mean_and_deviation(goal, goal_squares, count)[1]):
-        of_error = mean_and_deviation(error, error_squares, count)[1]
+    if count and (deviation := mean_and_std(goal, goal_squares, count)[1]):
+        of_error = mean_and_std(error, error_squares, count)[1]
         metrics["critic_explained_variance"] = Mean(1 - (of_error / deviation) ** 2)
     return metrics
