@@ -26,12 +26,16 @@ EXTRAS = {
     "flash": ["flash-attn>=2.8"],
     "ring": ["ring_flash_attn>=0.1.8"],
 }
+# MLflow without its server; SQLAlchemy and Alembic for its database in a file.
+EXTRAS["trackers"] = ["wandb>=0.31", "tensorboard>=2.21", "trackio>=0.43", "pandas>=2.2"]
+EXTRAS["trackers"] += ["mlflow-skinny>=3.17", "sqlalchemy>=2.0", "alembic>=1.13"]
 # Each SGLang asks for one torch and one transformers exactly: docs/engines.md.
 EXTRAS["sglang"] = ["sglang>=0.5.17"]
 EXTRAS["test"] = [
     *EXTRAS["api"],
     *EXTRAS["math"],
     *EXTRAS["bnb"],
+    *EXTRAS["trackers"],
     "pytest>=8",
     "pytest-xdist>=3.6",
     "ruff",

@@ -37,6 +37,7 @@ CURRICULUM = "rl_core.options.curriculum:make_curriculum"
 IMITATED = "rl_core.options.imitated_rows:ImitatedRows"
 CANARY = "rl_core.options.canary:Canary"
 OLDER_POLICY = "rl_core.options.older_policy:OlderPolicy"
+TRACKERS = "rl_core.options.trackers:Trackers"
 LIGER = "rl_core.options.liger:apply_liger"
 REMOTE_ENGINES, ENGINE_SERVER = "rl_core.engines.remote:connect", "rl_core.engines.remote:EngineServer"
 
@@ -120,6 +121,7 @@ class Run:
             plan.curriculum.load(state.get("curriculum", {}))
         barrier(ranks)  # the folders are there
         self.log = RunLog(out, ranks, config.num_steps, state["step"])
+        self.trackers = option(TRACKERS)(config) if config.trackers and ranks.is_writer else None
         self.start: int = state["step"]
         self.position: int = state["position"]  # of the next training task in the order of the data
         self.pending: list[int] = state.get("pending", [])  # positions before it of which no step has learned yet

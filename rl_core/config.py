@@ -211,6 +211,8 @@ class Config:
     dp_replicate: int = flag(1, "HSDP: copies of the weights, each sharded (FSDP) over the other ranks", at_least=1)
     cp: int = flag(1, "context parallel: ranks that split each sequence (ring attention)", at_least=1)
     tp: int = flag(1, "tensor parallel: ranks that split each matrix", at_least=1)
+    trackers: str | None = flag(None, "experiment trackers: wandb, tensorboard, trackio, mlflow; several: wandb,mlflow")
+    run_name: str | None = flag(None, "project/group/name in trackers; default: the last folders of --out")
     profile_step: int = flag(0, "write torch.profiler's trace of this step; 0: none", at_least=0)
     canary_tolerance: float | None = flag(None, "largest logprob mismatch of engine and learner; 0: off", at_least=0)
     timeout_s: float = flag(600.0, "seconds that a rank waits for the others", above=0)

@@ -64,6 +64,8 @@ async def close(run: Run) -> None:
         await run.writing
     for speaker in (*run.plan.endpoints.values(), *run.all_engines):
         await speaker.close()
+    if run.trackers is not None:
+        run.trackers.close()
 
 
 def profiled(run: Run, step: int) -> AbstractContextManager:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import Config, known_flags, parse_config, to_yaml
 from rl_core.learning.algorithms import PRESETS, make_algorithm
-from rl_core.rules import check_algorithm
+from rl_core.rules import TRACKERS, check_algorithm
 from rl_core.train import main
 
 RL = "--model {model} --env_path {dir}/letters.py --max_tokens 60 --max_prompt_tokens 40"
@@ -136,6 +136,7 @@ SFT, DPO, PPO = "--algorithm sft", "--algorithm dpo", "--algorithm ppo"
 FLAGS = [
     # names, types, ranges
     (MODEL, "--modle x", "unknown flag --modle; did you mean 'model'"),
+    (MODEL, "--trackers wandb,tensorbord", "'tensorbord' is not known; did you mean 'tensorboard'?"),
     (MODEL, "--actors.bob.lora.rnk 4", "unknown flag --actors.bob.lora.rnk; did you mean 'actors.bob.lora.rank'"),
     (MODEL, "--critic.gae_lamda 1", "did you mean 'critic.gae_lambda'"),
     (MODEL, "4", "argument '4' has no flag before it"),
@@ -270,6 +271,7 @@ def test_presets_contradict_nothing(preset):
         ("--engine sglang", "sglang", "sglang"),
         ("--learner.kernels liger", "liger_kernel", "liger"),
         ("--actors.judge.model m --actors.judge.api http://x/v1", "openai", "api"),
+        *(("--trackers tensorboard,wandb,trackio,mlflow", name, "trackers") for name in TRACKERS),
     ],
 )
 def test_a_missing_library_is_named_with_its_extra(flags, library, extra, monkeypatch):

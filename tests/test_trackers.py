@@ -1,0 +1,228 @@
+"""Trackers are read back with their own libraries; and whatever one does, the run stays as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import struct
+from pathlib import Path
+
+import pytest
+from kit import RanksProcess, metrics, run, run_ranks, trajectories, wait_until, words
+
+from rl_core.train import main
+
+ALL = "wandb,tensorboard,trackio,mlflow"
+REWARD, SCORE = "rollout/policy/reward_mean", "eval/letters/greedy_score"
+# Trackers of the tests' own. The first writes down what it is told.
+NOTES = """
+import json, time
+
+class Notes:
+    def __init__(self, run):
+        self.file = open(run.out + "/notes", "a")
+        self.note("made", run.project, run.group, run.name, run.is_resumed)
+
+    def note(self, *what):
+        print(json.dumps(what), file=self.file, flush=True)
+
+    def log(self, step, values):
+        self.note("log", step, sorted(values))
+
+    def table(self, step, name, table):
+        self.note("table", step, name)
+
+    def close(self, is_ok):
+        self.note("close", is_ok)
+
+class Raises(Notes):
+    def log(self, step, values):
+        raise RuntimeError("no\\nroute")
+
+class Hangs(Notes):
+    def log(self, step, values):
+        time.sleep(1000)
+
+def never_made(run):
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture(scope="module")
+def flags(places, tmp_path_factory):
+    """Those of a short run. Trackers write into a folder of this file's own."""
+    folder = tmp_path_factory.mktemp("trackers")
+    (folder / "notes.py").write_text(NOTES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
+        patch.setenv("MLFLOW_TRACKING_URI", f"file:{folder / 'mlruns'}")
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        flags = f"--model {places['model']} --env_path {places['dir']}/letters.py --max_tokens 6 --max_prompt_tokens 24"
+        yield words(flags, "--tasks_per_step 2 --group_size 2 --eval_every 2 --eval.samples 0 --optim.lr 1e-2")
+
+
+@pytest.fixture(scope="module")
+def tracked(flags, tmp_path_factory) -> Path:
+    """A run of two steps that went on to the third, in every tracker."""
+    out = tmp_path_factory.mktemp("runs") / "digits" / "one"
+    run(out, flags, "--num_steps 2 --trackers", ALL)
+    return run(out, flags, "--num_steps 3 --resume --trackers", ALL)
+
+
+@pytest.fixture(scope="module")
+def told(tracked) -> dict:
+    """What each of them must hold."""
+    curves = {name: [(row["step"], row[name]) for row in metrics(tracked) if name in row] for name in (REWARD, SCORE)}
+    assert [step for step, _ in curves[REWARD]] == [1, 2, 3] and [step for step, _ in curves[SCORE]] == [0, 2, 3]
+    [first, *_] = trajectories(tracked / "rollouts/step_000003.jsonl.zst")
+    texts = [f"{m['role']}: {m['content']}" for m in first["messages"]]
+    return {"curves": curves, "names": [tracked.parts[-3], "digits", "one"], "row": [*texts, first["reward"]]}
+
+
+def test_tensorboard_has_it(tracked, told):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(tracked / "tensorboard")).Reload()
+    for name, curve in told["curves"].items():
+        assert {e.step: e.value for e in found.Scalars(name)} == pytest.approx(dict(curve))
+    texts = {step.step: step.tensor_proto.string_val[0].decode() for step in found.Tensors("samples/step/text_summary")}
+    assert sorted(texts) == [1, 2, 3] and "**status**" in texts[3]
+    assert all(str(cell).splitlines()[0] in texts[3] for cell in told["row"])
+    assert "**group_size**\n\n    2" in found.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+
+
+def test_mlflow_has_it(tracked, told):
+    import mlflow
+
+    client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    experiment = client.get_experiment_by_name(told["names"][0])
+    [found] = client.search_runs([experiment.experiment_id])
+    assert (found.info.run_name, found.info.status, found.data.tags["group"]) == ("one", "FINISHED", "digits")
+    assert found.data.params["group_size"] == "2"
+    for name, curve in told["curves"].items():
+        assert [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, name)] == curve
+    table = json.loads(Path(client.download_artifacts(found.info.run_id, "samples/step_000003.json")).read_text())
+    assert table["columns"] == ["prompt", "reply", "reward", "status"] and table["data"][0][:3] == told["row"]
+
+
+def test_trackio_has_it(told):
+    [file] = Path(os.environ["TRACKIO_DIR"]).glob(f"{told['names'][0]}.db")
+    with sqlite3.connect(file) as db:
+        [(name, config)] = db.execute("select run_name, config from configs").fetchall()
+        lines = [(step, json.loads(text)) for step, text in db.execute("select step, metrics from metrics order by id")]
+    assert name == "one" and json.loads(config)["group_size"] == 2
+    for name, curve in told["curves"].items():
+        assert [(step, values[name]) for step, values in lines if name in values] == curve
+    [table] = [values["samples/step"]["_value"] for step, values in lines if step == 3 and "samples/step" in values]
+    assert list(table[0].values())[:3] == told["row"]
+
+
+def test_wandb_has_it(tracked, told):
+    files = sorted(tracked.glob("wandb/offline-run-*/*.wandb"))
+    first, second = map(wandb_records, files)
+    runs = [next(r.run for r in part if r.HasField("run")) for part in (first, second)]
+    assert [[r.project, r.run_group, r.display_name] for r in runs] == [told["names"]] * 2
+    assert runs[0].run_id == runs[1].run_id
+    assert {u.key: u.value_json for u in runs[0].config.update}["group_size"] == "2"
+    rows = []
+    for part in (r.history for r in (*first, *second) if r.HasField("history")):
+        values = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in part.item}
+        rows.append((part.step.num, values))
+    for name, curve in told["curves"].items():
+        assert [(step, values[name]) for step, values in rows if name in values] == curve
+    [table] = tracked.glob("wandb/offline-*/files/media/table/samples/step_3_*.json")
+    assert json.loads(table.read_text())["data"][0][:3] == told["row"]
+    assert [r.exit.exit_code for r in (*first, *second) if r.HasField("exit")] == [0, 0]
+
+
+def wandb_records(file: Path) -> list:
+    """The messages of an offline run: after seven bytes, blocks of 32 KiB with pieces of them (LevelDB's log format)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, found, text = file.read_bytes(), 7, [], b""
+    while at + 7 <= len(data):
+        left = 2**15 - at % 2**15
+        if left < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        text += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last piece
+            found.append(Record.FromString(text))
+            text = b""
+    return found
+
+
+def notes(out: Path) -> list[list]:
+    return [json.loads(line) for line in (out / "notes").read_text().splitlines()]
+
+
+def steps_told(out: Path) -> list[int]:
+    return [note[1] for note in notes(out) if note[0] == "log"]
+
+
+def lasting(out: Path) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in metrics(out)]
+
+
+@pytest.mark.parametrize(
+    "trackers, timeout_s, says",
+    [
+        ("notes:Raises,notes:Missing", 600, ["notes:Raises is off: RuntimeError: no route", "notes:Missing is off: "]),
+        ("notes:Hangs,notes:never_made", 4, ["notes:Hangs was ended", "notes:never_made was ended"]),
+    ],
+)
+def test_a_tracker_that_raises_or_hangs_is_a_line_and_no_more(trackers, timeout_s, says, flags, tmp_path, capfd):
+    without = run(tmp_path / "without", flags, "--num_steps 2")
+    capfd.readouterr()
+    out = run(tmp_path / "out", flags, "--num_steps 2 --trackers", f"{trackers},notes:Notes", "--timeout_s", timeout_s)
+    shown = capfd.readouterr().err.splitlines()
+    assert [sum(f"--trackers {text}" in line for line in shown) for text in says] == [1, 1], shown
+    assert lasting(out) == lasting(without)
+
+
+def test_one_rank_of_several_tracks(flags, tmp_path):
+    out = tmp_path / "out"
+    given = words(flags, "--num_steps 1 --trackers notes:Notes --run_name team/first/try --out", out)
+    run_ranks(2, "-m", "rl_core.train", *given)
+    assert [note[:4] for note in notes(out) if note[0] == "made"] == [["made", "team", "first", "try"]]
+    assert [note[1:] for note in notes(out) if note[0] == "table"] == [
+        [0, "samples/eval"],
+        [1, "samples/step"],
+        [1, "samples/eval"],
+    ]
+    assert notes(out)[-1] == ["close", True]
+
+
+def test_a_run_that_was_killed_goes_on_in_its_trackers_without_repeating(flags, tmp_path):
+    out = tmp_path / "out"
+    given = words(flags, "--save_every 2 --trackers notes:Notes --resume --out", out)
+    process = RanksProcess(1, ["-m", "rl_core.train", *given, "--num_steps", "1000"], None, {})
+    wait_until(lambda: (out / "notes").exists() and 3 in steps_told(out), "three steps are tracked")
+    process.signal(9)
+    wait_until(lambda: notes(out)[-1] == ["close", False], "the tracker hears that the run ended badly")
+    last = metrics(out)[-1]["step"]
+    run(out, given, "--num_steps", last + 2)
+    assert [note[-1] for note in notes(out) if note[0] == "made"] == [False, True]
+    rows = [step for step in range(last + 3) for _ in range(1 + (step > 0 and step % 2 == 0))]
+    told = steps_told(out)
+    assert told[: len(rows) - 1] == rows[: len(rows) - 1] and set(told) == set(rows), "each once, in order"
+
+
+def test_a_tracker_that_comes_later_gets_all(flags, tmp_path):
+    out = run(tmp_path / "out", flags, "--num_steps 2")
+    run(out, flags, "--num_steps 2 --resume --trackers notes:Notes")
+    assert steps_told(out) == [row["step"] for row in metrics(out)] == [0, 1, 2, 2]
+
+
+def test_a_run_that_fails_is_failed_in_its_trackers(flags, places, tmp_path):
+    (tmp_path / "bad.py").write_text(
+        Path(places["dir"], "letters.py").read_text().replace("return sum", "return 'x', sum")
+    )
+    given = words(flags, "--env_path", tmp_path / "bad.py", "--eval_every 0 --num_steps 1 --trackers notes:Notes")
+    assert main([*given, "--out", str(tmp_path / "out")]) == 1
+    assert notes(tmp_path / "out")[-1] == ["close", False]
