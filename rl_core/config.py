@@ -90,9 +90,8 @@ class OptimConfig:
     schedule: Literal["constant", "linear", "cosine", "wsd"] = flag("constant", "learning rate after the warmup")
     warmup_steps: int = flag(0, "steps over which the learning rate rises from 0", at_least=0)
     min_lr_frac: float = flag(0.0, "where linear, cosine and wsd end, as a fraction of lr", at_least=0, at_most=1)
-    adam: tuple[float, float, float] = flag(
-        (0.9, 0.95, 1e-8), "AdamW: betas and epsilon; the first is SGD's momentum", at_least=0, at_most=(1, 1, None)
-    )
+    betas: tuple[float, float] = flag((0.9, 0.95), "AdamW; the first is SGD's momentum", at_least=0, at_most=1)
+    eps: float = flag(1e-8, "AdamW's epsilon", at_least=0)
     weight_decay: float = flag(0.0, "weight decay of matrices; biases and norms have none", at_least=0)
     max_grad_norm: float = flag(1.0, "clip the gradient to this norm; 0 is off", at_least=0)
 

@@ -410,7 +410,9 @@ def learn(learner: Any, *steps_of_samples: list, first: int = 0) -> list[dict[st
 def gradient(model: Path | str, samples: list, *flags: Any) -> tuple[float, dict[str, Any]]:
     """The loss of these samples under these flags, and its gradient by the names of the weights: what one step of SGD with
     rate 1 takes away."""
-    learner = make_learner(model, "--optim.name sgd --optim.lr 1 --optim.adam 0,0,0 --optim.max_grad_norm 0", *flags)
+    learner = make_learner(
+        model, "--optim.name sgd --optim.lr 1 --optim.betas 0,0 --optim.eps 0 --optim.max_grad_norm 0", *flags
+    )
     before = {name: weight.clone() for name, weight in learner.named_weights()}
     [row] = learn(learner, samples)
     return row["loss"], {name: before[name] - weight for name, weight in learner.named_weights()}

@@ -24,7 +24,7 @@ from rl_core.options.critic import gae_advantages, value_losses, value_metrics, 
 from rl_core.train import main
 from rl_core.types import Completion, TrainingSample, Trajectory, Turn
 
-SGD = ("--optim.name", "sgd", "--optim.adam", "0,0.95,0")
+SGD = ("--optim.name", "sgd", "--optim.betas", "0,0.95", "--optim.eps", "0")
 
 
 def with_critic(learner: Learner) -> Learner:

@@ -121,7 +121,7 @@ BUDGETS = {
     "code lines of tests/": (10_183, 7500),
     "longest file of rl_core/": (350, 350),
     "longest function of rl_core/": (60, 60),
-    "flags": (108, 95),  # each named section counts once
+    "flags": (109, 95),  # each named section counts once
 }
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -199,7 +199,7 @@ def test_minibatches_keep_groups_together_and_use_the_logprobs_from_before_the_f
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_updates_are_torchs_optimizer_with_scheduled_rates_and_a_clipped_gradient(name, tiny_model):
     flags = ["--optim.name", name, "--optim.lr", "0.08", "--optim.warmup_steps", "3", "--optim.schedule", "linear"]
-    flags += ["--optim.adam", "0.8,0.7,1e-5", "--optim.weight_decay", "0.1"]
+    flags += ["--optim.betas", "0.8,0.7", "--optim.eps", "1e-5", "--optim.weight_decay", "0.1"]
     flags += ["--optim.max_grad_norm", "0.01", "--learner.minibatches", "2", "--algo.entropy_coef", "0.01"]
     learner, plain = (make_learner(tiny_model, *flags, "--num_steps", "9") for _ in range(2))
     parameters = list(plain.policy.parameters())

@@ -27,7 +27,7 @@ def stepped(learner, steps: int):
 
 
 def test_8_bits_hold_the_state_of_large_weights_and_learn_almost_the_same(tiny_model):
-    flags = ["--optim.adam", "0.5,0.6,1e-3", "--optim.name"]
+    flags = ["--optim.betas", "0.5,0.6", "--optim.eps", "1e-3", "--optim.name"]
     exact, small = (learner_after(tiny_model, 3, *flags, n) for n in ("adamw", "adamw8bit"))
     dtypes = {s["state1"].dtype for p, s in small.optimizer.state.items() if p.numel() >= 4096}
     assert dtypes == {torch.uint8}

@@ -143,8 +143,8 @@ FLAGS = [
     (MODEL, "--optim.lr", "--optim.lr has no value"),
     (MODEL, "--optim.lr fast", "--optim.lr=fast must be float"),
     (MODEL, "--algorithm poo", "--algorithm=poo must be one of"),
-    (MODEL, "--optim.adam 0.9", "--optim.adam=0.9 must be tuple[float, float, float]"),
-    (MODEL, "--optim.adam 0.9,1.5,0", "--optim.adam=(0.9, 1.5, 0.0) must be at most (1, 1, None)"),
+    (MODEL, "--optim.betas 0.9", "--optim.betas=0.9 must be tuple[float, float]"),
+    (MODEL, "--optim.betas 0.9,1.5", "--optim.betas=(0.9, 1.5) must be at most 1"),
     (MODEL, "--resume maybe", "--resume=maybe must be bool"),
     (MODEL, "--num_steps 1.5", "--num_steps=1.5 must be int"),
     (MODEL, "--optim adamw", "--optim.KEY: here belong keys with values"),
@@ -298,10 +298,10 @@ def test_a_file_of_flags_is_refused_with_its_name(tmp_path):
 
 
 def test_flags_override_a_file_wherever_it_stands(tmp_path):
-    (tmp_path / "c.yaml").write_text("optim: {lr: 1e-3, adam: [0.8, 0.9, 1.0e-8]}\nactors: {bob: {model: m}}\nout: x\n")
+    (tmp_path / "c.yaml").write_text("optim: {lr: 1e-3, betas: [0.8, 0.9]}\nactors: {bob: {model: m}}\nout: x\n")
     more = ["--env_path", "x.py", "--resume", "--sampling.stop", '["a,b"]', "--eval.sampling", "top_p=0.5,top_k=3"]
     config = parse_config(["--optim.lr", "2", *more, "--config", str(tmp_path / "c.yaml"), "--actors.bob.lr=1e-4"])
-    assert (config.optim.lr, config.optim.adam, config.resume) == (2.0, (0.8, 0.9, 1e-8), True)
+    assert (config.optim.lr, config.optim.betas, config.resume) == (2.0, (0.8, 0.9), True)
     assert config.actors["bob"].lr == 1e-4 and config.actors["bob"].model == "m"
     assert config.sampling.stop == ["a,b"] and config.eval.sampling == {"top_p": 0.5, "top_k": 3.0}
     (tmp_path / "again.yaml").write_text(to_yaml(config))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.types import TrainingSample
 
-BASE = "--optim.max_grad_norm 0 --learner.minibatches 2 --optim.lr 0.01 --optim.adam 0.9,0.95,1e-4"
+BASE = "--optim.max_grad_norm 0 --learner.minibatches 2 --optim.lr 0.01 --optim.betas 0.9,0.95 --optim.eps 1e-4"
 
 
 @dataclass
@@ -39,7 +39,7 @@ CASES = {
         "--optim.warmup_steps 3", [[0.01 / 4, 0.015 / 4], [0.02 / 4, 0.025 / 4], [0.03 / 4, 0.035 / 4], [0.01, 0.01]]
     ),
     "linear": Case("--optim.schedule linear --num_steps 4", [[0.01, 0.00875], [0.0075, 0.00625]]),
-    "beta2": Case("--optim.adam 0.8,0.6,1e-4", FLAT, how=ADAMW | {"betas": (0.8, 0.6)}),
+    "beta2": Case("--optim.betas 0.8,0.6 --optim.eps 1e-4", FLAT, how=ADAMW | {"betas": (0.8, 0.6)}),
     "sgd": Case("--optim.name sgd", FLAT, torch.optim.SGD, SGD),
     "norm": Case("--optim.name sgd --optim.max_grad_norm 0.1", FLAT, torch.optim.SGD, SGD, max_norm=0.1),
     "temperature": Case("--sampling.temperature 0.5", FLAT, temperature=0.5),
@@ -122,7 +122,9 @@ def test_a_step_is_what_the_formulas_say(name, tiny_model):
 
 
 def test_weight_decay_is_of_matrices_alone(tiny_model):
-    learner = make_learner(tiny_model, BASE, "--optim.weight_decay 1 --optim.lr 1e-4 --optim.adam 0.9,0.95,1e9")
+    learner = make_learner(
+        tiny_model, BASE, "--optim.weight_decay 1 --optim.lr 1e-4 --optim.betas 0.9,0.95 --optim.eps 1e9"
+    )
     before = {name: weight.clone() for name, weight in learner.named_weights()}
     learn(learner, make_samples(0))
     for name, weight in learner.named_weights():

@@ -264,8 +264,8 @@ def make_optimizer(named: Iterator[tuple[str, nn.Parameter]], config: OptimConfi
         return option(OPTIMIZERS[config.name])(list(named), config)
     groups = parameter_groups(named, config.weight_decay)
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.adam[0])
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.adam[:2], eps=config.adam[2], fused=True)
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.betas[0])
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def parameter_groups(named: Iterator[tuple[str, Tensor]], weight_decay: float) -> list[dict]:

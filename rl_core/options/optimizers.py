@@ -16,7 +16,7 @@ def adamw8bit(named: list[tuple[str, Tensor]], config: OptimConfig) -> torch.opt
 
     views, links = local_views(named)
     groups = parameter_groups(views, config.weight_decay)
-    optimizer = bitsandbytes.optim.AdamW8bit(groups, lr=config.lr, betas=config.adam[:2], eps=config.adam[2])
+    optimizer = bitsandbytes.optim.AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
     optimizer.register_step_pre_hook(lambda *_: refresh_views(links))
     optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())  # a gradient must not live on in a view
     return optimizer
