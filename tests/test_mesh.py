@@ -43,7 +43,10 @@ MESHES = {
 # Not AdamW, which makes a step of full size out of a gradient that is nothing but rounding.
 SGD = "--optim.name sgd --optim.lr 0.05"
 # A bound that binds. A large eps, for the same reason.
-ADAMW = "--algo.entropy_coef 0.01 --optim.lr 3e-3 --optim.betas 0.9,0.95 --optim.eps 1e-3 --optim.max_grad_norm 0.1 --optim.weight_decay 0.1"
+ADAMW = (
+    "--algo.entropy_coef 0.01 --optim.lr 3e-3 --optim.betas 0.9,0.95 --optim.eps 1e-3 --optim.max_grad_norm 0.1 "
+    "--optim.weight_decay 0.1"
+)
 # Shapes of models. kv: key and value heads, by which tp is bounded. Sizes that tp divides but tp x dp does not, and words that
 # tp does not: 109 are 55 + 54, and in thirds 19 + 19 + 17 and 18 + 18 + 18, which DTensor's own split would not give.
 MODELS = {
