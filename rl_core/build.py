@@ -23,7 +23,7 @@ from rl_core.distributed import MESH_FLAGS, Mesh, Ranks, barrier, explain_timeou
 from rl_core.learning.algorithms import Algorithm, make_algorithm
 from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint
 from rl_core.learning.model import end_token_ids
-from rl_core.metrics import Mean, Metric, add_metrics
+from rl_core.metrics import Max, Mean, Metric, add_metrics
 from rl_core.rules import check_algorithm
 from rl_core.run_folder import RunLog, keep_config
 from rl_core.sampling.actor import Actor
@@ -183,6 +183,9 @@ class Run:
         waiting = explain_timeouts(phase, self.ranks, self.config.timeout_s)
         with waiting, torch.profiler.record_function(phase):
             yield
+        if self.ranks.device.type == "cuda" and phase != "step":  # which holds the others
+            self.note("memory/", {f"{phase}_gib": Max(torch.cuda.max_memory_allocated() / 2**30)})
+            torch.cuda.reset_peak_memory_stats()
         name = f"time/{phase}_s"
         # What several actors take in one step adds up.
         self.note("", {name: Mean(time.monotonic() - began, 0.0 if name in self.metrics else 1.0)})

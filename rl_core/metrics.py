@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+
+import numpy as np
 
 from rl_core.distributed import Ranks, all_gather_json
 
@@ -37,8 +39,21 @@ class Max:
         return Max(max(self.value, other.value))
 
 
-Metric = Mean | Sum | Max
-KINDS = {"Mean": Mean, "Sum": Sum, "Max": Max}
+@dataclass(slots=True)
+class Percentile:
+    percent: float
+    values: list[float]
+
+    def __add__(self, other: Percentile) -> Percentile:
+        return Percentile(self.percent, self.values + other.values)
+
+    @property
+    def value(self) -> float:
+        return float(np.percentile(self.values, self.percent)) if self.values else math.nan
+
+
+Metric = Mean | Sum | Max | Percentile
+KINDS = {kind.__name__: kind for kind in (Mean, Sum, Max, Percentile)}
 
 
 def count_once(ranks: Ranks) -> Sum:
@@ -54,7 +69,8 @@ def add_metrics(into: dict[str, Metric], more: dict[str, Metric], prefix: str = 
 
 def reduce_metrics(metrics: dict[str, Metric], ranks: Ranks) -> dict[str, float]:
     """Name -> value over all ranks; a rank may lack names that others have."""
-    fields = {k: [type(m).__name__, *(float(getattr(m, f)) for f in m.__slots__)] for k, m in metrics.items()}
+    values = {name: [v if isinstance(v, list) else float(v) for v in astuple(m)] for name, m in metrics.items()}
+    fields = {name: [type(m).__name__, *values[name]] for name, m in metrics.items()}
     merged: dict[str, Metric] = {}
     for part in all_gather_json(fields, ranks):
         add_metrics(merged, {name: KINDS[kind](*values) for name, (kind, *values) in part.items()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,9 @@ from rl_core.models import is_read
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.outcomes import lag_metrics, part_metrics, refuse_failures, rollout_metrics
 from rl_core.sampling.rollout import Group, in_order, rollout
-from rl_core.types import SamplingParams, Task, TrainingSample, Trajectory
+from rl_core.types import SamplingParams, Task, TrainingSample, Trajectory, option
+
+MFU = "rl_core.options.mfu:mfu"
 
 
 async def start(run: Run) -> None:
@@ -205,11 +208,13 @@ async def learn(run: Run, name: str, samples: list[TrainingSample], step: int) -
 def learn_here(run: Run, name: str, samples: list[TrainingSample], step: int) -> None:
     if run.ranks.device.type == "cuda":
         torch.cuda.set_device(run.ranks.device)  # each thread has its own
-    learner, prefix = run.learners[name], f"learn/{name}/"
+    learner, prefix, began = run.learners[name], f"learn/{name}/", time.monotonic()
     minibatches, packing = learner.shard(samples)
     run.note(prefix, learner.annotate(minibatches))
     run.note(prefix, learner.step(minibatches, step))
     run.note("", packing)
+    if run.ranks.device.type == "cuda":
+        run.note(prefix, option(MFU)(learner, packing, time.monotonic() - began, torch.cuda.get_device_name()))
 
 
 async def sync_engine(run: Run, name: str, version: int) -> None:

@@ -118,6 +118,7 @@ TWO_RANKS = {
     "cp": (f"{PPO} --algo.kl_coef 0.1", "--cp 2"),
 }
 COMPARED = ("loss", "grad_norm", "entropy_nats", "kl_nats", "updates", "reward_mean", "score", "explained_variance")
+COMPARED += ("length_p50", "length_p95", "length_max")
 
 
 @pytest.mark.parametrize("how", TWO_RANKS)

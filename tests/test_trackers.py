@@ -8,9 +8,11 @@ import sqlite3
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
-from kit import RanksProcess, metrics, run, run_ranks, trajectories, wait_until, words
+from kit import RanksProcess, make_learner, metrics, run, run_ranks, sample, trajectories, wait_until, words
 
+from rl_core.options.mfu import mfu
 from rl_core.train import main
 
 ALL = "wandb,tensorboard,trackio,mlflow"
@@ -226,3 +228,47 @@ def test_a_run_that_fails_is_failed_in_its_trackers(flags, places, tmp_path):
     given = words(flags, "--env_path", tmp_path / "bad.py", "--eval_every 0 --num_steps 1 --trackers notes:Notes")
     assert main([*given, "--out", str(tmp_path / "out")]) == 1
     assert notes(tmp_path / "out")[-1] == ["close", False]
+
+
+def test_percentiles_of_lengths_are_those_of_the_episodes(tracked):
+    lengths = [
+        sum(len(turn["completion"]["token_ids"]) for turn in episode["turns"])
+        for episode in trajectories(tracked / "rollouts/step_000001.jsonl.zst")
+    ]
+    row = next(row for row in metrics(tracked) if row["step"] == 1)
+    found = [row[f"rollout/policy/length_{name}"] for name in ("p50", "p95", "max")]
+    assert found == pytest.approx(np.percentile(lengths, [50, 95, 100]).tolist())
+
+
+@pytest.mark.parametrize(
+    "device, flags, passes",
+    [
+        ("NVIDIA H100 80GB HBM3", "", 6),
+        ("NVIDIA A100-SXM4-80GB", "--learner.epochs 2 --algo.kl_coef 0.1", 16),
+        ("NVIDIA GeForce RTX 4090", "--actors.policy.lora.rank 2", 4),
+        ("NVIDIA H100 80GB HBM3", "--learner.dtype float32", None),
+        ("Some GPU", "", None),
+    ],
+)
+def test_mfu_is_the_matrix_products_over_the_peak(device, flags, passes, tiny_model):
+    learner = make_learner(tiny_model, flags)
+    _, packing = learner.shard([sample([5] * 30, [0] * 10 + [1] * 20, 1.0)])
+    found = mfu(learner, packing, 2.0, device)
+    peak = {"H100": 989e12, "A100": 312e12, "4090": 165e12}
+    if passes is None:
+        assert not found
+    else:
+        hf = learner.policy.hf
+        size, width = sum(p.numel() for p in hf.parameters()), hf.config.num_attention_heads * hf.config.head_dim
+        attention = (
+            2 * width * hf.config.num_hidden_layers * 30 * 30 / 2
+        )  # multiply-adds of a triangle, of Q K and of P V
+        want = passes * (size * 30 + attention) / (2.0 * next(p for name, p in peak.items() if name in device))
+        assert found["mfu"].value == pytest.approx(want)
+
+
+@pytest.mark.gpu
+def test_memory_and_mfu_of_a_run_on_a_gpu(flags, tmp_path):
+    for row in (row for row in metrics(run(tmp_path / "out", flags, "--num_steps 2")) if "time/step_s" in row):
+        assert {"memory/generate_gib", "memory/learn_gib", "memory/sync_gib"} <= row.keys()
+        assert 0 < row.get("learn/policy/mfu", 0.5) < 1

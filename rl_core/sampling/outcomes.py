@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from rl_core.distributed import Ranks, all_gather_json
-from rl_core.metrics import Mean, Metric, Sum
+from rl_core.metrics import Mean, Metric, Percentile, Sum
 from rl_core.types import RunError, Trajectory
 
 WINDOW_ROWS, MIN_ROWS = 200, 50  # max_failed_fraction is of the newest WINDOW_ROWS rows, and of at least MIN_ROWS
@@ -46,17 +46,20 @@ def refuse_failures(
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
     """Means over the episodes that did not fail."""
     done = [t for t in trajectories if t.status != "failed"]
-    n = len(done)
+    n, lengths = len(done), [t.num_tokens for t in done]
     groups: dict[tuple, set[float]] = {}
     for t in done:
         groups.setdefault((t.env, t.group_id, t.actor, t.seat), set()).add(t.reward)
     return {
         "reward_mean": Mean(sum(t.reward for t in done), n),
-        "length_mean": Mean(sum(t.num_tokens for t in done), n),
+        "length_mean": Mean(sum(lengths), n),
+        "length_p50": Percentile(50, lengths),
+        "length_p95": Percentile(95, lengths),
+        "length_max": Percentile(100, lengths),
         "turns_mean": Mean(sum(len(t.turns) for t in done), n),
         "truncated_frac": Mean(sum(t.status == "truncated" for t in done), n),
         "failed": Sum(len(trajectories) - n),
-        "tokens": Sum(sum(t.num_tokens for t in done)),
+        "tokens": Sum(sum(lengths)),
         "zero_signal_frac": Mean(sum(len(rewards) == 1 for rewards in groups.values()), len(groups)),
         **part_metrics(done),
     }
