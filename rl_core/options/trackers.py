@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from textwrap import indent
@@ -107,11 +108,9 @@ def mlflow(run: SimpleNamespace) -> SimpleNamespace:
     run.id = library.start_run(known, run_name=run.name, tags=tags).info.run_id
     if not run.is_resumed:
         library.log_params({name: str(value)[:500] for name, value in run.config.items()})
-
+    allowed = partial(re.sub, r"[^\w\-./ ]", "_")  # avg@4 -> avg_4
     return SimpleNamespace(
-        log=lambda step, values: library.log_metrics(
-            {re.sub(r"[^\w\-./ ]", "_", k): v for k, v in values.items()}, step
-        ),
+        log=lambda step, values: library.log_metrics({allowed(k): v for k, v in values.items()}, step),
         table=lambda step, name, table: library.log_table(table, f"{name}_{step:06d}.json"),
         close=lambda is_ok: library.end_run("FINISHED" if is_ok else "FAILED"),
     )
@@ -142,15 +141,13 @@ def lines(path: Path, end: threading.Event) -> Iterator[dict[str, Any]]:
                 end.wait(POLL_S)
 
 
-def samples(folder: Path, name: str, end: threading.Event) -> DataFrame | None:
-    """Some episodes of the first file of rollouts with this name, which may be written after the metrics; None if it is not."""
-    is_last = not (folder / TOKENIZERS).exists()
-    while not (files := sorted(folder.glob(f"{name}*{ROLLOUTS}"))):
-        if is_last:
-            return None
+def samples(folder: Path, name: str, end: threading.Event) -> DataFrame:
+    """Some episodes of the first file of rollouts with this name, which may be complete only after the metrics are."""
+    rows, is_last = [], not (folder / TOKENIZERS).exists()
+    while not (files := sorted(folder.glob(f"{name}*{ROLLOUTS}"))) and not is_last:
         is_last = end.wait(POLL_S)
-    episodes, rows = list(read_json(files[0])), []
-    for episode in episodes[:: -(-len(episodes) // NUM_ROWS)]:
+    episodes = [episode for file in files[:1] for episode in read_json(file)]
+    for episode in episodes[:: -(-len(episodes) // NUM_ROWS) or 1]:
         texts = [f"{m['role']}: {m.get('content')}" for m in episode["messages"]]
         said = next((i for i, text in enumerate(texts) if text.startswith("assistant: ")), len(texts))
         parts = "\n\n".join(texts[:said]), "\n\n".join(texts[said:])
@@ -175,8 +172,7 @@ def follow(run: SimpleNamespace) -> None:
                 continue
             tracker.log(step, {name: value for name, value in line.items() if value is not None})
             kind = "eval" if is_eval else "step"
-            table = samples(out / "rollouts", f"{kind}_{step:06d}", end) if run.config["rollout.save"] else None
-            if table is not None:
+            if run.config["rollout.save"] and len(table := samples(out / "rollouts", f"{kind}_{step:06d}", end)):
                 tracker.table(step, f"samples/{kind}", table)
             path.write_text(json.dumps({"id": run.id, "done": [step, is_eval]}))
         tracker.close(end.is_ok)
