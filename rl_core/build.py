@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import time
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from rl_core.sources import check_lengths, eval_sources, load_envs, train_tasks
 from rl_core.types import option
 
 CURRICULUM = "rl_core.options.curriculum:make_curriculum"
+DATA_WARNINGS = "rl_core.options.data_warnings:data_warnings"
 IMITATED = "rl_core.options.imitated_rows:ImitatedRows"
 CANARY = "rl_core.options.canary:Canary"
 OLDER_POLICY = "rl_core.options.older_policy:OlderPolicy"
@@ -51,7 +53,7 @@ class Plan:
     mesh: Mesh
     envs: dict[str, Env]  # by the name of its file
     train: TaskSource
-    eval: dict[str, TaskSource]  # by the name of its environment
+    eval: dict[str, TaskSource]  # by the name of its environment, or of the held-out set
     chats: dict[str, Chat]  # of the actors that have a model here
     endpoints: dict[str, Any]  # actors behind a URL, with no engine here
     imitated: Any  # an options.imitated_rows.ImitatedRows; None: episodes are rolled out
@@ -74,6 +76,9 @@ def make_plan(config: Config) -> Plan:
     imitated = None if algorithm.is_rl else option(IMITATED)(config, chats[config.trained[0]])
     for source in (*train.sources, *evals.values()):
         check_lengths(config, envs, chats, imitated, source)
+    if config.num_epochs:
+        num_steps = math.ceil(config.num_epochs * len(train) / config.tasks_per_step)
+        config = replace(config, num_steps=num_steps, num_epochs=None)
     is_weighted = algorithm.is_rl and any("task_weight" in env.hooks for env in envs.values())
     return Plan(
         config=config,
@@ -199,6 +204,8 @@ def prepare_folder(plan: Plan, out: Path) -> None:
         (out / folder).mkdir(parents=True, exist_ok=True)
     for line in keep_config(out, plan.config):
         print(f"differs from {out / 'config.yaml'}: {line}", flush=True)
+    for line in option(DATA_WARNINGS)(plan.config, plan.algorithm, plan.train, plan.eval):
+        print(f"warning: {line}", flush=True)
     if plan.algorithm.is_rl:
         fingerprints = {name: chat.fingerprint for name, chat in plan.chats.items()}
         (out / "rollouts" / TOKENIZERS).write_text(json.dumps(fingerprints))

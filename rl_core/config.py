@@ -63,15 +63,16 @@ class ActorConfig:
 class EnvConfig:
     weight: float = flag(1.0, "its share of a step's tasks; 0: it is only evaluated", at_least=0)
     train: str | None = flag(None, "its training rows; default: its load_tasks")
-    eval: str | None = flag(None, "its held-out rows; default: its load_tasks")
+    eval: str | None = flag(None, "its held-out rows, several sets too; default: its load_tasks")
     max_tokens: int | None = flag(None, "max new tokens of a turn here; default: --max_tokens", at_least=1)
     max_turns: int | None = flag(None, "turns of an episode here; default: the file's max_turns, 1 or 8", at_least=1)
 
 
 @dataclass(kw_only=True)
 class DataConfig:
-    train: str | None = flag(None, "training rows: json, jsonl, csv, parquet, a hub dataset; sft: rollouts/ too")
-    eval: str | None = flag(None, "held-out rows, same formats")
+    train: str | None = flag(None, "training rows: files, folders, globs, hub datasets a/b:config@split")
+    eval: str | None = flag(None, "held-out rows; several sets: gsm8k=a.jsonl,aime=b.jsonl")
+    columns: dict[str, str] = flag(dict, "other names of columns: answer=solution reads solution as answer")
     shuffle: bool = flag(True, "a new order each epoch, drawn from the seed")
     skip_long: bool = flag(False, "leave out rows that are too long, instead of refusing the file")
     min_reward: float | None = flag(None, "sft on rollouts: only episodes with this reward", only=("sft",))
@@ -190,7 +191,8 @@ class Config:
     out: str | None = flag(None, "output folder of the run; new, unless --resume")
     tasks_per_step: int = flag(16, "tasks (sft, dpo, rm: rows) of one step", at_least=1)
     group_size: int = flag(8, "episodes (generations) of each task", at_least=1)
-    num_steps: int = flag(100, "steps of the whole run", at_least=0)
+    num_steps: int | None = flag(None, "steps of the whole run; default: 100", at_least=0)
+    num_epochs: float | None = flag(None, "instead of num_steps: passes over the training rows", above=0)
     max_tokens: int = flag(256, "max new tokens of one turn", at_least=1)
     max_prompt_tokens: int = flag(512, "max tokens of the first prompt", at_least=1)
     max_turns: int | None = flag(None, "turns of an episode; default: the environment's max_turns, 1 or 8", at_least=1)
@@ -291,6 +293,8 @@ def parse_config(argv: list[str]) -> Config:
             value = {part: value}
         fill(config, value if name != "config" else {})
     share_models(config)
+    if config.num_steps is None and config.num_epochs is None:
+        config.num_steps = 100
     check(config)
     return config
 
@@ -355,6 +359,8 @@ def convert(value: Any, kind: Any) -> Any:
     if get_origin(kind) is dict:  # temperature=0.6,top_p=0.95
         pairs = dict(pair.split("=") for pair in value.split(",")) if is_text else value
         return {convert(key, parts[0]): convert(v, parts[1]) for key, v in pairs.items()}
+    if kind is str and isinstance(value, (list, dict)):  # YAML's form of a,b and x=a,y=b
+        return ",".join(value if isinstance(value, list) else [f"{name}={part}" for name, part in value.items()])
     if kind is bool:
         return {"true": True, "false": False}[str(value).lower()]
     if type(value) not in (str, int, kind):

@@ -7,6 +7,7 @@ import re
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -260,32 +261,33 @@ async def evaluate(run: Run, step: int) -> None:
     """Held-out tasks: the greedy score, avg@k and pass@k; for rows to be imitated, their loss."""
     run.metrics, config = {}, run.config.eval
     with run.timed("eval"):
-        for env, source in run.plan.eval.items():
-            tasks = list(source)[: config.num_tasks or None]
+        for name, source in run.plan.eval.items():
+            tasks = list(islice(source, config.num_tasks or None))
             if run.plan.imitated:
-                evaluate_rows(run, tasks[run.ranks.rank :: run.ranks.size])
+                own = tasks[run.ranks.rank :: run.ranks.size]
+                evaluate_rows(run, own, "eval/" if source.split == "eval" else f"eval/{name}/")
                 continue
-            await evaluate_tasks(run, step, env, tasks, "greedy", 1)
+            await evaluate_tasks(run, step, name, tasks, "greedy", 1)
             if config.samples:
-                await evaluate_tasks(run, step, env, tasks, "sampled", config.samples)
+                await evaluate_tasks(run, step, name, tasks, "sampled", config.samples)
     values = run.log.write(step, run.metrics)
     is_shown = re.compile(r"eval/(?!.*/(greedy|sampled)_(?!(score|pass)$))")  # others are in the file alone
     shown = [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in values.items() if is_shown.match(name)]
     run.log.say("  ".join([f"eval at step {step}", *shown]))
 
 
-def evaluate_rows(run: Run, tasks: list[Task]) -> None:
+def evaluate_rows(run: Run, tasks: list[Task], prefix: str) -> None:
     [learner] = run.learners.values()
     minibatches, _ = learner.shard([s for t in tasks for s in run.plan.imitated.samples(t, t.id)])
     learner.annotate(minibatches)
-    run.note("eval/", learner.evaluate(minibatches))
+    run.note(prefix, learner.evaluate(minibatches))
 
 
-async def evaluate_tasks(run: Run, step: int, env: str, tasks: list[Task], label: str, count: int) -> None:
+async def evaluate_tasks(run: Run, step: int, source: str, tasks: list[Task], label: str, count: int) -> None:
     config, plan = run.config, run.plan
     drawn = config.eval.sampling if label == "sampled" else {"temperature": 0.0}
-    name = f"eval/{step:06d}/{label}" + (f"/{env}" if len(plan.eval) > 1 else "")
-    place = {"batch": f"eval/{env}", "label": name, "size": count}
+    name = f"eval/{step:06d}/{label}" + (f"/{source}" if len(plan.eval) > 1 else "")
+    place = {"batch": f"eval/{source}", "label": name, "size": count}
     groups = [make_group(run, task, drawn, number=number, **place) for number, task in enumerate(tasks)]
     newest = {n: replace(a, older=None) if isinstance(a, Actor) else a for n, a in run.actors.items()}
     trajectories = await rollout(plan.envs, newest, groups, config.rollout, run.ranks, config.timeout_s)
@@ -299,7 +301,7 @@ async def evaluate_tasks(run: Run, step: int, env: str, tasks: list[Task], label
         passes = [max(g) >= config.eval.pass_reward for g in rewards]
         found = {f"{label}_{name}": value for name, value in part_metrics(own).items()}
         found |= {score: Mean(sum(scores), len(scores)), passed: Mean(sum(passes), len(passes))}
-        run.note(f"eval/{env}/{actor}/" if len(config.trained) > 1 else f"eval/{env}/", found)
+        run.note(f"eval/{source}/{actor}/" if len(config.trained) > 1 else f"eval/{source}/", found)
 
 
 def checkpoint_folder(run: Run, step: int) -> Path:

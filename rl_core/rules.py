@@ -84,6 +84,8 @@ def of_run(c: Any) -> Rules:
     yield not c.out, "--out is missing: name a folder for the run, such as --out runs/first"
     yield not c.actors, "--model is missing: a folder or hub name, such as --model Qwen/Qwen3-0.6B"
     yield not c.trained, "none of the actors learns; leave out --actors.NAME.train=false for one"
+    steps, epochs = c.num_steps, c.num_epochs
+    yield None not in (steps, epochs), f"--num_steps={steps} and --num_epochs={epochs} say the same; leave one out"
     yield c.is_rl and not c.env_path, "--env_path is missing: a Python file with a reward_fn"
     yield not c.is_rl and len(c.actors) > 1, f"--algorithm {c.algorithm} trains one actor; give one model"
     size, learner = c.tasks_per_step, c.learner

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from array import array
 from dataclasses import replace
 from typing import Any
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat
-from rl_core.data.rows import is_trajectory, load_rows
+from rl_core.data.rows import CHECKED_ROWS, is_trajectory, load_rows
 from rl_core.data.tasks import TaskSource, fits
 from rl_core.learning.algorithms import Algorithm
-from rl_core.rules import check
+from rl_core.rules import check, split
 from rl_core.sampling.env import Env, load_env
 from rl_core.types import Task, option
 
 MIX = "rl_core.options.mix:TaskMix"
-CHECKED_ROWS = 20_000  # of which the length is checked at start-up; rows beyond are checked when they are drawn
+RENAMED = "rl_core.options.renamed_columns:RenamedColumns"
 
 
 def load_envs(config: Config) -> tuple[Config, dict[str, Env]]:
@@ -47,7 +49,10 @@ def load_envs(config: Config) -> tuple[Config, dict[str, Env]]:
 
 def train_tasks(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> TaskSource:
     weights = {name: config.env(name).weight for name in envs or ["data"]}
-    sources = {n: load_source(config, envs.get(n), n, "train", algorithm) for n, weight in weights.items() if weight}
+    paths = {name: config.env(name).train or config.data.train for name, weight in weights.items() if weight}
+    sources = {
+        name: load_source(config, envs.get(name), name, "train", path, algorithm) for name, path in paths.items()
+    }
     for name in (name for name, source in sources.items() if source is None):
         flag = "--data.train" if len(weights) == 1 else f"--envs.{name}.train"
         hint = f"; {envs[name].path} has no load_tasks" if envs else ""
@@ -57,9 +62,13 @@ def train_tasks(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> T
 
 
 def eval_sources(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> dict[str, TaskSource]:
-    """Held-out tasks by the name of their environment."""
-    sources = {name: load_source(config, envs.get(name), name, "eval", algorithm) for name in envs or ["data"]}
-    found = {name: source for name, source in sources.items() if source is not None}
+    """Held-out tasks by the name of their environment, or of their own set."""
+    found = {}
+    for name in envs or ["data"]:
+        for own, path in named_sets(config.env(name).eval or config.data.eval).items():
+            source = load_source(config, envs.get(name), name, f"eval/{own}" if own else "eval", path, algorithm)
+            if source is not None:
+                found[f"{name}/{own}" if own and len(envs) > 1 else own or name] = source
     if not found:
         raise ValueError(
             "--eval_every asks for evaluation, but there is no --data.eval and no load_tasks in the environment"
@@ -67,27 +76,41 @@ def eval_sources(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> 
     return found
 
 
-def load_source(config: Config, env: Env | None, name: str, split: str, algorithm: Algorithm) -> TaskSource | None:
-    path, is_train = getattr(config.env(name), split) or getattr(config.data, split), split == "train"
+def named_sets(value: str | None) -> dict[str, str | None]:
+    """Name -> sources of each held-out set in "gsm8k=a.jsonl,aime=b.jsonl,c.jsonl"; sources before the first name have ""."""
+    name, found = "", {}
+    for part in split(value):
+        if given := re.fullmatch(r"([A-Za-z][\w-]*)=(.+)", part):
+            name, part = given.groups()
+        found[name] = f"{found[name]},{part}" if name in found else part
+    return found or {"": None}
+
+
+def load_source(
+    config: Config, env: Env | None, name: str, part: str, path: str | None, algorithm: Algorithm
+) -> TaskSource | None:
+    is_train = part == "train"
     if path:
         min_reward = config.data.min_reward if is_train else None
         rows = load_rows(path, "train" if is_train else "test", min_reward, config.trained[0])
         if config.algorithm != "sft" and is_trajectory(rows[0]):
-            raise ValueError(f"--data.{split} {path} holds a run's episodes, which are for --algorithm sft; name rows")
+            raise ValueError(f"{path} holds a run's episodes, which are for --algorithm sft; name rows")
     elif env and env.load_tasks:
-        rows = env.load_tasks(split)
+        rows = env.load_tasks(part)
     else:
         return None
+    if path and config.data.columns:
+        rows = option(RENAMED)(rows, config.data.columns, path, is_strict=len(config.env_paths) < 2)
     if env and algorithm.is_rl:
-        env.check_columns(rows, path or f"load_tasks({split!r})")
+        env.check_columns(rows, path or f"load_tasks({part!r})")
     shuffle = config.data.shuffle and is_train
-    return TaskSource(rows, env=name, split=split, seed=config.seed, shuffle=shuffle, is_pairs=algorithm.is_pairs)
+    return TaskSource(rows, env=name, split=part, seed=config.seed, shuffle=shuffle, is_pairs=algorithm.is_pairs)
 
 
 def check_lengths(
     config: Config, envs: dict[str, Env], chats: dict[str, Chat], imitated: Any, source: TaskSource
 ) -> None:
-    """Every row renders and fits, or is left out if --data.skip_long says so."""
+    """Every row that is checked at start-up renders and fits, or is left out if --data.skip_long says so."""
 
     def is_fit(task: Task) -> bool:
         if imitated:
@@ -97,7 +120,9 @@ def check_lengths(
         length = max(len(chat.prompt_ids(messages, env.tools)) for chat, messages in prompts)
         return fits(f"{task.id}: a prompt", length, limit, f"--max_prompt_tokens={limit}", config.data.skip_long)
 
-    pairs = enumerate(zip(source.kept, source, strict=True))
-    kept = [index for number, (index, task) in pairs if number >= CHECKED_ROWS or is_fit(task)]
-    if len(kept) < len(source):
+    checked = source.kept[: None if isinstance(source.rows, list) else CHECKED_ROWS]
+    pairs = enumerate(zip(checked, source, strict=False))
+    kept = array("q", (index for number, (index, task) in pairs if number >= CHECKED_ROWS or is_fit(task)))
+    if len(kept) < len(checked):
+        kept.extend(source.kept[len(checked) :])
         source.keep(kept)

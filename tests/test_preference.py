@@ -48,6 +48,12 @@ FORMS = [
     {"prompt": [user("hello")], "chosen": [says("the fox")], "rejected": [says("42")]},
     {"messages": [user("hello")], "chosen": "the fox", "rejected": [says("42")]},
     {"chosen": [user("hello"), says("the fox")], "rejected": [user("hello"), says("42")], "prompt": "not used"},
+    {"instruction": "hello", "chosen": "the fox", "rejected": "42"},
+    {
+        "conversations": [{"from": "human", "value": "hello"}],
+        "chosen": {"from": "gpt", "value": "the fox"},
+        "rejected": {"from": "gpt", "value": "42"},
+    },
 ]
 
 

@@ -148,6 +148,9 @@ FLAGS = [
     (MODEL, "--resume maybe", "--resume=maybe must be bool"),
     (MODEL, "--num_steps 1.5", "--num_steps=1.5 must be int"),
     (MODEL, "--optim adamw", "--optim.KEY: here belong keys with values"),
+    (MODEL, "--num_steps 100 --num_epochs 2", "--num_steps=100 and --num_epochs=2.0 say the same; leave one out"),
+    (MODEL, "--num_epochs 0", "--num_epochs=0.0 must be above 0"),
+    (MODEL, "--data.columns answer", "--data.columns=answer must be dict[str, str]"),
     (MODEL, "--num_steps=-1", "--num_steps=-1 must be at least 0"),
     (MODEL, "--sampling.temperature 0", "--sampling.temperature=0.0 must be above 0"),
     (MODEL, "--rollout.lagged 0.5,1", "--rollout.lagged=(0.5, 1) must be at least (0, 2)"),
@@ -298,11 +301,16 @@ def test_a_file_of_flags_is_refused_with_its_name(tmp_path):
 
 
 def test_flags_override_a_file_wherever_it_stands(tmp_path):
-    (tmp_path / "c.yaml").write_text("optim: {lr: 1e-3, betas: [0.8, 0.9]}\nactors: {bob: {model: m}}\nout: x\n")
+    lists = "data: {train: [a.jsonl, b.csv], eval: {aime: c.jsonl, gsm8k: d.jsonl}, columns: {answer: solution}}\n"
+    (tmp_path / "c.yaml").write_text(
+        f"{lists}optim: {{lr: 1e-3, betas: [0.8, 0.9]}}\nactors: {{bob: {{model: m}}}}\nout: x\n"
+    )
     more = ["--env_path", "x.py", "--resume", "--sampling.stop", '["a,b"]', "--eval.sampling", "top_p=0.5,top_k=3"]
     config = parse_config(["--optim.lr", "2", *more, "--config", str(tmp_path / "c.yaml"), "--actors.bob.lr=1e-4"])
     assert (config.optim.lr, config.optim.betas, config.resume) == (2.0, (0.8, 0.9), True)
     assert config.actors["bob"].lr == 1e-4 and config.actors["bob"].model == "m"
+    assert (config.data.train, config.data.eval) == ("a.jsonl,b.csv", "aime=c.jsonl,gsm8k=d.jsonl")
+    assert (config.data.columns, config.num_steps) == ({"answer": "solution"}, 100)
     assert config.sampling.stop == ["a,b"] and config.eval.sampling == {"top_p": 0.5, "top_k": 3.0}
     (tmp_path / "again.yaml").write_text(to_yaml(config))
     assert parse_config(["--config", str(tmp_path / "again.yaml")]) == config

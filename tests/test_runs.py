@@ -281,6 +281,71 @@ def test_two_environments_are_mixed_by_weight_and_their_groups_apart(places, tmp
     assert main(words("--config", out / "config.yaml", "--resume --num_steps 3")) == 0
 
 
+def rows_in(folder: Path, **files: list[dict]) -> list[str]:
+    """Flags that name the file train.jsonl, and the others as held-out sets."""
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sets = ",".join(f"{name}={folder}/{name}.jsonl" for name in files if name != "train")
+    return words("--data.train", folder / "train.jsonl", "--data.eval", sets, "--eval_every 9 --max_tokens 4")
+
+
+def test_held_out_sets_have_names_and_epochs_are_steps(places, tmp_path):
+    (tmp_path / "env.py").write_text("def reward_fn(completion, answer): return float(answer)\n")
+    rows = [{"prompt": "1", "solution": str(n)} for n in range(7)]
+    files = rows_in(tmp_path, train=rows, gsm8k=rows[1:2], aime=[{"prompt": "2", "answer": "5"}, *rows[3:4]])
+    files += words("--max_prompt_tokens 40 --tasks_per_step 3 --model", places["model"])
+    flags = words(
+        files, "--env_path", tmp_path / "env.py", "--data.columns answer=solution --num_epochs 1.5 --group_size 2"
+    )
+    out = run(tmp_path / "run", flags)
+    assert len(steps(out)) == 4  # 1.5 * 7 / 3 = 3.5
+    last = metrics(out)[-1]
+    assert (last["eval/gsm8k/greedy_score"], last["eval/aime/greedy_score"], last["eval/aime/avg@4"]) == (1, 4, 4)
+    found = trajectories(out / "rollouts/eval_000004_greedy_aime.jsonl.zst")
+    assert [(t["task_id"], t["env"], t["reward"]) for t in found] == [
+        ("eval/aime/0", "env", 5),
+        ("eval/aime/1", "env", 3),
+    ]
+    assert main(words("--config", out / "config.yaml", "--resume --num_steps 5")) == 0
+    two = words(
+        "--env_path", f"{tmp_path}/env.py,{places['dir']}/letters.py", "--envs.letters.weight 0 --envs.env.train"
+    )
+    named = files[1], "--envs.env.eval", files[3].replace(",", f",{tmp_path}/gsm8k.jsonl,")  # a set of two files
+    out = run(tmp_path / "two", files[4:], two, *named, "--data.columns answer=solution --num_steps 0")
+    [row] = metrics(out)
+    assert (row["eval/env/gsm8k/greedy_score"], row["eval/env/aime/greedy_score"]) == (1, 4)
+    assert "eval/letters/greedy_score" in row
+
+
+def test_held_out_sets_of_rows_to_imitate(places, tmp_path):
+    rows = [{"instruction": text, "output": text} for text in ("1", "2", "33")]
+    files = rows_in(tmp_path, train=rows, a=rows[:1], b=rows[2:])
+    out = run(tmp_path / "run", "--algorithm sft --tasks_per_step 1 --num_epochs 1 --model", places["model"], files)
+    losses = [(row["eval/a/loss"], row["eval/b/loss"]) for row in metrics(out) if "eval/a/loss" in row]
+    assert len(steps(out)) == 3 and len(losses) == 2 and all(a != b for a, b in losses)
+
+
+ODD_ROWS = {
+    "--tasks_per_step=3 draws rows twice": "[{'prompt': split}] * 2",
+    "the first 2 held-out rows of env are training rows; ": "[{'prompt': str(n)} for n in range(2)]",
+    "1 of the first 2 prompts of env end with an assistant's turn, or have no user message, such as eval/1": (
+        "[{'prompt': split}, {'prompt': [{'role': 'user' if split == 'train' else 'system', 'content': split}]}]"
+    ),
+}
+
+
+@pytest.mark.parametrize("says", ODD_ROWS)
+def test_odd_rows_are_told_once_when_a_run_starts(says, places, tmp_path, capsys):
+    sized = "--tasks_per_step 3" if "tasks" in says else "--tasks_per_step 2"
+    (tmp_path / "env.py").write_text(
+        f"def load_tasks(split): return {ODD_ROWS[says]}\ndef reward_fn(messages): return 0\n"
+    )
+    flags = words("--model", places["model"], "--env_path", tmp_path / "env.py", sized, "--max_tokens 4 --num_steps 0")
+    run(tmp_path / "run", flags, "--eval_every 1 --eval.samples 0")
+    [warning] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert warning.startswith(f"warning: {says}")
+
+
 def test_an_actor_may_say_less_in_a_turn_than_the_others(given, tmp_path):
     flags = words(
         given(TWO), "--max_tokens 9 --actors.bob.max_tokens 4 --eval_every 1 --num_steps 1 --algo.overlong soft"

@@ -59,6 +59,10 @@ TALK = [message("user", "hello"), message("assistant", "the fox"), message("user
     [
         {"messages": [message("user", "think"), message("assistant", "42")], "answer": 1},
         {"prompt": "think", "response": "42"},
+        {"prompt": "think", "completion": "42"},
+        {"prompt": [message("user", "think")], "completion": [message("assistant", "42")]},
+        {"instruction": "think", "input": "", "output": "42"},
+        {"conversations": [{"from": "human", "value": "think"}, {"from": "gpt", "value": "42"}]},
         {"prompt": TALK, "response": [message("assistant", "42")]},  # answers in a prompt are not imitated
     ],
 )

@@ -3,12 +3,14 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+import tracemalloc
 
 import pytest
 
 from rl_core.data.rows import load_rows
 from rl_core.data.tasks import RowOrder, TaskSource, make_task
 from rl_core.options.mix import TaskMix
+from rl_core.options.renamed_columns import RenamedColumns
 
 ROWS = [{"prompt": f"say {i}", "answer": f"x{i}"} for i in range(5)]
 JSONL = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -45,6 +47,8 @@ WRITERS = {
     "a.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps(ROWS).encode())),
     "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(JSONL)),
     "a.csv.gz": lambda path: path.write_bytes(gzip.compress(CSV.encode())),
+    "a.tsv": lambda path: path.write_text(CSV.replace(",", "\t")),
+    "a.tsv.gz": lambda path: path.write_bytes(gzip.compress(CSV.replace(",", "\t").encode())),
     "a.parquet": parquet,
     "a.arrow": arrow,
     "feather.arrow": lambda path: arrow(path, "new_file"),
@@ -57,6 +61,69 @@ def test_every_format_gives_the_same_rows(tmp_path, name):
     rows = load_rows(str(tmp_path / name))
     assert len(rows) == 5
     assert [rows[i] for i in range(5)] == ROWS
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.tsv"])
+def test_cells_of_csv_and_tsv_stay_text(name, tmp_path):
+    cells = [("\ufeffprompt", "answer"), ("a", "007"), ("b", "1e3"), ("c", "NA"), ("d", ""), ("e", "true")]
+    text = "".join(f"{prompt}{',' if name == 'x.csv' else chr(9)}{answer}\n" for prompt, answer in cells)
+    (tmp_path / name).write_text(text)
+    assert [row["answer"] for row in load_rows(str(tmp_path / name))] == ["007", "1e3", "NA", "", "true"]
+
+
+# Source -> answers of the rows for --data.train and for --data.eval; None: refused.
+SOURCES = {
+    "plain": ("ab", "ab"),  # its files, one split
+    "split": ("c", "d"),
+    "split@val": ("e", "e"),
+    "split/*.jsonl": ("dce", "dce"),
+    "split/t*.jsonl": ("c", "c"),
+    "**/b.csv": ("b", "b"),
+    "plain/b.csv,plain/a.jsonl, split": ("bac", "bad"),
+    "saved": ("b", None),
+    "saved@valid": ("a", "a"),
+    "split@dev": (None, None),
+    "split/x*.jsonl": (None, None),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_source_is_files_folders_globs_and_lists_of_them(source, tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    for file, answer in {"plain/a": "a", "split/train-0": "c", "split/gsm_test": "d", "split/val": "e"}.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{file}.jsonl").write_text(json.dumps({"prompt": "x", "answer": answer}) + "\n")
+    (tmp_path / "plain/b.csv").write_text("prompt,answer\nx,b\n")
+    (tmp_path / "plain/README.md").write_text("no rows")
+    tables = {
+        name: datasets.Dataset.from_list([{"answer": answer}]) for name, answer in (("train", "b"), ("valid", "a"))
+    }
+    datasets.DatasetDict(tables).save_to_disk(str(tmp_path / "saved"))
+    for split, answers in zip(("train", "test"), SOURCES[source], strict=True):
+        if answers is None:
+            with pytest.raises(ValueError, match=r"no file of the split 'dev'; .*train-0|no such file|no split 'test'"):
+                load_rows(source, split)
+        else:
+            rows = load_rows(source, split)
+            assert "".join(row["answer"] for row in rows) == answers and len(rows) == len(answers)
+
+
+def test_a_hub_name_has_a_config_and_a_split(monkeypatch):
+    import datasets
+
+    asked, table = [], datasets.Dataset.from_list(ROWS)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **how: asked.append((*args, how["split"])) or table)
+    for source in ("org/name", "org/name:main", "org/v1.2:main@train[:10%]", "org/name@validation,org/other"):
+        load_rows(source, "test")
+    assert asked == [
+        ("org/name", None, "test"),
+        ("org/name", "main", "test"),
+        ("org/v1.2", "main", "train[:10%]"),
+        ("org/name", None, "validation"),
+        ("org/other", None, "test"),
+    ]
 
 
 def test_a_folder_of_save_to_disk_is_read_with_its_splits(tmp_path):
@@ -97,16 +164,39 @@ NO_TABLE = b"a,b\n1,2,3,4\n" * 3 + b'"'
         *((name, NO_TABLE, r": [^\n]*$") for name in ("x.parquet", "x.arrow", "x.csv")),
     ],
 )
-def test_a_file_that_holds_no_rows_is_refused_in_one_line_with_its_name(tmp_path, name, content, match):
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_file_that_holds_no_rows_is_refused_in_one_line_with_its_name(
+    tmp_path, name, content, match, in_memory, monkeypatch
+):
+    if not in_memory:
+        monkeypatch.setattr("rl_core.data.rows.IN_MEMORY_BYTES", -1)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"^[^\n]*{name}[^\n]*{match}"):
         load_rows(str(tmp_path / name))
 
 
-def test_unicode_line_separators_and_a_byte_order_mark_do_not_split_rows(tmp_path):
+@pytest.mark.parametrize("limit", [1 << 20, 0])
+def test_unicode_line_separators_and_a_byte_order_mark_do_not_split_rows(limit, tmp_path, monkeypatch):
+    monkeypatch.setattr("rl_core.data.rows.IN_MEMORY_BYTES", limit)
     path = tmp_path / "x.jsonl"
     path.write_bytes("\ufeff".encode() + json.dumps({"a": "x\u2028y\x85z"}, ensure_ascii=False).encode() + b"\r\n")
     assert list(load_rows(str(path))) == [{"a": "x\u2028y\x85z"}]
+
+
+def test_rows_of_a_large_file_stay_on_disk_and_a_bad_one_is_named_when_it_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl_core.data.rows.IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr("rl_core.options.json_lines.CHECKED_ROWS", 2)
+    lines = [json.dumps({"prompt": f"say {n}", "text": "x" * 1000}) for n in range(1000)]
+    lines[500:501] = ["", '{"prompt": 5', "  "]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    tracemalloc.start()
+    rows = load_rows(str(tmp_path / "x.jsonl"))
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 100_000 and len(rows) == 1000  # of 1 MB
+    assert [rows[n]["prompt"] for n in (0, 499, 501, 999, -1)] == ["say 0", "say 499", "say 501", "say 999", "say 999"]
+    with pytest.raises(ValueError, match=r"x\.jsonl:502: not JSON"):
+        rows[500]
 
 
 def test_a_missing_file_is_refused_with_the_nearest_name(tmp_path):
@@ -131,7 +221,20 @@ def test_a_hub_name_that_cannot_be_reached_is_one_line():
 
 def test_a_task_takes_its_messages_from_any_of_the_usual_columns():
     user = [{"role": "user", "content": "hi"}]
-    for row in ({"messages": user}, {"prompt": "hi"}, {"prompt": user}, {"question": "hi"}, {"problem": "hi"}):
+    system = {"role": "system", "content": "be kind"}
+    forms = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+    share = [{"from": "system", "value": "be kind"}, *forms, *forms]
+    talk = make_task({"conversations": share, "system": "not read"}, 0, "e", "train").messages
+    assert talk == [system, *user, {"role": "assistant", "content": "hello"}, *user]
+    told = make_task({"instruction": "Add.", "input": "1 + 1", "output": "2"}, 0, "e", "train").messages
+    assert told == [{"role": "user", "content": "Add.\n\n1 + 1"}]
+    usual = ({"messages": user}, {"prompt": "hi"}, {"prompt": user}, {"question": "hi"}, {"problem": "hi"})
+    for row in (
+        *usual,
+        {"instruction": "hi", "input": ""},
+        {"conversations": forms},
+        {"prompt": "hi", "instruction": "no"},
+    ):
         task = make_task(row, 17, "sort", "train")
         assert (task.messages, task.id, task.env, task.row) == (user, "train/17", "sort", row)
     first = make_task({"question": "no", "messages": user, "prompt": "no"}, 0, "e", "train")
@@ -162,6 +265,33 @@ def test_a_tasks_messages_are_a_copy_without_the_empty_keys_of_tables():
 def test_a_row_without_well_formed_messages_is_refused_with_its_number(row, match):
     with pytest.raises(ValueError, match=match):
         make_task(row, 3, "e", "train")
+
+
+# --data.columns, the column that is read -> the messages' text, and what hooks find under "answer".
+@pytest.mark.parametrize(
+    ("columns", "prompt", "answer"),
+    [
+        ({"answer": "solution"}, "m", "s"),
+        ({"prompt": "problem"}, "p", "a"),  # before `messages`
+        ({"question": "prompt", "prompt": "question"}, "q", "a"),
+        ({"prompt": "solution", "answer": "problem"}, "s", "p"),
+    ],
+)
+def test_columns_have_other_names(columns, prompt, answer):
+    row = {"messages": [{"role": "user", "content": "m"}], "problem": "p", "solution": "s", "answer": "a"}
+    row |= {"question": "q", "prompt": "r"}
+    rows = RenamedColumns([row, {"other": 1}], columns, "x.jsonl")
+    task = make_task(rows[0], 0, "e", "train")
+    assert (task.messages[-1]["content"], task.row["answer"], task.row["solution"]) == (prompt, answer, "s")
+    assert len(rows) == 2 and rows[1] == {"other": 1}
+
+
+def test_a_column_that_no_row_has_is_refused():
+    with pytest.raises(
+        ValueError, match=r"columns answer=solutoin: x.jsonl has no column 'solutoin'; did you mean 'sol"
+    ):
+        RenamedColumns([{"solution": "s"}], {"answer": "solutoin"}, "x.jsonl")
+    assert RenamedColumns([{"answer": "a"}], {"answer": "solution"}, "x")[0] == {"answer": "a"}
 
 
 def test_order_is_a_permutation_that_differs_by_epoch_and_seed():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import gzip
+import itertools
 import json
 import os
-import re
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,15 @@ from typing import Any
 
 import zstandard
 
-from rl_core.config import nearest
-from rl_core.types import Trajectory
+from rl_core.rules import split as comma_split
+from rl_core.types import Trajectory, option
 
 Row = dict[str, Any]
-TABLES = (".csv", ".parquet", ".arrow")
+JSON = (".json", ".jsonl")
+CHECKED_ROWS = 20_000  # are checked at start-up where rows are many; those beyond when they are drawn
+IN_MEMORY_BYTES = 64 << 20  # of a .jsonl file; rows of a larger one stay on disk, as those of tables do
+JSON_LINES = "rl_core.options.json_lines:JsonLines"
+FILES, NAMED, TABLE = (f"rl_core.options.tables:{name}" for name in ("files_of", "load_named", "load_table"))
 ROLLOUTS = ".jsonl.zst"  # one trajectory a line
 TOKENIZERS = "tokenizers.json"  # beside a run's rollouts: actor -> fingerprint of the tokenizer that they are in
 
@@ -28,35 +32,39 @@ TOKENIZERS = "tokenizers.json"  # beside a run's rollouts: actor -> fingerprint 
 def load_rows(
     source: str, split: str = "train", min_reward: float | None = None, actor: str | None = None
 ) -> Sequence[Row]:
-    """The rows of a file, of a folder made by `save_to_disk`, or of a `datasets` name, "org/name[:config]".
+    """The rows of one or several sources, with commas between them, one source after the other. A source is a file, a glob, a
+    folder of files or one made by `save_to_disk`, or "org/name[:config]" on the hub; "@validation" behind it names a split.
 
-    `split` chooses within the latter two; a file is one split. A run's rollouts (their folder, or one file) give an actor's
+    `split` chooses where none is named; a file is one split. A run's rollouts (their folder, or files) give an actor's
     episodes that did not fail and have at least min_reward. Raises ValueError, with file and line, for what is missing, cut
     short, empty or no object.
     """
-    path = Path(source).expanduser()
-    if files := [path] if path.name.endswith(ROLLOUTS) else sorted(path.glob(f"step_*{ROLLOUTS}")):
+    return chained([load_source(part, split, min_reward, actor) for part in comma_split(source)])
+
+
+def load_source(source: str, split: str, min_reward: float | None, actor: str | None) -> Sequence[Row]:
+    files = option(FILES)(source, split)
+    if files and all(file.name.endswith(ROLLOUTS) for file in files):
         return load_rollouts(files, source, min_reward, actor)
     if min_reward is not None:
         raise ValueError(f"--data.min_reward={min_reward} is for a run's rollouts, and {source} holds none; drop it")
-    if path.is_dir():
-        rows = from_datasets(source, "load_from_disk", str(path))
-        if isinstance(rows, dict):
-            if split not in rows:
-                raise ValueError(f"{path}: no split {split!r}; {nearest(split, rows)}")
-            rows = rows[split]
-    # Names on the hub may have dots (org/data-v1.2), so that only a suffix of letters tells a file. What looks like a file
-    # and does not exist is never sent to the hub.
-    elif path.exists() or re.match(r"[./~]", source) or re.search(r"\.[a-z]+$|/.*/", source, re.I):
-        rows = load_file(path)
-    else:
-        name, _, config = source.partition(":")
-        rows = from_datasets(
-            f"{source} is no file here, and the hub", "load_dataset", name, config or None, split=split
-        )
-    if len(rows) == 0:
+    parts = [] if files else [option(NAMED)(source, split)]
+    for suffix, same in itertools.groupby(files, suffix_of):
+        group = list(same)
+        parts += map(load_json, group) if suffix in JSON else [option(TABLE)(group, suffix)]
+    if not any(map(len, parts)):
         raise ValueError(f"{source}: the data set is empty; it must have at least one row")
-    return rows
+    return chained(parts)
+
+
+def chained(parts: list[Sequence[Row]]) -> Sequence[Row]:
+    from torch.utils.data import ConcatDataset
+
+    return parts[0] if len(parts) == 1 else ConcatDataset(parts)
+
+
+def suffix_of(path: Path) -> str:
+    return Path(path.name.removesuffix(".gz")).suffix.lower()
 
 
 def load_rollouts(files: list[Path], source: str, min_reward: float | None, actor: str | None) -> list[Row]:
@@ -118,33 +126,33 @@ def check_exists(path: Path) -> None:
     raise ValueError(f"{path}: no such file{hint}")
 
 
-def load_file(path: Path) -> Sequence[Row]:
-    check_exists(path)
-    suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
-    if suffix in (".json", ".jsonl"):
-        return list(read_json(path))
-    if suffix not in TABLES:
-        raise ValueError(f"{path}: format {suffix!r} is not known; use .json, .jsonl, {', '.join(TABLES)} (.gz too)")
-    return from_datasets(str(path), "load_dataset", suffix[1:], data_files=[str(path)], split="train")
+def load_json(path: Path) -> Sequence[Row]:
+    is_large = path.suffix.lower() == ".jsonl" and path.stat().st_size > IN_MEMORY_BYTES
+    return option(JSON_LINES)(path) if is_large else list(read_json(path))
 
 
 def read_json(path: Path) -> Iterator[Row]:
     """The objects of a .json file, an array or one alone, or of another file's lines."""
-    data, is_array = read_bytes(path), path.name.lower().removesuffix(".gz").endswith(".json")
+    data = read_bytes(path)
+    if suffix_of(path) == ".json":
+        yield from parse_rows(data, str(path), is_array=True)
+        return
     # Split at newlines alone: JSON strings may hold Unicode's other line separators.
-    for number, text in enumerate([data] if is_array else data.split(b"\n"), 1):
-        place = str(path) if is_array else f"{path}:{number}"
-        if not is_array and not text.strip():
-            continue
-        try:
-            found = json.loads(text.decode("utf-8-sig"))
-        except ValueError as error:
-            hint = ", or one object a line? Then name it .jsonl" if is_array else "?"
-            raise ValueError(f"{place}: not JSON: {error}. Is it cut short{hint}") from None
-        for row in found if is_array and isinstance(found, list) else [found]:
-            if not isinstance(row, dict):
-                raise ValueError(f"{place}: a row must be a JSON object, this is {json.dumps(row)[:40]}")
-            yield row
+    for number, text in enumerate(data.split(b"\n"), 1):
+        if text.strip():
+            yield from parse_rows(text, f"{path}:{number}")
+
+
+def parse_rows(text: bytes, place: str, is_array: bool = False) -> Iterator[Row]:
+    try:
+        found = json.loads(text.decode("utf-8-sig"))
+    except ValueError as error:
+        hint = ", or one object a line? Then name it .jsonl" if is_array else "?"
+        raise ValueError(f"{place}: not JSON: {error}. Is it cut short{hint}") from None
+    for row in found if is_array and isinstance(found, list) else [found]:
+        if not isinstance(row, dict):
+            raise ValueError(f"{place}: a row must be a JSON object, this is {json.dumps(row)[:40]}")
+        yield row
 
 
 def read_bytes(path: Path) -> bytes:
@@ -163,14 +171,3 @@ def read_bytes(path: Path) -> bytes:
     except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
         raise ValueError(f"{path}: not {path.suffix[1:]}, or the file is cut short: {error}") from None
     return b"".join(parts) or data
-
-
-def from_datasets(source: str, load: str, *args: Any, **kwargs: Any) -> Any:
-    """What a function of `datasets` gives; its errors become a ValueError of one line."""
-    import datasets  # takes a second
-
-    try:
-        return getattr(datasets, load)(*args, **kwargs)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        cause = error.__cause__ or error
-        raise ValueError(f"{source}: {type(cause).__name__}: {' '.join(str(cause).split())}") from None

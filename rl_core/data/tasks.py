@@ -11,16 +11,18 @@ from rl_core.config import nearest
 from rl_core.types import Message, Task, counter_seed
 
 # Columns of the first messages; the first one that a row has is used.
-PROMPT_COLUMNS = ("messages", "prompt", "question", "problem")
+PROMPT_COLUMNS = ("messages", "prompt", "question", "problem", "instruction", "conversations")
+# Who speaks in ShareGPT's messages.
+ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 
 
 def make_task(row: dict[str, Any], index: int, env: str, split: str, is_pair: bool = False) -> Task:
-    """The task of row `index` (from 0). Its messages are in the column `messages`, `prompt`, `question` or `problem`: a list of
-    messages, or text, which becomes one user message. A preference pair has none."""
+    """The task of row `index` (from 0). Its messages are in the first of PROMPT_COLUMNS that it has: a list of messages, or
+    text, which becomes one user message. Of `conversations` the replies at the end are left out. A preference pair has none."""
     if is_pair:
         return Task(id=f"{split}/{index}", env=env, row=row, messages=[])
     place = f"{split} row {index + 1}"
-    column = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
+    column = first_column(row, PROMPT_COLUMNS)
     if column is None:
         have = ", ".join(map(str, row)) or "no columns"
         raise ValueError(f"{place}: needs one of the columns {', '.join(PROMPT_COLUMNS)}; has {have}")
@@ -28,20 +30,34 @@ def make_task(row: dict[str, Any], index: int, env: str, split: str, is_pair: bo
         messages = column_messages(row, column)
     except ValueError as error:
         raise ValueError(f"{place}, {error}") from None
+    while column == "conversations" and len(messages) > 1 and messages[-1]["role"] == "assistant":
+        messages.pop()
     return Task(id=f"{split}/{index}", env=env, row=row, messages=messages)
 
 
+def first_column(row: dict[str, Any], names: Sequence[str]) -> str | None:
+    return next((name for name in names if row.get(name) is not None), None)
+
+
 def column_messages(row: dict[str, Any], column: str, role: str = "user") -> list[Message]:
-    """A column's messages; text, but in `messages`, is one message of `role`. Raises ValueError if there are none, and as
-    check_messages."""
+    """A column's messages; text, but in `messages`, is one message of `role`. ShareGPT's {"from", "value"} is a message too, and
+    `input` the rest of `instruction`. Raises ValueError if there are none, and as check_messages."""
     if row.get(column) is None:
         raise ValueError(f"it needs a column {column!r}; {nearest(column, row)}")
-    if isinstance(row[column], str) and column != "messages":
-        return [{"role": role, "content": row[column]}]
+    value, more = row[column], row.get("input") if column == "instruction" else None
+    if isinstance(value, str) and column != "messages":
+        return [{"role": role, "content": f"{value}\n\n{more}" if more else value}]
     try:
-        return check_messages(row[column])
+        value = [value] if isinstance(value, dict) else value
+        return check_messages([*map(as_message, value)] if isinstance(value, (list, tuple)) else value)
     except ValueError as error:
         raise ValueError(f"column {column!r}: {error}") from None
+
+
+def as_message(value: Any) -> Any:
+    if isinstance(value, dict) and "from" in value:
+        return {"role": ROLES.get(value["from"], value["from"]), "content": value.get("value")}
+    return value
 
 
 def check_messages(messages: Any) -> list[Message]:

@@ -14,16 +14,16 @@ import numpy as np
 from rl_core.data.chat import PROBE, Chat, TokenStream, shared_length, text_after, unmarked
 from rl_core.data.rows import is_trajectory
 from rl_core.data.samples import samples_from_turns
-from rl_core.data.tasks import column_messages
+from rl_core.data.tasks import column_messages, first_column
 from rl_core.types import Completion, Message, TrainingSample, Turn
 
 
 def imitation_samples(
     chat: Chat, row: dict[str, Any], action_weight: float = 1.0, observation_weight: float = 0.0
 ) -> list[TrainingSample]:
-    """Samples of a row {"messages"} or {"prompt", "response"} (strings or lists of messages), or of an episode that a run
-    wrote. Advantages are the two weights. A token of weight 0 is not trained. A column `tools` is given to the template.
-    Raises ValueError if a row cannot be imitated."""
+    """Samples of a row {"messages"} or {"prompt", "response"} (strings or lists of messages), in any form of docs/runs.md, or
+    of an episode that a run wrote. Advantages are the two weights. A token of weight 0 is not trained. A column `tools` is
+    given to the template. Raises ValueError if a row cannot be imitated."""
     messages, tools, heard = imitation_messages(row), row.get("tools") or None, None
     if is_trajectory(row) and row["tokenizer"] == chat.fingerprint:
         turns = [imitated_turn(ids, new_ids, is_fresh) for new_ids, is_fresh, ids in row["turns"]]
@@ -49,15 +49,17 @@ def imitated_turn(token_ids: list[int], new_ids: list[int], is_fresh: bool, text
 
 
 def imitation_messages(row: dict[str, Any]) -> list[Message]:
-    if row.get("messages") is not None or row.get("prompt") is None:
-        messages = column_messages(row, "messages")
+    column = first_column(row, ("messages", "prompt", "instruction", "conversations")) or "messages"
+    if column in ("messages", "conversations"):
+        messages = column_messages(row, column)
         if is_trajectory(row):  # assistants' messages before the first turn are part of the prompt
             spoken = imitated(messages)
             first = spoken[-len(row["turns"])] if len(spoken) >= len(row["turns"]) else 0
             messages = [{**m, "train": False} for m in messages[:first]] + messages[first:]
     else:
-        prompt = [{**m, "train": False} for m in column_messages(row, "prompt")]
-        messages = prompt + column_messages(row, "response", "assistant")
+        prompt = [{**m, "train": False} for m in column_messages(row, column)]
+        reply = first_column(row, ("response", "completion", "output")) or "response"
+        messages = prompt + column_messages(row, reply, "assistant")
     if not imitated(messages):
         roles = [m["role"] for m in messages]
         raise ValueError(f"messages with roles {roles} hold nothing to imitate: give one with role 'assistant'")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rl_core.data.chat import Chat, shared_length
-from rl_core.data.tasks import column_messages, shorten
+from rl_core.data.tasks import PROMPT_COLUMNS, column_messages, first_column, shorten
 from rl_core.options.imitation import imitation_samples
 from rl_core.types import Message, TrainingSample
 
@@ -66,7 +66,7 @@ def pair_messages(row: dict[str, Any]) -> tuple[list[Message], list[Message], li
     an assistant begins) to the row's `messages` or `prompt`, or conversations with a common beginning. Raises ValueError."""
     sides = [column_messages(row, column, "assistant") for column in PAIR]
     if all(side[0]["role"] == "assistant" for side in sides):
-        context = column_messages(row, "prompt" if row.get("messages") is None else "messages")
+        context = column_messages(row, first_column(row, PROMPT_COLUMNS) or "prompt")
     else:
         shared = shared_length(*sides)
         context, sides = sides[0][:shared], [side[shared:] for side in sides]

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from rl_core.config import nearest
-from rl_core.data.rows import check_exists
+from rl_core.data.rows import CHECKED_ROWS, check_exists
 from rl_core.data.tasks import shorten
 from rl_core.sampling.hooks import Hook, describe_error, finite
 from rl_core.types import Message, RunError, Task, option
@@ -80,6 +80,8 @@ class Env:
         wanted += [(f"system_prompts[{name!r}]", p.columns, set()) for name, p in self.system_prompts.items()]
         columns = getattr(rows, "column_names", None)  # a table's rows all have the same
         for number, row in enumerate([dict.fromkeys(columns)] if columns is not None else rows, 1):
+            if number > CHECKED_ROWS and not isinstance(rows, list):
+                break
             for what, names, ours in wanted:
                 for name in sorted(names - row.keys()):
                     hint = "it needs start(task)" if name == "state" else nearest(name, sorted({*ours, *row}))

@@ -121,6 +121,8 @@ def describe(plan: Plan) -> str:
     longest = config.max_context_tokens
     lines = [
         f"data             {len(plan.train)} rows to train on, {sum(map(len, plan.eval.values()))} held out",
+        f"steps            {config.num_steps} of {config.tasks_per_step} rows: "
+        f"{config.num_steps * config.tasks_per_step / len(plan.train):.3g} epochs",
         f"ranks            {mesh.size + config.engine_ranks}: "
         + ", ".join(f"{name} {size}" for name, size in asdict(mesh).items()),
         f"tokens per step  at most {num * longest}: {num} {kind} of at most {longest} tokens",

@@ -1,0 +1,36 @@
+"""What is odd about a run's rows, though it can be meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from rl_core.config import Config
+from rl_core.data.tasks import TaskSource
+from rl_core.learning.algorithms import Algorithm
+
+NUM_ROWS = 1000  # the first of each source, which are looked at
+
+
+def data_warnings(
+    config: Config, algorithm: Algorithm, train: TaskSource, evals: dict[str, TaskSource]
+) -> Iterator[str]:
+    if config.tasks_per_step > len(train):
+        yield f"--tasks_per_step={config.tasks_per_step} draws rows twice in one step: there are {len(train)} training rows"
+    for name, source in evals.items():
+        for other in train.sources:
+            if source.env == other.env and first_rows(source) == first_rows(other):
+                rows = min(NUM_ROWS, len(source))
+                yield f"the first {rows} held-out rows of {name} are training rows; let load_tasks heed its split"
+    for source in (*train.sources, *evals.values()) if algorithm.is_rl else ():
+        roles = {task.id: [m["role"] for m in task.messages] for task in islice(source, NUM_ROWS)}
+        odd = [name for name, said in roles.items() if said[-1] == "assistant" or "user" not in said]
+        if odd:
+            yield (
+                f"{len(odd)} of the first {len(roles)} prompts of {source.env} end with an assistant's turn, or have no user "
+                f"message, such as {odd[0]}"
+            )
+
+
+def first_rows(source: TaskSource) -> list[str]:
+    return [repr(source.rows[index]) for index in source.kept[:NUM_ROWS]]
