@@ -65,6 +65,8 @@ def trimmed(sample: TrainingSample) -> TrainingSample:
     """The sample without the tokens after its last trained one: they have no loss."""
     trained = np.flatnonzero(sample.loss_mask[1:])
     keep = trained[-1] + 2 if len(trained) else 1
+    if keep == len(sample.loss_mask):
+        return sample
     return dataclasses.replace(sample, **{name: getattr(sample, name)[:keep] for name in PER_TOKEN})
 
 

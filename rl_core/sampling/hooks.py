@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 from rl_core.data.tasks import shorten
@@ -25,6 +26,13 @@ BLOCKED_S = 1.0  # an async hook that blocks the event loop for so long is named
 # Few: hooks that compute share one interpreter lock with the engine. Those that wait can be async.
 MAX_THREADS = 16
 SHARED = ("actors", "state")  # arguments that hooks get themselves; of all others they get copies
+
+
+Outcome = tuple[Any, BaseException | None]  # what a function returned, or what it raised
+
+
+class DeadlineError(Exception):
+    """Ours. A hook may raise TimeoutError itself."""
 
 
 class HookError(RuntimeError):
@@ -67,23 +75,27 @@ class Hook:
     async def __call__(self, task: Task, given: Mapping[str, Any]) -> Any:
         """What the function returns. `given`: at least our arguments. Raises HookError, or TimeoutError after timeout_s."""
         clock = LoopClock.of_running_loop()
-
-        def call() -> Any:
-            return self.function(**self.arguments(task.row, given))
-
         if self.is_async:
             clock.watch(self.path)
-            result, error = await self._in_time(task, outcome(call()))
-        else:
-            async with clock.threads:  # waiting for a thread is not the hook's time
-                result, error = await self._in_time(task, in_thread(call))
+        try:
+            if self.is_async:
+                result, error = await self._in_time(outcome(self.function(**self.arguments(task.row, given))))
+            else:
+                result, error = await clock.in_thread(
+                    lambda: self.function(**self.arguments(task.row, given)), self.timeout_s
+                )
             if inspect.isawaitable(result):
-                result, error = await self._in_time(task, outcome(result))
+                result, error = await self._in_time(outcome(result))
+        except DeadlineError:
+            raise TimeoutError(
+                f"{self.path}: {self.name}() ran longer than {self.timeout_s:g} s for task {task.id}; "
+                "make it faster or raise --rollout.hook_timeout_s"
+            ) from None
         if error is not None:
             raise HookError(f"{self.name}() failed for task {task.id}: {describe_error(error, self.path)}") from error
         return result
 
-    async def _in_time(self, task: Task, awaitable: Awaitable) -> tuple[Any, BaseException | None]:
+    async def _in_time(self, awaitable: Awaitable) -> Outcome:
         running = asyncio.ensure_future(awaitable)
         try:
             # Not wait_for, which waits for ever for a coroutine that ignores its cancellation.
@@ -92,38 +104,58 @@ class Hook:
         finally:
             running.cancel()
         if not is_done:
-            raise TimeoutError(
-                f"{self.path}: {self.name}() ran longer than {self.timeout_s:g} s for task {task.id}; "
-                "make it faster or raise --rollout.hook_timeout_s"
-            )
+            raise DeadlineError
         return (None, RuntimeError("it was cancelled")) if running.cancelled() else running.result()
 
 
-async def outcome(awaitable: Awaitable) -> tuple[Any, BaseException | None]:
-    """(result, exception). A SystemExit that leaves a task would end the event loop."""
+async def outcome(awaitable: Awaitable) -> Outcome:
+    """A SystemExit that leaves a task would end the event loop."""
     try:
         return await awaitable, None
     except (Exception, SystemExit) as error:
         return None, error
 
 
-def in_thread(function: Callable[[], Any]) -> asyncio.Future:
-    """Future of (result, exception) of a function in a thread of its own. One that hangs outlives its deadline, but blocks
-    neither the event loop nor the interpreter's exit."""
-    loop = asyncio.get_running_loop()
-    future = loop.create_future()
+@dataclass(kw_only=True, slots=True, eq=False)
+class Job:
+    """A function for a thread, and the future of its outcome."""
 
-    def run() -> None:
+    function: Callable[[], Any]
+    future: asyncio.Future[Outcome]
+    clock: LoopClock
+    started_s: float | None = None
+    is_given_up: bool = False  # its deadline passed, or its caller was cancelled
+
+    def run(self) -> bool:
+        """False if the thread ends, because another has taken its place."""
+        if self.is_given_up:
+            return True
+        self.started_s = self.clock.real() - self.clock.held_s
         try:
-            done = function(), None
+            done = self.function(), None
         except BaseException as error:
             done = None, error
         with suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(lambda: future.done() or future.set_result(done))
+            self.future.get_loop().call_soon_threadsafe(lambda: self.future.done() or self.future.set_result(done))
+        return not self.is_given_up
 
-    # Not a threading.Thread: its start() waits for the new thread, behind all hooks that compute.
-    _thread.start_new_thread(run, ())
-    return future
+    def give_up_after(self, timeout_s: float) -> None:
+        """Waiting for a thread is not the function's time."""
+        ran_s = 0.0 if self.started_s is None else self.clock() - self.started_s
+        if self.future.done():
+            return
+        if ran_s < timeout_s:
+            self.clock.loop.call_later(max(timeout_s - ran_s, 0.001), self.give_up_after, timeout_s)
+        else:
+            self.future.set_exception(DeadlineError())
+
+
+def work(jobs: SimpleQueue[Job | None]) -> None:
+    """A thread's loop."""
+    while (job := jobs.get()) is not None:
+        if not job.run():
+            return
+    jobs.put(None)  # for the other threads
 
 
 class LoopClock:
@@ -132,15 +164,44 @@ class LoopClock:
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop, self.real, self.held_s, self.last_s = loop, loop.time, 0.0, loop.time()
-        self.threads = asyncio.Semaphore(MAX_THREADS)  # of sync hooks
+        self.jobs, self.num_jobs, self.num_threads = SimpleQueue(), 0, 0  # of sync hooks
         self.loop_thread, self.watched = threading.get_ident(), set()
-        loop.time = self
+        self.close_loop, loop.time, loop.close = loop.close, self, self._close
         self._beat()
 
     @classmethod
     def of_running_loop(cls) -> LoopClock:
         loop = asyncio.get_running_loop()
         return loop.time if isinstance(loop.time, cls) else cls(loop)
+
+    async def in_thread(self, function: Callable[[], Any], timeout_s: float | None) -> Outcome:
+        """In a daemon thread: a function that hangs outlives its deadline, but blocks neither the event loop nor the
+        interpreter's exit. Raises DeadlineError once it has run for timeout_s."""
+        job = Job(function=function, future=self.loop.create_future(), clock=self)
+        self.num_jobs += 1
+        self._add_thread()
+        self.jobs.put(job)
+        timer = self.loop.call_later(timeout_s, job.give_up_after, timeout_s) if timeout_s else None
+        try:
+            return await job.future
+        except (asyncio.CancelledError, DeadlineError):
+            job.is_given_up = True
+            self.num_threads -= job.started_s is not None
+            raise
+        finally:
+            self.num_jobs -= 1
+            self._add_thread()  # in the place of one that was given up
+            if timer:
+                timer.cancel()
+
+    def _close(self) -> None:
+        self.jobs.put(None)  # threads end with the loop
+        self.close_loop()
+
+    def _add_thread(self) -> None:
+        if self.num_threads < min(MAX_THREADS, self.num_jobs):
+            self.num_threads += 1
+            _thread.start_new_thread(work, (self.jobs,))  # a threading.Thread's start() waits for the new thread
 
     def __call__(self) -> float:
         now = self.real()
