@@ -37,6 +37,7 @@ from rl_core.types import option
 CURRICULUM = "rl_core.options.curriculum:make_curriculum"
 DATA_WARNINGS = "rl_core.options.data_warnings:data_warnings"
 IMITATED = "rl_core.options.imitated_rows:ImitatedRows"
+KEEPER = "rl_core.options.keep:Keeper"
 CANARY = "rl_core.options.canary:Canary"
 OLDER_POLICY = "rl_core.options.older_policy:OlderPolicy"
 TRACKERS = "rl_core.options.trackers:Trackers"
@@ -118,7 +119,7 @@ class Run:
             prepare_folder(plan, out)
         found = checkpoints_in(out / "checkpoints") if config.resume else []
         self.learners = {} if ranks.is_engine else models.make_learners(config, plan.algorithm, ranks)
-        state = load_checkpoint(found[-1], self.learners) if found else {"step": 0, "position": 0}
+        state = load_checkpoint(found[-1], self.learners) if found else {"step": 0, "position": 0, "to_evaluate": True}
         if config.resume and ranks.is_writer:
             text = f"goes on from step {state['step']}" if found else f"no checkpoint in {out}: begins at step 0"
             print(f"--resume: {text}", flush=True)
@@ -127,7 +128,9 @@ class Run:
         barrier(ranks)  # the folders are there
         self.log = RunLog(out, ranks, config.num_steps, state["step"])
         self.trackers = option(TRACKERS)(config) if config.trackers and ranks.is_writer else None
+        self.keeper = option(KEEPER)(out / "best", config.save_minutes, config.keep_best, ranks.is_writer)
         self.start: int = state["step"]
+        self.to_evaluate: bool = state["to_evaluate"]  # before the first step
         self.position: int = state["position"]  # of the next training task in the order of the data
         self.pending: list[int] = state.get("pending", [])  # positions before it of which no step has learned yet
         self.metrics: dict[str, Metric] = {}  # of the step under way
@@ -194,6 +197,11 @@ class Run:
         name = f"time/{phase}_s"
         # What several actors take in one step adds up.
         self.note("", {name: Mean(time.monotonic() - began, 0.0 if name in self.metrics else 1.0)})
+
+    def write_metrics(self, step: int) -> dict[str, float]:
+        """What all ranks noted, by which they agree when to save and to end too."""
+        self.note("", self.keeper.metrics())
+        return self.keeper.agree(self.log.write(step, self.metrics))
 
     def note(self, prefix: str, metrics: dict[str, Metric]) -> None:
         add_metrics(self.metrics, metrics, prefix=prefix)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 import tempfile
@@ -78,6 +79,9 @@ def launch(argv: list[str]) -> int:
     from torch.distributed.run import main as torchrun
 
     logging.disable(logging.ERROR)
+    # A rank saves at the end of a step: torchrun passes signals on, and kills no rank after its 30 s.
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1")
+    os.environ.setdefault("PET_SHUTDOWN_TIMEOUT", "3600")
     try:
         torchrun(argv)
         return 0
@@ -88,7 +92,7 @@ def launch(argv: list[str]) -> int:
         if failure.exitcode < 0:  # it could say nothing
             name = signal.Signals(-failure.exitcode).name
             print(f"error: rank {rank} was ended by {name}; go on with --resume", file=sys.stderr, flush=True)
-        return 1
+        return max(1, failure.exitcode)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,11 @@ from rl_core.learning.checkpoint import save_checkpoint
 from rl_core.learning.model import export_policy
 from rl_core.metrics import Max, Mean, Sum
 from rl_core.models import is_read
+from rl_core.run_folder import naming
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.outcomes import lag_metrics, part_metrics, refuse_failures, rollout_metrics
 from rl_core.sampling.rollout import Group, in_order, rollout
-from rl_core.types import SamplingParams, Task, TrainingSample, Trajectory, option
+from rl_core.types import RunError, SamplingParams, Task, TrainingSample, Trajectory, option
 
 MFU = "rl_core.options.mfu:mfu"
 
@@ -40,8 +41,8 @@ async def start(run: Run) -> None:
             if run.older:
                 await run.older.restore(name, run.start, checkpoint_folder(run, run.start))
     run.worker.version = run.start
-    if run.config.eval_every and run.start == 0:
-        await evaluate(run, 0)
+    if run.config.eval_every and run.to_evaluate:
+        await evaluate(run, run.start)
 
 
 async def resume(run: Run, version: int) -> None:
@@ -63,6 +64,7 @@ async def finish(run: Run) -> None:
 
 async def close(run: Run) -> None:
     """Ends everything that the run started."""
+    run.keeper.close()
     await run.worker.close()
     if run.writing is not None:
         await run.writing
@@ -117,12 +119,12 @@ async def sample(run: Run, step: int) -> dict[str, list[TrainingSample]]:
         barrier(run.ranks)  # no learner has a device that an engine on another rank takes now
     if run.canary:
         await run.canary.sample(is_first=step == run.start)
+    place = place_in_data(run)
     run.worker.submit(draw_groups(run, num_to_begin(run, step)))
     trajectories = await collect(run, step)
     await sleep_engines(run)
     await write(run, f"step_{step + 1:06d}", trajectories)
-    limit = config.rollout.max_failed_fraction
-    refuse_failures(trajectories, run.failed_rows, limit, f"step {step + 1}", run.ranks)
+    refuse_or_save(run, step, trajectories, run.failed_rows, f"step {step + 1}", place)
     if plan.curriculum:
         results = group_results(trajectories, run.learners, config.eval.pass_reward, run.ranks)
         plan.curriculum.record(results, min([*run.begun, run.position]))
@@ -177,7 +179,9 @@ async def write(run: Run, name: str, trajectories: list[Trajectory]) -> None:
     if run.config.rollout.save:
         suffix = f".rank_{run.ranks.rank:05d}" if run.ranks.size > 1 else ""
         file = run.out / "rollouts" / f"{name}{suffix}.jsonl.zst"
-        run.writing = asyncio.get_running_loop().run_in_executor(None, write_trajectories, file, trajectories)
+        run.writing = asyncio.get_running_loop().run_in_executor(
+            None, naming(file)(write_trajectories), file, trajectories
+        )
 
 
 async def note_rollouts(run: Run, step: int, trajectories: list[Trajectory]) -> None:
@@ -270,10 +274,13 @@ async def evaluate(run: Run, step: int) -> None:
             await evaluate_tasks(run, step, name, tasks, "greedy", 1)
             if config.samples:
                 await evaluate_tasks(run, step, name, tasks, "sampled", config.samples)
-    values = run.log.write(step, run.metrics)
+    values = run.write_metrics(step)
     is_shown = re.compile(r"eval/(?!.*/(greedy|sampled)_(?!(score|pass)$))")  # others are in the file alone
     shown = [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in values.items() if is_shown.match(name)]
     run.log.say("  ".join([f"eval at step {step}", *shown]))
+    if run.config.keep_best and run.keeper.is_best(step, values):
+        export(run, run.out / "best")
+        run.keeper.note_best(step)
 
 
 def evaluate_rows(run: Run, tasks: list[Task], prefix: str) -> None:
@@ -292,7 +299,7 @@ async def evaluate_tasks(run: Run, step: int, source: str, tasks: list[Task], la
     newest = {n: replace(a, older=None) if isinstance(a, Actor) else a for n, a in run.actors.items()}
     trajectories = await rollout(plan.envs, newest, groups, config.rollout, run.ranks, config.timeout_s)
     await write(run, name.replace("/", "_"), trajectories)
-    refuse_failures(trajectories, {}, config.rollout.max_failed_fraction, name, run.ranks, min_rows=1)
+    refuse_or_save(run, step, trajectories, {}, name, place_in_data(run), min_rows=1)
     score, passed = (f"avg@{count}", f"pass@{count}") if label == "sampled" else ("greedy_score", "greedy_pass")
     for actor in config.trained:
         own = [t for t in trajectories if t.actor == actor and t.status != "failed"]
@@ -308,16 +315,39 @@ def checkpoint_folder(run: Run, step: int) -> Path:
     return run.out / "checkpoints" / f"step_{step:06d}"
 
 
-def save(run: Run, step: int) -> None:
-    """A checkpoint of all that learns, and each model as a Hugging Face folder."""
-    state = {"step": step, "seed": run.config.seed, "position": run.position, "pending": run.begun}
+def place_in_data(run: Run) -> dict[str, int | list[int]]:
+    return {"position": run.position, "pending": run.begun}
+
+
+def refuse_or_save(run: Run, step: int, trajectories: list, rows: dict, name: str, place: dict, **limits) -> None:
+    """Saves what was learned before too many failures end the run."""
+    try:
+        refuse_failures(trajectories, rows, run.config.rollout.max_failed_fraction, name, run.ranks, **limits)
+    except RunError:
+        if step > run.start:
+            save(run, step, place)
+        raise
+
+
+def save(run: Run, step: int, place: dict | None = None) -> None:
+    """A checkpoint of all that learns, and each model as a Hugging Face folder. `place`: in the data, if it is not this."""
+    if step == run.keeper.saved_step:
+        return
+    state = {"step": step, "seed": run.config.seed, "to_evaluate": run.to_evaluate}
+    state |= place or place_in_data(run)
     if run.plan.curriculum:
         state["curriculum"] = run.plan.curriculum.state()
     older = run.older.files_to_save(step) if run.older else []
-    save_checkpoint(checkpoint_folder(run, step), run.learners, state, run.ranks, run.config.keep_checkpoints, older)
-    for name, learner in run.learners.items():
-        with learner.on_device():
-            tokenizer = run.plan.chats[name].tokenizer
-            export_policy(learner.policy, tokenizer, run.out / "hf" / name, run.ranks, learner.adapter)
+    folder, keep = checkpoint_folder(run, step), run.config.keep_checkpoints
+    with naming(folder):
+        save_checkpoint(folder, run.learners, state, run.ranks, keep, older)
+    export(run, run.out / "hf")
+    run.keeper.saved(step)
     exported = ", ".join(str(run.out / "hf" / name) for name in run.learners)
     run.log.say(f"saved step {step} to {run.out / 'checkpoints'} and {exported}")
+
+
+def export(run: Run, folder: Path) -> None:
+    for name, learner in run.learners.items():
+        with naming(folder / name), learner.on_device():
+            export_policy(learner.policy, run.plan.chats[name].tokenizer, folder / name, run.ranks, learner.adapter)

@@ -101,6 +101,7 @@ def of_run(c: Any) -> Rules:
         learner.offload == "always" and c.optim.name == "adamw8bit",
         "--optim.name=adamw8bit saves device memory, where --learner.offload=always keeps nothing; take adamw",
     )
+    yield c.keep_best and not c.eval_every, f"--keep_best={c.keep_best} needs evaluations: give --eval_every"
     yield c.engine_tp > 1 and c.engine == "embedded", f"--engine_tp={c.engine_tp} needs --engine sglang"
     smoothing, loss = c.preference.label_smoothing, c.preference.loss
     yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
@@ -56,6 +57,19 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Raises OSError that names the path where a disk is full: few libraries do."""
+    try:
+        yield
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        texts = (os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+        text = next((text for text in texts if text in str(error)), None)
+        if text is None:
+            raise
+        raise OSError(f"{path}: {text}; make room there, and go on with --resume") from error
+
+
 class RunLog:
     """metrics.jsonl, one object a line, and one line on the terminal for each step. One rank writes."""
 
@@ -68,8 +82,9 @@ class RunLog:
     def write(self, step: int, metrics: dict[str, Metric]) -> dict[str, float]:
         values = reduce_metrics(metrics, self.ranks)
         if self.ranks.is_writer:
-            clean = {k: v if math.isfinite(v) else None for k, v in values.items()}  # JSON has no others
-            with open(self.path, "a") as file:
+            shown = {k: v for k, v in values.items() if not k.startswith("keep/")}
+            clean = {k: v if math.isfinite(v) else None for k, v in shown.items()}  # JSON has no others
+            with naming(self.path), open(self.path, "a") as file:
                 file.write(json.dumps({"step": step, **clean}) + "\n")
         return values
 

@@ -30,6 +30,7 @@ async def train(run: Run) -> None:
 
     config = run.config
     await phases.start(run)
+    run.keeper.listen()
     for step in range(run.start, config.num_steps):
         run.metrics, done = {}, step + 1
         with run.timed("step"), phases.profiled(run, done):
@@ -43,11 +44,15 @@ async def train(run: Run) -> None:
                         await phases.sync_engine(run, name, done)
             await phases.resume(run, done)
         phases.note_speed(run)
-        run.log.progress(done, run.log.write(done, run.metrics))
-        if config.eval_every and is_due(done, config.eval_every, config.num_steps):
+        run.log.progress(done, run.write_metrics(done))
+        is_evaluated = config.eval_every and is_due(done, config.eval_every, config.num_steps)
+        run.to_evaluate = bool(is_evaluated and run.keeper.signal)  # by the run that goes on
+        if is_evaluated and not run.keeper.signal:
             await phases.evaluate(run, done)
-        if is_due(done, config.save_every, config.num_steps):
+        if run.keeper.signal or run.keeper.is_due or is_due(done, config.save_every, config.num_steps):
             phases.save(run, done)
+        if run.keeper.signal:
+            return
     await phases.finish(run)
 
 
@@ -57,7 +62,11 @@ async def run_rank(run: Run) -> None:
     gc.collect()
     gc.freeze()  # rows and modules live as long as the run; looking through them again and again costs tenths of a second
     try:
-        await (train(run) if run.server is None else run.server.serve())
+        if run.server is None:
+            await train(run)
+        else:
+            run.keeper.listen()  # a signal is for the learners
+            await run.server.serve()
     finally:
         await phases.close(run)
 
@@ -67,7 +76,8 @@ def is_due(done: int, every: int, num_steps: int) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status. A user's mistake is one line; RL_CORE_DEBUG=1 shows where it was found."""
+    """The exit status; 128 + its number after a signal. A user's mistake is one line; RL_CORE_DEBUG=1 shows where it was
+    found."""
     ranks: Ranks | None = None
     end_with_torchrun()
     try:
@@ -82,9 +92,10 @@ def main(argv: list[str] | None = None) -> int:
         with explain_timeouts("start, log or save", ranks, config.timeout_s):
             barrier(ranks)  # every rank has seen that the folder is free
             with locked(Path(config.out)) if ranks.is_writer else nullcontext():
-                asyncio.run(run_rank(Run(plan, ranks)))
+                run = Run(plan, ranks)
+                asyncio.run(run_rank(run))
             close_ranks(ranks)
-        return 0
+        return 128 + run.keeper.signal if run.keeper.signal else 0
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -99,7 +110,7 @@ def end_with_torchrun() -> None:
     """A rank whose launcher is killed outright, so that it can tell its ranks nothing, ends too (Linux)."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def is_first_to_fail(ranks: Ranks | None) -> bool:

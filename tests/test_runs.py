@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
-from kit import ROOT, STOP, metrics, run, steps, trajectories, weights, words
+from kit import ROOT, STOP, metrics, run, steps, trajectories, wait_until, weights, words
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -90,6 +93,31 @@ def test_a_resumed_run_is_the_uninterrupted_run(how, given, tmp_path):
     stays = [row for row in metrics(parts) if row in metrics(whole) or any(k.startswith("learn/") for k in row)]
     assert lasting(steps(whole)) == lasting([row for row in stays if any(k.startswith("learn/") for k in row)])
     assert_same_weights(whole, parts)
+
+
+def end_after_a_step(out: Path) -> None:
+    """Sends SIGTERM to this process once the run there has done a step, at whatever it does."""
+
+    def send() -> None:
+        wait_until(lambda: (out / "metrics.jsonl").exists() and steps(out), "a step")
+        assert callable(signal.getsignal(signal.SIGTERM)), "it would end the tests"
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+@pytest.mark.parametrize("how", ["warm-up", "curriculum", "older weights", "sft"])
+def test_a_run_that_sigterm_ends_goes_on_bit_for_bit(how, given, tmp_path):
+    flags, whole, parts = given(RESUMED[how]), tmp_path / "whole", tmp_path / "parts"
+    end_after_a_step(parts)
+    assert main(words(flags, "--num_steps 100000 --out", parts)) == 128 + signal.SIGTERM
+    last = steps(parts)[-1]["step"]
+    assert (parts / f"checkpoints/step_{last:06d}/manifest.json").is_file() and (parts / "hf/policy").is_dir()
+    for out in (parts, whole):
+        run(out, flags, "--resume --num_steps", last + 2)
+    assert lasting(metrics(parts)) == lasting(metrics(whole))
+    assert_same_weights(parts, whole)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 # Name -> flags, and further flags on two ranks.

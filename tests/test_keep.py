@@ -1,0 +1,115 @@
+"""What a run keeps: it saves by the clock, on a signal and before it gives up, and goes on as if it had not ended."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+
+import pytest
+from kit import metrics, run, run_ranks, steps, weights, words
+from test_runs import RL, assert_same_weights, lasting
+
+from rl_core.distributed import init_ranks
+from rl_core.run_folder import RunLog
+from rl_core.train import main
+
+# Does `what` at the 20th call: within the second step of 16 episodes on one rank.
+AT_20 = """
+import asyncio, itertools, os, signal
+from pathlib import Path
+calls, parent, mark = itertools.count(1), os.getppid(), Path(__file__).with_suffix(".mark")
+def load_tasks(split): return [{"prompt": f"{n} and {n * 7 % 10}"} for n in range(8)]
+async def reward_fn(completion):
+    if next(calls) >= 20 and not mark.exists():
+        {what}
+    return sum(map(ord, completion)) / 1000
+"""
+TO_ALL = (
+    "mark.touch(); [os.kill(int(p), 15) for p in Path(f'/proc/{parent}/task/{parent}/children').read_text().split()]"
+)
+TO_ONE = "os.environ['RANK'] == '1' and (mark.touch(), os.kill(os.getpid(), 15))"
+
+
+@pytest.fixture
+def flags_of(places, tmp_path):
+    """flags_of(what) -> flags of a run whose environment does that at its 20th call, until the mark is there."""
+
+    def make(what: str) -> list[str]:
+        (tmp_path / "env.py").write_text(AT_20.replace("{what}", what))
+        return words("--optim.lr 1e-2", RL.format(**places), "--env_path", tmp_path / "env.py", "--num_steps 100000")
+
+    return make
+
+
+@pytest.mark.parametrize("what, more", [(TO_ONE, ""), (TO_ALL, ""), (TO_ALL, "--engine_ranks 1")])
+def test_ranks_agree_where_they_end_if_some_or_all_get_a_signal(what, more, flags_of, tmp_path):
+    given = ["-m", "rl_core.train", *flags_of(what), *words(more, "--out", tmp_path / "run", "--resume")]
+    ended = run_ranks(2, *given, check=False)
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    last = steps(tmp_path / "run")[-1]["step"]
+    assert f"saved step {last}" in ended.stdout and "error" not in ended.stderr
+    assert f"goes on from step {last}" in run_ranks(2, *given, "--num_steps", str(last + 1)).stdout
+
+
+def test_ctrl_c_twice_ends_at_once(flags_of, tmp_path):
+    what = "[os.kill(os.getpid(), 2) for _ in 'ab']; await asyncio.sleep(1000)"
+    ended = run_ranks(1, "-m", "rl_core.train", *flags_of(what), "--out", tmp_path / "run", check=False)
+    assert ended.returncode == signal.SIGINT and "SIGINT: saves when this step is done" in ended.stderr
+    assert len(steps(tmp_path / "run")) == 1 and not list((tmp_path / "run/checkpoints").iterdir())
+
+
+def test_a_run_that_gives_up_saves_before_and_repeats_the_step(flags_of, tmp_path, capsys):
+    flags, parts, whole = flags_of("raise KeyError('gone')"), tmp_path / "parts", tmp_path / "whole"
+    more = ["--num_steps", "4", "--rollout.max_failed_fraction", "0", "--out"]
+    assert main([*flags, *more, str(parts)]) == 1
+    assert "gone" in capsys.readouterr().err and (parts / "checkpoints/step_000001/manifest.json").is_file()
+    (tmp_path / "env.mark").touch()
+    for out in (parts, whole):
+        assert main([*flags, *more, str(out), "--resume"]) == 0
+    assert lasting(metrics(parts)) == lasting(metrics(whole))
+    assert_same_weights(parts, whole)
+
+
+def test_a_run_saves_when_the_last_checkpoint_is_old(flags_of, tmp_path):
+    out = run(tmp_path / "run", flags_of("pass"), "--num_steps 3 --save_minutes 1e-4 --keep_checkpoints 0")
+    assert len(list((out / "checkpoints").glob("step_*"))) == 3
+
+
+def test_the_best_by_an_evaluation_is_kept(flags_of, tmp_path, capsys):
+    flags, out = words(flags_of("pass"), "--eval_every 1 --eval.samples 0"), tmp_path / "run"
+    run(out, flags, "--num_steps 4 --keep_best greedy_score")
+    scores = {row["step"]: row["eval/env/greedy_score"] for row in metrics(out) if "eval/env/greedy_score" in row}
+    best = json.loads((out / "best/best.json").read_text())
+    assert best["greedy_score"] == max(scores.values()) == scores[best["step"]]
+    assert len(set(scores.values())) > 1
+    then = run(tmp_path / "then", flags, "--num_steps", max(1, best["step"]))
+    if best["step"]:
+        assert all(value.equal(weights(out / "best", ".").get(name, value)) for name, value in weights(then).items())
+    assert main(words(flags, "--num_steps 1 --keep_best score --out", tmp_path / "other")) == 1
+    assert (
+        "--keep_best score is no metric of this evaluation; it has greedy_pass, greedy_score" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("full", ["rollouts", "checkpoints"])
+def test_a_full_disk_is_named(full, flags_of, tmp_path, capsys):
+    limit, out = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "run"
+    if full == "rollouts":
+        (out / full).mkdir(parents=True)
+        (out / full / ".step_000001.jsonl.zst.tmp").symlink_to("/dev/full")
+    else:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limit[1]))
+    try:
+        assert main([*flags_of("pass"), *words("--num_steps 1 --resume --out", out)]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert f"error: {out / full}/step_000001" in line and "make room there" in line
+
+
+def test_a_full_disk_is_named_where_metrics_do_not_fit(tmp_path):
+    log = RunLog(tmp_path, init_ranks(60), 9, 0)
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"{tmp_path}/metrics.jsonl: No space left on device; make room there"):
+        log.write(1, {})
