@@ -78,7 +78,8 @@ def test_check_of_math_answers(check, tmp_path):
     rows.write_text('{"question": "3+4?", "answer": "3+4=7\\n#### 7"}\n{"question": "10/2?", "answer": "#### 5"}\n')
     status, report, error = check(ENVS / "math_answer.py")
     assert status == 1 and "name its rows with --data.train" in error
-    status, report, _ = check(ENVS / "math_answer.py", "--data.train", rows)
+    rows.write_text(rows.read_text().replace("answer", "solution"))
+    status, report, _ = check(ENVS / "math_answer.py", "--data.train", rows, "--data.columns", "answer=solution")
     found = outcomes(report)
     assert status == 0
     assert [found[kind, "policy"][2] for kind in ("right", "plain", "empty")] == ["1", "0", "0"]

@@ -9,6 +9,7 @@ import pytest
 
 from rl_core.data.rows import load_rows
 from rl_core.data.tasks import RowOrder, TaskSource, make_task
+from rl_core.options.json_lines import JsonLines
 from rl_core.options.mix import TaskMix
 from rl_core.options.renamed_columns import RenamedColumns
 
@@ -306,11 +307,13 @@ def test_order_is_the_same_everywhere_and_for_ever():
     assert [RowOrder(10, 7, True).row_index(p) for p in range(12)] == [0, 6, 9, 5, 8, 1, 2, 7, 3, 4, 0, 9]
 
 
-def test_a_source_resumes_from_its_position():
+def test_a_source_resumes_from_its_position(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(JSONL)
     whole = TaskSource(ROWS, env="e", split="train", seed=3, shuffle=True)
-    ids = [whole.task(p).id for p in range(12)]
-    resumed = TaskSource(ROWS, env="e", split="train", seed=3, shuffle=True)
-    assert [resumed.task(p).id for p in range(7, 12)] == ids[7:]
+    tasks, ids = zip(*((whole.task(p), whole.task(p).id) for p in range(12)), strict=True)
+    for rows in (ROWS, JsonLines(tmp_path / "x.jsonl")):
+        resumed = TaskSource(rows, env="e", split="train", seed=3, shuffle=True)
+        assert [resumed.task(p) for p in range(7, 12)] == list(tasks[7:])
     assert sorted(ids[:5]) == sorted(ids[5:10]) == [f"train/{i}" for i in range(5)]
 
 

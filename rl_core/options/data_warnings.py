@@ -9,7 +9,7 @@ from rl_core.config import Config
 from rl_core.data.tasks import TaskSource
 from rl_core.learning.algorithms import Algorithm
 
-NUM_ROWS = 1000  # the first of each source, which are looked at
+NUM_ROWS = 200  # the first of each source, which are looked at
 
 
 def data_warnings(
@@ -19,9 +19,9 @@ def data_warnings(
         yield f"--tasks_per_step={config.tasks_per_step} draws rows twice in one step: there are {len(train)} training rows"
     for name, source in evals.items():
         for other in train.sources:
-            if source.env == other.env and first_rows(source) == first_rows(other):
-                rows = min(NUM_ROWS, len(source))
-                yield f"the first {rows} held-out rows of {name} are training rows; let load_tasks heed its split"
+            num = min(NUM_ROWS, len(source), len(other))
+            if source.env == other.env and first_rows(source, num) == first_rows(other, num):
+                yield f"the first {num} held-out rows of {name} are training rows too (does load_tasks heed its split?)"
     for source in (*train.sources, *evals.values()) if algorithm.is_rl else ():
         roles = {task.id: [m["role"] for m in task.messages] for task in islice(source, NUM_ROWS)}
         odd = [name for name, said in roles.items() if said[-1] == "assistant" or "user" not in said]
@@ -32,5 +32,5 @@ def data_warnings(
             )
 
 
-def first_rows(source: TaskSource) -> list[str]:
-    return [repr(source.rows[index]) for index in source.kept[:NUM_ROWS]]
+def first_rows(source: TaskSource, num: int) -> list[str]:
+    return [repr(source.rows[index]) for index in source.kept[:num]]

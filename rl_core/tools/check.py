@@ -11,7 +11,7 @@ import inspect
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from rl_core.config import RolloutConfig
+from rl_core.config import RolloutConfig, typed
 from rl_core.rules import split
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     reply = "right reply of the next turn: a Jinja template over columns and `prompt`"
     parser.add_argument("env", help="the environment's Python file")
     parser.add_argument("--data.train", dest="rows", metavar="ROWS", help="rows; default: load_tasks('train')")
+    parser.add_argument("--data.columns", dest="columns", help="other names of their columns: answer=solution")
     parser.add_argument("--model", help="folder or hub name: its tokenizer and chat template; default: a plain one")
     parser.add_argument("--actors", metavar="A,B", help="names of actors, where `turns` names none; default: policy")
     parser.add_argument("--reply", action="append", default=[], metavar="TEXT", help=reply)
@@ -81,11 +82,14 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
     """The first tasks, once every row has the columns that hooks need."""
     from rl_core.data.rows import load_rows
     from rl_core.data.tasks import make_task
+    from rl_core.options.renamed_columns import RenamedColumns
 
     if not options.rows and not env.load_tasks:
         raise ValueError(f"{options.env} has no load_tasks(split): name its rows with --data.train rows.jsonl")
     source = options.rows or "load_tasks('train')"
     rows = load_rows(options.rows) if options.rows else env.load_tasks("train")
+    if options.rows and options.columns:
+        rows = RenamedColumns(rows, typed("data.columns", options.columns, dict[str, str]), source)
     env.check_columns(rows, source)
     tasks = [make_task(rows[i], i, env.name, "train") for i in range(min(max(1, options.num_tasks), len(rows)))]
     say("data", [f"{source}: {len(rows)} rows with {', '.join(tasks[0].row)}; the first {len(tasks)} are tried"])
