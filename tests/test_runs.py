@@ -338,10 +338,10 @@ def test_held_out_sets_have_names_and_epochs_are_steps(places, tmp_path):
     two = words(
         "--env_path", f"{tmp_path}/env.py,{places['dir']}/letters.py", "--envs.letters.weight 0 --envs.env.train"
     )
-    named = files[1], "--envs.env.eval", files[3].replace(",", f",{tmp_path}/gsm8k.jsonl,")  # a set of two files
+    named = files[1], "--envs.env.eval", files[3].replace(",", f",{tmp_path}/train.jsonl,")  # a set of two files
     out = run(tmp_path / "two", files[4:], two, *named, "--data.columns answer=solution --num_steps 0")
     [row] = metrics(out)
-    assert (row["eval/env/gsm8k/greedy_score"], row["eval/env/aime/greedy_score"]) == (1, 4)
+    assert (row["eval/env/gsm8k/greedy_score"], row["eval/env/aime/greedy_score"]) == (22 / 8, 4)
     assert "eval/letters/greedy_score" in row
 
 

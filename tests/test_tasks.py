@@ -66,10 +66,11 @@ def test_every_format_gives_the_same_rows(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["x.csv", "x.tsv"])
 def test_cells_of_csv_and_tsv_stay_text(name, tmp_path):
-    cells = [("\ufeffprompt", "answer"), ("a", "007"), ("b", "1e3"), ("c", "NA"), ("d", ""), ("e", "true")]
-    text = "".join(f"{prompt}{',' if name == 'x.csv' else chr(9)}{answer}\n" for prompt, answer in cells)
-    (tmp_path / name).write_text(text)
-    assert [row["answer"] for row in load_rows(str(tmp_path / name))] == ["007", "1e3", "NA", "", "true"]
+    lines = ["\ufeffid,answer,is", "007,NA,true", "1.50,,false"]
+    (tmp_path / name).write_text("\n".join(lines).replace(",", "," if name == "x.csv" else "\t"))
+    first, second = load_rows(str(tmp_path / name))
+    assert first == {"id": "007", "answer": "NA", "is": "true"}
+    assert second == {"id": "1.50", "answer": "", "is": "false"}
 
 
 # Source -> answers of the rows for --data.train and for --data.eval; None: refused.
@@ -80,6 +81,7 @@ SOURCES = {
     "split/*.jsonl": ("dce", "dce"),
     "split/t*.jsonl": ("c", "c"),
     "**/b.csv": ("b", "b"),
+    "p*/**/a*": ("a", "a"),  # a folder that matches holds no rows itself
     "plain/b.csv,plain/a.jsonl, split": ("bac", "bad"),
     "saved": ("b", None),
     "saved@valid": ("a", "a"),
@@ -98,6 +100,7 @@ def test_a_source_is_files_folders_globs_and_lists_of_them(source, tmp_path, mon
         (tmp_path / f"{file}.jsonl").write_text(json.dumps({"prompt": "x", "answer": answer}) + "\n")
     (tmp_path / "plain/b.csv").write_text("prompt,answer\nx,b\n")
     (tmp_path / "plain/README.md").write_text("no rows")
+    (tmp_path / "plain/also").mkdir()
     tables = {
         name: datasets.Dataset.from_list([{"answer": answer}]) for name, answer in (("train", "b"), ("valid", "a"))
     }
@@ -198,6 +201,9 @@ def test_rows_of_a_large_file_stay_on_disk_and_a_bad_one_is_named_when_it_is_dra
     assert [rows[n]["prompt"] for n in (0, 499, 501, 999, -1)] == ["say 0", "say 499", "say 501", "say 999", "say 999"]
     with pytest.raises(ValueError, match=r"x\.jsonl:502: not JSON"):
         rows[500]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines)[:-9])
+    with pytest.raises(ValueError, match=r"x\.jsonl:1002: not JSON: .* Is it cut short"):
+        load_rows(str(tmp_path / "x.jsonl"))
 
 
 def test_a_missing_file_is_refused_with_the_nearest_name(tmp_path):

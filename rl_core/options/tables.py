@@ -31,7 +31,8 @@ def files_of(source: str, split: str) -> list[Path]:
     a file that does not exist, and if the folder has none of this split."""
     path, split = located(source, split)
     if not path.is_dir():
-        files = [path] if path.is_file() else sorted(map(Path, glob.glob(str(path), recursive=True)))
+        found = [path] if path.is_file() else map(Path, sorted(glob.glob(str(path), recursive=True)))
+        files = [file for file in found if file.is_file()]
         # Names on the hub may have dots (org/data-v1.2), so that only a suffix of letters tells a file. What looks like a file
         # and does not exist is never sent to the hub.
         if not files and re.search(r"^[./~]|\.[a-z]+$|/.*/|[*?]", source.partition("@")[0], re.I):
