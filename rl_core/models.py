@@ -89,11 +89,14 @@ def is_sharded(config: Config) -> bool:
 
 
 def make_learners(config: Config, algorithm: Algorithm, ranks: Ranks) -> dict[str, Learner]:
-    """The learner of each actor that is trained. Those that share a model train an adapter of it each."""
+    """The learner of each actor that is trained. Those that share a model train an adapter of it each. Each model computes
+    packed batches, or rows of its own if those differ."""
     learners = {}
     for name in sorted(config.trained, key=lambda name: bool(config.actors[name].share)):  # owners first
         owner = config.actors[name].share
         learners[name] = make_learner(config, algorithm, name, ranks, owner and learners[owner].policy)
+    for model in {id(model): model for learner in learners.values() for model in learner.models()}.values():
+        option("rl_core.options.padded:choose_forward")(model, ranks)
     return {name: learners[name] for name in config.trained}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import zlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -15,22 +16,18 @@ if TYPE_CHECKING:
 Message = dict[str, Any]  # {"role": "user", "content": "..."} and whatever else the chat template reads
 
 
-# Keys of a model's config.json by which logits become more than attention and a product with the head's weight, which is
-# all that the learner and the embedded engine compute: the value that changes nothing, and what any other does.
-BOUNDS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap")
-SCALES = ("lm_head_multiplier", "logit_scale", "output_multiplier", "logits_scaling")
-WIDTHS = ("logits_mup_width_multiplier", "mup_width_multiplier")
-LOGIT_CHANGES = dict.fromkeys(BOUNDS, (None, "bounds logits or attention scores"))
-LOGIT_CHANGES |= dict.fromkeys((*SCALES, *WIDTHS), (1, "scales logits or hidden states"))
+# Keys of a model's config.json that change logits after the product with the head's weight: by which power of the value they
+# are multiplied, and what bounds them to (-value, value) by a tanh.
+LOGIT_SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "output_multiplier": 1}
+LOGIT_SCALES |= {"logits_scaling": -1, "logits_mup_width_multiplier": -1, "mup_width_multiplier": -1}
+LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 
-def logit_change(config: Any) -> str | None:
-    """`logit_scale=0.5, which scales logits or hidden states`: the first of LOGIT_CHANGES that a transformers configuration
-    makes; None if it makes none."""
-    for key, (neutral, effect) in LOGIT_CHANGES.items():
-        if (value := getattr(config.get_text_config(), key, None)) not in (None, neutral):
-            return f"{key}={value}, which {effect}"
-    return None
+def logit_change(config: Any) -> tuple[float, float | None]:
+    """(scale, cap) by a transformers configuration: logits are cap * tanh(scale * head(hidden) / cap); None: without tanh."""
+    text = config.get_text_config()
+    scale = math.prod((getattr(text, key, None) or 1.0) ** power for key, power in LOGIT_SCALES.items())
+    return scale, next((cap for key in LOGIT_CAPS if (cap := getattr(text, key, None))), None)
 
 
 class RunError(Exception):

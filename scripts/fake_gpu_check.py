@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rl_core.config import parse_config
 from rl_core.data.packing import pack_samples
-from rl_core.engines.slots import SlotCache, SlotModel
+from rl_core.engines.slots import SlotCache, SlotModel, sample
 from rl_core.learning import logprobs
 from rl_core.learning.algorithms import PRESETS, make_algorithm, token_losses
 from rl_core.learning.attention import NAME
@@ -101,7 +101,7 @@ def engine_step(is_decode: bool) -> None:
             hidden = slots.forward(cache, slice(0, 3), tokens, None, 7)
             if is_decode:
                 hidden = slots.forward(cache, slice(0, 3), tokens[:, :1], starts, 8)
-        slots.sample(hidden[:, 0], torch.zeros(6, 3, dtype=torch.float64))
+        sample(slots.logits(hidden[:, 0]), torch.zeros(6, 3, dtype=torch.float64))
 
 
 CHECKS = {

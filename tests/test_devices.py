@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from rl_core.config import parse_config
 from rl_core.distributed import init_ranks
-from rl_core.engines.slots import SlotCache, SlotModel
+from rl_core.engines.slots import SlotCache, SlotModel, sample
 from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.attention import NAME
 from rl_core.learning.learner import Learner
@@ -75,4 +75,4 @@ def test_a_decode_step_of_the_embedded_engine_reads_no_value_before_its_tokens(t
             slots.forward(cache, slice(0, 3), tokens, starts, 14, sizes)  # what follows cached turns
             hidden = slots.forward(cache, slice(0, 3), tokens[:, :1], starts, 15)
             for known in (2, 3, 6):  # without a temperature, with one, with limits
-                assert slots.sample(hidden[:, 0], numbers[:known]).device == META
+                assert sample(slots.logits(hidden[:, 0]), numbers[:known]).device == META

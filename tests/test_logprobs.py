@@ -40,13 +40,14 @@ def make_inputs(num_tokens: int, num_ids: int, width: int, dtype=torch.float32, 
     return *(x.to(device, dtype).requires_grad_() for x in (hidden, weight)), labels.to(device)
 
 
-def all_logits(hidden, weight, labels, temperature):
-    logp = (hidden @ weight.T / temperature).log_softmax(-1)
+def all_logits(hidden, weight, labels, temperature, cap=None):
+    logits = hidden @ weight.T
+    logp = ((logits if cap is None else cap * (logits / cap).tanh()) / temperature).log_softmax(-1)
     return logp.gather(-1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-def values_and_gradients(function, hidden, weight, labels, temperature, entropy_coef):
-    logprobs, entropy = function(hidden, weight, labels, temperature)
+def values_and_gradients(function, hidden, weight, labels, temperature, entropy_coef, *more):
+    logprobs, entropy = function(hidden, weight, labels, temperature, *more)
     g = torch.sin(torch.arange(len(labels), device=hidden.device).to(logprobs.dtype))
     loss = (logprobs * g).sum()
     if entropy_coef:
@@ -54,12 +55,12 @@ def values_and_gradients(function, hidden, weight, labels, temperature, entropy_
     return logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight))
 
 
-def assert_equal_to_all_logits(inputs, temperature, entropy_coef, tolerance, gradient_tolerance=None) -> None:
+def assert_equal_to_all_logits(inputs, temperature, entropy_coef, tolerance, gradient_tolerance=None, cap=None) -> None:
     """Errors are counted in the largest number of each result."""
     hidden, weight, labels = inputs
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    got = values_and_gradients(fused_logprobs, *inputs, temperature, entropy_coef)
-    want = values_and_gradients(all_logits, *exact, labels, temperature, entropy_coef)
+    got = values_and_gradients(fused_logprobs, *inputs, temperature, entropy_coef, cap)
+    want = values_and_gradients(all_logits, *exact, labels, temperature, entropy_coef, cap)
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         assert a.dtype == (torch.promote_types(hidden.dtype, torch.float32) if i < 2 else hidden.dtype)
         limit = tolerance if i < 2 or gradient_tolerance is None else gradient_tolerance
@@ -77,6 +78,7 @@ def test_fused_logprobs_equal_autograd_over_all_logits(monkeypatch, tiles, tempe
     assert_equal_to_all_logits(make_inputs(33, 150, 16), temperature, entropy_coef, 2e-6, 1e-5)
     assert_equal_to_all_logits(make_inputs(33, 150, 16, offset=60.0), temperature, entropy_coef, 1e-5, 1e-4)
     assert_equal_to_all_logits(make_inputs(33, 150, 16, torch.float64), temperature, entropy_coef, 1e-13)
+    assert_equal_to_all_logits(make_inputs(33, 150, 16), temperature, entropy_coef, 2e-6, 1e-5, cap=5.0)
 
 
 @pytest.mark.parametrize("tiles", TILES[2:], ids=["kept", "again"])
@@ -303,15 +305,23 @@ def test_logprobs_import_without_triton():
     )
 
 
-def test_a_head_with_a_bias_is_refused(tmp_path):
-    from transformers import PhiConfig, PhiForCausalLM
+@pytest.mark.parametrize(
+    "kind, sizes", [("phi", {}), ("cohere", {"logit_scale": 0.4}), ("granite", {"logits_scaling": 3.0})]
+)
+def test_a_heads_bias_and_scale_are_applied(kind, sizes):
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rl_core.learning.loading import load_hf_model
-
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    PhiForCausalLM(PhiConfig(vocab_size=32, **sizes)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="head with a bias"):
-        load_hf_model(str(tmp_path), torch.float32, torch.device("cpu"))
+    sizes |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    hf, ids = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)), torch.arange(3, 12)[None]
+    if kind == "phi":
+        hf.lm_head.bias.data.normal_()
+    out = hf(input_ids=ids, output_hidden_states=True)
+    hidden = out.hidden_states[-1].detach()
+    torch.testing.assert_close(fused.logits_of(hf, hidden), out.logits)
+    hidden, weight, cap = fused.head_factors(hf, hidden[0, :-1])
+    got = fused_logprobs(hidden, weight, ids[0, 1:], 1.0, cap)[0]
+    torch.testing.assert_close(got, out.logits[0].log_softmax(-1)[range(8), ids[0, 1:]])
 
 
 def test_the_benchmark_measures_each_side_and_writes_json(tmp_path):

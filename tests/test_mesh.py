@@ -6,7 +6,6 @@ As a program it is one rank of the comparison. What one rank does alone is worke
 from __future__ import annotations
 
 import importlib
-import json
 import random
 import sys
 from pathlib import Path
@@ -284,15 +283,6 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused():
     assert make_mesh(8, dp_replicate=2, cp=2, tp=2) == Mesh(dp_replicate=2, dp_shard=1, cp=2, tp=2)
     with pytest.raises(ValueError, match=r"--dp_replicate 1 \* --cp 3 \* --tp 1 must divide the 8 ranks"):
         make_mesh(8, cp=3)
-
-
-@pytest.mark.parametrize("kind, why", [("qwen3_next", "linear_attention"), ("bloom", "its own attention")])
-def test_a_model_that_would_mix_packed_sequences_is_refused(kind, why, tmp_path):
-    from rl_core.learning.loading import load_model_config
-
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    with pytest.raises(ValueError, match=f"{why}, in which packed sequences would mix; take one"):
-        load_model_config(str(tmp_path))
 
 
 @pytest.mark.parametrize(

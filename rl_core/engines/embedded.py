@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from rl_core.engines.adapters import AdapterTable
-from rl_core.engines.slots import SlotCache, SlotModel, Snapshot
+from rl_core.engines.slots import Snapshot, choose_model, sample
 from rl_core.host_copies import HostCopies
 from rl_core.metrics import Metric
 from rl_core.sampling.engine import EngineSpec, check_request, note_version
 from rl_core.sampling.weights import load_weights
-from rl_core.types import Completion, SamplingParams, logit_change
+from rl_core.types import Completion, SamplingParams
 
 PREFILL_TOKENS = 8192  # padded tokens in one prefill forward: bounds its activations
 REFILL_STEPS = 8  # waiting requests are admitted at the latest this many decode steps after the last ones
@@ -64,17 +64,16 @@ class EmbeddedEngine:
     def __init__(self, spec: EngineSpec) -> None:
         model = self.model = spec.module
         self.tokenizer, self.version, self.capacity = spec.tokenizer, 0, spec.num_slots
-        if change := logit_change(model.config):
-            raise ValueError(
-                f"{type(model).__name__} sets {change}; the embedded engine does not apply that: use another engine"
-            )
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.max_context_tokens = min(spec.max_context_tokens, positions or spec.max_context_tokens)
         self.stats = Counter()  # prefill_tokens (without padding), decode_steps, decode_tokens
         self.adapter_versions: dict[str, int] = {}
         self._adapters = AdapterTable(model, spec.adapters)
-        self._slots = SlotModel(model)
-        self._slots.check()
+        self._slots = choose_model(model)
+        if spec.adapters and not self._slots.is_batched:
+            raise ValueError(
+                f"{type(model).__name__} is sampled row by row, which has no adapters of several actors; leave share"
+            )
         self._waiting: deque[Request] = deque()
         self._active: list[Request] = []  # the i-th has row i
         self._num_waiting: Counter[tuple] = Counter()  # by their keys
@@ -174,7 +173,7 @@ class EmbeddedEngine:
 
     def _drop_cache(self) -> None:
         self._parked.clear()
-        self._cache = SlotCache(self.capacity, self.max_context_tokens)
+        self._cache = self._slots.make_cache(self.capacity, self.max_context_tokens)
 
     def _note_key(self, request: Request) -> None:
         request.key = request.adapter, *request.ids
@@ -226,7 +225,7 @@ class EmbeddedEngine:
             with self._adapters.of_rows([r.adapter for r in requests]):
                 rows = slice(0, len(requests))
                 hidden = self._slots.forward(self._cache, rows, tokens[:, None], starts, longest)
-            self._take(requests, self._slots.sample(hidden[:, 0], numbers[2:]))
+            self._take(requests, sample(self._slots.logits(hidden[:, 0]), numbers[2:]))
             self.stats.update(decode_steps=1, decode_tokens=len(requests))
 
     def _admit(self) -> None:
@@ -257,7 +256,7 @@ class EmbeddedEngine:
             for request in started:
                 note_version(request.said, self.adapter_versions.get(request.adapter, self.version))
             hidden = torch.stack([request.hidden for request in started])
-            self._take(started, self._slots.sample(hidden, self._numbers(started)[2:]))
+            self._take(started, sample(self._slots.logits(hidden), self._numbers(started)[2:]))
 
     def _num_reusable(self, request: Request) -> int:
         adapter, ids, _ = self._parked.get(request.session, ("", [], None))
@@ -272,10 +271,12 @@ class EmbeddedEngine:
             _, _, kept = self._parked.pop(request.session, ("", [], None))
             if request.num_cached:
                 self._cache.restore(request.row, kept, request.num_cached)
+        longest = max(r.num_new for r in requests)
         # More than one piece only if a single prompt is longer than PREFILL_TOKENS.
-        for done in range(0, max(r.num_new for r in requests), PREFILL_TOKENS):
+        piece_tokens = PREFILL_TOKENS if self._slots.is_batched else longest
+        for done in range(0, longest, piece_tokens):
             starts = [r.num_cached + done for r in requests]
-            pieces = [r.ids[start : start + PREFILL_TOKENS] for r, start in zip(requests, starts, strict=True)]
+            pieces = [r.ids[start : start + piece_tokens] for r, start in zip(requests, starts, strict=True)]
             sizes = list(map(len, pieces))
             tokens = torch.tensor([piece + [0] * (max(sizes) - len(piece)) for piece in pieces], device=device)
             length = max(map(sum, zip(starts, sizes, strict=True)))
@@ -340,7 +341,7 @@ class EmbeddedEngine:
         return self.tokenizer.decode(ids, **how) if self.tokenizer is not None else ""
 
     def _finish(self, request: Request) -> None:
-        if request.session:
+        if request.session and self._slots.is_batched:
             self._park(request)
         if not request.future.done():
             request.said.text = self._decoded(request.said.token_ids, skip_special_tokens=True)

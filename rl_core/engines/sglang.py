@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from rl_core.engines.remote import ask, in_buckets
 from rl_core.engines.sglang_server import Server, numbers
+from rl_core.learning.loading import load_model_config, model_class
 from rl_core.learning.model import checkpoint_weights
 from rl_core.metrics import Metric, Sum
 from rl_core.sampling.engine import EngineDied, EngineSpec, check_request, note_version
@@ -43,10 +44,9 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 def make_skeleton(path: str) -> nn.Module:
     """The model on "meta", with shapes alone."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    config = load_model_config(path)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+        return model_class(config).from_config(config)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from rl_core.learning.logprobs import logits_of
+from rl_core.types import option
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -132,8 +135,24 @@ def decode_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, 
 AttentionInterface.register(ATTENTION, slot_attention)
 
 
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model is in evaluation mode."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 class SlotModel:
     """A causal language model that reads and writes a SlotCache. It is borrowed inside `borrowed`."""
+
+    make_cache = SlotCache
+    is_batched = True  # rows are computed together, and several tokens may follow cached ones
 
     def __init__(self, model: PreTrainedModel):
         self.model, self.decoder = model, model.get_decoder()
@@ -141,35 +160,14 @@ class SlotModel:
     @contextmanager
     def borrowed(self) -> Iterator[None]:
         """Inside, the model is in evaluation mode and has the slots' attention; then it is put back as it was."""
-        config, training = self.decoder.config, [module for module in self.model.modules() if module.training]
+        config = self.decoder.config
         implementation = config._attn_implementation
         try:
-            for module in training:
-                module.training = False
             config._attn_implementation = ATTENTION
-            yield
+            with evaluating(self.model):
+                yield
         finally:
             config._attn_implementation = implementation
-            for module in training:
-                module.training = True
-
-    @torch.inference_mode()
-    def check(self) -> None:
-        """Raises ValueError for a decoder that does more than this attention and head."""
-        config, device, cache = self.decoder.config, self.model.device, SlotCache(1, 3)
-        ids = torch.tensor([[1, 2, 3]], device=device) % self.model.config.get_text_config().vocab_size
-        with self.borrowed():
-            self.forward(cache, slice(0, 1), ids[:, :2], None, 2)
-            hidden = self.forward(cache, slice(0, 1), ids[:, 2:], torch.full((1,), 2, device=device), 3)
-            logits = self.model.get_output_embeddings()(hidden[0, -1]).float()
-            config._attn_implementation = "eager"
-            expected = self.model(input_ids=ids, use_cache=False).logits[0, -1].float()
-        tolerance = (1e-3 if self.model.dtype == torch.float32 else 0.1) * expected.abs().max()
-        if (logits - expected).abs().max() > tolerance:
-            raise ValueError(
-                f"the embedded engine's logits differ from {type(self.model).__name__}'s own: it has an attention or a "
-                "head that this engine does not apply; use another engine for this model"
-            )
 
     def forward(
         self,
@@ -192,15 +190,48 @@ class SlotModel:
             input_ids=tokens, position_ids=position_ids, use_cache=False, slot_plan=plan
         ).last_hidden_state
 
-    def sample(self, hidden: Tensor, numbers: Tensor) -> Tensor:
-        """[2, n] fp32 on the device: tokens, which are exact in fp32, and their logprobs. hidden [n, hidden size]; numbers:
-        uniforms in [0, 1), is greedy; then temperatures; then top_k, top_p, min_p."""
-        logits = self.model.get_output_embeddings()(hidden).float()
-        if len(numbers) > 2:
-            logits = logits / numbers[2, :, None].float()
-        if len(numbers) > 3:
-            logits = truncated_logits(logits, *numbers[3:].float())
-        return torch.stack(sample_tokens(logits, numbers[0].float(), numbers[1].bool()))
+    def logits(self, hidden: Tensor) -> Tensor:
+        return logits_of(self.model, hidden)
+
+
+def choose_model(model: PreTrainedModel) -> Any:
+    """A SlotModel, if it computes what the model does; else a RowModel, which is slower. Raises ValueError if neither does."""
+    slots, rows = SlotModel(model), option("rl_core.options.padded:RowModel")(model)
+    if not option("rl_core.options.padded:own_layers")(model) and not problem_of(slots, rows):
+        return slots
+    if problem := problem_of(rows, rows):
+        raise ValueError(
+            f"{type(model).__name__} does not sample token by token as it reads: {problem}; use another engine"
+        )
+    return rows
+
+
+@torch.inference_mode()
+def problem_of(sampler: Any, own: Any) -> str:
+    """How the third token's logits differ from those of the model's own forward; "" if they do not."""
+    model, cache = sampler.model, sampler.make_cache(1, 3)
+    ids = torch.tensor([[1, 2, 3]], device=model.device) % model.config.get_text_config().vocab_size
+    with own.borrowed():
+        expected = model(input_ids=ids, use_cache=False).logits[0, -1].float()
+    try:
+        with sampler.borrowed():
+            sampler.forward(cache, slice(0, 1), ids[:, :2], None, 2)
+            hidden = sampler.forward(cache, slice(0, 1), ids[:, 2:], torch.full((1,), 2, device=model.device), 3)
+            error = (sampler.logits(hidden[0, -1]) - expected).abs().max()
+    except (ValueError, TypeError, AttributeError, RuntimeError, KeyError) as problem:
+        return str(problem).splitlines()[0]
+    tolerance = (1e-3 if model.dtype == torch.float32 else 0.1) * expected.abs().max()
+    return f"its logits differ by {error:.2g}" if error > tolerance else ""  # where weights are NaN, both are
+
+
+def sample(logits: Tensor, numbers: Tensor) -> Tensor:
+    """[2, n] fp32 on the device: tokens, which are exact in fp32, and their logprobs. logits [n, V] fp32; numbers: uniforms in
+    [0, 1), is greedy; then temperatures; then top_k, top_p, min_p."""
+    if len(numbers) > 2:
+        logits = logits / numbers[2, :, None].float()
+    if len(numbers) > 3:
+        logits = truncated_logits(logits, *numbers[3:].float())
+    return torch.stack(sample_tokens(logits, numbers[0].float(), numbers[1].bool()))
 
 
 def truncated_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import difflib
-import inspect
 import mmap
 import sys
 from pathlib import Path
@@ -19,48 +18,25 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PretrainedConfig,
 )
 
 from rl_core.learning import attention
-from rl_core.types import logit_change
 
 # A classifier is made from a language model: its head is new, and the language model's is left out.
-SCORE_HEAD, LM_HEAD = "score.weight", "lm_head.weight"
+SCORE_HEAD, LM_HEADS = "score.weight", {"lm_head.weight", "lm_head.bias"}
 
 
 def load_model_config(path: str) -> PretrainedConfig:
-    """The model's config.json, read before any weight. Raises ValueError for a folder without one, for logits that are not
-    hidden states times the head's weight, and for layers in which packed sequences would see each other."""
+    """The model's config.json, read before any weight. Raises ValueError for a folder without one."""
     check_model_folder(Path(path))
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"model {path!r} cannot be loaded: {str(error).splitlines()[0]}") from None
-    if change := logit_change(config):
-        raise ValueError(
-            f"model {path!r} sets {change}; its logprobs here would leave that out: take a model whose logits are hidden "
-            "states times the head's weight"
-        )
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    family = family[0] if isinstance(family, (tuple, list)) else family
-    if kinds or (family is not None and not can_pack(family)):
-        what = f"has layers of kind {min(kinds)}" if kinds else f"of type {config.model_type} has its own attention"
-        raise ValueError(
-            f"model {path!r} {what}, in which packed sequences would mix; take one whose layers are full or sliding "
-            "attention, such as Llama, Qwen2 or Qwen3"
-        )
     return config
-
-
-def can_pack(family: type) -> bool:
-    """Whether all that mixes tokens is attention that can be exchanged, and layers hand it what they are called with."""
-    layers = [vars(sys.modules[family.__module__]).get(name) for name in family._no_split_modules or ()]
-    layers = [layer for layer in layers if layer is not None and layer.__name__.endswith("DecoderLayer")]
-    hand_on = all(inspect.getsource(layer.forward).count("**kwargs") > 1 for layer in layers)
-    return hand_on and family._supports_attention_backend and not family._is_stateful
 
 
 def check_model_folder(path: Path) -> None:
@@ -84,14 +60,23 @@ def check_model_folder(path: Path) -> None:
         raise ValueError(f"model {path} is an adapter; name a whole model, such as the merged one in {merged}")
 
 
+def model_class(config: PretrainedConfig) -> type:
+    """The transformers class that loads a language model; of a multimodal checkpoint, the whole of it."""
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+
+
 def load_hf_model(
     path: str, dtype: torch.dtype | str, device: torch.device, is_scoring: bool = False, **how
 ) -> nn.Module:
-    """The unsharded model, with attention over packed batches. A classifier's new head is 0, so that no reply is better than
-    another. In dtype "auto", its files', weights on the CPU are read when they are used. Raises ValueError if transformers
-    cannot load it, if its files lack a weight or hold others, and for a head with a bias."""
-    how |= {"attn_implementation": attention.NAME, "use_safetensors": True, "output_loading_info": True}
-    family, more = (AutoModelForSequenceClassification, {"num_labels": 1}) if is_scoring else (AutoModelForCausalLM, {})
+    """The unsharded model, with attention over packed batches if it can be exchanged. A classifier's new head is 0, so that
+    no reply is better than another. In dtype "auto", its files', weights on the CPU are read when they are used. Raises
+    ValueError if transformers cannot load it, and if its files lack a weight or hold others."""
+    how |= {"use_safetensors": True, "output_loading_info": True}
+    family, more = (
+        (AutoModelForSequenceClassification, {"num_labels": 1})
+        if is_scoring
+        else (model_class(AutoConfig.from_pretrained(path)), {})
+    )
     try:
         model, info = family.from_pretrained(path, dtype=dtype, ignore_mismatched_sizes=True, **how, **more)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -106,14 +91,14 @@ def load_hf_model(
         raise ValueError(
             f"model {path!r}: its files lack {name}; are they of the model that its config.json describes?"
         )
-    for name in sorted(set(info["unexpected_keys"]) - {LM_HEAD}):
+    for name in sorted(set(info["unexpected_keys"]) - LM_HEADS):
         raise ValueError(f"model {path!r}: its files hold {name}, which the model of its config.json has no place for")
     if SCORE_HEAD in missing:
         nn.init.zeros_(model.score.weight)
     if is_scoring:
         model.config.architectures = [type(model).__name__]
-    elif getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise ValueError(f"model {path!r} has a head with a bias, which its logprobs here would leave out")
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(attention.NAME)
     return model if "device_map" in how else model.to(device)
 
 

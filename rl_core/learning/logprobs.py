@@ -15,10 +15,12 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from rl_core.types import logit_change
 
 TRITON = "rl_core.options.triton_logprobs"
 # Of one fp32 tile. On a CPU it stays in the cache; with fewer than 512 tokens or 2048 ids products get slow.
@@ -30,11 +32,12 @@ FAR_BELOW = -1e30  # under any logit; finite, since -inf * 0 is not a number
 
 
 def fused_logprobs(
-    hidden_MD: Tensor, weight_VD: Tensor, labels: Tensor, temperature: float = 1.0
+    hidden_MD: Tensor, weight_VD: Tensor, labels: Tensor, temperature: float = 1.0, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of `labels` and entropies, both [M] in nats, of softmax(hidden @ weight.T / temperature): fp64 if hidden
-    is, else fp32. Both are differentiable, once, in hidden and weight. bf16 factors are multiplied as they are but their
-    sums, logits included, stay in fp32; on a GPU alone, gradients of logits are rounded to bf16 for their products.
+    """Logprobs of `labels` and entropies, both [M] in nats, of softmax(z / temperature) with z = hidden @ weight.T, or
+    cap * tanh(z / cap): fp64 if hidden is, else fp32. Both are differentiable, once, in hidden and weight. bf16 factors
+    are multiplied as they are but their sums, logits included, stay in fp32; on a GPU alone, gradients of logits are
+    rounded to bf16 for their products.
     Of a weight that is split by rows, a DTensor, each rank computes the logits of its own ids; all give the same.
 
     Peak extra memory is below 1 GiB at any M and V, beside the two gradients; that of a bf16 weight is summed in fp32
@@ -47,8 +50,28 @@ def fused_logprobs(
         group, weight_VD = weight_VD.device_mesh.get_group(), weight_VD.to_local()
         labels = torch.where(is_between(labels, first, first + len(weight_VD)), labels - first, -1)
     is_small = not hidden_MD.is_cuda and 4 * len(labels) * len(weight_VD) <= KEPT_BYTES
-    keeps = torch.is_grad_enabled() and is_small and group is None
-    return FusedLogprobs.apply(hidden_MD, weight_VD, labels, temperature, keeps, group)
+    keeps = torch.is_grad_enabled() and is_small and group is None and cap is None
+    return FusedLogprobs.apply(hidden_MD, weight_VD, labels, (temperature, cap), keeps, group)
+
+
+def logits_of(hf: nn.Module, hidden: Tensor) -> Tensor:
+    """[..., V] in fp32 from hidden states [..., D], as fused_logprobs computes them tile by tile."""
+    scale, cap = logit_change(hf.config)
+    return capped_(hf.get_output_embeddings()(hidden).float() * scale, cap)
+
+
+def head_factors(hf: nn.Module, hidden_MD: Tensor) -> tuple[Tensor, Tensor, float | None]:
+    """(hidden, weight, cap) for fused_logprobs. A bias is one more column of the weight."""
+    head, (scale, cap) = hf.get_output_embeddings(), logit_change(hf.config)
+    weight = head.weight
+    if getattr(head, "bias", None) is not None:
+        hidden_MD = torch.cat([hidden_MD, torch.ones_like(hidden_MD[:, :1])], 1)
+        weight = torch.cat([weight, head.bias[:, None]], 1)
+    return hidden_MD if scale == 1.0 else hidden_MD * scale, weight, cap
+
+
+def capped_(logits: Tensor, cap: float | None) -> Tensor:
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def triton_kernels(hidden_MD: Tensor) -> ModuleType | None:
@@ -61,20 +84,22 @@ class FusedLogprobs(torch.autograd.Function):
     d logprob / dz = onehot - p and d entropy / dz = -p (log p + entropy)."""
 
     @staticmethod
-    def forward(ctx, hidden_MD, weight_VD, labels, temperature, keeps, group):
-        kernels, num = triton_kernels(hidden_MD), len(labels)
+    def forward(ctx, hidden_MD, weight_VD, labels, how, keeps, group):
+        (temperature, cap), num = how, len(labels)
+        kernels = triton_kernels(hidden_MD) if cap is None else None
         tile_bytes = TRITON_TILE_BYTES if kernels else CUDA_TILE_BYTES if hidden_MD.is_cuda else CPU_TILE_BYTES
         tile = tile_shape(num, *weight_VD.shape, tile_bytes)
         stats, kept = hidden_MD.new_empty(3, num, dtype=sum_dtype(hidden_MD)), []
         for rows in slices(num, tile[0]):
             args = hidden_MD[rows], weight_VD, labels[rows], temperature
-            part = kernels.softmax_stats(*args) if kernels else softmax_stats(*args, tile[1], kept if keeps else None)
-            stats[:, rows] = torch.stack(part)
+            more = () if kernels else (cap, tile[1], kept if keeps else None)
+            found = (kernels.softmax_stats if kernels else softmax_stats)(*args, *more)
+            stats[:, rows] = torch.stack(found)
         if group is not None:
             stats = stats_of_all_ids(*stats, labels >= 0, group)
         logprobs, entropy, lse = (x.clone() for x in stats)
         ctx.save_for_backward(hidden_MD, weight_VD, labels, lse, entropy, *kept)
-        ctx.how = tile, temperature, kernels, group
+        ctx.how = tile, how, kernels, group
         ctx.set_materialize_grads(False)  # None, not zeros, for the entropy's gradient where no bonus is asked
         return logprobs, entropy
 
@@ -82,7 +107,7 @@ class FusedLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden_MD, weight_VD, labels, lse, entropy, *kept = ctx.saved_tensors
-        (num_tokens, num_ids), temperature, kernels, group = ctx.how
+        (num_tokens, num_ids), (temperature, cap), kernels, group = ctx.how
         grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
         of_hidden, of_weight, *_ = ctx.needs_input_grad
         grad_hidden = torch.zeros_like(hidden_MD) if of_hidden else None
@@ -99,7 +124,7 @@ class FusedLogprobs(torch.autograd.Function):
                 if kernels:
                     grad_CS = kernels.logit_gradients(*args)
                 else:
-                    grad_CS = logit_gradients(*args, kept[tile][:, ids] if kept else None)
+                    grad_CS = logit_gradients(*args, cap, kept[tile][:, ids] if kept else None)
                 if of_hidden:
                     add_product(sum_CD, grad_CS, weight_VD[ids])
                 if of_weight:
@@ -131,7 +156,13 @@ def is_between(labels: Tensor, first: int, last: int) -> Tensor:
 
 
 def softmax_stats(
-    h_CD: Tensor, weight_VD: Tensor, labels: Tensor, temperature: float, num_ids: int, kept: list[Tensor] | None
+    h_CD: Tensor,
+    weight_VD: Tensor,
+    labels: Tensor,
+    temperature: float,
+    cap: float | None,
+    num_ids: int,
+    kept: list[Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logprobs, entropy, lse), all [C], in one pass over the vocabulary (online softmax, Milakov and Gimelshein 2018):
     top is the largest logit so far, total the sum of e^(z - top) and moment that of e^(z - top) (z - top). The
@@ -141,7 +172,7 @@ def softmax_stats(
     # One block: many of a tile's size would leave holes of that size in the heap.
     p_CV, tops = None if kept is None else top.new_empty(len(h_CD), len(weight_VD)), []
     for ids in slices(len(weight_VD), num_ids):
-        z_CS = product(h_CD, weight_VD[ids].T).div_(temperature)
+        z_CS = capped_(product(h_CD, weight_VD[ids].T), cap).div_(temperature)
         place = (labels - ids.start).clamp(0, z_CS.shape[1] - 1)[:, None]
         chosen = torch.where(is_between(labels, ids.start, ids.stop), z_CS.gather(-1, place)[:, 0], chosen)
         last, top = top, torch.maximum(top, z_CS.amax(-1))
@@ -174,11 +205,13 @@ def stats_of_all_ids(
 
 
 def logit_gradients(
-    h_CD, weight_SD, first_id: int, labels, lse, entropy, grad_logprobs, grad_entropy, temperature: float, p_CS=None
+    h_CD, weight_SD, first_id, labels, lse, entropy, grad_logprobs, grad_entropy, temperature, cap=None, p_CS=None
 ) -> Tensor:
     """[C, S]: the gradient of the undivided logits h @ weight.T, from their probabilities if these are known."""
     if p_CS is None:
-        p_CS = product(h_CD, weight_SD.T).div_(temperature).sub_(lse[:, None]).exp_()
+        z_CS = capped_(product(h_CD, weight_SD.T), cap)
+        slope_CS = None if cap is None else 1 - (z_CS / cap) ** 2
+        p_CS = z_CS.div_(temperature).sub_(lse[:, None]).exp_()
     onehot_C = grad_logprobs / temperature
     if grad_entropy is None:
         grad_CS = p_CS * -onehot_C[:, None]
@@ -188,7 +221,8 @@ def logit_gradients(
         grad_CS.addcmul_(p_CS, (-onehot_C - entropy_C * entropy)[:, None])
     last_id = first_id + grad_CS.shape[1]
     place = (labels - first_id).clamp(0, grad_CS.shape[1] - 1)[:, None]
-    return grad_CS.scatter_add_(-1, place, torch.where(is_between(labels, first_id, last_id), onehot_C, 0.0)[:, None])
+    grad_CS.scatter_add_(-1, place, torch.where(is_between(labels, first_id, last_id), onehot_C, 0.0)[:, None])
+    return grad_CS if cap is None else grad_CS.mul_(slope_CS)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from rl_core.config import LearnerConfig, LoraConfig
 from rl_core.distributed import Ranks, local, unsharded
 from rl_core.learning.attention import AttentionPlan, find_kernel
 from rl_core.learning.loading import fill_weights, load_hf_model, load_model_config, take_weights
-from rl_core.learning.logprobs import fused_logprobs
+from rl_core.learning.logprobs import fused_logprobs, head_factors
 from rl_core.types import PackedBatch, option
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class PolicyModel(nn.Module):
         self.attention = "auto"  # a name of attention.KERNELS
         self.adapters: dict[str, peft.LoraConfig] = {}  # by name; the model itself is then frozen
         self.is_shared = False  # several actors have an adapter of it
+        self.compute = packed_outputs  # (self, batch, temperature) -> what forward() gives
         self.activate = do_nothing  # (adapter): forwards from here on use it; "" is the model without adapters
         self.on_device = nullcontext  # makes a context in which the weights are on the device
         self.keeps_activations = nullcontext  # makes the context of a forward
@@ -55,24 +56,19 @@ class PolicyModel(nn.Module):
         of the tokens before them, 0)."""
         assert self.is_on_device, "the weights are CPU-offloaded: enter learner.on_device()"
         self.activate(adapter)
-        ids, positions, labels, part, group = batch.input_ids, batch.position_ids, batch.labels, batch, None
-        if batch.shard is not None:
-            part, group = batch.shard, self.cp_group
-            ids, positions, labels = ids[part.tokens], positions[part.tokens], labels[part.trained]
-        plan = AttentionPlan(part.cu_seqlens, batch.parents, ids.device, self.attention, group)
-        inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
+        return self.compute(self, batch, temperature)
+
+    def hidden_states(self, **inputs: Any) -> Tensor:
         with self.keeps_activations():
-            output = backbone(self.hf)(**inputs, attention_plan=plan)
-        hidden_MD = output.last_hidden_state[0][part.sources]
+            return backbone(self.hf)(**inputs, use_cache=False).last_hidden_state
+
+    def outputs(self, hidden_MD: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """What forward() gives of the hidden states before the trained tokens."""
         if self.is_scoring:
-            outputs = self.hf.score(hidden_MD)[:, 0].float()
-            entropy = torch.zeros_like(outputs)
-        else:
-            head = self.hf.get_output_embeddings()
-            outputs, entropy = fused_logprobs(hidden_MD, head.weight, labels, temperature)
-        if batch.shard is not None:
-            outputs, entropy = FromShards.apply(part, self.cp_group, torch.stack([outputs, entropy]))
-        return outputs, entropy
+            scores = self.hf.score(hidden_MD)[:, 0].float()
+            return scores, torch.zeros_like(scores)
+        hidden_MD, weight, cap = head_factors(self.hf, hidden_MD)
+        return fused_logprobs(hidden_MD, weight, labels, temperature, cap)
 
     @property
     def is_scoring(self) -> bool:
@@ -94,13 +90,28 @@ class PolicyModel(nn.Module):
                 yield name.replace(f".{adapter}.", ".default.") if adapter else name, parameter
 
 
+def packed_outputs(policy: PolicyModel, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    """What forward() gives, by one row of tokens in which attention knows the sequences."""
+    ids, positions, labels, part, group = batch.input_ids, batch.position_ids, batch.labels, batch, None
+    if batch.shard is not None:
+        part, group = batch.shard, policy.cp_group
+        ids, positions, labels = ids[part.tokens], positions[part.tokens], labels[part.trained]
+    plan = AttentionPlan(part.cu_seqlens, batch.parents, ids.device, policy.attention, group)
+    hidden_1TD = policy.hidden_states(input_ids=ids[None], position_ids=positions[None], attention_plan=plan)
+    outputs, entropy = policy.outputs(hidden_1TD[0, part.sources], labels, temperature)
+    if batch.shard is not None:
+        outputs, entropy = FromShards.apply(part, policy.cp_group, torch.stack([outputs, entropy]))
+    return outputs, entropy
+
+
 def do_nothing(*_) -> None:
     pass
 
 
 def backbone(hf: nn.Module) -> nn.Module:
     """What gives hidden states; of a multimodal model the part for text."""
-    return getattr(hf.base_model, "language_model", hf.base_model)
+    inner = getattr(hf.base_model, "language_model", hf.base_model)
+    return hf.model if inner is hf else inner
 
 
 def blocks_of(hf: nn.Module) -> nn.ModuleList:

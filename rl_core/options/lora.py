@@ -12,23 +12,29 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from rl_core.config import LoraConfig
 from rl_core.distributed import Ranks, unsharded
-from rl_core.learning import attention
-from rl_core.learning.loading import local_slices
-from rl_core.learning.model import PolicyModel, replaced
+from rl_core.learning.loading import local_slices, model_class
+from rl_core.learning.model import PolicyModel, backbone, replaced
 from rl_core.types import counter_seed
 
 if TYPE_CHECKING:
     import peft
 
+EXPERTS = {"gate_proj", "up_proj", "down_proj"}
+STATE_SPACES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")  # for which peft refuses out_proj
+
 
 def check_lora(lora: LoraConfig, model_config: PretrainedConfig) -> None:
     """Raises ValueError if the model has no such layers or a rank is larger than a layer, before any weight is read."""
     with torch.device("meta"):
-        layers = linear_layers(AutoModelForCausalLM.from_config(model_config))
+        layers = linear_layers(model_class(model_config).from_config(model_config))
+    if not layers:
+        raise ValueError(
+            f"--actors.policy.lora.rank={lora.rank}: this model has no linear layers (torch.nn.Linear) for adapters"
+        )
     names = target_names(lora, layers)
     known = sorted({name.rpartition(".")[2] for name in layers})
     if unknown := [n for n in names if n not in known]:
@@ -44,9 +50,20 @@ def check_lora(lora: LoraConfig, model_config: PretrainedConfig) -> None:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Name -> layer, without the head: logprobs use its plain weight."""
-    head = model.get_output_embeddings()
-    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    """Name -> layer of the language model that may have an adapter. Not the head, since logprobs use its plain weight; not
+    experts, nor what has their names, which peft takes for theirs; not routers and gates of one number."""
+    text, left_out = backbone(model), set()
+    if any(p.ndim == 3 and "experts" in name for name, p in text.named_parameters()):
+        left_out |= EXPERTS
+    if model.config.model_type in STATE_SPACES:
+        left_out |= {"out_proj"}
+    inside = set(text.modules())
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module in inside and module.out_features > 1
+        if name.rpartition(".")[2] not in left_out and not type(module).__name__.endswith("Router")
+    }
 
 
 def target_names(lora: LoraConfig, layers: dict[str, nn.Linear]) -> list[str]:
@@ -96,7 +113,10 @@ def peft_config(lora: LoraConfig, model: nn.Module, path: str) -> peft.LoraConfi
     """peft's configuration of an adapter for the model at `path`, which has none yet."""
     import peft
 
+    text = backbone(model)
+    inside = next(name for name, module in model.named_modules() if module is text)
     return peft.LoraConfig(
+        exclude_modules=None if text is model.base_model else rf"(?!{inside}\.).*",  # the rest of a multimodal model
         r=lora.rank, lora_alpha=lora.alpha, target_modules=target_names(lora, linear_layers(model)),
         task_type="CAUSAL_LM", base_model_name_or_path=path,
     )  # fmt: skip
@@ -157,7 +177,7 @@ def export_adapter(policy: PolicyModel, adapter: str, folder: Path, ranks: Ranks
 def second_model(hf: nn.Module) -> nn.Module:
     """A second model over the same weights, without adapters: an engine samples with it."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf.config, dtype=hf.dtype, attn_implementation=attention.NAME)
+        model = model_class(hf.config).from_config(hf.config, dtype=hf.dtype)
     tensors = [*hf.named_parameters(remove_duplicate=False), *hf.named_buffers(remove_duplicate=False)]
     for name, tensor in tensors:
         if ".lora_" not in name:

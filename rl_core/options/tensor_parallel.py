@@ -19,9 +19,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from rl_core.config import LoraConfig
+from rl_core.learning.loading import model_class
 from rl_core.learning.model import PolicyModel
 
 PARTIAL = "replicated_with_grad_allreduce"  # unsharded on every rank; a rank's gradient is of its own heads alone
@@ -66,7 +67,7 @@ def problem_of(plan: dict[str, str], model_config: PretrainedConfig) -> str | No
     if unknown := sorted(set(plan.values()) - STYLES.keys()):
         return f"{{}} splits layers as {unknown[0]}, which is not known here"
     with torch.device("meta"):
-        layers = AutoModelForCausalLM.from_config(model_config).base_model
+        layers = model_class(model_config).from_config(model_config).base_model
     names = (n.rpartition(".")[0] for n, _ in layers.named_parameters())
     inside = [f"{name.rpartition('.')[0]}.*" for name in plan]  # attention and MLP
     if left_out := [name for name in names if matches(name, inside) and not matches(name, plan)]:

@@ -11,12 +11,11 @@ import math
 from dataclasses import asdict, dataclass
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from rl_core.build import Plan
 from rl_core.config import ActorConfig
 from rl_core.distributed import Mesh
-from rl_core.learning.loading import load_model_config
+from rl_core.learning.loading import load_model_config, model_class
 from rl_core.models import compute_dtype
 
 GIB = 2**30
@@ -45,7 +44,7 @@ def model_size(actor: ActorConfig) -> Size:
     """Sizes of an actor's model, made from its config.json on the meta device."""
     hf = load_model_config(actor.model)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf)
+        model = model_class(hf).from_config(hf)
     text = hf.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     linear = {n: m for n, m in model.base_model.named_modules() if isinstance(m, torch.nn.Linear)}

@@ -1,0 +1,233 @@
+"""Which model families train, and how well: writes docs/models.md.
+
+    python scripts/models_table.py --out docs/models.md
+    python scripts/models_table.py gemma2 gpt_oss          # prints these rows
+
+Each family is a tiny random model of its own configuration class. One SFT step, two GRPO steps and two GRPO steps with
+adapters are runs of rl_core.train. Numbers in the table are differences in nats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import platform
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import transformers
+import zstandard
+from make_tiny_model import character_tokenizer
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer
+
+from rl_core.learning.loading import model_class
+from rl_core.train import main as train
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "vocab_size": 104}
+SIZES |= {"pad_token_id": 0, "bos_token_id": 3, "eos_token_id": 1, "initializer_range": 0.1}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "num_experts": 4}
+EXPERTS |= {"n_routed_experts": 4, "num_local_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_ssm": 128, "mamba_d_state": 8, "mamba_n_groups": 1}
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+WINDOW = {"sliding_window": 5}
+VISION |= {"image_size": 28, "patch_size": 14, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+# model type -> what differs from SIZES; dropout, caps and scales are set so that leaving them out would show.
+FAMILIES = {
+    **{name: {} for name in ("llama", "qwen2", "qwen3", "gemma", "smollm3", "olmo2", "glm", "glm4", "ernie4_5")},
+    **{name: {} for name in ("hunyuan_v1_dense", "apertus", "nemotron", "bloom")},
+    **dict.fromkeys(("mistral", "ministral", "ministral3", "gemma3_text", "olmo3"), WINDOW),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe"), EXPERTS),
+    "phi": {"attention_dropout": 0.2},
+    "phi3": {"resid_pdrop": 0.2},
+    "gemma2": WINDOW | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "starcoder2": {"residual_dropout": 0.2},
+    "stablelm": {"partial_rotary_factor": 0.5},
+    "seed_oss": {"residual_dropout": 0.3, "attention_dropout": 0.2},
+    "exaone4": WINDOW | {"sliding_window_pattern": 2},
+    "cohere": {"logit_scale": 0.4},
+    "cohere2": WINDOW | {"logit_scale": 0.4},
+    "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5},
+    "gpt2": {"resid_pdrop": 0.3},
+    "gpt_neox": {"hidden_dropout": 0.2},
+    "gptj": {"rotary_dim": 8},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.3, "layerdrop": 0.2},
+    "falcon": {"new_decoder_architecture": True, "alibi": False, "head_dim": None},
+    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "falcon_h1": MAMBA | {"lm_head_multiplier": 0.5},
+    "mamba": {"state_size": 8},
+    "qwen3_next": EXPERTS | LINEAR | {"layer_types": ["linear_attention", "full_attention"]},
+    "gpt_oss": EXPERTS | WINDOW,
+    "mixtral": EXPERTS | {"router_jitter_noise": 0.3},
+    "granitemoe": EXPERTS | {"logits_scaling": 3.0},
+    "ernie4_5_moe": EXPERTS | {"moe_num_experts": 4, "moe_k": 2},
+    "deepseek_v3": EXPERTS | LATENT | {"head_dim": 8, "num_key_value_heads": 4},
+    "llama4_text": EXPERTS | {"attention_chunk_size": 5, "intermediate_size_mlp": 96},
+    "gemma3": {"text_config": SIZES, "vision_config": VISION},
+    "qwen2_5_vl": {"text_config": SIZES | MROPE, "vision_config": VISION},
+}
+MARK = "<!-- What follows is written by scripts/models_table.py. -->"
+COLUMNS = ("forward", "SFT", "GRPO", "LoRA", "export", "reload", "engine")
+TALK = [("say", "12 34"), ("again", "5"), ("more", "678 9 0"), ("end", "1")]
+ROWS = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in TALK]
+ENV = 'def load_tasks(split): return [{"prompt": str(n)} for n in range(8)]\n'
+ENV += "def reward_fn(completion): return sum(map(ord, completion)) / 1000\n"
+LIMITS = ["--max_prompt_tokens", 24, "--max_tokens", 12, "--tasks_per_step", 4, "--optim.lr", "1e-2"]
+
+
+def make_family(folder: Path, name: str):
+    """Saves a model of random weights, and gives the tokenizer. Biases and norms are random, so that leaving one out shows."""
+    torch.manual_seed(0)
+    changes = FAMILIES[name] if "text_config" in FAMILIES[name] else SIZES | FAMILIES[name]
+    config = AutoConfig.for_model(name, **{key: value for key, value in changes.items() if value is not None})
+    model = model_class(config).from_config(config)
+    with torch.no_grad():
+        for value in model.parameters():
+            value += 0.05 * torch.randn_like(value)
+        for buffer_name, buffer in model.named_buffers():
+            if "correction_bias" in buffer_name:
+                buffer.uniform_(-0.1, 0.1)
+    model.save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def load_plain(folder: Path):
+    """The model by transformers alone. Raises ValueError for files that do not fit it."""
+    model = model_class(AutoConfig.from_pretrained(folder))
+    model, found = model.from_pretrained(folder, output_loading_info=True)
+    if strange := {*found["missing_keys"], *found["unexpected_keys"]}:
+        raise ValueError(f"transformers misses or does not know {min(strange)}")
+    return model.eval()
+
+
+def plain_logprobs(model, prompt: list[int], completion: list[int]):
+    logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return logits.float().log_softmax(-1)[range(len(completion)), completion]
+
+
+def plain_loss(folder: Path, tokenizer) -> tuple[float, float]:
+    """Mean loss over the trained tokens of ROWS, and the norm of its gradient."""
+    model, logprobs = load_plain(folder), []
+    for row in ROWS:
+        prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True)["input_ids"]
+        ids = tokenizer.apply_chat_template(row["messages"])["input_ids"]
+        logprobs.append(plain_logprobs(model, prompt, ids[len(prompt) :]))
+    loss = -torch.cat(logprobs).mean()
+    loss.backward()
+    return loss.item(), torch.nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None).item()
+
+
+def run(folder: Path, out: str, *flags) -> list[dict]:
+    """The metrics of each step. Raises ValueError with the run's last line if it fails."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        code = train([str(x) for x in ("--model", folder / "model", "--out", folder / out, *LIMITS, *flags)])
+    lines = said.getvalue().splitlines()
+    if code:
+        raise ValueError(lines[-1].removeprefix("error: ").replace(f"{folder}/", ""))
+    (folder / out / "said.txt").write_text(said.getvalue())
+    return [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
+
+
+def try_family(folder: Path, name: str) -> tuple[dict[str, str], list[str]]:
+    """(column -> what it shows, reasons of what failed)"""
+    row, reasons, tokenizer = dict.fromkeys(COLUMNS, "-"), [], make_family(folder / "model", name)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (folder / "env.py").write_text(ENV)
+    sft = ["--algorithm", "sft", "--data.train", folder / "rows.jsonl", "--data.eval", folder / "rows.jsonl"]
+    grpo = ["--env_path", folder / "env.py", "--group_size", 2, "--num_steps", 2]
+
+    def attempt(column: str, difference) -> None:
+        try:
+            found = difference()
+            row[column] = found if isinstance(found, str) else f"{found:.0e}" if found >= 1e-7 else "0"
+            if not isinstance(found, str) and found > 1e-4:
+                reasons.append(f"{column} differs by {found:.2g}")
+        except Exception as error:
+            reason = f"{type(error).__name__}: " * (not isinstance(error, ValueError)) + " ".join(str(error).split())
+            reasons.extend([reason] * (reason not in reasons))
+            row[column] = "**no**"
+
+    def sampled(out: str, *flags) -> str:
+        *_, last = run(folder, out, *grpo, *flags)
+        kl = last["learn/policy/mismatch_kl_nats_max"]  # after one update
+        if kl > 1e-6:
+            raise ValueError(f"{out}: engine and learner differ by a KL of {kl:.2g}")
+        return "yes"
+
+    def engine_difference() -> float:
+        """Of the first step's samples, from transformers' logprobs."""
+        model, differences = load_plain(folder / "model"), []
+        with zstandard.open(folder / "grpo/rollouts/step_000001.jsonl.zst", "rt") as lines:
+            turns = [turn for line in lines for turn in json.loads(line)["turns"]]
+        for turn in turns:
+            ids, logprobs = turn["completion"]["token_ids"], torch.tensor(turn["completion"]["logprobs"])
+            differences.append((plain_logprobs(model, turn["new_ids"], ids) - logprobs).abs().max().item())
+        return max(differences)
+
+    def trained() -> float:
+        before, step, _ = run(folder, "sft", *sft, "--num_steps", 1, "--eval_every", 1)
+        row["forward"] = "padded" if "padded" in (folder / "sft/said.txt").read_text() else "packed"
+        loss, norm = plain_loss(folder / "model", tokenizer)
+        return max(abs(before["eval/loss"] - loss), abs(step["learn/policy/grad_norm"] / norm - 1))
+
+    def exported() -> str:
+        before, after = (load_file(folder / name / "model.safetensors") for name in ("model", "sft/hf/policy"))
+        before, after = ({(name, value.shape) for name, value in x.items()} for x in (before, after))
+        if before != after:
+            raise ValueError(f"the export differs from the checkpoint in {min(before ^ after)[0]}")
+        return "yes"
+
+    def reloaded() -> float:
+        *_, after = map(json.loads, (folder / "sft/metrics.jsonl").read_text().splitlines())
+        return abs(after["eval/loss"] - plain_loss(folder / "sft/hf/policy", tokenizer)[0])
+
+    attempt("SFT", trained)
+    attempt("GRPO", lambda: sampled("grpo"))
+    attempt("LoRA", lambda: sampled("lora", "--actors.policy.lora.rank", 2))
+    if row["SFT"] != "**no**":
+        attempt("export", exported)
+        attempt("reload", reloaded)
+    if row["GRPO"] != "**no**":
+        attempt("engine", engine_difference)
+    return row, reasons
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", help="model types of transformers; by default all of FAMILIES")
+    parser.add_argument("--out", help="file to write")
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    lines = ["| family | " + " | ".join(COLUMNS) + " | what is missing |", "|---" * (len(COLUMNS) + 2) + "|"]
+    for name in args.families or FAMILIES:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+            row, reasons = try_family(Path(folder), name)
+        lines.append(f"| {name} | " + " | ".join(row.values()) + f" | {'; '.join(reasons)} |")
+        print(lines[-1], flush=True)
+    if args.out:
+        about = Path(args.out).read_text().partition(MARK)[0]
+        versions = (
+            f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
+        )
+        lines[:0] = [
+            f"`python scripts/models_table.py --out {args.out}`, {datetime.now(UTC):%Y-%m-%d}, fp32 on a CPU, {versions}.",
+            "",
+        ]
+        Path(args.out).write_text(about + MARK + "\n\n" + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
