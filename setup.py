@@ -25,6 +25,7 @@ EXTRAS = {
     "liger": ["liger-kernel>=0.8"],
     "flash": ["flash-attn>=2.8"],
     "ring": ["ring_flash_attn>=0.1.8"],
+    "plot": ["matplotlib>=3.8"],
 }
 # MLflow without its server; SQLAlchemy and Alembic for its database in a file.
 EXTRAS["trackers"] = ["wandb>=0.31", "tensorboard>=2.21", "trackio>=0.43", "pandas>=2.2"]
@@ -36,6 +37,7 @@ EXTRAS["test"] = [
     *EXTRAS["math"],
     *EXTRAS["bnb"],
     *EXTRAS["trackers"],
+    *EXTRAS["plot"],
     "pytest>=8",
     "pytest-xdist>=3.6",
     "ruff",

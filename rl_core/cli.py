@@ -1,98 +1,67 @@
 """rl-core: one command for what a shell is asked for most. `python -m rl_core.cli` is the same.
 
-Whatever loads slowly is imported where it is used: --help and an unknown command answer at once.
+Each command is tools/COMMAND.py, imported when it is asked for: --help and an unknown command answer at once.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
-import os
-import signal
 import sys
-import tempfile
+from importlib import import_module
 
-from rl_core.config import parse_config
-from rl_core.rules import nearest
-from rl_core.tools.check import check
-from rl_core.types import RunError
+from rl_core import __version__
 
-USAGE = """usage: rl-core COMMAND [flags]
+COMMANDS = {
+    "init": "write an environment, ten rows, a config and a tiny model that run as they are on a CPU",
+    "train": "train on this machine: torchrun with one rank per GPU, or --nproc_per_node N; all other flags go to the run",
+    "check": "try environments out without a model: what they read, what is trained, what replies earn, how they fail",
+    "plan": "print data, tokens of a step, parameters and memory of a run with these flags, on WORLD_SIZE ranks",
+    "eval": "score models (folders, hub names, OpenAI endpoints) in environments: greedy, avg@k, pass@k, side by side",
+    "collect": "sample episodes that SFT reads, above a reward if wanted; goes on where it stopped",
+    "show": "print conversations of a run with reward, status and reason",
+    "plot": "draw a run's curves as a PNG",
+    "info": "print versions, devices, extras, algorithms and environments",
+}
 
-  train   train on this machine: torchrun with one rank per GPU, or --nproc_per_node N; all other flags go to the run
-  check   try an environment out without a model: what it reads, what is trained, what replies earn, how it fails
-  plan    print data, tokens of a step, parameters and memory of a run with these flags, on WORLD_SIZE ranks
 
-rl-core COMMAND --help shows a command's flags."""
+class UsageError(Exception):
+    """The command line itself is wrong."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status of a command, 1 for a user's mistake."""
+    """The exit status of a command: 0, 1 for a user's mistake, 2 for a wrong command line, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ("--help", "-h"):
-        print(USAGE)
-        return 0 if argv else 1
-    commands = {"train": train, "check": check, "plan": plan}
+    command, *rest = argv or [""]
     try:
-        if argv[0] not in commands:
-            raise ValueError(f"unknown command {argv[0]!r}; {nearest(argv[0], commands)}")
-        return commands[argv[0]](argv[1:])
+        if command in ("--help", "-h", ""):
+            print(usage())
+            return 0 if command else 2
+        if command in ("--version", "-V"):
+            print(f"rl_core {__version__}")
+            return 0
+        if command not in COMMANDS:
+            from rl_core.rules import nearest
+
+            raise UsageError(f"unknown command {command!r}; {nearest(command, COMMANDS)}")
+        return import_module(f"rl_core.tools.{command}").main(rest)
     except KeyboardInterrupt:
         return 130
-    except (ValueError, OSError, RunError, argparse.ArgumentError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        return 1
-
-
-def plan(argv: list[str]) -> int:
-    """Prints the plan of a run with these flags. It makes no folder."""
-    with tempfile.TemporaryDirectory() as out:
-        config = parse_config([*argv, "--out", out])
-        from rl_core.build import make_plan
-        from rl_core.tools.plan import describe
-
-        print(describe(make_plan(config)))
-    return 0
-
-
-def train(argv: list[str]) -> int:
-    """The exit status of a run on this machine."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--nproc_per_node", "--nproc-per-node", type=int)
-    given, flags = parser.parse_known_args(argv)
-    parse_config(flags)  # a mistake in a flag is told once, and before any rank starts
-    if (num_ranks := given.nproc_per_node) is None:
-        import torch
-
-        num_ranks = max(1, torch.cuda.device_count())
-    if num_ranks == 1:
-        from rl_core.train import main as train_here
-
-        return train_here(flags)
-    return launch(["--standalone", f"--nproc_per_node={num_ranks}", "-m", "rl_core.train", *flags])
-
-
-def launch(argv: list[str]) -> int:
-    """torchrun in this process, without its own report: a rank that fails has said why in one line."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
-
-    logging.disable(logging.ERROR)
-    # A rank saves at the end of a step: torchrun passes signals on, and kills no rank after its 30 s.
-    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1")
-    os.environ.setdefault("PET_SHUTDOWN_TIMEOUT", "3600")
-    try:
-        torchrun(argv)
+    except BrokenPipeError:  # `rl-core show runs/x | head`
+        sys.stdout = None
         return 0
-    except SignalException as end:
-        return 128 + end.sigval
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:  # it could say nothing
-            name = signal.Signals(-failure.exitcode).name
-            print(f"error: rank {rank} was ended by {name}; go on with --resume", file=sys.stderr, flush=True)
-        return max(1, failure.exitcode)
+    except Exception as error:
+        from rl_core.types import RunError
+
+        if not isinstance(error, (ValueError, OSError, RunError, argparse.ArgumentError, UsageError)):
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, (argparse.ArgumentError, UsageError)) else 1
+
+
+def usage() -> str:
+    lines = [f"  {name:<8} {what}" for name, what in COMMANDS.items()]
+    ends = ["rl-core COMMAND --help shows a command's flags; rl-core --version the version."]
+    return "\n".join(["usage: rl-core COMMAND [flags]", "", *lines, "", *ends])
 
 
 if __name__ == "__main__":

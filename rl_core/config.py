@@ -12,13 +12,14 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from rl_core.rules import check, flags_in, nearest, split
+from rl_core.rules import check, flags_in, split
 
 NAMED = ("actors", "envs")  # sections that hold one section for each name that the user gives
 RL = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo")
 ADVANTAGE = Literal["group_mean", "group_norm", "group_norm_unbiased", "rloo", "gae", "none", "custom"]
 DRAWN = Literal["temperature", "top_p", "top_k", "min_p"]
 HELP = "rl_core.tools.help"  # what --help prints; the spine imports no tool
+PEERS = "rl_core.tools.peers"  # names that other trainers give our flags
 
 
 def flag(default: Any, help: str, *, at_least=None, above=None, at_most=None, only=()) -> Any:
@@ -325,7 +326,7 @@ def fill(section: Any, given: Any, prefix: str = "") -> None:
         if kind is None:
             own = name.split(".")[1] if prefix else "NAME"
             known = [flag.replace("NAME", own) for flag in known_flags()]
-            raise ValueError(f"unknown flag --{name}; {nearest(name, known)}")
+            raise ValueError(f"unknown flag --{name}; {import_module(PEERS).hint(name, known)}")
         if dataclasses.is_dataclass(kind):
             fill(getattr(section, key), value or {}, f"{name}.")
         elif key in NAMED and isinstance(value, dict):

@@ -160,3 +160,23 @@ def test_check_of_a_rollout_of_ones_own(check):
     assert status == 0 and outcomes(report)["plain", "bob"][:3] == ("1", "1", "1")
     status, report, _ = check(code)
     assert status == 1 and "'bob' is no actor" in report["episodes"][1]
+
+
+def test_several_environments_are_checked_with_their_hooks_side_by_side(check, tmp_path):
+    # Each hook waits until those of all episodes are there: one after the other they would time out.
+    Path("all.py").write_text(
+        textwrap.dedent("""
+        import asyncio
+        here = []
+        def load_tasks(split): return [{"prompt": "go", "answer": "7"}] * 3
+        async def reward_fn(completion, answer):
+            here.append(completion)
+            while len(here) < 8:
+                await asyncio.sleep(0.01)
+            return 1.0
+        """)
+    )
+    assert check(tmp_path / "all.py", ENVS / "sort_digits.py", "--hook_timeout_s", "5")[0] == 0
+    Path("slow.py").write_text(Path("all.py").read_text().replace("8", "9"))
+    status, report, _ = check(tmp_path / "slow.py", ENVS / "sort_digits.py", "--hook_timeout_s", "0.2")
+    assert status == 1 and report["result"] == ["every normal episode was scored"]

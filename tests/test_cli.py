@@ -13,7 +13,8 @@ import sys
 import pytest
 from kit import ROOT, SORT, kill_session, start_process, wait_until, words
 
-from rl_core.cli import main
+from rl_core import __version__
+from rl_core.cli import COMMANDS, main
 from rl_core.engines.scripted import ScriptedActor, ScriptedEngine, plain_chat
 from rl_core.types import SamplingParams
 
@@ -23,42 +24,48 @@ ENVS = ROOT / "envs"
 # The command
 
 
-def without_torch(*argv: str) -> str:
-    """What the command prints where torch cannot be imported."""
-    code = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; from rl_core.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+HEAVY = ("torch", "transformers", "numpy", "datasets", "aiohttp", "matplotlib", "zstandard")
 
 
-def test_help_is_quick_and_lists_what_there_is():
-    assert re.findall(r"^  (\w+)", without_torch("--help"), re.MULTILINE) == ["train", "check", "plan"]
-    assert "--data.train ROWS" in without_torch("check", "--help")
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_is_quick_since_it_imports_nothing_heavy(command):
+    code = f"import sys; sys.modules |= dict.fromkeys({HEAVY}); from rl_core.cli import main; sys.exit(main())"
+    argv = [sys.executable, "-c", code, *words(command), "--help"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stderr
+    if not command:
+        assert re.findall(r"^  (\w+)", done.stdout, re.MULTILINE) == list(COMMANDS)
+
+
+def test_the_version_is_printed(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"rl_core {__version__}\n"
 
 
 @pytest.mark.parametrize(
-    "argv, says",
+    "status, argv, says",
     [
-        (["chek"], "unknown command 'chek'; did you mean 'check'?"),
-        (["serve"], "unknown command 'serve'; known: train, check, plan"),
-        (["check", str(ENVS / "sort_digit.py")], "no such file; did you mean 'sort_digits.py'?"),
-        (["check", str(ENVS / "sort_digits.py"), "--actors", "a,b"], "nothing says whose turn it is"),
+        (2, ["chek"], "unknown command 'chek'; did you mean 'check'?"),
+        (2, ["serve"], "unknown command 'serve'; known: init, train, check, plan"),
+        (1, ["check", str(ENVS / "sort_digit.py")], "no such file; did you mean 'sort_digits.py'?"),
+        (1, ["check", str(ENVS / "sort_digits.py"), "--actors", "a,b"], "nothing says whose turn it is"),
         (
+            1,
             ["check", str(ENVS / "sort_digits.py"), "--reply", "{{ anser }}"],
             "'anser' is undefined; columns: messages, answer",
         ),
-        (["train", "--nproc_per_node", "two"], "invalid int value: 'two'"),
-        (["train", "--nproc_per_node", "2", "--mdoel", "x"], "unknown flag --mdoel; did you mean 'model'?"),
+        (2, ["train", "--nproc_per_node", "two"], "invalid int value: 'two'"),
+        (1, ["train", "--nproc_per_node", "2", "--mdoel", "x"], "unknown flag --mdoel; did you mean 'model'?"),
     ],
 )
-def test_mistakes_are_one_line_with_the_nearest_name(argv, says, capsys):
-    assert main(argv) == 1
+def test_mistakes_are_one_line_with_the_nearest_name(status, argv, says, capsys):
+    assert main(argv) == status
     error = capsys.readouterr().err
     assert says in error and len(error.splitlines()) == 1 and error.startswith("error: ")
 
 
 def test_without_a_command_the_help_is_shown(capsys):
-    assert main([]) == 1
+    assert main([]) == 2
     assert "usage: rl-core COMMAND" in capsys.readouterr().out
 
 

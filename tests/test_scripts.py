@@ -91,7 +91,8 @@ def test_the_calculator_is_shown_three_habits():
 
 def test_a_width_that_heads_do_not_divide_is_refused_in_one_line(tmp_path):
     command = [sys.executable, ROOT / "scripts/make_tiny_model.py", "--out", tmp_path / "x", "--hidden", "65"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 2 and "try 64" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "x").exists()
 

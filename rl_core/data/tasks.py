@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.config import nearest
+from rl_core.rules import nearest
 from rl_core.types import Message, Task, counter_seed
 
 # Columns of the first messages; the first one that a row has is used.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl_core.config import nearest
 from rl_core.data.rows import Row
 from rl_core.data.tasks import PROMPT_COLUMNS
+from rl_core.rules import nearest
 
 
 class RenamedColumns(Sequence):

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from rl_core.config import nearest
+from rl_core.rules import nearest
 
 MAX_TURNS = 10_000  # of one episode, as a schedule may ask for them
 TOKEN = re.compile(r"->|\.\.|\d+|[^\W\d]\w*(?:-\w+)*|\S")

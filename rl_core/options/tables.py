@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rl_core.config import nearest
 from rl_core.data.rows import JSON, ROLLOUTS, check_exists, suffix_of
+from rl_core.rules import nearest
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 TABLES = (*SEPARATORS, ".parquet", ".arrow")

@@ -11,9 +11,9 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from zlib import crc32
 
-from rl_core.config import nearest
 from rl_core.data.chat import Chat, TokenStream
 from rl_core.data.tasks import check_messages
+from rl_core.rules import nearest
 from rl_core.sampling.engine import DeviceLease, Engine
 from rl_core.sampling.hooks import finite_parts, wait_for_all
 from rl_core.types import Completion, Message, SamplingParams, Trajectory, counter_seed

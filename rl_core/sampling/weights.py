@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from rl_core.config import nearest
+from rl_core.rules import nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -27,16 +27,21 @@ MAX_LINES = 40  # of an episode's text
 UNLIMITED = 1 << 20  # tokens of a turn that is not to be cut off
 
 
-def check(argv: list[str]) -> int:
-    """Prints the report on an environment. 0 if it loads and every normal episode is scored, else 1. Raises ValueError for
-    what keeps it from being tried."""
+def main(argv: list[str]) -> int:
+    """Prints the report on each environment. 0 if all load and every normal episode is scored, else 1. Raises ValueError for
+    what keeps one from being tried."""
     options = parse(argv)
+    return max([check(path, options) for path in options.env])
+
+
+def check(path: str, options: argparse.Namespace) -> int:
+    """The same of one environment."""
     from rl_core.data.chat import load_chat
     from rl_core.engines.scripted import plain_chat
     from rl_core.sampling.env import load_env
 
-    env = load_env(options.env)
-    say("environment", [options.env, *map(describe_hook, env.hooks.values())])
+    env = load_env(path, hook_timeout_s=options.hook_timeout_s)
+    say("environment", [path, *map(describe_hook, env.hooks.values())])
     named = [name for name in (*(env.speakers() or ()), *env.system_prompts) if name != "*"]
     names = split(options.actors) or list(dict.fromkeys(named)) or ["policy"]
     env.check_actors(names)
@@ -57,13 +62,15 @@ def check(argv: list[str]) -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="rl-core check", description=__doc__.splitlines()[0], allow_abbrev=False)
     reply = "right reply of the next turn: a Jinja template over columns and `prompt`"
-    parser.add_argument("env", help="the environment's Python file")
+    parser.add_argument("env", nargs="+", help="Python files of environments")
     parser.add_argument("--data.train", dest="rows", metavar="ROWS", help="rows; default: load_tasks('train')")
     parser.add_argument("--data.columns", dest="columns", help="other names of their columns: answer=solution")
     parser.add_argument("--model", help="folder or hub name: its tokenizer and chat template; default: a plain one")
     parser.add_argument("--actors", metavar="A,B", help="names of actors, where `turns` names none; default: policy")
     parser.add_argument("--reply", action="append", default=[], metavar="TEXT", help=reply)
     parser.add_argument("--num_tasks", type=int, default=8, help="tasks that are tried, from the first on [8]")
+    timeout = "timeout of one call of a hook; all tasks are tried concurrently [60]"
+    parser.add_argument("--hook_timeout_s", type=float, default=60.0, help=timeout)
     return parser.parse_args(argv)
 
 
@@ -85,7 +92,7 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
     from rl_core.options.renamed_columns import RenamedColumns
 
     if not options.rows and not env.load_tasks:
-        raise ValueError(f"{options.env} has no load_tasks(split): name its rows with --data.train rows.jsonl")
+        raise ValueError(f"{env.path} has no load_tasks(split): name its rows with --data.train rows.jsonl")
     source = options.rows or "load_tasks('train')"
     rows = load_rows(options.rows) if options.rows else env.load_tasks("train")
     if options.rows and options.columns:
@@ -104,14 +111,16 @@ async def play_all(
     columns = (c for c in ANSWERS if c in tasks[0].row and any(takes_all or c in read for takes_all, read in readers))
     if column := next(columns, None):
         templates = templates or [f"{{{{ {column} }}}}"]
-    found = {}
-    for kind, texts in {"right": templates, "plain": [PLAIN], "empty": [""]}.items():
-        for task in tasks if kind in NORMAL else tasks[:1]:
-            if texts:
-                found.setdefault(kind, []).extend(await play(env, chat, task, names, rendered(texts, task)))
+    kinds = {"right": templates, "plain": [PLAIN]}
+    plays = [(k, task, rendered(kinds[k], task), UNLIMITED) for k in NORMAL if kinds[k] for task in tasks]
     said = rendered(templates or [PLAIN], tasks[0])
     half = len(chat.encode(chat.marked(said[0]), continues=True)) // 2
-    return found | {"cut": await play(env, chat, tasks[0], names, said, max(1, half))}
+    plays += [("empty", tasks[0], [""], UNLIMITED), ("cut", tasks[0], said, max(1, half))]
+    played = await asyncio.gather(*(play(env, chat, task, names, texts, limit) for _, task, texts, limit in plays))
+    found = {}
+    for (kind, *_), trajectories in zip(plays, played, strict=True):
+        found.setdefault(kind, []).extend(trajectories)
+    return found
 
 
 def rendered(templates: list[str], task: Task) -> list[str]:

@@ -8,15 +8,15 @@ docs/parallelism.md explains each row.
 from __future__ import annotations
 
 import math
+import tempfile
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-import torch
+from rl_core.config import ActorConfig, parse_config
 
-from rl_core.build import Plan
-from rl_core.config import ActorConfig
-from rl_core.distributed import Mesh
-from rl_core.learning.loading import load_model_config, model_class
-from rl_core.models import compute_dtype
+if TYPE_CHECKING:
+    from rl_core.build import Plan
+    from rl_core.distributed import Mesh
 
 GIB = 2**30
 LOGPROB_TILE_BYTES = 256 << 20  # logits in flight, forward and backward
@@ -40,8 +40,22 @@ class Size:
     vocabulary: int  # V
 
 
+def main(argv: list[str]) -> int:
+    """Prints the plan of a run with these flags. It makes no folder."""
+    with tempfile.TemporaryDirectory() as out:
+        config = parse_config([*argv, "--out", out])
+        from rl_core.build import make_plan
+
+        print(describe(make_plan(config)))
+    return 0
+
+
 def model_size(actor: ActorConfig) -> Size:
     """Sizes of an actor's model, made from its config.json on the meta device."""
+    import torch
+
+    from rl_core.learning.loading import load_model_config, model_class
+
     hf = load_model_config(actor.model)
     with torch.device("meta"):
         model = model_class(hf).from_config(hf)
@@ -65,6 +79,8 @@ def model_size(actor: ActorConfig) -> Size:
 
 def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Table:
     """What a learner holds on one rank. Weights, gradients and optimizer state are fp32, sharded."""
+    from rl_core.models import compute_dtype
+
     config, learner, w = plan.config, plan.config.learner, compute_dtype(plan.config).itemsize
     shards, trained = mesh.dp_shard * mesh.cp * mesh.tp, size.adapters or size.total
     frozen = 0.0
@@ -102,6 +118,8 @@ def block_bytes(size: Size, w: int, tp: int) -> float:
 
 def engine_bytes(plan: Plan, size: Size, mesh: Mesh) -> Table:
     """What an engine holds on one rank: its own copy of the weights, unless it reads the learner's, and the KV cache."""
+    from rl_core.models import compute_dtype
+
     config, w = plan.config, compute_dtype(plan.config).itemsize
     has_copy = config.engine == "sglang" or mesh.size > 1 or w != 4 or size.adapters > 0
     groups = math.ceil(config.tasks_per_step * (1 + config.max_staleness) / mesh.size)

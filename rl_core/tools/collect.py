@@ -1,0 +1,79 @@
+"""rl-core collect MODEL --env_path envs/x.py --out data/x: episodes that SFT reads (--data.train data/x/rollouts).
+
+--group_size episodes of each task, in files of --tasks_per_step tasks. The same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_core.config import Config
+from rl_core.tools.playing import FLAGS, player, read_flags, with_model
+
+if TYPE_CHECKING:
+    from rl_core.types import Trajectory
+
+
+def main(argv: list[str]) -> int:
+    how = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("rl-core collect", description=__doc__, epilog=FLAGS, formatter_class=how)
+    parser.allow_abbrev = False
+    parser.add_argument("models", nargs=1, metavar="MODEL", help="folder, run, hub name, or NAME@URL of an endpoint")
+    parser.add_argument("--out", required=True, help="folder of the episodes")
+    parser.add_argument("--min_reward", type=float, help="keep episodes with at least this reward; default: all")
+    parser.add_argument(
+        "--num_tasks", type=int, default=0, help="tasks that are played, in whole files; 0: each once [0]"
+    )
+    options, config = read_flags(parser, argv, "collected")
+    config = replace(config, out=options.out)
+    asyncio.run(collect(config, options.models[0], options.num_tasks, options.min_reward))
+    return 0
+
+
+async def collect(config: Config, model: str, num_tasks: int, min_reward: float | None) -> None:
+    """Plays what is missing in OUT/rollouts. Raises ValueError if that was played with other flags."""
+    from rl_core.data.rows import TOKENIZERS, write_trajectories
+    from rl_core.learning.algorithms import make_algorithm
+    from rl_core.run_folder import keep_config, locked
+    from rl_core.sources import load_envs, train_tasks
+
+    out = Path(config.out)
+    config, envs = load_envs(config)
+    source = train_tasks(config, envs, make_algorithm(config.algorithm, config.algo))
+    config, names = with_model(config, model)
+    size = config.tasks_per_step
+    num_files = -(-(num_tasks or len(source)) // size)
+    end = num_files * size if num_tasks else len(source)
+    with locked(out):
+        kept = replace(config, data=replace(config.data, min_reward=min_reward))
+        if differs := keep_config(out, kept):
+            raise ValueError(f"--out {out} was collected with other flags ({'; '.join(differs)}); name another folder")
+        (out / "rollouts").mkdir(exist_ok=True)
+        async with player(config, envs, source.sources) as playing:
+            fingerprints = {name: chat.fingerprint for name, chat in playing.plan.chats.items()}
+            (out / "rollouts" / TOKENIZERS).write_text(json.dumps(fingerprints))
+            for number in range(num_files):
+                file = out / "rollouts" / f"step_{number + 1:06d}.jsonl.zst"
+                if file.exists():
+                    continue
+                first = number * size
+                tasks = [source.task(position) for position in range(first, min(first + size, end))]
+                drawn = {"temperature": config.sampling.temperature}
+                place = {"batch": "collect", "label": f"collect/{number:06d}", "first": first}
+                played = await playing.play(tasks, config.group_size, drawn, **place)
+                own = [t for t in played if t.actor in names]
+                good = [t for t in own if is_kept(t, min_reward)]
+                write_trajectories(file, good)
+                mean = sum(t.reward or 0.0 for t in own) / max(1, len(own))
+                print(
+                    f"{number + 1}/{num_files}  kept {len(good)} of {len(own)}  reward {mean:.4g}  {file}", flush=True
+                )
+
+
+def is_kept(trajectory: Trajectory, min_reward: float | None) -> bool:
+    return trajectory.status != "failed" and (min_reward is None or trajectory.reward >= min_reward)

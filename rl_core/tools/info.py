@@ -1,0 +1,88 @@
+"""rl-core info: versions, devices, extras with the line that installs each, algorithms, environments."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import platform
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Any, get_args
+
+from rl_core import __version__
+from rl_core.config import known_flags
+
+LIBRARIES = ("torch", "transformers", "peft", "datasets", "sglang")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="rl-core info", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    as_json = parser.parse_args(argv).json
+    found = {
+        "versions": {"rl_core": __version__, "python": platform.python_version(), **versions()},
+        "devices": devices(),
+        "extras": extras(metadata.requires("rl_core") or []),
+        "algorithms": list(get_args(known_flags()["algorithm"][1].type)),
+        "environments": environments(),
+    }
+    print(json.dumps(found, indent=2) if as_json else as_text(found))
+    return 0
+
+
+def as_text(found: dict[str, Any]) -> str:
+    lines = []
+    for title, what in found.items():
+        pairs = what.items() if isinstance(what, dict) else [(item, "") for item in what]
+        if title == "algorithms":
+            pairs = [(" ".join(what), "")]
+        if title == "environments" and not what:
+            pairs = [("none in envs/ here", "")]
+        width = max((len(name) for name, _ in pairs), default=0)
+        lines += [f"== {title}", *(f"  {name:<{width}}  {text}".rstrip() for name, text in pairs), ""]
+    return "\n".join(lines)
+
+
+def version_of(name: str) -> str | None:
+    """None if it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str]:
+    return {name: version for name in LIBRARIES if (version := version_of(name))}
+
+
+def devices() -> list[str]:
+    import torch
+
+    gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+    return [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus] or [
+        f"CPU, {os.cpu_count()} cores, no GPU"
+    ]
+
+
+def extras(requires: list[str]) -> dict[str, str]:
+    """Extra -> `installed`, or what is missing and the line that installs it, from the metadata of a wheel."""
+    missing: dict[str, list[str]] = {}
+    for requirement in requires:
+        if extra := re.search(r"extra == ['\"](\w+)['\"]", requirement):
+            name = re.match(r"[\w.-]+", requirement)[0]
+            missing.setdefault(extra[1], []).extend([] if version_of(name) else [name])
+    installed = "installed"
+    return {
+        extra: f"missing {', '.join(names)}: pip install 'rl_core[{extra}]'" if names else installed
+        for extra, names in missing.items()
+    }
+
+
+def environments() -> dict[str, str]:
+    """Path -> first line of the docstring, of envs/ here or, if there is none, beside the package."""
+    folder = next((f for f in (Path("envs"), Path(__file__).parents[2] / "envs") if f.is_dir()), Path("envs"))
+    texts = {str(path): ast.get_docstring(ast.parse(path.read_text())) or "" for path in sorted(folder.glob("*.py"))}
+    return {path: text.partition("\n")[0] for path, text in texts.items()}

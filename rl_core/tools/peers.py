@@ -1,0 +1,61 @@
+"""Flags by the names that TRL, verl, OpenRLHF and others give them -> ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rl_core.rules import nearest
+
+OURS = {
+    "optim.lr": "lr learning_rate actor_learning_rate",
+    "optim.schedule": "lr_scheduler lr_scheduler_type",
+    "optim.warmup_steps": "warmup_steps lr_warmup_steps num_warmup_steps warmup_ratio",
+    "optim.max_grad_norm": "max_grad_norm max_norm grad_clip clip_grad",
+    "optim.weight_decay": "weight_decay l2",
+    "optim.name": "optimizer optimizer_type",
+    "tasks_per_step": "batch_size train_batch_size rollout_batch_size global_batch_size generation_batch_size",
+    "group_size": "num_generations n_samples_per_prompt rollout_n num_samples_per_prompt rollouts_per_example",
+    "learner.microbatch_tokens": "per_device_train_batch_size micro_batch_size micro_train_batch_size"
+    " gradient_accumulation_steps max_tokens_per_gpu ppo_max_token_len_per_gpu",
+    "learner.minibatches": "mini_batch_size ppo_mini_batch_size num_mini_batches",
+    "learner.epochs": "ppo_epochs num_iterations num_ppo_epochs max_epochs",
+    "learner.activations": "gradient_checkpointing activation_checkpointing",
+    "learner.dtype": "bf16 fp16 torch_dtype precision",
+    "algo.kl_coef (dpo: --preference.beta)": "kl_coef beta init_kl_coef kl_loss_coef",
+    "algo.entropy_coef": "entropy_coef entropy_loss_coef entropy_coeff",
+    "algo.clip_high": "epsilon_high clip_ratio_high eps_clip_high clip_higher",
+    "algo.clip_low": "epsilon eps_clip clip_ratio clip_ratio_low cliprange",
+    "algo.aggregation": "loss_type loss_agg_mode",
+    "critic.gae_lambda": "lam gae_lambda lambd",
+    "critic.lr": "critic_learning_rate critic_lr",
+    "algorithm": "advantage_estimator adv_estimator",
+    "max_tokens": "max_completion_length max_new_tokens generate_max_len max_response_length response_length",
+    "max_prompt_tokens": "max_prompt_length prompt_max_len",
+    "num_steps": "max_steps total_training_steps num_rollout total_episodes",
+    "save_every": "save_steps save_freq save_interval",
+    "eval_every": "eval_steps test_freq eval_interval eval_strategy",
+    "keep_checkpoints": "save_total_limit max_ckpt_num",
+    "out": "output_dir save_path default_local_dir save_dir",
+    "model": "model_name_or_path pretrain model_name hf_checkpoint",
+    "data.train": "dataset dataset_name prompt_data train_files train_file",
+    "data.eval": "eval_dataset val_files eval_file",
+    "env_path": "reward_fn reward_funcs reward_func custom_reward_function remote_rm_url",
+    "sampling.temperature": "temperature",
+    "engine": "use_vllm vllm_mode rollout_backend",
+    "engine_memory_frac": "vllm_gpu_memory_utilization gpu_memory_utilization mem_fraction_static",
+    "engine_tp": "vllm_tensor_parallel_size tensor_model_parallel_size rollout_num_gpus_per_engine",
+    "max_staleness": "off_policy_steps max_async_level steps_off_policy",
+    "actors.policy.lora.rank": "lora_r lora_rank use_peft",
+    "actors.policy.lora.alpha": "lora_alpha",
+    "actors.policy.lora.targets": "lora_target_modules target_modules",
+    "actors.policy.lora.quantize": "load_in_4bit",
+    "trackers": "report_to use_wandb logger wandb",
+    "resume": "resume_from_checkpoint load_checkpoint",
+}
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """What an unknown flag is answered with: our name of it, `--group_size` for `num_generations`, or the nearest one."""
+    last = name.rpartition(".")[2].replace("-", "_").lower()
+    found = next((own for own, theirs in OURS.items() if last in theirs.split()), None)
+    return f"here it is --{found}" if found else nearest(name, known)

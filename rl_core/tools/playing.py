@@ -1,0 +1,138 @@
+"""What eval and collect share: flags of a run -> models that play episodes. No learner is built."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from rl_core.config import RL, Config, LoraConfig, parse_config
+from rl_core.rules import URL
+
+if TYPE_CHECKING:
+    from rl_core.build import Plan
+    from rl_core.data.tasks import TaskSource
+    from rl_core.distributed import Ranks
+    from rl_core.sampling.env import Env
+    from rl_core.types import Task, Trajectory
+
+FLAGS = """All other flags are those of a run (rl-core train --help), such as --env_path, --data.eval, --data.train,
+--max_tokens, --eval.samples, --eval.num_tasks. A model in a run's folder takes the run's config.yaml for them."""
+# One process samples, whatever the run did that made the model.
+ALONE = {"resume": "false", "engine_ranks": 0, "max_staleness": 0, "rollout.lagged": "0,4", "profile_step": 0}
+ALONE |= {"cp": 1, "tp": 1, "dp_replicate": 1, "learner.microbatch_tokens": 2**30, "learner.minibatches": 1}
+ALONE |= {"learner.kernels": "default", "learner.offload": "none", "canary_tolerance": 0}
+
+
+def read_flags(parser: argparse.ArgumentParser, argv: list[str], out: str) -> tuple[argparse.Namespace, Config]:
+    """A command's own flags, and those of a run. `parser` knows `models`, which stand before all flags."""
+    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
+        parser.error("name a model first: a folder, a hub name, or NAME@URL of an OpenAI-compatible endpoint")
+    options, flags = parser.parse_known_args(argv)
+    before = next(filter(None, map(flags_of_run, options.models)), None)
+    if before is None:
+        has_model = any(re.match(r"--(model|actors\.[^.]+\.(model|api))\b", flag) for flag in flags)
+        before = [] if has_model else ["--model", options.models[0]]
+    alone = (f"--{name}={value}" for name, value in ALONE.items())
+    config = parse_config([*before, *flags, *alone, f"--out={out}"])
+    if not config.is_rl or not config.env_path:
+        raise ValueError(f"--algorithm {config.algorithm} has no episodes to play; name an environment by --env_path")
+    return options, config
+
+
+def flags_of_run(model: str) -> list[str] | None:
+    """--config of the reinforcement learning that made a model; None if there is none."""
+    for folder in (Path(model), Path(model).parent.parent):
+        path = folder / "config.yaml"
+        if path.is_file() and (folder / "hf").is_dir():
+            return ["--config", str(path)] if yaml.safe_load(path.read_text())["algorithm"] in RL else None
+    return None
+
+
+def with_model(config: Config, model: str) -> tuple[Config, list[str]]:
+    """(the configuration in which `model` plays, the names of the actors that it is). The folder of a run is all actors that
+    the run trained, RUN/hf/NAME is NAME, any other model the first that is trained."""
+    from rl_core.models import choose_engine
+
+    config = choose_engine(config, 1)
+    folder, names = Path(model), config.trained[:1]
+    if (folder / "hf").is_dir():
+        names = config.trained
+    elif folder.parent.name == "hf" and folder.name in config.actors:
+        names = [folder.name]
+    own, _, url = model.rpartition("@")
+    is_api = bool(own) and re.match(URL.removesuffix("/?"), url) is not None
+    actors = dict(config.actors)
+    for name in names:
+        actor = replace(actors[name], model=model, share=None, lora=LoraConfig(), engine_urls=None, api=None)
+        if is_api:
+            actor = replace(actor, model=own, api=url, train=False)
+        elif (folder / "hf").is_dir():
+            actor = replace(actor, model=str(folder / "hf" / name))
+        actors[name] = actor
+    return replace(config, actors=actors), names
+
+
+@asynccontextmanager
+async def player(config: Config, envs: dict[str, Env], sources: Sequence[TaskSource]) -> AsyncIterator[Player]:
+    """Engines of these actors. Raises ValueError for a model that cannot play, and for prompts that are too long."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from rl_core import models
+    from rl_core.build import Plan, make_actors
+    from rl_core.distributed import Mesh, init_ranks
+    from rl_core.learning.algorithms import make_algorithm
+    from rl_core.sampling.engine import DeviceLease
+    from rl_core.sources import check_lengths
+
+    disable_progress_bar()
+    chats = {name: models.check_model(config, name) for name, actor in config.actors.items() if not actor.api}
+    for source in sources if chats else ():
+        check_lengths(config, envs, chats, None, source)
+    endpoints = {name: models.make_api_actor(config, name) for name, actor in config.actors.items() if actor.api}
+    algorithm = make_algorithm(config.algorithm, config.algo)
+    parts = {"train": sources[0], "eval": {}, "imitated": None, "curriculum": None, "mesh": Mesh()}
+    plan = Plan(config=config, algorithm=algorithm, envs=envs, chats=chats, endpoints=endpoints, **parts)
+    ranks = init_ranks(config.timeout_s)
+    engines = models.make_engines(config, chats, {}, ranks)
+    lease = DeviceLease() if models.takes_turns(config) else None
+    try:
+        for engine in dict.fromkeys(engines.values()):
+            await engine.wake()
+            if lease:
+                await engine.sleep()
+        yield Player(plan, make_actors(plan, engines, None, lease), ranks)
+    finally:
+        for speaker in (*endpoints.values(), *dict.fromkeys(engines.values())):
+            await speaker.close()
+
+
+class Player:
+    """Plays groups of episodes, as the evaluations of a run do."""
+
+    def __init__(self, plan: Plan, actors: dict, ranks: Ranks):
+        self.plan, self.actors, self.ranks = plan, actors, ranks
+
+    async def play(
+        self, tasks: list[Task], size: int, drawn: dict[str, float], batch: str, label: str, first: int = 0
+    ) -> list[Trajectory]:
+        """`size` episodes of each task. Raises RunError if too many fail."""
+        from rl_core.sampling.outcomes import refuse_failures
+        from rl_core.sampling.rollout import Group, rollout
+        from rl_core.types import SamplingParams
+
+        config, groups = self.plan.config, []
+        for number, task in enumerate(tasks, first):
+            max_tokens = config.env(task.env).max_tokens or config.max_tokens
+            params = SamplingParams(max_tokens=max_tokens, stop=tuple(config.sampling.stop), **drawn)
+            place = {"batch": batch, "label": label, "number": number, "size": size}
+            groups.append(Group(task=task, params=params, seed=config.seed, **place))
+        found = await rollout(self.plan.envs, self.actors, groups, config.rollout, self.ranks, config.timeout_s)
+        refuse_failures(found, {}, config.rollout.max_failed_fraction, label, self.ranks, min_rows=1)
+        return found

@@ -1,0 +1,103 @@
+"""rl-core show runs/x: conversations of a run with reward, status and reason."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+COLOURS = {"reward": 1, "system": 35, "user": 36, "tool": 33, "assistant": 32, "failed": 31}  # ANSI
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="rl-core show", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", help="folder of a run, or one file of its rollouts/")
+    parser.add_argument("--step", type=int, help="default: the newest")
+    parser.add_argument("--eval", action="store_true", help="episodes of the evaluation at that step")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--worst", action="store_true", help="lowest rewards first")
+    which.add_argument("--best", action="store_true", help="highest rewards first")
+    which.add_argument("--failed", action="store_true", help="only what failed, with the reason")
+    parser.add_argument("--actor", help="only this actor's")
+    parser.add_argument("--num", type=int, default=3, help="how many [3]")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line, tokens included")
+    options = parser.parse_args(argv)
+    for row in chosen(read(options), options):
+        print(json.dumps(row) if options.json else described(row), flush=True)
+    return 0
+
+
+def files_of(run: Path, step: int | None, is_eval: bool) -> list[Path]:
+    """The files of one step's episodes. Raises ValueError with the steps that there are."""
+    if run.is_file():
+        return [run]
+    kind = "eval" if is_eval else "step"
+    found = sorted((run / "rollouts").glob(f"{kind}_*.jsonl.zst"))
+    steps = [int(re.match(rf"{kind}_(\d+)", file.name)[1]) for file in found]
+    if step is None and steps:
+        step = max(steps)
+    files = [file for file, number in zip(found, steps, strict=True) if number == step]
+    if not files:
+        listed = ", ".join(map(str, sorted(set(steps)))) or "none; was it run with --rollout.save false?"
+        named = f" --step {step}" if step is not None else ""
+        raise ValueError(f"{run}{named}: no episodes in {run / 'rollouts'}; steps with {kind} episodes: {listed}")
+    return files
+
+
+def read(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    from rl_core.data.rows import read_json
+
+    for file in files_of(Path(options.run), options.step, options.eval):
+        for row in read_json(file):
+            yield {"file": file.name, **row}
+
+
+def chosen(rows: Iterator[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The episodes that the flags ask for, in their order."""
+    found = [row for row in rows if options.actor in (None, row["actor"])]
+    if options.failed:
+        found = [row for row in found if row["status"] == "failed"]
+    if options.worst or options.best:
+        scored = (row for row in found if row["reward"] is not None)
+        found = sorted(scored, key=lambda row: row["reward"], reverse=options.best)
+    if not found:
+        raise ValueError(f"{options.run}: none{' failed' * options.failed} among its episodes of that step and actor")
+    return found[: options.num]
+
+
+def described(row: dict[str, Any]) -> str:
+    """One episode: a headline, then each message under its role."""
+    reward = "-" if row["reward"] is None else f"{row['reward']:.4g}"
+    parts = ", ".join(f"{name} {value:.4g}" for name, value in row["reward_parts"].items())
+    head = f"== {row['actor']}  {row['task_id']}  episode {row['index']}  {row['file'].partition('.')[0]}"
+    state = f"reward {reward}" + (f" ({parts})" if len(row["reward_parts"]) > 1 else "") + f"  {row['status']}"
+    lines = [coloured(f"{head}  {state}", "failed" if row["status"] == "failed" else "reward")]
+    if row["error"]:
+        lines += wrapped(f"reason: {row['error']}")
+    for message in row["messages"]:
+        lines += [coloured(f"[{message['role']}]", message["role"]), *wrapped(content_of(message))]
+    return "\n".join([*lines, ""])
+
+
+def content_of(message: dict[str, Any]) -> str:
+    """Its text; whatever else it holds as JSON."""
+    content, rest = message.get("content") or "", {k: v for k, v in message.items() if k not in ("role", "content")}
+    text = content if isinstance(content, str) else json.dumps(content)
+    return "\n".join(filter(None, [text, json.dumps(rest) if rest else ""]))
+
+
+def wrapped(text: str) -> list[str]:
+    width = min(shutil.get_terminal_size().columns, 120) - 2
+    safe = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    lines = (textwrap.wrap(line, width, drop_whitespace=False) or [""] for line in safe.split("\n"))
+    return [f"  {part}".rstrip() for line in lines for part in line]
+
+
+def coloured(text: str, kind: str) -> str:
+    return f"\033[{COLOURS.get(kind, 0)}m{text}\033[0m" if sys.stdout.isatty() else text

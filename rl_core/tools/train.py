@@ -1,0 +1,51 @@
+"""rl-core train: a run on this machine, with one rank per GPU or as many as --nproc_per_node says."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+
+from rl_core.config import parse_config
+
+
+def main(argv: list[str]) -> int:
+    """The exit status of the run."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--nproc_per_node", "--nproc-per-node", type=int)
+    given, flags = parser.parse_known_args(argv)
+    parse_config(flags)  # a mistake in a flag is told once, and before any rank starts
+    if (num_ranks := given.nproc_per_node) is None:
+        import torch
+
+        num_ranks = max(1, torch.cuda.device_count())
+    if num_ranks == 1:
+        from rl_core.train import main as train_here
+
+        return train_here(flags)
+    return launch(["--standalone", f"--nproc_per_node={num_ranks}", "-m", "rl_core.train", *flags])
+
+
+def launch(argv: list[str]) -> int:
+    """torchrun in this process, without its own report: a rank that fails has said why in one line."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    logging.disable(logging.ERROR)
+    # A rank saves at the end of a step: torchrun passes signals on, and kills no rank after its 30 s.
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1")
+    os.environ.setdefault("PET_SHUTDOWN_TIMEOUT", "3600")
+    try:
+        torchrun(argv)
+        return 0
+    except SignalException as end:
+        return 128 + end.sigval
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:  # it could say nothing
+            name = signal.Signals(-failure.exitcode).name
+            print(f"error: rank {rank} was ended by {name}; go on with --resume", file=sys.stderr, flush=True)
+        return max(1, failure.exitcode)

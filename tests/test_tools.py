@@ -1,0 +1,166 @@
+"""rl-core info, show and plot, and the answers to flags of other trainers."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+from kit import ROOT, metrics
+
+from rl_core.cli import main
+from rl_core.config import known_flags, parse_config
+from rl_core.data.rows import write_trajectories
+from rl_core.tools.info import extras
+from rl_core.tools.peers import OURS
+from rl_core.types import Trajectory
+
+# Flags of others
+
+
+@pytest.mark.parametrize("given, ours", [
+    ("--lr 1", "optim.lr"), ("--learning_rate 1", "optim.lr"), ("--report_to wandb", "trackers"),
+    ("--batch_size 8", "tasks_per_step"), ("--num_generations 8", "group_size"), ("--kl_coef 0", "algo.kl_coef"),
+    ("--beta 0", "algo.kl_coef"), ("--max_completion_length 9", "max_tokens"), ("--optim.learning_rate 1", "optim.lr"),
+    ("--per-device-train-batch-size 1", "learner.microbatch_tokens"),
+])  # fmt: skip
+def test_names_of_other_trainers_are_answered_with_ours(given, ours):
+    with pytest.raises(ValueError, match=f"unknown flag --[^;]*; here it is --{ours}"):
+        parse_config(given.split())
+
+
+def test_the_names_that_are_answered_with_exist_and_none_is_listed_twice():
+    known = {name.replace("NAME", "policy") for name in known_flags()}
+    assert {name.split()[0] for name in OURS} <= known
+    theirs = [name for names in OURS.values() for name in names.split()]
+    assert len(theirs) == len(set(theirs)) and not known & set(theirs)
+
+
+# Info
+
+
+def test_info_names_versions_extras_algorithms_and_environments(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"rl_core", "python", "torch"} <= found["versions"].keys() and found["devices"]
+    assert found["algorithms"][:2] == ["grpo", "dr_grpo"] and found["algorithms"][-1] == "rm"
+    assert found["environments"]["envs/sort_digits.py"].startswith("Sort five different digits")
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"== algorithms\n  grpo dr_grpo(.*\n)+  envs/nim.py +Nim with one heap", text)
+
+
+def test_an_extra_that_is_missing_comes_with_the_line_that_installs_it():
+    wanted = ["torch>=2", 'pytest>=8; extra == "test"', 'no_such_thing>=1; extra == "x"', 'pytest; extra == "x"']
+    assert extras(wanted) == {"test": "installed", "x": "missing no_such_thing: pip install 'rl_core[x]'"}
+
+
+# Show
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Folder of a run with episodes of two steps, one of which failed."""
+    (tmp_path / "rollouts").mkdir()
+    for step in (1, 12):
+        found = [episode(step, number, float(number)) for number in range(4)]
+        found.append(episode(step, 4, None, status="failed", error="x.py:5: it broke\x07"))
+        write_trajectories(tmp_path / f"rollouts/step_{step:06d}.jsonl.zst", found)
+    write_trajectories(tmp_path / "rollouts/eval_000012_greedy.jsonl.zst", [episode(12, 9, 0.5)])
+    return tmp_path
+
+
+def episode(step, number, reward, **more):
+    said = [{"role": "user", "content": f"step {step}?"}, {"role": "assistant", "content": "word " * 40}]
+    parts = {} if reward is None else {"right": reward, "form": 0.0}
+    place = {"task_id": f"train/{number}", "env": "x", "group_id": f"train/{step}", "index": number}
+    return Trajectory(**place, messages=said, reward=reward, reward_parts=parts, **more)
+
+
+@pytest.mark.parametrize("flags, shown", [
+    ("", [0, 1, 2]), ("--best --num 2", [3, 2]), ("--worst --num 2", [0, 1]), ("--failed", [4]), ("--step 1 --num 1", [0]),
+    ("--eval", [9]),
+])  # fmt: skip
+def test_show_chooses_episodes_of_a_step(run, capsys, flags, shown):
+    assert main(["show", str(run), *flags.split(), "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["index"] for row in rows] == shown
+    assert rows[0]["messages"][0]["content"] == ("step 1?" if "--step" in flags else "step 12?")
+
+
+def test_show_prints_a_conversation_role_by_role(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["show", str(run), "--best", "--num", "1"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head == "== policy  train/3  episode 3  step_000012  reward 3 (right 3, form 0)  ok"
+    assert lines[:3] == ["[user]", "  step 12?", "[assistant]"] and len(lines) > 6 and max(map(len, lines)) <= 60
+    assert main(["show", str(run), "--failed"]) == 0
+    assert "  reason: x.py:5: it broke\\x07\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("--step 3", "steps with step episodes: 1, 12"), ("--actor bob", "none among its episodes"),
+    ("--eval --failed", "none failed among its episodes"),
+])  # fmt: skip
+def test_show_says_what_there_is(run, capsys, flags, says):
+    assert main(["show", str(run), *flags.split()]) == 1
+    assert says in capsys.readouterr().err
+
+
+# Plot
+
+LINE = {
+    "rollout/bob/reward_mean": 0.5,
+    "rollout/bob/length_mean": 7.0,
+    "learn/bob/loss": None,
+    "learn/bob/step_kl_nats": 0.1,
+}
+LINE |= {
+    "learn/bob/entropy_nats": 2.0,
+    "rollout/amy/reward_mean": 0.25,
+    "eval/sort/greedy_score": 0.9,
+    "time/step_s": 1.0,
+}
+
+
+def test_plot_draws_a_panel_for_each_kind_of_metric(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    from rl_core.tools.plot import curves_of
+
+    lines = ({"step": step, **LINE, "learn/bob/loss": step or None} for step in range(3))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = curves_of(tmp_path)
+    assert {title: sorted(curves) for title, curves in found.items()} == {
+        "reward": ["amy", "bob"], "evaluation": ["sort/greedy_score"], "loss": ["bob"], "KL (nats)": ["bob/step_kl"],
+        "entropy (nats)": ["bob"], "length (tokens)": ["bob"],
+    }  # fmt: skip
+    assert found["loss"]["bob"] == [(1, 1), (2, 2)]
+    assert main(["plot", str(tmp_path)]) == 0
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_without_matplotlib_says_how_to_install_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, **LINE}) + "\n")
+    assert main(["plot", str(tmp_path)]) == 1
+    assert "pip install 'rl_core[plot]'" in capsys.readouterr().err
+
+
+# Init
+
+
+def test_what_init_writes_runs_by_the_commands_that_it_prints(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init"]) == 0
+    printed = capsys.readouterr().out
+    for line in re.findall(r"rl-core (train|check) (.*?)(?: +#.*)?\n", printed):
+        assert main([line[0], *line[1].split()]) == 0
+    lines = metrics(tmp_path / "first/run")
+    rewards = [line["rollout/policy/reward_mean"] for line in lines if "rollout/policy/reward_mean" in line]
+    assert len(rewards) == 60 and sum(rewards[-5:]) > 2 * sum(rewards[:5])
+    assert main(["init", "first/"]) == 1
+    assert "first exists already; name another folder: rl-core init first_2" in capsys.readouterr().err
+    for line in re.findall(r"rl-core ((?:eval|show|plot)[^,\n]*)", printed):
+        assert main(line.split()) == 0

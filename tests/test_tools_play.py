@@ -1,0 +1,146 @@
+"""rl-core eval and collect: models play episodes without a learner."""
+
+from __future__ import annotations
+
+import json
+from math import comb
+
+import pytest
+from kit import STOP, metrics, run, trajectories, words
+from test_api_actor import reply, serving
+
+from rl_core.cli import main
+from rl_core.data.rows import load_rows
+from rl_core.tools.eval import mean, pass_at_k, scores
+from rl_core.types import Trajectory
+
+SIZES = "--max_tokens 8 --max_prompt_tokens 64 --tasks_per_step 4 --group_size 2 " + STOP
+FLAGS = "--env_path {dir}/letters.py " + SIZES
+
+
+# Estimators
+
+
+@pytest.mark.parametrize("n, right, k, value", [
+    (1, 1, 1, 1.0), (4, 0, 2, 0.0), (4, 1, 1, 0.25), (4, 1, 2, 0.5), (5, 2, 3, 0.9), (10, 3, 5, 1 - 21 / 252), (4, 3, 2, 1.0),
+])  # fmt: skip
+def test_pass_at_k_is_the_unbiased_estimator(n, right, k, value):
+    assert pass_at_k(n, right, k) == pytest.approx(value)
+    # The mean over all subsets of k samples.
+    wrong = comb(n - right, k) / comb(n, k)
+    assert pass_at_k(n, right, k) == 1 - wrong
+
+
+def test_an_interval_is_1_96_standard_errors_of_the_mean_over_tasks():
+    score = mean([1.0, 0.0, 1.0, 1.0])  # standard deviation 0.5
+    assert (score.value, score.num_tasks) == (0.75, 4)
+    assert score.ci95 == pytest.approx((0.26, 1.24))
+    assert mean([0.5]).ci95 is None
+
+
+def test_scores_of_known_rewards():
+    def episodes(rewards, size):
+        places = ({"task_id": f"t{n // size}", "env": "x", "group_id": f"g{n // size}", "index": n} for n in range(99))
+        return [
+            Trajectory(**place, reward=reward, status="ok" if reward is not None else "failed")
+            for place, reward in zip(places, rewards, strict=False)
+        ]
+
+    found = scores(episodes([1.0, 0.5], 1), episodes([1, 0, 0, 0, 1, 1, 0.5, None], 4), [1, 2, 4], 4, 1.0)
+    assert {name: round(score.value, 4) for name, score in found.items()} == {
+        "greedy_score": 0.75, "greedy_pass": 0.5, "avg@4": 0.5417, "pass@1": 0.4583,
+        "pass@2": 0.75, "pass@4": 1.0, "tokens": 0.0, "truncated": 0.0, "failed": 0.1,
+    }  # fmt: skip
+    assert found["pass@4"].num_tasks == 1  # the other task has three samples that can be scored
+
+
+# Eval
+
+
+@pytest.mark.parametrize("flags, models, where", [
+    ("--model {model} --env_path {dir}/letters.py", ("hf/policy", ""), {"letters": "letters"}),
+    ("--actors.bob.model {model} --actors.alice.model {other} --env_path {dir}/talk.py --max_turns 3", ("",),
+     {"talk/bob": "talk/bob", "talk/alice": "talk/alice"}),
+])  # fmt: skip
+def test_eval_of_a_runs_model_gives_the_scores_that_the_run_logged(places, tmp_path, capsys, flags, models, where):
+    learns = "--num_steps 2 --eval_every 2 --optim.lr 0.01 --eval.pass_reward 0.6"
+    out = run(tmp_path / "run", flags.format(**places), SIZES, learns)
+    first, *_, last = metrics(out)
+    for model in (str(out / name) for name in models):
+        capsys.readouterr()
+        assert main(["eval", model, "--json", "--out", str(tmp_path / "x.json")]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        assert printed == json.loads((tmp_path / "x.json").read_text())
+        for name, logged in where.items():
+            for metric in ("greedy_score", "greedy_pass", "avg@4", "pass@4"):
+                found = printed[model][name][metric]["value"]
+                assert found == pytest.approx(last[f"eval/{logged}/{metric}"], abs=1e-6), metric
+            assert first[f"eval/{logged}/avg@4"] != last[f"eval/{logged}/avg@4"]  # it learned
+
+
+def test_eval_asks_an_endpoint(places, capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "x")
+    with serving((200, reply("abc"))) as server:
+        flags = words(FLAGS.format(**places), "--eval.samples 1 --json")
+        assert main(["eval", f"gpt@{server.url}", *flags]) == 0
+        found = json.loads(capsys.readouterr().out)[f"gpt@{server.url}"]["letters"]
+        assert found["greedy_score"]["value"] == found["avg@1"]["value"] == pytest.approx(0.294)
+        assert len(server.requests) == 16 and server.requests[0][2]["model"] == "gpt"
+
+
+def test_eval_shows_several_models_and_environments_side_by_side(places, capsys):
+    flags = words(FLAGS.format(**places).replace("letters.py", "letters.py,{dir}/ask.py".format(**places)))
+    models = [places["model"], places["other"]]
+    assert main(["eval", *models, *flags, "--eval.samples", "2", "--k", "2", "--eval.num_tasks", "3"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["environment", "metric", *models]
+    named = [tuple(line.split()[:2]) for line in lines]
+    metrics = ["greedy_score", "greedy_pass", "avg@2", "pass@2", "tokens", "truncated", "failed"]
+    assert named == [(env, name) for env in ("letters", "ask") for name in metrics]
+    values = lines[2].split()[2:]
+    assert values[1] == values[4] == "±" and values[0] != values[3]
+
+
+@pytest.mark.parametrize("argv, status, says", [
+    (["--k", "5"], 1, "--k 5 must be from 1 to --eval.samples=4"), (["--optim.lr", "-1"], 1, "--optim.lr=-1"),
+    (["--algorithm", "sft"], 1, "name an environment by --env_path"),
+])  # fmt: skip
+def test_eval_refuses(places, capsys, argv, status, says):
+    assert main(["eval", places["model"], *words(FLAGS.format(**places)), *argv]) == status
+    assert says in capsys.readouterr().err
+
+
+# Collect
+
+
+def test_collected_episodes_are_read_by_sft_and_continue_where_they_stopped(places, tmp_path, capsys):
+    out = tmp_path / "out"
+    command = ["collect", places["model"], *words(FLAGS.format(**places)), "--out", str(out), "--min_reward", "0.4"]
+    assert main(command) == 0
+    files = sorted((out / "rollouts").glob("step_*"))
+    assert len(files) == 2  # eight tasks, four in a file
+    before = [trajectories(file) for file in files]
+    assert all(row["reward"] >= 0.4 for rows in before for row in rows)
+    rows = load_rows(str(out / "rollouts"))
+    assert len(rows) == sum(map(len, before)) > 0
+    run(
+        tmp_path / "sft",
+        "--algorithm sft --num_steps 1 --tasks_per_step 2 --max_prompt_tokens 64 --max_tokens 8",
+        "--model",
+        places["model"],
+        "--data.train",
+        out / "rollouts",
+    )
+    files[1].unlink()
+    written = files[0].stat().st_mtime_ns
+    assert main(command) == 0
+    assert files[0].stat().st_mtime_ns == written and [trajectories(file) for file in files] == before
+    assert main([*command[:-1], "0.5"]) == 1
+    assert "--data.min_reward 0.4 -> 0.5" in capsys.readouterr().err
+
+
+def test_a_file_of_which_nothing_is_kept_is_not_played_again(places, tmp_path, capsys):
+    command = ["collect", places["model"], *words(FLAGS.format(**places)), "--out", str(tmp_path), "--min_reward", "99"]
+    assert main([*command, "--num_tasks", "3"]) == 0
+    assert capsys.readouterr().out.startswith("1/1  kept 0 of 8  reward ")
+    assert main([*command, "--num_tasks", "3"]) == 0 and not capsys.readouterr().out
