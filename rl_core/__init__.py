@@ -1,6 +1,18 @@
-"""rl_core: reinforcement learning for language models with torchrun and nothing else."""
+"""rl_core: reinforcement learning for language models with torchrun and nothing else.
+
+from rl_core import Config, reward, train
+"""
+
+from importlib import import_module
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    """Config, imported when it is asked for. `train` is a module that can be called (rl_core/tools/python_api.py)."""
+    if name == "Config":
+        return import_module("rl_core.config").Config
+    raise AttributeError(f"module 'rl_core' has no attribute {name!r}")
 
 
 def reward(function=None, *, weight: float = 1.0, batched: bool = False):

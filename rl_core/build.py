@@ -7,10 +7,12 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -61,12 +63,12 @@ class Plan:
     curriculum: Any  # an options.curriculum.Curriculum, where an environment has task_weight()
 
 
-def make_plan(config: Config) -> Plan:
-    """Everything that can be refused before a model loads. Raises ValueError."""
+def make_plan(config: Config, module: ModuleType | None = None) -> Plan:
+    """Everything that can be refused before a model loads. `module`: instead of --env_path's file. Raises ValueError."""
     out = Path(config.out)
     if out.exists() and not config.resume and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {out} exists already; go on with it by --resume, or name another folder")
-    config, envs = load_envs(config)
+    config, envs = load_envs(config, module)
     algorithm = choose_algorithm(config, envs)
     train = train_tasks(config, envs, algorithm)
     evals = eval_sources(config, envs, algorithm) if config.eval_every else {}
@@ -111,8 +113,9 @@ class Run:
     """A run with its models. Learners learn, engines sample, both by the name of their actor. Where rows are imitated there are
     no engines and no actors; a rank that only samples has no learners."""
 
-    def __init__(self, plan: Plan, ranks: Ranks):
-        """Loads the models and makes all that lives as long as the run."""
+    def __init__(self, plan: Plan, ranks: Ranks, on_step: Callable[[int, dict[str, float]], Any] | None = None):
+        """Loads the models and makes all that lives as long as the run. `on_step(step, metrics)` ends it by returning False."""
+        self.on_step = on_step or (lambda step, metrics: None)
         config, out = plan.config, Path(plan.config.out)
         self.plan, self.config, self.out, self.ranks = plan, config, out, ranks
         if ranks.is_writer:

@@ -295,6 +295,11 @@ def parse_config(argv: list[str]) -> Config:
         for part in reversed(name.split(".")):
             value = {part: value}
         fill(config, value if name != "config" else {})
+    return checked(config)
+
+
+def checked(config: Config) -> Config:
+    """The same, with what is given in short in its place. Raises ValueError with the value, the rule and the fix."""
     share_models(config)
     if config.num_steps is None and config.num_epochs is None:
         config.num_steps = 100

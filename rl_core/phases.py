@@ -261,8 +261,8 @@ def note_speed(run: Run) -> None:
         run.note("time/", {"learners_idle_frac": Mean(*waited)})
 
 
-async def evaluate(run: Run, step: int) -> None:
-    """Held-out tasks: the greedy score, avg@k and pass@k; for rows to be imitated, their loss."""
+async def evaluate(run: Run, step: int) -> dict[str, float]:
+    """Metrics of held-out tasks: the greedy score, avg@k and pass@k; of rows to be imitated, their loss."""
     run.metrics, config = {}, run.config.eval
     with run.timed("eval"):
         for name, source in run.plan.eval.items():
@@ -281,6 +281,7 @@ async def evaluate(run: Run, step: int) -> None:
     if run.config.keep_best and run.keeper.is_best(step, values):
         export(run, run.out / "best")
         run.keeper.note_best(step)
+    return values
 
 
 def evaluate_rows(run: Run, tasks: list[Task], prefix: str) -> None:

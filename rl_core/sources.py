@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 from rl_core.config import Config
@@ -20,13 +21,14 @@ MIX = "rl_core.options.mix:TaskMix"
 RENAMED = "rl_core.options.renamed_columns:RenamedColumns"
 
 
-def load_envs(config: Config) -> tuple[Config, dict[str, Env]]:
+def load_envs(config: Config, module: ModuleType | None = None) -> tuple[Config, dict[str, Env]]:
     """(the configuration with --max_turns filled in, environments by the names of their files). The flags' limits hold, then a
-    file's own. Raises ValueError if an actor that should learn can speak in none that is trained in."""
+    file's own. `module`: instead of a file. Raises ValueError if an actor that should learn can speak in none that is trained
+    in."""
     envs = {}
     for name, path in config.env_paths.items():
         given, timeout_s = config.env(name).max_turns or config.max_turns, config.rollout.hook_timeout_s
-        envs[name] = load_env(path, hook_timeout_s=timeout_s, max_turns=given)
+        envs[name] = load_env(path, hook_timeout_s=timeout_s, max_turns=given, module=module)
         envs[name].check_actors(list(config.actors))
     if envs:
         sections = {name: replace(config.env(name), max_turns=env.max_turns) for name, env in envs.items()}

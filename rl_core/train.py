@@ -14,10 +14,11 @@ import sys
 import traceback
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from rl_core.config import parse_config
-from rl_core.types import RunError
+from rl_core.types import RunError, option
 
 if TYPE_CHECKING:
     from rl_core.build import Run
@@ -44,14 +45,16 @@ async def train(run: Run) -> None:
                         await phases.sync_engine(run, name, done)
             await phases.resume(run, done)
         phases.note_speed(run)
-        run.log.progress(done, run.write_metrics(done))
+        metrics = run.write_metrics(done)
+        run.log.progress(done, metrics)
         is_evaluated = config.eval_every and is_due(done, config.eval_every, config.num_steps)
         run.to_evaluate = bool(is_evaluated and run.keeper.signal)  # by the run that goes on
         if is_evaluated and not run.keeper.signal:
-            await phases.evaluate(run, done)
-        if run.keeper.signal or run.keeper.is_due or is_due(done, config.save_every, config.num_steps):
+            metrics |= await phases.evaluate(run, done)
+        is_ended = run.on_step(done, metrics) is False or run.keeper.signal
+        if is_ended or run.keeper.is_due or is_due(done, config.save_every, config.num_steps):
             phases.save(run, done)
-        if run.keeper.signal:
+        if is_ended:
             return
     await phases.finish(run)
 
@@ -127,5 +130,13 @@ def is_first_to_fail(ranks: Ranks | None) -> bool:
         return False  # another rank told the cause; the store went with it
 
 
+class CallableModule(ModuleType):
+    """`from rl_core import train` gives this module, which is called as the function of tools/python_api.py."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return option("rl_core.tools.python_api:train")(*args, **kwargs)
+
+
 if __name__ == "__main__":
     sys.exit(main())
+sys.modules[__name__].__class__ = CallableModule

@@ -137,12 +137,12 @@ class Env:
         return replace(task, info=task.info | {"turns": order})
 
 
-def load_env(path: str, *, hook_timeout_s: float = 60.0, max_turns: int | None = None) -> Env:
-    """The environment of a Python file. `max_turns` overrides the file's. Raises ValueError, with file and line for what the
-    file raises, and for hooks that are missing, misspelled or of the wrong kind."""
-    file = Path(path).expanduser()
-    check_exists(file)
-    module = execute_file(file, path)
+def load_env(
+    path: str, *, hook_timeout_s: float = 60.0, max_turns: int | None = None, module: ModuleType | None = None
+) -> Env:
+    """The environment of a Python file, or of a module that there is already. `max_turns` overrides the file's. Raises
+    ValueError, with file and line for what the file raises, and for hooks that are missing, misspelled or of the wrong kind."""
+    module = module or execute_file(path)
     has, marked = vars(module), marked_rewards(module)
     check_names(module, marked, path)
     functions = {name: (has[name], 1.0, False) for name in ARGUMENTS if callable(has.get(name))} | marked
@@ -169,7 +169,7 @@ def load_env(path: str, *, hook_timeout_s: float = 60.0, max_turns: int | None =
         longest = option("rl_core.options.schedule:num_turns")(parse_turns(turns, path))
     prompts = has.get("system_prompts")
     return Env(
-        name=file.stem,
+        name=Path(path).stem,
         path=path,
         hooks=hooks,
         rewards=[hooks[name] for name in marked],
@@ -192,7 +192,9 @@ def parse_turns(turns: str, path: str, names: Sequence[str] = ()) -> tuple:
         raise ValueError(f"{path}: turns: {error}") from None
 
 
-def execute_file(file: Path, path: str) -> ModuleType:
+def execute_file(path: str) -> ModuleType:
+    file = Path(path).expanduser()
+    check_exists(file)
     name = f"rl_core_env_{file.stem}"
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader=None, origin=path))
     module.__file__ = str(file.resolve())

@@ -1,0 +1,140 @@
+"""train() from Python: the run is the command's, and what a notebook needs beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from kit import DATA, DIGITS, ROOT, metrics, run, weights
+
+from rl_core import Config, train
+from rl_core.types import RunError
+
+ROWS = [{"prompt": f"{n} and {n * 7 % 10}"} for n in range(8)]
+SIZES = {"num_steps": 2, "tasks_per_step": 2, "group_size": 4, "max_tokens": 8, "max_prompt_tokens": 40}
+
+
+@pytest.fixture
+def config_of(tiny_model, tmp_path):
+    """config_of("run", **flags) -> the configuration of a tiny run in that folder."""
+    return lambda name, **flags: Config(model=str(tiny_model), out=str(tmp_path / name), **SIZES | flags)
+
+
+def test_a_run_from_a_running_event_loop_is_that_of_the_command(config_of, tiny_model, tmp_path):
+    file = tmp_path / "digits.py"
+    file.write_text(DIGITS)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:5]))
+    flags = [f"--{name}={value}" for name, value in SIZES.items()]
+    run(tmp_path / "a", "--model", tiny_model, "--env_path", file, "--data.train", tmp_path / "rows.jsonl", flags)
+    spec = importlib.util.spec_from_file_location("digits", file)
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    theirs, name = weights(tmp_path / "a"), "rollout/policy/reward_mean"
+
+    async def notebook(out, env):
+        return train(config_of(out), env=env, data=ROWS[:5])
+
+    for out, env in {"path": file, "module": module, "function": module.reward_fn}.items():
+        result = asyncio.run(notebook(out, env))
+        assert result.model == tmp_path / out / "hf/policy" and result.step == 2
+        ours = weights(result.out)
+        assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in theirs)
+        assert result.metrics[name] == metrics(tmp_path / "a")[-1][name] == result.history[-1][name]
+    assert len(module.load_tasks("train")) == 8, "the module is not changed"
+    assert gc.get_freeze_count() == 0, "what a run leaves can be collected"
+
+
+def test_on_step_ends_the_run_with_a_checkpoint_from_which_it_goes_on(config_of, tmp_path):
+    seen = []
+
+    def on_step(step, found):
+        seen.append((step, found["eval/reward_fn/greedy_score"]))
+        return step != 1
+
+    def env(completion):
+        return len(completion)
+
+    given = {"env": env, "data": ROWS, "eval_data": [ROWS[0] | {"held_out": True}]}
+    config = config_of("run", num_steps=3, eval_every=1, eval={"samples": 0})
+    assert train(config, on_step=on_step, **given).step == 1
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_000001"]
+    config.resume = True
+    result = train(config, on_step=on_step, **given)
+    assert [step for step, _ in seen] == [1, 2, 3] and result.step == 3
+    assert [line["eval/reward_fn/greedy_score"] for line in result.history if "learn/policy/loss" not in line] == [
+        result.history[0]["eval/reward_fn/greedy_score"],
+        *(score for _, score in seen),
+    ]
+
+
+def test_an_interrupt_saves_when_the_step_is_done(config_of, tmp_path):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(config_of("run", num_steps=1000), env=len_of, data=ROWS, on_step=lambda step, found: interrupt(step))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert list((tmp_path / "run/checkpoints").glob("step_*/manifest.json")) and len(metrics(tmp_path / "run")) < 1000
+
+
+def len_of(completion):
+    return len(completion)
+
+
+def interrupt(step):
+    if step == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("algorithm, data", [("sft", "rows"), ("dpo", "pairs"), ("rm", "pairs")])
+def test_rows_to_imitate_and_pairs_need_no_environment(algorithm, data, config_of):
+    flags = {"algorithm": algorithm, "eval_every": 2, "max_tokens": 16}
+    result = train(config_of("run", **flags), data=DATA[data][:4], eval_data=DATA[data][4:6])
+    assert any(name.startswith("eval/") for name in result.metrics) and result.model.is_dir()
+
+
+def test_mistakes_are_raised(config_of, monkeypatch, capsys):
+    def broken(completion):
+        raise RuntimeError("on purpose")
+
+    def refused(error, says, config, **given):
+        with pytest.raises(error, match=says):
+            train(config, **given)
+
+    refused(ValueError, "--optim.lr=fast must be float", config_of("a", optim={"lr": "fast"}), env=len_of, data=ROWS)
+    refused(ValueError, "unknown flag --optim.l", config_of("a", optim={"l": 1}), env=len_of, data=ROWS)
+    refused(ValueError, "--env_path is missing", config_of("a"), data=ROWS)
+    refused(ValueError, "names 'answer', which is neither", config_of("a"), env=lambda answer: 0.0, data=ROWS)
+    refused(ValueError, "eval_data needs", config_of("a"), env=len_of, data=ROWS, eval_data=ROWS)
+    refused(RunError, "on purpose", config_of("b"), env=broken, data=ROWS)
+    refused(ZeroDivisionError, "division", config_of("c"), env=len_of, data=ROWS, on_step=lambda step, found: 1 / 0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(ValueError, "one device", config_of("a"), env=len_of, data=ROWS)
+    assert "error:" not in capsys.readouterr().err
+
+
+def test_train_stays_callable_after_other_imports():
+    code = "import rl_core, sys; assert 'rl_core.config' not in sys.modules and 'torch' not in sys.modules; "
+    code += "from rl_core import train; import rl_core.train; from rl_core.train import main; "
+    code += "from rl_core import train, Config; assert callable(train) and train.main is main and Config().seed == 0"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_every_code_block_of_the_page_runs(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "envs", "envs")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.S)
+    names = {}
+    for block in blocks:
+        exec(block.replace("Qwen/Qwen3-0.6B", str(tiny_model)), names)
+    assert len(blocks) == 4 and len(names["rewards"]) == 4 and names["result"].step == 2
+    assert names["model"].num_parameters() > 0 and names["dpo"].step == names["calculator"].step == 2
