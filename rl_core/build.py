@@ -39,6 +39,8 @@ from rl_core.types import option
 CURRICULUM = "rl_core.options.curriculum:make_curriculum"
 DATA_WARNINGS = "rl_core.options.data_warnings:data_warnings"
 IMITATED = "rl_core.options.imitated_rows:ImitatedRows"
+QUIET = "rl_core.options.terminal:quiet"
+TERMINAL = "rl_core.options.terminal:Terminal"
 KEEPER = "rl_core.options.keep:Keeper"
 CANARY = "rl_core.options.canary:Canary"
 OLDER_POLICY = "rl_core.options.older_policy:OlderPolicy"
@@ -65,6 +67,7 @@ class Plan:
 
 def make_plan(config: Config, module: ModuleType | None = None) -> Plan:
     """Everything that can be refused before a model loads. `module`: instead of --env_path's file. Raises ValueError."""
+    option(QUIET)()
     out = Path(config.out)
     if out.exists() and not config.resume and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {out} exists already; go on with it by --resume, or name another folder")
@@ -123,9 +126,8 @@ class Run:
         found = checkpoints_in(out / "checkpoints") if config.resume else []
         self.learners = {} if ranks.is_engine else models.make_learners(config, plan.algorithm, ranks)
         state = load_checkpoint(found[-1], self.learners) if found else {"step": 0, "position": 0, "to_evaluate": True}
-        if config.resume and ranks.is_writer:
-            text = f"goes on from step {state['step']}" if found else f"no checkpoint in {out}: begins at step 0"
-            print(f"--resume: {text}", flush=True)
+        text = f"goes on from step {state['step']}" if found else f"no checkpoint in {out}: begins at step 0"
+        self.beginning = f"--resume: {text}" if config.resume else f"begins at step 0, in {out}"
         if plan.curriculum:
             plan.curriculum.load(state.get("curriculum", {}))
         barrier(ranks)  # the folders are there
@@ -140,6 +142,7 @@ class Run:
         self.failed_rows: dict[tuple[str, str], float] = {}  # see refuse_failures
         self.writing: asyncio.Future | None = None  # the file of rollouts under way
         self.make_samplers()
+        self.terminal = option(TERMINAL)(self)
 
     def make_samplers(self) -> None:
         """Engines, and what samples with them. Where ranks only sample, the others have engines that ask them."""
@@ -191,6 +194,7 @@ class Run:
     @contextmanager
     def timed(self, phase: str):
         began = time.monotonic()
+        self.terminal.show(phase)
         waiting = explain_timeouts(phase, self.ranks, self.config.timeout_s)
         with waiting, torch.profiler.record_function(phase):
             yield

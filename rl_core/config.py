@@ -217,6 +217,7 @@ class Config:
     tp: int = flag(1, "tensor parallel: ranks that split each matrix", at_least=1)
     trackers: str | None = flag(None, "experiment trackers: wandb, tensorboard, trackio, mlflow; several: wandb,mlflow")
     run_name: str | None = flag(None, "project/group/name in trackers; default: the last folders of --out")
+    log_samples: int = flag(0, "print so many episodes of each evaluation", at_least=0)
     profile_step: int = flag(0, "write torch.profiler's trace of this step; 0: none", at_least=0)
     canary_tolerance: float | None = flag(None, "largest logprob mismatch of engine and learner; 0: off", at_least=0)
     timeout_s: float = flag(600.0, "seconds that a rank waits for the others", above=0)

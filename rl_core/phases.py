@@ -65,6 +65,7 @@ async def finish(run: Run) -> None:
 async def close(run: Run) -> None:
     """Ends everything that the run started."""
     run.keeper.close()
+    run.terminal.close()
     await run.worker.close()
     if run.writing is not None:
         await run.writing
@@ -300,6 +301,7 @@ async def evaluate_tasks(run: Run, step: int, source: str, tasks: list[Task], la
     newest = {n: replace(a, older=None) if isinstance(a, Actor) else a for n, a in run.actors.items()}
     trajectories = await rollout(plan.envs, newest, groups, config.rollout, run.ranks, config.timeout_s)
     await write(run, name.replace("/", "_"), trajectories)
+    run.terminal.episodes(trajectories if label == "greedy" else [])
     refuse_or_save(run, step, trajectories, {}, name, place_in_data(run), min_rows=1)
     score, passed = (f"avg@{count}", f"pass@{count}") if label == "sampled" else ("greedy_score", "greedy_pass")
     for actor in config.trained:
@@ -334,6 +336,7 @@ def save(run: Run, step: int, place: dict | None = None) -> None:
     """A checkpoint of all that learns, and each model as a Hugging Face folder. `place`: in the data, if it is not this."""
     if step == run.keeper.saved_step:
         return
+    run.terminal.show("save")
     state = {"step": step, "seed": run.config.seed, "to_evaluate": run.to_evaluate}
     state |= place or place_in_data(run)
     if run.plan.curriculum:

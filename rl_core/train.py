@@ -47,6 +47,7 @@ async def train(run: Run) -> None:
         phases.note_speed(run)
         metrics = run.write_metrics(done)
         run.log.progress(done, metrics)
+        run.terminal.step(done, metrics)
         is_evaluated = config.eval_every and is_due(done, config.eval_every, config.num_steps)
         run.to_evaluate = bool(is_evaluated and run.keeper.signal)  # by the run that goes on
         if is_evaluated and not run.keeper.signal:
@@ -72,6 +73,7 @@ async def run_rank(run: Run) -> None:
             await run.server.serve()
     finally:
         await phases.close(run)
+        gc.unfreeze()  # libraries that find their objects at the end of the process report them as leaks
 
 
 def is_due(done: int, every: int, num_steps: int) -> bool:

@@ -209,14 +209,14 @@ class RolloutWorker:
         here, met = f"collect/{self.num_collects}", f"{self.name}/collect/{self.num_collects}/met"
         self.num_collects += 1
         self._count(here, 1)
-        known, until = self._num_ready(), time.monotonic() + self.timeout_s
+        known, until = self.num_ready(), time.monotonic() + self.timeout_s
         is_new = True  # only the last rank to arrive, or to finish a group, can find that all have
-        while not (is_new and self._count(here, 0) == self.ranks.size and self._num_ready() >= num_groups):
+        while not (is_new and self._count(here, 0) == self.ranks.size and self.num_ready() >= num_groups):
             if self.ranks.was_said(met):
                 return
             is_new = await self._has_finished(POLL_S if self.ranks.size > 1 else self.timeout_s)
             if not is_new and time.monotonic() > until and not self.running:  # its own episodes have deadlines
-                if (num_ready := self._num_ready()) == known:
+                if (num_ready := self.num_ready()) == known:
                     raise RunError(
                         f"rank {self.ranks.rank} waited in the phase 'generate' for {num_groups} groups of episodes, of which "
                         f"{num_ready} are complete: other ranks finished none within --timeout_s={self.timeout_s:g}"
@@ -234,7 +234,8 @@ class RolloutWorker:
             task.result()
         return bool(ended)
 
-    def _num_ready(self) -> int:
+    def num_ready(self) -> int:
+        """Groups that are complete, on all ranks, and not collected."""
         return self._count("finished", 0) - self.num_collected
 
     def _count(self, name: str, n: int) -> int:

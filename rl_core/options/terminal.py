@@ -1,0 +1,169 @@
+"""What a terminal shows: what was loaded, a live panel, episodes of an evaluation, and warnings when something is off."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import huggingface_hub
+import torch
+import transformers
+from rich.console import Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rl_core.types import Trajectory
+
+REFRESH_PER_S = 4
+EVERY = 10  # steps between two warnings of one kind
+SAME = 5  # steps over which a mean that does not move is told
+CHARS = 300  # of a message that is shown
+
+
+def quiet() -> None:
+    """No bars and reports of libraries while models load and are written; downloads keep theirs."""
+    if not os.environ.get("RL_CORE_DEBUG"):
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
+        huggingface_hub.utils.enable_progress_bars()
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+
+
+def loaded(run: Any) -> str:
+    """Three lines: the models, the data and the plan, the devices and where it begins."""
+    config, plan, ranks = run.config, run.plan, run.ranks
+    models = []
+    for name, actor in config.actors.items():
+        learner, text = run.learners.get(name), f"{name}: {actor.model}"
+        if learner is not None:
+            total = sum(p.numel() for p in learner.policy.hf.parameters())
+            trained = sum(p.numel() for _, p in learner.trained_parameters())
+            text += f" ({short(total)} parameters" + (f", {short(trained)} trained)" if trained != total else ")")
+        models.append(text + ("" if learner is not None else f" ({actor.api})" if actor.api else " (frozen)"))
+    rows = sum(len(source) for source in plan.train.sources)
+    held_out = sum(len(source) for source in plan.eval.values())
+    work = f"{config.algorithm}: {rows:,} rows" + (f", {held_out:,} held out" if held_out else "")
+    each = f" x {config.group_size} episodes" if config.is_rl else ""
+    work += f"; {config.num_steps} steps of {config.tasks_per_step} {'tasks' if each else 'rows'}{each}"
+    is_gpu, size = ranks.device.type == "cuda", ranks.size + ranks.engine_ranks
+    device = torch.cuda.get_device_name(ranks.device) if is_gpu else "CPU"
+    mesh = {name: getattr(ranks.mesh, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")}
+    mesh |= {"engine_ranks": ranks.engine_ranks}
+    split = " ".join(f"{name} {n}" for name, n in mesh.items() if n > 1)
+    devices = f"{size} x {device}" + (f" ({split})" if split else "") + (f", {config.engine} engine" if each else "")
+    return "\n".join([", ".join(models), work, f"{devices}; {run.beginning}"])
+
+
+def short(n: float) -> str:
+    """1.23B"""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g}{unit}"
+    return f"{n:.3g}"
+
+
+def cut(content: Any) -> str:
+    """One line, short."""
+    text = " ".join(str(content or "").split())
+    return text if len(text) <= CHARS else f"{text[: CHARS // 2]} [...] {text[-CHARS // 2 :]}"
+
+
+class Terminal:
+    """On the rank that writes. Where stdout is a terminal, a panel stands below the lines."""
+
+    def __init__(self, run: Any):
+        self.run, self.live, self.phase, self.values, self.began = run, None, "start", {}, time.monotonic()
+        run.log.say(loaded(run))
+        self.told: dict[str, int] = {}  # warning -> the step at which it was told last
+        self.same: dict[str, tuple[float, int]] = {}  # metric -> its value, and for how many steps it has been that
+        if run.ranks.is_writer and sys.stdout.isatty():
+            self.live = Live(get_renderable=self.panel, refresh_per_second=REFRESH_PER_S, transient=True)
+            self.live.start()
+            self.live.console.show_cursor(True)  # a run that is killed leaves it
+
+    def close(self) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def panel(self) -> Group:
+        """phase, groups of the step that are done, and rewards, tokens per second and time left as of the step before."""
+        run, config, table = self.run, self.run.config, Table.grid(padding=(0, 2))
+        step = self.values.get("step", run.start)
+        cells = [f"step {step}/{config.num_steps}", self.phase, f"{time.monotonic() - self.began:.0f} s"]
+        if self.phase == "generate" and config.is_rl:
+            every = config.tasks_per_step
+            with suppress(RuntimeError):  # the store ended with another rank, which the run finds out itself
+                done = min(run.worker.num_ready(), every)
+                cells[2:] = [ProgressBar(total=every, completed=done, width=24), f"{done}/{every} groups", cells[2]]
+        table.add_row(*cells)
+        rest = [f"{actor} {value:.4g}" for actor, value in rewards(self.values).items()]
+        rest = ["reward " + ", ".join(rest)] if rest else []
+        for name in ("generate", "learn"):
+            if speed := self.values.get(f"time/{name}_tokens_per_s"):
+                rest.append(f"{name} {short(speed)} tokens/s")
+        if step > run.start:
+            left = (time.monotonic() - run.log.started) / (step - run.start) * (config.num_steps - step)
+            rest.append(f"ETA {timedelta(seconds=int(left))}")
+        return Group(table, Text("  ".join(rest)))
+
+    def show(self, phase: str) -> None:
+        self.phase, self.began = phase, time.monotonic()
+
+    def episodes(self, found: list[Trajectory]) -> None:
+        """Some of them, spread evenly."""
+        num = self.run.config.log_samples
+        for t in found[:: max(1, -(-len(found) // num))] if num else ():
+            parts = ", ".join(f"{name} {value:.4g}" for name, value in t.reward_parts.items())
+            reward = "no reward" if t.reward is None else f"reward {t.reward:.4g}"
+            reward += f" ({parts})" if len(t.reward_parts) > 1 else ""
+            self.run.log.say(f"-- {t.task_id} {t.actor}: {reward}, {t.status} {t.error}".rstrip())
+            for message in t.messages:
+                self.run.log.say(f"   {message['role']}: {cut(message.get('content'))}")
+
+    def step(self, step: int, values: dict[str, float]) -> None:
+        """Tells what is off in this step."""
+        self.values = values | {"step": step}
+        for kind, text in self.warnings(values):
+            if step - self.told.get(kind, -EVERY) >= EVERY:
+                self.told[kind] = step
+                self.run.log.say(f"warning: {text}")
+
+    def warnings(self, values: dict[str, float]) -> Iterator[tuple[str, str]]:
+        config, places = self.run.config, [f"rollout/{name}/" for name in rewards(values)]
+        for place in places:
+            if values.get(f"{place}truncated_frac") == 1:
+                yield (
+                    f"{place} truncated",
+                    f"{place}truncated_frac is 1: no episode ended by itself; try a larger --max_tokens, --max_turns or a "
+                    "--sampling.stop, and look at what is said (rollouts/)",
+                )
+            if config.group_size > 1 and values.get(f"{place}zero_signal_frac") == 1:
+                yield (
+                    f"{place} signal",
+                    f"{place}zero_signal_frac is 1: the episodes of each group have the same reward, so that nothing is "
+                    "learned; try easier or harder tasks, a larger --group_size, or a reward with partial credit",
+                )
+        for name, value in values.items():
+            if re.fullmatch(r"rollout/[^/]+/(reward_mean|reward/.+)", name):
+                before, times = self.same.get(name, (None, 0))
+                self.same[name] = value, times + 1 if value == before else 1
+                if self.same[name][1] >= SAME:
+                    yield (
+                        name,
+                        f"{name} has been {value:.4g} for {self.same[name][1]} steps: this reward seems constant; check "
+                        "reward_fn with rl-core check",
+                    )
+
+
+def rewards(values: dict[str, float]) -> dict[str, float]:
+    """Actor -> mean reward."""
+    found = {re.fullmatch(r"rollout/([^/]+)/reward_mean", name): value for name, value in values.items()}
+    return {match[1]: value for match, value in found.items() if match}

@@ -1,0 +1,93 @@
+"""What a terminal shows of a run: what was loaded, a panel, episodes, and what is off."""
+
+from __future__ import annotations
+
+import os
+import pty
+import sys
+import threading
+from contextlib import suppress
+
+import pytest
+from kit import STOP, wait_until, words
+
+from rl_core.train import main
+
+
+@pytest.fixture
+def flags_of(places, tmp_path):
+    """flags_of(reward) -> flags of a run whose episodes get it; its last word is --out."""
+
+    def make(reward: str, *more, prompt: str = "str(n)") -> list[str]:
+        env = f"def load_tasks(split): return [{{'prompt': {prompt}}} for n in range(8)]\n"
+        (tmp_path / "env.py").write_text(f"{env}async def reward_fn(completion): return {reward}\n")
+        sizes = "--max_tokens 6 --tasks_per_step 2 --group_size 2 --optim.lr 0"
+        return words(
+            "--model", places["model"], "--env_path", tmp_path / "env.py", sizes, *more, "--out", tmp_path / "run"
+        )
+
+    return make
+
+
+def test_a_run_begins_with_what_was_loaded_and_libraries_are_quiet(flags_of, places, tmp_path, capfd):
+    assert main(flags_of("float(len(completion))", "--num_steps 1 --actors.policy.lora.rank 2")) == 0
+    said, errors = capfd.readouterr()
+    model, work, place, *_ = said.splitlines()
+    assert (
+        model.startswith(f"policy: {places['model']} (") and "k parameters, " in model and model.endswith("k trained)")
+    )
+    assert work == "grpo: 8 rows; 1 steps of 2 tasks x 2 episodes"
+    assert place == f"1 x CPU, embedded engine; begins at step 0, in {tmp_path / 'run'}"
+    assert "Loading weights" not in errors and "Writing model shards" not in errors and "\x1b" not in said
+
+
+def test_a_panel_stands_below_the_lines_on_a_terminal(flags_of, monkeypatch):
+    reader, writer = pty.openpty()
+    seen = []
+
+    def read() -> None:
+        with suppress(OSError):  # what a closed terminal raises
+            while True:
+                seen.append(os.read(reader, 65536))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    with os.fdopen(writer, "w", buffering=1) as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        assert main(flags_of("float(len(completion))", "--num_steps 3 --save_every 1 --eval_every 1")) == 0
+        assert sys.stdout is terminal
+        terminal.write("the end")
+        terminal.flush()
+        wait_until(lambda: b"the end" in b"".join(seen), "all is read")
+    shown = b"".join(seen).decode()
+    for text in ("/2 groups", "generate", "save", "reward policy", "tokens/s", "ETA", "step 2/3"):
+        assert text in shown, text
+
+
+def test_episodes_of_an_evaluation_are_printed_short(flags_of, capsys):
+    more = "--eval_every 1 --log_samples 2 --eval.samples 0"
+    assert main(flags_of("{'length': len(completion), 'right': 0.5}", more, "--num_steps 1", prompt="'7 ' * 200")) == 0
+    said = capsys.readouterr().out.splitlines()
+    shown = [line for line in said if line.startswith("-- eval/")]
+    assert len(shown) == 4 and ", right 0.5), truncated" in shown[0] and "reward" in shown[0], shown
+    prompts = [line for line in said if line.startswith("   user: ")]
+    assert len(prompts) == 4 and all(len(line) < 350 and "[...]" in line for line in prompts)
+    assert len([line for line in said if line.startswith("   assistant: ")]) == 4
+
+
+@pytest.mark.parametrize(
+    "reward, more, says",
+    [
+        ("float(len(completion))", "", "rollout/policy/truncated_frac is 1: no episode ended by itself; try"),
+        ("1.0", STOP, "rollout/policy/zero_signal_frac is 1: the episodes of each group have the same reward"),
+        ("{'a': len(completion), 'b': 0.25}", STOP, "rollout/policy/reward/b has been 0.25 for 5 steps"),
+        ("float(sum(map(ord, completion)))", STOP, None),
+    ],
+)
+def test_what_is_off_is_told_once_in_ten_steps_with_what_to_try(reward, more, says, flags_of, capsys):
+    assert main(flags_of(reward, more, "--num_steps 12 --rollout.save false --max_tokens 20")) == 0
+    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len([line for line in found if says and line.startswith(f"warning: {says}")]) == (
+        2 if says and "has been" not in says else bool(says)
+    )
+    assert says or not found
