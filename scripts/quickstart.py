@@ -1,20 +1,22 @@
 """The quickstart's four steps as commands that can be typed one by one, and its table. See quickstart.sh.
 
 runs/quickstart/  model/  data/  sft/  grpo/  result.json
+
+Where that is there already, runs/quickstart_2/ and so on.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import itertools
 import json
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-OUT = ROOT / "runs/quickstart"
 LENGTHS = "--max_tokens 8 --max_prompt_tokens 16"
 TRAIN = "-m torch.distributed.run --standalone --nproc_per_node 1 -m rl_core.train"
 
@@ -27,8 +29,8 @@ def run(title: str, command: str, *more: str) -> None:
         sys.exit(code)
 
 
-def evaluations() -> list[dict]:
-    lines = (OUT / "grpo/metrics.jsonl").read_text().splitlines()
+def evaluations(out: Path) -> list[dict]:
+    lines = (out / "grpo/metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if "eval/sort_digits/greedy_pass" in row]
 
 
@@ -38,8 +40,9 @@ def main() -> None:
     args, more = parser.parse_known_args()
     seed = args.seed
     began = time.monotonic()
-    shutil.rmtree(OUT, ignore_errors=True)
-    here = OUT.relative_to(ROOT)
+    names = itertools.chain(["quickstart"], (f"quickstart_{number}" for number in itertools.count(2)))
+    out = next(folder for folder in (ROOT / "runs" / name for name in names) if not folder.exists())
+    here = out.relative_to(ROOT)
     run(
         "a Qwen3 with 0.1 M parameters, one token per character",
         f"scripts/make_tiny_model.py --out {here}/model --seed {seed}",
@@ -60,10 +63,12 @@ def main() -> None:
         "--algo.clip_high 0.28 --eval_every 50",
         *more,
     )
-    found = evaluations()
+    if importlib.util.find_spec("matplotlib"):
+        run("its curves", f"-m rl_core.cli plot {here}/grpo")
+    found = evaluations(out)
     before, after = (row["eval/sort_digits/greedy_pass"] for row in (found[0], found[-1]))
     result = {"before": before, "after": after, "seconds": round(time.monotonic() - began, 1), "seed": int(seed)}
-    (OUT / "result.json").write_text(json.dumps(result) + "\n")
+    (out / "result.json").write_text(json.dumps(result) + "\n")
     print("\n== five digits in the right order, of 256 that were held out (greedy)")
     print("  step   exact   avg@4   pass@4")
     for row in found:
@@ -71,6 +76,12 @@ def main() -> None:
         print(f"  {row['step']:>4}  " + "  ".join(f"{v:6.3f}" for v in shown))
     print(f"  before {before:.3f}, after {after:.3f}, {result['seconds']} s, seed {seed}")
     print(f"  the run lies in {here}/grpo, the model in {here}/grpo/hf/policy, this result in {here}/result.json")
+    print(
+        "\n== what to try next\n"
+        f"  rl-core show {here}/grpo --eval --worst\n"
+        f"  rl-core eval {here}/grpo {here}/sft/hf/policy\n"
+        "  rl-core init mine"
+    )
 
 
 if __name__ == "__main__":

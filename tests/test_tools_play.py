@@ -144,3 +144,14 @@ def test_a_file_of_which_nothing_is_kept_is_not_played_again(places, tmp_path, c
     assert main([*command, "--num_tasks", "3"]) == 0
     assert capsys.readouterr().out.startswith("1/1  kept 0 of 8  reward ")
     assert main([*command, "--num_tasks", "3"]) == 0 and not capsys.readouterr().out
+
+
+def test_what_an_endpoint_says_is_collected_as_messages(places, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "x")
+    with serving((200, reply("abc"))) as server:
+        command = ["collect", f"gpt@{server.url}", *words(FLAGS.format(**places)), "--out", str(tmp_path / "out")]
+        assert main(command) == 0
+    rows = load_rows(str(tmp_path / "out/rollouts"))
+    assert len(rows) == 16 and [message["content"] for message in rows[0]["messages"]][1:] == ["abc"]
+    sft = "--algorithm sft --num_steps 1 --tasks_per_step 2 --max_prompt_tokens 64 --max_tokens 8"
+    run(tmp_path / "sft", sft, "--model", places["model"], "--data.train", tmp_path / "out/rollouts")

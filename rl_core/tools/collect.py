@@ -55,10 +55,13 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
             raise ValueError(f"--out {out} was collected with other flags ({'; '.join(differs)}); name another folder")
         (out / "rollouts").mkdir(exist_ok=True)
         async with player(config, envs, source.sources) as playing:
-            fingerprints = {name: chat.fingerprint for name, chat in playing.plan.chats.items()}
-            (out / "rollouts" / TOKENIZERS).write_text(json.dumps(fingerprints))
+            chats = playing.plan.chats
+            has_tokens = names[0] in chats
+            if has_tokens:
+                fingerprints = {name: chat.fingerprint for name, chat in chats.items()}
+                (out / "rollouts" / TOKENIZERS).write_text(json.dumps(fingerprints))
             for number in range(num_files):
-                file = out / "rollouts" / f"step_{number + 1:06d}.jsonl.zst"
+                file = out / "rollouts" / f"step_{number + 1:06d}.jsonl{'.zst' * has_tokens}"
                 if file.exists():
                     continue
                 first = number * size
@@ -67,13 +70,16 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
                 place = {"batch": "collect", "label": f"collect/{number:06d}", "first": first}
                 played = await playing.play(tasks, config.group_size, drawn, **place)
                 own = [t for t in played if t.actor in names]
-                good = [t for t in own if is_kept(t, min_reward)]
-                write_trajectories(file, good)
-                mean = sum(t.reward or 0.0 for t in own) / max(1, len(own))
-                print(
-                    f"{number + 1}/{num_files}  kept {len(good)} of {len(own)}  reward {mean:.4g}  {file}", flush=True
-                )
+                done = [t for t in own if t.status != "failed"]
+                good = [t for t in done if min_reward is None or t.reward >= min_reward]
+                (write_trajectories if has_tokens else write_messages)(file, good)
+                mean = f"reward {sum(t.reward for t in done) / len(done):.4g}"
+                print(f"{number + 1}/{num_files}  kept {len(good)} of {len(own)}  {mean}  {file}", flush=True)
 
 
-def is_kept(trajectory: Trajectory, min_reward: float | None) -> bool:
-    return trajectory.status != "failed" and (min_reward is None or trajectory.reward >= min_reward)
+def write_messages(file: Path, trajectories: list[Trajectory]) -> None:
+    """Rows of plain SFT: an endpoint's tokens are unknown."""
+    rows = ({"messages": t.messages, "reward": t.reward} for t in trajectories)
+    beside = file.with_name(f".{file.name}.tmp")
+    beside.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    beside.replace(file)

@@ -10,7 +10,7 @@ from typing import Any
 # Title of a panel -> which metrics it shows; their last group is left out of the legend.
 PANELS = {
     "reward": r"rollout/([^/]+)/reward_mean",
-    "evaluation": r"eval/((?:[^/]+/)*(?:greedy_score|avg@\d+|pass@\d+|loss))",
+    "evaluation": r"eval/((?:[^/]+/)*(?:greedy_score|greedy_pass|avg@\d+|pass@\d+|loss))",
     "loss": r"learn/([^/]+)/loss",
     "KL (nats)": r"learn/([^/]+/(?:step|ref|mismatch)_kl)_nats",
     "entropy (nats)": r"learn/([^/]+)/entropy_nats",
@@ -46,7 +46,7 @@ def curves_of(run: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
                     curves.setdefault(title, {}).setdefault(match[1], []).append((row["step"], value))
     if not curves:
         raise ValueError(f"{run}: metrics.jsonl holds no step yet; wait for the first")
-    return curves
+    return {title: curves[title] for title in PANELS if title in curves}
 
 
 def draw(curves: dict[str, Any], file: str) -> None:
