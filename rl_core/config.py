@@ -4,6 +4,7 @@ config = parse_config(["--model", "m", "--data.train", "rows.jsonl", "--env_path
 """
 
 import dataclasses
+import json
 import os
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -48,6 +49,7 @@ class ActorConfig:
     lr: float | None = flag(None, "its peak learning rate; default: --optim.lr", at_least=0)
     share: str | None = flag(None, "actor with LoRA whose base model and engine this one uses too")
     chat_template: str | None = flag(None, "file with a Jinja chat template, instead of the tokenizer's")
+    chat_template_kwargs: dict[str, Any] = flag(dict, "as --chat_template_kwargs, for its own template")
     lora: LoraConfig = flag(LoraConfig, "adapters")
 
     @property
@@ -204,6 +206,7 @@ class Config:
     keep_best: str | None = flag(None, "export the best by this metric of an evaluation: greedy_score")
     seed: int = flag(0, "random seed of everything that is drawn")
     resume: bool = flag(False, "go on from the newest checkpoint in --out")
+    chat_template_kwargs: dict[str, Any] = flag(dict, 'what templates read: {"enable_thinking": false}')
     engine: Literal["auto", "sglang", "embedded"] = flag("auto", "inference engine; auto: sglang on a GPU")
     engine_tp: int = flag(1, "sglang: tensor parallel ranks of one engine", at_least=1)
     engine_memory_frac: float = flag(0.6, "sglang: fraction of GPU memory", above=0, at_most=0.99)
@@ -366,8 +369,13 @@ def convert(value: Any, kind: Any) -> Any:
     if get_origin(kind) is list:  # ["a", "b"]
         return [convert(v, parts[0]) for v in (yaml.safe_load(value) if is_text else value)]
     if get_origin(kind) is dict:  # temperature=0.6,top_p=0.95
-        pairs = dict(pair.split("=") for pair in value.split(",")) if is_text else value
+        pairs = value
+        if is_text:
+            is_json = value.startswith("{")
+            pairs = json.loads(value) if is_json else dict(pair.split("=") for pair in value.split(","))
         return {convert(key, parts[0]): convert(v, parts[1]) for key, v in pairs.items()}
+    if kind is Any:
+        return {"true": True, "false": False}.get(value.lower(), value) if is_text else value
     if kind is str and isinstance(value, (list, dict)):  # YAML's form of a,b and x=a,y=b
         return ",".join(value if isinstance(value, list) else [f"{name}={part}" for name, part in value.items()])
     if kind is bool:

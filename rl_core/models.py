@@ -74,7 +74,7 @@ def check_model(config: Config, name: str) -> Chat:
                 f"--critic.model={critic} has a vocabulary of {critic_vocab} tokens, that of {name} has {vocab}: a critic "
                 "reads the actor's tokens; take a model of the same family"
             )
-    return load_chat(actor.model, actor.chat_template)
+    return load_chat(actor.model, actor.chat_template, config.chat_template_kwargs | actor.chat_template_kwargs)
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -225,4 +225,5 @@ def make_api_actor(config: Config, name: str) -> Any:
         api_key_env=actor.api_key_env,
         max_tokens=actor.max_tokens,
         max_concurrent=config.rollout.max_concurrent,
+        request={"chat_template_kwargs": actor.chat_template_kwargs or None},
     )

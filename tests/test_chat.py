@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import random
 import re
 from functools import lru_cache
@@ -12,6 +13,7 @@ from kit import prompts_of
 from rl_core.data.chat import Chat, TokenStream, load_chat
 from rl_core.data.samples import samples_from_turns
 from rl_core.options.imitation import imitation_turns
+from rl_core.options.tool_calls import read_reply
 from rl_core.types import Completion
 
 pytest.importorskip("trl")
@@ -409,3 +411,106 @@ def test_what_a_template_refuses_is_an_error_of_one_line():
     with pytest.raises(ValueError, match=r"roles \[user user\].*must alternate") as error:
         chat.prompt_ids([user("hello"), user("hello")])
     assert "\n" not in str(error.value)
+
+
+# Tools
+
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": WEATHER}},
+]
+MISTRAL = (  # as strict as theirs
+    "{%- set ns = namespace(n=0) %}{{- '<s>' }}{%- for m in messages %}"
+    "{%- if m.role == 'user' or (m.role == 'assistant' and m.tool_calls is not defined) %}"
+    "{%- if (m.role == 'user') != (ns.n % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}"
+    "{%- set ns.n = ns.n + 1 %}{%- endif %}"
+    "{%- if m.role == 'user' %}{{- '[INST]' + m.content + '[/INST]' }}"
+    "{%- elif m.role == 'tool' %}{%- if m.tool_call_id | length != 9 %}{{- raise_exception('ids have 9') }}{%- endif %}"
+    "{{- '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}"
+    "{%- elif m.tool_calls is defined %}{{- '[TOOL_CALLS] [' }}{%- for c in m.tool_calls %}"
+    "{{- c.function | tojson }}{%- if not loop.last %}{{- ', ' }}{%- endif %}{%- endfor %}{{- ']</s>' }}"
+    "{%- else %}{{- m.content + '</s>' }}{%- endif %}{%- endfor %}"
+)
+HERMES = 'Wait.\n<tool_call>\n{{"arguments":  {{"city": "{}"}},"name": "weather"}}\n</tool_call>'
+# What a model says, in other words than the template's own, its end, and what then stands in the message beside the calls.
+SAID = {
+    "qwen2_5": (HERMES, "<|im_end|>", "Wait."),
+    "qwen3": ("<think>\nso\n</think>\n\n" + HERMES, "<|im_end|>", "<think>\nso\n</think>\n\nWait."),
+    "qwen3_instruct_2507": (HERMES, "<|im_end|>", "Wait."),
+    "llama3_1": ('{{"name":"weather",  "parameters":{{"city":"{}"}}}}', "<|eot_id|>", ""),
+    "gptoss": (
+        "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+        '<|constrain|>json<|message|>{{"city":"{}"}}<|call|>', "", "so",
+    ),
+    "mistral": ('[TOOL_CALLS][{{"arguments": {{"city": "{}"}},  "name": "weather"}}]', "</s>", ""),
+}  # fmt: skip
+BROKEN = {
+    "qwen2_5": ("<tool_call>no JSON</tool_call>", '<tool_call>\n{"name": "x", "arguments": 3}\n</tool_call>', "<tool_call>{"),
+    "llama3_1": ('{"name": "weather", "parameters": {', '<|python_tag|>weather.call(city="x")'),
+    "gptoss": ("<|channel|>commentary to=functions.weather <|message|>nothing<|call|>",),
+    "mistral": ("[TOOL_CALLS] nothing", "[TOOL_CALLS][1]", "[TOOL_CALLS][]"),
+}  # fmt: skip
+
+
+def tool_chat(name):
+    if name != "mistral":
+        return chat_named(name)
+    tokenizer = make_tokenizer.__wrapped__()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]})
+    return Chat(tokenizer, MISTRAL)
+
+
+def completion(ids, chat):
+    same = {"logprobs": [0.0] * len(ids), "finish_reason": "stop", "policy_version": 0}
+    return Completion(token_ids=ids, text=chat.decode(ids), **same)
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_a_model_calls_is_read_and_its_tokens_stay_as_they_were_sampled(name):
+    chat, (said, end, content) = tool_chat(name), SAID[name]
+    stream = TokenStream(chat, [user("hello")], TOOLS)
+    for number, city in enumerate(["Paris", "Rôme"]):
+        before, ids = stream.prompt_ids, chat.encode(said.format(city) + end)
+        done = completion(ids, chat)
+        message, has_failed = read_reply(chat, done, number)
+        [call] = message["tool_calls"]
+        assert (call["function"], has_failed) == ({"name": "weather", "arguments": {"city": city}}, False)
+        assert message["content"] == content
+        heard = {"role": "tool", "name": "weather", "content": "42", "tool_call_id": call["id"]}
+        assert stream.append(ids, done.text, [heard], message), "history was rewritten"
+        assert stream.prompt_ids[: len(before) + len(ids)] == before + ids
+        # What follows is what the template writes between the end of these calls and the next turn.
+        told = [{"role": "assistant", "content": "", "tool_calls": [call]}, heard]
+        full = chat.render([user("hello"), *told], TOOLS)
+        assert full.endswith(between := chat.tokenizer.decode(stream.new_ids))
+        assert "42" in between and "weather" not in between.replace("functions.weather", "")
+    assert stream.messages[-1] == heard
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_call_that_cannot_be_read_is_told_and_other_text_is_none(name):
+    chat = tool_chat(name)
+    for text in BROKEN[name]:
+        assert read_reply(chat, completion(chat.encode(text), chat), 0) == (None, True), text
+    assert read_reply(chat, completion(chat.encode("hello world"), chat), 0) == (None, False)
+
+
+def test_several_calls_of_one_turn():
+    two = [{"name": "weather", "arguments": {"city": city}} for city in ("Paris", "Rome")]
+    texts = {
+        "qwen3": "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in two),
+        "mistral": "[TOOL_CALLS]" + json.dumps(two),
+    }
+    texts |= {"mistral ": "".join(f"[TOOL_CALLS]{call['name']}[ARGS]{json.dumps(call['arguments'])}" for call in two)}
+    for name, text in texts.items():
+        chat = tool_chat(name.strip())
+        message, _ = read_reply(chat, completion(chat.encode(text), chat), 7)
+        assert [call["function"] for call in message["tool_calls"]] == two
+        assert [len(call["id"]) for call in message["tool_calls"]] == [9, 9]
+
+
+def test_a_template_gets_its_own_variables_and_an_unknown_one_is_refused():
+    chat = Chat(make_tokenizer(), chat_named("qwen3").chat_template, {"enable_thinking": False})
+    assert chat.render([user("hello")]).endswith("<think>\n\n</think>\n\n")
+    with pytest.raises(ValueError, match="does not read 'enable_thinkin'; did you mean 'enable_thinking'"):
+        Chat(make_tokenizer(), chat.chat_template, {"enable_thinkin": False})

@@ -198,6 +198,39 @@ def test_tools_reach_the_chat_template_and_max_turns_the_episode(env_of):
     assert actors["policy"].engine.asked[0][0].startswith("function<|user|>")
 
 
+ADDS = """
+def add(a: int, b: int):
+    '''Adds.
+
+    Args:
+        a: one
+        b: the other
+    '''
+    return str(a + b)
+
+tools = [add]
+
+def interact(messages):
+    calls = [call["function"] for call in messages[-1].get("tool_calls", [])]
+    return [{"role": "tool", "content": add(**call["arguments"])} for call in calls]
+
+def reward_fn(completion): return float(completion)
+"""
+
+
+def test_a_python_function_is_a_tool_that_interact_answers(env_of):
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 2}}</tool_call>'
+    env = env_of(ADDS)
+    assert env.tools[0]["function"]["parameters"]["required"] == ["a", "b"]
+    done = play(env, f"I add.{call}", "4", max_tokens=200)
+    assert talk(done.messages) == ["u:2+2", "a:I add.", "t:4", "a:4"] and done.reward == 4
+    assert done.metrics == {"tool_parse_failed": 0}
+    assert [turn.is_fresh for turn in done.turns] == [True, False]
+    env, broken = env_of(ADDS.replace("float(completion)", "len(completion)")), call.replace("2}", "2")
+    failed = play(env, broken, max_tokens=200)
+    assert failed.metrics == {"tool_parse_failed": 1} and failed.messages[-1]["content"] == broken
+
+
 # Hooks that fail, or take too long
 
 
@@ -390,7 +423,9 @@ GOOD = "def reward_fn(): return 1\n"
         ("x = 1", r"defines no hook; it needs def reward_fn\(messages, \.\.\.\)"),
         ("reward_fn = 1", "reward_fn = 1 must be a function"),
         (GOOD + "max_turns = 0", "max_turns = 0 must be a whole number of at least 1"),
-        (GOOD + "tools = [print]", "must be a list of OpenAI schemas"),
+        (GOOD + "tools = [1]", "must be a list of functions or OpenAI schemas"),
+        (GOOD + "def add(a: int): 'Adds.'\ntools = [add]", r"tools: add\(\): .*docstring in Google's format"),
+        (GOOD + "def add(a):\n    '''Adds.\n\n    Args:\n        a: it\n    '''\ntools = [add]", "type hint for each argument"),
         (GOOD + "turns = 3", "turns = 3 must be a schedule, a list of names or a function"),
         (GOOD + "turns = []", "expected an actor's name"),
         (GOOD + "turns = 'bob -> -> alice'", r"x\.py: turns: expected an actor's name.*\n  bob -> -> alice\n         \^"),

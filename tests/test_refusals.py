@@ -151,6 +151,7 @@ FLAGS = [
     (MODEL, "--num_steps 100 --num_epochs 2", "--num_steps=100 and --num_epochs=2.0 say the same; leave one out"),
     (MODEL, "--num_epochs 0", "--num_epochs=0.0 must be above 0"),
     (MODEL, "--data.columns answer", "--data.columns=answer must be dict[str, str]"),
+    (MODEL, "--chat_template_kwargs {x", "--chat_template_kwargs={x must be dict[str, Any]"),
     (MODEL, "--num_steps=-1", "--num_steps=-1 must be at least 0"),
     (MODEL, "--sampling.temperature 0", "--sampling.temperature=0.0 must be above 0"),
     (MODEL, "--rollout.lagged 0.5,1", "--rollout.lagged=(0.5, 1) must be at least (0, 2)"),
@@ -311,6 +312,11 @@ def test_flags_override_a_file_wherever_it_stands(tmp_path):
     assert config.actors["bob"].lr == 1e-4 and config.actors["bob"].model == "m"
     assert (config.data.train, config.data.eval) == ("a.jsonl,b.csv", "aime=c.jsonl,gsm8k=d.jsonl")
     assert (config.data.columns, config.num_steps) == ({"answer": "solution"}, 100)
+    variables = ["--chat_template_kwargs", '{"enable_thinking": false, "budget": 3}']
+    variables += ["--actors.bob.chat_template_kwargs", "enable_thinking=True,effort=high"]
+    config = parse_config([*more, *variables, "--config", str(tmp_path / "c.yaml")])
+    assert config.chat_template_kwargs == {"enable_thinking": False, "budget": 3}
+    assert config.actors["bob"].chat_template_kwargs == {"enable_thinking": True, "effort": "high"}
     assert config.sampling.stop == ["a,b"] and config.eval.sampling == {"top_p": 0.5, "top_k": 3.0}
     (tmp_path / "again.yaml").write_text(to_yaml(config))
     assert parse_config(["--config", str(tmp_path / "again.yaml")]) == config

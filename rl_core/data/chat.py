@@ -18,17 +18,19 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from rl_core.types import Completion, Message, Turn
+from rl_core.rules import nearest
+from rl_core.types import Completion, Message, Turn, option
 
 _MARK = "\ufdd0"  # Unicode keeps these two for internal use: templates and tokenizers have no rule for them
 PROBE = "\ufdd1"
+TOOL_CALLS = "rl_core.options.tool_calls"
 _NOT_USER_TEXT = ("role", "type")  # templates compare these values, or put them into a token's name
 
 
 class Chat:
     """A tokenizer and its chat template. A template given here becomes the tokenizer's: an export then carries it."""
 
-    def __init__(self, tokenizer: Any, chat_template: str | None = None):
+    def __init__(self, tokenizer: Any, chat_template: str | None = None, variables: dict[str, Any] | None = None):
         if chat_template is not None:
             tokenizer.chat_template = chat_template
         if not tokenizer.chat_template:
@@ -38,6 +40,11 @@ class Chat:
             )
         self.tokenizer = tokenizer
         self.chat_template = tokenizer.chat_template  # one tokenizer may serve chats with different templates
+        self.variables = variables or {}  # that the template reads, besides its own arguments
+        for name in self.variables.keys() - set(known := re.findall(r"[a-z]\w+", str(tokenizer.chat_template))):
+            raise ValueError(
+                f"--chat_template_kwargs: the chat template does not read {name!r}; {nearest(name, known)}"
+            )
         self._wants_parts = not self._reads(PROBE) and self._reads([{"type": "text", "text": PROBE}])
         self.end_token_id = self._find_end_token()
         stops = (tokenizer.eos_token_id, self.end_token_id)
@@ -181,6 +188,7 @@ class Chat:
                 chat_template=self.chat_template if isinstance(self.chat_template, str) else None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                **self.variables,
             )
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             roles = " ".join(str(m.get("role")) for m in messages)
@@ -219,11 +227,17 @@ class TokenStream:
         self.rendered, self.prompt_ids = chat.first_prompt(messages, tools)  # prompt_ids: for the engine
         self.new_ids, self.is_fresh = self.prompt_ids, True  # as of the Turn that is to come
 
-    def append(self, token_ids: list[int], text: str, new_messages: list[Message]) -> bool:
-        """Adds the actor's sampled token_ids (decoded: text) and new_messages of others; prompt_ids then ends with the next
-        generation prompt. False if the template rewrote history, so that prompt_ids begins anew."""
-        messages = [*self.messages, self._chat.assistant_message(text), *new_messages]
-        return self.extend(token_ids, text, messages)
+    def append(
+        self, token_ids: list[int], text: str, new_messages: list[Message], calls: Message | None = None
+    ) -> bool:
+        """Adds the actor's sampled token_ids (decoded: text; read: calls, if it called tools) and new_messages of others;
+        prompt_ids then ends with the next generation prompt. False if the template rewrote history, so that prompt_ids begins
+        anew."""
+        said, message = text, self._chat.assistant_message(text)
+        if calls is not None:
+            seen = (self._chat, self.rendered, self.messages)
+            said, message = option(f"{TOOL_CALLS}:in_stream")(*seen, calls, text, new_messages, self._tools)
+        return self.extend(token_ids, said, [*self.messages, message, *new_messages])
 
     def extend(self, token_ids: list[int], said: str, messages: list[Message]) -> bool:
         """As append, for a turn that the template renders as `said`, with all messages so far."""
@@ -242,7 +256,7 @@ class TokenStream:
         return Turn(new_ids=self.new_ids, is_fresh=self.is_fresh, completion=completion)
 
 
-def load_chat(path: str, chat_template: str | None = None) -> Chat:
+def load_chat(path: str, chat_template: str | None = None, variables: dict[str, Any] | None = None) -> Chat:
     """The tokenizer at path (a folder or a hub name); chat_template is a file's path, or the template itself."""
     from transformers import AutoTokenizer  # seconds to import, which --help need not wait for
 
@@ -250,7 +264,7 @@ def load_chat(path: str, chat_template: str | None = None) -> Chat:
         if not Path(chat_template).is_file():
             raise ValueError(f"chat_template={chat_template!r} is neither a file nor a Jinja template; check the path")
         chat_template = Path(chat_template).read_text(encoding="utf-8")
-    return Chat(AutoTokenizer.from_pretrained(path, trust_remote_code=False), chat_template)
+    return Chat(AutoTokenizer.from_pretrained(path, trust_remote_code=False), chat_template, variables)
 
 
 def unmarked(text: str) -> str:

@@ -11,12 +11,12 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from zlib import crc32
 
-from rl_core.data.chat import Chat, TokenStream
+from rl_core.data.chat import TOOL_CALLS, Chat, TokenStream
 from rl_core.data.tasks import check_messages
 from rl_core.rules import nearest
 from rl_core.sampling.engine import DeviceLease, Engine
 from rl_core.sampling.hooks import finite_parts, wait_for_all
-from rl_core.types import Completion, Message, SamplingParams, Trajectory, counter_seed
+from rl_core.types import Completion, Message, SamplingParams, Trajectory, counter_seed, option
 
 # The learner assumes how a trainable actor samples: a reply that overrides one of these is not trained.
 DRAWING = ("temperature", "top_p", "top_k", "min_p")
@@ -133,6 +133,8 @@ class Conversation:
         self.overridden = [name for name in DRAWING if name in sampling]
         self.history, self.turns, self.text = list(messages), [], ""  # text: the actor's last
         self.stream = speaker.chat and TokenStream(speaker.chat, self.history, tools)
+        self.calls: Message | None = None  # the last turn as a message, if it called tools
+        self.metrics: dict[str, float] = {"tool_parse_failed": 0.0} if tools and self.stream else {}
         self.truncated = self.is_full  # a turn hit max_tokens, or the context is full
         self.num_replies = self.num_forks = 0
         self.is_busy = False
@@ -170,7 +172,7 @@ class Conversation:
             self.history += messages
             if self.stream:
                 last = self.turns[-1].completion
-                self.stream.append(last.token_ids, last.text, messages)
+                self.stream.append(last.token_ids, last.text, messages, self.calls)
         if self.num_replies and self.is_full:
             self.text, self.truncated = "", True
         else:
@@ -185,6 +187,10 @@ class Conversation:
         else:
             completion = await self._sample(seed)
             reply = {"role": "assistant", "content": completion.text}
+            if self.tools:
+                self.calls, has_failed = option(f"{TOOL_CALLS}:read_reply")(actor.chat, completion, self.num_replies)
+                self.metrics["tool_parse_failed"] += has_failed
+                reply = self.calls or reply
             self.turns.append(self.stream.turn(completion))
         self.history.append(reply)
         self.text, self.truncated = completion.text, completion.finish_reason == "length"
@@ -207,6 +213,7 @@ class Conversation:
         self._check_idle()
         fork = copy.copy(self)
         fork.history, fork.turns, fork.stream = list(self.history), list(self.turns), copy.copy(self.stream)
+        fork.metrics = dict(self.metrics)
         fork.session, fork.num_forks = f"{self.session}.{self.num_forks}", 0
         self.num_forks += 1
         self.speaker.conversations.append(fork)
@@ -225,7 +232,7 @@ class Conversation:
             )
         parts = finite_parts(reward, "rollout", f"trajectory(reward=...) of {self.actor}")
         total = math.fsum(parts.values())
-        return self.record(reward=total, reward_parts=parts, seat=seat, metrics=dict(metrics or {}))
+        return self.record(reward=total, reward_parts=parts, seat=seat, metrics=self.metrics | (metrics or {}))
 
     def record(self, **more) -> Trajectory:
         """The conversation as it stands."""

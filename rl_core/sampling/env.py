@@ -40,7 +40,10 @@ UNUSED_BY_ROLLOUT = {"start", "interact", "turns", "system_prompts", "name_prefi
 # Setting -> (whether a value is good, what it must be).
 SETTINGS = {
     "max_turns": (lambda v: type(v) is int and v >= 1, "a whole number of at least 1"),
-    "tools": (lambda v: is_list(v, dict), "a list of OpenAI schemas (dictionaries)"),
+    "tools": (
+        lambda v: isinstance(v, (list, tuple)) and all(callable(t) or isinstance(t, dict) for t in v),
+        "a list of functions or OpenAI schemas (dictionaries)",
+    ),
     "turns": (
         lambda v: isinstance(v, str) or callable(v) or is_list(v, str),
         "a schedule, a list of names or a function",
@@ -167,7 +170,7 @@ def load_env(
     longest = 8 if hooks.keys() & {"interact", "rollout", "turns"} else 1
     if isinstance(turns, str):
         longest = option("rl_core.options.schedule:num_turns")(parse_turns(turns, path))
-    prompts = has.get("system_prompts")
+    prompts, tools = has.get("system_prompts"), has.get("tools")
     return Env(
         name=Path(path).stem,
         path=path,
@@ -177,7 +180,7 @@ def load_env(
         advantage_fn=advantages and functools.partial(advantages_of, advantages, path=path),
         turns=turns,
         max_turns=max_turns or has.get("max_turns") or longest,
-        tools=has.get("tools"),
+        tools=option("rl_core.options.tool_calls:schemas")(tools, path) if tools else None,
         system_prompts=option("rl_core.options.system_prompts:load_prompts")(prompts, path) if prompts else {},
         name_prefix=has.get("name_prefix", False),
         truncated_reward=has.get("truncated_reward"),

@@ -99,9 +99,14 @@ class Episode:
         self.messages.append(reply | {"name": name} if len(self.actors) > 1 else reply)
         if name not in self.conversations:
             self.conversations[name] = conversation
-            shared = {"messages": conversation.history, "turns": conversation.turns}
+            shared = {name: getattr(conversation, name) for name in ("turns", "metrics")}
             self.trajectories[name] = Trajectory(
-                task_id=self.task.id, env=self.task.env, group_id="", actor=name, **shared
+                task_id=self.task.id,
+                env=self.task.env,
+                group_id="",
+                actor=name,
+                messages=conversation.history,
+                **shared,
             )
         self.trajectories[name].turn_rewards.append(0.0)
         self.speaker = name
