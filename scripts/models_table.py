@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 import transformers
 import zstandard
-from make_tiny_model import character_tokenizer
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
 from rl_core.learning.loading import model_class
+from rl_core.tools.tiny_model import character_tokenizer
 from rl_core.train import main as train
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}

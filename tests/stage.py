@@ -7,8 +7,6 @@ import random
 from dataclasses import replace
 from functools import cache
 
-from make_tiny_model import character_tokenizer
-
 from rl_core.config import RolloutConfig
 from rl_core.data.chat import Chat
 from rl_core.data.tasks import make_task
@@ -17,6 +15,7 @@ from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import check_request
 from rl_core.sampling.outcomes import refuse_failures
 from rl_core.sampling.rollout import Group, rollout
+from rl_core.tools.tiny_model import character_tokenizer
 from rl_core.types import Completion, SamplingParams
 
 ROW = {"messages": [{"role": "user", "content": "2+2"}], "answer": "4", "tests": [1, 2]}

@@ -81,8 +81,9 @@ def slow_if_six(cases: list[tuple]) -> list:
 
 def make_models(folder: Path) -> None:
     """Every weight is drawn, norms and biases too, so that none is neutral."""
-    from make_tiny_model import character_tokenizer
     from transformers import AutoModelForCausalLM
+
+    from rl_core.tools.tiny_model import character_tokenizer
 
     for name, shape in MODELS.items():
         sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8, "num_labels": 1}
