@@ -288,6 +288,19 @@ def test_a_hook_that_hangs_is_given_up_at_its_deadline(env_of, body):
     )
 
 
+def test_a_hook_has_failed_that_ends_after_its_deadline():
+    async def waits():
+        await asyncio.sleep(1.9)
+
+    async def main():
+        task, how = Task(id="train/0", env="x", row={}, messages=[]), {"path": __file__, "timeout_s": 1.0}
+        functions = (waits, lambda: waits(), lambda: time.sleep(1.9))
+        hooks = [Hook(name="hook", function=function, ours=frozenset(), **how) for function in functions]
+        return await asyncio.gather(*(hook(task, {}) for hook in hooks), return_exceptions=True)
+
+    assert [type(found) for found in asyncio.run(main())] == [TimeoutError] * 3
+
+
 HANGING = """
 import asyncio, time
 from rl_core.sampling.hooks import Hook

@@ -53,8 +53,9 @@ def test_a_row_that_fails_whenever_it_is_drawn_is_one_row():
     ranks, rows = Ranks(rank=0, size=1, device=None, store=None), {}
     for epoch in range(20):
         episodes = [
-            Trajectory(task_id=str(n), env="x", group_id=f"{epoch}/{n}", status="ok" if n else "failed")
+            Trajectory(task_id=str(n), env="x", group_id=f"{epoch}/{n}", index=i, status="ok" if n else "failed")
             for n in range(20)
+            for i in range(3)
         ]
         refuse_failures(episodes, rows, 0.1, "the step", ranks)
     assert len(rows) == 20 and sum(rows.values()) == 1
