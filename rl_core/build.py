@@ -127,6 +127,8 @@ class Run:
         self.learners = {} if ranks.is_engine else models.make_learners(config, plan.algorithm, ranks)
         state = load_checkpoint(found[-1], self.learners) if found else {"step": 0, "position": 0, "to_evaluate": True}
         text = f"goes on from step {state['step']}" if found else f"no checkpoint in {out}: begins at step 0"
+        if state["step"] >= config.num_steps > 0:
+            text = f"nothing is left to do, --num_steps={config.num_steps} are done; raise it"
         self.beginning = f"--resume: {text}" if config.resume else f"begins at step 0, in {out}"
         if plan.curriculum:
             plan.curriculum.load(state.get("curriculum", {}))

@@ -97,7 +97,7 @@ class Learner:
         """The mean loss of samples that are not trained on; of pairs with their metrics."""
         parts = []
         for batch in (b for m in minibatches for b in m.batches):
-            if self.algorithm.is_pairs:
+            if self.algorithm.loss:
                 losses, metrics = self.losses(batch)
             else:
                 losses, metrics = -batch.advantages * self.forward(batch)[0], {}
