@@ -11,7 +11,7 @@ import copy
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ def choose_forward(policy: PolicyModel, ranks: Ranks) -> None:
         differs = error.mean() > ROUNDED_TOLERANCE_NATS if is_rounded else error.max() > TOLERANCE_NATS
         return f"its logprobs differ by {error.max():.2g} nats" if differs else ""
 
-    with policy.on_device(), torch.compiler.set_stance("force_eager"):
+    with nullcontext() if policy.is_on_device else policy.on_device(), torch.compiler.set_stance("force_eager"):
         if policy.is_scoring:  # a new head is 0 everywhere
             policy.outputs = lambda hidden_MD, *_: (hidden_MD.float(), hidden_MD)
         # A head that is split over ranks has no logits of its own.
