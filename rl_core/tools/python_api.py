@@ -7,7 +7,6 @@ result = train(Config(model="Qwen/Qwen3-0.6B", out="runs/first"), env=reward_fn,
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import threading
@@ -30,7 +29,7 @@ class TrainResult:
     step: int  # steps that are done
     metrics: dict[str, float | None]  # the last value of each; None: not a finite number
     history: list[dict[str, float | None]]  # the lines of metrics.jsonl
-    models: dict[str, Path]  # actor -> Hugging Face folder of its model, or of its adapter
+    models: dict[str, Path]  # actor -> Hugging Face folder of its model, an adapter merged
 
     @property
     def model(self) -> Path:
@@ -124,7 +123,6 @@ def run_here(config: Config, module: ModuleType | None, on_step: OnStep) -> None
             asyncio.run(run_rank(Run(plan, ranks, on_step)))
     finally:
         close_ranks(ranks)
-        gc.unfreeze()  # what run_rank froze would stay for ever, its models among it
 
 
 def read_result(config: Config) -> TrainResult:
