@@ -68,17 +68,14 @@ def devices() -> list[str]:
 
 
 def extras(requires: list[str]) -> dict[str, str]:
-    """Extra -> `installed`, or what is missing and the line that installs it, from the metadata of a wheel."""
+    """Extra -> `installed`, or the line that installs what is missing, from the metadata of a wheel."""
     missing: dict[str, list[str]] = {}
     for requirement in requires:
         if extra := re.search(r"extra == ['\"](\w+)['\"]", requirement):
             name = re.match(r"[\w.-]+", requirement)[0]
-            missing.setdefault(extra[1], []).extend([] if version_of(name) else [name])
-    installed = "installed"
-    return {
-        extra: f"missing {', '.join(names)}: pip install 'rl_core[{extra}]'" if names else installed
-        for extra, names in missing.items()
-    }
+            wanted = requirement.partition(";")[0].strip()
+            missing.setdefault(extra[1], []).extend([] if version_of(name) else [f"'{wanted}'"])
+    return {extra: f"pip install {' '.join(w)}" if w else "installed" for extra, w in missing.items()}
 
 
 def environments() -> dict[str, str]:

@@ -53,7 +53,7 @@ def draw(curves: dict[str, Any], file: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("curves are drawn by matplotlib, which is missing: pip install 'rl_core[plot]'") from None
+        raise ValueError("curves are drawn by matplotlib, which is missing: pip install matplotlib") from None
     figure = Figure(figsize=(12, 3.2 * -(-len(curves) // 3)), layout="constrained")
     for number, (title, found) in enumerate(curves.items(), 1):
         axes = figure.add_subplot(-(-len(curves) // 3), 3, number, title=title, xlabel="step")
