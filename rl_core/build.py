@@ -39,6 +39,7 @@ from rl_core.types import option
 CURRICULUM = "rl_core.options.curriculum:make_curriculum"
 DATA_WARNINGS = "rl_core.options.data_warnings:data_warnings"
 IMITATED = "rl_core.options.imitated_rows:ImitatedRows"
+HUB = "rl_core.options.hub:create"
 QUIET = "rl_core.options.terminal:quiet"
 TERMINAL = "rl_core.options.terminal:Terminal"
 KEEPER = "rl_core.options.keep:Keeper"
@@ -219,6 +220,8 @@ class Run:
 def prepare_folder(plan: Plan, out: Path) -> None:
     for folder in ("rollouts", "checkpoints", "hf"):
         (out / folder).mkdir(parents=True, exist_ok=True)
+    if plan.config.push_to_hub:
+        option(HUB)(plan.config)
     for line in keep_config(out, plan.config):
         print(f"differs from {out / 'config.yaml'}: {line}", flush=True)
     for line in option(DATA_WARNINGS)(plan.config, plan.algorithm, plan.train, plan.eval):

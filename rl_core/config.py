@@ -204,6 +204,7 @@ class Config:
     save_minutes: float = flag(30.0, "checkpoint when the last one is so old; 0: off", at_least=0)
     keep_checkpoints: int = flag(2, "newest checkpoints that are kept; 0: all", at_least=0)
     keep_best: str | None = flag(None, "export the best by this metric of an evaluation: greedy_score")
+    push_to_hub: str | None = flag(None, "ORG/NAME on the Hugging Face hub that gets the model at the end")
     seed: int = flag(0, "random seed of everything that is drawn")
     resume: bool = flag(False, "go on from the newest checkpoint in --out")
     chat_template_kwargs: dict[str, Any] = flag(dict, 'what templates read: {"enable_thinking": false}')

@@ -73,7 +73,7 @@ async def run_rank(run: Run) -> None:
             await run.server.serve()
     finally:
         await phases.close(run)
-        gc.unfreeze()  # libraries that find their objects at the end of the process report them as leaks
+        gc.unfreeze()  # in a notebook the models would stay; libraries would report leaks at the end of the process
 
 
 def is_due(done: int, every: int, num_steps: int) -> bool:
@@ -100,6 +100,8 @@ def main(argv: list[str] | None = None) -> int:
                 run = Run(plan, ranks)
                 asyncio.run(run_rank(run))
             close_ranks(ranks)
+        if config.push_to_hub and ranks.is_writer and not run.keeper.signal:
+            option("rl_core.options.hub:push")(config)  # no rank waits for it
         return 128 + run.keeper.signal if run.keeper.signal else 0
     except KeyboardInterrupt:
         return 130

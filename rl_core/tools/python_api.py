@@ -113,6 +113,7 @@ def run_here(config: Config, module: ModuleType | None, on_step: OnStep) -> None
     from rl_core.build import Run, make_plan
     from rl_core.distributed import close_ranks, init_ranks
     from rl_core.models import is_sharded
+    from rl_core.options.hub import push
     from rl_core.run_folder import locked
     from rl_core.train import run_rank
 
@@ -123,6 +124,8 @@ def run_here(config: Config, module: ModuleType | None, on_step: OnStep) -> None
             asyncio.run(run_rank(Run(plan, ranks, on_step)))
     finally:
         close_ranks(ranks)
+    if config.push_to_hub:
+        push(config)
 
 
 def read_result(config: Config) -> TrainResult:

@@ -1,0 +1,40 @@
+"""--push_to_hub ORG/NAME: the exported model goes to the Hugging Face hub. With several actors each has ORG/NAME-ACTOR."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import HfApi
+
+from rl_core.config import Config
+from rl_core.types import RunError
+
+
+def repositories(config: Config) -> dict[str, str]:
+    """Actor -> repository."""
+    names = config.trained
+    return {name: config.push_to_hub + (f"-{name}" if len(names) > 1 else "") for name in names}
+
+
+def create(config: Config) -> None:
+    """Before a model loads: a name or token that is wrong is refused now, not after days. Raises ValueError."""
+    for repository in repositories(config).values():
+        try:
+            HfApi().create_repo(repository, exist_ok=True)
+        except Exception as error:  # of the network, the hub, the name
+            raise ValueError(f"--push_to_hub {repository}: {error}; log in by `hf auth login` or HF_TOKEN") from error
+
+
+def push(config: Config) -> None:
+    """Raises RunError with the command that does it again: the export stays where it is."""
+    for name, repository in repositories(config).items():
+        folder = Path(config.out) / "hf" / name
+        try:
+            HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message="Model trained with rl_core")
+            if (adapter := folder.with_name(f"{name}_adapter")).is_dir():
+                HfApi().upload_folder(repo_id=repository, folder_path=adapter, path_in_repo="adapter")
+        except Exception as error:
+            raise RunError(
+                f"--push_to_hub {repository}: {error}; the model is in {folder}: hf upload {repository} {folder}"
+            ) from error
+        print(f"pushed {folder} to {repository}", flush=True)
