@@ -14,7 +14,7 @@ from test_critic import naive_gae, plain_values, with_critic
 from test_learner import assert_same, make_learner, ragged_samples
 
 from rl_core.distributed import init_ranks
-from rl_core.learning.advantages import has_signal, samples_of, turn_advantages, turn_returns
+from rl_core.learning.advantages import baseline_groups, has_signal, samples_of, turn_advantages, turn_returns
 from rl_core.learning.algorithms import (
     PRESETS,
     group_advantages,
@@ -360,6 +360,11 @@ def test_the_overlong_penalty_is_of_an_episodes_longest_turn():
 
     assert advantages(6, 6) == advantages(5) == pytest.approx([0.5, -0.5])
     assert advantages(2, 9) == pytest.approx([0.125, -0.125])
+
+
+def test_failed_episodes_are_in_no_baseline():
+    group = [episode(1.0, 4), episode(None, 4, "failed"), episode(0.5, 4)]
+    assert baseline_groups(group) == [[group[0], group[2]]]
 
 
 def test_overlong_episodes_are_penalised_or_left_out_but_count_in_the_baseline():

@@ -148,12 +148,13 @@ import asyncio
 begun = set()
 
 def load_tasks(split):
-    return [{"prompt": str(n), "n": n} for n in range(8)]
+    return [{"prompt": str(n), "n": n} for n in range(12)]
 
 async def reward_fn(n):
     begun.add(n)
-    for _ in range(20 if n == 0 else 0):  # the first task waits for one that the third step begins
-        await asyncio.sleep(0 if 6 in begun else 0.05)
+    awaited = {0: 6, 4: 6, 6: 10}.get(n, n)  # which begins one or two steps later
+    for _ in range(20):
+        await asyncio.sleep(0 if awaited in begun else 0.05)
     return float(n)
 """
 
@@ -161,7 +162,7 @@ async def reward_fn(n):
 def test_a_step_waits_for_a_group_that_would_be_too_old_for_the_next(tiny_model, tmp_path):
     (tmp_path / "late.py").write_text(LATE)
     flags = f"--model {tiny_model} --env_path {tmp_path}/late.py --max_tokens 4 --tasks_per_step 2 --group_size 2"
-    flags += " --data.shuffle false --max_staleness 1 --num_steps 4 --optim.lr 0"
+    flags += " --data.shuffle false --max_staleness 1 --num_steps 6 --optim.lr 0"
     assert main([*flags.split(), "--out", str(tmp_path / "run")]) == 0
     assert max(ages_of(tmp_path / "run")) == 1
 

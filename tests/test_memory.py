@@ -192,20 +192,23 @@ def test_a_reference_is_copied_to_the_host_once(tiny_model):
 
 
 def count_reductions(ranks: Ranks, model: str) -> dict:
-    """Every rank: all-reduces of an update in one microbatch, and in several, of two copies of the weights."""
+    """Every rank: all-reduces and gradient norm of an update in one microbatch, and in several, of two copies of the weights."""
     ranks, found = on_mesh(ranks, Mesh(dp_replicate=2)), {}
     for tokens in (8192, 100):
         learner = kit.make_learner(model, "--learner.microbatch_tokens", tokens, ranks=ranks)
         (minibatch,), _ = learner.shard(ragged_samples(20))
         with torch.profiler.profile() as profile:
-            learner.update(minibatch, 0)
-        found[len(minibatch.batches)] = sum(e.count for e in profile.key_averages() if e.key == "c10d::allreduce_")
+            norm = learner.update(minibatch, 0)[0]["grad_norm"].total
+        count = sum(e.count for e in profile.key_averages() if e.key == "c10d::allreduce_")
+        found[len(minibatch.batches)] = count, norm
     return found
 
 
 def test_copies_of_the_weights_add_up_their_gradients_once_for_an_update(tiny_model):
     one, several = of_ranks(2, __file__, "count_reductions", tiny_model)[0].items()
-    assert one[0] == "1" and int(several[0]) >= 2 and one[1] == several[1] > 0
+    (num_one, (count, norm)), (num_several, (count_of_several, norm_of_several)) = one, several
+    assert num_one == "1" and int(num_several) >= 2 and count == count_of_several > 0
+    assert norm_of_several == pytest.approx(norm, rel=1e-4)
 
 
 def test_weights_that_an_engine_reads_in_place_stay(tiny_model):

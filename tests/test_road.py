@@ -13,7 +13,7 @@ from rl_core.distributed import Ranks
 from rl_core.sampling.outcomes import refuse_failures
 from rl_core.sampling.rollout import POLL_S, RolloutWorker
 from rl_core.train import main
-from rl_core.types import Task, Trajectory
+from rl_core.types import RunError, Task, Trajectory
 
 ROWS = """
 def load_tasks(split): return [{"prompt": f"{n}?", "n": n} for n in range(NUM_ROWS)]
@@ -59,6 +59,20 @@ def test_a_row_that_fails_whenever_it_is_drawn_is_one_row():
         ]
         refuse_failures(episodes, rows, 0.1, "the step", ranks)
     assert len(rows) == 20 and sum(rows.values()) == 1
+
+
+def test_failures_are_counted_among_the_newest_200_rows():
+    ranks, rows = Ranks(rank=0, size=1, device=None, store=None), {}
+
+    def refuse(first: int, num_failed: int):
+        places = [(str(n), "failed" if n < first + num_failed else "ok") for n in range(first, first + 200)]
+        episodes = [Trajectory(task_id=n, env="x", group_id=n, status=status) for n, status in places]
+        refuse_failures(episodes, rows, 0.1, "the step", ranks)
+
+    refuse(0, 0)
+    refuse(200, 20)
+    with pytest.raises(RunError, match="21 of 200 episodes of the step failed"):
+        refuse(400, 21)
 
 
 def test_rows_that_are_too_long_are_left_out_if_that_is_asked_for(run):
@@ -122,11 +136,12 @@ def test_who_speaks_is_drawn_anew_in_another_step(run, make_model):
 
 def test_pass_at_k_counts_tasks_of_which_one_sample_passed(run):
     code = "def reward_fn(completion): return float(sum(map(ord, completion)) % 4 == 0)\n"
-    flags = ["--num_steps", "1", "--eval_every", "1", "--eval.samples", "4"]
-    status, out, _ = run(code, *flags, num_rows=12)
+    flags = ["--num_steps", "1", "--eval_every", "1", "--eval.samples", "4", "--eval.num_tasks", "12"]
+    status, out, _ = run(code, *flags, num_rows=20)
     groups: dict[str, list[float]] = {}
     for t in trajectories(out / "rollouts/eval_000000_sampled.jsonl.zst"):
         groups.setdefault(t["task_id"], []).append(t["reward"])
+    assert groups.keys() == {f"eval/{n}" for n in range(12)}
     passed = sum(max(g) for g in groups.values()) / 12
     mean = sum(map(sum, groups.values())) / 48
     row = metrics(out)[0]

@@ -20,7 +20,7 @@ def flags(places):
 
 def test_a_run_that_goes_on_says_from_where_and_what_differs(flags, tmp_path, capsys):
     out = tmp_path / "run"
-    resume = [*flags, "--group_size", "2", "--out", str(out), "--resume"]
+    resume = [*flags, "--group_size", "2", "--out", str(out), "--resume", "--rollout.save", "false"]
     assert main([*resume, "--num_steps", "1"]) == 0
     assert f"--resume: no checkpoint in {out}: begins at step 0" in capsys.readouterr().out
     assert main([*resume, "--num_steps", "2", "--optim.lr", "1e-4"]) == 0
@@ -28,6 +28,7 @@ def test_a_run_that_goes_on_says_from_where_and_what_differs(flags, tmp_path, ca
     assert "--resume: goes on from step 1" in shown
     assert [line.split(": ")[1] for line in shown.splitlines() if "differs" in line] == ["--optim.lr 1e-06 -> 0.0001"]
     assert yaml.safe_load((out / "config.yaml").read_text())["optim"]["lr"] == 1e-6
+    assert not [*out.glob("rollouts/*.zst")], "nobody asked for them"
 
 
 def test_a_folder_of_a_run_that_is_going_on_is_refused(flags, tmp_path, capsys):
