@@ -122,6 +122,8 @@ class Run:
         self.on_step = on_step or (lambda step, metrics: None)
         config, out = plan.config, Path(plan.config.out)
         self.plan, self.config, self.out, self.ranks = plan, config, out, ranks
+        for endpoint in plan.endpoints.values():
+            endpoint.ping()
         if ranks.is_writer:
             prepare_folder(plan, out)
         found = checkpoints_in(out / "checkpoints") if config.resume else []

@@ -210,6 +210,7 @@ class Config:
     chat_template_kwargs: dict[str, Any] = flag(dict, 'what templates read: {"enable_thinking": false}')
     engine: Literal["auto", "sglang", "embedded"] = flag("auto", "inference engine; auto: sglang on a GPU")
     engine_tp: int = flag(1, "sglang: tensor parallel ranks of one engine", at_least=1)
+    engine_args: str = flag("", "sglang: more flags of its server: '--quantization fp8'")
     engine_memory_frac: float = flag(0.6, "sglang: fraction of GPU memory", above=0, at_most=0.99)
     engine_ranks: int = flag(0, "asynchronous: last ranks that only sample", at_least=0, only=RL)
     max_staleness: int = flag(0, "asynchronous: versions by which samples may be off-policy", at_least=0, only=RL)
@@ -316,7 +317,7 @@ def given_flags(argv: list[str]) -> list[tuple[str, Any]]:
     """(name, value) of each flag; the value is True where none follows."""
     found: list[tuple[str, Any]] = []
     for arg in argv:
-        if arg.startswith("--"):
+        if arg.startswith("--") and found[-1:] != [("engine_args", True)]:  # whose value has flags
             name, equals, value = arg[2:].partition("=")
             found.append((name, value if equals else True))
         elif found and found[-1][1] is True:

@@ -40,7 +40,7 @@ def choose_engine(config: Config, num_ranks: int) -> Config:
         config = replace(config, engine="sglang" if has_sglang and not in_4_bits else "embedded")
         check(config)
     if config.engine == "sglang":
-        option("rl_core.engines.sglang_server:check_sglang")()
+        option("rl_core.engines.sglang_server:check_sglang")(config.engine_args)
     servers = {f"--actors.{name}.engine_urls": len(actor.servers) for name, actor in config.actors.items()}
     for flag, n in ({"--engine_tp": config.engine_tp} | servers).items():
         if n and num_ranks % n:
@@ -195,6 +195,7 @@ def make_engine(
         log=Path(config.out) / f"engine_{name}{role}_{ranks.rank:05d}.log",
         start_timeout_s=config.timeout_s,
         tp=config.engine_tp,
+        args=config.engine_args,
         memory_frac=round(config.engine_memory_frac / num_awake / (1 + has_two), 3),
         url=url,
         folder=str(Path(config.out).resolve()) if urlsplit(url).hostname not in HERE else None,

@@ -102,7 +102,9 @@ def of_run(c: Any) -> Rules:
         "--optim.name=adamw8bit saves device memory, where --learner.offload=always keeps nothing; take adamw",
     )
     yield c.keep_best and not c.eval_every, f"--keep_best={c.keep_best} needs evaluations: give --eval_every"
-    yield c.engine_tp > 1 and c.engine == "embedded", f"--engine_tp={c.engine_tp} needs --engine sglang"
+    for name in ("engine_tp", "engine_args"):
+        is_set = getattr(c, name) not in (1, "") and c.engine == "embedded"
+        yield is_set, f"--{name}={getattr(c, name)} needs --engine sglang"
     smoothing, loss = c.preference.label_smoothing, c.preference.loss
     yield (
         smoothing and "sigmoid" not in loss,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -19,8 +20,9 @@ import zstandard
 from rl_core.config import parse_config
 from rl_core.engines.api import ApiActor
 from rl_core.models import make_api_actor
+from rl_core.sampling.hooks import Hook
 from rl_core.train import main
-from rl_core.types import SamplingParams
+from rl_core.types import SamplingParams, Task
 
 ROOT = Path(__file__).parent.parent
 KEY = "sk-a-secret-0123456789"
@@ -32,6 +34,12 @@ def reply(text="hi", finish_reason="stop", **message):
     usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
     said = {"role": "assistant", "content": text, **message}
     return {"choices": [{"index": 0, "message": said, "finish_reason": finish_reason}], "usage": usage}
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 class Server(ThreadingHTTPServer):
@@ -200,6 +208,34 @@ def test_an_endpoint_that_hangs_or_is_not_there_is_named():
     for error in (hangs, gone):
         assert isinstance(error, ConnectionError) and "is it up?" in str(error) and server.url in str(error), error
     assert "no answer" in str(hangs)
+
+
+def test_a_dead_endpoint_is_told_before_a_model_loads_and_any_answer_is_a_life_sign(tmp_path, capfd):
+    with serving((200, reply())) as server:  # it answers GET with 501
+        judge(server).ping()
+    assert run_judged(JUDGED, "no/such/model", tmp_path, server) == 1
+    with pytest.raises(ValueError, match=r"no answer to GET /models .*refused.*--actors\.judge\.api"):
+        judge(server).ping()
+
+
+def test_a_hooks_timeout_quotes_why_the_endpoint_has_not_answered():
+    with serving((503, {"error": "busy"})) as server:
+        busy, gone = judge(server, max_retries=1000), judge(f"http://127.0.0.1:{free_port()}/v1", max_retries=1000)
+
+        async def reward_fn(endpoint):
+            speaker = {"busy": busy, "gone": gone}[endpoint].in_episode(SamplingParams(max_tokens=9), seed=0)
+            await speaker.converse(HELLO).respond()
+
+        async def asked(endpoint):
+            hook = Hook(name="reward_fn", function=reward_fn, path="x.py", timeout_s=1.0, ours=frozenset())
+            await hook(Task(id="train/0", env="x", row={"endpoint": endpoint}, messages=HELLO), {})
+
+        for endpoint, cause in (
+            ("busy", rf"{server.url} gave '503'; make"),
+            ("gone", "gave no answer .*(refused|failed)"),
+        ):
+            with pytest.raises(TimeoutError, match=rf"ran longer than 1 s .* last waited after: .*{cause}"):
+                asyncio.run(asked(endpoint))
 
 
 def test_no_more_requests_are_in_flight_than_allowed_and_a_cancelled_one_gives_its_place_back():

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from glob import glob
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from test_engine_contract import GREEDY, needs_sglang, spec_of
 from rl_core.build import make_plan
 from rl_core.config import parse_config
 from rl_core.engines.sglang import SGLangEngine, make_skeleton
+from rl_core.engines.sglang_server import OWN_FLAGS, check_sglang, server_args
 from rl_core.metrics import Sum
 from rl_core.sampling.engine import EngineDied
 from rl_core.train import main
@@ -233,6 +235,23 @@ def test_ranks_that_servers_do_not_divide_are_refused(tiny_model, sort_data, tmp
     given = ["--actors.policy.engine_urls", "http://localhost:3,http://localhost:4"]
     with pytest.raises(ValueError, match=r"engine_urls \(2\) must divide the 1 ranks"):
         make_plan(parse_config([*flags(tiny_model, sort_data, tmp_path / "run"), *given]))
+
+
+def test_the_servers_own_flags_reach_it_and_those_that_are_ours_are_refused(tiny_model, tmp_path):
+    given = "--quantization fp8 --kv-cache-dtype=fp8_e5m2 --json-model-override-args '{\"a\": 1}'"
+    spec = replace(spec_of(tiny_model, tmp_path / "log", make_skeleton(str(tiny_model)), None), args=given)
+    assert server_args(spec)[-4:] == ["fp8", "--kv-cache-dtype=fp8_e5m2", "--json-model-override-args", '{"a": 1}']
+    base = ["--model", "m", "--env_path", "x.py", "--out", "x"]
+    assert parse_config([*base, "--engine_args", given, "--num_steps", "3"]).engine_args == given
+    with pytest.raises(ValueError, match="--engine_args=--x needs --engine sglang"):
+        parse_config([*base, "--engine", "embedded", "--engine_args", "--x"])
+    for flag, ours in {"--tp-size 2": "--engine_tp", "--mem_fraction_static=0.5": "--engine_memory_frac"}.items():
+        with pytest.raises(ValueError, match=f"sets {flag[:4]}.* of SGLang's server; give {ours}"):
+            check_sglang(flag)
+    on_gpu = replace(
+        spec, args="", device=torch.device("cuda"), adapters={"bob": {"r": 4, "target_modules": ["q_proj"]}}
+    )
+    assert {arg for arg in server_args(on_gpu) if arg.startswith("--")} <= OWN_FLAGS.keys()
 
 
 def test_a_running_server_that_does_not_answer_is_named(tiny_model, sort_data, tmp_path, capfd):

@@ -14,7 +14,9 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,10 +25,28 @@ import openai
 from rl_core.data.tasks import shorten
 from rl_core.metrics import Metric, Sum
 from rl_core.sampling.actor import Actor
+from rl_core.sampling.hooks import LAST_ERROR
 from rl_core.types import Completion, Message, SamplingParams
 
+PING_TIMEOUT_S = 10.0
 SENT = ("role", "content", "name", "tool_calls", "tool_call_id")  # keys of a message; endpoints refuse others
 COUNTS = ("requests", "retries", "failed", "prompt_tokens", "completion_tokens")
+
+
+class Attempts(openai.DefaultAsyncHttpxClient):
+    """Notes why an attempt failed: a hook may run out of time before the client gives up."""
+
+    told: Callable[[str], str]
+
+    async def send(self, request: Any, **how: Any) -> Any:
+        try:
+            response = await super().send(request, **how)
+        except Exception as error:
+            LAST_ERROR.get([]).append(self.told(f"no answer ({error.__cause__ or error or type(error).__name__})"))
+            raise
+        if response.status_code >= 400:
+            LAST_ERROR.get([]).append(self.told(str(response.status_code)))
+        return response
 
 
 @dataclass(kw_only=True)
@@ -55,8 +75,23 @@ class ApiActor:
             raise ValueError(f"actor {self.name!r}: its url {rule}")  # which may hold a secret, so it is not shown
         self.key = read_key(self.name, self.api_key_env)
         limits = {"timeout": self.timeout_s, "max_retries": self.max_retries}
-        self.client = openai.AsyncOpenAI(base_url=self.url, api_key=self.key or "none", **limits)
+        how = {"base_url": self.url, "api_key": self.key or "none"}
+        attempts = Attempts()
+        attempts.told = self._told
+        self.client = openai.AsyncOpenAI(http_client=attempts, **how, **limits)
+        self.sync_client = partial(openai.OpenAI, **how, timeout=PING_TIMEOUT_S, max_retries=1)
         self.slots = asyncio.Semaphore(self.max_concurrent)
+
+    def ping(self) -> None:
+        """Raises ValueError if nobody answers at the URL. Any answer will do: not every endpoint lists its models."""
+        try:
+            with self.sync_client() as client:
+                client.models.list()
+        except openai.APIConnectionError as error:
+            cause = self._told(f"no answer to GET /models ({error.__cause__ or error})")
+            raise ValueError(f"{cause}; start it, or correct --actors.{self.name}.api") from None
+        except (openai.OpenAIError, ValueError, TypeError, AttributeError):
+            return
 
     def in_episode(self, params: SamplingParams, seed: int, session: str = "", max_turns: int = 0) -> Actor:
         """This actor in one episode. Its conversations hold messages and no tokens: they are not trained, and only the

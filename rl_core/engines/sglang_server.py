@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -28,6 +29,18 @@ OLDEST = (0, 5, 17)
 PROGRESS_S = 30.0
 LOG_LINES = 12  # quoted when a server dies
 PR_SET_PDEATHSIG = 1
+# Flags of the server that --engine_args may not have, and ours that set them.
+OWN_FLAGS = {
+    **dict.fromkeys(("--model-path", "--model"), "--model"),
+    **dict.fromkeys(("--tp-size", "--tensor-parallel-size", "--tp"), "--engine_tp"),
+    **{"--dtype": "--learner.dtype", "--random-seed": "--seed", "--max-running-requests": "--rollout.max_concurrent"},
+    **{"--mem-fraction-static": "--engine_memory_frac", "--max-lora-rank": "--actors.NAME.lora.rank"},
+    **{"--lora-target-modules": "--actors.NAME.lora.targets", "--base-gpu-id": "CUDA_VISIBLE_DEVICES"},
+    **dict.fromkeys(("--host", "--port", "--api-key", "--device", "--log-level-http", "--skip-server-warmup"), ""),
+    **dict.fromkeys(
+        ("--enable-memory-saver", "--enable-weights-cpu-backup", "--enable-lora", "--max-loras-per-batch"), ""
+    ),
+}
 # torchrun's variables would make a child join the ranks' groups. Expandable segments break SGLang's memory saver.
 NOT_FOR_CHILDREN = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|PYTORCH(_CUDA)?_ALLOC_CONF)$"
@@ -35,8 +48,13 @@ NOT_FOR_CHILDREN = re.compile(
 )
 
 
-def check_sglang() -> None:
-    """Raises ValueError if SGLang is not installed or too old. Imports nothing."""
+def check_sglang(args: str = "") -> None:
+    """Raises ValueError if SGLang is not installed or too old, or if rl_core itself sets one of the server's flags. Imports
+    nothing."""
+    for name in (arg.partition("=")[0].replace("_", "-") for arg in shlex.split(args)):
+        if name in OWN_FLAGS:
+            instead = f"give {OWN_FLAGS[name]}" if OWN_FLAGS[name] else "leave it out"
+            raise ValueError(f"--engine_args={args}: rl_core itself sets {name} of SGLang's server; {instead}")
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -163,7 +181,7 @@ def server_args(spec: EngineSpec) -> list[str]:
     else:
         args += f"--base-gpu-id {spec.device.index or 0} --mem-fraction-static {spec.memory_frac} "
         args += "--enable-memory-saver --enable-weights-cpu-backup"
-    return ["--model-path", spec.model, *args.split()]
+    return ["--model-path", spec.model, *args.split(), *shlex.split(spec.args)]
 
 
 def main() -> None:

@@ -69,6 +69,7 @@ class EngineSpec:
     log: Path  # of its process
     start_timeout_s: float
     tp: int = 1  # devices that it spans
+    args: str = ""  # more of its server's
     memory_frac: float  # of a GPU
     url: str = ""  # of a server that runs already
     folder: str | None = None  # where weights wait for that server

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -29,6 +30,11 @@ SHARED = ("actors", "state")  # arguments that hooks get themselves; of all othe
 
 
 Outcome = tuple[Any, BaseException | None]  # what a function returned, or what it raised
+
+
+LAST_ERROR: ContextVar[list[str]] = ContextVar(
+    "LAST_ERROR"
+)  # why what a hook waits for has failed so far, the newest last
 
 
 class DeadlineError(Exception):
@@ -74,7 +80,8 @@ class Hook:
 
     async def __call__(self, task: Task, given: Mapping[str, Any]) -> Any:
         """What the function returns. `given`: at least our arguments. Raises HookError, or TimeoutError after timeout_s."""
-        clock = LoopClock.of_running_loop()
+        clock, causes = LoopClock.of_running_loop(), []
+        LAST_ERROR.set(causes)
         if self.is_async:
             clock.watch(self.path)
         try:
@@ -88,8 +95,9 @@ class Hook:
                 result, error = await self._in_time(outcome(result))
         except DeadlineError:
             raise TimeoutError(
-                f"{self.path}: {self.name}() ran longer than {self.timeout_s:g} s for task {task.id}; "
-                "make it faster or raise --rollout.hook_timeout_s"
+                f"{self.path}: {self.name}() ran longer than {self.timeout_s:g} s for task {task.id}"
+                + (f", in which it last waited after: {causes[-1]}" if causes else "")
+                + "; make it faster or raise --rollout.hook_timeout_s"
             ) from None
         if error is not None:
             raise HookError(f"{self.name}() failed for task {task.id}: {describe_error(error, self.path)}") from error

@@ -96,6 +96,8 @@ async def player(config: Config, envs: dict[str, Env], sources: Sequence[TaskSou
     for source in sources if chats else ():
         check_lengths(config, envs, chats, None, source)
     endpoints = {name: models.make_api_actor(config, name) for name, actor in config.actors.items() if actor.api}
+    for endpoint in endpoints.values():
+        endpoint.ping()
     algorithm = make_algorithm(config.algorithm, config.algo)
     parts = {"train": sources[0], "eval": {}, "imitated": None, "curriculum": None, "mesh": Mesh()}
     plan = Plan(config=config, algorithm=algorithm, envs=envs, chats=chats, endpoints=endpoints, **parts)
