@@ -232,7 +232,7 @@ def test_a_hooks_timeout_quotes_why_the_endpoint_has_not_answered():
 
         for endpoint, cause in (
             ("busy", rf"{server.url} gave '503'; make"),
-            ("gone", "gave no answer .*(refused|failed)"),
+            ("gone", "gave .no answer .ConnectionRefusedError: "),
         ):
             with pytest.raises(TimeoutError, match=rf"ran longer than 1 s .* last waited after: .*{cause}"):
                 asyncio.run(asked(endpoint))

@@ -42,7 +42,7 @@ class Attempts(openai.DefaultAsyncHttpxClient):
         try:
             response = await super().send(request, **how)
         except Exception as error:
-            LAST_ERROR.get([]).append(self.told(f"no answer ({error.__cause__ or error or type(error).__name__})"))
+            LAST_ERROR.get([]).append(self.told(f"no answer ({root_of(error)})"))
             raise
         if response.status_code >= 400:
             LAST_ERROR.get([]).append(self.told(str(response.status_code)))
@@ -88,7 +88,7 @@ class ApiActor:
             with self.sync_client() as client:
                 client.models.list()
         except openai.APIConnectionError as error:
-            cause = self._told(f"no answer to GET /models ({error.__cause__ or error})")
+            cause = self._told(f"no answer to GET /models ({root_of(error)})")
             raise ValueError(f"{cause}; start it, or correct --actors.{self.name}.api") from None
         except (openai.OpenAIError, ValueError, TypeError, AttributeError):
             return
@@ -119,7 +119,7 @@ class ApiActor:
                 kind = ConnectionError if found.status_code == 429 or found.status_code >= 500 else ValueError
                 error = kind(self._told(f"{found.status_code}: {found.response.text or found.message}"))
             except openai.APIConnectionError as found:
-                error = ConnectionError(self._told(f"no answer ({found.__cause__ or found}); is it up?"))
+                error = ConnectionError(self._told(f"no answer ({root_of(found)}); is it up?"))
             except (ValueError, LookupError, TypeError, AttributeError) as found:
                 error = ValueError(self._told(f"an answer that cannot be read ({found!r}): {answer}"))
         self.counts["failed"] += 1
@@ -166,6 +166,13 @@ def request_of(messages: list[Message], tools: list | None, params: SamplingPara
         "tools": list(tools) if tools else None,
         "seed": seed >> 1,  # some endpoints read a signed 32-bit number
     }
+
+
+def root_of(error: BaseException) -> str:
+    """What began it: ConnectionRefusedError, say, where the libraries in between say that all attempts failed."""
+    while (inner := error.__cause__ or error.__context__) and isinstance(inner, OSError) >= isinstance(error, OSError):
+        error = inner
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def read_key(actor: str, variable: str) -> str:
