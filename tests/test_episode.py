@@ -260,6 +260,12 @@ def test_a_group_that_cannot_be_scored_has_failed_as_a_whole(env_of, body, match
     assert all(re.search(match, t.error) for t in found), found[0].error
 
 
+def test_what_scores_a_group_has_the_deadline_of_an_episode(env_of):
+    env = env_of("import asyncio\nasync def group_reward_fn(trajectories):\n    await asyncio.sleep(1.9)")
+    [failed] = run(env, cast(bob="B"), timeout_s=1)
+    assert failed.error == "what scores the group took longer than --rollout.episode_timeout_s=1"
+
+
 def test_a_reward_may_ask_another_actor_and_that_leaves_no_trajectory(env_of):
     env = env_of("""
         turns = "bob"
@@ -384,7 +390,7 @@ def test_a_conversation_without_room_gives_an_empty_truncated_reply(env_of):
         ("cold = await actors['bob'].respond('x', temperature=0.5); return [cold.trajectory(1)]",
          "for which temperature was given cannot be trained"),
         ("return await asyncio.gather(reply.respond('x'), reply.respond('y'))", r"still being continued, .* fork\(\) it"),
-        ("await asyncio.sleep(60)", r"the episode took longer than --rollout\.episode_timeout_s=1"),
+        ("await asyncio.sleep(1.9)", r"the episode took longer than --rollout\.episode_timeout_s=1"),
         ("raise RuntimeError", r"rollout\(\) failed for task train/0: x\.py:4: RuntimeError"),
     ],
 )  # fmt: skip

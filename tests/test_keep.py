@@ -11,6 +11,7 @@ from kit import metrics, run, run_ranks, steps, weights, words
 from test_runs import RL, assert_same_weights, lasting
 
 from rl_core.distributed import init_ranks
+from rl_core.options.keep import Keeper
 from rl_core.run_folder import RunLog
 from rl_core.train import main
 
@@ -97,6 +98,17 @@ def test_the_best_by_an_evaluation_is_kept(flags_of, tmp_path, capsys):
     assert (
         "--keep_best score is no metric of this evaluation; it has greedy_pass, greedy_score" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("metric, values", [("greedy_score", (1.0, 2.0, 1.5)), ("loss", (3.0, 1.0, 2.0))])
+def test_a_run_that_goes_on_knows_the_highest_score_or_the_lowest_loss(metric, values, tmp_path):
+    found = []
+    for step, value in enumerate(values):
+        keeper = Keeper(tmp_path, 0, metric, True)
+        found.append(keeper.is_best(step, {f"eval/env/{metric}": value}))
+        if found[-1]:
+            keeper.note_best(step)
+    assert found == [True, True, False]
 
 
 @pytest.mark.parametrize("full", ["rollouts", "checkpoints"])
