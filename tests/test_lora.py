@@ -56,6 +56,8 @@ def test_adapters_are_drawn_from_the_seed(tiny_model):
     one, same, other = drawn(), drawn(), drawn("--seed", "1")
     assert all(torch.equal(one[n], same[n]) for n in one)
     assert all(torch.equal(one[n], other[n]) == (".lora_B." in n) for n in one)
+    firsts = [float(value.flatten()[0]) for n, value in one.items() if ".lora_A." in n]
+    assert len(set(firsts)) == len(firsts) > 1, "layers are drawn apart"
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
