@@ -116,7 +116,7 @@ def test_ground_and_pure_floors_know_no_ranks(module):
 # What a change may not exceed, beside the goal. A change that makes something smaller lowers its number.
 BUDGETS = {
     "code lines of the spine": (5160, 2700),  # all but engines/, options/, tools/ and cli.py
-    "code lines of rl_core/": (10_020, 5800),
+    "code lines of rl_core/": (9970, 5800),
     "code lines of scripts/": (1668, 1500),
     "code lines of tests/": (11_350, 7500),
     "longest file of rl_core/": (350, 350),
