@@ -148,7 +148,7 @@ TWO_RANKS = {
     "cp": (f"{PPO} --algo.kl_coef 0.1", "--cp 2"),
 }
 COMPARED = ("loss", "grad_norm", "entropy_nats", "kl_nats", "updates", "reward_mean", "score", "explained_variance")
-COMPARED += ("length_p50", "length_p95", "length_max")
+COMPARED += ("length_p50", "length_p95", "length_max", "pack/tokens")
 
 
 @pytest.mark.parametrize("how", TWO_RANKS)

@@ -54,7 +54,10 @@ def test_a_panel_stands_below_the_lines_on_a_terminal(flags_of, monkeypatch):
     thread.start()
     with os.fdopen(writer, "w", buffering=1) as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
-        assert main(flags_of("float(len(completion))", "--num_steps 3 --save_every 1 --eval_every 1")) == 0
+        slow = "await __import__('asyncio').sleep(0.5) or float(len(completion))"  # longer than the panel's period
+        assert (
+            main(flags_of(slow, "--num_steps 3 --save_every 1 --eval_every 3 --eval.num_tasks 2 --eval.samples 0")) == 0
+        )
         assert sys.stdout is terminal
         terminal.write("the end")
         terminal.flush()
