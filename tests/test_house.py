@@ -116,9 +116,9 @@ def test_ground_and_pure_floors_know_no_ranks(module):
 # What a change may not exceed, beside the goal. A change that makes something smaller lowers its number.
 BUDGETS = {
     "code lines of the spine": (5160, 2700),  # all but engines/, options/, tools/ and cli.py
-    "code lines of rl_core/": (9970, 5800),
-    "code lines of scripts/": (1668, 1500),
-    "code lines of tests/": (11_350, 7500),
+    "code lines of rl_core/": (9930, 5800),
+    "code lines of scripts/": (1610, 1500),
+    "code lines of tests/": (11_345, 7500),
     "longest file of rl_core/": (350, 350),
     "longest function of rl_core/": (60, 60),
     "flags": (119, 95),  # each named section counts once
