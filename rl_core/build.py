@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import time
@@ -20,7 +19,7 @@ import torch
 from rl_core import models
 from rl_core.config import Config
 from rl_core.data.chat import Chat
-from rl_core.data.rows import TOKENIZERS
+from rl_core.data.rows import write_tokenizers
 from rl_core.data.tasks import TaskSource
 from rl_core.distributed import MESH_FLAGS, Mesh, Ranks, barrier, explain_timeouts, make_mesh
 from rl_core.learning.algorithms import Algorithm, make_algorithm
@@ -229,8 +228,7 @@ def prepare_folder(plan: Plan, out: Path) -> None:
     for line in option(DATA_WARNINGS)(plan.config, plan.algorithm, plan.train, plan.eval):
         print(f"warning: {line}", flush=True)
     if plan.algorithm.is_rl:
-        fingerprints = {name: chat.fingerprint for name, chat in plan.chats.items()}
-        (out / "rollouts" / TOKENIZERS).write_text(json.dumps(fingerprints))
+        write_tokenizers(out / "rollouts", plan.chats)
 
 
 def make_actors(plan: Plan, engines: dict[str, Engine | None], older: Any, lease: DeviceLease | None) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from rl_core.models import is_read
 from rl_core.run_folder import naming
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.outcomes import lag_metrics, part_metrics, refuse_failures, rollout_metrics
-from rl_core.sampling.rollout import Group, in_order, rollout
-from rl_core.types import RunError, SamplingParams, Task, TrainingSample, Trajectory, option
+from rl_core.sampling.rollout import Group, in_order, make_group, rollout
+from rl_core.types import RunError, Task, TrainingSample, Trajectory, option
 
 MFU = "rl_core.options.mfu:mfu"
 
@@ -83,14 +83,6 @@ def profiled(run: Run, step: int) -> AbstractContextManager:
     return torch.profiler.profile(on_trace_ready=lambda profile: profile.export_chrome_trace(str(file)))
 
 
-def make_group(run: Run, task: Task, drawn: dict[str, float], **place) -> Group:
-    """`drawn`: how tokens are. `place`: size of the group, and its place in a batch."""
-    config = run.config
-    max_tokens = config.env(task.env).max_tokens or config.max_tokens
-    params = SamplingParams(max_tokens=max_tokens, stop=tuple(config.sampling.stop), **drawn)
-    return Group(task=task, params=params, seed=config.seed, **place)
-
-
 def draw_groups(run: Run, num_groups: int) -> list[Group]:
     """Groups of the next training tasks. Those that a resumed run had left come first."""
     config, groups = run.config, []
@@ -100,7 +92,7 @@ def draw_groups(run: Run, num_groups: int) -> list[Group]:
         step, number = divmod(position, config.tasks_per_step)
         place = {"batch": f"train/{step:06d}", "number": number, "position": position, "size": config.group_size}
         task, drawn = run.plan.train.task(position), {"temperature": config.sampling.temperature}
-        groups.append(make_group(run, task, drawn, **place))
+        groups.append(make_group(config, task, drawn, **place))
     return groups
 
 
@@ -297,7 +289,7 @@ async def evaluate_tasks(run: Run, step: int, source: str, tasks: list[Task], la
     drawn = config.eval.sampling if label == "sampled" else {"temperature": 0.0}
     name = f"eval/{step:06d}/{label}" + (f"/{source}" if len(plan.eval) > 1 else "")
     place = {"batch": f"eval/{source}", "label": name, "size": count}
-    groups = [make_group(run, task, drawn, number=number, **place) for number, task in enumerate(tasks)]
+    groups = [make_group(config, task, drawn, number=number, **place) for number, task in enumerate(tasks)]
     newest = {n: replace(a, older=None) if isinstance(a, Actor) else a for n, a in run.actors.items()}
     trajectories = await rollout(plan.envs, newest, groups, config.rollout, run.ranks, config.timeout_s)
     await write(run, name.replace("/", "_"), trajectories)

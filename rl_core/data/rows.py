@@ -10,14 +10,17 @@ import json
 import os
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zstandard
 
 from rl_core.rules import split as comma_split
 from rl_core.types import Trajectory, option
+
+if TYPE_CHECKING:
+    from rl_core.data.chat import Chat
 
 Row = dict[str, Any]
 JSON = (".json", ".jsonl")
@@ -98,6 +101,11 @@ def load_rollouts(files: list[Path], source: str, min_reward: float | None, acto
 def is_trajectory(row: Row) -> bool:
     """Whether load_rollouts made this row."""
     return "tokenizer" in row and "turns" in row
+
+
+def write_tokenizers(folder: Path, chats: Mapping[str, Chat]) -> None:
+    """Beside rollouts: in which tokenizer each actor's tokens are."""
+    (folder / TOKENIZERS).write_text(json.dumps({name: chat.fingerprint for name, chat in chats.items()}))
 
 
 def write_trajectories(file: Path, trajectories: list[Trajectory]) -> None:

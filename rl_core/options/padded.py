@@ -109,13 +109,11 @@ def probe_batch(vocab_size: int, device: torch.device) -> PackedBatch:
 def padded_rows(batch: PackedBatch) -> tuple[Tensor, Tensor]:
     """(ids [N, L] of sequences, shared prompts in each; where the token before each trained one is among N * L)."""
     pieces = [range(a, b) for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
-    both = enumerate(zip(batch.parents, pieces, strict=True))
-    rows = [[*(pieces[up] if up >= 0 else ()), *piece] for n, (up, piece) in both if n not in set(batch.parents)]
+    both, prompts = enumerate(zip(batch.parents, pieces, strict=True)), set(batch.parents)
+    rows = [[*(pieces[up] if up >= 0 else ()), *piece] for n, (up, piece) in both if n not in prompts]
     length = max(map(len, rows))
-    tokens, places = (
-        torch.zeros(len(rows), length, dtype=torch.long),
-        torch.empty(len(batch.input_ids), dtype=torch.long),
-    )
+    tokens = torch.zeros(len(rows), length, dtype=torch.long)
+    places = torch.empty(len(batch.input_ids), dtype=torch.long)
     for n, row in enumerate(map(torch.tensor, rows)):
         tokens[n, : len(row)] = row
         places[row] = n * length + torch.arange(len(row))

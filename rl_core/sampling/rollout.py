@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rl_core.config import RolloutConfig
+from rl_core.config import Config, RolloutConfig
 from rl_core.sampling.actor import Actor, Cast
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.env import Env
@@ -50,6 +50,13 @@ class Group:
     def cast(self, env: Env, actors: Mapping[str, Actor], seed: int, name: int | str) -> Cast:
         """The actors in one episode, or in what scores the group."""
         return Cast(actors, self.params, seed, f"{self.batch}/{self.number:06d}/{name}", env.max_turns)
+
+
+def make_group(config: Config, task: Task, drawn: dict[str, float], **place) -> Group:
+    """`drawn`: how tokens are. `place`: size of the group, and its place in a batch."""
+    max_tokens = config.env(task.env).max_tokens or config.max_tokens
+    params = SamplingParams(max_tokens=max_tokens, stop=tuple(config.sampling.stop), **drawn)
+    return Group(task=task, params=params, seed=config.seed, **place)
 
 
 async def run_group(

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
 
 async def collect(config: Config, model: str, num_tasks: int, min_reward: float | None) -> None:
     """Plays what is missing in OUT/rollouts. Raises ValueError if that was played with other flags."""
-    from rl_core.data.rows import TOKENIZERS, write_trajectories
+    from rl_core.data.rows import write_tokenizers, write_trajectories
     from rl_core.learning.algorithms import make_algorithm
     from rl_core.run_folder import keep_config, locked
     from rl_core.sources import load_envs, train_tasks
@@ -58,8 +58,7 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
             chats = playing.plan.chats
             has_tokens = names[0] in chats
             if has_tokens:
-                fingerprints = {name: chat.fingerprint for name, chat in chats.items()}
-                (out / "rollouts" / TOKENIZERS).write_text(json.dumps(fingerprints))
+                write_tokenizers(out / "rollouts", chats)
             for number in range(num_files):
                 file = out / "rollouts" / f"step_{number + 1:06d}.jsonl{'.zst' * has_tokens}"
                 if file.exists():

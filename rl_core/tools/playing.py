@@ -82,16 +82,15 @@ def with_model(config: Config, model: str) -> tuple[Config, list[str]]:
 @asynccontextmanager
 async def player(config: Config, envs: dict[str, Env], sources: Sequence[TaskSource]) -> AsyncIterator[Player]:
     """Engines of these actors. Raises ValueError for a model that cannot play, and for prompts that are too long."""
-    from transformers.utils.logging import disable_progress_bar
-
     from rl_core import models
     from rl_core.build import Plan, make_actors
     from rl_core.distributed import Mesh, init_ranks
     from rl_core.learning.algorithms import make_algorithm
+    from rl_core.options.terminal import quiet
     from rl_core.sampling.engine import DeviceLease
     from rl_core.sources import check_lengths
 
-    disable_progress_bar()
+    quiet()
     chats = {name: models.check_model(config, name) for name, actor in config.actors.items() if not actor.api}
     for source in sources if chats else ():
         check_lengths(config, envs, chats, None, source)
@@ -126,15 +125,10 @@ class Player:
     ) -> list[Trajectory]:
         """`size` episodes of each task. Raises RunError if too many fail."""
         from rl_core.sampling.outcomes import refuse_failures
-        from rl_core.sampling.rollout import Group, rollout
-        from rl_core.types import SamplingParams
+        from rl_core.sampling.rollout import make_group, rollout
 
-        config, groups = self.plan.config, []
-        for number, task in enumerate(tasks, first):
-            max_tokens = config.env(task.env).max_tokens or config.max_tokens
-            params = SamplingParams(max_tokens=max_tokens, stop=tuple(config.sampling.stop), **drawn)
-            place = {"batch": batch, "label": label, "number": number, "size": size}
-            groups.append(Group(task=task, params=params, seed=config.seed, **place))
+        config, place = self.plan.config, {"batch": batch, "label": label, "size": size}
+        groups = [make_group(config, task, drawn, number=n, **place) for n, task in enumerate(tasks, first)]
         found = await rollout(self.plan.envs, self.actors, groups, config.rollout, self.ranks, config.timeout_s)
         refuse_failures(found, {}, config.rollout.max_failed_fraction, label, self.ranks, min_rows=1)
         return found
