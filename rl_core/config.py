@@ -405,3 +405,11 @@ def share_models(config: Config) -> None:
 def to_yaml(config: Config) -> str:
     """The configuration as --config reads it."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> value."""
+    found = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found

@@ -10,11 +10,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from rl_core.config import Config, to_yaml
+from rl_core.config import Config, flat, to_yaml
 from rl_core.data.rows import write_whole
 from rl_core.distributed import Ranks
 from rl_core.metrics import Metric, reduce_metrics
@@ -45,14 +44,6 @@ def keep_config(out: Path, config: Config) -> list[str]:
     before, now = (flat(yaml.safe_load(text) or {}) for text in (path.read_text(), to_yaml(config)))
     names = [n for n in now if n not in MAY_DIFFER and n in before and before[n] != now[n]]
     return [f"--{name} {before[name]} -> {now[name]}" for name in names]
-
-
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted name -> value."""
-    found = {}
-    for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
 
 
 @contextmanager

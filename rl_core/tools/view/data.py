@@ -1,0 +1,274 @@
+"""What a run left in its folder, for the viewer: curves, an index of its trajectories, and one trajectory when it is asked for.
+
+The index holds what a list shows and what is filtered by. Messages and tokens stay in rollouts/ and are unpacked when one is
+opened or searched. Files that a killed run left cut short are read as far as they go.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from sys import intern
+from typing import Any
+
+import yaml
+import zstandard
+
+from rl_core.config import flat
+
+FILE = re.compile(r"(step|eval)_(\d+)_?([^.]*)(?:\.rank_\d+)?\.jsonl\.zst")
+TOKEN_IDS = re.compile(rb'"token_ids": \[([^\]]*)\]')
+PREVIEW_CHARS = 120
+# Title of a panel -> which metrics it shows; the groups that matched name a curve.
+PANELS = {
+    "reward": r"rollout/([^/]+(?:/[^/]+)?)/reward_mean",
+    "parts of the reward": r"rollout/([^/]+(?:/[^/]+)?)/reward/(.+)",
+    "evaluation": r"eval/((?:[^/]+/)*(?:greedy_score|greedy_pass|avg@\d+|pass@\d+|loss))",
+    "length (tokens)": r"rollout/([^/]+)/(length_(?:mean|p50|p95|max))",
+    "entropy (nats)": r"learn/([^/]+)/entropy_nats",
+    "KL (nats)": r"learn/([^/]+)/((?:step|ref)_kl)_nats",
+    "engine-learner mismatch": r"learn/([^/]+)/(mismatch_(?:kl_nats|kl_nats_max|tail_frac)|canary_max_diff)",
+    "clip fraction": r"learn/([^/]+)/clip_frac",
+    "loss": r"learn/([^/]+)/loss",
+    "gradient norm": r"learn/([^/]+)/grad_norm",
+    "learning rate": r"learn/([^/]+)/lr",
+    "failed, truncated, without signal": r"rollout/([^/]+)/(failed|truncated_frac|zero_signal_frac|engine_restarts)",
+    "staleness (versions)": r"rollout/(?:([^/]+)/)?(staleness|staleness_max|lag_versions)",
+    "time per phase (s)": r"time/([^/]+)_s(?<!per_s)",
+    "tokens per second": r"time/([^/]+)_tokens_per_s",
+    "memory (GiB)": r"memory/([^/]+)_gib",
+    "fill": r"pack/(fill_frac)",
+}
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Entry:
+    """A trajectory in the index. Its line is `size` bytes from `start` of the unpacked file."""
+
+    file: str
+    start: int
+    size: int
+    kind: str  # "train", "greedy" or "sampled", the last two with the held-out set behind it where there are several
+    step: int
+    env: str
+    task: str
+    group: str
+    index: int
+    actor: str
+    seat: str
+    reward: float | None
+    status: str
+    error: str
+    num_turns: int
+    num_tokens: int  # sampled
+    preview: str  # the beginning of its last reply
+
+
+class RunFolder:
+    """A run's folder, which may still grow: refresh() reads what is new. Raises ValueError if there is no run."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if not any((self.path / name).exists() for name in ("metrics.jsonl", "config.yaml", "rollouts")):
+            raise ValueError(
+                f"{self.path}: no folder of a run; it has neither metrics.jsonl nor config.yaml nor rollouts/"
+            )
+        self.rows: list[dict[str, Any]] = []  # lines of metrics.jsonl
+        self.entries: list[Entry] = []  # in the order in which they were found
+        self.revision = 0  # changes where rows or entries did not only grow: a resumed run writes steps again
+        self.files: dict[str, tuple[int, int]] = {}  # of rollouts/, read so far -> time and size
+        self.metrics_read: tuple[int, int] = (0, 0)  # inode of metrics.jsonl, bytes read
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Flag -> value, of config.yaml."""
+        file = self.path / "config.yaml"
+        return flat(yaml.safe_load(file.read_text()) or {}) if file.exists() else {}
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a run holds the folder's lock."""
+        try:
+            with open(self.path / ".lock") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def refresh(self, limit_s: float = float("inf")) -> bool:
+        """Reads new metrics, and new rollouts, newest first, until the time is over. True if nothing is left to read."""
+        deadline = time.monotonic() + limit_s
+        self.read_metrics()
+        for file in sorted((self.path / "rollouts").glob("*.jsonl.zst"), key=step_of, reverse=True):
+            stat = file.stat()
+            state = (stat.st_mtime_ns, stat.st_size)
+            if self.files.get(file.name) == state or not FILE.fullmatch(file.name):
+                continue
+            if time.monotonic() > deadline:
+                return False
+            if file.name in self.files:
+                self.entries = [e for e in self.entries if e.file != file.name]
+                self.revision += 1
+            self.entries += index_of(file)
+            self.files[file.name] = state
+        return True
+
+    def read_metrics(self) -> None:
+        file = self.path / "metrics.jsonl"
+        if not file.exists():
+            return
+        inode, done = self.metrics_read
+        with open(file, "rb") as raw:
+            stat = file.stat()
+            if (stat.st_ino, stat.st_size) == self.metrics_read:
+                return
+            if done and (stat.st_ino != inode or stat.st_size < done):
+                self.rows, self.revision, done = [], self.revision + 1, 0
+            raw.seek(done)
+            data = raw.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self.rows += [json.loads(line) for line in whole.splitlines()]
+        self.metrics_read = (stat.st_ino, done + len(whole))
+
+    def curves(self, first: int = 0) -> dict[str, list[tuple[int, float]]]:
+        """Metric -> its points (step, value), of the rows from `first` on."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        for row in self.rows[first:]:
+            for name, value in row.items():
+                if name != "step" and value is not None:
+                    found.setdefault(name, []).append((row["step"], value))
+        return found
+
+    def episode(self, entry: Entry) -> dict[str, Any]:
+        """The whole trajectory: messages, turns with tokens, rewards."""
+        return json.loads(self.line(entry))
+
+    def line(self, entry: Entry) -> bytes:
+        stat = (self.path / "rollouts" / entry.file).stat()
+        data = unpacked(self.path / "rollouts" / entry.file, stat.st_mtime_ns)
+        return data[entry.start : entry.start + entry.size]
+
+    def search(self, text: str, entries: Iterable[Entry]) -> Iterator[Entry]:
+        """Those in whose messages the text stands, upper or lower case alike, while they are read. Faster if entries of one
+        file follow each other."""
+        wanted = text.casefold()
+        for entry in entries:
+            line = self.line(entry)
+            messages = json.loads(line[slice(*parts_of(line).messages)])
+            if any(wanted in said.casefold() for message in messages for said in texts_of(message)):
+                yield entry
+
+
+def panels_of(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Title of a panel -> curve -> metric. Metrics without a panel have one each, at the end, by their name."""
+    panels: dict[str, dict[str, str]] = {title: {} for title in PANELS}
+    others = {}
+    for name in sorted(names):
+        found = ((title, re.fullmatch(pattern, name)) for title, pattern in PANELS.items())
+        title, match = next(((title, match) for title, match in found if match), (None, None))
+        if match:
+            panels[title][" ".join(filter(None, match.groups()))] = name
+        else:
+            others[name] = {name: name}
+    return {title: curves for title, curves in panels.items() if curves} | others
+
+
+def matching(
+    entries: Iterable[Entry], reason: str = "", rewards: tuple[float, float] | None = None, **wanted: Any
+) -> list[Entry]:
+    """Those with these values (step=, env=, task=, group=, actor=, status=, kind= ...; None is any), in whose error `reason`
+    stands, with a reward from the first to the second of `rewards`."""
+    wanted = {name: value for name, value in wanted.items() if value is not None}
+    return [
+        e
+        for e in entries
+        if all(getattr(e, name) == value for name, value in wanted.items())
+        and reason.casefold() in e.error.casefold()
+        and (rewards is None or (e.reward is not None and rewards[0] <= e.reward <= rewards[1]))
+    ]
+
+
+def texts_of(message: dict[str, Any]) -> Iterator[str]:
+    """Its content, and whatever else it holds as JSON."""
+    for key, value in message.items():
+        if key != "role" and value:
+            yield value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def step_of(file: Path) -> int:
+    match = FILE.fullmatch(file.name)
+    return int(match[2]) if match else -1
+
+
+@dataclass(slots=True, frozen=True)
+class Parts:
+    """Places in a trajectory's line. A quotation mark within a string has a backslash before it, so that these keys are
+    found without reading what stands between them."""
+
+    messages: tuple[int, int]
+    turns: tuple[int, int]
+
+
+def parts_of(line: bytes) -> Parts:
+    """Raises ValueError for a line that is no trajectory's."""
+    begins, ends = line.index(b', "messages": [') + 14, line.rindex(b'], "reward": ') + 1
+    between = line.rindex(b'], "turns": [', begins, ends) + 1
+    return Parts((begins, between), (between + 11, ends))
+
+
+def index_of(file: Path) -> list[Entry]:
+    match = FILE.fullmatch(file.name)
+    kind, step = "train" if match[1] == "step" else intern(match[3].replace("_", " ", 1)), int(match[2])
+    found, start = [], 0
+    for line in unpacked(file, file.stat().st_mtime_ns).split(b"\n"):
+        try:
+            parts = parts_of(line)
+            begins, ends = parts.turns
+            # All but messages and turns, which are most of it.
+            row = json.loads(line[: parts.messages[0] - 14] + line[ends:])
+        except ValueError:  # the end of the file, or of what a killed run wrote of it
+            break
+        ids = TOKEN_IDS.findall(line, begins, ends)
+        names = {"env": row["env"], "task": row["task_id"], "group": row["group_id"], "actor": row["actor"]}
+        names |= {"seat": row["seat"], "status": row["status"], "error": row["error"]}
+        entry = Entry(
+            file=intern(file.name), start=start, size=len(line), kind=kind, step=step, index=row["index"],
+            reward=row["reward"], num_turns=len(ids), num_tokens=sum(i.count(b",") + 1 for i in ids if i),
+            preview=last_reply(line[begins:ends]), **{name: intern(value) for name, value in names.items()},
+        )  # fmt: skip
+        found.append(entry)
+        start += len(line) + 1
+    return found
+
+
+def last_reply(turns: bytes) -> str:
+    begins = turns.rfind(b', "text": "') + 10
+    if begins < 10:
+        return ""
+    text = json.loads(turns[begins : turns.index(b', "finish_reason": ', begins)])
+    return " ".join(text[: 4 * PREVIEW_CHARS].split())[:PREVIEW_CHARS]
+
+
+@lru_cache(maxsize=4)
+def unpacked(file: Path, version: int) -> bytes:
+    """A file's content, as far as it goes. `version`: when it was written."""
+    with open(file, "rb") as raw:
+        reader, parts = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True), []
+        try:
+            while part := reader.read(1 << 20):
+                parts.append(part)
+        except zstandard.ZstdError:
+            pass
+    return b"".join(parts)
