@@ -1,9 +1,11 @@
-"""rl-core info: versions, devices, extras with the line that installs each, the sandbox, algorithms, environments."""
+"""rl-core info: versions, devices, extras with the line that installs each, the sandbox, algorithms, environments.
+rl-core info metrics [NAME]: what a metric of metrics.jsonl is, its unit, and which values are healthy."""
 
 from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import json
 import os
 import platform
@@ -14,6 +16,8 @@ from typing import Any, get_args
 
 from rl_core import __version__
 from rl_core.config import known_flags
+from rl_core.options.metric_table import rows
+from rl_core.rules import nearest
 from rl_core.sandbox import Sandbox
 from rl_core.sandbox.isolation import LEVELS
 
@@ -23,7 +27,12 @@ LIBRARIES = ("torch", "transformers", "peft", "datasets", "sglang")
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rl-core info", description=__doc__, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    as_json = parser.parse_args(argv).json
+    parser.add_argument("what", nargs="?", choices=["metrics"], help="only this")
+    parser.add_argument("name", nargs="?", help="a metric, such as learn/policy/clip_frac or clip_frac")
+    args = parser.parse_args(argv)
+    if args.what:
+        print(metrics(args.name, args.json))
+        return 0
     found = {
         "versions": {"rl_core": __version__, "python": platform.python_version(), **versions()},
         "devices": devices(),
@@ -32,8 +41,26 @@ def main(argv: list[str]) -> int:
         "algorithms": list(get_args(known_flags()["algorithm"][1].type)),
         "environments": environments(),
     }
-    print(json.dumps(found, indent=2) if as_json else as_text(found))
+    print(json.dumps(found, indent=2) if args.json else as_text(found))
     return 0
+
+
+def metrics(name: str | None, as_json: bool) -> str:
+    """The rows of metric_table, or those that a name or the end of one means. Raises ValueError for an unknown one."""
+    short = re.sub(r"@\d+$", "@K", name or "")
+    found = [
+        r for r in rows() if not name or short in r.short_names or (r.pattern.fullmatch(name) and not r.is_of_user)
+    ]
+    if not found:
+        known = nearest(short.rpartition("/")[2], [end for r in rows() for end in r.short_names])
+        raise ValueError(f"{name!r} is no metric of rl_core, but may be one that an environment gives; {known}")
+    if as_json:
+        return json.dumps([dataclasses.asdict(row) for row in found], indent=2)
+    texts = []
+    for row in found:
+        texts += [f"{row.name}  ({row.unit})" if row.unit else row.name, f"  {row.what}"]
+        texts += [f"  healthy: {row.healthy}"] if row.healthy else []
+    return "\n".join(texts)
 
 
 def as_text(found: dict[str, Any]) -> str:

@@ -1,0 +1,112 @@
+"""The table of metrics: every name that runs write has a row, every row is a name that something writes."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from kit import ROOT, metrics, run
+from test_envs_talk import endpoint
+from test_experts import family  # noqa: F401
+from test_golden import FIT, RL, TWO
+
+from rl_core.cli import main
+from rl_core.options.metric_table import describe, page, rows
+
+OWN = """
+from rl_core import reward
+
+tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+def load_tasks(split):
+    return [{"prompt": f"{n} and {n * 7 % 10}"} for n in range(8)]
+
+async def reward_fn(completion):
+    return {"sum": sum(map(ord, completion)) / 1000, "length": len(completion)}
+
+@reward(weight=0)
+async def vowels(completion):
+    return sum(completion.count(c) for c in "aeiou")
+"""
+TIMES = "--eval_every 1 --eval.samples 2"
+PAIRS = "--algorithm rm --data.train {dir}/pairs.jsonl --data.eval {dir}/pairs.jsonl --eval_every 1"
+API = "--actors.alice.api {url} --actors.alice.model m --actors.alice.api_key_env "
+RUNS = {
+    "own": f"--model {{model}} --env_path {{dir}}/own.py --max_tokens 10 --max_prompt_tokens 400 --tasks_per_step 2 {TIMES}",
+    "environments": RL.replace("letters.py", "letters.py,{dir}/digits.py"),
+    "ppo": f"{RL} --algorithm ppo --critic.value_clip 0.1 --critic.warmup_steps 1 --num_steps 2",
+    "far": f"{RL} --algo.kl_coef 0.1 --learner.epochs 3 --algo.target_kl 1e-9",
+    "dapo": f"{RL} --algorithm dapo",
+    "older": f"{RL} --rollout.lagged 0.5,3 --num_steps 3",
+    "stale": f"{RL} --max_staleness 1 --num_steps 2 --engine_ranks 1",
+    "turns": f"{TWO} --actors.alice.train false --rollout.engines_awake one",
+    "judge": TWO.replace("--actors.alice.model {other}", API),
+    "pairs": f"{FIT} {PAIRS}",
+    "experts": f"{RL.replace('{model}', '{experts}')} --actors.policy.router_aux_loss_coef 0.1",
+    "nan": f"{FIT} --algorithm rm --data.train {{dir}}/wide.jsonl",
+}
+# Written on GPUs alone, and where SGLang dies: only that the code has these names is checked.
+ELSEWHERE = {
+    "rollout/ACTOR/engine_restarts": "engines/sglang.py",
+    "learn/ACTOR/mfu": "options/mfu.py",
+    "memory/{generate,learn,sync,eval}_gib": "build.py",
+}
+
+
+def test_every_metric_of_runs_has_a_row_and_every_row_is_written(places, family, tmp_path, request):  # noqa: F811
+    written, folder = set(), places["dir"]
+    (tmp_path / "own.py").write_text(OWN)
+    wide = {"prompt": "1", "chosen": "a", "rejected": "b", "margin": 1e300}  # its loss is infinite
+    (tmp_path / "wide.jsonl").write_text((json.dumps(wide) + "\n") * 4)
+    with endpoint(lambda asked: "yes") as url:
+        words = places | {"experts": family("qwen3_moe"), "url": url}
+        for name, flags in RUNS.items():
+            words["dir"] = tmp_path if name in ("own", "nan") else folder
+            defaults = [] if "--num_steps" in flags else ["--num_steps", "1"]
+            flags = [word.format(**words) for word in flags.split(" ")]
+            out = run(tmp_path / name, flags, defaults, ranks=2 if name == "stale" else 1)
+            written |= {key for line in metrics(out) for key in line if key != "step"}  # metrics() refuses others
+    found = {describe(key).name for key in written}
+    assert {row.name for row in rows()} - found == ELSEWHERE.keys()
+    of_users = {key.rpartition("/")[2] for key in written if describe(key).is_of_user}
+    assert of_users == {
+        "vowels",
+        "greedy_vowels",
+        "sampled_vowels",
+        "greedy_tool_parse_failed",
+        "sampled_tool_parse_failed",
+    }
+    for name, file in ELSEWHERE.items():
+        assert re.split("[/}]", name)[-1] in (ROOT / "rl_core" / file).read_text(), name
+
+
+@pytest.mark.parametrize("name, row", [
+    ("rollout/bob/reward_mean", "rollout/ACTOR/[ENV/]reward_mean"),
+    ("rollout/bob/math/reward/format", "rollout/ACTOR/[ENV/]reward/PART"),
+    ("rollout/policy/solved", "rollout/ACTOR/[ENV/]METRIC"),
+    ("eval/math/pass@8", "eval/SET/[ACTOR/]pass@K"),
+    ("eval/math/bob/greedy_steps", "eval/SET/[ACTOR/]{greedy,sampled}_METRIC"),
+    ("eval/math/aime/bob/avg@2", "eval/SET/[ACTOR/]avg@K"), ("eval/loss", "eval/[SET/]loss"),
+    ("learn/policy/nonsense", None), ("eval/pass@8", None), ("time/generate_s/x", None),
+])  # fmt: skip
+def test_a_name_of_metrics_jsonl_finds_its_row(name, row):
+    found = describe(name)
+    assert (found and found.name) == row
+
+
+def test_the_page_is_that_of_the_table():
+    text = (ROOT / "docs/metrics.md").read_text()
+    assert text == page(), "python -m rl_core.options.metric_table > docs/metrics.md"
+
+
+def test_info_tells_of_a_metric_by_its_name_or_the_end_of_it(capsys):
+    assert main(["info", "metrics", "learn/policy/clip_frac"]) == main(["info", "metrics", "clip_frac"]) == 0
+    by_name = capsys.readouterr().out.splitlines()
+    assert by_name[0] == "learn/ACTOR/clip_frac  (fraction)" and by_name == by_name[:3] * 2
+    assert main(["info", "metrics", "avg@8", "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == ["eval/SET/[ACTOR/]avg@K"]
+    assert main(["info", "metrics"]) == 0
+    assert capsys.readouterr().out.count("healthy: ") > 30
+    assert main(["info", "metrics", "learn/policy/clip_fraction"]) == 1
+    assert "did you mean 'clip_frac'?" in capsys.readouterr().err
