@@ -30,6 +30,8 @@ EXTRAS = {
     "envs": ["bm25s>=0.3", "chess>=1.11", "mcp>=2.3,<3", "gymnasium>=1.2"],
     "sandbox": ["py-landlock>=0.1.1", "pyseccomp>=0.1.2"],  # pure Python; the second needs the system's libseccomp
 }
+EXTRAS["service"] = ["grpcio>=1.76", "protobuf>=6.31", "grpcio-health-checking>=1.76", "grpcio-reflection>=1.76"]
+EXTRAS["service"] += ["prometheus-client>=0.20"]
 # MLflow without its server; SQLAlchemy and Alembic for its database in a file.
 EXTRAS["trackers"] = ["wandb>=0.31", "tensorboard>=2.21", "trackio>=0.43", "pandas>=2.2"]
 EXTRAS["trackers"] += ["mlflow-skinny>=3.17", "sqlalchemy>=2.0", "alembic>=1.13"]
@@ -43,6 +45,8 @@ EXTRAS["test"] = [
     *EXTRAS["trackers"],
     *EXTRAS["envs"],
     *EXTRAS["sandbox"],
+    *EXTRAS["service"],
+    "grpcio-tools>=1.76",
     "pytest>=8",
     "pytest-xdist>=3.6",
     "ruff",
@@ -60,6 +64,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["rl_core", "rl_core.*"]),
+    package_data={"rl_core.service": ["*.proto"]},
     install_requires=[
         "aiohttp>=3.10",
         "torch>=2.11",

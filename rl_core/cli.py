@@ -21,6 +21,7 @@ COMMANDS = {
     "collect": "sample episodes that SFT reads, above a reward if wanted; goes on where it stopped",
     "show": "print conversations of a run with reward, status and reason",
     "plot": "draw a run's curves as a PNG",
+    "serve": "host environments over gRPC, for runs on other machines",
     "sandbox": "run a program as environments run what models write; say how this machine closes it in",
     "info": "print versions, devices, extras, the sandbox's level, algorithms and environments",
 }

@@ -264,7 +264,7 @@ class Config:
     @property
     def env_paths(self) -> dict[str, str]:
         """Name -> file of each environment."""
-        return {os.path.splitext(os.path.basename(path))[0]: path for path in split(self.env_path)}
+        return {os.path.splitext(os.path.basename(path.partition("?")[0]))[0]: path for path in split(self.env_path)}
 
     def env(self, name: str) -> EnvConfig:
         return self.envs.get(name) or EnvConfig()

@@ -22,6 +22,7 @@ from rl_core.rules import nearest
 from rl_core.sampling.hooks import Hook, describe_error, finite
 from rl_core.types import Message, RunError, Task, option
 
+SERVED = "rl_core.service.client:load_module"
 MAX_TURNS = 10_000  # that are taken of a turns() that yields for ever
 # What each hook may name besides the data's columns. `state` joins SPOKEN if there is a start().
 BEFORE = frozenset({"messages", "prompt", "task"})
@@ -145,7 +146,7 @@ def load_env(
 ) -> Env:
     """The environment of a Python file, or of a module that there is already. `max_turns` overrides the file's. Raises
     ValueError, with file and line for what the file raises, and for hooks that are missing, misspelled or of the wrong kind."""
-    module = module or execute_file(path)
+    module = module or (option(SERVED)(path) if "://" in path else execute_file(path))
     has, marked = vars(module), marked_rewards(module)
     check_names(module, marked, path)
     functions = {name: (has[name], 1.0, False) for name in ARGUMENTS if callable(has.get(name))} | marked

@@ -1,0 +1,64 @@
+"""Who may speak: a bearer token, and TLS by files. A token is read from a file or the environment, never from a flag or a URL."""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+TOKEN_VARIABLE = "RL_CORE_SERVICE_TOKEN"
+
+
+@dataclass(kw_only=True)
+class Access:
+    token: str = field(default="", repr=False)
+    ca: bytes | None = None  # of the server, as a client trusts it
+    key: bytes | None = field(default=None, repr=False)  # the server's own
+    cert: bytes | None = None
+    tls: bool = False
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Access:
+        """Raises ValueError or OSError for files that are not there."""
+        return cls(
+            token=read_token(args.token_file),
+            ca=Path(args.tls_ca).read_bytes() if args.tls_ca else None,
+            key=Path(args.tls_key).read_bytes() if args.tls_key else None,
+            cert=Path(args.tls_cert).read_bytes() if args.tls_cert else None,
+            tls=bool(args.tls_ca or args.tls_cert),
+        )
+
+    def metadata(self) -> list[tuple[str, str]]:
+        return [("authorization", f"Bearer {self.token}")] if self.token else []
+
+    def admits(self, metadata) -> bool:
+        """Whether a call's metadata holds the token."""
+        given = dict(metadata or ()).get("authorization", "")
+        given = given if isinstance(given, str) else ""
+        return not self.token or hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode())
+
+    def channel_aio(self, address: str, options: list) -> grpc.aio.Channel:
+        if self.tls:
+            return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(self.ca), options)
+        return grpc.aio.insecure_channel(address, options)
+
+    def channel(self, address: str, options: list) -> grpc.Channel:
+        if self.tls:
+            return grpc.secure_channel(address, grpc.ssl_channel_credentials(self.ca), options)
+        return grpc.insecure_channel(address, options)
+
+
+def read_token(path: str) -> str:
+    """The token of a file, or of the environment variable."""
+    return Path(path).read_text(encoding="utf-8").strip() if path else os.environ.get(TOKEN_VARIABLE, "")
+
+
+def add_access(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--token_file", default="", help=f"file with the token; default: the variable {TOKEN_VARIABLE}")
+    parser.add_argument("--tls_cert", default="", help="PEM file: the server's certificate chain")
+    parser.add_argument("--tls_key", default="", help="PEM file: its key")
+    parser.add_argument("--tls_ca", default="", help="PEM file: whom to trust when joining; default: the system's")

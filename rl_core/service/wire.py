@@ -1,0 +1,62 @@
+"""What client, hub and workers share: the service's methods, JSON in messages, and errors with a code."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+
+from rl_core.service import environments_pb2 as pb
+
+ENVIRONMENTS, HUB = "rl_core.v1.Environments", "rl_core.v1.Hub"
+VERBS = tuple(field.name for field in pb.Request.DESCRIPTOR.oneofs_by_name["verb"].fields)
+REQUESTS = {verb: getattr(pb, f"{verb.title()}Request") for verb in VERBS}
+REPLIES = {verb: getattr(pb, f"{verb.title()}Reply") for verb in VERBS}
+MAX_MESSAGE = 64 << 20  # bytes of one message either way
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
+    ("grpc.max_send_message_length", MAX_MESSAGE),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]
+CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class ServiceError(Exception):
+    """A request that failed, with its code."""
+
+    def __init__(self, code: grpc.StatusCode, message: str):
+        super().__init__(message)
+        self.code, self.message = code, message
+
+
+def wrong(message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, message)
+
+
+def to_json(value: Any, what: str) -> str:
+    """Raises ServiceError for what JSON cannot hold; NaN is such a thing."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        message = f"{what} must be JSON to travel: {error}"
+        raise ServiceError(grpc.StatusCode.UNKNOWN, message) from None
+
+
+def from_json(text: str, kind: type, what: str) -> Any:
+    """Raises ServiceError unless the text is JSON of this kind."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise wrong(f"{what} is not JSON: {error}") from None
+    if not isinstance(value, kind):
+        raise wrong(f"{what} must be a JSON {kind.__name__}, is a {type(value).__name__}")
+    return value
+
+
+def failed(id: int, error: ServiceError) -> pb.Reply:
+    return pb.Reply(id=id, code=error.code.value[0], error=error.message)

@@ -1,0 +1,33 @@
+"""rl-core serve ENV.py ...: hosts environments over gRPC, for runs with --env_path grpc://host:port/name. docs/service.md"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from rl_core.types import option
+
+EXTRA = "rl-core serve needs gRPC: pip install 'rl_core[service]'"
+
+
+def main(argv: list[str]) -> int:
+    try:
+        import grpc  # noqa: F401
+    except ImportError:
+        raise ValueError(EXTRA) from None
+    from rl_core.service.security import Access
+    from rl_core.service.worker import add_flags
+
+    parser = argparse.ArgumentParser(prog="rl-core serve", description=__doc__, allow_abbrev=False)
+    add_flags(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=50051)
+    parser.add_argument("--workers", type=int, default=2, help="worker processes")
+    parser.add_argument("--controller", action="store_true", help="no environments: workers of other hosts --join")
+    parser.add_argument("--queue", type=int, default=10_000, help="starts of each environment that may wait for room")
+    parser.add_argument("--heartbeat_s", type=float, default=2.0, help="a worker that is silent for three is removed")
+    args = parser.parse_args(argv)
+    if bool(args.envs) == args.controller:
+        raise ValueError("name environment files, or --controller: one of them")
+    serve = option("rl_core.service.server:serve")
+    return asyncio.run(serve(args, Access.of(args)))
