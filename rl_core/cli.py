@@ -22,6 +22,7 @@ COMMANDS = {
     "show": "print conversations of a run with reward, status and reason",
     "plot": "draw a run's curves as a PNG",
     "serve": "host environments over gRPC, for runs on other machines",
+    "replay": "learn a recorded step again without engines, also with another algorithm; compare with what was recorded",
     "sandbox": "run a program as environments run what models write; say how this machine closes it in",
     "info": "print versions, devices, extras, the sandbox's level, algorithms and environments",
 }

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from rl_core.build import Run
+from rl_core.build import Plan, Run
 from rl_core.data.rows import write_trajectories
-from rl_core.distributed import all_gather_json, barrier
+from rl_core.distributed import Ranks, all_gather_json, barrier
 from rl_core.learning.advantages import baseline_groups, group_results, has_signal, samples_of
 from rl_core.learning.checkpoint import save_checkpoint
 from rl_core.learning.model import export_policy
@@ -121,13 +121,18 @@ async def sample(run: Run, step: int) -> dict[str, list[TrainingSample]]:
         results = group_results(trajectories, run.learners, config.eval.pass_reward, run.ranks)
         plan.curriculum.record(results, min([*run.begun, run.position]))
     await note_rollouts(run, step, trajectories)
+    return training_samples(plan, trajectories, run.ranks)
+
+
+def training_samples(plan: Plan, trajectories: list[Trajectory], ranks: Ranks) -> dict[str, list[TrainingSample]]:
+    """This rank's samples of these episodes, of each actor that learns. Every rank must call it."""
     samples, advantage_fns = {}, {name: env.advantage_fn for name, env in plan.envs.items()}
-    for name in run.learners:
+    for name in plan.config.trained:
         groups = baseline_groups([t for t in trajectories if t.actor == name])
         if plan.algorithm.refill_rounds:
             groups = [g for g in groups if has_signal(g, plan.algorithm)]
-        longest = config.actors[name].max_tokens or config.max_tokens
-        samples[name] = samples_of(groups, plan.algorithm, longest, run.ranks, advantage_fns)
+        longest = plan.config.actors[name].max_tokens or plan.config.max_tokens
+        samples[name] = samples_of(groups, plan.algorithm, longest, ranks, advantage_fns)
     return samples
 
 

@@ -1,0 +1,124 @@
+"""rl-core replay: a recorded step is learned again, from checkpoints and rollouts alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from kit import STOP, run, run_ranks, steps, trajectories, words
+from transformers import AutoModelForCausalLM
+
+from rl_core.cli import main
+from rl_core.data.rows import read_json
+
+RL = f"--max_tokens 10 --max_prompt_tokens 40 --tasks_per_step 4 --group_size 4 --optim.lr 1e-2 {STOP}"
+ASK = "--model {model} --env_path {dir}/ask.py " + RL
+TALK = "--actors.bob.model {model} --actors.alice.share bob --actors.bob.lora.rank 4 --actors.alice.lr 3e-3"
+TALK += " --env_path {dir}/talk.py --max_tokens 20 --algo.kl_coef 0.1 " + RL
+
+
+def replayed(capsys, out, *flags) -> dict:
+    capsys.readouterr()
+    assert main(words("replay", out, "--json", *flags)) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def exact(found: dict, row: dict) -> None:
+    """Every loss and gradient norm is the recorded one, to the last bit, and not only what the command says of it."""
+    names = [name for name in row if name.endswith(("loss", "grad_norm"))]
+    assert names and {n: found["replayed"][n] for n in names} == {n: row[n] for n in names}
+    assert min(row[name] for name in names if name.endswith("grad_norm")) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "flags, saved, begins",
+    [
+        (ASK, "--save_every 3", "/checkpoints/step_000003"),
+        (ASK + " --learner.minibatches 2", "--save_every 2", "/checkpoints/step_000002, and steps 3 to 3 learned again"),
+        (ASK + " --algorithm ppo --optim.warmup_steps 2", "", "the model with which the run began, and steps 1 to 3"),
+        (TALK, "--save_every 2", "/checkpoints/step_000002, and steps 3 to 3"),
+    ],
+    ids=["checkpoint", "minibatches", "ppo-from-the-start", "two-adapters"],
+)  # fmt: skip
+def test_a_replayed_step_has_the_loss_and_gradient_norm_that_were_recorded(
+    flags, saved, begins, places, tmp_path, capsys
+):
+    out = run(tmp_path / "run", flags.format(**places), "--num_steps 4", saved)
+    found = replayed(capsys, out, "--step 4")
+    assert begins in found["begins"] and found["between"] == 0.0
+    exact(found, steps(out)[3])
+    (out / "metrics.jsonl").write_text((out / "metrics.jsonl").read_text().replace('/grad_norm": ', '/grad_norm": 1'))
+    assert main(words("replay", out, "--step 4")) == 0
+    assert "warning: loss or gradient norm is not what was recorded" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo --critic.lr 1e-2"])
+def test_another_objective_begins_with_the_weights_and_the_optimizer_of_the_run(algorithm, places, tmp_path, capsys):
+    flags = ASK.format(**places) + f" --algorithm {algorithm} --learner.epochs 2"
+    out = run(tmp_path / "run", flags, "--num_steps 2 --save_every 1")
+    same = replayed(capsys, out, "--step 2 --algo.clip_low 0.2")  # which it has by itself
+    assert same["is_other"]
+    exact(same, steps(out)[1])  # of two updates, of which the second has what the optimizer did
+
+
+def test_another_algorithm_has_the_advantages_of_the_recorded_rewards(places, tmp_path, capsys):
+    out = run(tmp_path / "run", ASK.format(**places), "--num_steps 2 --save_every 1")
+    rows = trajectories(out / "rollouts/step_000002.jsonl.zst")
+    total, num = 0.0, 0
+    for row in rows:
+        group = [other["reward"] for other in rows if other["group_id"] == row["group_id"]]
+        sampled = sum(len(turn["completion"]["token_ids"]) for turn in row["turns"])
+        total -= (row["reward"] - sum(group) / len(group)) * sampled
+        num += sum(turn["is_fresh"] for turn in row["turns"])
+    found = replayed(capsys, out, "--step 2 --algorithm dr_grpo")  # over as many tokens as a sequence may have
+    assert found["replayed"]["learn/policy/loss"] == pytest.approx(total / (num * 10 * 3), rel=1e-5, abs=1e-9)
+    with_kl = replayed(capsys, out, "--step 2 --algorithm ppo --algo.kl_coef 0.5")
+    assert {"learn/policy/ref_kl_nats", "learn/policy/critic_loss"} <= with_kl["replayed"].keys()
+
+
+def test_ranks_replay_their_own_rollouts_and_one_process_those_of_all(places, tmp_path, capsys):
+    out = run(tmp_path / "run", ASK.format(**places), "--num_steps 1", ranks=2)
+    said = run_ranks(2, "-m", "rl_core.cli", "replay", out, *words("--step 1 --json --tokens")).stdout
+    exact(json.loads(said), steps(out)[0])
+    alone = replayed(capsys, out, "--step 1")["replayed"]
+    for name in ("learn/policy/loss", "learn/policy/grad_norm"):
+        assert alone[name] == pytest.approx(steps(out)[0][name], rel=1e-5)
+    checked = 0
+    with torch.no_grad():
+        before, after = (AutoModelForCausalLM.from_pretrained(m) for m in (places["model"], out / "hf/policy"))
+        for rank in range(2):
+            name = f"step_000001.rank_{rank:05d}.jsonl.zst"
+            pairs = zip(read_json(out / "tokens" / name), trajectories(out / "rollouts" / name), strict=True)
+            for line, row in pairs:
+                assert all(line[key] == row[key] for key in ("task_id", "group_id", "index", "actor", "seat"))
+                for values, turn in zip(line["turns"], row["turns"], strict=True):
+                    old, entropy = by_transformers(before, turn)
+                    new, _ = by_transformers(after, turn)
+                    assert values["logprobs"] == pytest.approx(old.tolist(), abs=1e-4)
+                    assert values["entropy_nats"] == pytest.approx(entropy.tolist(), abs=1e-4)
+                    assert values["ratios"] == pytest.approx((new - old).exp().tolist(), abs=1e-3)
+                    assert len(set(values["advantages"])) == 1
+                    checked += 1
+    assert checked > 16
+
+
+def by_transformers(model, turn: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    said = turn["completion"]["token_ids"]
+    logits = model(torch.tensor([turn["prompt_ids"] + said])).logits[0, len(turn["prompt_ids"]) - 1 : -1]
+    all_logprobs = logits.log_softmax(-1)
+    return all_logprobs.gather(1, torch.tensor(said)[:, None])[:, 0], -(all_logprobs.exp() * all_logprobs).sum(-1)
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        ("--step 1 --max_tokens 5", "--max_tokens is for sampling, or for more than one step"),
+        ("--step 1 --algorithm sft", "--algorithm sft: replay is for reinforcement learning"),
+        ("--step 2", "--step 2: no episodes in"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(flags, says, places, tmp_path, capsys):
+    out = run(tmp_path / "run", ASK.format(**places), "--num_steps 1")
+    assert main(words("replay", out, flags)) == 1
+    assert says in capsys.readouterr().err
