@@ -1,4 +1,4 @@
-"""Tools: JSON schemas of Python functions, and what a model calls, read by the format of its chat template.
+"""Tools: what a model calls, read by the format of its chat template.
 
 `tool_calls` of a message are as the templates in transformers read them: [{"id", "type": "function", "function": {"name",
 "arguments"}}], with arguments as a dictionary.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rl_core.data.chat import Chat, text_after
@@ -54,23 +54,6 @@ FORMATS = {
     # Hermes, Qwen 2.5 and 3; templates that know no calls too
     "": (r"<tool_call>", r"<tool_call>\s*(?P<json>\{.*?\})\s*</tool_call>"),
 }
-
-
-def schemas(tools: Sequence[dict | Callable], path: str) -> list[dict[str, Any]]:
-    """The tools as templates read them. Raises ValueError for a function that lacks type hints or a docstring."""
-    from transformers.utils import get_json_schema
-
-    found = []
-    for tool in tools:
-        try:
-            found.append(tool if isinstance(tool, dict) else get_json_schema(tool))
-        except Exception as error:
-            name = getattr(tool, "__name__", tool)
-            raise ValueError(
-                f"{path}: tools: {name}(): {' '.join(str(error).split())}; a tool needs a type hint for each argument and a "
-                "docstring in Google's format, with what it does and `Args:` with each argument"
-            ) from error
-    return found
 
 
 def read_reply(

@@ -181,7 +181,7 @@ def load_env(
         advantage_fn=advantages and functools.partial(advantages_of, advantages, path=path),
         turns=turns,
         max_turns=max_turns or has.get("max_turns") or longest,
-        tools=option("rl_core.options.tool_calls:schemas")(tools, path) if tools else None,
+        tools=option("rl_core.options.tool_schemas:schemas")(tools, path) if tools else None,
         system_prompts=option("rl_core.options.system_prompts:load_prompts")(prompts, path) if prompts else {},
         name_prefix=has.get("name_prefix", False),
         truncated_reward=has.get("truncated_reward"),

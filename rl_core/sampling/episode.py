@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rl_core.data.tasks import check_messages, shorten
+from rl_core.data.tasks import shorten
 from rl_core.sampling.actor import Cast, Conversation, without_thoughts
 from rl_core.sampling.env import Env, is_list
-from rl_core.sampling.hooks import Hook, finite, finite_parts, wait_for_all
+from rl_core.sampling.hooks import Hook, finite, finite_parts, read_answer, wait_for_all
 from rl_core.types import Message, Task, Trajectory
 
 # Between two turns of one actor: many chat templates, and many servers, refuse two assistants in a row.
@@ -187,22 +187,6 @@ def merged(messages: Sequence[Message]) -> list[Message]:
         else:
             result.append(message)
     return result
-
-
-def read_answer(answer: Any, path: str, ends: bool) -> tuple[list[Message], float | None, bool]:
-    """(messages, reward, is_done) of what interact returned. `ends`: the episode ends without messages."""
-    what, reward, is_done = f"{path}: what interact() returned", None, False
-    if isinstance(answer, dict):
-        for key in answer.keys() - {"messages", "reward", "done"}:
-            raise ValueError(f"{what} has an unknown key {key!r}; known: messages, reward, done")
-        reward = None if answer.get("reward") is None else finite(answer["reward"], f"the reward in {what}")
-        is_done, answer = bool(answer.get("done")), answer.get("messages")
-    if answer is None or answer in ([], ()):
-        return [], reward, is_done or ends
-    try:
-        return check_messages(answer), reward, is_done
-    except ValueError as error:
-        raise ValueError(f"{what} {error}") from None
 
 
 def checked(returned: Any, env: Env, task: Task, actors: Cast) -> list[Trajectory]:

@@ -1,4 +1,4 @@
-"""Calls functions of a user's file by the names of their parameters, each with a deadline, and reads their rewards."""
+"""Calls functions of a user's file by the names of their parameters, each with a deadline, and reads what they return."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
-from rl_core.data.tasks import shorten
-from rl_core.types import Task
+from rl_core.data.tasks import check_messages, shorten
+from rl_core.types import Message, Task
 
 BEAT_S = 0.05  # the event loop wakes up at least so often
 BLOCKED_S = 1.0  # an async hook that blocks the event loop for so long is named
@@ -281,3 +281,19 @@ def finite_parts(value: Any, name: str, what: str) -> dict[str, float]:
     if not value or not all(isinstance(part, str) for part in value):
         raise ValueError(f"{what} is {shorten(value)}; a dict must name each part, as 'format': 0.5")
     return {part: finite(number, f"{what}: part {part!r}") for part, number in value.items()}
+
+
+def read_answer(answer: Any, path: str, ends: bool) -> tuple[list[Message], float | None, bool]:
+    """(messages, reward, is_done) of what interact returned. `ends`: the episode ends without messages."""
+    what, reward, is_done = f"{path}: what interact() returned", None, False
+    if isinstance(answer, dict):
+        for key in answer.keys() - {"messages", "reward", "done"}:
+            raise ValueError(f"{what} has an unknown key {key!r}; known: messages, reward, done")
+        reward = None if answer.get("reward") is None else finite(answer["reward"], f"the reward in {what}")
+        is_done, answer = bool(answer.get("done")), answer.get("messages")
+    if answer is None or answer in ([], ()):
+        return [], reward, is_done or ends
+    try:
+        return check_messages(answer), reward, is_done
+    except ValueError as error:
+        raise ValueError(f"{what} {error}") from None

@@ -14,8 +14,7 @@ from grpc import StatusCode
 
 from rl_core.data.tasks import check_messages
 from rl_core.sampling.env import Env
-from rl_core.sampling.episode import read_answer
-from rl_core.sampling.hooks import Hook, HookError, finite_parts
+from rl_core.sampling.hooks import Hook, HookError, finite_parts, read_answer
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.wire import ServiceError, from_json, to_json, wrong
 from rl_core.types import Completion, Task, Trajectory, Turn

@@ -1,0 +1,23 @@
+"""JSON schemas of tools that are Python functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def schemas(tools: Sequence[dict | Callable], path: str) -> list[dict[str, Any]]:
+    """The tools as templates read them. Raises ValueError for a function that lacks type hints or a docstring."""
+    from transformers.utils import get_json_schema
+
+    found = []
+    for tool in tools:
+        try:
+            found.append(tool if isinstance(tool, dict) else get_json_schema(tool))
+        except Exception as error:
+            name = getattr(tool, "__name__", tool)
+            raise ValueError(
+                f"{path}: tools: {name}(): {' '.join(str(error).split())}; a tool needs a type hint for each argument and a "
+                "docstring in Google's format, with what it does and `Args:` with each argument"
+            ) from error
+    return found
