@@ -317,6 +317,7 @@ def load(path: str, hook_timeout_s: float, idle_s: float) -> tuple[Env, pb.Envir
                 "and rewards that do not name 'actors'"
             )
     described = pb.Environment(name=env.name, max_turns=env.max_turns, name_prefix=env.name_prefix, idle_s=idle_s)
+    described.hook_timeout_s = hook_timeout_s
     described.tools = to_json(env.tools, f"{path}: tools") if env.tools else ""
     described.turns = env.turns if isinstance(env.turns, str) else ""
     if has.get("system_prompts"):
