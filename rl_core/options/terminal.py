@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -23,12 +22,11 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_core.options.lora import experts_of, has_experts
+from rl_core.options.run_warnings import RunWarnings
 from rl_core.rules import printable
 from rl_core.types import Trajectory
 
 REFRESH_PER_S = 4
-EVERY = 10  # steps between two warnings of one kind
-SAME = 5  # steps over which a mean that does not move is told
 CHARS = 300  # of a message that is shown
 
 
@@ -92,8 +90,7 @@ class Terminal:
         self.started = self.began = time.monotonic()  # the run, the phase
         self.said_at = -math.inf
         run.log.say(loaded(run))
-        self.told: dict[str, int] = {}  # warning -> the step at which it was told last
-        self.same: dict[str, tuple[float, int]] = {}  # metric -> its value, and for how many steps it has been that
+        self.warnings = RunWarnings(run.config, run.out) if run.ranks.is_writer else None
         if run.ranks.is_writer and sys.stdout.isatty():
             self.live = Live(get_renderable=self.panel, refresh_per_second=REFRESH_PER_S, transient=True)
             self.live.start()
@@ -121,7 +118,9 @@ class Terminal:
                 rest.append(f"{name} {short(speed)} tokens/s")
         if step > run.start:
             rest.append(f"ETA {self.time_left(step)}")
-        return Group(table, Text("  ".join(rest)))
+        told = [text for _, text in list(self.warnings.now.values())]
+        lines = (Text(f"! {text}", style="yellow", no_wrap=True, overflow="ellipsis") for text in told)
+        return Group(table, Text("  ".join(rest)), *lines)
 
     def show(self, phase: str) -> None:
         self.phase, self.began = phase, time.monotonic()
@@ -147,36 +146,8 @@ class Terminal:
         if time.monotonic() > self.said_at + 1 or step == num_steps:
             self.said_at = time.monotonic()
             self.run.log.say(f"{progress_line(step, num_steps, values)}  ETA {self.time_left(step)}")
-        for kind, text in self.warnings(values):
-            if step - self.told.get(kind, -EVERY) >= EVERY:
-                self.told[kind] = step
-                self.run.log.say(f"warning: {text}")
-
-    def warnings(self, values: dict[str, float]) -> Iterator[tuple[str, str]]:
-        config, places = self.run.config, [f"rollout/{name}/" for name in rewards(values)]
-        for place in places:
-            if values.get(f"{place}truncated_frac") == 1:
-                yield (
-                    f"{place} truncated",
-                    f"{place}truncated_frac is 1: no episode ended by itself; try a larger --max_tokens, --max_turns or a "
-                    "--sampling.stop, and look at what is said (rollouts/)",
-                )
-            if config.group_size > 1 and values.get(f"{place}zero_signal_frac") == 1:
-                yield (
-                    f"{place} signal",
-                    f"{place}zero_signal_frac is 1: the episodes of each group have the same reward, so that nothing is "
-                    "learned; try easier or harder tasks, a larger --group_size, or a reward with partial credit",
-                )
-        for name, value in values.items():
-            if re.fullmatch(r"rollout/[^/]+/(reward_mean|reward/.+)", name):
-                before, times = self.same.get(name, (None, 0))
-                self.same[name] = value, times + 1 if value == before else 1
-                if self.same[name][1] >= SAME:
-                    yield (
-                        name,
-                        f"{name} has been {value:.4g} for {self.same[name][1]} steps: this reward seems constant; check "
-                        "reward_fn with rl-core check",
-                    )
+        for text in self.warnings.step(step, values) if self.warnings else ():
+            print(f"warning: step {step}: {text}", file=sys.stderr, flush=True)
 
 
 def progress_line(step: int, num_steps: int, values: dict[str, float]) -> str:

@@ -1,0 +1,115 @@
+"""What is going wrong is told when it begins: once, on stderr, in the panel, and in warnings.jsonl."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from kit import STOP, words
+
+from rl_core.config import parse_config
+from rl_core.options.run_warnings import RunWarnings
+from rl_core.train import main
+
+SIZES = "--max_tokens 6 --tasks_per_step 2 --group_size 2 --optim.lr 0 --rollout.save false"
+
+
+def told(rows: list[dict], folder, *flags: str) -> list[tuple[int, str, str]]:
+    """(step, kind, end of the metric's name) of all that a run with these metrics would tell."""
+    config = parse_config(words("--model m --env_path e.py --out o --group_size 4", *flags))
+    folder.mkdir(exist_ok=True)
+    run = RunWarnings(config, folder)
+    texts = [text for step, row in enumerate(rows, 1) for text in run.step(step, row)]
+    lines = [json.loads(line) for line in run.file.read_text().splitlines()] if run.file.exists() else []
+    assert [line["text"] for line in lines] == texts and all(
+        "try" in text or "check" in text or "bring" in text for text in texts
+    )
+    return [(line["step"], line["kind"], line["metric"].split("/", 2)[2]) for line in lines]
+
+
+def row(**values: float) -> dict[str, float]:
+    """Metrics of a healthy step, but for these."""
+    given = {"reward_mean": 0.4, "zero_signal_frac": 0.2, "truncated_frac": 0.05, "entropy_nats": 0.8}
+    given |= {"mismatch_kl_nats": 1e-4} | values
+    learn = ("entropy_nats", "mismatch_kl_nats")
+    return {f"{'learn' if name in learn else 'rollout'}/policy/{name}": value for name, value in given.items()}
+
+
+def learning(num: int, best: float = 0.98) -> list[dict[str, float]]:
+    """A task is learned: the policy becomes sure of what it says, and most groups get the same rewards."""
+    rows = []
+    for n in range(num):
+        done = min(1.0, n / 100)
+        part = {"reward/right": best * done + 0.01 * (n % 3), "reward/format": 0.05 + 0.05 * done}
+        part["reward/late"] = -0.2 * (1 - done) ** 2
+        share = {"zero_signal_frac": 0.9 * done, "truncated_frac": 0.15 * (1 - done), "entropy_nats": 0.9 - 0.88 * done}
+        rows.append(row(reward_mean=sum(part.values()), **part, **share))
+    return rows
+
+
+def test_a_healthy_run_is_told_nothing(tmp_path):
+    assert told(learning(200), tmp_path / "a") == []
+    game = [row(reward_mean=0.0, zero_signal_frac=0.3, entropy_nats=0.8 - 0.002 * n) for n in range(200)]
+    assert told(game, tmp_path / "b") == []  # what one seat wins the other loses
+    small = [
+        row(reward_mean=n, **{"reward/right": 0.8 + 0.001 * (n % 2), "reward/form": 0.01 * (n % 2)}) for n in range(40)
+    ]
+    assert told(small, tmp_path / "d") == []  # it still moves
+    late = [row(reward_mean=n, **{"reward/right": n / 40, "reward/late": -0.1 * (n < 5)}) for n in range(40)]
+    assert told(late, tmp_path / "e") == []  # a penalty that is no longer earned
+    stale = [row(mismatch_kl_nats=0.05, reward_mean=0.3 + 0.01 * n) for n in range(20)]
+    assert told(stale, tmp_path / "c", "--max_staleness 2") == []
+
+
+@pytest.mark.parametrize(
+    "rows, says",
+    [
+        ([row(reward_mean=n, truncated_frac=0.1 + 0.02 * n) for n in range(30)], [(9, "truncated", "truncated_frac")]),
+        ([row(reward_mean=n, zero_signal_frac=float(n > 5)) for n in range(30)], [(9, "no signal", "zero_signal_frac")]),
+        # It ends, and begins anew after ten steps without it, and after one.
+        (
+            [row(reward_mean=n, zero_signal_frac=float(n not in (8, 9, *range(20, 32)))) for n in range(40)],
+            [(3, "no signal", "zero_signal_frac"), (35, "no signal", "zero_signal_frac")],
+        ),
+        ([row(reward_mean=n, mismatch_kl_nats=0.02 * (n > 2)) for n in range(9)], [(6, "mismatch", "mismatch_kl_nats")]),
+        (
+            [row(reward_mean=0.5, zero_signal_frac=1.0) for n in range(9)],
+            [(3, "no signal", "zero_signal_frac"), (5, "constant reward", "reward_mean")],
+        ),
+        (
+            [row(reward_mean=n, **{"reward/a": n, "reward/b": 0.5}) for n in range(40)],
+            [(20, "constant reward", "reward/b")],
+        ),
+        (
+            [row(reward_mean=n, **{"reward/right": 0.3 + 0.1 * (n % 2), "reward/short": -5.0 * n}) for n in range(1, 40)],
+            [(20, "one part", "reward/short")],
+        ),
+        # Sure of what it says, and wrong.
+        (learning(200, best=0.1), [(96, "entropy", "entropy_nats")]),
+    ],
+)  # fmt: skip
+def test_what_goes_wrong_is_told_when_it_begins_and_once(rows, says, tmp_path):
+    assert told(rows, tmp_path) == says
+
+
+def test_a_resumed_run_repeats_no_warning(places, tmp_path, capsys):
+    env = "def load_tasks(split): return [{'prompt': str(n)} for n in range(8)]\nasync def reward_fn(completion): return 1.0\n"
+    (tmp_path / "env.py").write_text(env)
+    flags = words("--model", places["model"], "--env_path", tmp_path / "env.py", SIZES, STOP, "--max_tokens 20")
+    seen = []
+    for more in ("--num_steps 4", "--num_steps 6 --resume"):
+        if seen:  # a run that was killed after its checkpoint had told something
+            with open(tmp_path / "run/warnings.jsonl", "a") as file:
+                file.write('{"step": 5, "kind": "constant reward"}\n')
+        assert main([*flags, *words(more, "--out", tmp_path / "run")]) == 0
+        said, errors = capsys.readouterr()
+        seen.append(
+            [line.split(" is 1")[0].split(" has been")[0] for line in errors.splitlines() if "warning: " in line]
+        )
+        assert "warning: " not in said
+    assert seen == [
+        ["warning: step 3: rollout/policy/zero_signal_frac"],
+        ["warning: step 5: rollout/policy/reward_mean"],
+    ]
+    kept = [json.loads(line) for line in (tmp_path / "run/warnings.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["kind"]) for line in kept] == [(3, "no signal"), (5, "constant reward")]
