@@ -23,9 +23,14 @@ class Access:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Access:
-        """Raises ValueError or OSError for files that are not there."""
+        """Raises ValueError or OSError for files that are not there. Takes the token out of this process's environment, which
+        programs that environments start would inherit."""
+        if bool(args.tls_cert) != bool(args.tls_key):
+            raise ValueError("--tls_cert and --tls_key belong together: give both, or none for plain text")
+        token = read_token(args.token_file)
+        os.environ.pop(TOKEN_VARIABLE, None)
         return cls(
-            token=read_token(args.token_file),
+            token=token,
             ca=Path(args.tls_ca).read_bytes() if args.tls_ca else None,
             key=Path(args.tls_key).read_bytes() if args.tls_key else None,
             cert=Path(args.tls_cert).read_bytes() if args.tls_cert else None,
@@ -36,10 +41,12 @@ class Access:
         return [("authorization", f"Bearer {self.token}")] if self.token else []
 
     def admits(self, metadata) -> bool:
-        """Whether a call's metadata holds the token."""
-        given = dict(metadata or ()).get("authorization", "")
-        given = given if isinstance(given, str) else ""
-        return not self.token or hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode())
+        """Whether a call's metadata holds the token. Compares in constant time."""
+        return self.is_right(dict(metadata or ()).get("authorization", ""))
+
+    def is_right(self, authorization: str | bytes) -> bool:
+        given = authorization.encode(errors="replace") if isinstance(authorization, str) else authorization
+        return not self.token or hmac.compare_digest(given, f"Bearer {self.token}".encode())
 
     def channel_aio(self, address: str, options: list) -> grpc.aio.Channel:
         if self.tls:
@@ -53,8 +60,13 @@ class Access:
 
 
 def read_token(path: str) -> str:
-    """The token of a file, or of the environment variable."""
-    return Path(path).read_text(encoding="utf-8").strip() if path else os.environ.get(TOKEN_VARIABLE, "")
+    """The token of a file, or of the environment variable. Raises ValueError for one that a header cannot hold."""
+    token = Path(path).read_text(encoding="utf-8").strip() if path else os.environ.get(TOKEN_VARIABLE, "").strip()
+    if path and not token:
+        raise ValueError(f"--token_file {path} is empty")
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError(f"the token of {path or TOKEN_VARIABLE} must be printable ASCII without spaces")
+    return token
 
 
 def add_access(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections import deque
 from typing import Any
 
 import grpc
@@ -13,7 +15,9 @@ ENVIRONMENTS, HUB = "rl_core.v1.Environments", "rl_core.v1.Hub"
 VERBS = tuple(field.name for field in pb.Request.DESCRIPTOR.oneofs_by_name["verb"].fields)
 REQUESTS = {verb: getattr(pb, f"{verb.title()}Request") for verb in VERBS}
 REPLIES = {verb: getattr(pb, f"{verb.title()}Reply") for verb in VERBS}
-MAX_MESSAGE = 64 << 20  # bytes of one message either way
+MAX_MESSAGE = 64 << 20  # bytes of one message either way, which may hold many requests
+MAX_REQUEST = 16 << 20  # bytes of one request or reply
+BATCH = 4 << 20  # bytes after which a batch is full
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_send_message_length", MAX_MESSAGE),
@@ -60,3 +64,37 @@ def from_json(text: str, kind: type, what: str) -> Any:
 
 def failed(id: int, error: ServiceError) -> pb.Reply:
     return pb.Reply(id=id, code=error.code.value[0], error=error.message)
+
+
+class Outbox:
+    """Messages that wait to be written to one stream, so that a reader that is slow holds up no one else."""
+
+    def __init__(self):
+        self.messages: deque[tuple[Any, int]] = deque()
+        self.num_bytes = 0
+        self.filled, self.emptied = asyncio.Event(), asyncio.Event()
+
+    def put(self, message: Any) -> None:
+        size = message.ByteSize()
+        self.messages.append((message, size))
+        self.num_bytes += size
+        self.filled.set()
+
+    def take(self) -> list[Any]:
+        """The next batch, which one message of the stream can hold. Empty if nothing waits."""
+        batch, total = [], 0
+        while self.messages and total < BATCH:
+            message, size = self.messages.popleft()
+            batch.append(message)
+            total += size
+        self.num_bytes -= total
+        if not self.messages:
+            self.filled.clear()
+        self.emptied.set()
+        return batch
+
+    async def below(self, num_bytes: int) -> None:
+        """Waits until fewer bytes wait to be written."""
+        while self.num_bytes >= num_bytes:
+            self.emptied.clear()
+            await self.emptied.wait()

@@ -1,0 +1,83 @@
+"""The hub's ends of its streams: a worker that has dialled in, and a client."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from grpc import StatusCode
+
+from rl_core.service import environments_pb2 as pb
+from rl_core.service.wire import CODES, Outbox, ServiceError, failed
+
+Done = Callable[["pb.Reply | None"], Any]
+
+
+class WorkerLink:
+    """A worker that has dialled in."""
+
+    def __init__(self, hello: pb.Hello, beat: pb.Worker):
+        self.name, self.heard_s = hello.worker, time.monotonic()
+        self.waiting: dict[int, tuple[str, Done]] = {}
+        self.outbox, self.last_id = Outbox(), 0
+        self.closed = asyncio.get_running_loop().create_future()
+        self.hear(beat)
+
+    def hear(self, beat: pb.Worker) -> None:
+        self.beat, self.loads = beat, {load.env: load for load in beat.loads}
+        self.started: Counter[str] = Counter()  # environment -> sessions that were sent since
+
+    def room(self, env: str) -> int:
+        """Sessions that it can still take."""
+        load = self.loads.get(env)
+        return load.capacity - load.sessions - self.started[env] if load and not self.beat.draining else 0
+
+    def ask(self, request: pb.Request, verb: str, done: Done) -> int:
+        """The number by which the worker knows the request. done(reply) is called once, with None if the connection breaks."""
+        self.last_id += 1
+        request.id = self.last_id
+        self.waiting[request.id] = verb, done
+        self.outbox.put(request)
+        return request.id
+
+    async def answer(self, request: pb.Request) -> pb.Reply | None:
+        """None if the connection to the worker broke: it may have done what was asked, or not."""
+        future = asyncio.get_running_loop().create_future()
+        verb = request.WhichOneof("verb")
+        number = self.ask(request, verb, lambda reply: future.done() or future.set_result(reply))
+        try:
+            return await future
+        finally:
+            self.waiting.pop(number, None)
+
+    def settle(self, reply: pb.Reply) -> None:
+        verb, done = self.waiting.pop(reply.id, (None, None))
+        if done is None:
+            return
+        if reply.code not in CODES or (reply.code == 0 and reply.WhichOneof("verb") != verb):
+            reply = failed(
+                0, ServiceError(StatusCode.INTERNAL, f"worker {self.name} answered {verb} with something else")
+            )
+        done(reply)
+
+    def close(self) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+        waiting, self.waiting = self.waiting, {}
+        for _, done in waiting.values():
+            done(None)
+
+
+class ClientStream:
+    """What one client has asked, and what it has not read yet."""
+
+    def __init__(self):
+        self.outbox, self.num_open = Outbox(), 0
+        self.tasks: set[asyncio.Task] = set()
+
+    def put(self, reply: pb.Reply) -> None:
+        self.num_open -= 1
+        self.outbox.put(reply)
