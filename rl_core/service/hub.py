@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -14,7 +13,9 @@ import grpc
 from grpc import StatusCode
 
 from rl_core.service import environments_pb2 as pb
+from rl_core.service.links import ClientStream, WorkerLink
 from rl_core.service.security import Access
+from rl_core.service.starts import Starts
 from rl_core.service.wire import (
     CODES,
     ENVIRONMENTS,
@@ -23,7 +24,6 @@ from rl_core.service.wire import (
     REPLIES,
     REQUESTS,
     VERBS,
-    Outbox,
     ServiceError,
     failed,
     wrong,
@@ -34,12 +34,9 @@ WORKER = re.compile(r"[0-9a-f]{12}")
 OF_SESSION = frozenset({"interact", "score", "cancel"})
 NUMBERED = frozenset({"interact", "score"})
 MAX_TIMEOUT_S = 600.0
+FIRST_S = 60.0  # how long the first worker may take
 PENDING = 20_000  # requests of one client that are not answered; more are refused
 UNREAD = 16 << 20  # bytes of replies that a client has not read, after which the server reads no more of its requests
-PLACED = 100_000  # keys of starts that are remembered
-FULL = StatusCode.RESOURCE_EXHAUSTED.value[0]
-
-Done = Callable[["pb.Reply | None"], Any]
 
 
 class Hub:
@@ -51,14 +48,13 @@ class Hub:
         max_queue: int = 10_000,
         observe: Callable[[str, float], None] = lambda verb, seconds: None,
     ):
-        self.access, self.heartbeat_s, self.max_queue, self.observe = access, heartbeat_s, max_queue, observe
+        self.access, self.heartbeat_s, self.observe = access, heartbeat_s, observe
         self.links: dict[str, WorkerLink] = {}
         self.lost: dict[str, float] = {}  # worker -> when it was last heard; 0: known to be dead
         self.past: dict[str, pb.Worker] = {}  # worker that is gone -> its last heartbeat, for totals
         self.envs: dict[str, pb.Environment] = {}
-        self.queues: dict[str, OrderedDict[asyncio.Future, None]] = {}
-        self.placed: OrderedDict[tuple[str, str], str] = OrderedDict()  # (environment, key of a start) -> worker
-        self.began_s, self.draining = time.monotonic(), False
+        self.starts = Starts(self.links, max_queue, self.link_of)
+        self.began_s = time.monotonic()
         self.changed = asyncio.Event()  # of the next change of workers, or tick of watch()
 
     @property
@@ -122,27 +118,19 @@ class Hub:
         if verb in OF_SESSION:
             return await self.in_session(request, verb, again)
         if verb == "start":
-            return await self.start(request)
+            await self.must_know(request.start.env)
+            return await self.starts.start(request)
         if verb == "describe":
             return pb.Reply(describe=await self.describe(request.describe.env))
         if verb == "workers":
             return pb.Reply(workers=self.workers())
         if verb == "renew":
             return pb.Reply(renew=await self.renew(request.renew))
-        reply = None  # tasks, call: of any worker
-        while reply is None:
-            reply = await self.ask(await self.any_link(getattr(request, verb).env), request)
-        return reply
-
-    async def ask(self, link: WorkerLink, request: pb.Request) -> pb.Reply | None:
-        """None if the connection to the worker broke: it may have done what was asked, or not."""
-        future = asyncio.get_running_loop().create_future()
-        done = lambda reply: future.done() or future.set_result(reply)  # noqa: E731
-        number = link.ask(request, request.WhichOneof("verb"), done)
-        try:
-            return await future
-        finally:
-            link.waiting.pop(number, None)
+        for _ in range(2):  # tasks, call: of any worker
+            reply = await (await self.any_link(getattr(request, verb).env)).answer(request)
+            if reply is not None:
+                return reply
+        raise ServiceError(StatusCode.DATA_LOSS, f"2 workers went away while they answered {verb}")
 
     async def in_session(self, request: pb.Request, verb: str, again: bool) -> pb.Reply:
         """Asks again if the connection broke and the worker came back: it does nothing twice that has a number."""
@@ -154,7 +142,7 @@ class Hub:
             if again and verb in NUMBERED and asked.number == 0:
                 message = "the connection to the worker broke, and a request without a number is not sent again"
                 raise ServiceError(StatusCode.ABORTED, message)
-            reply = await self.ask(await self.link_of(found[1]), request)
+            reply = await (await self.link_of(found[1])).answer(request)
             if reply is not None:
                 return reply
             again = True
@@ -174,7 +162,7 @@ class Hub:
 
     async def must_know(self, env: str) -> None:
         while env not in self.envs:
-            if time.monotonic() - self.began_s > self.grace_s:
+            if time.monotonic() - self.began_s > (self.grace_s if self.envs else FIRST_S):
                 known = ", ".join(sorted(self.envs)) or "none yet: no worker has joined"
                 raise ServiceError(StatusCode.NOT_FOUND, f"there is no environment {env[:80]!r}; there are {known}")
             await self.changed.wait()
@@ -198,7 +186,7 @@ class Hub:
             worker.CopyFrom(link.beat)
             worker.name, worker.silent_s = link.name, now - link.heard_s
         for env in self.envs:
-            reply.queued[env] = len(self.queues.get(env, ()))
+            reply.queued[env] = len(self.starts.queues.get(env, ()))
         return reply
 
     async def renew(self, request: pb.RenewRequest) -> pb.RenewReply:
@@ -209,7 +197,7 @@ class Hub:
         asked = []
         for worker, names in by_worker.items():
             if worker in self.links:
-                asked.append(self.ask(self.links[worker], pb.Request(renew=pb.RenewRequest(sessions=names))))
+                asked.append(self.links[worker].answer(pb.Request(renew=pb.RenewRequest(sessions=names))))
             elif not WORKER.fullmatch(worker) or self.left_s(worker) <= 0:
                 gone += names
         for reply in await asyncio.gather(*asked):
@@ -221,7 +209,7 @@ class Hub:
     def tell(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
-        self.release()
+        self.starts.release()
 
     async def watch(self) -> None:
         """Removes silent workers, and lets those who wait for one look at the clock."""
@@ -283,7 +271,7 @@ class Hub:
                 link.settle(reply)
             if message.HasField("heartbeat"):
                 link.hear(message.heartbeat)
-                self.release()
+                self.starts.release()
 
     async def write_to(self, link: WorkerLink, context: grpc.aio.ServicerContext) -> None:
         await context.write(pb.ToWorker(heartbeat_s=self.heartbeat_s))

@@ -45,6 +45,8 @@ class WorkerLink:
 
     async def answer(self, request: pb.Request) -> pb.Reply | None:
         """None if the connection to the worker broke: it may have done what was asked, or not."""
+        if self.closed.done():
+            return None
         future = asyncio.get_running_loop().create_future()
         verb = request.WhichOneof("verb")
         number = self.ask(request, verb, lambda reply: future.done() or future.set_result(reply))

@@ -4,68 +4,174 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ipaddress
+import os
+import secrets
 import signal
+import ssl
 import sys
-from contextlib import suppress
+import tempfile
+import time
+from contextlib import AsyncExitStack, suppress
 
 import grpc
+from aiohttp import web
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 
+from rl_core.service.gateway import Metrics, make_app
 from rl_core.service.hub import Hub
-from rl_core.service.security import Access
-from rl_core.service.wire import CHANNEL_OPTIONS
+from rl_core.service.security import TOKEN_VARIABLE, Access
+from rl_core.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS, HUB, UNUSABLE
 
-DRAIN_S = 30.0
+# Two servers on one port would share its clients; workers that have nothing to say send pings.
+SERVER_OPTIONS = [("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)]
+SERVER_OPTIONS += [("grpc.http2.min_ping_interval_without_data_ms", 5_000)]
+NEW_TOKEN = "python -c 'import secrets; print(secrets.token_urlsafe())'"
 
 
 async def serve(args: argparse.Namespace, access: Access) -> int:
-    """Until SIGTERM or SIGINT."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    """Until SIGTERM or SIGINT, and until the sessions that run have ended or --drain_s is over. Raises ValueError for what
+    cannot be served."""
+    stop, now = asyncio.Event(), asyncio.Event()
     for sign in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(sign, stop.set)
-    server, join = None, args.join
-    if not join:
-        hub = Hub(access, heartbeat_s=args.heartbeat_s, max_queue=args.queue)
-        server = grpc.aio.server(options=CHANNEL_OPTIONS)
-        hub.add_to(server)
-        address = f"{args.host}:{args.port}"
-        if access.cert:
-            credentials = grpc.ssl_server_credentials([(access.key, access.cert)])
-            port = server.add_secure_port(address, credentials)
-        else:
-            port = server.add_insecure_port(address)
-        join = f"127.0.0.1:{port}"
-        await server.start()
-        print(f"serving on {args.host}:{port}", flush=True)
-    keepers = [asyncio.ensure_future(keep_worker(args, join)) for _ in range(args.workers if args.envs else 0)]
-    try:
-        await stop.wait()
-    finally:
-        for keeper in keepers:
-            keeper.cancel()
-        with suppress(asyncio.CancelledError):
+        asyncio.get_running_loop().add_signal_handler(sign, lambda: (now if stop.is_set() else stop).set())
+    async with AsyncExitStack() as stack:
+        hub, join = (None, args.join) if args.join else await open_hub(args, access, stack)
+        keepers = [
+            asyncio.ensure_future(keep_worker(args, access.token, join, hub, stop))
+            for _ in range(args.workers if args.envs else 0)
+        ]
+        try:
+            await first_of(stop.wait(), *keepers)
+            if stop.is_set() and keepers:
+                print(f"draining for up to {args.drain_s:g} s; a second signal ends at once", flush=True)
+                if hub:
+                    hub.drain()
+                await asyncio.wait_for(first_of(now.wait(), asyncio.gather(*keepers)), args.drain_s)
+        except asyncio.TimeoutError:
+            print(f"sessions still ran after {args.drain_s:g} s", file=sys.stderr, flush=True)
+        finally:
+            for keeper in keepers:
+                keeper.cancel()
             await asyncio.gather(*keepers, return_exceptions=True)
-        if server:
-            await server.stop(1.0)
     return 0
 
 
-async def keep_worker(args: argparse.Namespace, join: str) -> None:
-    """One worker process, and the next one when it dies."""
-    dead, wait_s = "", 0.5
+async def first_of(*waits) -> None:
+    """Returns when the first of these does, and cancels those that are not tasks of others. Raises what it raises."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        tasks[0].cancel()
+
+
+def check_host(args: argparse.Namespace, access: Access) -> None:
+    """Raises ValueError where any machine could run sessions; they are made of the environment's code."""
+    host = args.host.strip("[]")
+    with suppress(ValueError):
+        if host == "localhost" or ipaddress.ip_address(host).is_loopback:
+            return
+    if not access.token:
+        raise ValueError(
+            f"--host {args.host} is reached by other machines, and there is no token: set {TOKEN_VARIABLE} or --token_file "
+            f"(to make one: {NEW_TOKEN})"
+        )
+    if not access.cert:
+        print(
+            "warning: without --tls_cert the token and all messages travel in plain text", file=sys.stderr, flush=True
+        )
+
+
+async def open_hub(args: argparse.Namespace, access: Access, stack: AsyncExitStack) -> tuple[Hub, str]:
+    """The hub, and the address for workers of this machine: a socket in a private folder, which needs no TLS."""
+    check_host(args, access)
+    metrics = Metrics()
+    hub = metrics.hub = Hub(access, heartbeat_s=args.heartbeat_s, max_queue=args.queue, observe=metrics.observe)
+    server = grpc.aio.server(options=[*CHANNEL_OPTIONS, *SERVER_OPTIONS])
+    hub.add_to(server)
+    servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    reflection.enable_server_reflection([ENVIRONMENTS, HUB, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    host = args.host.strip("[]")
+    address = f"[{host}]:{args.port}" if ":" in host else f"{host}:{args.port}"
+    try:
+        if access.cert:
+            port = server.add_secure_port(address, grpc.ssl_server_credentials([(access.key, access.cert)]))
+        else:
+            port = server.add_insecure_port(address)
+    except RuntimeError:
+        raise ValueError(
+            f"cannot listen on {address}: the port is taken, or the host not ours; --port 0 finds one"
+        ) from None
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rl_core_serve_"))
+    server.add_insecure_port(join := f"unix:{folder}/hub")
+    await server.start()
+    stack.push_async_callback(server.stop, 1.0)
+    for task in (hub.watch(), tell_health(hub, servicer)):
+        stack.callback(asyncio.ensure_future(task).cancel)
+    print(f"serving on {address.rpartition(':')[0]}:{port}", flush=True)
+    if args.http_port is not None:
+        context = None
+        if access.cert:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(args.tls_cert, args.tls_key)
+        runner = web.AppRunner(make_app(hub, access, metrics), access_log=None, handler_cancellation=True)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        site = web.TCPSite(runner, host, args.http_port, ssl_context=context, shutdown_timeout=1.0)
+        await site.start()
+        print(f"HTTP on {address.rpartition(':')[0]}:{runner.addresses[0][1]}", flush=True)
+    return hub, join
+
+
+async def tell_health(hub: Hub, servicer: health.aio.HealthServicer) -> None:
+    """By the name of a service: "" and the hub are up until they drain; environments need a worker."""
+    status = health_pb2.HealthCheckResponse
     while True:
+        up = not hub.starts.draining
+        for service, is_up in {"": up, HUB: up, ENVIRONMENTS: up and bool(hub.links)}.items():
+            await servicer.set(service, status.SERVING if is_up else status.NOT_SERVING)
+        await hub.changed.wait()
+
+
+async def keep_worker(args: argparse.Namespace, token: str, join: str, hub: Hub | None, stop: asyncio.Event) -> None:
+    """One worker process, and the next one when it dies. Raises ValueError if it can never start."""
+    name, wait_s = "", 0.5
+    while not stop.is_set():
+        dead, name, began_s = name, secrets.token_hex(6), time.monotonic()
         command = [sys.executable, "-m", "rl_core.service.worker", *args.envs, "--join", join, "--replaces", dead]
-        for name in ("capacity", "idle_s", "hook_timeout_s"):
-            command += [f"--{name}", str(getattr(args, name))]
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        command += ["--name", name, "--parent", str(os.getpid())]
+        for flag in ("capacity", "idle_s", "hook_timeout_s"):
+            command += [f"--{flag}", str(getattr(args, flag))]
+        command += ["--tls_ca", args.tls_ca] if args.tls_ca and hub is None else []
+        env = os.environ | ({TOKEN_VARIABLE: token} if token else {})
+        process = await asyncio.create_subprocess_exec(*command, env=env, start_new_session=True)
+        drainer = asyncio.ensure_future(drain(process, stop))
         try:
-            line = (await process.stdout.readline()).decode().split()
-            dead = line[1] if len(line) == 2 else ""
-            await process.wait()
+            code = await process.wait()
         finally:
+            drainer.cancel()
             if process.returncode is None:
-                process.terminate()
-                with suppress(ProcessLookupError):
-                    process.kill()
-        print(f"worker {dead} ended ({process.returncode}); starting another", file=sys.stderr, flush=True)
-        await asyncio.sleep(wait_s)
+                process.kill()
+                await process.wait()
+        if hub:
+            hub.died(name)
+        if code == UNUSABLE:
+            raise ValueError("a worker cannot start; its error is above")
+        if not stop.is_set():
+            wait_s = 0.5 if time.monotonic() - began_s > 60 else min(2 * wait_s, 30.0)
+            text = f"worker {name} ended with status {code}; another one starts in {wait_s:g} s"
+            print(text, file=sys.stderr, flush=True)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(stop.wait(), wait_s)
+
+
+async def drain(process: asyncio.subprocess.Process, stop: asyncio.Event) -> None:
+    """SIGTERM asks a worker to end when its sessions have ended."""
+    await stop.wait()
+    with suppress(ProcessLookupError):
+        process.terminate()

@@ -25,8 +25,8 @@ class Starts:
 
     async def start(self, request: pb.Request) -> pb.Reply:
         """In the order of arrival. The same key goes to the same worker, which knows the session."""
-        env, key, is_first = request.start.env, (request.start.env, request.start.key), False
-        while True:
+        env, key, is_first, num_lost = request.start.env, (request.start.env, request.start.key), False, 0
+        while num_lost < 2:  # what ends every worker that begins it is not tried on all of them
             if self.draining:
                 raise is_draining()
             link = await self.known(key) or self.reserve(env) or await self.wait(env, is_first)
@@ -40,7 +40,8 @@ class Starts:
             if reply is not None:  # it filled up meanwhile
                 self.worker_of.pop(key, None)
                 link.started[env] += max(0, link.room(env))  # no room until its next heartbeat
-            is_first = True
+            is_first, num_lost = True, num_lost + (reply is None)
+        raise ServiceError(StatusCode.DATA_LOSS, f"{num_lost} workers went away while they started this session")
 
     async def known(self, key: tuple[str, str]) -> WorkerLink | None:
         try:

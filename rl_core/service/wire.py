@@ -18,6 +18,7 @@ REPLIES = {verb: getattr(pb, f"{verb.title()}Reply") for verb in VERBS}
 MAX_MESSAGE = 64 << 20  # bytes of one message either way, which may hold many requests
 MAX_REQUEST = 16 << 20  # bytes of one request or reply
 BATCH = 4 << 20  # bytes after which a batch is full
+UNUSABLE = 78  # exit status of a worker that cannot start or is refused (EX_CONFIG)
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_send_message_length", MAX_MESSAGE),

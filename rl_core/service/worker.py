@@ -26,7 +26,7 @@ from rl_core.sampling.hooks import HookError
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.security import Access, add_access
 from rl_core.service.session import ENDED, Session, trajectory_of
-from rl_core.service.wire import CHANNEL_OPTIONS, HUB, ServiceError, failed, from_json, to_json, wrong
+from rl_core.service.wire import CHANNEL_OPTIONS, HUB, UNUSABLE, ServiceError, failed, from_json, to_json, wrong
 from rl_core.types import Task
 
 KEPT_ENDED = 20_000  # how many ended sessions are remembered
@@ -36,8 +36,17 @@ STATELESS = ("turns", "advantage_fn", "task_weight")
 
 
 class Worker:
-    def __init__(self, paths: list[str], *, capacity: int, idle_s: float, hook_timeout_s: float, replaces: str = ""):
-        self.name = secrets.token_hex(6)
+    def __init__(
+        self,
+        paths: list[str],
+        *,
+        capacity: int,
+        idle_s: float,
+        hook_timeout_s: float,
+        replaces: str = "",
+        name: str = "",
+    ):
+        self.name = name or secrets.token_hex(6)
         self.capacity, self.idle_s, self.replaces = capacity, idle_s, replaces
         self.envs: dict[str, Env] = {}
         self.described: dict[str, pb.Environment] = {}
@@ -348,6 +357,7 @@ async def run(args: argparse.Namespace, access: Access) -> None:
         idle_s=args.idle_s,
         hook_timeout_s=args.hook_timeout_s,
         replaces=args.replaces,
+        name=args.name,
     )
     loop = asyncio.get_running_loop()
 
@@ -374,12 +384,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rl_core.service.worker", description=__doc__, allow_abbrev=False)
     add_flags(parser)
     parser.add_argument("--replaces", default="", help="name of a worker that is known to be dead")
+    parser.add_argument("--name", default="", help="12 hex digits; default: chosen by chance")
+    parser.add_argument("--parent", type=int, default=0, help="process that the worker does not outlive; 0: none")
     args = parser.parse_args(argv)
     try:
         asyncio.run(run(args, Access.of(args)))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+        return UNUSABLE
     return 0
 
 

@@ -20,14 +20,21 @@ def main(argv: list[str]) -> int:
 
     parser = argparse.ArgumentParser(prog="rl-core serve", description=__doc__, allow_abbrev=False)
     add_flags(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=50051)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need a token")
+    parser.add_argument("--port", type=int, default=50051, help="of gRPC; 0 picks one")
+    parser.add_argument(
+        "--http_port", type=int, help="HTTP with JSON, and /metrics for Prometheus; 0 picks one; default: off"
+    )
     parser.add_argument("--workers", type=int, default=2, help="worker processes")
     parser.add_argument("--controller", action="store_true", help="no environments: workers of other hosts --join")
     parser.add_argument("--queue", type=int, default=10_000, help="starts of each environment that may wait for room")
     parser.add_argument("--heartbeat_s", type=float, default=2.0, help="a worker that is silent for three is removed")
+    parser.add_argument("--drain_s", type=float, default=30.0, help="on SIGTERM, sessions may go on for so long")
     args = parser.parse_args(argv)
     if bool(args.envs) == args.controller:
         raise ValueError("name environment files, or --controller: one of them")
+    for flag in ("workers", "capacity", "queue", "heartbeat_s"):
+        if getattr(args, flag) <= 0:
+            raise ValueError(f"--{flag} {getattr(args, flag)} must be above 0")
     serve = option("rl_core.service.server:serve")
     return asyncio.run(serve(args, Access.of(args)))

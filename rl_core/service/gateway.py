@@ -1,0 +1,122 @@
+"""The verbs of the service over HTTP with JSON, and what Prometheus reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from aiohttp import web
+from google.protobuf import json_format
+from grpc import StatusCode
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from rl_core.service import environments_pb2 as pb
+from rl_core.service.hub import Hub
+from rl_core.service.security import Access
+from rl_core.service.wire import CODES, MAX_REQUEST, REQUESTS, ServiceError, failed, wrong
+
+# As in Google's table of canonical codes.
+HTTP = {
+    "INVALID_ARGUMENT": 400,
+    "FAILED_PRECONDITION": 400,
+    "UNAUTHENTICATED": 401,
+    "NOT_FOUND": 404,
+    "ALREADY_EXISTS": 409,
+    "ABORTED": 409,
+    "RESOURCE_EXHAUSTED": 429,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+def make_app(hub: Hub, access: Access, metrics: Metrics) -> web.Application:
+    """POST /v1/start, /v1/interact ...; GET /metrics, which needs no token."""
+
+    async def answer(verb: str, request: web.Request) -> pb.Reply:
+        if not access.is_right(request.headers.get("Authorization", "")):
+            raise ServiceError(StatusCode.UNAUTHENTICATED, "the token is missing or wrong: Authorization: Bearer TOKEN")
+        if verb not in REQUESTS:
+            raise ServiceError(StatusCode.NOT_FOUND, f"there is no verb {verb[:40]!r}; there are {', '.join(REQUESTS)}")
+        try:
+            message = json_format.Parse(await request.text() or "{}", REQUESTS[verb]())
+            timeout_s = float(request.query.get("timeout_s", 0))
+        except web.HTTPRequestEntityTooLarge:
+            raise ServiceError(StatusCode.RESOURCE_EXHAUSTED, f"a request may have {MAX_REQUEST} bytes") from None
+        except (ValueError, LookupError, RecursionError, json_format.ParseError) as error:
+            raise wrong(f"no {REQUESTS[verb].DESCRIPTOR.name} in JSON: {error}") from None
+        return await hub.answer(pb.Request(timeout_s=timeout_s, **{verb: message}))
+
+    async def post(request: web.Request) -> web.Response:
+        verb = request.match_info["verb"]
+        try:
+            reply = await answer(verb, request)
+        except ServiceError as error:
+            reply = failed(0, error)
+        if reply.code:
+            code = CODES[reply.code].name
+            return web.json_response({"code": code, "message": reply.error}, status=HTTP.get(code, 500))
+        text = json_format.MessageToJson(
+            getattr(reply, verb),
+            preserving_proto_field_name=True,
+            always_print_fields_with_no_presence=True,
+            indent=None,
+        )
+        return web.Response(text=text, content_type="application/json")
+
+    async def get_metrics(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(metrics.registry), content_type="text/plain")
+
+    app = web.Application(client_max_size=MAX_REQUEST)
+    app.add_routes([web.post("/v1/{verb}", post), web.get("/metrics", get_metrics)])
+    return app
+
+
+class Metrics:
+    """What a hub knows, when Prometheus asks."""
+
+    hub: Hub
+
+    def __init__(self):
+        self.registry = CollectorRegistry()
+        about = "Seconds from a request's arrival to its reply, time in the queue included"
+        self.seconds = Histogram("rl_core_request_seconds", about, ["verb"], buckets=BUCKETS, registry=self.registry)
+        self.of_verb = {verb: self.seconds.labels(verb) for verb in (*REQUESTS, "none")}
+        self.registry.register(self)
+
+    def observe(self, verb: str, seconds: float) -> None:
+        self.of_verb[verb].observe(seconds)
+
+    def describe(self) -> list:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        beats = [link.beat for link in self.hub.links.values()]
+        yield GaugeMetricFamily("rl_core_workers", "Workers that are here", value=len(beats))
+        open_now, capacity, interactions, ended = Counter(), Counter(), Counter(), Counter()
+        for load in (load for beat in beats for load in beat.loads):
+            open_now[load.env] += load.sessions
+            capacity[load.env] += load.capacity
+        for load in (load for beat in (*beats, *self.hub.past.values()) for load in beat.loads):
+            interactions[load.env] += load.interactions
+            for status, num in load.ended.items():
+                ended[load.env, status] += num
+        queued = {env: len(self.hub.starts.queues.get(env, ())) for env in self.hub.envs}
+        for name, about, values in (
+            ("sessions", "Sessions that run", open_now),
+            ("capacity", "Sessions that can run", capacity),
+            ("queue", "Starts that wait for room", queued),
+        ):
+            gauge = GaugeMetricFamily(f"rl_core_{name}", about, labels=["env"])
+            for env, value in values.items():
+                gauge.add_metric([env], value)
+            yield gauge
+        counter = CounterMetricFamily("rl_core_interactions", "Interactions of workers that were here", labels=["env"])
+        for env, value in interactions.items():
+            counter.add_metric([env], value)
+        yield counter
+        counter = CounterMetricFamily("rl_core_ended", "Sessions that ended so", labels=["env", "status"])
+        for labels, value in ended.items():
+            counter.add_metric(labels, value)
+        yield counter
