@@ -157,7 +157,8 @@ def load_env(
             name=name,
             function=listed(function) if name == "turns" else function,
             path=path,
-            timeout_s=None if name in ("rollout", "task_weight") else hook_timeout_s,  # an episode has its own deadline
+            # An episode has its own deadline, and a served hook that of its service.
+            timeout_s=None if name in ("rollout", "task_weight") or "://" in path else hook_timeout_s,
             ours=ours | {"state"} if "start" in has and ours is SPOKEN else ours,
             weight=weight,
             batched=batched,
@@ -173,7 +174,7 @@ def load_env(
         longest = option("rl_core.options.schedule:num_turns")(parse_turns(turns, path))
     prompts, tools = has.get("system_prompts"), has.get("tools")
     return Env(
-        name=Path(path).stem,
+        name=Path(path.partition("?")[0]).stem,
         path=path,
         hooks=hooks,
         rewards=[hooks[name] for name in marked],

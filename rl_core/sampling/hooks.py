@@ -32,9 +32,8 @@ SHARED = ("actors", "state")  # arguments that hooks get themselves; of all othe
 Outcome = tuple[Any, BaseException | None]  # what a function returned, or what it raised
 
 
-LAST_ERROR: ContextVar[list[str]] = ContextVar(
-    "LAST_ERROR"
-)  # why what a hook waits for has failed so far, the newest last
+# Why what a hook waits for has failed so far, the newest last.
+LAST_ERROR: ContextVar[list[str]] = ContextVar("LAST_ERROR")
 
 
 class DeadlineError(Exception):
@@ -257,6 +256,8 @@ async def wait_for_all(awaitables: Iterable[Awaitable]) -> list[Any]:
 
 def describe_error(error: BaseException, path: str) -> str:
     """`file:line: Type: message` of the innermost line in the user's file."""
+    if described := getattr(error, "told_by_service", ""):
+        return described  # by a service, where the file is
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: SyntaxError: {error.msg}"
     frames = [f for e in (error, error.__cause__) if e is not None for f in traceback.extract_tb(e.__traceback__)]

@@ -4,129 +4,115 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import itertools
-import queue
+import os
 import secrets
-import threading
-import time
 import weakref
-from collections.abc import Iterator
-from concurrent.futures import Future
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-import grpc
-
 from rl_core.sampling.env import OF_GROUP
-from rl_core.service import environments_pb2 as pb
-from rl_core.service.security import Access, read_token
-from rl_core.service.wire import CHANNEL_OPTIONS, CODES, ENVIRONMENTS, ServiceError, from_json, to_json
-from rl_core.types import Task
+from rl_core.types import Task, Trajectory
+
+try:
+    from grpc import StatusCode
+
+    from rl_core.service import environments_pb2 as pb
+    from rl_core.service.connection import Connection
+    from rl_core.service.security import Access, read_token
+    from rl_core.service.wire import ServiceError, from_json, to_json
+except ModuleNotFoundError as error:
+    raise ValueError(f"--env_path grpc://... needs gRPC ({error}): pip install 'rl_core[service]'") from None
 
 RECONNECT_S = 120.0  # a service that cannot be reached for so long fails what waits for it
-START_S = 600.0  # how long a start may wait for room
-SETTINGS = {"token_file", "ca", "start_s", "reconnect_s"}
+START_S = 600.0  # that a session may wait for room
+ASK_S = 60.0  # for what belongs to no session
+MAX_REPLAYS = 3  # of one session: an environment that ends its workers shall not end all of them
+MAX_TURNS = 2**31 - 1  # of a session: the trainer counts turns itself
+SETTINGS = {"token_file", "ca", "reconnect_s", "on_lost"}
 
 
-class Connection:
-    """One stream to a service, shared by all environments and sessions of this process. It is opened again when it breaks, and
-    what was not answered is sent again: a numbered request is never done twice."""
+@dataclass(kw_only=True, eq=False)
+class Served:
+    """An environment behind an address."""
 
-    def __init__(self, address: str, access: Access, reconnect_s: float = RECONNECT_S):
-        self.address, self.access, self.reconnect_s = address, access, reconnect_s
-        self.channel = access.channel(address, CHANNEL_OPTIONS)
-        self.ids, self.lock = itertools.count(1), threading.Lock()
-        self.pending: dict[int, tuple[pb.Request, Future]] = {}
-        self.out: queue.SimpleQueue[pb.Request | None] = queue.SimpleQueue()
-        self.sessions: dict[str, float] = {}  # name -> idle_s
-        self.renewed_s = time.monotonic()
-        threading.Thread(target=self._run, name=f"service {address}", daemon=True).start()
+    url: str  # without settings
+    name: str
+    connection: Connection
+    is_replaying: bool  # whether a session that is lost is played again
+    hook_timeout_s: float = ASK_S  # of the service
 
-    def send(self, timeout_s: float = 0.0, **verb: Any) -> Future:
-        """A future of the verb's reply. It raises ServiceError."""
-        request, future = pb.Request(id=next(self.ids), timeout_s=timeout_s, **verb), Future()
-        with self.lock:
-            self.pending[request.id] = request, future
-        self.out.put(request)
-        return future
+    async def ask(self, hook: str, task_id: str, timeout_s: float, **verb: Any) -> Any:
+        """The verb's reply. Raises ServiceError, which reads as if the hook had failed here."""
+        try:
+            return await self.connection.ask(timeout_s, **verb)
+        except ServiceError as error:
+            why = error.message.removeprefix(f"{hook}() failed for task {task_id}: ")
+            error.told_by_service = f"{self.url}: {why}"
+            raise
 
-    async def ask(self, timeout_s: float = 0.0, **verb: Any) -> Any:
-        return await asyncio.wrap_future(self.send(timeout_s, **verb))
-
-    def _run(self) -> None:
-        """The thread that reads replies, over one stream after the other."""
-        down_s = None
-        stream = self.channel.stream_stream(
-            f"/{ENVIRONMENTS}/Stream",
-            request_serializer=pb.Requests.SerializeToString,
-            response_deserializer=pb.Replies.FromString,
-        )
-        while True:
-            out = self.out = queue.SimpleQueue()
-            with self.lock:
-                again = [request for _, (request, _) in sorted(self.pending.items())]
-            for request in again:
-                out.put(request)
-            try:
-                for batch in stream(self._requests(out), metadata=self.access.metadata()):
-                    down_s = None
-                    for reply in batch.replies:
-                        self._settle(reply)
-                error = "the server ended the stream"
-            except grpc.RpcError as e:
-                error = e.details()
-                if e.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT):
-                    self._fail(ServiceError(e.code(), f"{self.address}: {error}"))
-            out.put(None)
-            down_s = down_s or time.monotonic()
-            if time.monotonic() - down_s > self.reconnect_s:
-                message = f"{self.address} could not be reached for {self.reconnect_s:g} s: {error}"
-                self._fail(ServiceError(grpc.StatusCode.UNAVAILABLE, message))
-            time.sleep(0.2)
-
-    def _requests(self, out: queue.SimpleQueue) -> Iterator[pb.Requests]:
-        while (request := out.get()) is not None:
-            batch = [request]
-            while not out.empty() and len(batch) < 256:
-                if (request := out.get()) is None:
-                    break
-                batch.append(request)
-            yield pb.Requests(requests=batch)
-            if request is None:
-                return
-
-    def _settle(self, reply: pb.Reply) -> None:
-        with self.lock:
-            _, future = self.pending.pop(reply.id, (None, None))
-        if future is None or not future.set_running_or_notify_cancel():
-            return
-        if reply.code:
-            code = CODES.get(reply.code, grpc.StatusCode.UNKNOWN)
-            future.set_exception(ServiceError(code, reply.error))
-        else:
-            future.set_result(getattr(reply, reply.WhichOneof("verb")))
-
-    def _fail(self, error: ServiceError) -> None:
-        with self.lock:
-            failed, self.pending = self.pending, {}
-        for _, future in failed.values():
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+    def ask_now(self, hook: str, timeout_s: float, **verb: Any) -> Any:
+        """As ask(), for a thread that may wait."""
+        return asyncio.run_coroutine_threadsafe(self.ask(hook, "", timeout_s, **verb), self.connection.loop).result()
 
 
 class Session:
     """The trainer's side of an episode: the `state` that hooks share."""
 
-    def __init__(self, connection: Connection, name: str, messages: list[dict]):
-        self.connection, self.name, self.messages = connection, name, messages
-        self.numbers = itertools.count(1)
-        weakref.finalize(self, end, connection, name)
+    def __init__(self, served: Served, start: pb.StartRequest):
+        self.served, self.start = served, start
+        self.name, self.number = "", 0  # no name: it begins with the next request
+        self.messages: list[dict] = []  # that the server has heard
+        self.past: list[tuple[pb.Said, pb.InteractReply, list[dict]]] = []  # with the messages after it
+        self.num_lost, self.lock = 0, asyncio.Lock()
+        self.kept = {"session": "", "status": pb.CANCELLED}  # what the end needs, when this object is gone
+        self.end = weakref.finalize(self, lambda end, kept: end(**kept), served.connection.end, self.kept)
 
-    def said(self, given: dict[str, Any], wants_trajectory: bool) -> pb.Said:
+    async def begin(self, hook: str) -> None:
+        """A new session, in which all is said again that was said. Raises ServiceError."""
+        served, task_id = self.served, self.start.task_id
+        self.start.key = secrets.token_hex(8)
+        reply = await served.ask(hook, task_id, START_S, start=self.start)
+        served.connection.end(**self.kept)
+        lost, self.kept["session"] = self.kept["session"], reply.session
+        served.connection.hold(reply.session, reply.idle_s)
+        for number, (said, before, _) in enumerate(self.past, 1):
+            again = pb.InteractRequest(session=reply.session, number=number, said=said)
+            now = await served.ask(hook, task_id, served.hook_timeout_s, interact=again)
+            if (now.messages, now.reward, now.done) != (before.messages, before.reward, before.done):
+                message = f"session {lost} was lost, and its replay differs: turn {number} was answered otherwise"
+                error = ServiceError(StatusCode.ABORTED, message)
+                error.told_by_service = f"{served.url}: {message}"
+                raise error
+        self.messages = self.past[-1][2] if self.past else from_json(reply.messages, list, "messages")
+        self.name, self.number = reply.session, len(self.past)
+
+    async def ask(self, hook: pb.Hook, given: dict[str, Any], verb: str, **more: Any) -> tuple[Any, pb.Said]:
+        """The reply of Interact or Score, and what was said. Raises ServiceError, after which the session is over."""
+        served, request = self.served, {"interact": pb.InteractRequest, "score": pb.ScoreRequest}[verb]
+        while True:
+            asked = ""
+            try:
+                async with self.lock:
+                    if not self.name:
+                        await self.begin(hook.name)
+                # From here to the sending nothing else runs: requests are sent in the order of their numbers.
+                asked, self.number = self.name, self.number + 1
+                said = self.said(hook, given)
+                numbered = {verb: request(session=asked, number=self.number, said=said, **more)}
+                return await served.ask(hook.name, self.start.task_id, served.hook_timeout_s, **numbered), said
+            except ServiceError as error:
+                if error.code is not StatusCode.DATA_LOSS or not served.is_replaying or self.num_lost >= MAX_REPLAYS:
+                    self.end()
+                    raise
+                if asked == self.name:
+                    self.name, self.num_lost = "", self.num_lost + 1
+
+    def said(self, hook: pb.Hook, given: dict[str, Any]) -> pb.Said:
         """What the server has not heard."""
         messages, keep = given["messages"], 0
         for known, now in zip(self.messages, messages, strict=False):
@@ -134,49 +120,49 @@ class Session:
                 break
             keep += 1
         self.messages = messages
-        said = pb.Said(keep=keep, actor=given.get("actor") or "", completion=given.get("completion") or "")
+        said = pb.Said(keep=keep, actor=given.get("actor") or "", completion=given.get("completion"))
         said.messages = to_json(messages[keep:], "messages")
-        if wants_trajectory:
-            said.trajectory = to_json(asdict(given["trajectory"]), "the trajectory")
+        if hook.takes_all or "trajectory" in {*hook.required, *hook.optional}:
+            said.trajectory = to_json(plain(given["trajectory"]), "the trajectory")
         return said
 
 
-def end(connection: Connection, session: str) -> None:
-    connection.send(cancel=pb.CancelRequest(session=session, status=pb.COMPLETED))
-
-
 @cache
-def connect(address: str, token_file: str, ca: str, tls: bool, reconnect_s: float) -> Connection:
-    access = Access(token=read_token(token_file), ca=Path(ca).read_bytes() if ca else None, tls=tls)
+def connect(address: str, token_file: str, ca: str, is_tls: bool, reconnect_s: float, pid: int) -> Connection:
+    """The one of this process."""
+    access = Access(token=read_token(token_file), ca=Path(ca).read_bytes() if ca else None, tls=is_tls)
     return Connection(address, access, reconnect_s)
 
 
-def parse(url: str) -> tuple[str, str, bool, dict[str, str]]:
-    """(address, environment, whether TLS, settings). Raises ValueError."""
-    parts = urlsplit(url)
-    settings = dict(parse_qsl(parts.query))
-    name = parts.path.strip("/")
-    if parts.username or parts.password:
-        raise ValueError(
-            "a URL of an environment holds no password: it would be written to config.yaml; use a token file"
-        )
-    if not parts.hostname or not parts.port or not name:
-        raise ValueError(f"{url} must be grpc://HOST:PORT/NAME")
+def parse(url: str) -> Served:
+    """What a URL names. Raises ValueError, or OSError for a file that is not there."""
+    parts, plain_url = urlsplit(url), url.partition("?")[0]
+    settings, name = dict(parse_qsl(parts.query)), parts.path.strip("/")
+    if "@" in parts.netloc:
+        raise ValueError("--env_path holds a password, which would be written to config.yaml; use ?token_file=")
+    if parts.scheme not in ("grpc", "grpcs") or not parts.hostname or not parts.port or not name:
+        raise ValueError(f"{plain_url} must be grpc://HOST:PORT/NAME, or grpcs:// with TLS")
     for key in settings.keys() - SETTINGS:
-        raise ValueError(f"{url}: unknown setting {key!r}; known: {', '.join(sorted(SETTINGS))}")
-    return f"{parts.hostname}:{parts.port}", name, parts.scheme == "grpcs", settings
+        raise ValueError(f"{plain_url}: unknown setting {key!r}; known: {', '.join(sorted(SETTINGS))}")
+    if (on_lost := settings.get("on_lost", "fail")) not in ("fail", "replay"):
+        raise ValueError(f"{plain_url}: on_lost={on_lost} must be fail or replay")
+    reconnect_s, is_tls = float(settings.get("reconnect_s", RECONNECT_S)), parts.scheme == "grpcs"
+    files = settings.get("token_file", ""), settings.get("ca", "")
+    connection = connect(parts.netloc, *files, is_tls, reconnect_s, os.getpid())
+    return Served(url=plain_url, name=name, connection=connection, is_replaying=on_lost == "replay")
 
 
 def load_module(url: str) -> ModuleType:
     """The served environment as a module. Raises ValueError if it is not there."""
-    address, name, tls, settings = parse(url)
-    reconnect_s = float(settings.get("reconnect_s", RECONNECT_S))
-    connection = connect(address, settings.get("token_file", ""), settings.get("ca", ""), tls, reconnect_s)
     try:
-        described = connection.send(30.0, describe=pb.DescribeRequest(env=name)).result(reconnect_s + 30.0).envs[0]
+        served = parse(url)
+        [described] = served.ask_now("", ASK_S, describe=pb.DescribeRequest(env=served.name)).envs
     except ServiceError as error:
-        raise ValueError(f"{url}: {error}") from None
-    module = ModuleType(f"rl_core_env_{name}")
+        raise ValueError(error.told_by_service) from None
+    except OSError as error:
+        raise ValueError(f"{url.partition('?')[0]}: {error}") from None
+    served.hook_timeout_s = described.hook_timeout_s or ASK_S
+    module = ModuleType(f"rl_core_env_{served.name}")
     module.max_turns, module.name_prefix = described.max_turns, described.name_prefix
     if described.tools:
         module.tools = from_json(described.tools, list, "tools")
@@ -186,89 +172,87 @@ def load_module(url: str) -> ModuleType:
         module.system_prompts = from_json(described.system_prompts, dict, "system_prompts")
     if described.HasField("truncated_reward"):
         module.truncated_reward = described.truncated_reward
-    start_s = float(settings.get("start_s", START_S))
-    hooks = {hook.name: hook for hook in described.hooks}
-    module.start = start_hook(connection, described, hooks.get("start"), start_s)
+    module.start = start_hook(served, next((hook for hook in described.hooks if hook.name == "start"), None))
     for hook in described.hooks:
-        if hook.name in PROXIES:
-            setattr(module, hook.name, PROXIES[hook.name](connection, described, hook))
-        elif hook.is_reward:
-            reward = (group_hook if hook.batched else reward_hook)(connection, described, hook)
-            reward.reward_mark = 1.0 if hook.weight else 0.0, hook.batched
+        if hook.is_reward:
+            reward = (group_hook if hook.batched else reward_hook)(served, hook)
+            # The service multiplies by a weight, but for a group's.
+            reward.reward_mark = hook.weight if hook.batched else float(hook.weight != 0), hook.batched
             setattr(module, hook.name, reward)
+        elif hook.name in PROXIES:
+            setattr(module, hook.name, PROXIES[hook.name](served, hook))
     for value in vars(module).values():
         if callable(value):
             value.__module__ = module.__name__
     return module
 
 
-def signed(function: Any, hook: pb.Hook, more: set[str]) -> Any:
+def signed(function: Callable, hook: pb.Hook, *more: str) -> Callable:
     """With the parameters of the served function, so that columns are checked as for a file, and some of ours."""
-    names = dict.fromkeys({*hook.required, *more}, inspect.Parameter.empty) | {
-        name: None for name in hook.optional if name not in more
-    }
-    parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d) for n, d in sorted(names.items())]
+    names = {*hook.required, *more}
+    values = dict.fromkeys(names, inspect.Parameter.empty) | dict.fromkeys({*hook.optional} - names)
+    parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=values[n]) for n in sorted(values)]
     if hook.takes_all:
         parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
     function.__signature__, function.__name__ = inspect.Signature(parameters), hook.name
     return function
 
 
-def start_hook(connection: Connection, described: pb.Environment, hook: pb.Hook | None, start_s: float) -> Any:
-    async def start(task: Task, **_: Any) -> Session:
-        request = pb.StartRequest(env=described.name, key=secrets.token_hex(8), task_id=task.id)
+def start_hook(served: Served, hook: pb.Hook | None) -> Callable:
+    async def start(task: Task, actor: str, **_: Any) -> Session:
+        request = pb.StartRequest(env=served.name, task_id=task.id, max_turns=MAX_TURNS)
+        request.actors.extend([actor] if actor else [])
         request.row = to_json(task.row, f"the row of {task.id}")
         request.messages = to_json(task.messages, f"the messages of {task.id}")
-        reply = await connection.ask(start_s, start=request)
-        return Session(connection, reply.session, from_json(reply.messages, list, "messages"))
+        request.info = to_json(task.info, f"the info of {task.id}")
+        session = Session(served, request)
+        if hook:
+            async with session.lock:
+                await session.begin("start")
+        return session  # without a start() it takes no room before it must
 
-    return signed(start, hook or pb.Hook(name="start"), {"task"})
+    return signed(start, hook or pb.Hook(name="start"), "task", "actor")
 
 
-def interact_hook(connection: Connection, described: pb.Environment, hook: pb.Hook) -> Any:
-    wants = "trajectory" in {*hook.required, *hook.optional}
-
+def interact_hook(served: Served, hook: pb.Hook) -> Callable:
     async def interact(state: Session, **given: Any) -> dict[str, Any]:
-        request = pb.InteractRequest(session=state.name, number=next(state.numbers), said=state.said(given, wants))
-        reply = await connection.ask(interact=request)
+        reply, said = await state.ask(hook, given, "interact")
         messages = from_json(reply.messages, list, "messages")
-        state.messages = state.messages + messages
+        state.messages = [*state.messages, *messages]
+        state.past.append((said, reply, state.messages))
+        if reply.done:
+            state.kept["status"] = pb.COMPLETED
         return {"messages": messages, "reward": reply.reward if reply.HasField("reward") else None, "done": reply.done}
 
-    return signed(interact, hook, {"state", "messages", "completion", "actor"})
+    return signed(interact, hook, "state", "messages", "completion", "actor")
 
 
-def reward_hook(connection: Connection, described: pb.Environment, hook: pb.Hook) -> Any:
-    names = {*hook.required, *hook.optional}
-
-    async def score(state: Session, actor: str = "", **given: Any) -> dict[str, float]:
-        said = state.said(given | {"actor": actor}, "trajectory" in names)
-        request = pb.ScoreRequest(session=state.name, number=next(state.numbers), said=said, hooks=[hook.name])
-        reply = await connection.ask(score=request)
+def reward_hook(served: Served, hook: pb.Hook) -> Callable:
+    async def score(state: Session, **given: Any) -> dict[str, float]:
+        reply, _ = await state.ask(hook, given, "score", hooks=[hook.name])
+        state.kept["status"] = pb.COMPLETED
         return dict(reply.scores[0].parts or reply.scores[0].metrics)
 
-    return signed(score, hook, {"state", "messages", "completion"})
+    return signed(score, hook, "state", "messages", "completion")
 
 
-def group_hook(connection: Connection, described: pb.Environment, hook: pb.Hook) -> Any:
-    async def score(**given: Any) -> list[float]:
-        task = given.pop("task")
-        given = {name: value for name, value in given.items() if name in OF_GROUP}
-        given["trajectories"] = [asdict(t) for t in given["trajectories"]]
-        given["task"] = {"id": task.id, "row": task.row, "messages": task.messages}
-        text = to_json(given, "the group")
-        reply = await connection.ask(call=pb.CallRequest(env=described.name, hook=hook.name, given=text))
+def group_hook(served: Served, hook: pb.Hook) -> Callable:
+    async def score(task: Task, trajectories: list[Trajectory], **given: Any) -> list[float]:
+        given = {name: value for name, value in given.items() if name in OF_GROUP - {"actors"}}
+        given |= {"trajectories": list(map(plain, trajectories)), "task": plain_task(task)}
+        request = pb.CallRequest(env=served.name, hook=hook.name, given=to_json(given, "the group"))
+        reply = await served.ask(hook.name, task.id, served.hook_timeout_s, call=request)
         return from_json(reply.value, list, "the rewards of a group")
 
-    return signed(score, hook, {"task", "trajectories"})
+    return signed(score, hook, "task", "trajectories")
 
 
-def tasks_hook(connection: Connection, described: pb.Environment, hook: pb.Hook) -> Any:
+def tasks_hook(served: Served, hook: pb.Hook) -> Callable:
     def load_tasks(split: str) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
         while True:
-            request = pb.TasksRequest(env=described.name, split=split, first=len(rows))
-            reply = connection.send(60.0, tasks=request).result(300.0)
+            request = pb.TasksRequest(env=served.name, split=split, first=len(rows))
+            reply = served.ask_now("load_tasks", START_S, tasks=request)
             rows += [from_json(row, dict, "a row") for row in reply.rows]
             if not reply.rows or len(rows) >= reply.total:
                 return rows
@@ -276,25 +260,45 @@ def tasks_hook(connection: Connection, described: pb.Environment, hook: pb.Hook)
     return load_tasks
 
 
-def call_hook(connection: Connection, described: pb.Environment, hook: pb.Hook) -> Any:
-    """A function without a session that is not async: advantage_fn, turns, task_weight."""
+def turns_hook(served: Served, hook: pb.Hook) -> Callable:
+    def turns(task: Task, actors: list[str], **_: Any) -> list[str]:
+        return call(served, "turns", task=plain_task(task), actors=actors)
 
-    def call(*args: Any, **given: Any) -> Any:
-        if hook.name == "advantage_fn":
-            given = {"rewards": args[0]}
-        if "task" in given:
-            task = given["task"]
-            given["task"] = {"id": task.id, "row": task.row, "messages": task.messages}
-        request = pb.CallRequest(env=described.name, hook=hook.name, given=to_json(given, "what the hook is given"))
-        return from_json(connection.send(60.0, call=request).result(300.0).value, object, "a value")
+    return signed(turns, hook, "task", "actors")
 
-    return call if hook.name == "advantage_fn" else signed(call, hook, set())
+
+def weight_hook(served: Served, hook: pb.Hook) -> Callable:
+    def task_weight(tries: int, success_rate: float, mean_reward: float, **row: Any) -> float:
+        known = {"tries": tries, "success_rate": success_rate, "mean_reward": mean_reward}
+        return call(served, "task_weight", task={"row": row}, **known)
+
+    return signed(task_weight, hook, "tries", "success_rate", "mean_reward")
+
+
+def advantages_hook(served: Served, hook: pb.Hook) -> Callable:
+    return lambda rewards: call(served, "advantage_fn", rewards=rewards)
+
+
+def call(served: Served, hook: str, **given: Any) -> Any:
+    """What a function gives that belongs to no session and is not async."""
+    request = pb.CallRequest(env=served.name, hook=hook, given=to_json(given, f"what {hook}() is given"))
+    return from_json(served.ask_now(hook, served.hook_timeout_s, call=request).value, object, "a value")
+
+
+def plain(trajectory: Trajectory) -> dict[str, Any]:
+    """For JSON, without the routes of experts."""
+    turns = [replace(turn, completion=replace(turn.completion, experts=None)) for turn in trajectory.turns]
+    return asdict(replace(trajectory, turns=turns))
+
+
+def plain_task(task: Task) -> dict[str, Any]:
+    return {"id": task.id, "row": task.row, "messages": task.messages, "info": task.info}
 
 
 PROXIES = {
     "interact": interact_hook,
     "load_tasks": tasks_hook,
-    "advantage_fn": call_hook,
-    "turns": call_hook,
-    "task_weight": call_hook,
+    "advantage_fn": advantages_hook,
+    "turns": turns_hook,
+    "task_weight": weight_hook,
 }

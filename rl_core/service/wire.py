@@ -37,6 +37,7 @@ class ServiceError(Exception):
     def __init__(self, code: grpc.StatusCode, message: str):
         super().__init__(message)
         self.code, self.message = code, message
+        self.told_by_service = message  # what describe_error() shows
 
 
 def wrong(message: str) -> ServiceError:
@@ -44,12 +45,18 @@ def wrong(message: str) -> ServiceError:
 
 
 def to_json(value: Any, what: str) -> str:
-    """Raises ServiceError for what JSON cannot hold; NaN is such a thing."""
+    """Numbers and arrays of numpy and torch become plain ones. Raises ServiceError for what JSON cannot hold, such as NaN."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=plain)
     except (TypeError, ValueError) as error:
         message = f"{what} must be JSON to travel: {error}"
         raise ServiceError(grpc.StatusCode.UNKNOWN, message) from None
+
+
+def plain(value: Any) -> Any:
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"a {type(value).__name__} is not")
+    return value.tolist()
 
 
 def from_json(text: str, kind: type, what: str) -> Any:

@@ -1,0 +1,244 @@
+"""One stream to a service, shared by all environments and sessions of a process. It is opened again when it breaks, and what was
+not answered is sent again: a request with a number or a key is never done twice."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import os
+import secrets
+import sys
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import grpc
+
+from rl_core.service import environments_pb2 as pb
+from rl_core.service.security import Access
+from rl_core.service.wire import CHANNEL_OPTIONS, CODES, ENVIRONMENTS, MAX_REQUEST, Outbox, ServiceError
+
+MARGIN_S = 10.0  # that an answer may take beyond the server's own deadline
+BACKOFF_S = (0.1, 5.0)  # between attempts to connect, or to repeat a request: at first, and at most
+TELL_S = 3.0  # a service that cannot be reached for so long is named on stderr
+EXIT_S = 1.0  # that a process waits at its end until the service has heard which sessions end with it
+TICK_S = 0.25
+HOPELESS = (
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+AGAIN = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+
+
+class Unreachable(ServiceError):
+    """The service was away for too long, or refuses this client."""
+
+
+@cache
+def service_loop() -> asyncio.AbstractEventLoop:
+    """The event loop of all connections of this process, in a thread of its own. Nothing else touches what they hold, so that
+    neither threads nor garbage collections that end sessions meet a lock."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="service", daemon=True)
+    thread.start()
+    os.register_at_fork(after_in_child=service_loop.cache_clear)
+
+    def stop(pid: int = os.getpid()) -> None:
+        if os.getpid() == pid:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(EXIT_S)
+
+    atexit.register(stop)
+    return loop
+
+
+class Connection:
+    def __init__(self, address: str, access: Access, reconnect_s: float):
+        self.address, self.access, self.reconnect_s = address, access, reconnect_s
+        self.loop, self.pid, self.ids = service_loop(), os.getpid(), itertools.count(1)
+        # The loop's thread alone uses these.
+        self.pending: dict[int, tuple[pb.Request, Future]] = {}  # in the order in which they were sent
+        self.sessions: dict[str, float] = {}  # those to renew: name -> seconds after which it would expire
+        self.outbox, self.trouble, self.down_s = Outbox(), "", None  # since when no stream has answered
+        self.running: asyncio.Task | None = None
+        self.loop.call_soon_threadsafe(self._begin)
+        atexit.register(self.close)
+
+    # --- from any thread
+
+    def send(self, timeout_s: float = 0.0, **verb: Any) -> Future:
+        """A future of the verb's reply. It raises ServiceError."""
+        request, future = pb.Request(id=next(self.ids), timeout_s=timeout_s, **verb), Future()
+        if (size := request.ByteSize()) > MAX_REQUEST:
+            message = f"a request of {size / 2**20:.1f} MiB; at most {MAX_REQUEST >> 20} can be sent"
+            future.set_exception(ServiceError(grpc.StatusCode.INVALID_ARGUMENT, message))
+        elif os.getpid() != self.pid:
+            message = f"{self.address} was connected before this process was forked; load the environment after it"
+            future.set_exception(ServiceError(grpc.StatusCode.FAILED_PRECONDITION, message))
+        else:
+            self.loop.call_soon_threadsafe(self._post, request, future)
+        return future
+
+    async def ask(self, timeout_s: float, **verb: Any) -> Any:
+        """The verb's reply, within the server's timeout and the time to connect again. Sent again where there is no room yet.
+        Raises ServiceError."""
+        loop, limit_s, wait_s = asyncio.get_running_loop(), timeout_s + self.reconnect_s + MARGIN_S, BACKOFF_S[0]
+        until_s = loop.time() + limit_s
+        while True:
+            sent = asyncio.wrap_future(self.send(timeout_s, **verb))
+            try:
+                return await asyncio.wait_for(sent, max(0.0, until_s - loop.time()))
+            except asyncio.TimeoutError:
+                why = f": {self.trouble}" if self.trouble else ""
+                message = f"{self.address} did not answer in {limit_s:g} s{why}"
+                raise ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, message) from None
+            except ServiceError as error:
+                is_final = error.code not in AGAIN or isinstance(error, Unreachable)
+                if is_final or loop.time() + wait_s > until_s:
+                    raise
+            await asyncio.sleep(jittered(wait_s))
+            wait_s = min(2 * wait_s, BACKOFF_S[1])
+
+    def ask_now(self, timeout_s: float, **verb: Any) -> Any:
+        """As ask(), for a thread that may wait."""
+        return asyncio.run_coroutine_threadsafe(self.ask(timeout_s, **verb), self.loop).result()
+
+    def hold(self, session: str, idle_s: float) -> None:
+        """Renews a session until end()."""
+        self.loop.call_soon_threadsafe(self.sessions.__setitem__, session, idle_s)
+
+    def end(self, session: str, status: int) -> None:
+        """Tells the service that a session is over."""
+        if session and os.getpid() == self.pid:
+            self.loop.call_soon_threadsafe(self._end, session, status)
+
+    def close(self) -> None:
+        """At the end of the process."""
+        if os.getpid() == self.pid:
+            with suppress(Exception):  # nothing keeps a process from ending
+                asyncio.run_coroutine_threadsafe(self._close(), self.loop).result(EXIT_S)
+
+    # --- in the loop's thread
+
+    def _begin(self) -> None:
+        self.running = asyncio.ensure_future(self._run())
+
+    def _post(self, request: pb.Request, future: Future) -> None:
+        self.pending[request.id] = request, future
+        self.outbox.put(request)
+
+    def _end(self, session: str, status: int) -> None:
+        if self.sessions.pop(session, None) is not None:
+            self._post(pb.Request(id=next(self.ids), cancel=pb.CancelRequest(session=session, status=status)), Future())
+
+    async def _close(self) -> None:
+        for session in list(self.sessions):
+            self._end(session, pb.CANCELLED)
+        while not self.down_s and any(request.HasField("cancel") for request, _ in self.pending.values()):
+            await asyncio.sleep(0.005)
+        self.running.cancel()
+        await asyncio.wait({self.running})
+
+    async def _run(self) -> None:
+        """One stream after the other."""
+        wait_s, is_told, renewing = BACKOFF_S[0], False, asyncio.ensure_future(self._renew())
+        try:
+            async with self.access.channel_aio(self.address, CHANNEL_OPTIONS) as channel:
+                while True:
+                    self.down_s = self.down_s or self.loop.time()
+                    code, self.trouble = await self._stream(channel)
+                    if self.down_s is None:  # it had answered
+                        self.down_s, wait_s, is_told = self.loop.time(), BACKOFF_S[0], False
+                    gone_s = self.loop.time() - self.down_s
+                    if code in HOPELESS:
+                        self._fail(Unreachable(code, f"{self.address}: {self.trouble}"))
+                    elif gone_s > self.reconnect_s:
+                        message = f"{self.address} could not be reached for {self.reconnect_s:g} s: {self.trouble}"
+                        self._fail(Unreachable(grpc.StatusCode.UNAVAILABLE, message))
+                    elif gone_s > TELL_S and not is_told:
+                        is_told, limit = True, f"trying for {self.reconnect_s:g} s"
+                        print(f"{self.address} cannot be reached: {self.trouble}; {limit}", file=sys.stderr, flush=True)
+                    await asyncio.sleep(jittered(wait_s))
+                    wait_s = min(2 * wait_s, BACKOFF_S[1])
+        finally:
+            renewing.cancel()
+
+    async def _stream(self, channel: grpc.aio.Channel) -> tuple[grpc.StatusCode, str]:
+        """Sends and settles until the stream breaks: why it did."""
+        again = {id: held for id, held in self.pending.items() if not held[1].cancelled()}
+        self.pending = {id: held for id, held in again.items() if not held[0].HasField("renew")}
+        self.outbox = Outbox()
+        self._post_renewal()  # whose answer says that the service is there
+        for request, _ in list(self.pending.values())[:-1]:
+            self.outbox.put(request)
+        stream = channel.stream_stream(
+            f"/{ENVIRONMENTS}/Stream",
+            request_serializer=pb.Requests.SerializeToString,
+            response_deserializer=pb.Replies.FromString,
+        )(metadata=self.access.metadata())
+        writing = asyncio.ensure_future(self._write(stream, self.outbox))
+        try:
+            while (batch := await stream.read()) is not grpc.aio.EOF:
+                self.down_s, self.trouble = None, ""
+                for reply in batch.replies:
+                    self._settle(reply)
+            return grpc.StatusCode.UNAVAILABLE, "the server ended the stream"
+        except grpc.aio.AioRpcError as error:
+            return error.code(), error.details() or error.code().name
+        finally:
+            writing.cancel()
+            stream.cancel()
+
+    async def _write(self, stream: grpc.aio.StreamStreamCall, outbox: Outbox) -> None:
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader tells why it broke
+            while True:
+                await outbox.filled.wait()
+                await stream.write(pb.Requests(requests=outbox.take()))
+
+    async def _renew(self) -> None:
+        """Sessions do not expire while engines work or learners learn."""
+        renewed_s = self.loop.time()
+        while True:
+            await asyncio.sleep(TICK_S)
+            due_s = renewed_s + min(self.sessions.values(), default=0.0) / 3
+            if self.sessions and not self.down_s and self.loop.time() >= due_s:
+                renewed_s = self.loop.time()
+                self._post_renewal()
+
+    def _post_renewal(self) -> None:
+        future: Future = Future()
+        future.add_done_callback(self._renewed)
+        self._post(pb.Request(id=next(self.ids), renew=pb.RenewRequest(sessions=self.sessions)), future)
+
+    def _renewed(self, future: Future) -> None:
+        if not future.cancelled() and not future.exception():
+            for session in future.result().gone:  # its next request hears why
+                self.sessions.pop(session, None)
+
+    def _settle(self, reply: pb.Reply) -> None:
+        (_, future), verb = self.pending.pop(reply.id, (None, None)), reply.WhichOneof("verb")
+        if future is None or not future.set_running_or_notify_cancel():
+            if reply.HasField("start"):  # nobody waits for it any more
+                self.sessions[reply.start.session] = reply.start.idle_s
+                self._end(reply.start.session, pb.CANCELLED)
+        elif reply.code or verb is None:
+            future.set_exception(ServiceError(CODES.get(reply.code, grpc.StatusCode.UNKNOWN), reply.error))
+        else:
+            future.set_result(getattr(reply, verb))
+
+    def _fail(self, error: ServiceError) -> None:
+        """All that waits."""
+        failed, self.pending, self.outbox = self.pending, {}, Outbox()
+        for _, future in failed.values():
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+
+def jittered(wait_s: float) -> float:
+    """Many ranks shall not come at once."""
+    return wait_s * (0.5 + secrets.randbelow(1000) / 1000)
