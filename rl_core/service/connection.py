@@ -139,8 +139,9 @@ class Connection:
     async def _close(self) -> None:
         for session in list(self.sessions):
             self._end(session, pb.CANCELLED)
-        while not self.down_s and any(request.HasField("cancel") for request, _ in self.pending.values()):
-            await asyncio.sleep(0.005)
+        told = [asyncio.wrap_future(future) for request, future in self.pending.values() if request.HasField("cancel")]
+        if told and not self.down_s:
+            await asyncio.wait(told)
         self.running.cancel()
         await asyncio.wait({self.running})
 
