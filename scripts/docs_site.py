@@ -1,0 +1,32 @@
+"""Pages of the site that lie outside docs/, and links to them. A hook of mkdocs.yml.
+
+README.md is the first page. Files in envs/ are pages that show them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+BESIDE = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for name, page in BESIDE.items():
+        files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
+    for file in sorted((ROOT / "envs").glob("*.py")):
+        text = f"# envs/{file.name}\n\n````python\n{file.read_text(encoding='utf-8')}````\n"
+        files.append(File.generated(config, f"envs/{file.stem}.md", content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Links that are right in the repository become those of the site."""
+    if page.file.src_uri in BESIDE.values():
+        return re.sub(r"\]\((docs/|README\.md)", lambda m: "](" + ("index.md" if m[1] != "docs/" else ""), markdown)
+    markdown = re.sub(r"\]\(\.\./(envs/\w+)\.py\)", r"](\1.md)", markdown)
+    return re.sub(r"\]\(\.\./(\w+\.md)", lambda m: f"]({BESIDE[m[1]]}", markdown)

@@ -1,0 +1,334 @@
+"""The documentation: blocks load and parse, flags and quoted errors exist, links lead somewhere, the site needs no network.
+
+Blocks that need more than a tiny model run in the tests of RUN_BY.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from kit import ROOT, metrics
+
+from rl_core.cli import COMMANDS, main
+from rl_core.config import known_flags, parse_config
+from rl_core.learning.algorithms import clipped_loss
+from rl_core.sampling.env import load_env
+from rl_core.tools.peers import OURS
+from rl_core.train import main as train
+
+PAGES = {file.relative_to(ROOT).as_posix(): file.read_text() for file in [
+    ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))
+]}  # fmt: skip
+BLOCKS = [
+    pytest.param(page, language, code, id=f"{page}-{number}")
+    for page, text in PAGES.items()
+    for number, (language, code) in enumerate(re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+]
+# Pages whose Python blocks another test runs, as a whole.
+RUN_BY = {
+    "docs/python.md": "test_python_api.py",
+    "docs/rewards.md": "test_scores.py",
+    "docs/algorithms.md": "test_preference.py",
+}
+# Shell commands of others, and flags of others that pages name.
+SHELL = {
+    "pip",
+    "git",
+    "cd",
+    "export",
+    "cat",
+    "source",
+    "for",
+    "do",
+    "done",
+    "mkdocs",
+    "accelerate",
+    ".ci/run",
+    "wandb",
+    "ruff",
+}
+OTHERS = {
+    "torchrun": "nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id standalone",
+    "sglang": "api-key enable-deterministic-inference enable-lora enable-memory-saver enable-return-routed-experts"
+    " kv-cache-dtype max-loras-per-batch model-path quantization port host",
+    "of schedulers, containers and viewers": "requeue signal runtime security-opt logdir",
+}
+PLAYING = ROOT / "rl_core/tools/playing.py"
+KNOWN = {name.replace("NAME", "x") for name in known_flags()}
+
+
+def flag_name(word: str) -> str:
+    """A flag with x for the name of an actor or an environment."""
+    return re.sub(r"^(actors|envs)\.[\w-]+\.", r"\1.x.", word.removeprefix("--").partition("=")[0])
+
+
+def is_ours(word: str) -> bool:
+    name = flag_name(word)
+    return name in KNOWN or any(known.startswith(f"{name}.") for known in KNOWN)
+
+
+@cache
+def own_flags(*files: Path) -> frozenset[str]:
+    """Flags of argparse and getopts in these files."""
+    return frozenset(name for file in files for name in re.findall(r"""["' |]--([a-z][\w.-]*)""", file.read_text()))
+
+
+def parse_train(words: list[str]) -> None:
+    """Raises ValueError as a run would. `...` in the text stands for other flags, and M for a model."""
+    words = [w for w in words if w not in ("...", "--config") and not w.endswith("/config.yaml")]
+    filled = itertools.chain.from_iterable(
+        pair
+        for pair in (("--out", "runs/x"), ("--model", "M"), ("--env_path", "e.py"))
+        if pair[0] not in words and not (pair[0] == "--model" and any(w.startswith("--actors.") for w in words))
+    )
+    if any(word.endswith(".yaml") for word in words):
+        words, filled = ["--config", *words], ("--out", "runs/x")
+    if "--algorithm" in words and words[words.index("--algorithm") + 1] in ("sft", "dpo", "rm"):
+        filled = [w for w in filled if w not in ("--env_path", "e.py")]
+    parse_config([*words, *filled])
+
+
+def check_command(words: list[str]) -> None:
+    """Raises if rl_core or a script of this repository would refuse the command line."""
+    while words and re.match(r"\w+=", words[0]):
+        words = words[1:]  # environment variables
+    first, *rest = words
+    if first == "torchrun" or words[:3] == ["python", "-m", "torch.distributed.run"]:
+        at = rest.index("-m")
+        assert {w[2:] for w in rest[:at] if w.startswith("--")} <= set(OTHERS["torchrun"].split()), words
+        return check_command(["python", *rest[at:]])
+    if words[:2] == ["python", "-m"] and words[2].startswith("rl_core."):
+        module, flags = words[2], words[3:]
+        if module == "rl_core.train":
+            return parse_train(flags)
+        if module == "rl_core.cli":
+            return check_command(["rl-core", *flags])
+        file = ROOT / (module.replace(".", "/") + ".py")
+        return refuse_unknown(flags, own_flags(file))
+    if first == "rl-core":
+        command, *flags = rest
+        assert command in COMMANDS, words
+        if command in ("train", "plan"):
+            given = [w for w in flags if w not in ("--json", "--help")]
+            if "--nproc_per_node" in given:
+                del given[given.index("--nproc_per_node") :][:2]
+            return parse_train(given)
+        files = [
+            *(ROOT / "rl_core/tools").glob(f"{command}*/*.py"),
+            *(ROOT / "rl_core/tools").glob(f"{command}.py"),
+            PLAYING,
+        ]
+        return refuse_unknown(flags, own_flags(*files), is_run=command in ("eval", "collect", "replay"))
+    if first in ("python", "bash", "pytest"):
+        if first == "pytest" or rest[0] == "-m":
+            return None
+        return refuse_unknown(rest[1:], own_flags(ROOT / rest[0]), is_run="quickstart" in rest[0])
+    assert first in SHELL or first.startswith("./"), (
+        f"{first!r}: what is this command? Add it to SHELL if it is another's"
+    )
+    return None
+
+
+def refuse_unknown(flags: list[str], own: frozenset[str], is_run: bool = False) -> None:
+    for word in flags:
+        if re.match(r"--[a-z]", word):
+            assert word[2:].partition("=")[0] in own or (is_run and is_ours(word)), word
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """Simple commands of a shell script, without comments."""
+    lines = text.replace("\\\n", " ").splitlines()
+    found = []
+    for line in lines:
+        line = re.sub(r"\$\([^)]*\)", "X", line)
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
+        lexer.commenters, lexer.whitespace_split = "#", True
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if word in (";", "&&", "|", "||", "&"):
+                found += [words] if words else []
+                words = []
+            elif word != "do":
+                words.append(word)
+        if any(w in ("<", ">") for w in found[-1:] and found[-1]):
+            found[-1] = found[-1][: next(i for i, w in enumerate(found[-1]) if w in "<>")]
+    return found
+
+
+@pytest.mark.parametrize("page, language, code", [b for b in BLOCKS if b.values[1] in ("bash", "")])
+def test_commands_of_the_pages_parse(page, language, code):
+    if language == "bash":
+        commands = commands_in(code)
+        assert commands
+    else:
+        commands = commands_in("\n".join(re.findall(r"^\$ (.*(?:\\\n.*)*)", code, re.MULTILINE)))
+    for words in commands:
+        check_command(words)
+
+
+@pytest.mark.parametrize("page, language, code", [b for b in BLOCKS if b.values[1] not in ("bash", "")])
+def test_blocks_of_other_languages_parse(page, language, code):
+    assert language == "python", f"a test for blocks of {language} is missing"
+    compile(code, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    if page in RUN_BY:
+        assert Path(page).name in (ROOT / "tests" / RUN_BY[page]).read_text()
+
+
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if re.search(r"```python\n# \w+\.py", text)])
+def test_environments_of_the_pages_load_and_those_with_rows_pass_the_check(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    names = write_blocks(page)
+    for name in names:
+        env = load_env(name)
+        if env.load_tasks and "rollout" not in env.hooks:
+            assert main(["check", name, "--num_tasks", "2"]) == 0, capsys.readouterr()
+        sys.modules.pop(Path(name).stem, None)
+
+
+def write_blocks(page: str) -> list[str]:
+    """Writes the page's Python blocks that begin with a file's name into the current folder."""
+    found = re.findall(r"```python\n(# (\w+\.py).*?)```", PAGES[page], re.DOTALL)
+    for code, name in found:
+        Path(name).write_text(code)
+    return [name for _, name in found]
+
+
+def test_every_flag_that_a_page_names_exists():
+    files = [
+        *(ROOT / "rl_core").rglob("*.py"),
+        *(ROOT / "scripts").rglob("*.*"),
+        ROOT / "tests/conftest.py",
+        ROOT / ".ci/run",
+    ]
+    own = own_flags(*(file for file in files if file.suffix in (".py", ".sh", "")))
+    others = {name for names in OTHERS.values() for name in names.split()} | {"help"}
+    others |= {name for names in OURS.values() for name in names.split()}  # of other trainers
+    for page, text in PAGES.items():
+        for name in re.findall(r"(?<![\w-])--([a-zA-Z][\w.-]*\w)", text):
+            is_known = is_ours(name) or ("." not in name and name in own | others)
+            assert is_known or re.fullmatch(r"(actors|envs)\.\w+", name), f"{page}: --{name}"
+
+
+@cache
+def texts_of_the_code() -> str:
+    """All strings of rl_core/, with what f-strings fill in as \\0, one a line."""
+    found = []
+    for file in (ROOT / "rl_core").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(p.value if isinstance(p, ast.Constant) else "\0" for p in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_errors_that_are_quoted_are_those_of_the_code():
+    texts, quoted = texts_of_the_code(), []
+    for line in PAGES["docs/troubleshooting.md"].splitlines():
+        cell = line.partition(" | ")[0] if line.startswith("|") else ""
+        quoted += [text for text in re.findall(r"`([^`]+)`", cell) if " " in text and not text.startswith("rl-core")]
+    assert len(quoted) > 30
+    for text in quoted:
+        if text in ("CUDA out of memory", "No space left on device; make room there, and go on with --resume"):
+            text = text.partition("; ")[2]  # the rest is torch's, and the system's
+        for part in re.split(r"\.\.\.(?:=\.\.\.)?|; did you mean", text):
+            part = part.strip(" =?():")
+            assert len(part) < 5 or part in texts, f"{text!r}: no text of the code holds {part!r}"
+
+
+def test_your_first_environment_in_five_minutes(tiny_model, tmp_path, monkeypatch, capsys):
+    """The page's commands one after the other, with an untrained model and one step."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    page = "docs/first_environment.md"
+    write_blocks(page)
+    Path("runs/quickstart/sft/hf").mkdir(parents=True)
+    os.symlink(tiny_model, "runs/quickstart/sft/hf/policy")
+    report = re.search(r"```\n\$ rl-core check backwards.py\n(.*?)```", PAGES[page], re.DOTALL)[1]
+    assert main(["check", "backwards.py"]) == 0 and capsys.readouterr().out == report + "\n" * (
+        not report.endswith("\n\n")
+    )
+    blocks = re.findall(r"```bash\n(.*?)```", PAGES[page], re.DOTALL)
+    for words in (words for block in blocks[:3] for words in commands_in(block)):
+        few = ["--eval.num_tasks", "4"] * (words[1] in ("train", "eval"))
+        if words[1] == "train":
+            assert train([*words[2:], *few, "--num_steps", "1"]) == 0
+        else:
+            assert main([*words[1:], *few]) == 0, words
+    out = capsys.readouterr().out
+    assert "eval at step 1  backwards/avg@4" in out and "wrote runs/backwards/curves.png" in out
+
+
+@pytest.mark.slow
+def test_the_first_environment_is_learned(warm_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    write_blocks("docs/first_environment.md")
+    [block] = re.findall(r"```bash\n(rl-core train --model runs/.*?)```", PAGES["docs/first_environment.md"], re.DOTALL)
+    [words] = commands_in(block)
+    words[words.index("--model") + 1] = str(warm_model)
+    assert train(words[2:]) == 0
+    found = [row["eval/backwards/greedy_score"] for row in metrics(tmp_path / "runs/backwards") if "time/eval_s" in row]
+    assert found[0] < 0.4 and found[-1] > 0.9
+
+
+# The site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Folder of the built site. Warnings, such as of a link that leads nowhere, are errors."""
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(out)]
+    done = subprocess.run(
+        command, cwd=ROOT, text=True, capture_output=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def test_the_site_loads_nothing_from_elsewhere(site):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 40
+    loaded = re.compile(
+        r"""<(?:script|link|img|iframe|source|video)\b[^>]*?\b(?:src|href)=["']?((?:https?:)?//[^"' >]+)"""
+    )
+    for page in pages:
+        found = loaded.findall(page.read_text())
+        assert not found, f"{page}: {found}"
+    for style in site.rglob("*.css"):
+        assert not re.search(r"(?:@import\s*|url\()[\"']?(?:https?:)?//", style.read_text()), style
+
+
+def test_lists_and_tables_are_rendered_as_such(site):
+    """Python-Markdown wants a blank line before them, which GitHub does not."""
+    for page in site.rglob("*.html"):
+        text = re.sub(r"<(pre|code|script)\b.*?</\1>", "", page.read_text(), flags=re.DOTALL)
+        wrong = re.findall(r"^(?:<p>)?(?:\| |- |\d\. ).*", text, re.MULTILINE)
+        assert not wrong, f"{page.name}: {wrong[:2]}"
+
+
+def test_docstrings_are_in_the_api_page(site):
+    text = (site / "api.html").read_text()
+    first = inspect.getdoc(clipped_loss).split("-min(")[0].strip()
+    assert re.sub(r"\s+", " ", first)[:20] in re.sub(r"\s+", " ", re.sub("<.*?>", "", text))
+    assert text.count("doc-heading") > 40
+
+
+def test_json_of_the_pages_parses():
+    for page, text in PAGES.items():
+        for line in re.findall(r'^(\{".*\}) *$', text, re.MULTILINE):
+            if "..." not in line:
+                json.loads(line), page
