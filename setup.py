@@ -50,6 +50,7 @@ EXTRAS["test"] = [
     "grpcio-tools>=1.76",
     "pytest>=8",
     "pytest-xdist>=3.6",
+    "playwright>=1.50",  # drives Debian's Chromium, not one of its own
     "ruff",
     "trl==1.16.0",
 ]
@@ -65,7 +66,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["rl_core", "rl_core.*"]),
-    package_data={"rl_core.service": ["*.proto"]},
+    package_data={"rl_core.service": ["*.proto"], "rl_core.tools.view": ["assets/*"]},
     install_requires=[
         "aiohttp>=3.10",
         "torch>=2.11",

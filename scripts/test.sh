@@ -10,4 +10,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extra=test
 . scripts/install.sh
 
+# For the tests of the viewer's page; without it they are skipped.
+if ! command -v chromium > /dev/null && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
+    { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } > /dev/null 2>&1 || echo "chromium: not installed"
+fi
+
 exec "$python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -1,14 +1,21 @@
-"""rl-core view: what it reads of a run's folder."""
+"""rl-core view: what it reads of a run's folder, what its server gives away, and the report. test_view_page.py has the page."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
+from types import SimpleNamespace
 
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 
 from rl_core.data.rows import write_trajectories
+from rl_core.tools.view import main
 from rl_core.tools.view.data import RunFolder, matching, panels_of
+from rl_core.tools.view.report import write_at_end
+from rl_core.tools.view.server import LOCAL, Viewer
 from rl_core.types import Completion, Trajectory, Turn
 
 HOSTILE = 'x\n"], "turns": [{"token_ids": [1, 2]}], "reward": 5, "messages": [ \u2028</script><script>'
@@ -21,8 +28,9 @@ def said(num: int, text: str = "hi") -> Turn:
 
 def trajectory(n: int, **more) -> Trajectory:
     messages = [{"role": "user", "content": f"ask {n}"}, {"role": "assistant", "content": f"Reply {n}"}]
-    given = {"messages": messages, "turns": [said(3), said(2, f"Reply {n}")], "reward": n / 4} | more
-    return Trajectory(task_id=f"train/{n}", env="letters", group_id="train/0/0", index=n, **given)
+    given = {"messages": messages, "turns": [said(3), said(2, f"Reply {n}")], "reward": n / 4}
+    given |= {"task_id": f"train/{n}", "group_id": "train/0/0"} | more
+    return Trajectory(env="letters", index=n, **given)
 
 
 @pytest.fixture
@@ -106,3 +114,104 @@ def test_every_metric_has_a_panel():
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no folder of a run"):
         RunFolder(tmp_path / "nothing")
+
+
+# The server
+
+
+def answers(folder, *requests: tuple[str, dict]) -> list[tuple[int, str]]:
+    """(status, text) of each request (path, headers) to the server of a run."""
+
+    async def ask():
+        found = []
+        async with TestClient(TestServer(Viewer([RunFolder(folder)]).app(LOCAL))) as client:
+            for path, headers in requests:
+                async with client.get(path, headers=headers) as response:
+                    found.append((response.status, await response.text()))
+        return found
+
+    return asyncio.run(ask())
+
+
+NEW = "/api/0/new?revision=-1&rows=0&entries=0"
+
+
+def test_the_server_gives_what_the_page_has_not_seen(run):
+    new, more, one = answers(run.path, (NEW, {}), ("/api/0/new?revision=0&rows=1&entries=4", {}),
+                             ("/api/0/episode?revision=0&number=1", {}))  # fmt: skip
+    new, more, one = (json.loads(text) for _, text in (new, more, one))
+    assert new["names"] == ["rollout/policy/reward_mean"] and new["rows"] == [[1, 0.5]]
+    assert "reward" in new["about"]["rollout/policy/reward_mean"] and not new["is_live"]
+    assert (len(new["entries"]), len(more["entries"]), more["rows"]) == (5, 1, [])
+    assert one["turns"][0]["ids"] == [7, 8, 0, 1, 2] and one["turns"][0]["values"]["advantage"] == [-0.125] * 3
+
+
+def test_nothing_but_the_named_runs_can_be_reached(run):
+    (run.path / "secret.txt").write_text("secret")
+    paths = [
+        "/secret.txt",
+        "/../secret.txt",
+        "/api/0/../../secret.txt",
+        "/api/..%2f..%2fsecret.txt/new",
+        "/%2e%2e/etc/passwd",
+    ]
+    paths += [
+        f"/api/1/{NEW[7:]}",
+        "/api/-1/new",
+        "/api/0/episode?revision=0&number=99",
+        "/api/0/episode?revision=0&number=../1",
+    ]
+    paths += [
+        "/api/0/episode?revision=5&number=0",
+        "/api/0/new",
+        "/assets/view.js",
+    ]
+    first, *found = answers(run.path, (NEW, {}), *((path, {}) for path in paths))
+    assert first[0] == 200
+    for path, (status, text) in zip(paths, found, strict=True):
+        assert status == 404 and "secret" not in text.replace("secret.txt", ""), path
+
+
+def test_a_page_elsewhere_cannot_ask_the_server_under_its_own_name(run):
+    hosts = ["evil.example:6500", "localhost:6500", "127.0.0.1", "[::1]:1"]
+    found = answers(run.path, *((NEW, {"Host": host}) for host in hosts), ("/", {"Host": "evil.example"}))
+    assert [status for status, _ in found] == [403, 200, 200, 200, 403]
+
+
+# The report
+
+
+def report_of(folder) -> dict:
+    assert main([str(folder), "--report", str(folder / "report.html")]) == 0
+    text = (folder / "report.html").read_text()
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text)[1])
+
+
+def test_a_report_of_200_steps_is_small_and_says_what_it_leaves_out(run):
+    names = [f"learn/policy/{n}" for n in range(100)]
+    write_metrics(run.path, [{"step": step} | dict.fromkeys(names, (step + 1) / 7**5) for step in range(200)])
+    for step in range(1, 201):
+        turns = [said(1500, "word " * 1500)]
+        long = [trajectory(n, group_id=str(n // 8), turns=turns) for n in range(8)]
+        write_trajectories(run.path / f"rollouts/step_{step:06d}.jsonl.zst", long)
+    data = report_of(run.path)
+    assert 1_000_000 < (run.path / "report.html").stat().st_size < 5_000_000
+    assert len(data["report"][0]["news"]["rows"]) == 200
+    found = re.search(r"curves of all steps; (\d+) conversations of steps ([\d, ]+), of each the group", data["note"])
+    assert int(found[1]) == len(data["report"][0]["episodes"]) >= 16 and found[2].startswith("1, ")
+
+
+def test_a_report_shows_the_group_with_signal_and_what_failed(run):
+    rows = [trajectory(n, group_id=f"g{n // 4}", reward=float(n in (5, 6))) for n in range(12)]
+    rows[11].status, rows[11].reward, rows[11].error = "failed", None, "why"
+    write_trajectories(run.path / "rollouts/step_000002.jsonl.zst", rows)
+    [own] = report_of(run.path)["report"]
+    assert [e["index"] for e in own["episodes"][-5:]] == [4, 5, 6, 7, 11]
+
+
+def test_a_report_that_cannot_be_written_is_one_line_and_no_error(run, capsys):
+    (run.path / "report.html").mkdir()
+    ranks, plan = SimpleNamespace(is_writer=True), SimpleNamespace(chats={})
+    asyncio.run(write_at_end(SimpleNamespace(out=run.path, ranks=ranks, plan=plan, writing=None)))
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{run.path}/report.html was not written: IsADirectoryError")

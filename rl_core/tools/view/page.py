@@ -1,0 +1,69 @@
+"""The page: one HTML document without anything to fetch but the runs' data, which a report has in itself."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from dataclasses import fields
+from hashlib import sha256
+from html import escape
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from rl_core.options.metric_table import describe
+from rl_core.tools.view.data import Entry, RunFolder, panels_of
+
+ASSETS = Path(__file__).parent / "assets"
+FIELDS = tuple(field.name for field in fields(Entry))[3:]  # all but the place in the file
+values_of = attrgetter(*FIELDS)
+
+
+def make_page(data: dict[str, Any]) -> str:
+    """`data`: the runs by name and configuration; in a report all that the page would ask for."""
+    read = {name: (ASSETS / name).read_text(encoding="utf-8") for name in ("view.html", "view.css", "view.js")}
+    plot, plot_css = ((ASSETS / f"uPlot.{name}").read_text(encoding="utf-8") for name in ("iife.min.js", "min.css"))
+    hashes = (b64encode(sha256(text.encode()).digest()).decode() for text in (plot, read["view.js"]))
+    parts = {
+        "hashes": " ".join(f"'sha256-{value}'" for value in hashes),
+        "title": escape(f"{', '.join(run['name'] for run in data['runs'])} - rl_core"),
+        "style": plot_css + read["view.css"],
+        # Within a script element only `<` could end the data.
+        "data": json.dumps(data | {"fields": FIELDS}, separators=(",", ":")).replace("<", "\\u003c"),
+        "plot": plot,
+        "script": read["view.js"],
+    }
+    first, *rest = read["view.html"].split("{{")
+    return first + "".join(parts[name] + text for name, _, text in (part.partition("}}") for part in rest))
+
+
+def outline(run: RunFolder) -> dict[str, Any]:
+    return {"name": run.name, "config": run.config}
+
+
+def summary(run: RunFolder, first: int, every: int = 1) -> dict[str, Any]:
+    """Metrics from row `first` on, those of steps only every so many, as a table of `names` and `rows`."""
+    rows = [row for n, row in enumerate(run.rows[first:]) if n % every == 0 or any(k.startswith("eval/") for k in row)]
+    names = sorted({name for row in rows for name in row} - {"step"})
+    every_name = {name for row in run.rows for name in row} - {"step"}
+    return {
+        "revision": run.revision,
+        "num_rows": len(run.rows),
+        "names": names,
+        "rows": [[row["step"], *(rounded(row.get(name)) for name in names)] for row in rows],
+        "panels": panels_of(every_name),
+        "about": descriptions(every_name),
+    }
+
+
+def rounded(value: float | None) -> float | None:
+    return value if value is None else float(f"{value:.5g}")
+
+
+def descriptions(names: set[str]) -> dict[str, str]:
+    """Metric -> what it is, its unit and what is healthy."""
+    found = {name: row for name in names if (row := describe(name))}
+    return {
+        name: f"{row.what} ({row.unit})" + (f"; healthy: {row.healthy}" if row.healthy else "")
+        for name, row in found.items()
+    }

@@ -1,0 +1,104 @@
+"""report.html: the page with a run's curves and a sample of its conversations, in one file that needs no network."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_core.data.rows import write_whole
+from rl_core.tools.view.data import Entry, RunFolder
+from rl_core.tools.view.page import make_page, outline, summary, values_of
+from rl_core.tools.view.tokens import shown_episode
+
+if TYPE_CHECKING:
+    from rl_core.build import Run
+
+MAX_ROWS = 1000  # of metrics; of a longer run only every second step, or every third, and so on, and all evaluations
+NUM_FILES = 8  # of rollouts/, from the first to the last
+MAX_TOKENS = 2000  # of an episode that is shown token by token
+MAX_BYTES = 2_000_000  # of conversations
+
+
+async def write_at_end(run: Run) -> None:
+    """Beside a run that is done. What goes wrong is told in a line: the run itself went well."""
+    if not run.ranks.is_writer:
+        return
+    file = run.out / "report.html"
+    try:
+        if run.writing is not None:
+            await asyncio.wait([run.writing])
+        tokenizers = {name: getattr(chat.tokenizer, "backend_tokenizer", None) for name, chat in run.plan.chats.items()}
+        write_report(file, [RunFolder(run.out)], tokenizers)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        print(f"{file} was not written: {type(error).__name__}: {text}", file=sys.stderr, flush=True)
+
+
+def write_report(file: Path, runs: list[RunFolder], tokenizers: dict[str, Any] | None = None) -> Path:
+    """The file. `tokenizers`: of actors, where they are known already."""
+    parts, notes = [], []
+    for run in runs:
+        run.read_metrics()
+        every = -(-len(run.rows) // MAX_ROWS) or 1
+        run.read_rollouts(sampled(run.rollouts()))
+        entries = sample(run.entries)
+        episodes, is_all = episodes_of(run, entries, tokenizers or {})
+        news = summary(run, 0, every) | {"entries": [values_of(e) for e in entries[: len(episodes)]]}
+        parts.append({"news": news | {"is_complete": True, "is_live": False}, "episodes": episodes})
+        notes.append(told(run, entries[: len(episodes)], every, is_all))
+    data = {"runs": [outline(run) for run in runs], "report": parts, "note": " ".join(notes)}
+    write_whole(file, make_page(data))
+    return file
+
+
+def sampled(files: list[Path]) -> list[Path]:
+    """Training steps and evaluations, evenly spaced, the first and the last included."""
+    last = len(files) - 1
+    return [files[n] for n in sorted({round(i * last / (NUM_FILES - 1)) for i in range(NUM_FILES)})] if files else []
+
+
+def sample(entries: list[Entry]) -> list[Entry]:
+    """Of each file the group whose rewards differ most, and the first two episodes that failed."""
+    chosen = []
+    for file in dict.fromkeys(e.file for e in entries):
+        groups: dict[tuple, list[Entry]] = {}
+        own = [e for e in entries if e.file == file]
+        for e in own:
+            groups.setdefault((e.env, e.group), []).append(e)
+        widest = max(groups.values(), key=spread)
+        chosen += widest + [e for e in own if e.status == "failed" and e not in widest][:2]
+    return chosen
+
+
+def spread(group: list[Entry]) -> float:
+    rewards = [e.reward for e in group if e.reward is not None]
+    return max(rewards) - min(rewards) if rewards else -1.0
+
+
+def episodes_of(run: RunFolder, entries: list[Entry], tokenizers: dict[str, Any]) -> tuple[list[dict[str, Any]], bool]:
+    """Episodes as the page shows them, up to MAX_BYTES; whether that is all of them."""
+    found, num_bytes = [], 0
+    for e in entries:
+        episode = shown_episode(run, e, tokenizers.get(e.actor))
+        if sum(len(turn["ids"]) for turn in episode["turns"]) > MAX_TOKENS:
+            episode |= {"turns": [], "note": f"Tokens of episodes beyond {MAX_TOKENS} are left out of a report."}
+        num_bytes += len(json.dumps(episode))
+        if num_bytes > MAX_BYTES:
+            return found, False
+        found.append(episode)
+    return found, True
+
+
+def told(run: RunFolder, entries: list[Entry], every: int, is_all: bool) -> str:
+    """What the report leaves out."""
+    steps = ", ".join(map(str, sorted({e.step for e in entries})))
+    lines = [
+        f"Report of {run.name}: curves of all steps" if every == 1 else f"Report of {run.name}: every {every}. step"
+    ]
+    if entries:
+        lines.append(f"{len(entries)} conversations of steps {steps}, of each the group whose rewards differ most")
+        lines += [] if is_all else ["more did not fit"]
+    return f"{'; '.join(lines)}. rl-core view {run.name} shows all."

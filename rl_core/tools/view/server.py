@@ -1,0 +1,106 @@
+"""The page's server on this machine. It answers from the runs that were named; no path comes from a request."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from functools import partial
+
+from aiohttp import web
+
+from rl_core.tools.view.data import RunFolder
+from rl_core.tools.view.page import make_page, outline, summary, values_of
+from rl_core.tools.view.tokens import shown_episode
+
+SLICE_S = 0.4  # of reading or searching, in which others wait
+LOCAL = {"localhost", "127.0.0.1", "::1"}
+
+
+class Viewer:
+    """Requests name a run by its number on the command line, and a trajectory by its number in the index."""
+
+    def __init__(self, runs: list[RunFolder]):
+        self.runs, self.lock = runs, threading.Lock()
+
+    async def answer(self, work, request: web.Request) -> web.Response:
+        """Runs `work` in a thread: files are read there."""
+
+        def locked():
+            with self.lock:
+                return work(self.runs[int(request.match_info["run"])], request)
+
+        try:
+            return web.json_response(await asyncio.to_thread(locked))
+        except (IndexError, KeyError, ValueError, OSError) as error:
+            return web.json_response({"error": str(error)}, status=404)
+
+    def app(self, hosts: set[str]) -> web.Application:
+        app = web.Application(middlewares=[host_check(hosts)])
+        html = make_page({"runs": [outline(run) for run in self.runs]})
+        app.router.add_get("/", lambda request: page_response(html))
+        for name, work in (("new", news), ("episode", episode), ("search", search)):
+            app.router.add_get(rf"/api/{{run:\d+}}/{name}", partial(self.answer, work))
+        return app
+
+
+async def page_response(html: str) -> web.Response:
+    return web.Response(text=html, content_type="text/html")
+
+
+def host_check(hosts: set[str]):
+    @web.middleware
+    async def check(request: web.Request, handler) -> web.StreamResponse:
+        # A page elsewhere whose name is made to resolve to this machine would have another Host.
+        if hosts and request.url.host not in hosts:
+            raise web.HTTPForbidden(text="unknown host")
+        response = await handler(request)
+        response.headers["Cache-Control"] = "no-store"
+        return response
+
+    return check
+
+
+def news(run: RunFolder, request: web.Request) -> dict:
+    """What the page has not seen: lines of metrics from `rows` on, trajectories from `entries` on; all of them, if what it
+    has seen is of another revision."""
+    is_complete = run.refresh(SLICE_S)
+    is_same = int(request.query["revision"]) == run.revision
+    rows, entries = (int(request.query[name]) if is_same else 0 for name in ("rows", "entries"))
+    return summary(run, rows) | {
+        "entries": [values_of(e) for e in run.entries[entries:]],
+        "is_complete": is_complete,
+        "is_live": run.is_live,
+    }
+
+
+def episode(run: RunFolder, request: web.Request) -> dict:
+    return shown_episode(run, entry_of(run, request, "number"))
+
+
+def entry_of(run: RunFolder, request: web.Request, name: str):
+    if int(request.query["revision"]) != run.revision:
+        raise ValueError("the run was resumed; load the page again")
+    return run.entries[int(request.query[name])]
+
+
+def search(run: RunFolder, request: web.Request) -> dict:
+    """Numbers of trajectories in which the text stands, from `first` on, as far as a moment suffices."""
+    deadline, number, found = time.monotonic() + SLICE_S, int(request.query["first"]), []
+    while number < len(run.entries) and time.monotonic() < deadline:
+        part = run.entries[number : number + 64]
+        places = {id(e): n for n, e in enumerate(part, number)}
+        found += [places[id(e)] for e in run.search(request.query["q"], part)]
+        number += len(part)
+    return {"found": found, "next": number if number < len(run.entries) else None}
+
+
+async def serve(runs: list[RunFolder], host: str, port: int) -> None:
+    """Until Ctrl-C. A loopback address answers only requests that name it."""
+    hosts = LOCAL if host in LOCAL else set()
+    runner = web.AppRunner(Viewer(runs).app(hosts), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, host, port).start()
+    host, port = runner.addresses[0][:2]
+    print(f"http://{f'[{host}]' if ':' in host else host}:{port}/    Ctrl-C ends it", flush=True)
+    await asyncio.Event().wait()

@@ -1,0 +1,91 @@
+"""The tokens of one trajectory, with the values that a reader can colour them by."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from rl_core.tools.view.data import Entry, RunFolder, matching, unpacked
+
+LEARNED = {"advantages": "advantage", "ratios": "ratio", "entropy_nats": "entropy", "logprobs": "gap"}
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def shown_episode(run: RunFolder, entry: Entry, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
+    """A trajectory as the page shows it. Each turn has the text of its tokens, of which the first `num_new` are context, and
+    `values`: name -> one for each sampled token. `tokenizer`: instead of the one that is found beside the run."""
+    row = run.episode(entry)
+    tokenizer, advantage = tokenizer or tokenizer_of(run, entry.actor), advantage_of(run, entry)
+    turns = []
+    for turn, learned in zip(row["turns"], learned_values(run, entry, len(row["turns"])), strict=True):
+        done = turn["completion"]
+        num = len(done["token_ids"])
+        versions = [done["policy_version"]] * num
+        for index, version in done["newer_versions"]:
+            versions[index:] = [version] * (num - index)
+        values = {"logprob": [round(value, 4) for value in done["logprobs"]], "version": versions}
+        if advantage is not None:
+            values["advantage"] = [round(advantage, 4)] * num
+        values |= learned
+        if "gap" in learned:
+            values["gap"] = [
+                None if v is None else round(v - own, 6)
+                for v, own in zip(learned["gap"], done["logprobs"], strict=True)
+            ]
+        ids = [*turn["new_ids"], *done["token_ids"]]
+        turns.append({"ids": ids, "texts": texts(tokenizer, ids), "num_new": len(turn["new_ids"]), "values": values})
+        turns[-1]["is_fresh"] = turn["is_fresh"]
+    return row | {"turns": turns}
+
+
+def learned_values(run: RunFolder, entry: Entry, num_turns: int) -> list[dict[str, list[float | None]]]:
+    """Of each turn, what `rl-core replay --tokens` recorded: tokens/ has the files of rollouts/, line by line."""
+    file, number = run.path / "tokens" / entry.file, run.text(entry.file).count(b"\n", 0, entry.start)
+    lines = unpacked(file, file.stat().st_mtime_ns).split(b"\n", number + 1) if file.exists() else []
+    turns = json.loads(lines[number])["turns"] if len(lines) > number + 1 else []
+    turns = turns if len(turns) == num_turns else [{}] * num_turns  # of a run that was made again since
+    return [{ours: turn[name] for name, ours in LEARNED.items() if name in turn} for turn in turns]
+
+
+def advantage_of(run: RunFolder, entry: Entry) -> float | None:
+    """The reward less the mean of its group: what a group's baseline makes of it before any division."""
+    if entry.reward is None:
+        return None
+    same = {name: getattr(entry, name) for name in ("kind", "step", "env", "group", "actor", "seat")}
+    return entry.reward - fmean(e.reward for e in matching(run.entries, **same) if e.reward is not None)
+
+
+def texts(tokenizer: Tokenizer | None, ids: list[int]) -> list[str] | None:
+    """What each token adds to the text: nothing where a character is not complete. None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer, number) or "" for number in ids]
+
+
+def tokenizer_of(run: RunFolder, actor: str) -> Tokenizer | None:
+    """That of the actor's model: in the run's folder, where the run found it, or in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    owner = run.config.get(f"actors.{actor}.share") or actor
+    model = run.config.get(f"actors.{owner}.model") or run.config.get("model") or ""
+    places = [run.path / "hf" / actor, run.path / "best" / actor, Path(model)]
+    found = next((place / "tokenizer.json" for place in places if (place / "tokenizer.json").is_file()), None)
+    if found is None and model.count("/") == 1 and not Path(model).exists():
+        cached = try_to_load_from_cache(model, "tokenizer.json")
+        found = Path(cached) if isinstance(cached, str) else None
+    return loaded(found) if found else None
+
+
+@lru_cache(maxsize=4)
+def loaded(file: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(file))

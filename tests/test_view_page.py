@@ -1,0 +1,342 @@
+"""rl-core view in a real browser: Debian's Chromium, headless, driven by Playwright. One browser for all tests.
+Screenshots lie in each test's tmp_path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kit import LETTERS, run_ranks, words
+from test_view import HOSTILE, said, trajectory, write_metrics
+
+from rl_core.data.rows import write_trajectories
+from rl_core.tools.view import main
+from rl_core.tools.view.data import RunFolder
+from rl_core.tools.view.server import Viewer
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+QUIET = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync --no-first-run"
+AXE = Path(__file__).parent / "axe/axe.min.js"
+SCREENS = {"light": ("light", 1280, 860), "dark": ("dark", 1280, 860), "phone": ("light", 390, 800)}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page_of(browser):
+    """page_of(address, screen) -> a page. At the end no console said anything, and nothing left the machine."""
+    contexts, faults = [], []
+
+    def make(address: str, screen: str = "light", **more):
+        scheme, width, height = SCREENS[screen]
+        contexts.append(browser.new_context(color_scheme=scheme, viewport={"width": width, "height": height}, **more))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: faults.append(message.text))
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("request", lambda request: is_local(request.url) or faults.append(request.url))
+        page.set_default_timeout(10_000)
+        page.goto(address)
+        return page
+
+    yield make
+    for context in contexts:
+        context.close()
+    assert not faults
+
+
+def is_local(url: str) -> bool:
+    return url.startswith(("http://127.0.0.1:", "file:///", "data:"))
+
+
+@pytest.fixture
+def serve():
+    """serve(folder, ...) -> the address of the viewer's server, in a thread."""
+    from aiohttp import web
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    runners = []
+
+    async def start(folders) -> str:
+        app = Viewer([RunFolder(folder) for folder in folders]).app({"127.0.0.1"})
+        runners.append(web.AppRunner(app))
+        await runners[0].setup()
+        await web.TCPSite(runners[0], "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runners[0].addresses[0][1]}/"
+
+    yield lambda *folders: asyncio.run_coroutine_threadsafe(start(folders), loop).result()
+    for runner in runners:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+@pytest.fixture
+def game(tmp_path, tiny_model):
+    """Folder of a run: two steps of two groups of four episodes of two actors; the last of them failed."""
+    folder = tmp_path / "game"
+    (folder / "rollouts").mkdir(parents=True)
+    model = {"model": str(tiny_model)}
+    (folder / "config.yaml").write_text(yaml.safe_dump({"seed": 0, "actors": {"ann": model, "ben": model}}))
+    rows = [
+        {"step": step, "rollout/ann/reward_mean": step / 4, "learn/ann/grad_norm": 0.5, "learn/ann/updates": 1.0}
+        for step in (1, 2)
+    ]
+    write_metrics(folder, [*rows, {"step": 2, "eval/letters/greedy_score": 0.875}])
+    for step in (1, 2):
+        write_trajectories(folder / f"rollouts/step_{step:06d}.jsonl.zst", episodes(step))
+    return folder
+
+
+def episodes(step: int) -> list:
+    found = []
+    for group in range(2):
+        for n in range(4):
+            asked = {"role": "user", "content": f"guess {group}"}
+            ann = [asked, {"role": "assistant", "content": f"high {n}"}, {"role": "user", "content": f"low {n}"}]
+            ben = [
+                {"role": "user", "content": f"guess {group}\n\nhigh {n}"},
+                {"role": "assistant", "content": f"low {n}"},
+            ]
+            place = {"group_id": f"train/{step}/{group}", "reward": n / 4 + group}
+            found.append(trajectory(n, **place, actor="ann", messages=ann, turns=[said(3, f"high {n}")]))
+            found.append(trajectory(n, **place, actor="ben", messages=ben, turns=[said(2, f"low {n}")]))
+    found[-1].status, found[-1].error, found[-1].reward = "failed", "the hook took too long", None
+    return found
+
+
+def shown(page, selector: str) -> list[str]:
+    return page.locator(selector).all_inner_texts()
+
+
+def count(page, text: str) -> None:
+    has(page, "#count", re.compile(f"^{text}"))
+
+
+def has(page, selector: str, what: Any) -> None:
+    """Waits until its text is this, or until there are so many."""
+    from playwright.sync_api import expect
+
+    found = expect(page.locator(selector))
+    found.to_have_count(what) if isinstance(what, int) else found.to_have_text(what)
+
+
+def picture(page, folder: Path, name: str) -> None:
+    page.screenshot(path=folder / f"{name}.png")
+
+
+def test_a_finished_run_loads_and_its_conversations_are_filtered_and_opened(game, serve, page_of, tmp_path):
+    page = page_of(serve(game))
+    page.wait_for_selector("[data-title=evaluation] .u-legend")
+    assert shown(page, "[data-title=reward] .u-series .u-value") == ["2", "0.5"]
+    page.hover("[data-title=reward] .u-over", position={"x": 3, "y": 40})
+    assert shown(page, "[data-title=reward] .u-series .u-value") == ["1", "0.25"]
+    page.locator("[data-title=reward] [role=img]").press("ArrowRight")
+    assert shown(page, "[data-title=reward] .u-series .u-value") == ["2", "0.5"]
+    page.locator("[data-title='gradient norm'] summary").click()
+    assert "norm" in shown(page, "[data-title='gradient norm'] dd")[0]
+    picture(page, tmp_path, "curves")
+    page.get_by_role("link", name="Conversations").click()
+    count(page, "32 of 32 trajectories")
+    page.get_by_label("Step").fill("2")
+    page.get_by_label("Actor").select_option("ben")
+    count(page, "8 of 32 trajectories, mean reward 0.75")
+    page.get_by_label("Reward from").fill("1.5")
+    count(page, "1 of 32")
+    page.locator("#list button").press("Enter")
+    page.wait_for_selector("#reader h2")
+    assert shown(page, "#reader .says p") == ["guess 1\n\nhigh 2", "low 2"]
+    page.get_by_label("Reward from").fill("")
+    page.get_by_label("Failure reason").fill("too LONG")
+    count(page, "1 of 32")
+    page.locator("#list button").click()
+    page.get_by_text("Failed: the hook took too long").wait_for()
+    page.get_by_label("Failure reason").fill("")
+    page.get_by_label("Search in texts").fill("HIGH 1")
+    count(page, "2 of 32")
+
+
+def test_several_actors_are_one_chat_and_a_group_stands_side_by_side(game, serve, page_of, tmp_path):
+    page = page_of(serve(game) + "#talks")
+    page.locator("#list button").first.click()
+    page.get_by_role("button", name="All actors").click()
+    has(page, "#reader .who", 3)
+    assert shown(page, "#reader .who") == ["user to ann", "ann", "ben"]
+    assert shown(page, "#reader .says p") == ["guess 0", "high 0", "low 0"]
+    said_by = page.locator("#reader .who")
+    hues = {said_by.nth(n).evaluate("node => getComputedStyle(node).color") for n in range(3)}
+    assert len(hues) == 3
+    page.get_by_role("button", name="Group of 4").click()
+    has(page, "#reader h3", 4)
+    assert shown(page, "#reader h3") == [f"#{n} reward {n / 4 or 0:g}" for n in range(4)]
+    picture(page, tmp_path, "group")
+
+
+def test_tokens_are_coloured_and_tell_their_values(game, serve, page_of, tmp_path):
+    (game / "tokens").mkdir()
+    values = {"logprobs": [-0.25] * 3, "ratios": [1, 1.5, 0.5], "advantages": [2.0] * 3, "entropy_nats": [0.1, None, 2]}
+    lines = [{"turns": [values | {"ratios": [n, 1.5, 0.5]}]} for n in range(16)]
+    write_trajectories(game / "tokens/step_000002.jsonl.zst", lines)
+    page = page_of(serve(game) + "#talks")
+    page.get_by_label("Actor").select_option("ann")
+    page.locator("#list button").nth(1).click()  # the third line of the file
+    by = page.get_by_label("Colour tokens by")
+    for name in ("mask", "advantage", "logprob", "ratio", "gap", "entropy", "version"):
+        by.select_option(name)
+        page.wait_for_selector("#reader .scale")
+        hues = [span.evaluate("node => node.style.background") for span in page.locator(".tokens span").all()]
+        assert len(hues) == 5 and not any(map(is_painted, hues[:2])) and any(map(is_painted, hues[2:])), (name, hues)
+    by.select_option("ratio")
+    page.locator(".tokens span").nth(2).hover()
+    told = page.locator("#tip").inner_text().split("\n")
+    assert told == ['"<|pad|>"  id 0', "sampled", "logprob (nats)  -0.5", "policy version  0", "advantage  2",
+                    "ratio new / old  2", "entropy (nats)  0.1", "engine-learner gap (nats)  0.25"]  # fmt: skip
+    page.locator(".tokens").press("ArrowRight")
+    assert "ratio new / old  1.5" in page.locator("#tip").inner_text()
+    picture(page, tmp_path, "tokens")
+
+
+def is_painted(background: str) -> bool:
+    return background not in ("", "transparent")
+
+
+def test_without_recorded_values_the_page_says_how_to_record_them(game, serve, page_of):
+    page = page_of(serve(game) + "#talks")
+    page.locator("#list button").first.click()
+    page.get_by_label("Colour tokens by").select_option("advantage")
+    page.get_by_text(f"rl-core replay {game} --step 2 --tokens").wait_for()
+    assert page.locator("option[value=ratio]").is_disabled()
+
+
+def test_text_of_a_model_is_never_part_of_the_page(tmp_path, serve, page_of):
+    evil = f"<script>window.evil = 1</script><img src=x onerror='window.evil = 2'>{HOSTILE}"
+    folder = tmp_path / "<img src=x onerror='window.evil = 3'>"
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"name": evil}))
+    write_metrics(folder, [{"step": 1, f"rollout/{evil.replace('/', '')}/reward_mean": 0.5}])
+    messages = [{"role": evil, "content": evil}, {"role": "assistant", "content": evil, "name": evil}]
+    row = trajectory(0, messages=messages, actor=evil, error=evil, turns=[said(2, evil)], reward_parts={evil: 1.0})
+    row.env = row.task_id = row.seat = evil
+    write_trajectories(folder / "rollouts/step_000001.jsonl.zst", [row])
+    assert main([str(folder), "--report", str(tmp_path / "report.html")]) == 0
+    for address in (serve(folder), f"file://{tmp_path}/report.html"):
+        page = page_of(address)
+        page.wait_for_selector(".u-legend")
+        page.get_by_role("link", name="Configuration").click()
+        page.get_by_role("link", name="Conversations").click()
+        page.locator("#list button").click()
+        page.wait_for_selector("#reader .says")
+        assert shown(page, "#reader .says p")[1].startswith("<script>window.evil = 1</script><img src=x")
+        page.get_by_label("Colour tokens by").select_option("logprob")
+        page.locator(".tokens span").first.hover()
+        assert page.evaluate("[window.evil === undefined, document.images.length, document.scripts.length]") == [
+            True,
+            0,
+            3,
+        ]
+
+
+def test_a_live_run_updates_by_itself(game, serve, page_of):
+    import fcntl
+
+    with open(game / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        page = page_of(serve(game))
+        page.get_by_text("live").wait_for()
+        write_metrics(game, [{"step": 3, "rollout/ann/reward_mean": 0.75}], "a")
+        write_trajectories(game / "rollouts/step_000003.jsonl.zst", episodes(3))
+        page.get_by_text("step 3").wait_for()
+        assert shown(page, "[data-title=reward] .u-series .u-value") == ["3", "0.75"]
+        page.get_by_role("link", name="Conversations").click()
+        count(page, "48 of 48")
+    has(page, ".live", 0)
+
+
+def test_runs_are_overlaid_smoothed_on_log_axes_and_their_settings_compared(game, tmp_path, serve, page_of):
+    other = tmp_path / "other"
+    shutil.copytree(game, other)
+    (other / "config.yaml").write_text((other / "config.yaml").read_text().replace("seed: 0", "seed: 1"))
+    page = page_of(serve(game, other))
+    page.wait_for_selector("[data-title=reward] .u-legend")
+    assert shown(page, "[data-title=reward] .u-label") == ["step", "ann, game", "ann, other"]
+    page.get_by_label("Smoothing").fill("0.5")
+    assert (
+        shown(page, "[data-title=reward] .u-series:not(.raw) .u-value")[1:] == ["0.4167"] * 2
+    )  # (.5 * .25 + .5) / 1.5
+    page.get_by_label("log y").check()
+    page.get_by_label("log x").check()
+    page.get_by_label("Find").first.fill("grad_norm")
+    assert page.locator("#curves > .charts .chart:visible h2").all_inner_texts() == ["gradient norm"]
+    page.get_by_role("link", name="Configuration").click()
+    assert shown(page, "#config tbody tr") == ["seed\t0\t1"]
+    page.get_by_label("only differences").uncheck()
+    assert len(shown(page, "#config tbody tr")) == 3
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_axe_finds_no_serious_fault(screen, game, serve, page_of, tmp_path):
+    page = page_of(serve(game), screen, bypass_csp=True)  # axe is put into the page
+    page.wait_for_selector(".u-legend")
+    page.evaluate(AXE.read_text())
+    picture(page, tmp_path, f"curves_{screen}")
+    assert not faults_of(page)
+    page.get_by_role("link", name="Conversations").click()
+    page.locator("#list button").first.wait_for()
+    assert not faults_of(page)
+    page.locator("#list button").first.click()
+    page.get_by_role("button", name="Group of 4").click()
+    page.get_by_label("Colour tokens by").select_option("logprob")
+    page.locator(".tokens").first.press("End")
+    page.wait_for_selector("#tip:visible")
+    picture(page, tmp_path, f"talks_{screen}")
+    assert not faults_of(page)
+    page.get_by_role("link", name="Configuration").click()
+    assert not faults_of(page)
+
+
+def faults_of(page) -> list[str]:
+    found = page.evaluate("async () => (await axe.run(document)).violations")
+    return [
+        json.dumps([f["id"], f["help"], [n["target"] for n in f["nodes"]]])
+        for f in found
+        if f["impact"] in ("serious", "critical")
+    ]
+
+
+def test_a_run_that_is_done_has_a_report_that_needs_nothing_else(tmp_path, tiny_model, page_of):
+    (tmp_path / "letters.py").write_text(LETTERS)
+    sizes = "--group_size 2 --tasks_per_step 2 --num_steps 2 --max_tokens 6 --max_prompt_tokens 16"
+    out = tmp_path / "out"
+    where = words("--model", tiny_model, "--env_path", tmp_path / "letters.py", "--out", out)
+    run_ranks(1, "-m", "rl_core.train", *where, *words(sizes))
+    moved = shutil.copy(out / "report.html", tmp_path / "elsewhere.html")
+    shutil.rmtree(out)
+    page = page_of(f"file://{moved}", offline=True)
+    page.wait_for_selector("[data-title=reward] .u-legend")
+    page.get_by_role("link", name="Conversations").click()
+    count(page, "4 of 4")  # a group of each step
+    page.get_by_label("Search in texts").fill("no such text")
+    count(page, "0 of 4")
+    page.get_by_label("Search in texts").fill("and")
+    count(page, "4 of 4")
+    page.locator("#list button").first.click()
+    page.get_by_label("Colour tokens by").select_option("version")
+    assert shown(page, "#reader .scale") == ["1"]
