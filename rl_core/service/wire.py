@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 from collections import deque
 from typing import Any
@@ -45,18 +46,30 @@ def wrong(message: str) -> ServiceError:
 
 
 def to_json(value: Any, what: str) -> str:
-    """Numbers and arrays of numpy and torch become plain ones. Raises ServiceError for what JSON cannot hold, such as NaN."""
+    """Numbers and arrays of numpy and torch become numbers and lists, dates ISO 8601. Raises ServiceError for what JSON cannot
+    hold otherwise; NaN is such a thing."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=plain)
-    except (TypeError, ValueError) as error:
-        message = f"{what} must be JSON to travel: {error}"
-        raise ServiceError(grpc.StatusCode.UNKNOWN, message) from None
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ServiceError(grpc.StatusCode.UNKNOWN, f"{what} must be JSON to travel: {error}") from None
+    return text if is_unicode(text) else json.dumps(value, separators=(",", ":"), default=plain)
 
 
 def plain(value: Any) -> Any:
-    if not hasattr(value, "tolist"):
-        raise TypeError(f"a {type(value).__name__} is not")
-    return value.tolist()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    raise TypeError(f"it holds a {type(value).__name__}; give text, numbers, lists and dictionaries")
+
+
+def is_unicode(text: str) -> bool:
+    """False if half a surrogate pair is in it, which JSON can hold and protobuf cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def from_json(text: str, kind: type, what: str) -> Any:
@@ -71,7 +84,7 @@ def from_json(text: str, kind: type, what: str) -> Any:
 
 
 def failed(id: int, error: ServiceError) -> pb.Reply:
-    return pb.Reply(id=id, code=error.code.value[0], error=error.message)
+    return pb.Reply(id=id, code=error.code.value[0], error=error.message.encode("utf-8", "replace").decode())
 
 
 class Outbox:

@@ -7,368 +7,292 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
 import secrets
 import signal
 import socket
 import sys
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
+from grpc import StatusCode
 
 from rl_core import __version__
-from rl_core.data.tasks import check_messages, make_task
-from rl_core.sampling.env import Env, execute_file, load_env
-from rl_core.sampling.hooks import HookError
 from rl_core.service import environments_pb2 as pb
+from rl_core.service.containers import ContainedEnv, ContainedSession, container_settings, find_runtime
+from rl_core.service.hosted import LocalEnv
 from rl_core.service.security import Access, add_access
-from rl_core.service.session import ENDED, Session, trajectory_of
-from rl_core.service.wire import CHANNEL_OPTIONS, HUB, UNUSABLE, ServiceError, failed, from_json, to_json, wrong
-from rl_core.types import Task
+from rl_core.service.session import ENDED, Session, has_ended
+from rl_core.service.uplink import Uplink
+from rl_core.service.wire import UNUSABLE, ServiceError, failed, wrong
 
-KEPT_ENDED = 20_000  # how many ended sessions are remembered
+KEPT_ENDED = 20_000  # sessions that ended, and keys of starts, that are remembered
 SWEEP_S = 1.0
-ROWS = 1_000  # of one reply with tasks
-STATELESS = ("turns", "advantage_fn", "task_weight")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(kw_only=True, slots=True)
+class Held:
+    """A session that has not been given back: it may still be asked."""
+
+    session: Session | ContainedSession
+    env: str
+    key: tuple[str, str] | None  # environment, the client's key of the start
+    used_s: float
+    started: asyncio.Future  # pb.StartReply, or the ServiceError
+    running: set[asyncio.Task] = field(default_factory=set)  # requests
+
+    @property
+    def has_failed(self) -> bool:
+        return self.session.status == pb.ENVIRONMENT_ERROR
 
 
 class Worker:
-    def __init__(
-        self,
-        paths: list[str],
-        *,
-        capacity: int,
-        idle_s: float,
-        hook_timeout_s: float,
-        replaces: str = "",
-        name: str = "",
-    ):
-        self.name = name or secrets.token_hex(6)
-        self.capacity, self.idle_s, self.replaces = capacity, idle_s, replaces
-        self.envs: dict[str, Env] = {}
-        self.described: dict[str, pb.Environment] = {}
-        for path in paths:
-            env, described = load(path, hook_timeout_s, idle_s)
+    def __init__(self, envs: Iterable[LocalEnv | ContainedEnv], *, capacity: int, idle_s: float, name: str = ""):
+        self.name, self.replaces = name or secrets.token_hex(6), ""
+        self.capacity, self.idle_s = capacity, idle_s
+        self.envs: dict[str, LocalEnv | ContainedEnv] = {}
+        for env in envs:
             if env.name in self.envs:
-                raise ValueError(f"{path} and {self.envs[env.name].path} are both named {env.name!r}; rename one")
-            self.envs[env.name], self.described[env.name] = env, described
-        self.sessions: dict[str, Session] = {}
-        self.keys: dict[tuple[str, str], asyncio.Future] = {}
+                raise ValueError(f"{env.path} and {self.envs[env.name].path} are both named {env.name!r}; rename one")
+            self.envs[env.name] = env
+        self.held: dict[str, Held] = {}
+        self.by_key: dict[tuple[str, str], Held] = {}
+        self.gone: OrderedDict[Any, tuple[str, int, str]] = OrderedDict()  # name, key -> (name, status, reason)
+        self.num_held: Counter = Counter()  # of each environment
         self.ended: Counter = Counter()  # (env, status)
         self.interactions: Counter = Counter()
-        self.rows: dict[tuple[str, str], Any] = {}
+        self.answering: set[asyncio.Task] = set()  # requests that are being answered
+        self.uplinks: list[Uplink] = []
         self.draining = False
-        self.changed = asyncio.Event()  # loads: told to the hubs
+        self.verbs = {v: getattr(self, v) for v in ("describe", "tasks", "start", "renew", "cancel", "call")}
+        self.verbs |= {"interact": self.in_session, "score": self.in_session}
 
     # --- what it answers
 
     async def answer(self, request: pb.Request) -> pb.Reply:
+        """The reply to any request; errors are replies too."""
         verb = request.WhichOneof("verb")
         try:
-            if verb is None:
-                raise wrong("the request has no verb")
-            reply = await getattr(self, verb)(getattr(request, verb))
-            return pb.Reply(id=request.id, **{verb: reply})
+            if verb not in self.verbs:
+                raise wrong(f"a worker answers no {verb}" if verb else "the request has no verb")
+            return pb.Reply(id=request.id, **{verb: await self.verbs[verb](getattr(request, verb))})
         except ServiceError as error:
             return failed(request.id, error)
         except Exception as error:  # a fault of ours ends no worker
             text = f"{type(error).__name__}: {error}"
             print(f"worker {self.name}: {verb}: {text}", file=sys.stderr, flush=True)
-            return failed(request.id, ServiceError(grpc.StatusCode.INTERNAL, text))
+            return failed(request.id, ServiceError(StatusCode.INTERNAL, text))
+
+    async def describe(self, request: pb.DescribeRequest) -> pb.DescribeReply:
+        return pb.DescribeReply(envs=[e.described for e in self.envs.values() if request.env in ("", e.name)])
+
+    async def tasks(self, request: pb.TasksRequest) -> pb.TasksReply:
+        return await self.env_of(request.env).tasks(request)
+
+    async def call(self, request: pb.CallRequest) -> pb.CallReply:
+        return await self.env_of(request.env).call(request)
 
     async def start(self, request: pb.StartRequest) -> pb.StartReply:
-        env = self.env_of(request.env)
-        if not request.key:
-            return await self.begin(env, request)
-        key = (request.env, request.key)
-        if key not in self.keys:
-            self.keys[key] = asyncio.ensure_future(self.begin(env, request))
-            self.keys[key].add_done_callback(lambda f: self.keys.pop(key, None) if f.exception() else None)
-        return await asyncio.shield(self.keys[key])
+        env, key = self.env_of(request.env), (request.env, request.key) if request.key else None
+        if key in self.gone:
+            raise has_ended(*self.gone[key])
+        if (held := self.by_key.get(key)) is None:
+            held = await self.begin(env, request, key)
+        result = await asyncio.shield(held.started)
+        if isinstance(result, ServiceError):
+            raise result
+        return result
 
-    async def begin(self, env: Env, request: pb.StartRequest) -> pb.StartReply:
-        if self.draining or self.num_open(env.name) >= self.capacity:
-            raise ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"worker {self.name} is full")
-        task = self.task_of(env, request)
-        session = Session(f"{self.name}.{secrets.token_hex(8)}", env, task, list(request.actors))
-        session.key = (request.env, request.key)
-        self.sessions[session.name] = session
+    async def begin(self, env: LocalEnv | ContainedEnv, request: pb.StartRequest, key: tuple[str, str] | None) -> Held:
+        """A session that has started, or failed to: `started` says so."""
+        if self.draining or self.num_held[env.name] >= self.capacity_of(env):
+            raise ServiceError(StatusCode.RESOURCE_EXHAUSTED, f"worker {self.name} has no room for {env.name}")
+        name, loop = f"{self.name}.{secrets.token_hex(8)}", asyncio.get_running_loop()
+        held = Held(session=None, env=env.name, key=key, used_s=time.monotonic(), started=loop.create_future())
+        self.num_held[env.name] += 1
+        if key:
+            self.by_key[key] = held
         try:
-            await session.start()
+            held.session = await env.session(name, request)
+            result = await held.session.start()
+            result.session, result.idle_s, held.used_s = name, self.idle_s, time.monotonic()
+            self.held[name] = held
+        except BaseException as error:
+            known = isinstance(error, ServiceError)
+            result = error if known else ServiceError(StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+            self.num_held[env.name] -= 1
+            if key:
+                del self.by_key[key]
+            if held.session:
+                self.ended[env.name, held.session.status] += 1
+                held.session.close()
+            if not isinstance(error, Exception):
+                raise
         finally:
-            self.note_end(session)
-        self.changed.set()
-        tools = to_json(env.tools, "tools") if env.tools else ""
-        messages = to_json(task.messages, "the task's messages")
-        return pb.StartReply(session=session.name, messages=messages, tools=tools, idle_s=self.idle_s)
+            held.started.set_result(result)
+            self.note_change()
+        return held
 
-    async def interact(self, request: pb.InteractRequest) -> pb.InteractReply:
-        session = self.session_of(request.session)
-        self.interactions[session.env.name] += 1
-        return await self.in_session(session, request, session.interact)
-
-    async def score(self, request: pb.ScoreRequest) -> pb.ScoreReply:
-        session = self.session_of(request.session)
-        return await self.in_session(session, request, session.score)
-
-    async def in_session(self, session: Session, request: Any, answer: Any) -> Any:
+    async def in_session(self, request: pb.InteractRequest | pb.ScoreRequest) -> Any:
+        held, task = self.held_of(request.session), asyncio.current_task()
+        if isinstance(request, pb.InteractRequest):
+            self.interactions[held.env] += 1
+        held.used_s = time.monotonic()
+        held.running.add(task)
         try:
-            return await session.once(request, lambda: answer(request))
+            return await held.session.answer(request)
+        except asyncio.CancelledError:
+            if held.session.name in self.held:
+                raise
+            raise has_ended(*self.gone[held.session.name]) from None
         finally:
-            self.note_end(session)
+            held.running.discard(task)
+            held.used_s = time.monotonic()
+            if held.has_failed and not held.running:
+                self.close(held)
 
     async def renew(self, request: pb.RenewRequest) -> pb.RenewReply:
         gone, now = [], time.monotonic()
         for name in request.sessions:
-            session = self.sessions.get(name)
-            if session is None or session.status in ENDED - {pb.COMPLETED, pb.LIMIT}:
+            held = self.held.get(name)
+            if held is None or held.has_failed:
                 gone.append(name)
             else:
-                session.used_s = now
+                held.used_s = now
         return pb.RenewReply(gone=gone)
 
     async def cancel(self, request: pb.CancelRequest) -> pb.CancelReply:
-        session = self.session_of(request.session)
-        session.end(request.status if request.status in ENDED else pb.CANCELLED, "the client ended it")
-        self.note_end(session)
-        self.forget(session)
-        return pb.CancelReply(status=session.status)
-
-    async def tasks(self, request: pb.TasksRequest) -> pb.TasksReply:
-        rows = await self.rows_of(self.env_of(request.env), request.split)
-        count = min(request.count or ROWS, ROWS)
-        found = [rows[i] for i in range(request.first, min(request.first + count, len(rows)))]
-        return pb.TasksReply(rows=[to_json(row, "a row") for row in found], total=len(rows))
-
-    async def call(self, request: pb.CallRequest) -> pb.CallReply:
-        """A function that belongs to no session."""
-        env = self.env_of(request.env)
-        given = from_json(request.given, dict, "given")
-        if request.hook == "advantage_fn" and env.advantage_fn:
-            value = env.advantage_fn(given.get("rewards", []))
-            return pb.CallReply(value=to_json(value, "advantages"))
-        hook = env.hooks.get(request.hook)
-        if hook is None or not (hook.batched or hook.name in STATELESS):
-            raise wrong(f"{env.name} has no {request.hook!r} that belongs to no session")
-        task = given.get("task") or {}
-        task = Task(id=task.get("id", ""), env=env.name, row=task.get("row", {}), messages=task.get("messages", []))
-        given |= {"task": task, "prompt": task.messages, "messages": task.messages}
-        if "trajectories" in given:
-            given["trajectories"] = [trajectory_of(to_json(t, "trajectories")) for t in given["trajectories"]]
-        try:
-            value = await hook(task, dict.fromkeys(hook.ours) | given)
-        except HookError as error:
-            raise ServiceError(grpc.StatusCode.UNKNOWN, str(error)) from None
-        except TimeoutError as error:
-            raise ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, str(error)) from None
-        value = value.tolist() if hasattr(value, "tolist") else value
-        return pb.CallReply(value=to_json(value, f"{env.path}: what {hook.name}() returned"))
+        if request.session in self.gone:
+            return pb.CancelReply(status=self.gone[request.session][1])
+        held = self.held_of(request.session)
+        allowed = (pb.COMPLETED, pb.CANCELLED, pb.LIMIT, pb.AGENT_ERROR)
+        held.session.end(request.status if request.status in allowed else pb.CANCELLED, "the client ended it")
+        self.close(held)
+        return pb.CancelReply(status=held.session.status)
 
     # --- its state
 
-    def env_of(self, name: str) -> Env:
+    def env_of(self, name: str) -> LocalEnv | ContainedEnv:
         if name not in self.envs:
             known = ", ".join(sorted(self.envs))
-            raise ServiceError(grpc.StatusCode.NOT_FOUND, f"there is no environment {name!r}; there are {known}")
+            raise ServiceError(StatusCode.NOT_FOUND, f"there is no environment {name[:80]!r}; there are {known}")
         return self.envs[name]
 
-    def session_of(self, name: str) -> Session:
-        if name not in self.sessions:
-            raise ServiceError(grpc.StatusCode.NOT_FOUND, f"there is no session {name!r}, or it ended long ago")
-        return self.sessions[name]
+    def capacity_of(self, env: LocalEnv | ContainedEnv) -> int:
+        return env.capacity or self.capacity
 
-    def task_of(self, env: Env, request: pb.StartRequest) -> Task:
-        if request.row:
-            row = from_json(request.row, dict, "row")
-            try:
-                if request.messages:
-                    messages = check_messages(from_json(request.messages, list, "messages"))
-                    return Task(id=request.task_id, env=env.name, row=row, messages=messages)
-                task = make_task(row, 0, env.name, "row")
-            except ValueError as error:
-                raise wrong(str(error)) from None
-            task.id = request.task_id or task.id
-            return task
-        split, _, index = request.task_id.rpartition("/")
-        rows = self.rows.get((env.name, split)) if index.isdecimal() else None
-        if rows is None or int(index) >= len(rows):
-            hint = "ask Tasks for them first, or send a row"
-            raise ServiceError(grpc.StatusCode.NOT_FOUND, f"{env.name} has no task {request.task_id!r}; {hint}")
-        return make_task(rows[int(index)], int(index), env.name, split)
+    def held_of(self, name: str) -> Held:
+        if name in self.held:
+            return self.held[name]
+        if name in self.gone:
+            raise has_ended(*self.gone[name])
+        raise ServiceError(StatusCode.NOT_FOUND, f"there is no session {name[:80]!r}, or it ended long ago")
 
-    async def rows_of(self, env: Env, split: str) -> Any:
-        if env.load_tasks is None:
-            raise ServiceError(grpc.StatusCode.NOT_FOUND, f"{env.name} brings no tasks (no load_tasks); send rows")
-        if (env.name, split) not in self.rows:
-            try:
-                self.rows[env.name, split] = await asyncio.to_thread(env.load_tasks, split)
-            except ValueError as error:
-                raise ServiceError(grpc.StatusCode.UNKNOWN, str(error)) from None
-        return self.rows[env.name, split]
-
-    def num_open(self, env: str) -> int:
-        return sum(s.env.name == env and s.status not in ENDED for s in self.sessions.values())
-
-    def note_end(self, session: Session) -> None:
-        """Counts a session that has just ended."""
-        if session.status in ENDED and not getattr(session, "counted", False):
-            session.counted = True
-            self.ended[session.env.name, session.status] += 1
-            self.changed.set()
-
-    def forget(self, session: Session) -> None:
-        """Frees what it holds; its name stays for a while, so that late requests hear how it ended."""
-        self.keys.pop(session.key, None)
-        session.state, session.replies, session.messages = None, type(session.replies)(), []
+    def close(self, held: Held) -> None:
+        """Gives a session's state back and cancels its hooks; how it ended is known for a while."""
+        session = held.session
+        if self.held.pop(session.name, None) is None:
+            return
+        self.num_held[held.env] -= 1
+        self.ended[held.env, session.status] += 1
+        self.gone[session.name] = session.name, session.status, session.reason[:300]
+        if held.key:
+            del self.by_key[held.key]
+            self.gone[held.key] = self.gone[session.name]
+        while len(self.gone) > KEPT_ENDED:
+            self.gone.popitem(last=False)
+        for task in held.running:
+            if task is not asyncio.current_task():
+                task.cancel()
+        session.close()
+        self.note_change()
 
     async def sweep(self) -> None:
-        """Expires idle sessions."""
-        while True:
-            await asyncio.sleep(SWEEP_S)
+        """Closes idle sessions and those whose container ended. Returns once a draining worker has none left."""
+        while not (self.draining and not self.num_held.total()):
+            await asyncio.sleep(min(SWEEP_S, self.idle_s / 4))
             now = time.monotonic()
-            for session in list(self.sessions.values()):
-                if now - session.used_s > self.idle_s and not session.is_busy:
-                    session.end(pb.EXPIRED, f"nothing was heard of it for {self.idle_s:g} s")
-                    self.note_end(session)
-                    self.forget(session)
-            ended = [name for name, s in self.sessions.items() if s.status in ENDED and now - s.used_s > self.idle_s]
-            for name in ended[: max(0, len(ended) - KEPT_ENDED)]:
-                del self.sessions[name]
+            for held in [h for h in self.held.values() if not h.running]:
+                if now - held.used_s > self.idle_s and held.session.status not in ENDED:
+                    held.session.end(pb.EXPIRED, f"nothing was heard of it for {self.idle_s:g} s")
+                if now - held.used_s > self.idle_s or held.has_failed:
+                    self.close(held)
 
-    # --- the hubs
+    def drain(self) -> None:
+        """No new sessions; those there are may end."""
+        self.draining = True
+        self.note_change()
+
+    # --- what hubs hear, from threads too
+
+    def note_change(self) -> None:
+        for uplink in self.uplinks:
+            uplink.change()
+
+    def hello(self) -> pb.Hello:
+        envs = [env.described for env in self.envs.values()]
+        return pb.Hello(worker=self.name, replaces=self.replaces, envs=envs, version=__version__)
 
     def heartbeat(self) -> pb.Worker:
-        open_now = Counter(s.env.name for s in self.sessions.values() if s.status not in ENDED)
-        loads = []
-        for name in self.envs:
-            ended = {pb.Status.Name(status).lower(): n for (env, status), n in self.ended.items() if env == name}
-            capacity = 0 if self.draining else self.capacity
-            load = pb.Load(env=name, sessions=open_now[name], capacity=capacity, ended=ended)
-            load.interactions = self.interactions[name]
-            loads.append(load)
-        return pb.Worker(
-            name=self.name, host=socket.gethostname(), pid=os.getpid(), loads=loads, draining=self.draining
-        )
-
-    async def join(self, address: str, access: Access) -> None:
-        """Serves one hub for ever, through broken connections."""
-        wait_s = 0.1
-        while True:
-            began = time.monotonic()
-            try:
-                async with access.channel_aio(address, CHANNEL_OPTIONS) as channel:
-                    await self.serve(channel, access)
-            except grpc.aio.AioRpcError as error:
-                if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT):
-                    raise ValueError(f"{address} refused this worker: {error.details()}") from None
-                print(f"worker {self.name}: {address}: {error.details()}; again soon", file=sys.stderr, flush=True)
-            wait_s = 0.1 if time.monotonic() - began > 5 else min(2 * wait_s, 2.0)
-            await asyncio.sleep(wait_s)
-
-    async def serve(self, channel: grpc.aio.Channel, access: Access) -> None:
-        """One connection to a hub, until it breaks."""
-        join = channel.stream_stream(
-            f"/{HUB}/Join",
-            request_serializer=pb.FromWorker.SerializeToString,
-            response_deserializer=pb.ToWorker.FromString,
-        )
-        stream, replies, wake = join(metadata=access.metadata()), [], asyncio.Event()
-        hello = pb.Hello(worker=self.name, replaces=self.replaces, envs=self.described.values(), version=__version__)
-        await stream.write(pb.FromWorker(hello=hello, heartbeat=self.heartbeat()))
-        first = await stream.read()
-        if first is grpc.aio.EOF:
-            return
-        tasks: set[asyncio.Task] = set()
-
-        async def answer(request: pb.Request) -> None:
-            replies.append(await self.answer(request))
-            wake.set()
-
-        async def write() -> None:
-            beat_s = 0.0
-            while True:
-                if not wake.is_set():
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(wake.wait(), first.heartbeat_s / 2)
-                wake.clear()
-                batch = pb.FromWorker(replies=replies)
-                replies.clear()
-                now = time.monotonic()
-                if (self.changed.is_set() and now - beat_s > 0.05) or now - beat_s > first.heartbeat_s / 2:
-                    self.changed.clear()
-                    batch.heartbeat.CopyFrom(self.heartbeat())
-                    beat_s = now
-                if batch.replies or batch.HasField("heartbeat"):
-                    await stream.write(batch)
-
-        writer = asyncio.ensure_future(write())
-        try:
-            while (message := await stream.read()) is not grpc.aio.EOF:
-                for request in message.requests:
-                    task = asyncio.ensure_future(answer(request))
-                    tasks.add(task)
-                    task.add_done_callback(tasks.discard)
-        finally:
-            writer.cancel()
+        beat = pb.Worker(name=self.name, host=socket.gethostname(), pid=os.getpid(), draining=self.draining)
+        ended = list(self.ended.items())
+        for env in self.envs.values():
+            load = beat.loads.add(env=env.name, sessions=self.num_held[env.name])
+            load.capacity = 0 if self.draining else self.capacity_of(env)
+            load.interactions = self.interactions[env.name]
+            for (name, status), n in ended:
+                if name == env.name:
+                    load.ended[pb.Status.Name(status).lower()] = n
+        beat.memory_bytes = memory_bytes()
+        return beat
 
 
-def load(path: str, hook_timeout_s: float, idle_s: float) -> tuple[Env, pb.Environment]:
-    """An environment's file, and what a client must know of it. Raises ValueError for one that cannot be served."""
-    module = execute_file(path)
-    env, has = load_env(path, hook_timeout_s=hook_timeout_s, module=module), vars(module)
-    for hook in env.hooks.values():
-        if hook.name == "rollout" or ("actors" in hook.named and hook.name != "turns"):
-            raise ValueError(
-                f"{path}: {hook.name}() speaks with actors, who live in the trainer; a served environment needs interact() "
-                "and rewards that do not name 'actors'"
-            )
-    described = pb.Environment(name=env.name, max_turns=env.max_turns, name_prefix=env.name_prefix, idle_s=idle_s)
-    described.hook_timeout_s = hook_timeout_s
-    described.tools = to_json(env.tools, f"{path}: tools") if env.tools else ""
-    described.turns = env.turns if isinstance(env.turns, str) else ""
-    if has.get("system_prompts"):
-        described.system_prompts = to_json(has["system_prompts"], f"{path}: system_prompts")
-    if env.truncated_reward is not None:
-        described.truncated_reward = env.truncated_reward
-    rewards = {hook.name for hook in env.rewards}
-    for hook in env.hooks.values():
-        described.hooks.add(
-            name=hook.name,
-            required=sorted(hook.required),
-            optional=sorted(hook.named - hook.required),
-            takes_all=hook.takes_all,
-            is_reward=hook.name in rewards,
-            weight=hook.weight,
-            batched=hook.batched,
-        )
-    for name in ("load_tasks", "advantage_fn"):
-        if getattr(env, name):
-            described.hooks.add(name=name)
-    return env, described
+def memory_bytes() -> int:
+    """Resident memory of this process; 0 where there is no /proc."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * PAGE_BYTES
+    except OSError:
+        return 0
 
 
 async def run(args: argparse.Namespace, access: Access) -> None:
-    worker = Worker(
-        args.envs,
-        capacity=args.capacity,
-        idle_s=args.idle_s,
-        hook_timeout_s=args.hook_timeout_s,
-        replaces=args.replaces,
-        name=args.name,
-    )
-    loop = asyncio.get_running_loop()
+    """Raises ValueError for files that cannot be served, and if a hub refuses the worker."""
+    name, loop = args.name or secrets.token_hex(6), asyncio.get_running_loop()
+    over = loop.create_future()
+    settings = {path: container_settings(path) for path in args.envs}
+    images = [f"{path} says image = {found.image!r}" for path, found in settings.items() if found]
+    runtime, envs = find_runtime(name, images[0]) if images else None, []
+    try:
+        for path, container in settings.items():
+            limits = {"hook_timeout_s": args.hook_timeout_s, "idle_s": args.idle_s}
+            contained = container and await ContainedEnv.open(path, container, runtime, **limits)
+            envs.append(contained or LocalEnv(path, **limits))
+        worker = Worker(envs, capacity=args.capacity, idle_s=args.idle_s, name=name)
+        worker.replaces = args.replaces
+        loop.add_signal_handler(signal.SIGTERM, worker.drain)
+        loop.add_signal_handler(signal.SIGINT, lambda: None)  # the server's to handle
 
-    def drain() -> None:
-        worker.draining = True
-        worker.changed.set()
+        def refused(message: str) -> None:
+            if not over.done():
+                over.set_exception(ValueError(message))
 
-    loop.add_signal_handler(signal.SIGTERM, drain)
-    loop.add_signal_handler(signal.SIGINT, lambda: None)  # the server's to handle
-    print(f"worker {worker.name}", flush=True)
-    await asyncio.gather(worker.sweep(), *(worker.join(address, access) for address in args.join.split(",")))
+        print(f"worker {worker.name}", flush=True)
+        worker.uplinks = [Uplink(worker, hub, access, refused, args.parent) for hub in args.join.split(",")]
+        sweep = asyncio.ensure_future(worker.sweep())
+        await asyncio.wait({over, sweep}, return_when=asyncio.FIRST_COMPLETED)
+        if over.done():
+            over.result()
+        await asyncio.sleep(0.2)  # the last replies go out
+    finally:
+        if runtime:
+            for env in envs:
+                env.close()
+            await runtime.close()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -389,7 +313,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         asyncio.run(run(args, Access.of(args)))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return UNUSABLE
     return 0

@@ -1,0 +1,324 @@
+"""Sessions in containers of their own: an environment file with `image = "..."`, by docker or podman. docs/service.md"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpc import StatusCode
+
+from rl_core.data.tasks import shorten
+from rl_core.service import environments_pb2 as pb
+from rl_core.service.hosted import check_capacity
+from rl_core.service.session import MAY_SCORE
+from rl_core.service.wire import MAX_MESSAGE, ServiceError, wrong
+
+SETTINGS = ("image", "network", "cpus", "memory", "capacity")
+OWNER = "rl_core.owner"  # label: HOST PID START of the worker's process
+CAPACITY = 16  # sessions, which are containers, of one worker
+PIDS = 512
+OPEN_S = 300.0  # an image may have to be pulled
+GRACE_S = 2.0  # from the end of a container's stdin to its removal by force
+
+
+@dataclass(kw_only=True, slots=True)
+class Settings:
+    image: str
+    network: bool = False
+    cpus: float = 1.0
+    memory: str = "1g"
+    capacity: int = CAPACITY
+
+
+def container_settings(path: str) -> Settings | None:
+    """What the file says of its container; None without an image. It is read, not run: what it imports is in the image. Raises
+    ValueError for settings that are no literals, or wrong."""
+    try:
+        tree = ast.parse(Path(path).expanduser().read_bytes(), path)
+    except (OSError, SyntaxError):
+        return None  # who runs the file says so better
+    given: dict[str, Any] = {}
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for name in [t.id for t in targets if isinstance(t, ast.Name) and t.id in SETTINGS]:
+            given[name] = node.value
+    if "image" not in given:
+        return None
+    try:
+        given = {name: ast.literal_eval(value) for name, value in given.items()}
+    except ValueError:
+        raise ValueError(f"{path}: {', '.join(given)}: a file with an image says these as literals") from None
+    settings = Settings(**given)
+    rules = [
+        ("image", isinstance(settings.image, str) and re.fullmatch(r"\w\S*", settings.image), "an image's name"),
+        ("network", isinstance(settings.network, bool), "True or False"),
+        ("cpus", type(settings.cpus) in (int, float) and settings.cpus > 0, "a number above 0"),
+        ("memory", re.fullmatch(r"[1-9]\d*[bkmg]", str(settings.memory)), 'text such as "512m" or "2g"'),
+    ]
+    for name, is_good, rule in rules:
+        if not is_good:
+            raise ValueError(f"{path}: {name} = {shorten(getattr(settings, name))} must be {rule}")
+    check_capacity(path, settings.capacity)
+    return settings
+
+
+@dataclass(kw_only=True)
+class Runtime:
+    program: str  # docker or podman
+    worker: str
+    closing: set[asyncio.Task] = field(default_factory=set)
+
+    def argv(self, name: str, path: str, settings: Settings, hook_timeout_s: float) -> list[str]:
+        """The command that asks for a container, and then speaks with what runs in it."""
+        file = Path(path).expanduser().resolve()
+        return [
+            *(self.program, "run", "--rm", "--interactive", "--init", "--name", name),
+            *("--label", f"{OWNER}={owner()}", "--label", f"rl_core.worker={self.worker}"),
+            *("--cpus", f"{settings.cpus:g}", "--memory", settings.memory, "--memory-swap", settings.memory),
+            *("--pids-limit", str(PIDS), "--network", "bridge" if settings.network else "none"),
+            *("--read-only", "--tmpfs", "/tmp:rw,nosuid,nodev,size=256m", "--env", "HOME=/tmp"),
+            *("--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--log-driver", "none"),
+            *("--mount", f"type=bind,source={file.parent},target=/env,readonly"),
+            *("--entrypoint", "python", settings.image, "-m", "rl_core.service.contained", f"/env/{file.name}"),
+            *("--hook_timeout_s", f"{hook_timeout_s:g}"),
+        ]
+
+    def remove_argv(self, names: list[str]) -> list[str]:
+        return [self.program, "rm", "--force", *names]
+
+    async def open(self, path: str, settings: Settings, hook_timeout_s: float, died: Callable[[str], None]) -> Box:
+        name = f"rl-core-{self.worker}-{secrets.token_hex(4)}"
+        argv = self.argv(name, path, settings, hook_timeout_s)
+        # A session of its own: Ctrl-C is the server's to handle.
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*argv, stdin=pipe, stdout=pipe, start_new_session=True)
+        return Box(self, name, process, died)
+
+    def reap(self) -> None:
+        """Removes containers of workers of this host that are no more. Raises OSError if there is no engine."""
+        listing = '{{.ID}} {{.Label "' + OWNER + '"}}'
+        listed = self._run(["ps", "--all", "--filter", f"label={OWNER}", "--format", listing])
+        dead = [id for id, _, label in (line.partition(" ") for line in listed.splitlines()) if is_dead(label)]
+        if dead:
+            self._run(self.remove_argv(dead)[1:])
+
+    def _run(self, args: list[str]) -> str:
+        done = subprocess.run([self.program, *args], capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode:
+            raise OSError(" ".join(done.stderr.split())[:300])
+        return done.stdout
+
+    async def close(self) -> None:
+        await asyncio.gather(*self.closing, return_exceptions=True)
+
+
+def find_runtime(worker: str, why: str) -> Runtime:
+    """docker or podman, whichever answers. Raises ValueError without one."""
+    tried = []
+    for program in ("docker", "podman"):
+        runtime = Runtime(program=program, worker=worker)
+        try:
+            if shutil.which(program):
+                runtime.reap()
+                return runtime
+            tried.append(f"{program} is not installed")
+        except (OSError, subprocess.TimeoutExpired) as error:
+            tried.append(f"{program}: {error}")
+    raise ValueError(f"{why}, which needs docker or podman: {'; '.join(tried)}")
+
+
+def owner() -> str:
+    return f"{socket.gethostname()} {os.getpid()} {start_time(os.getpid())}"
+
+
+def is_dead(label: str) -> bool:
+    """Whether the label's worker ran on this host and is no more."""
+    host, _, rest = label.partition(" ")
+    pid, _, began = rest.partition(" ")
+    return host == socket.gethostname() and pid.isdecimal() and start_time(int(pid)) != began
+
+
+def start_time(pid: int) -> str:
+    """When a process began, in ticks of the kernel; "" if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+class Box:
+    """A container's process: Requests go in, Replies come out."""
+
+    def __init__(self, runtime: Runtime, name: str, process: asyncio.subprocess.Process, died: Callable[[str], None]):
+        self.runtime, self.name, self.process, self.died = runtime, name, process, died
+        self.waiting: dict[int, asyncio.Future] = {}
+        self.next_id, self.end = 0, ""
+        self.reader = asyncio.ensure_future(self._read())
+
+    async def ask(self, timeout_s: float, **verb: Any) -> Any:
+        """The verb's reply. Raises ServiceError."""
+        self.next_id += 1
+        request, future = pb.Request(id=self.next_id, **verb), asyncio.get_running_loop().create_future()
+        if self.end:
+            raise ServiceError(StatusCode.UNKNOWN, self.end)
+        self.waiting[request.id] = future
+        try:
+            data = request.SerializeToString()
+            self.process.stdin.write(len(data).to_bytes(4, "big") + data)
+            reply = await asyncio.wait_for(future, timeout_s)
+        except asyncio.TimeoutError:
+            message = f"container {self.name} gave no answer in {timeout_s:g} s"
+            raise ServiceError(StatusCode.DEADLINE_EXCEEDED, message) from None
+        finally:
+            del self.waiting[request.id]
+        if reply.code:
+            code = next(code for code in StatusCode if code.value[0] == reply.code)
+            raise ServiceError(code, reply.error)
+        return getattr(reply, next(iter(verb)))
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                size = int.from_bytes(await self.process.stdout.readexactly(4), "big")
+                if size > MAX_MESSAGE:
+                    break
+                reply = pb.Reply.FromString(await self.process.stdout.readexactly(size))
+                future = self.waiting.get(reply.id)
+                if future and not future.done():
+                    future.set_result(reply)
+        except (asyncio.IncompleteReadError, ValueError):
+            pass
+        self.close()
+        code = await self.process.wait()
+        why = ", killed, perhaps for memory" if code in (137, -9) else ""
+        self.end = f"container {self.name} ended (exit code {code}{why})"
+        self.died(self.end)
+        for future in self.waiting.values():
+            if not future.done():
+                future.set_exception(ServiceError(StatusCode.UNKNOWN, self.end))
+
+    def close(self) -> None:
+        if not self.process.stdin.is_closing():
+            self.process.stdin.close()
+            task = asyncio.ensure_future(self._remove())
+            self.runtime.closing.add(task)
+            task.add_done_callback(self.runtime.closing.discard)
+
+    async def _remove(self) -> None:
+        """It ends with its stdin; by force if it does not."""
+        try:
+            await asyncio.wait_for(self.process.wait(), GRACE_S)
+        except asyncio.TimeoutError:
+            argv = self.runtime.remove_argv([self.name])
+            null = asyncio.subprocess.DEVNULL
+            await (await asyncio.create_subprocess_exec(*argv, stdout=null, stderr=null)).wait()
+            if self.process.returncode is None:
+                self.process.kill()
+
+
+class ContainedSession:
+    """A session in a container of its own, with what a worker needs of a Session."""
+
+    def __init__(self, name: str, env: ContainedEnv, request: pb.StartRequest):
+        self.name, self.env, self.request = name, env, request
+        self.status, self.reason = pb.RUNNING, ""
+        self.box: Box | None = None
+        self.inner = ""  # its name in the container
+
+    async def start(self) -> pb.StartReply:
+        """Raises ServiceError if there is no container, or the file's start() fails in it."""
+        self.box = await self.env.open_box(self.fail)
+        request = pb.StartRequest()
+        request.CopyFrom(self.request)
+        request.key, self.request = "", None
+        reply = await self.ask(OPEN_S, start=request)
+        self.inner = reply.session
+        return reply
+
+    async def answer(self, request: pb.InteractRequest | pb.ScoreRequest) -> Any:
+        passed = type(request)()
+        passed.CopyFrom(request)
+        passed.session = self.inner
+        reply = await self.ask(
+            self.env.patience_s, **{"interact" if isinstance(request, pb.InteractRequest) else "score": passed}
+        )
+        if reply.status != pb.RUNNING:
+            self.end(reply.status, "it is over" if reply.status == pb.COMPLETED else "it had its turns")
+        return reply
+
+    async def ask(self, timeout_s: float, **verb: Any) -> Any:
+        try:
+            return await self.box.ask(timeout_s, **verb)
+        except ServiceError as error:
+            if error.code in (StatusCode.UNKNOWN, StatusCode.DEADLINE_EXCEEDED, StatusCode.INTERNAL):
+                self.fail(error.message)
+            raise
+
+    def fail(self, reason: str) -> None:
+        self.end(pb.ENVIRONMENT_ERROR, reason)
+
+    def end(self, status: int, reason: str) -> None:
+        if self.status == pb.RUNNING or (status == pb.ENVIRONMENT_ERROR and self.status in MAY_SCORE):
+            self.status, self.reason = status, reason
+
+    def close(self) -> None:
+        if self.box:
+            self.box.close()
+
+
+class ContainedEnv:
+    """A file whose sessions run in containers. One more container answers what belongs to no session."""
+
+    def __init__(self, path: str, settings: Settings, runtime: Runtime, *, hook_timeout_s: float, idle_s: float):
+        self.name, self.path = Path(path).stem, path
+        self.settings, self.runtime, self.hook_timeout_s = settings, runtime, hook_timeout_s
+        self.capacity, self.idle_s, self.patience_s = settings.capacity, idle_s, hook_timeout_s
+        self.described = pb.Environment()
+        self.common: Box | None = None
+        self.lock = asyncio.Lock()
+
+    @classmethod
+    async def open(cls, path: str, settings: Settings, runtime: Runtime, **limits: float) -> ContainedEnv:
+        """Raises ValueError if its container does not start, or the file cannot be served."""
+        env = cls(path, settings, runtime, **limits)
+        try:
+            env.described = (await env.ask(OPEN_S, describe=pb.DescribeRequest())).envs[0]
+        except ServiceError as error:
+            raise ValueError(f"{path}: {settings.image}: {error}; why is written above") from None
+        env.described.idle_s = env.idle_s
+        env.patience_s = 2 * env.hook_timeout_s + 30.0  # hooks in the container have deadlines of their own
+        return env
+
+    async def open_box(self, died: Callable[[str], None]) -> Box:
+        return await self.runtime.open(self.path, self.settings, self.hook_timeout_s, died)
+
+    async def ask(self, timeout_s: float, **verb: Any) -> Any:
+        async with self.lock:
+            if self.common is None or self.common.end:
+                self.common = await self.open_box(lambda why: None)
+        return await self.common.ask(timeout_s, **verb)
+
+    async def session(self, name: str, request: pb.StartRequest) -> ContainedSession:
+        if not (request.row or request.task_id):
+            raise wrong("a start needs a row or a task_id")
+        return ContainedSession(name, self, request)
+
+    async def tasks(self, request: pb.TasksRequest) -> pb.TasksReply:
+        return await self.ask(OPEN_S, tasks=request)
+
+    async def call(self, request: pb.CallRequest) -> pb.CallReply:
+        return await self.ask(self.patience_s, call=request)
+
+    def close(self) -> None:
+        if self.common:
+            self.common.close()

@@ -1,0 +1,155 @@
+"""An environment file as a worker serves it: what clients must know of it, its tasks, and its functions without a session."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from grpc import StatusCode
+
+from rl_core.data.tasks import check_messages, make_task
+from rl_core.sampling.env import execute_file, load_env
+from rl_core.sampling.hooks import HookError
+from rl_core.service import environments_pb2 as pb
+from rl_core.service.session import Session, read_trajectory
+from rl_core.service.wire import ServiceError, from_json, to_json, wrong
+from rl_core.types import RunError, Task
+
+SPLITS = ("train", "eval")
+ROWS, ROW_BYTES = 1_000, 4 << 20  # of one reply with tasks
+STATELESS = ("turns", "task_weight")
+
+
+class LocalEnv:
+    """A file in this process. Raises ValueError for one that cannot be served."""
+
+    def __init__(self, path: str, *, hook_timeout_s: float, idle_s: float):
+        module = execute_file(path)
+        self.env, has = load_env(path, hook_timeout_s=hook_timeout_s, module=module), vars(module)
+        self.name, self.path = self.env.name, path
+        self.capacity = check_capacity(path, has.get("capacity"))
+        self.rows: dict[str, asyncio.Task] = {}  # split -> its rows
+        for hook in self.env.hooks.values():
+            if hook.name == "rollout" or ("actors" in hook.named and hook.name != "turns"):
+                raise ValueError(
+                    f"{path}: {hook.name}() speaks with actors, who live in the trainer; a served environment needs interact() "
+                    "and rewards that do not name 'actors'"
+                )
+        self.described = self.describe(has)
+        self.described.idle_s, self.described.hook_timeout_s = idle_s, hook_timeout_s
+
+    def describe(self, has: dict[str, Any]) -> pb.Environment:
+        env, path = self.env, self.path
+        described = pb.Environment(name=env.name, max_turns=env.max_turns, name_prefix=env.name_prefix)
+        described.tools = to_json(env.tools, f"{path}: tools") if env.tools else ""
+        described.turns = env.turns if isinstance(env.turns, str) else ""
+        if has.get("system_prompts"):
+            described.system_prompts = to_json(has["system_prompts"], f"{path}: system_prompts")
+        if env.truncated_reward is not None:
+            described.truncated_reward = env.truncated_reward
+        rewards = {hook.name for hook in env.rewards}
+        for hook in env.hooks.values():
+            described.hooks.add(
+                name=hook.name,
+                required=sorted(hook.required),
+                optional=sorted(hook.named - hook.required),
+                takes_all=hook.takes_all,
+                is_reward=hook.name in rewards,
+                weight=hook.weight,
+                batched=hook.batched,
+            )
+        for name in ("load_tasks", "advantage_fn"):
+            if getattr(env, name):
+                described.hooks.add(name=name)
+        return described
+
+    async def session(self, name: str, request: pb.StartRequest) -> Session:
+        return Session(name, self.env, await self.task_of(request), list(request.actors), request.max_turns)
+
+    async def task_of(self, request: pb.StartRequest) -> Task:
+        """Raises ServiceError if the row is none, or there is no such task."""
+        info = from_json(request.info, dict, "info") if request.info else {}
+        if request.row:
+            row = from_json(request.row, dict, "row")
+            try:
+                if not request.messages:
+                    task = make_task(row, 0, self.name, "row")
+                    task.id, task.info = request.task_id or task.id, info
+                    return task
+                messages = check_messages(from_json(request.messages, list, "messages"))
+                return Task(id=request.task_id, env=self.name, row=row, messages=messages, info=info)
+            except ValueError as error:
+                raise wrong(str(error)) from None
+        split, _, index = request.task_id.rpartition("/")
+        rows = await self.rows_of(split) if split in SPLITS and index.isdecimal() else []
+        if not index.isdecimal() or int(index) >= len(rows):
+            hint = "its tasks are train/0, train/1 ... and eval/0 ...; or send a row"
+            raise ServiceError(StatusCode.NOT_FOUND, f"{self.name} has no task {request.task_id[:80]!r}; {hint}")
+        task = make_task(rows[int(index)], int(index), self.name, split)
+        task.info = info
+        return task
+
+    async def rows_of(self, split: str) -> Any:
+        """The rows of a split, loaded once."""
+        if self.env.load_tasks is None:
+            raise ServiceError(StatusCode.NOT_FOUND, f"{self.name} brings no tasks (no load_tasks); send rows")
+        if split not in SPLITS:
+            raise wrong(f"{split[:80]!r} is no split; there are {' and '.join(SPLITS)}")
+        if split not in self.rows or (self.rows[split].done() and self.rows[split].exception()):
+            self.rows[split] = asyncio.ensure_future(asyncio.to_thread(self.env.load_tasks, split))
+        try:
+            return await asyncio.shield(self.rows[split])
+        except ValueError as error:
+            raise ServiceError(StatusCode.UNKNOWN, str(error)) from None
+
+    async def tasks(self, request: pb.TasksRequest) -> pb.TasksReply:
+        rows, size = await self.rows_of(request.split), 0
+        reply = pb.TasksReply(total=len(rows))
+        for index in range(request.first, min(request.first + min(request.count or ROWS, ROWS), len(rows))):
+            row = to_json(rows[index], f"row {index} of {self.path}'s load_tasks({request.split!r})")
+            size += len(row)
+            if size > ROW_BYTES and reply.rows:
+                break
+            reply.rows.append(row)
+        return reply
+
+    async def call(self, request: pb.CallRequest) -> pb.CallReply:
+        """A function that belongs to no session."""
+        given, what = from_json(request.given, dict, "given"), f"{self.path}: what {request.hook}() returned"
+        try:
+            if request.hook == "advantage_fn" and self.env.advantage_fn:
+                value = await asyncio.to_thread(self.env.advantage_fn, from_list(given, "rewards"))
+                return pb.CallReply(value=to_json(value, what))
+            hook = self.env.hooks.get(request.hook)
+            if hook is None or not (hook.batched or hook.name in STATELESS):
+                raise wrong(f"{self.name} has no {request.hook[:80]!r} that belongs to no session")
+            try:
+                fields = {"id": "", "row": {}, "messages": []} | given.get("task", {})
+                task = Task(env=self.name, **fields)
+            except TypeError as error:
+                raise wrong(f"given: task is none: {error}") from None
+            given |= {"task": task, "prompt": task.messages, "messages": task.messages}
+            if "trajectories" in given:
+                given["trajectories"] = [read_trajectory(t) for t in from_list(given, "trajectories")]
+            value = await hook(task, dict.fromkeys(hook.ours) | given)
+            return pb.CallReply(value=to_json(value, what))
+        except (HookError, RunError) as error:
+            raise ServiceError(StatusCode.UNKNOWN, str(error)) from None
+        except TimeoutError as error:
+            raise ServiceError(StatusCode.DEADLINE_EXCEEDED, str(error)) from None
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def from_list(given: dict[str, Any], name: str) -> list:
+    if not isinstance(given.get(name), list):
+        raise wrong(f"given: {name} must be a list")
+    return given[name]
+
+
+def check_capacity(path: str, capacity: Any) -> int | None:
+    """Sessions of it in one worker, as the file says. Raises ValueError."""
+    if capacity is not None and (type(capacity) is not int or capacity < 1):
+        raise ValueError(f"{path}: capacity = {capacity!r} must be a whole number of at least 1")
+    return capacity

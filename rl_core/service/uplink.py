@@ -1,0 +1,122 @@
+"""A worker's connection to one hub, in threads of its own: a hook that blocks the event loop does not make the worker silent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import grpc
+
+from rl_core.service import environments_pb2 as pb
+from rl_core.service.security import Access
+from rl_core.service.wire import BATCH, CHANNEL_OPTIONS, HUB
+
+if TYPE_CHECKING:
+    from rl_core.service.worker import Worker
+
+SOON_S = 0.05  # loads that changed are told after so long
+FATAL = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT)
+
+
+class Uplink:
+    def __init__(self, worker: Worker, address: str, access: Access, refused: Callable[[str], None], parent: int = 0):
+        self.worker, self.address, self.access, self.refused, self.parent = worker, address, access, refused, parent
+        self.loop, self.heartbeat_s, self.has_changed = asyncio.get_running_loop(), 2.0, False
+        self.out: queue.SimpleQueue[pb.Reply | None] = queue.SimpleQueue()
+        self.is_over = threading.Event()
+        threading.Thread(target=self._run, name=f"hub {address}", daemon=True).start()
+
+    def change(self) -> None:
+        """The worker's loads are not what the hub knows."""
+        if not self.has_changed:
+            self.has_changed = True
+            self.out.put(None)
+
+    def _run(self) -> None:
+        """Serves the hub through broken connections."""
+        wait_s = 0.1
+        while not self.is_over.is_set():
+            began_s, self.out, over = time.monotonic(), queue.SimpleQueue(), threading.Event()
+            try:
+                with self.access.channel(self.address, CHANNEL_OPTIONS) as channel:
+                    self._serve(channel, self.out, over)
+                error = "it ended the connection"
+            except grpc.RpcError as e:
+                error = e.details()
+                if e.code() in FATAL:
+                    return self._tell_loop(self.refused, f"{self.address} refused this worker: {error}")
+            over.set()
+            print(f"worker {self.worker.name}: {self.address}: {error}; again soon", file=sys.stderr, flush=True)
+            wait_s = 0.1 if time.monotonic() - began_s > 5 else min(2 * wait_s, 2.0)
+            self._check_parent()
+            self.is_over.wait(wait_s)
+
+    def _serve(self, channel: grpc.Channel, out: queue.SimpleQueue, over: threading.Event) -> None:
+        join = channel.stream_stream(
+            f"/{HUB}/Join",
+            request_serializer=pb.FromWorker.SerializeToString,
+            response_deserializer=pb.ToWorker.FromString,
+        )
+        for message in join(self._messages(out, over), metadata=self.access.metadata()):
+            self.heartbeat_s = message.heartbeat_s or self.heartbeat_s
+            if message.requests:
+                self._tell_loop(self._take, message.requests, out)
+
+    def _tell_loop(self, function: Callable, *args) -> None:
+        try:
+            self.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # it is closed: the worker ends
+            self.is_over.set()
+
+    def _take(self, requests: list[pb.Request], out: queue.SimpleQueue) -> None:
+        """In the event loop. Replies go to the connection that asked; a hub that comes back asks again."""
+        for request in requests:
+            task = self.loop.create_task(self.worker.answer(request))
+            self.worker.answering.add(task)
+            task.add_done_callback(self.worker.answering.discard)
+            task.add_done_callback(lambda task: None if task.cancelled() else out.put(task.result()))
+
+    def _messages(self, out: queue.SimpleQueue, over: threading.Event) -> Iterator[pb.FromWorker]:
+        """In a thread of gRPC's."""
+        hello = self.worker.hello()
+        yield pb.FromWorker(hello=hello, heartbeat=self.worker.heartbeat())
+        beat_s = time.monotonic()
+        while not over.is_set():
+            due_s = beat_s + (SOON_S if self.has_changed else self.heartbeat_s / 2)
+            batch = take(out, due_s - time.monotonic())
+            message = pb.FromWorker(replies=batch)
+            now = time.monotonic()
+            if now >= beat_s + (SOON_S if self.has_changed else self.heartbeat_s / 2):
+                self.has_changed, beat_s = False, now
+                message.heartbeat.CopyFrom(self.worker.heartbeat())
+                self._check_parent()
+            if batch or message.HasField("heartbeat"):
+                yield message
+
+    def _check_parent(self) -> None:
+        """A worker does not outlive the server that started it."""
+        if self.parent and os.getppid() != self.parent:
+            os._exit(1)
+
+
+def take(out: queue.SimpleQueue, timeout_s: float) -> list[pb.Reply]:
+    """What there is, once there is something, or the time has passed."""
+    batch, size = [], 0
+    try:
+        item = out.get(timeout=max(timeout_s, 0.0))
+        while True:
+            if item is not None:
+                batch.append(item)
+                size += item.ByteSize()
+            if size > BATCH:
+                break
+            item = out.get_nowait()
+    except queue.Empty:
+        pass
+    return batch
