@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 import grpc
 
@@ -17,15 +17,12 @@ from rl_core.service import environments_pb2 as pb
 from rl_core.service.security import Access
 from rl_core.service.wire import BATCH, CHANNEL_OPTIONS, HUB
 
-if TYPE_CHECKING:
-    from rl_core.service.worker import Worker
-
 SOON_S = 0.05  # loads that changed are told after so long
 FATAL = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT)
 
 
 class Uplink:
-    def __init__(self, worker: Worker, address: str, access: Access, refused: Callable[[str], None], parent: int = 0):
+    def __init__(self, worker: Any, address: str, access: Access, refused: Callable[[str], None], parent: int = 0):
         self.worker, self.address, self.access, self.refused, self.parent = worker, address, access, refused, parent
         self.loop, self.heartbeat_s, self.has_changed = asyncio.get_running_loop(), 2.0, False
         self.out: queue.SimpleQueue[pb.Reply | None] = queue.SimpleQueue()
