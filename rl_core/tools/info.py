@@ -1,5 +1,6 @@
 """rl-core info: versions, devices, extras with the line that installs each, the sandbox, algorithms, environments.
-rl-core info metrics [NAME]: what a metric of metrics.jsonl is, its unit, and which values are healthy."""
+rl-core info metrics [NAME]: what a metric of metrics.jsonl is, its unit, and which values are healthy.
+rl-core info --service grpc://HOST:PORT: the workers of `rl-core serve`."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from rl_core.options.metric_table import rows
 from rl_core.rules import nearest
 from rl_core.sandbox import Sandbox
 from rl_core.sandbox.isolation import LEVELS
+from rl_core.types import option
 
 LIBRARIES = ("torch", "transformers", "peft", "datasets", "sglang")
 
@@ -29,7 +31,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("what", nargs="?", choices=["metrics"], help="only this")
     parser.add_argument("name", nargs="?", help="a metric, such as learn/policy/clip_frac or clip_frac")
+    parser.add_argument("--service", metavar="URL", help="only the workers of this service: grpc://HOST:PORT")
     args = parser.parse_args(argv)
+    if args.service:
+        print(option("rl_core.tools.service:service")(args.service, args.json))
+        return 0
     if args.what:
         print(metrics(args.name, args.json))
         return 0

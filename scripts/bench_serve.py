@@ -1,0 +1,273 @@
+"""What `rl-core serve` costs with many sessions, and what a killed worker and a killed controller do to them.
+
+    python scripts/bench_serve.py                          # 100, 1,000 and 10,000 sessions, then the kills: about two minutes
+    python scripts/bench_serve.py --sessions 300 --seconds 3 --out out.json
+
+The client runs on the same machine. Each interaction says 1 KB; the environment counts those of its session, and the client
+checks every count. CPU is that of the server's processes; the client's own is another column.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil  # peft needs it too
+
+from rl_core.service import environments_pb2 as pb
+from rl_core.service.wire import CHANNEL_OPTIONS, CODES, ENVIRONMENTS
+
+ENV = """
+max_turns = 1_000_000_000
+
+def start(task):
+    return {"count": 0}
+
+async def interact(messages, state):
+    state["count"] += 1
+    return [{"role": "user", "content": str(state["count"])}]
+
+async def reward_fn(state):
+    return state["count"]
+"""
+SAID = pb.Said(messages=json.dumps([{"role": "assistant", "content": "x" * 1000}]), keep=1)
+
+
+def start_server(*args: Any) -> tuple[subprocess.Popen, str]:
+    """(its process, its address), once it listens; "" for one that joins a controller."""
+    command = [sys.executable, "-m", "rl_core.cli", "serve", *map(str, args)]
+    root = Path(__file__).parent.parent
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, start_new_session=True)
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"{command} ended")
+    return process, line.split()[-1] if line.startswith("serving on") else ""
+
+
+class Client:
+    """One stream to a server. When it breaks, another one is opened, and what was not answered is sent again."""
+
+    def __init__(self, address: str):
+        self.address, self.last_id = address, 0
+        self.waiting: dict[int, tuple[pb.Request, asyncio.Future]] = {}
+        self.out, self.filled = [], asyncio.Event()
+        self.task = asyncio.ensure_future(self.run())
+
+    def ask(self, **verb: Any) -> asyncio.Future:
+        self.last_id += 1
+        request, future = pb.Request(id=self.last_id, **verb), asyncio.get_running_loop().create_future()
+        self.waiting[request.id] = request, future
+        self.out.append(request)
+        self.filled.set()
+        return future
+
+    async def run(self) -> None:
+        while True:
+            async with grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS) as channel:
+                stream = channel.stream_stream(
+                    f"/{ENVIRONMENTS}/Stream",
+                    request_serializer=pb.Requests.SerializeToString,
+                    response_deserializer=pb.Replies.FromString,
+                )()
+                self.out = [request for request, _ in self.waiting.values()]
+                self.filled.set()
+                writer = asyncio.ensure_future(self.write(stream))
+                try:
+                    while (message := await stream.read()) is not grpc.aio.EOF:
+                        for reply in message.replies:
+                            self.waiting.pop(reply.id)[1].set_result(reply)
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(0.2)
+                finally:
+                    writer.cancel()
+
+    async def write(self, stream: Any) -> None:
+        while True:
+            await self.filled.wait()
+            self.filled.clear()
+            while batch := self.out[:500]:
+                del self.out[:500]
+                await stream.write(pb.Requests(requests=batch))
+
+    async def workers(self, at_least: int, timeout_s: float = 60.0) -> list[pb.Worker]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = (await self.ask(workers=pb.WorkersRequest())).workers.workers
+            if len(found) >= at_least:
+                return list(found)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{len(found)} of {at_least} workers after {timeout_s:g} s")
+            await asyncio.sleep(0.05)
+
+
+class Load:
+    """Sessions, and what was heard of each."""
+
+    def __init__(self, client: Client):
+        self.client, self.names, self.numbers = client, [], []
+        self.busy: set[int] = set()
+        self.lost: dict[int, str] = {}  # session -> the status code that ended it
+        self.wrong, self.seconds = 0, []
+
+    async def open(self, num: int, env: str) -> None:
+        row = json.dumps({"prompt": "count"})
+        starts = [pb.StartRequest(env=env, key=f"{os.getpid()}/{n}", row=row) for n in range(num)]
+        replies = await asyncio.gather(*(self.client.ask(start=start) for start in starts))
+        assert not any(reply.code for reply in replies), next(reply for reply in replies if reply.code)
+        self.names, self.numbers = [reply.start.session for reply in replies], [0] * num
+
+    async def interact(self, n: int) -> None:
+        self.numbers[n] += 1
+        self.busy.add(n)
+        number, began_s = self.numbers[n], time.perf_counter()
+        request = pb.InteractRequest(session=self.names[n], number=number, said=SAID)
+        reply = await self.client.ask(interact=request)
+        self.seconds.append(time.perf_counter() - began_s)
+        self.busy.discard(n)
+        if reply.code:
+            self.lost[n] = CODES[reply.code].name
+        elif json.loads(reply.interact.messages)[0]["content"] != str(number):
+            self.wrong += 1
+
+    async def run(self, per_s: float, seconds: float, at: dict[float, Any] | None = None) -> None:
+        """So many interactions a second, over all sessions in turn; at[s] is called after s seconds."""
+        began_s, sent, turn, at = time.perf_counter(), 0, 0, dict(at or {})
+        tasks: set[asyncio.Task] = set()
+        while (now_s := time.perf_counter() - began_s) < seconds:
+            for when in [when for when in at if now_s > when]:
+                await at.pop(when)()
+            while sent < now_s * per_s:
+                sent, turn = sent + 1, (turn + 1) % len(self.names)
+                if turn not in self.busy and turn not in self.lost:
+                    tasks.add(task := asyncio.ensure_future(self.interact(turn)))
+                    task.add_done_callback(tasks.discard)
+            await asyncio.sleep(0.005)
+        await asyncio.gather(*tasks)
+
+    async def counts(self) -> list[float | None]:
+        """What the environment counted in each session; None for lost ones."""
+        asked = {n: pb.ScoreRequest(session=name) for n, name in enumerate(self.names) if n not in self.lost}
+        for n, request in asked.items():
+            request.number = self.numbers[n] + 1
+        replies = dict(
+            zip(asked, await asyncio.gather(*(self.client.ask(score=r) for r in asked.values())), strict=True)
+        )
+        self.lost |= {n: CODES[reply.code].name for n, reply in replies.items() if reply.code}
+        return [
+            None if n in self.lost else replies[n].score.scores[0].parts["reward_fn"] for n in range(len(self.names))
+        ]
+
+    async def close(self) -> None:
+        requests = [pb.CancelRequest(session=name, status=pb.COMPLETED) for name in self.names]
+        await asyncio.gather(*(self.client.ask(cancel=request) for request in requests))
+        self.client.task.cancel()
+
+
+def cpu_s(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+async def measure(path: Path, num: int, per_s: float, seconds: float, num_workers: int) -> dict[str, float]:
+    capacity = num // num_workers + 100
+    process, address = start_server(path, "--port", 0, "--workers", num_workers, "--capacity", capacity)
+    try:
+        load = Load(Client(address))
+        await load.client.workers(num_workers)
+        top = psutil.Process(process.pid)
+        server, own = [top, *top.children(recursive=True)], [psutil.Process()]
+        began_s = time.perf_counter()
+        await load.open(num, path.stem)
+        open_s = time.perf_counter() - began_s
+        await load.run(per_s, 1.0)
+        load.seconds.clear()
+        before, own_before, began_s = cpu_s(server), cpu_s(own), time.perf_counter()
+        await load.run(per_s, seconds)
+        wall_s, done = time.perf_counter() - began_s, len(load.seconds)
+        cpu, own_cpu = cpu_s(server) - before, cpu_s(own) - own_before
+        mib = sum(p.memory_info().rss for p in server) / 2**20
+        right = sum(count == number for count, number in zip(await load.counts(), load.numbers, strict=True))
+        await load.close()
+    finally:
+        stop(process)
+    times = sorted(load.seconds)
+    row = {"sessions": num, "open_s": open_s, "per_s": done / wall_s, "p50_ms": 1000 * times[len(times) // 2]}
+    row |= {"p99_ms": 1000 * times[int(len(times) * 0.99)], "cpu_ms_each": 1000 * cpu / done}
+    return row | {"client_cpu_ms_each": 1000 * own_cpu / done, "mib": mib, "right": right, "wrong": load.wrong}
+
+
+async def kill(path: Path, num: int, per_s: float, seconds: float, num_workers: int) -> dict[str, float]:
+    """Kills a worker after a third of the time, and the controller, which is started again, after two thirds."""
+    hub, address = start_server("--controller", "--port", 0, "--heartbeat_s", 1)
+    host = None
+    try:
+        capacity = num // num_workers + 100
+        host, _ = start_server(path, "--join", address, "--workers", num_workers, "--capacity", capacity)
+        load = Load(Client(address))
+        workers = await load.client.workers(num_workers)
+        await load.open(num, path.stem)
+        killed = workers[0]
+
+        async def kill_worker() -> None:
+            os.kill(killed.pid, signal.SIGKILL)
+
+        async def kill_hub() -> None:
+            nonlocal hub
+            hub.kill()
+            hub.wait()
+            hub, _ = start_server("--controller", "--port", address.rpartition(":")[2], "--heartbeat_s", 1)
+
+        await load.run(per_s, seconds, {seconds / 3: kill_worker, 2 * seconds / 3: kill_hub})
+        counts = await load.counts()
+        of_killed = {n for n, name in enumerate(load.names) if name.startswith(killed.name)}
+        await load.close()
+    finally:
+        stop(*filter(None, (host, hub)))
+    right = sum(count == number for count, number in zip(counts, load.numbers, strict=True))
+    row = {"sessions": num, "interactions": len(load.seconds), "of_killed_worker": len(of_killed)}
+    row |= {"lost_of_it": len(of_killed & load.lost.keys()), "lost_of_others": len(load.lost.keys() - of_killed)}
+    row |= {f"reported_{code}": n for code, n in Counter(load.lost.values()).items()}
+    return row | {"right_counts": right, "wrong_replies": load.wrong}
+
+
+def stop(*processes: subprocess.Popen) -> None:
+    """Ends servers with their workers, which a server that is killed leaves to end by themselves."""
+    for process in processes:
+        for child in [process, *psutil.Process(process.pid).children(recursive=True)]:
+            child.kill()
+        process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sessions", type=int, nargs="*", default=[100, 1_000, 10_000], help="open at once")
+    parser.add_argument("--per_s", type=float, default=2_200, help="interactions a second, over all sessions")
+    parser.add_argument("--seconds", type=float, default=15)
+    parser.add_argument("--workers", type=int, default=2, help="worker processes")
+    parser.add_argument("--out", type=Path, help="a file for the figures")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "counter.py"
+        path.write_text(ENV)
+        rows = [asyncio.run(measure(path, n, args.per_s, args.seconds, args.workers)) for n in args.sessions]
+        rows.append(asyncio.run(kill(path, max(args.sessions), args.per_s / 2, args.seconds, max(2, args.workers))))
+    for row in rows:
+        print("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
+    if args.out:
+        machine = {"cores": os.cpu_count(), "machine": platform.machine(), "kernel": platform.release()}
+        args.out.write_text(json.dumps({**machine, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
