@@ -130,7 +130,6 @@ class Load:
 
     async def interact(self, n: int) -> None:
         self.numbers[n] += 1
-        self.busy.add(n)
         number, began_s = self.numbers[n], time.perf_counter()
         request = pb.InteractRequest(session=self.names[n], number=number, said=SAID)
         reply = await self.client.ask(interact=request)
@@ -151,6 +150,7 @@ class Load:
             while sent < now_s * per_s:
                 sent, turn = sent + 1, (turn + 1) % len(self.names)
                 if turn not in self.busy and turn not in self.lost:
+                    self.busy.add(turn)
                     tasks.add(task := asyncio.ensure_future(self.interact(turn)))
                     task.add_done_callback(tasks.discard)
             await asyncio.sleep(0.005)

@@ -31,7 +31,7 @@ class Access:
         os.environ.pop(TOKEN_VARIABLE, None)
         return cls(
             token=token,
-            ca=Path(args.tls_ca).read_bytes() if args.tls_ca else None,
+            ca=Path(args.tls_ca).read_bytes() if args.tls_ca not in ("", "system") else None,
             key=Path(args.tls_key).read_bytes() if args.tls_key else None,
             cert=Path(args.tls_cert).read_bytes() if args.tls_cert else None,
             tls=bool(args.tls_ca or args.tls_cert),
@@ -73,4 +73,4 @@ def add_access(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token_file", default="", help=f"file with the token; default: the variable {TOKEN_VARIABLE}")
     parser.add_argument("--tls_cert", default="", help="PEM file: the server's certificate chain")
     parser.add_argument("--tls_key", default="", help="PEM file: its key")
-    parser.add_argument("--tls_ca", default="", help="PEM file: whom to trust when joining; default: the system's")
+    parser.add_argument("--tls_ca", default="", help="PEM file: whom to trust when joining by TLS; or: system")

@@ -15,14 +15,24 @@ import grpc
 
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.security import Access
-from rl_core.service.wire import BATCH, CHANNEL_OPTIONS, HUB
+from rl_core.service.wire import BATCH, CHANNEL_OPTIONS, HUB, fitting
 
 SOON_S = 0.05  # loads that changed are told after so long
 FATAL = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT)
 
 
 class Uplink:
-    def __init__(self, worker: Any, address: str, access: Access, refused: Callable[[str], None], parent: int = 0):
+    def __init__(
+        self,
+        worker: Any,
+        address: str,
+        access: Access,
+        refused: Callable[[str], None],
+        parent: int = 0,
+        host: str = "",
+    ):
+        # What the hub's certificate names, where the address is one of several that the name has.
+        self.options = [*CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", host)] if host else [])]
         self.worker, self.address, self.access, self.refused, self.parent = worker, address, access, refused, parent
         self.loop, self.heartbeat_s, self.has_changed = asyncio.get_running_loop(), 2.0, False
         self.out: queue.SimpleQueue[pb.Reply | None] = queue.SimpleQueue()
@@ -41,7 +51,7 @@ class Uplink:
         while not self.is_over.is_set():
             began_s, self.out, over = time.monotonic(), queue.SimpleQueue(), threading.Event()
             try:
-                with self.access.channel(self.address, CHANNEL_OPTIONS) as channel:
+                with self.access.channel(self.address, self.options) as channel:
                     self._serve(channel, self.out, over)
                 error = "it ended the connection"
             except grpc.RpcError as e:
@@ -77,7 +87,7 @@ class Uplink:
             task = self.loop.create_task(self.worker.answer(request))
             self.worker.answering.add(task)
             task.add_done_callback(self.worker.answering.discard)
-            task.add_done_callback(lambda task: None if task.cancelled() else out.put(task.result()))
+            task.add_done_callback(lambda task: None if task.cancelled() else out.put(fitting(task.result())))
 
     def _messages(self, out: queue.SimpleQueue, over: threading.Event) -> Iterator[pb.FromWorker]:
         """In a thread of gRPC's."""

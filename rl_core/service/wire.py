@@ -87,6 +87,15 @@ def failed(id: int, error: ServiceError) -> pb.Reply:
     return pb.Reply(id=id, code=error.code.value[0], error=error.message.encode("utf-8", "replace").decode())
 
 
+def fitting(reply: pb.Reply) -> pb.Reply:
+    """The reply, or an error in its place if it has more than MAX_REQUEST bytes."""
+    if (size := reply.ByteSize()) <= MAX_REQUEST:
+        return reply
+    return failed(
+        reply.id, ServiceError(grpc.StatusCode.UNKNOWN, f"the reply has {size} bytes; {MAX_REQUEST} may travel")
+    )
+
+
 class Outbox:
     """Messages that wait to be written to one stream, so that a reader that is slow holds up no one else."""
 

@@ -24,6 +24,7 @@ from rl_core import __version__
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.containers import ContainedEnv, ContainedSession, container_settings, find_runtime
 from rl_core.service.hosted import LocalEnv
+from rl_core.service.joining import join_all
 from rl_core.service.security import Access, add_access
 from rl_core.service.session import ENDED, Session, has_ended
 from rl_core.service.uplink import Uplink
@@ -282,11 +283,15 @@ async def run(args: argparse.Namespace, access: Access) -> None:
                 over.set_exception(ValueError(message))
 
         print(f"worker {worker.name}", flush=True)
-        worker.uplinks = [Uplink(worker, hub, access, refused, args.parent) for hub in args.join.split(",")]
+
+        def open_uplink(address: str, host: str) -> Uplink:
+            return Uplink(worker, address, access, refused, args.parent, host)
+
+        hubs = asyncio.ensure_future(join_all(args.join, worker.uplinks, open_uplink))
         sweep = asyncio.ensure_future(worker.sweep())
-        await asyncio.wait({over, sweep}, return_when=asyncio.FIRST_COMPLETED)
-        if over.done():
-            over.result()
+        done, _ = await asyncio.wait({over, sweep, hubs}, return_when=asyncio.FIRST_COMPLETED)
+        for future in done:
+            future.result()
         await asyncio.sleep(0.2)  # the last replies go out
     finally:
         if runtime:
