@@ -303,10 +303,17 @@ class ContainedEnv:
         return await self.runtime.open(self.path, self.settings, self.hook_timeout_s, died)
 
     async def ask(self, timeout_s: float, **verb: Any) -> Any:
-        async with self.lock:
-            if self.common is None or self.common.end:
-                self.common = await self.open_box(lambda why: None)
-        return await self.common.ask(timeout_s, **verb)
+        """Of the container for all; of another one if it ends meanwhile."""
+        for is_last in (False, True):
+            async with self.lock:
+                if self.common is None or self.common.end:
+                    self.common = await self.open_box(lambda why: None)
+            box = self.common
+            try:
+                return await box.ask(timeout_s, **verb)
+            except ServiceError:
+                if is_last or not box.end or not self.described.name:
+                    raise
 
     async def session(self, name: str, request: pb.StartRequest) -> ContainedSession:
         if not (request.row or request.task_id):

@@ -1,0 +1,287 @@
+"""Environments with an image: what they say of it, the command that is built, and what runs in the container, as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_core.service import containers
+from rl_core.service import environments_pb2 as pb
+from rl_core.service.containers import ContainedEnv, Runtime, Settings, container_settings
+from rl_core.service.wire import UNUSABLE
+from rl_core.service.worker import Worker
+
+ROOT = Path(__file__).parent.parent
+BOXED = """
+import os, subprocess, sys
+import only_in_the_image
+
+image = "rl-core-chess:1"
+memory = "512m"
+cpus = 0.5
+capacity = 3
+calls = 0
+print("printed while it loads")
+
+def load_tasks(split):
+    return [{"prompt": "x"}, {"prompt": "y"}]
+
+def start(task):
+    if task.row["prompt"] == "refuse":
+        raise KeyError("no such board")
+    return {"n": 0}
+
+def interact(completion, state):
+    global calls
+    calls += 1
+    state["n"] += 1
+    print("printed", flush=True)
+    os.write(1, b"written")
+    subprocess.run(["echo", "by a child"])
+    assert sys.stdin.read() == ""
+    if completion == "crash":
+        os._exit(9)
+    if completion == "fail":
+        raise ValueError("broken board")
+    return [{"role": "user", "content": f"{completion} {state['n']} {calls} {os.getpid()}"}]
+
+def reward_fn(completion, state):
+    return state["n"]
+
+def advantage_fn(rewards):
+    return [r + 1 for r in rewards]
+"""
+
+
+class AsProcess(Runtime):
+    """What would run in the container, without one."""
+
+    def argv(self, name, path, settings, hook_timeout_s):
+        return [sys.executable, "-m", "rl_core.service.contained", path, "--hook_timeout_s", str(hook_timeout_s)]
+
+    def remove_argv(self, names):
+        return ["true", *names]
+
+
+@pytest.fixture
+def play_boxed(tmp_path, monkeypatch):
+    """play_boxed(script, idle_s) runs script(worker, ask) beside a worker that serves BOXED."""
+    (tmp_path / "boxed.py").write_text(BOXED)
+    (tmp_path / "only_in_the_image.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    async def main(script, idle_s):
+        runtime = AsProcess(program="", worker="0" * 12)
+        path = str(tmp_path / "boxed.py")
+        env = await ContainedEnv.open(path, container_settings(path), runtime, hook_timeout_s=20.0, idle_s=idle_s)
+        worker = Worker([env], capacity=100, idle_s=idle_s)
+
+        async def ask(code: int = 0, **verb):
+            reply = await worker.answer(pb.Request(**verb))
+            assert reply.code == code, (reply.code, reply.error)
+            return reply.error if code else getattr(reply, next(iter(verb)))
+
+        try:
+            return await script(worker, ask)
+        finally:
+            for held in list(worker.held.values()):
+                worker.close(held)
+            env.close()
+            await runtime.close()
+
+    return lambda script, idle_s=60.0: asyncio.run(asyncio.wait_for(main(script, idle_s), 60))
+
+
+async def begin(ask, code: int = 0, prompt: str = "x"):
+    reply = await ask(code, start=pb.StartRequest(env="boxed", row=json.dumps({"prompt": prompt})))
+    return reply if code else reply.session
+
+
+async def say(ask, session: str, text: str, number: int = 0, code: int = 0):
+    said = pb.Said(messages=json.dumps([{"role": "assistant", "content": text}]))
+    reply = await ask(code, interact=pb.InteractRequest(session=session, number=number, said=said))
+    return reply if code else json.loads(reply.messages)[0]["content"]
+
+
+async def until(condition) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("it never was")
+
+
+def is_running(pid: int) -> bool:
+    return containers.start_time(pid) != "" and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]
+
+
+def test_each_session_has_a_process_of_its_own_that_ends_with_it(play_boxed):
+    async def script(worker, ask):
+        assert worker.envs["boxed"].described.name == "boxed"
+        assert [h.name for h in worker.envs["boxed"].described.hooks if h.is_reward] == ["reward_fn"]
+        one, two = await asyncio.gather(begin(ask), begin(ask))
+        assert one.startswith(worker.name)
+        *first, pid = (await say(ask, one, "a", 1)).split()
+        *other, pid_of_two = (await say(ask, two, "b", 1)).split()
+        assert (first, other) == (["a", "1", "1"], ["b", "1", "1"])
+        assert pid != pid_of_two
+        assert (await say(ask, one, "a", 1)).split()[:2] == ["a", "1"]  # it came again
+        assert "another request" in await say(ask, one, "c", 1, code=6)
+        assert "still here" in await say(ask, two, "still here", 2)
+        scores = (await ask(score=pb.ScoreRequest(session=two, number=3))).scores
+        assert dict(scores[0].parts) == {"reward_fn": 2.0}
+        third = await begin(ask)
+        assert "no room" in await begin(ask, 8)
+        assert (await ask(cancel=pb.CancelRequest(session=one))).status == pb.CANCELLED
+        await until(lambda: not is_running(int(pid)))
+        assert is_running(int(pid_of_two))
+        assert (await ask(tasks=pb.TasksRequest(env="boxed", split="train"))).total == 2
+        given = json.dumps({"rewards": [1, 2]})
+        assert (await ask(call=pb.CallRequest(env="boxed", hook="advantage_fn", given=given))).value == "[2.0,3.0]"
+        return third
+
+    play_boxed(script)
+
+
+def test_what_dies_in_a_container_ends_one_session(play_boxed):
+    async def script(worker, ask):
+        one, two = await asyncio.gather(begin(ask), begin(ask))
+        error = await say(ask, one, "crash", code=2)
+        assert "ended (exit code 9)" in error
+        assert "environment error" in await say(ask, one, "a", code=9)
+        assert "broken board" in await say(ask, two, "fail", code=2)
+        assert "no such board" in await begin(ask, 2, "refuse")
+        assert worker.num_held["boxed"] == 0
+        idle = await begin(ask)
+        os.kill(int((await say(ask, idle, "a")).split()[-1]), 9)
+        sweep = asyncio.ensure_future(worker.sweep())
+        await until(lambda: idle not in worker.held)
+        assert "killed, perhaps for memory" in await say(ask, idle, "a", code=9)
+        worker.envs["boxed"].common.process.kill()  # the one for all is started again
+        await worker.envs["boxed"].common.process.wait()
+        assert (await ask(tasks=pb.TasksRequest(env="boxed", split="train"))).total == 2
+        sweep.cancel()
+
+    play_boxed(script, idle_s=2.0)
+
+
+def test_the_command_limits_the_container(tmp_path):
+    (tmp_path / "boxed.py").write_text(BOXED)
+    path = str(tmp_path / "boxed.py")
+    settings = container_settings(path)
+    assert settings == Settings(image="rl-core-chess:1", memory="512m", cpus=0.5, capacity=3)
+    argv = Runtime(program="docker", worker="0123456789ab").argv("rl-core-x", path, settings, 60.0)
+    assert " ".join(argv).replace(containers.owner(), "OWNER") == (
+        "docker run --rm --interactive --init --name rl-core-x --label rl_core.owner=OWNER "
+        "--label rl_core.worker=0123456789ab --cpus 0.5 --memory 512m --memory-swap 512m --pids-limit 512 --network none "
+        "--read-only --tmpfs /tmp:rw,nosuid,nodev,size=256m --env HOME=/tmp --cap-drop ALL "
+        f"--security-opt no-new-privileges --log-driver none --mount type=bind,source={tmp_path},target=/env,readonly "
+        "--entrypoint python rl-core-chess:1 -m rl_core.service.contained /env/boxed.py --hook_timeout_s 60"
+    )
+    settings.network = True
+    argv = Runtime(program="docker", worker="0123456789ab").argv("rl-core-x", path, settings, 60.0)
+    assert argv[argv.index("--network") + 1] == "bridge"
+
+
+def test_docker_can_read_the_command(tmp_path):
+    if shutil.which("docker") is None:
+        pytest.skip("no container runtime")
+    argv = Runtime(program="docker", worker="0" * 12).argv(
+        "rl-core-x", str(tmp_path / "a.py"), Settings(image="a:1"), 1
+    )
+    env = os.environ | {"DOCKER_HOST": f"unix://{tmp_path}/nobody"}  # it reads its flags before it dials
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    assert "Docker daemon" in done.stderr, done.stderr
+    listing = [*Runtime(program="docker", worker="0" * 12).remove_argv(["x"])]
+    done = subprocess.run(listing, env=env, capture_output=True, text=True, timeout=60)
+    assert "Docker daemon" in done.stderr, done.stderr
+    bad = [argv[0], argv[1], "--no-such-flag", *argv[2:]]
+    assert "unknown flag" in subprocess.run(bad, env=env, capture_output=True, text=True, timeout=60).stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("image = 5", "image = 5 must be an image's name"),
+        ("image = '-v /:/host'", "must be an image's name"),
+        ("image = 'a'; memory = 'lots'", "memory = 'lots' must be text such as"),
+        ("image = 'a'; cpus = 0", "cpus = 0 must be a number above 0"),
+        ("image = 'a'; network = 'none'", "network = 'none' must be True or False"),
+        ("image = 'a'; capacity = 0", "capacity = 0 must be a whole number"),
+        ("import os; image = os.name", "as literals"),
+    ],
+)
+def test_settings_of_a_container_are_checked(line, why, tmp_path):
+    (tmp_path / "a.py").write_text(line)
+    with pytest.raises(ValueError, match=why):
+        container_settings(str(tmp_path / "a.py"))
+
+
+def test_without_an_image_there_is_no_container(tmp_path):
+    (tmp_path / "a.py").write_text("memory = '1g'\nbox: str = 'x'\n\ndef f():\n    image = 'a'\n")
+    assert container_settings(str(tmp_path / "a.py")) is None
+    (tmp_path / "a.py").write_text("image: str = 'a'\nnetwork = True\n")
+    assert container_settings(str(tmp_path / "a.py")) == Settings(image="a", network=True)
+
+
+def test_a_container_is_removed_with_its_worker_alone():
+    began = containers.start_time(os.getpid())
+    assert int(began) > 0
+    assert not containers.is_dead(containers.owner())
+    assert containers.is_dead(containers.owner().replace(began, "1"))  # another process has its number now
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    host = containers.owner().partition(" ")[0]
+    assert containers.is_dead(f"{host} {ended.pid} {began}")
+    assert not containers.is_dead(f"another-host {ended.pid} 1")
+    assert not containers.is_dead("")
+
+
+def test_an_image_without_a_runtime_is_refused(tmp_path):
+    (tmp_path / "boxed.py").write_text(BOXED)
+    command = [sys.executable, "-m", "rl_core.service.worker", str(tmp_path / "boxed.py"), "--join", "127.0.0.1:1"]
+    env = os.environ | {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == UNUSABLE
+    assert (
+        "boxed.py says image = 'rl-core-chess:1', which needs docker or podman: docker is not installed" in done.stderr
+    )
+
+
+def test_a_real_container_plays_an_episode(tmp_path, monkeypatch):
+    try:
+        runtime = containers.find_runtime("0" * 12, "this test")
+    except ValueError:
+        pytest.skip("no container runtime")
+    build = [runtime.program, "build", "-q", "-f", str(ROOT / "docker/worker.Dockerfile"), "-t", "rl-core-worker", ROOT]
+    subprocess.run(build, check=True, timeout=900)
+    (tmp_path / "boxed.py").write_text(BOXED.replace("rl-core-chess:1", "rl-core-worker"))
+    (tmp_path / "only_in_the_image.py").write_text("")
+    path = str(tmp_path / "boxed.py")
+
+    async def main():
+        env = await ContainedEnv.open(path, container_settings(path), runtime, hook_timeout_s=20.0, idle_s=60.0)
+        worker = Worker([env], capacity=10, idle_s=60.0)
+        reply = await worker.answer(pb.Request(start=pb.StartRequest(env="boxed", row='{"prompt": "x"}')))
+        said = pb.Said(messages='[{"role": "assistant", "content": "a"}]')
+        session = reply.start.session
+        reply = await worker.answer(pb.Request(interact=pb.InteractRequest(session=session, said=said)))
+        assert json.loads(reply.interact.messages)[0]["content"].startswith("a 1 1"), reply.error
+        await worker.answer(pb.Request(cancel=pb.CancelRequest(session=session)))
+        env.close()
+        await runtime.close()
+
+    asyncio.run(main())
+    until = time.monotonic() + 20
+    listing = ["ps", "--all", "--quiet", "--filter", f"label=rl_core.worker={'0' * 12}"]
+    while runtime._run(listing) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not runtime._run(listing)
