@@ -21,7 +21,7 @@ import pytest
 from kit import ROOT, metrics
 
 from rl_core.cli import COMMANDS, main
-from rl_core.config import known_flags, parse_config
+from rl_core.config import ActorConfig, Config, fill, known_flags, parse_config
 from rl_core.learning.algorithms import clipped_loss
 from rl_core.sampling.env import load_env
 from rl_core.tools.peers import OURS
@@ -219,6 +219,30 @@ def test_every_flag_that_a_page_names_exists():
         for name in re.findall(r"(?<![\w-])--([a-zA-Z][\w.-]*\w)", text):
             is_known = is_ours(name) or ("." not in name and name in own | others)
             assert is_known or re.fullmatch(r"(actors|envs)\.\w+", name), f"{page}: --{name}"
+
+
+def test_what_other_trainers_flags_become_are_flags_and_values_of_ours():
+    """The second column; the first one is of others."""
+    for page in ("docs/coming_from.md", "docs/from_trl.md"):
+        rows = [re.split(r" *\| *", line)[1:-1] for line in PAGES[page].splitlines() if line.startswith("| `")]
+        assert len(rows) > 40
+        for theirs, ours, _ in rows:
+            section = ""
+            for span in re.findall("`([^`]+)`", ours):
+                name, _, value = span.removeprefix("--").partition(" ")
+                name = section + name if span.startswith(".") else name
+                section = name.rpartition(".")[0]
+                if name in OTHERS["torchrun"].split():
+                    continue
+                assert is_ours(name), f"{page}: {theirs}: {span}"
+                if value:
+                    fill(Config(actors={"policy": ActorConfig()}), nested(name, value))
+
+
+def nested(name, value):
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return value
 
 
 @cache
