@@ -37,6 +37,7 @@ EXTRAS["trackers"] = ["wandb>=0.31", "tensorboard>=2.21", "trackio>=0.43", "pand
 EXTRAS["trackers"] += ["mlflow-skinny>=3.17", "sqlalchemy>=2.0", "alembic>=1.13"]
 # Each SGLang asks for one torch and one transformers exactly: docs/engines.md.
 EXTRAS["sglang"] = ["sglang>=0.5.17"]
+EXTRAS["view"] = ["textual>=8"]  # rl-core view --tui
 EXTRAS["docs"] = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"]
 EXTRAS["test"] = [
     *EXTRAS["api"],
@@ -47,6 +48,7 @@ EXTRAS["test"] = [
     *EXTRAS["envs"],
     *EXTRAS["sandbox"],
     *EXTRAS["service"],
+    *EXTRAS["view"],
     "grpcio-tools>=1.76",
     "pytest>=8",
     "pytest-xdist>=3.6",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -14,6 +15,7 @@ def main(argv: list[str]) -> int:
         "--host", default="127.0.0.1", help="address that is listened on [127.0.0.1, this machine alone]"
     )
     parser.add_argument("--port", type=int, default=6500, help="its port; 0 takes a free one [6500]")
+    parser.add_argument("--tui", action="store_true", help="in this terminal instead of a browser")
     parser.add_argument("--report", metavar="FILE", help="write the page with its data into one file instead")
     options = parser.parse_args(argv)
     from rl_core.tools.view.data import RunFolder
@@ -23,6 +25,13 @@ def main(argv: list[str]) -> int:
         from rl_core.tools.view.report import write_report
 
         print(f"wrote {write_report(Path(options.report), runs)}")
+        return 0
+    if options.tui:
+        if find_spec("textual") is None:
+            raise ValueError("--tui needs textual, which is not installed: pip install .[view]")
+        from rl_core.tools.view.tui import Viewer
+
+        Viewer(runs).run()
         return 0
     from rl_core.tools.view.server import serve
 

@@ -108,6 +108,12 @@ class RunFolder:
             return False
         return False
 
+    @property
+    def warnings(self) -> list[dict[str, Any]]:
+        """Lines of warnings.jsonl: step, kind, metric, text."""
+        file = self.path / "warnings.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
     def refresh(self, limit_s: float = float("inf")) -> bool:
         """Reads new metrics, and new rollouts, newest first, until the time is over. True if nothing is left to read."""
         deadline = time.monotonic() + limit_s

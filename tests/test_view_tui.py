@@ -1,0 +1,138 @@
+"""rl-core view --tui, by textual's own pilot: curves, a table with filters, conversations, coloured tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from kit import STOP, metrics, run, steps, trajectories, words
+from textual.widgets import DataTable, Input, Label, Sparkline, Static, TabbedContent
+
+from rl_core.cli import main
+from rl_core.tools.view.data import RunFolder
+from rl_core.tools.view.tui import Conversation, Viewer
+
+ENV = """
+def load_tasks(split):
+    return [{"prompt": f"{n} [red]say \\x1b[2J<script>"} for n in range(8)]
+
+async def reward_fn(completion):
+    return {"sum": sum(map(ord, completion)) / 1000, "form": 0.5}
+"""
+
+
+@pytest.fixture(scope="module")
+def made(places, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tui")
+    (folder / "env.py").write_text(ENV)
+    sizes = "--num_steps 3 --tasks_per_step 2 --group_size 4 --max_tokens 8 --optim.lr 1e-2"
+    return run(folder / "run", words("--model", places["model"], "--env_path", folder / "env.py", sizes, STOP))
+
+
+def seen(out: Path, look) -> None:
+    """Runs look(app, pilot) on the terminal's page of a run."""
+
+    async def inside() -> None:
+        app = Viewer([RunFolder(out)])
+        async with app.run_test(size=(120, 40)) as pilot:
+            await pilot.pause()
+            await look(app, pilot)
+
+    asyncio.run(inside())
+
+
+async def filtered(app, pilot, text: str) -> None:
+    await pilot.press("slash")
+    app.query_one(Input).value = text
+    await pilot.press("enter")
+
+
+def table_of(app) -> list[list[str]]:
+    table = app.query_one(DataTable)
+    return [[cell.plain for cell in table.get_row_at(n)] for n in range(table.row_count)]
+
+
+def test_curves_are_those_of_the_metrics_and_grow_with_the_run(made, tmp_path):
+    out = tmp_path / "live"
+    out.mkdir()
+    lines = (made / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text("".join(lines[:2]))
+    (out / "warnings.jsonl").write_text(json.dumps({"step": 2, "text": "[b]rewards are constant"}) + "\n")
+
+    async def look(app, pilot) -> None:
+        def curve() -> list[float]:
+            [found] = [line for line in app.query(Sparkline) if line.name == "rollout/policy/reward_mean"]
+            return list(found.data)
+
+        rewards = [row["rollout/policy/reward_mean"] for row in steps(made)]
+        assert curve() == rewards[:2]
+        said = [str(label.render()) for label in app.query(Label)]
+        assert any("step 2: [b]rewards are constant" in text for text in said)
+        (out / "metrics.jsonl").write_text("".join(lines))
+        await app.look()
+        await pilot.pause()
+        assert curve() == rewards
+
+    seen(out, look)
+
+
+def test_the_table_is_filtered_and_searched(made):
+    async def look(app, pilot) -> None:
+        assert len(table_of(app)) == 24 and len(metrics(made)) == 3
+        assert app.query_one(TabbedContent).active == "curves"
+        rows = trajectories(made / "rollouts/step_000002.jsonl.zst")
+        middle = sorted(row["reward"] for row in rows)[4]
+        told = {
+            "step:2": rows,
+            f"step:2 reward:{middle}..": [row for row in rows if row["reward"] >= middle],
+            f"step:2 {rows[0]['task_id'].replace('train/', '')} [RED]Say": [
+                row for row in rows if row["messages"][0]["content"].startswith(f"{rows[0]['task_id'][6:]} [red]say")
+            ],
+            "actor:alice": [],
+        }
+        for filter, expected in told.items():
+            await filtered(app, pilot, filter)
+            assert app.query_one(TabbedContent).active == "conversations"
+            assert sorted(row[5] for row in table_of(app)) == sorted(f"{row['reward']:.4g}" for row in expected), filter
+        await filtered(app, pilot, "step:two")
+        assert "invalid literal" in str(app.query_one("#count", Label).render())
+
+    seen(made, look)
+
+
+def test_a_conversation_opens_and_its_tokens_are_coloured(made):
+    async def look(app, pilot) -> None:
+        await filtered(app, pilot, "step:3")
+        await pilot.press("down", "enter")
+        await pilot.pause()
+        assert isinstance(app.screen, Conversation)
+        row = trajectories(made / "rollouts/step_000003.jsonl.zst")[1]
+        text = app.screen.query_one("#text", Static)
+        plain = str(text.render())
+        assert row["messages"][-1]["content"] in plain and "[red]say \\x1b[2J<script>" in plain and "\x1b" not in plain
+        assert f"reward {row['reward']:.4g} (" in app.screen.headline()
+        await pilot.press("c")
+        logprobs = row["turns"][0]["completion"]["logprobs"]
+        assert str(text.render()).startswith(f"logprob from {min(logprobs):.4g} to {max(logprobs):.4g}")
+        spans = [span.style for span in app.screen.tokens("logprob").spans if "rgb" in str(span.style)]
+        assert len(spans) == len(logprobs) and all(str(style).endswith(",0,0)") for style in spans)
+        reds = [int(str(style).split("rgb(")[1].split(",")[0]) for style in spans]
+        assert reds.index(max(reds)) == logprobs.index(min(logprobs))  # the least likely token is the brightest
+        await pilot.press("m")
+        assert str(text.render()).startswith("[user]")
+        app.seen = None
+        await app.look()  # the screen below follows the run
+        await pilot.press("slash")
+        await pilot.pause()
+        assert not isinstance(app.screen, Conversation) and app.query_one(Input).has_focus
+
+    seen(made, look)
+
+
+def test_without_textual_the_extra_is_named(made, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "textual", None)  # as if it were not installed
+    assert main(["view", str(made), "--tui"]) == 1
+    assert "pip install .[view]" in capsys.readouterr().err
