@@ -121,6 +121,15 @@ def test_a_conversation_opens_and_its_tokens_are_coloured(made):
         assert len(spans) == len(logprobs) and all(str(style).endswith(",0,0)") for style in spans)
         reds = [int(str(style).split("rgb(")[1].split(",")[0]) for style in spans]
         assert reds.index(max(reds)) == logprobs.index(min(logprobs))  # the least likely token is the brightest
+        own = [
+            r["reward"]
+            for r in trajectories(made / "rollouts/step_000003.jsonl.zst")
+            if r["group_id"] == row["group_id"]
+        ]
+        of_advantage = {str(s.style) for s in app.screen.tokens("advantage").spans if "rgb" in str(s.style)}
+        assert of_advantage == {
+            "white on rgb(0,160,0)" if row["reward"] > sum(own) / len(own) else "white on rgb(160,0,0)"
+        }
         await pilot.press("m")
         assert str(text.render()).startswith("[user]")
         app.seen = None
