@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -306,6 +307,17 @@ def test_the_first_environment_is_learned(warm_model, tmp_path, monkeypatch):
     assert train(words[2:]) == 0
     found = [row["eval/backwards/greedy_score"] for row in metrics(tmp_path / "runs/backwards") if "time/eval_s" in row]
     assert found[0] < 0.4 and found[-1] > 0.9
+
+
+def test_the_script_with_cells_runs(tmp_path, monkeypatch, capsys):
+    """A few steps; it learns the task in a minute without --short."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["first_run.py", "--short"])
+    runpy.run_path(str(ROOT / "scripts/first_run.py"))
+    out = capsys.readouterr().out
+    assert re.search(
+        r"step   2  score 0\.\d\d  right 0\.00\nwrote runs/first_run_\w+/grpo/curves.png\n== policy  eval/", out
+    )
 
 
 # The site

@@ -78,7 +78,7 @@ def train(
 
 def with_objects(config: Config, env: Any, rows: dict[str, Rows | None]) -> tuple[Config, ModuleType | None]:
     """The checked configuration, and the module of an environment that no file tells."""
-    given, module = asdict(config), None
+    given, module = without_paths(asdict(config)), None
     config = Config()
     fill(config, given)
     if isinstance(env, ModuleType):
@@ -96,6 +96,12 @@ def with_objects(config: Config, env: Any, rows: dict[str, Rows | None]) -> tupl
         setattr(config.data, split, None)
     checked(config)
     return config, with_rows(config, module, rows) if rows else module
+
+
+def without_paths(given: dict[str, Any]) -> dict[str, Any]:
+    """The same with texts for pathlib's paths, such as result.model."""
+    texts = {key: str(value) for key, value in given.items() if isinstance(value, Path)}
+    return given | texts | {key: without_paths(value) for key, value in given.items() if isinstance(value, dict)}
 
 
 def with_rows(config: Config, module: ModuleType | None, rows: dict[str, Rows]) -> ModuleType:
