@@ -5,19 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
+import grpc
 import pytest
+import yaml
 
 from rl_core.service import containers
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.containers import ContainedEnv, Runtime, Settings, container_settings
-from rl_core.service.wire import UNUSABLE
+from rl_core.service.gateway import Metrics
+from rl_core.service.hub import Hub
+from rl_core.service.security import TOKEN_VARIABLE, Access
+from rl_core.service.wire import ENVIRONMENTS, REPLIES, REQUESTS, UNUSABLE
 from rl_core.service.worker import Worker
+from rl_core.tools.serve import read_flags
 
 ROOT = Path(__file__).parent.parent
 BOXED = """
@@ -256,12 +264,143 @@ def test_an_image_without_a_runtime_is_refused(tmp_path):
     )
 
 
+def needed_by(requirements: list[str]) -> set[str]:
+    """Names of the packages, and of those that they need."""
+    found, names = set(), [re.match(r"[\w.-]+", line)[0] for line in requirements]
+    while names:
+        name = canonical(names.pop())
+        if name not in found:
+            found.add(name)
+            needs = [line for line in metadata.requires(name) or [] if "extra ==" not in line]
+            names += [re.match(r"[\w.-]+", line)[0] for line in needs if is_installed(line)]
+    return found
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def is_installed(requirement: str) -> bool:
+    try:
+        return bool(metadata.version(re.match(r"[\w.-]+", requirement)[0]))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+ONLY = """
+import importlib.metadata, re, sys
+from importlib.machinery import PathFinder
+
+class Only(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        packages = FOUND.get(name.partition(".")[0], [])
+        if packages and not any(re.sub(r"[-_.]+", "-", p).lower() in ALLOWED for p in packages):
+            return None
+        return PathFinder.find_spec(name, path, target)
+
+ALLOWED = %r
+FOUND = importlib.metadata.packages_distributions()
+sys.meta_path[:] = [Only if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+
+
+def test_the_image_has_what_serving_needs_without_torch(tmp_path):
+    lines = (ROOT / "scripts/worker_requirements.txt").read_text().splitlines()
+    requirements = [line for line in lines if line and not line.startswith("#")]
+    declared = (ROOT / "setup.py").read_text()
+    assert all(f'"{requirement}"' in declared for requirement in requirements)
+    allowed = needed_by(requirements) | {"rl-core"}
+    assert not allowed & {"torch", "transformers", "datasets", "pyyaml"}
+    (tmp_path / "sitecustomize.py").write_text(ONLY % (allowed,))
+    (tmp_path / "game.py").write_text("def reward_fn(messages):\n    return 1.0\n")
+    (tmp_path / "tools.py").write_text(
+        "def f(x: int):\n    'Doubles.'\ntools = [f]\ndef reward_fn(messages):\n    return 1.0"
+    )
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+
+    def command(*args: str) -> list[str]:
+        return [sys.executable, "-m", "rl_core.cli", "serve", *args, "--port", "0", "--workers", "1"]
+
+    done = subprocess.run(command("tools.py"), env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "No module named 'transformers'; pip install transformers, or write the OpenAI schemas" in done.stderr
+    server = subprocess.Popen(
+        command("game.py", "--http_port", "0"), env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    with server, grpc.insecure_channel(server.stdout.readline().split()[-1]) as channel:
+        try:
+            start, score = (
+                channel.unary_unary(
+                    f"/{ENVIRONMENTS}/{verb.title()}",
+                    request_serializer=REQUESTS[verb].SerializeToString,
+                    response_deserializer=REPLIES[verb].FromString,
+                )
+                for verb in ("start", "score")
+            )
+            session = start(pb.StartRequest(env="game", row='{"prompt": "x"}'), timeout=30).session
+            assert score(pb.ScoreRequest(session=session), timeout=30).scores[0].reward == 1.0
+        finally:
+            server.kill()
+
+
+def test_manifests_fit_together():
+    files = sorted((ROOT / "scripts/k8s").glob("*.yaml"))
+    documents = [document for file in files for document in yaml.safe_load_all(file.read_text())]
+    of = {(d["kind"], d["metadata"]["name"]): d["spec"] for d in documents}
+    assert len(of) == len(documents) == 5
+    flags = {}
+    for (kind, name), spec in of.items():
+        if kind == "Deployment":
+            pod = spec["template"]
+            assert spec["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+            [container] = pod["spec"]["containers"]
+            assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["spec"]["volumes"]}
+            assert [(e["name"], e["valueFrom"]["secretKeyRef"]["key"]) for e in container["env"]] == [
+                (TOKEN_VARIABLE, "token")
+            ]
+            flags[name] = read_flags(container["args"]), container, pod
+    controller, container, pod = flags["rl-core-controllers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"grpc": controller.port, "http": controller.http_port}
+    assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(controller.http_port)
+    assert container["livenessProbe"]["grpc"]["port"] == controller.port
+    assert container["readinessProbe"]["grpc"] == {"port": controller.port, "service": ENVIRONMENTS}
+    services = {name: spec for (kind, name), spec in of.items() if kind == "Service"}
+    for spec in services.values():
+        assert spec["selector"].items() <= pod["metadata"]["labels"].items()
+        assert {port["targetPort"] for port in spec["ports"]} <= ports.keys()
+    worker, container, pod = flags["rl-core-workers"]
+    host, _, port = worker.join.partition(":")
+    assert services[host]["clusterIP"] == "None" and services[host]["publishNotReadyAddresses"]
+    assert int(port) in [p["port"] for p in services[host]["ports"]]
+    assert worker.drain_s < pod["spec"]["terminationGracePeriodSeconds"]
+    assert all(env.startswith("/envs/") for env in worker.envs)
+    scaler = of["HorizontalPodAutoscaler", "rl-core-workers"]
+    assert ("Deployment", scaler["scaleTargetRef"]["name"]) in of
+    rules = yaml.safe_load((ROOT / "scripts/k8s/prometheus_adapter/values.yaml").read_text())["rules"]["external"]
+    assert [m["external"]["metric"]["name"] for m in scaler["metrics"]] == [rule["name"]["as"] for rule in rules]
+    metrics = Metrics()
+    metrics.hub = Hub(Access())
+    exported = {metric.name for metric in metrics.collect()}
+    for rule in rules:
+        assert {rule["seriesQuery"], *re.findall(r"sum\((\w+)\)", rule["metricsQuery"])} <= exported
+
+
 def test_a_real_container_plays_an_episode(tmp_path, monkeypatch):
     try:
         runtime = containers.find_runtime("0" * 12, "this test")
     except ValueError:
         pytest.skip("no container runtime")
-    build = [runtime.program, "build", "-q", "-f", str(ROOT / "docker/worker.Dockerfile"), "-t", "rl-core-worker", ROOT]
+    build = [
+        runtime.program,
+        "build",
+        "-q",
+        "-f",
+        str(ROOT / "scripts/worker.Dockerfile"),
+        "-t",
+        "rl-core-worker",
+        ROOT,
+    ]
     subprocess.run(build, check=True, timeout=900)
     (tmp_path / "boxed.py").write_text(BOXED.replace("rl-core-chess:1", "rl-core-worker"))
     (tmp_path / "only_in_the_image.py").write_text("")

@@ -54,6 +54,8 @@ SHELL = {
     "do",
     "done",
     "mkdocs",
+    "docker",
+    "kubectl",
     "accelerate",
     ".ci/run",
     "wandb",

@@ -16,6 +16,14 @@ def main(argv: list[str]) -> int:
     except ImportError:
         raise ValueError(EXTRA) from None
     from rl_core.service.security import Access
+
+    args = read_flags(argv)
+    serve = option("rl_core.service.server:serve")
+    return asyncio.run(serve(args, Access.of(args)))
+
+
+def read_flags(argv: list[str]) -> argparse.Namespace:
+    """Raises ValueError for flags that contradict each other."""
     from rl_core.service.worker import add_flags
 
     parser = argparse.ArgumentParser(prog="rl-core serve", description=__doc__, allow_abbrev=False)
@@ -36,5 +44,4 @@ def main(argv: list[str]) -> int:
     for flag in ("workers", "capacity", "queue", "heartbeat_s"):
         if getattr(args, flag) <= 0:
             raise ValueError(f"--{flag} {getattr(args, flag)} must be above 0")
-    serve = option("rl_core.service.server:serve")
-    return asyncio.run(serve(args, Access.of(args)))
+    return args
