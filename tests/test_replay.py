@@ -60,6 +60,10 @@ def test_another_objective_begins_with_the_weights_and_the_optimizer_of_the_run(
     same = replayed(capsys, out, "--step 2 --algo.clip_low 0.2")  # which it has by itself
     assert same["is_other"]
     exact(same, steps(out)[1])  # of two updates, of which the second has what the optimizer did
+    other = replayed(capsys, out, "--step 2 --algorithm gspo")[
+        "replayed"
+    ]  # to which parts of the run's have no meaning
+    assert other["learn/policy/updates"] == 2 and "learn/policy/critic_loss" not in other
 
 
 def test_another_algorithm_has_the_advantages_of_the_recorded_rewards(places, tmp_path, capsys):

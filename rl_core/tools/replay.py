@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import Config, given_flags, parse_config
+from rl_core.rules import flags_in
 from rl_core.tools.show import files_of
 
 if TYPE_CHECKING:
@@ -124,7 +125,11 @@ def read_flags(run: Path, flags: list[str]) -> tuple[Config, Config]:
                 f"{', '.join(f'--{own}' + '*' * own.endswith('.') for own in (*OBJECTIVE, *sorted(HOW)))}"
             )
     base = ["--config", str(run / "config.yaml"), f"--out={run}", "--engine_ranks=0", "--resume=false"]
-    config, other = parse_config([*base, *how]), parse_config([*base, *flags])
+    parts = []
+    if "algorithm" in dict(given_flags(flags)):  # another one does not know the parts that were set for the run's
+        unset = (pair for pair in flags_in(Config()) if pair[0].startswith(("algo.", "critic.")))
+        parts = [f"--{name}={'null' if value is None else value}" for name, value, _ in unset]
+    config, other = parse_config([*base, *how]), parse_config([*base, *parts, *flags])
     if not (config.is_rl and other.is_rl):
         raise ValueError(
             f"--algorithm {other.algorithm}: replay is for reinforcement learning, whose steps have rollouts"
