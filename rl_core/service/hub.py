@@ -13,7 +13,7 @@ import grpc
 from grpc import StatusCode
 
 from rl_core.service import environments_pb2 as pb
-from rl_core.service.links import ClientStream, WorkerLink
+from rl_core.service.links import MAX_UNREAD, ClientStream, WorkerLink
 from rl_core.service.security import Access
 from rl_core.service.starts import Starts
 from rl_core.service.wire import (
@@ -300,28 +300,33 @@ class Hub:
         """Many requests at a time; replies as they come."""
         await self.must_admit(context)
         client = ClientStream()
-        outbox, reader = client.outbox, asyncio.ensure_future(self.hear_client(client, context))
-        reader.add_done_callback(lambda _: outbox.filled.set())
+        reader = asyncio.ensure_future(self.hear_client(client, context))
         try:
-            while not reader.done() or client.num_open or outbox.messages:
-                await outbox.filled.wait()
-                if batch := outbox.take():
+            while not client.is_over and (not client.has_said_all or client.num_open or client.outbox.messages):
+                await client.outbox.filled.wait()
+                if batch := client.outbox.take():
                     await context.write(pb.Replies(replies=batch))
+            if client.is_over:
+                context.set_code(StatusCode.RESOURCE_EXHAUSTED)
+                context.set_details(f"{MAX_UNREAD} bytes of replies were not read; ask again for them")
         finally:
+            client.close()
             reader.cancel()
-            for task in client.tasks:
-                task.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
     async def hear_client(self, client: ClientStream, context: grpc.aio.ServicerContext) -> None:
-        while (message := await context.read()) is not grpc.aio.EOF:
-            for request in message.requests:
-                if client.num_open < PENDING:
-                    self.submit(request, client)
-                else:
-                    error = ServiceError(StatusCode.RESOURCE_EXHAUSTED, f"{PENDING} requests are not answered yet")
-                    client.outbox.put(failed(request.id, error))
-            await client.outbox.below(UNREAD)
+        try:
+            while (message := await context.read()) is not grpc.aio.EOF:
+                for request in message.requests:
+                    if client.num_open < PENDING:
+                        self.submit(request, client)
+                    else:
+                        error = ServiceError(StatusCode.RESOURCE_EXHAUSTED, f"{PENDING} requests are not answered yet")
+                        client.outbox.put(failed(request.id, error))
+                await client.outbox.below(UNREAD)
+        finally:
+            client.has_said_all = True
+            client.outbox.filled.set()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         handlers = {

@@ -13,6 +13,8 @@ from grpc import StatusCode
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.wire import CODES, Outbox, ServiceError, failed
 
+MAX_UNREAD = 128 << 20  # bytes of replies that a client may leave unread; then its stream ends, and it may ask again
+
 Done = Callable[["pb.Reply | None"], Any]
 
 
@@ -77,9 +79,19 @@ class ClientStream:
     """What one client has asked, and what it has not read yet."""
 
     def __init__(self):
-        self.outbox, self.num_open = Outbox(), 0
+        self.outbox, self.num_open, self.has_said_all, self.is_over = Outbox(), 0, False, False
         self.tasks: set[asyncio.Task] = set()
 
     def put(self, reply: pb.Reply) -> None:
         self.num_open -= 1
-        self.outbox.put(reply)
+        if not self.is_over:
+            self.outbox.put(reply)
+            if self.outbox.num_bytes > MAX_UNREAD:
+                self.close()
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        self.is_over, self.outbox.num_bytes = True, 0
+        self.outbox.messages.clear()
+        for task in self.tasks:
+            task.cancel()

@@ -48,6 +48,7 @@ async def serve(args: argparse.Namespace, access: Access) -> int:
                 print(f"draining for up to {args.drain_s:g} s; a second signal ends at once", flush=True)
                 if hub:
                     hub.starts.drain()
+                    hub.tell()
                 await asyncio.wait_for(first_of(now.wait(), asyncio.gather(*keepers)), args.drain_s)
         except asyncio.TimeoutError:
             print(f"sessions still ran after {args.drain_s:g} s", file=sys.stderr, flush=True)

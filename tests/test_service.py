@@ -1,0 +1,583 @@
+"""rl-core serve: its sessions, queue, workers that die or fall silent, several hubs, security, HTTP, metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc import StatusCode
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from kit import ROOT, wait_until
+from prometheus_client.parser import text_string_to_metric_families
+
+from rl_core import cli
+from rl_core.service import environments_pb2 as pb
+from rl_core.service.security import TOKEN_VARIABLE
+from rl_core.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS, HUB, MAX_REQUEST, REPLIES, REQUESTS
+
+TOKEN = "correct-horse-battery"
+COUNTER = """
+import asyncio, os
+
+max_turns = 1000
+
+def load_tasks(split):
+    return [{"prompt": f"task {n}"} for n in range(3)]
+
+def start(task):
+    if task.row["prompt"] == "die":
+        os._exit(7)
+    return {"count": 0}
+
+async def interact(messages, state):
+    word, _, number = messages[-1]["content"].partition(" ")
+    if word == "die":
+        os._exit(7)
+    if word == "fail":
+        raise RuntimeError("no luck")
+    if word == "sleep":
+        await asyncio.sleep(float(number))
+    state["count"] += 1
+    return [{"role": "user", "content": "x" * int(number) if word == "big" else str(state["count"])}]
+
+async def reward_fn(state):
+    return state["count"]
+"""
+
+
+class Service:
+    """A server with its workers."""
+
+    def __init__(self, *args, token: str = "", ca: bytes | None = None):
+        command = [sys.executable, "-m", "rl_core.cli", "serve", *map(str, args)]
+        env = {k: v for k, v in os.environ.items() if k != TOKEN_VARIABLE} | ({TOKEN_VARIABLE: token} if token else {})
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=env | {"OMP_NUM_THREADS": "1"}, **pipes)
+        self.lines: list[str] = []
+        threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True).start()
+        self.token, self.ca, self.channels = token, ca, []
+        wanted = ["worker "] if "--join" in args else ["serving on "]
+        wanted += ["HTTP on "] if "--http_port" in args else []
+        where = [self.wait_for_line(start) for start in wanted]
+        self.address, self.http = where[0], f"http{'s' if ca else ''}://{where[-1]}"
+
+    def wait_for_line(self, start: str) -> str:
+        def found():
+            assert self.process.poll() is None or self.lines, f"ended with {self.process.poll()}"
+            return [line for line in self.lines if line.startswith(start)]
+
+        wait_until(found, f"{start!r} in {self.lines}", 30)
+        return found()[0].split()[-1]
+
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    def channel(self) -> grpc.Channel:
+        if not self.channels:
+            secure = self.ca and grpc.ssl_channel_credentials(self.ca)
+            make = grpc.secure_channel if secure else grpc.insecure_channel
+            self.channels.append(make(self.address, *([secure] if secure else []), CHANNEL_OPTIONS))
+        return self.channels[0]
+
+    def metadata(self, token: str | None = None) -> list[tuple[str, str]]:
+        token = self.token if token is None else token
+        return [("authorization", f"Bearer {token}")] if token else []
+
+    def call(self, verb: str, timeout_s: float = 30, token: str | None = None, **fields):
+        ask = self.channel().unary_unary(
+            f"/{ENVIRONMENTS}/{verb.title()}",
+            request_serializer=REQUESTS[verb].SerializeToString,
+            response_deserializer=REPLIES[verb].FromString,
+        )
+        return ask(REQUESTS[verb](**fields), timeout=timeout_s, metadata=self.metadata(token), wait_for_ready=True)
+
+    def refused(self, verb: str, **fields) -> tuple[StatusCode, str]:
+        with pytest.raises(grpc.RpcError) as error:
+            self.call(verb, **fields)
+        return error.value.code(), error.value.details()
+
+    def start(self, prompt: str = "count", **fields) -> str:
+        return self.call("start", env="counter", row=json.dumps({"prompt": prompt}), **fields).session
+
+    def interact(self, session: str, number: int, text: str = "x", **fields) -> str:
+        reply = self.call("interact", session=session, number=number, said=said(text), **fields)
+        return json.loads(reply.messages)[0]["content"]
+
+    def stream(self) -> Stream:
+        return Stream(self.channel(), self.metadata())
+
+    def workers(self, at_least: int = 1) -> list[pb.Worker]:
+        found = []
+
+        def enough():
+            found[:] = self.call("workers").workers
+            return len(found) >= at_least
+
+        wait_until(enough, f"{at_least} workers: {self.lines}", 30)
+        return found
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.close()
+        if self.process.poll() is None:
+            for process in [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children()]:
+                process.kill()
+        self.process.wait()
+
+
+class Stream:
+    """The rpc of the same name."""
+
+    def __init__(self, channel: grpc.Channel, metadata: list):
+        self.requests: queue.SimpleQueue = queue.SimpleQueue()
+        call = channel.stream_stream(
+            f"/{ENVIRONMENTS}/Stream",
+            request_serializer=pb.Requests.SerializeToString,
+            response_deserializer=pb.Replies.FromString,
+        )
+        self.replies = call(iter(self.requests.get, None), timeout=60, metadata=metadata)
+        self.early: list[pb.Reply] = []
+
+    def say(self, *requests: pb.Request) -> None:
+        self.requests.put(pb.Requests(requests=requests))
+
+    def hear(self, num: int) -> dict[int, pb.Reply]:
+        """The next replies, in the order in which they came."""
+        while len(self.early) < num:
+            self.early += next(self.replies).replies
+        found, self.early = self.early[:num], self.early[num:]
+        return {reply.id: reply for reply in found}
+
+
+def said(text: str = "x") -> pb.Said:
+    return pb.Said(messages=json.dumps([{"role": "assistant", "content": text}]))
+
+
+def starting(id: int, **fields) -> pb.Request:
+    return pb.Request(id=id, start=pb.StartRequest(env="counter", row='{"prompt": "count"}'), **fields)
+
+
+@pytest.fixture(scope="module")
+def counter(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("envs") / "counter.py"
+    path.write_text(COUNTER)
+    return path
+
+
+@contextmanager
+def serving(*args, **how):
+    service = Service(*args, **how)
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+@pytest.fixture(scope="module")
+def service(counter):
+    flags = ["--port", "0", "--http_port", "0", "--workers", "2", "--heartbeat_s", "0.4"]
+    with serving(counter, *flags, token=TOKEN) as service:
+        service.workers(2)
+        yield service
+
+
+def post(service: Service, verb: str, body: bytes | dict, token: str | None = None) -> tuple[int, dict]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(f"{service.http}/v1/{verb}", data, dict(service.metadata(token)))
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+# --- sessions
+
+
+def test_an_episode_plays_over_the_verbs(service):
+    assert [env.name for env in service.call("describe", env="counter").envs] == ["counter"]
+    tasks = service.call("tasks", env="counter", split="train")
+    assert (list(tasks.rows), tasks.total) == ([f'{{"prompt":"task {n}"}}' for n in range(3)], 3)
+    begun = service.call("start", env="counter", task_id="train/2")
+    assert json.loads(begun.messages) == [{"role": "user", "content": "task 2"}]
+    assert [service.interact(begun.session, n) for n in (1, 2, 3)] == ["1", "2", "3"]
+    score = service.call("score", session=begun.session, number=4).scores[0]
+    assert (score.reward, score.parts["reward_fn"]) == (3.0, 3.0)
+    assert list(service.call("renew", sessions=[begun.session, "none"]).gone) == ["none"]
+    assert service.call("cancel", session=begun.session).status == pb.CANCELLED
+
+
+def test_health_and_reflection_tell_of_the_service(service):
+    ask = health_pb2_grpc.HealthStub(service.channel()).Check
+    for name in ("", HUB, ENVIRONMENTS):
+        assert ask(health_pb2.HealthCheckRequest(service=name)).status == health_pb2.HealthCheckResponse.SERVING
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    reply = next(reflection_pb2_grpc.ServerReflectionStub(service.channel()).ServerReflectionInfo(iter([request])))
+    assert {ENVIRONMENTS, HUB} <= {found.name for found in reply.list_services_response.service}
+
+
+def test_the_same_key_gives_the_same_session(service):
+    sessions = {service.start(key=f"key {n}") for n in range(4)}
+    assert len(sessions) == 4 and {service.start(key=f"key {n}") for n in range(4)} == sessions
+
+
+def test_starts_wait_in_their_order_and_too_many_are_refused(counter):
+    with serving(counter, "--port", 0, "--workers", 1, "--capacity", 1, "--queue", 2) as service:
+        service.workers()
+        stream = service.stream()
+        stream.say(*map(starting, (1, 2, 3, 4)), starting(5, timeout_s=0.3))
+        first = stream.hear(3)
+        assert [first[id].code for id in (1, 4, 5)] == [0, *[StatusCode.RESOURCE_EXHAUSTED.value[0]] * 2]
+        assert service.call("workers").queued["counter"] == 2
+        stream.say(starting(6))
+        assert stream.hear(1)[6].error.startswith("all workers of counter are full and 2 starts wait")
+        order, session = [], first[1].start.session
+        for _ in range(2):
+            service.call("cancel", session=session)
+            [(id, reply)] = stream.hear(1).items()
+            order, session = [*order, id], reply.start.session
+        assert order == [2, 3]
+        stream.say(starting(7, timeout_s=0.2))
+        assert stream.hear(1)[7].code == StatusCode.DEADLINE_EXCEEDED.value[0]
+        assert service.call("workers").queued["counter"] == 0
+
+
+def test_a_start_is_not_lost_when_its_client_goes_away(counter):
+    with serving(counter, "--port", 0, "--workers", 1, "--capacity", 1) as service:
+        session = service.start()
+        stream = service.stream()
+        stream.say(starting(1))
+        wait_until(lambda: service.call("workers").queued["counter"] == 1, "the start waits")
+        stream.replies.cancel()
+        wait_until(lambda: service.call("workers").queued["counter"] == 0, "nobody waits for it")
+        service.call("cancel", session=session)
+        assert service.interact(service.start(timeout_s=10), 1) == "1"
+
+
+# --- workers that die
+
+
+def test_a_crash_ends_the_sessions_of_its_worker_alone(service):
+    sessions = {service.start() for _ in range(6)}
+    doomed = min(sessions)
+    rest = {s for s in sessions if s[:12] != doomed[:12]}
+    assert rest and service.refused("interact", session=doomed, number=1, said=said("die"))[0] == StatusCode.DATA_LOSS
+    assert {service.refused("interact", session=s, number=1, said=said())[0] for s in sessions - rest} == {
+        StatusCode.DATA_LOSS
+    }
+    assert [service.interact(s, 1) for s in sorted(rest)] == ["1"] * len(rest)
+    assert doomed[:12] not in {worker.name for worker in service.workers(2)}
+
+
+def test_a_start_that_ends_its_worker_is_tried_on_two(counter):
+    with serving(counter, "--port", 0, "--workers", 3) as service:
+        before = {worker.name for worker in service.workers(3)}
+        code, text = service.refused("start", env="counter", row='{"prompt": "die"}')
+        assert (code, text) == (StatusCode.DATA_LOSS, "2 workers went away while they started this session")
+        assert len(before & {worker.name for worker in service.workers()}) == 1
+
+
+def test_a_silent_worker_is_removed_and_its_sessions_go_on_when_it_is_back(service):
+    session = service.start()
+    pid = next(worker.pid for worker in service.workers(2) if session.startswith(worker.name))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert service.refused("interact", session=session, number=1, said=said())[0] == StatusCode.DATA_LOSS
+        assert session[:12] not in {worker.name for worker in service.workers()}
+        assert service.interact(service.start(), 1) == "1"  # on the other one
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: session[:12] in {worker.name for worker in service.workers()}, "the worker is back")
+    assert service.interact(session, 1) == "1"  # done once, though it was asked twice
+
+
+def test_workers_end_with_their_server(counter):
+    with serving(counter, "--port", 0, "--workers", 1, "--heartbeat_s", "0.4") as service:
+        worker = psutil.Process(service.workers()[0].pid)
+        service.process.kill()
+        worker.wait(timeout=20)
+
+
+def test_killed_workers_and_controllers_lose_and_double_nothing(tmp_path):
+    import asyncio
+
+    from bench_serve import ENV, kill
+
+    path = tmp_path / "counter.py"
+    path.write_text(ENV)
+    row = asyncio.run(kill(path, 60, 200, 3.0, 2))
+    assert row["lost_of_it"] == row["of_killed_worker"] == row["reported_DATA_LOSS"] == 30
+    assert (row["right_counts"], row["lost_of_others"], row["wrong_replies"]) == (30, 0, 0)
+
+
+# --- several hubs
+
+
+def test_a_worker_joins_several_hubs_and_survives_one(counter):
+    flags = ["--controller", "--port", 0, "--heartbeat_s", "0.4"]
+    with serving(*flags) as a, serving(*flags) as b:
+        join = ["--join", f"{a.address},{b.address}"]
+        with serving(counter, *join, "--workers", 1, "--capacity", 2) as host:
+            [worker] = a.workers()
+            assert [other.name for other in b.workers()] == [worker.name]
+            first, second = a.start(), b.start()
+            assert [a.interact(first, 1), b.interact(first, 2), b.interact(second, 1)] == ["1", "2", "1"]
+            stream = b.stream()
+            stream.say(starting(1, timeout_s=0.3))  # full, whoever started them
+            assert stream.hear(1)[1].code == StatusCode.DEADLINE_EXCEEDED.value[0]
+            a.process.kill()
+            assert b.interact(first, 3) == "3"
+            host.process.send_signal(signal.SIGTERM)
+            b.call("cancel", session=first)
+            b.call("cancel", session=second)
+            assert host.process.wait(20) == 0
+
+
+def test_every_address_of_a_name_is_joined():
+    import asyncio
+
+    from rl_core.service.joining import addresses
+
+    assert asyncio.run(addresses("127.0.0.1:80")) == {"127.0.0.1:80": "127.0.0.1"}
+    assert asyncio.run(addresses("unix:/x/hub")) == {"unix:/x/hub": ""}
+    assert asyncio.run(addresses("no-such-host.invalid:80")) == {}
+    with pytest.raises(ValueError, match="--join hub must be HOST:PORT"):
+        asyncio.run(addresses("hub"))
+
+
+# --- clients that misbehave
+
+
+def test_a_client_that_does_not_read_slows_nobody_and_fills_no_memory(service):
+    slow, hub = service.stream(), psutil.Process(service.process.pid)
+    sessions, before = [service.start() for _ in range(60)], hub.memory_info().rss
+    asked = [pb.InteractRequest(session=session, number=1, said=said(f"big {4 << 20}")) for session in sessions]
+    slow.say(*(pb.Request(id=n, interact=request) for n, request in enumerate(asked)))  # 240 MiB of replies
+    wait_until(lambda: hub.memory_info().rss > before + (32 << 20), "replies wait")
+    other = service.start()
+    assert [service.interact(other, n) for n in range(1, 21)] == [str(n) for n in range(1, 21)]
+    assert len(service.interact(sessions[-1], 1, f"big {4 << 20}")) == 4 << 20  # the last of them was answered
+    assert hub.memory_info().rss - before < 200 << 20
+    with pytest.raises(grpc.RpcError) as error:
+        slow.hear(60)
+    assert error.value.code() == StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_what_is_too_large_fails_alone(service):
+    stream, session = service.stream(), service.start()
+    large = pb.InteractRequest(session=session, number=1, said=said("x" * MAX_REQUEST))
+    small = pb.InteractRequest(session=session, number=1, said=said())
+    stream.say(pb.Request(id=1, interact=large), pb.Request(id=2, interact=small))
+    replies = stream.hear(2)
+    assert (replies[1].code, replies[2].code) == (StatusCode.RESOURCE_EXHAUSTED.value[0], 0)
+    huge = pb.InteractRequest(session=session, number=2, said=said("x" * (65 << 20)))
+    other = Stream(service.channel(), service.metadata())
+    other.say(pb.Request(id=1, interact=huge))
+    with pytest.raises(grpc.RpcError) as error:
+        other.hear(1)
+    assert error.value.code() == StatusCode.RESOURCE_EXHAUSTED
+    stream.say(
+        pb.Request(id=3, interact=pb.InteractRequest(session=session, number=2, said=said(f"big {MAX_REQUEST}")))
+    )
+    assert stream.hear(1)[3].error.endswith(f"bytes; {MAX_REQUEST} may travel")
+    assert service.interact(session, 3) == "3"
+
+
+# --- security
+
+
+def test_every_verb_needs_the_token(service):
+    for verb in REQUESTS:
+        for token in ("", "wrong", TOKEN[:-1], TOKEN + "x"):
+            code, text = service.refused(verb, token=token)
+            assert code == StatusCode.UNAUTHENTICATED and TOKEN not in text
+            assert post(service, verb, {}, token=token)[0] == 401
+    for method, request in ((f"/{ENVIRONMENTS}/Stream", b""), (f"/{HUB}/Join", b"")):
+        with pytest.raises(grpc.RpcError) as error:
+            next(service.channel().stream_stream(method)(iter([request])))
+        assert error.value.code() == StatusCode.UNAUTHENTICATED
+
+
+def test_the_token_stands_in_no_command_line_or_output(service):
+    server = psutil.Process(service.process.pid)
+    lines = [" ".join(process.cmdline()) for process in (server, *server.children(recursive=True))]
+    assert len(lines) >= 3 and not any(TOKEN in line for line in lines)
+    assert TOKEN not in service.text()
+
+
+def test_tls_by_files(counter, tmp_path):
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*command.split(), *names], check=True, capture_output=True)
+    tls = ["--tls_cert", cert, "--tls_key", key]
+    with serving("--controller", "--port", 0, *tls, token=TOKEN, ca=cert.read_bytes()) as hub:
+        join = ["--join", hub.address.replace("127.0.0.1", "localhost"), "--tls_ca", cert, "--workers", 1]
+        with serving(counter, *join, token=TOKEN):
+            assert hub.interact(hub.start(), 1) == "1"
+        plain = Service.__new__(Service)
+        plain.address, plain.ca, plain.channels, plain.token = hub.address, None, [], TOKEN
+        with pytest.raises(grpc.RpcError) as error:
+            plain.call("workers", timeout_s=1)
+        assert error.value.code() in (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED)
+        plain.channels[0].close()
+
+
+def test_local_workers_join_without_tls_in_a_private_folder(counter, tmp_path):
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*command.split(), *names], check=True, capture_output=True)
+    flags = ["--port", 0, "--http_port", 0, "--workers", 1, "--tls_cert", cert, "--tls_key", key]
+    with serving(counter, *flags, token=TOKEN, ca=cert.read_bytes()) as service:
+        assert service.interact(service.start(), 1) == "1"
+        [worker] = psutil.Process(service.process.pid).children()
+        folder = Path(re.search(r"--join unix:(\S+)/hub", " ".join(worker.cmdline()))[1])
+        assert folder.stat().st_mode & 0o777 == 0o700
+        import ssl
+
+        context = ssl.create_default_context(cadata=cert.read_text())
+        with urllib.request.urlopen(f"{service.http}/metrics", timeout=10, context=context) as reply:
+            assert b"rl_core_workers 1.0" in reply.read()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--host 0.0.0.0",
+            "--host 0.0.0.0 is reached by other machines, and there is no token: set RL_CORE_SERVICE_TOKEN",
+        ),
+        ("--tls_cert x.pem", "--tls_cert and --tls_key belong together"),
+        ("--workers 0", "--workers 0 must be above 0"),
+        ("--controller", "name environment files, or --controller: one of them"),
+        ("--token_file /dev/null", "--token_file /dev/null is empty"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(flags, message, counter, capsys, monkeypatch):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    assert cli.main(["serve", str(counter), "--port", "0", *flags.split()]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_an_error(counter, service, capsys):
+    port = service.address.rpartition(":")[2]
+    assert cli.main(["serve", str(counter), "--port", port]) == 1
+    assert f"cannot listen on 127.0.0.1:{port}: the port is taken" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_loaded_ends_the_server(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("import no_such_module\n")
+    with serving(path, "--port", 0, "--workers", 2) as service:
+        assert service.process.wait(30) == 1
+    assert "no_such_module" in service.text() and "error: a worker cannot start" in service.text()
+
+
+# --- its end
+
+
+def test_a_server_that_drains_lets_sessions_end(counter):
+    with serving(counter, "--port", 0, "--workers", 1) as service:
+        session = service.start()
+        service.process.send_signal(signal.SIGTERM)
+        service.wait_for_line("draining")
+        wait_until(lambda: service.refused("start", env="counter", row="{}")[0] == StatusCode.UNAVAILABLE, "no starts")
+        health = health_pb2_grpc.HealthStub(service.channel()).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert service.interact(session, 1) == "1"
+        service.call("cancel", session=session)
+        assert service.process.wait(20) == 0
+
+
+def test_a_second_signal_ends_at_once(counter):
+    with serving(counter, "--port", 0, "--workers", 1, "--drain_s", 600) as service:
+        service.start()
+        service.process.send_signal(signal.SIGINT)
+        service.wait_for_line("draining")
+        service.process.send_signal(signal.SIGINT)
+        assert service.process.wait(20) == 0
+
+
+# --- HTTP, metrics, rl-core info
+
+
+def test_an_episode_plays_over_http(service):
+    status, begun = post(service, "start", {"env": "counter", "row": '{"prompt": "count"}'})
+    assert (status, begun["messages"]) == (200, '[{"role":"user","content":"count"}]')
+    body = {"session": begun["session"], "number": 1, "said": {"messages": '[{"role": "assistant", "content": "x"}]'}}
+    expected = {"messages": '[{"role":"user","content":"1"}]', "done": False, "status": "RUNNING", "metrics": {}}
+    assert post(service, "interact", body) == post(service, "interact", body) == (200, expected)
+    status, scored = post(service, "score", {"session": begun["session"], "number": 2})
+    assert (status, scored["scores"][0]["reward"]) == (200, 1.0)
+    assert post(service, "cancel", {"session": begun["session"]}) == (200, {"status": "CANCELLED"})
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "status", "code"),
+    [
+        ("start", {"env": "nothing"}, 404, "NOT_FOUND"),
+        ("start", b"{", 400, "INVALID_ARGUMENT"),
+        ("start", {"env": 3}, 400, "INVALID_ARGUMENT"),
+        ("start", b'{"x":' * 5000, 400, "INVALID_ARGUMENT"),
+        ("start", b"x" * (MAX_REQUEST + 1), 429, "RESOURCE_EXHAUSTED"),
+        ("nothing", {}, 404, "NOT_FOUND"),
+        ("interact", {"session": "x"}, 404, "NOT_FOUND"),
+        ("interact", {"session": "0" * 12 + "." + "0" * 16}, 500, "DATA_LOSS"),
+    ],
+)
+def test_http_says_what_is_wrong(service, verb, body, status, code):
+    found = post(service, verb, body)
+    assert (found[0], found[1]["code"]) == (status, code), found
+
+
+def test_prometheus_reads_what_happened(counter):
+    with serving(counter, "--port", 0, "--http_port", 0, "--workers", 1, "--capacity", 5) as service:
+        sessions = [service.start() for _ in range(3)]
+        for n in (1, 2, 3, 4):
+            service.interact(sessions[0], n)
+        service.refused("interact", session=sessions[1], number=1, said=said("fail"))
+        service.call("cancel", session=sessions[2], status=pb.AGENT_ERROR)
+
+        def values():
+            with urllib.request.urlopen(f"{service.http}/metrics", timeout=10) as reply:
+                families = text_string_to_metric_families(reply.read().decode())
+            return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+
+        wait_until(lambda: values().get(("rl_core_ended_total", "counter", "agent_error")) == 1, "a heartbeat told")
+        found = values()
+        of_env = {
+            name: found[f"rl_core_{name}", "counter"]
+            for name in ("sessions", "capacity", "queue", "interactions_total")
+        }
+        assert of_env == {"sessions": 1, "capacity": 5, "queue": 0, "interactions_total": 5}
+        assert found["rl_core_workers",] == 1
+        assert found["rl_core_ended_total", "counter", "environment_error"] == 1
+        assert found["rl_core_request_seconds_count", "interact"] == 5
+
+
+def test_info_shows_the_workers(service, capsys, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    workers = service.workers(2)
+    assert cli.main(["info", "--service", f"grpc://{service.address}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["worker", *(worker.name for worker in workers)]
+    assert cli.main(["info", "--service", f"grpc://{service.address}", "--json"]) == 0
+    assert [worker["pid"] for worker in json.loads(capsys.readouterr().out)["workers"]] == [w.pid for w in workers]
+    monkeypatch.setenv(TOKEN_VARIABLE, "wrong")
+    assert cli.main(["info", "--service", f"grpc://{service.address}"]) == 1
+    assert "UNAUTHENTICATED: the bearer token is missing or wrong" in capsys.readouterr().err
