@@ -141,7 +141,7 @@ class Connection:
             self._end(session, pb.CANCELLED)
         told = [asyncio.wrap_future(future) for request, future in self.pending.values() if request.HasField("cancel")]
         if told and not self.down_s:
-            await asyncio.wait(told)
+            await asyncio.wait(told, timeout=EXIT_S / 2)
         self.running.cancel()
         await asyncio.wait({self.running})
 
