@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kit import ROOT, STOP, kill_session, metrics, run, start_process, trajectories, wait_until, words
+from kit import ROOT, STOP, kill_session, metrics, run, run_ranks, start_process, trajectories, wait_until, words
 
 from rl_core.cli import main as command
 from rl_core.config import RolloutConfig
@@ -77,9 +76,6 @@ async def interact(messages, completion, state, trajectory):
 
 async def reward_fn(messages, state):
     return sum(state.said) / 11 + len(messages) / 100
-
-def advantage_fn(rewards):
-    return [r - sum(rewards) / len(rewards) for r in rewards]
 """
 TALK = f"""{ROWS}
 name_prefix = True
@@ -183,12 +179,16 @@ def play(env, replies: list[str], size: int = 1, task_id: str = "train/3", **row
     return asyncio.run(group())
 
 
-TINY = f"--max_tokens 8 --max_prompt_tokens 24 --tasks_per_step 4 --group_size 3 --num_steps 2 --optim.lr 1e-2 {STOP}"
-# An engine with one slot computes each token alone: what it rounds does not depend on when an environment answers.
-ALONE = "--rollout.max_concurrent 1"
+TINY = f"--max_tokens 8 --max_prompt_tokens 24 --tasks_per_step 6 --num_steps 2 --optim.lr 1e-2 {STOP}"
+# How an engine rounds depends on what it computes together, and on whose cache it still has: one slot, and over several turns
+# one episode at a time, so that the numbers do not depend on when an environment answers.
+TINY += " --rollout.max_concurrent 1"
+ALONE = "--algorithm reinforce_pp --group_size 1 --eval.samples 0"
 SAME = {
-    "one actor": "--model {model} --env_path {scored},{stateful} --eval_every 2 --max_turns 3",
-    "two actors": "--actors.bob.model {model} --actors.alice.model {model} --env_path {talk} --max_prompt_tokens 90",
+    "one turn": "--model {model} --env_path {scored} --group_size 3 --eval_every 2",
+    "several turns": f"--model {{model}} --env_path {{stateful}},{{count}} {ALONE} --max_turns 3 --eval_every 2",
+    "two actors": f"--actors.bob.model {{model}} --actors.alice.model {{model}} --env_path {{talk}} {ALONE} "
+    "--max_prompt_tokens 90",
 }
 
 
@@ -199,28 +199,28 @@ def lasting(rows: list[dict]) -> list[dict]:
 @pytest.mark.parametrize("how", SAME)
 def test_a_run_through_a_service_is_the_run_of_the_files_bit_for_bit(how, service, files, tiny_model, tmp_path):
     local = {name: files / f"{name}.py" for name in ENVS}
-    served = {name: service.url(name) for name in ENVS}
+    served = local | {name: service.url(name) for name in ("scored", "stateful", "talk")}
     outs = []
     for name, paths in {"local": local, "served": served}.items():
-        flags = words(TINY, ALONE, SAME[how].format(model=tiny_model, **paths))
+        flags = words(TINY, SAME[how].format(model=tiny_model, **paths))
         outs.append(run(tmp_path / name, flags))
     one, two = outs
     assert lasting(metrics(one)) == lasting(metrics(two)) and len(metrics(one)) >= 2
     played = [sorted(out.glob("rollouts/*.zst")) for out in outs]
     assert [f.name for f in played[0]] == [f.name for f in played[1]] and played[0]
-    for a, b in zip(*played, strict=True):
-        rows = trajectories(a)
-        assert rows == trajectories(b)
-        assert len({row["reward"] for row in rows}) > 1 and all(row["status"] != "failed" for row in rows)
+    rows = [[row for file in found for row in trajectories(file)] for found in played]
+    assert rows[0] == rows[1] and all(row["status"] != "failed" for row in rows[0])
+    assert len({row["reward"] for row in rows[0]}) > 5
 
 
-ALIKE = "calculator countdown guess_number sort_digits tool_use word_game tic_tac_toe nim collaborate debate".split()
+ALIKE = ["calculator", "countdown", "guess_number", "sort_digits", "tool_use", "word_game", "collaborate"]
 
 
 @pytest.fixture(scope="module")
-def examples():
-    """Environments of the repository, one worker with room for three sessions of each, and a token."""
-    made = Service(*(ROOT / f"envs/{name}.py" for name in ALIKE), "--workers", "1", "--capacity", "3", token=TOKEN)
+def examples(files):
+    """Environments of the repository and one more, one worker with room for three sessions of each, and a token."""
+    paths = [files / "count.py", *(ROOT / f"envs/{name}.py" for name in ALIKE)]
+    made = Service(*paths, "--workers", "1", "--capacity", "3", token=TOKEN)
     yield made
     kill_session(made.process)
 
@@ -257,7 +257,7 @@ def test_a_failing_hook_reads_as_that_of_a_file(service, files):
     assert hung.error.startswith(f"interact() failed for task train/3: {url}: {file}: interact() ran longer than 2 s")
     assert strange.status == "ok" and strange.reward == 6 / 8
     [unfit] = play(env, ["hi"], odd=object())
-    assert unfit.error.endswith("the row of train/3 must be JSON to travel: a object is not")
+    assert "the row of train/3 must be JSON to travel: it holds a object" in unfit.error
 
 
 def test_columns_that_a_served_hook_does_not_find_are_refused_at_start_up(service):
@@ -294,15 +294,16 @@ class Playing:
         self.env, self.messages = load_env(url), [{"role": "user", "content": "hi"}]
 
     async def start(self) -> Playing:
-        task = Task(id="train/3", env="count", row={"answer": "3"}, messages=list(self.messages))
-        self.state = await self.env.hooks["start"].function(task=task, actor="policy")
+        self.task = Task(id="train/3", env="count", row={"answer": "3"}, messages=list(self.messages))
+        hook = self.env.hooks["start"]
+        self.state = await hook(self.task, dict.fromkeys(hook.ours) | {"task": self.task})
         return self
 
     async def say(self, text: str) -> str:
         """The environment's answer."""
         self.messages.append({"role": "assistant", "content": text})
-        given = {"messages": list(self.messages), "completion": text, "actor": "policy"}
-        answer = await self.env.hooks["interact"].function(state=self.state, **given)
+        hook, given = self.env.hooks["interact"], {"messages": self.messages, "completion": text, "state": self.state}
+        answer = await hook(self.task, dict.fromkeys(hook.ours) | given)
         self.messages += answer["messages"]
         return answer["messages"][0]["content"]
 
@@ -320,7 +321,7 @@ def test_a_session_whose_worker_died_fails_or_is_played_again(on_lost, service):
         return await playing.say("c")
 
     if on_lost == "fail":
-        with pytest.raises(client.ServiceError, match=r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost"):
+        with pytest.raises(HookError, match=r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost"):
             asyncio.run(lose("b"))
     else:
         assert asyncio.run(lose("b")) == "3"
@@ -333,5 +334,211 @@ def test_a_replay_that_is_answered_otherwise_fails(service):
         playing.kill_worker(service)
         await playing.say("b")
 
-    with pytest.raises(client.ServiceError, match="was lost, and its replay differs: turn 1 was answered otherwise"):
+    with pytest.raises(HookError, match="was lost, and its replay differs: turn 1 was answered otherwise"):
         asyncio.run(lose())
+
+
+class Cutting:
+    """A TCP proxy that cuts all its connections again and again."""
+
+    def __init__(self, address: str, every_s: float):
+        self.target, self.every_s, self.num_cuts, self.writers = address.split(":"), every_s, 0, set()
+        self.loop, ready = asyncio.new_event_loop(), threading.Event()
+        self.tasks: list[asyncio.Task] = []
+
+        async def serve() -> None:
+            server = await asyncio.start_server(self.join, "127.0.0.1", 0)
+            self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            self.tasks = [asyncio.ensure_future(self.cut())]
+            ready.set()
+
+        self.loop.create_task(serve())
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        ready.wait(10)
+
+    async def join(self, reader, writer) -> None:
+        there, out = await asyncio.open_connection(*self.target)
+        self.writers |= {writer, out}
+        await asyncio.gather(self.pump(reader, out), self.pump(there, writer), return_exceptions=True)
+
+    async def pump(self, reader, writer) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+    async def cut(self) -> None:
+        while True:
+            await asyncio.sleep(self.every_s)
+            self.num_cuts += bool(self.writers)
+            for writer in self.writers:
+                writer.transport.abort()
+            self.writers = set()
+
+
+def test_no_interaction_is_lost_or_done_twice_over_a_connection_that_breaks(service):
+    proxy = Cutting(service.address, every_s=0.05)
+
+    async def talk() -> list[str]:
+        playing = await Playing(f"grpc://{proxy.address}/count").start()
+        said = []
+        while proxy.num_cuts < 8 or len(said) < 20:
+            said.append(await playing.say("hi"))
+        return said
+
+    async def talk_all() -> list[list[str]]:
+        return await asyncio.gather(*(talk() for _ in range(4)))
+
+    for said in asyncio.run(talk_all()):
+        assert said == [str(n) for n in range(1, len(said) + 1)]
+    proxy.loop.call_soon_threadsafe(proxy.loop.stop)
+
+
+def test_sessions_are_renewed_while_nobody_asks_and_end_with_what_holds_them(service):
+    async def wait() -> str:
+        playing = await Playing(service.url("count")).start()
+        await asyncio.sleep(3.5)  # it would expire after 2
+        assert service.num_open() >= 1
+        return await playing.say("hi")
+
+    assert asyncio.run(wait()) == "1"
+
+
+@pytest.fixture
+def roomy(examples, token):
+    """A service on which a session that nobody ends stays for minutes."""
+    wait_until(lambda: examples.num_open() == 0, "its sessions end", 20)
+    return examples
+
+
+def test_sessions_end_with_their_episodes_and_wait_for_room(roomy):
+    """Eight at once where three have room. No garbage collection: nothing may hang in a cycle of references."""
+    env = load_env(roomy.url("count"))
+    gc.collect()
+    gc.disable()
+    try:
+        played = play(env, ["hi", "done"], size=8)
+        assert Counter(t.status for t in played) == {"ok": 8}
+        wait_until(lambda: roomy.num_open() == 0, "sessions end", 10)
+        played = play(env, ["hi", "raise"], size=8)
+        assert Counter(t.status for t in played) == {"failed": 8}
+        wait_until(lambda: roomy.num_open() == 0, "sessions of failed episodes end", 10)
+    finally:
+        gc.enable()
+
+
+def test_a_start_that_was_given_up_leaves_no_session(roomy):
+    async def start() -> Playing:
+        return await Playing(roomy.url("count")).start()
+
+    async def crowd() -> None:
+        held = [await start() for _ in range(3)]
+        waiting = asyncio.ensure_future(start())
+        await asyncio.sleep(0.3)
+        assert not waiting.done() and roomy.num_open() == 3
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        held.clear()
+
+    asyncio.run(crowd())
+    wait_until(lambda: roomy.num_open() == 0, "all sessions end", 10)
+
+
+def test_a_process_that_ends_takes_its_sessions_along_at_once_and_quietly(roomy):
+    code = f"""
+import asyncio, sys, time
+from rl_core.sampling.env import load_env
+from rl_core.types import Task
+env = load_env({roomy.url("count")!r})
+task = Task(id="train/0", env="count", row={{"answer": "1"}}, messages=[{{"role": "user", "content": "hi"}}])
+async def start():
+    hook = env.hooks["start"]
+    return await hook(task, dict.fromkeys(hook.ours) | {{"task": task}})
+held = asyncio.run(start())
+held.itself = held
+print(held.name, "torch" in sys.modules, time.time())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    wait_until(lambda: roomy.num_open() == 0, "its session ends", 10)
+    assert time.time() - float(done.stdout.split()[2]) < 5
+
+
+def test_a_wrong_token_is_refused_at_once_and_two_ranks_share_a_service_without_telling_it(
+    examples, tiny_model, tmp_path, monkeypatch
+):
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="bearer token"):
+        (tmp_path / "wrong").write_text("another")
+        load_env(examples.url("sort_digits", token_file=tmp_path / "wrong"))
+    assert time.monotonic() - began < 20
+    (tmp_path / "right").write_text(TOKEN + "\n")
+    paths = f"{examples.url('sort_digits', token_file=tmp_path / 'right')},{ROOT}/envs/countdown.py"
+    flags = words(
+        "--model", tiny_model, "--env_path", paths, "--max_tokens 4 --max_prompt_tokens 140 --tasks_per_step 4"
+    )
+    given = [*flags, "--group_size", "2", "--num_steps", "2", "--out", str(tmp_path / "run")]
+    done = run_ranks(2, "-m", "rl_core.train", *given)
+    assert len(metrics(tmp_path / "run")) >= 2
+    found = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(found) > 5 and not [path for path in found if TOKEN.encode() in path.read_bytes()]
+    assert TOKEN not in done.stdout + done.stderr
+
+
+SLOW = COUNT.replace('state["turns"] += 1', 'state["turns"] += 1; await asyncio.sleep(0.15)')
+
+
+@pytest.mark.parametrize("on_lost", ["fail", "replay"])
+def test_a_run_whose_workers_die_finishes_and_what_it_reports_adds_up(on_lost, tiny_model, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    service = Service(tmp_path / "slow.py", "--workers", "2", "--heartbeat_s", "0.5")
+    over, killed = threading.Event(), []
+
+    def kill() -> None:
+        """Three times a worker that holds sessions."""
+        while not over.wait(0.7) and len(killed) < 3:
+            busy = [worker for worker in service.workers() if any(load.sessions for load in worker.loads)]
+            for worker in busy[:1]:
+                os.kill(worker.pid, signal.SIGKILL)
+                killed.append(worker.name)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    try:
+        url = service.url("slow", on_lost=on_lost)
+        flags = words("--model", tiny_model, f"--env_path {url} --max_tokens 3 --max_prompt_tokens 64 {STOP}")
+        more = "--tasks_per_step 4 --group_size 4 --num_steps 3 --rollout.max_failed_fraction 0.9"
+        out = run(tmp_path / "out", flags, more)
+    finally:
+        over.set()
+        killing.join()
+        service.process.terminate()
+        service.process.wait(20)
+    rows = [trajectories(file) for file in sorted(out.glob("rollouts/step*.zst"))]
+    assert [len(step) for step in rows] == [16, 16, 16] and killed
+    told = {line["step"]: line for line in metrics(out) if "rollout/policy/failed" in line}
+    for number, step in enumerate(rows, 1):
+        statuses = Counter(row["status"] for row in step)
+        assert told[number]["rollout/policy/failed"] == statuses["failed"]
+        scored = statuses["ok"] + statuses["truncated"]
+        assert told[number]["rollout/policy/truncated_frac"] == pytest.approx(statuses["truncated"] / scored)
+        for row in step:
+            assert (row["reward"] is None) == (row["status"] == "failed")
+            if row["status"] == "failed":
+                assert re.search(r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost: its worker ", row["error"])
+    num_failed = sum(row["status"] == "failed" for step in rows for row in step)
+    assert num_failed if on_lost == "fail" else not num_failed
+
+
+def test_the_example_plays_with_nothing_but_grpc(examples, token):
+    """In a process in which the library cannot be imported."""
+    code = "import runpy, sys; sys.modules['rl_core'] = None; sys.argv = sys.argv[1:]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    script = ROOT / "scripts/grpc_client.py"
+    argv = [sys.executable, "-c", code, str(script), "--address", examples.address, "--episodes", "2"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert said[0] == "648 tasks" and said.count('reward 1, of {"reward_fn": 1.0}') == 2
+    asked = [line.partition(": ")[2] for line in said if line.startswith("user: ")]
+    told = [line.partition(": ")[2] for line in said if line.startswith("tool: ")]
+    assert [eval(product) for product in asked] == [int(text) for text in told] and len(told) == 2

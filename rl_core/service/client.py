@@ -22,7 +22,7 @@ try:
     from grpc import StatusCode
 
     from rl_core.service import environments_pb2 as pb
-    from rl_core.service.connection import Connection
+    from rl_core.service.connection import MARGIN_S, Connection
     from rl_core.service.security import Access, read_token
     from rl_core.service.wire import ServiceError, from_json, to_json
 except ModuleNotFoundError as error:
@@ -44,7 +44,9 @@ class Served:
     name: str
     connection: Connection
     is_replaying: bool  # whether a session that is lost is played again
-    hook_timeout_s: float = ASK_S  # of the service
+    limit_s: float = (
+        ASK_S  # for what calls a hook: a little more than the service's --hook_timeout_s, whose error tells more
+    )
 
     async def ask(self, hook: str, task_id: str, timeout_s: float, **verb: Any) -> Any:
         """The verb's reply. Raises ServiceError, which reads as if the hook had failed here."""
@@ -82,7 +84,7 @@ class Session:
         served.connection.hold(reply.session, reply.idle_s)
         for number, (said, before, _) in enumerate(self.past, 1):
             again = pb.InteractRequest(session=reply.session, number=number, said=said)
-            now = await served.ask(hook, task_id, served.hook_timeout_s, interact=again)
+            now = await served.ask(hook, task_id, served.limit_s, interact=again)
             if (now.messages, now.reward, now.done) != (before.messages, before.reward, before.done):
                 message = f"session {lost} was lost, and its replay differs: turn {number} was answered otherwise"
                 error = ServiceError(StatusCode.ABORTED, message)
@@ -104,10 +106,11 @@ class Session:
                 asked, self.number = self.name, self.number + 1
                 said = self.said(hook, given)
                 numbered = {verb: request(session=asked, number=self.number, said=said, **more)}
-                return await served.ask(hook.name, self.start.task_id, served.hook_timeout_s, **numbered), said
+                return await served.ask(hook.name, self.start.task_id, served.limit_s, **numbered), said
             except ServiceError as error:
                 if error.code is not StatusCode.DATA_LOSS or not served.is_replaying or self.num_lost >= MAX_REPLAYS:
                     self.end()
+                    error.told_by_service = error.told_by_service.replace("the session", f"session {asked}", 1)
                     raise
                 if asked == self.name:
                     self.name, self.num_lost = "", self.num_lost + 1
@@ -161,7 +164,7 @@ def load_module(url: str) -> ModuleType:
         raise ValueError(error.told_by_service) from None
     except OSError as error:
         raise ValueError(f"{url.partition('?')[0]}: {error}") from None
-    served.hook_timeout_s = described.hook_timeout_s or ASK_S
+    served.limit_s = described.hook_timeout_s + MARGIN_S
     module = ModuleType(f"rl_core_env_{served.name}")
     module.max_turns, module.name_prefix = described.max_turns, described.name_prefix
     if described.tools:
@@ -241,7 +244,7 @@ def group_hook(served: Served, hook: pb.Hook) -> Callable:
         given = {name: value for name, value in given.items() if name in OF_GROUP - {"actors"}}
         given |= {"trajectories": list(map(plain, trajectories)), "task": plain_task(task)}
         request = pb.CallRequest(env=served.name, hook=hook.name, given=to_json(given, "the group"))
-        reply = await served.ask(hook.name, task.id, served.hook_timeout_s, call=request)
+        reply = await served.ask(hook.name, task.id, served.limit_s, call=request)
         return from_json(reply.value, list, "the rewards of a group")
 
     return signed(score, hook, "task", "trajectories")
@@ -282,7 +285,7 @@ def advantages_hook(served: Served, hook: pb.Hook) -> Callable:
 def call(served: Served, hook: str, **given: Any) -> Any:
     """What a function gives that belongs to no session and is not async."""
     request = pb.CallRequest(env=served.name, hook=hook, given=to_json(given, f"what {hook}() is given"))
-    return from_json(served.ask_now(hook, served.hook_timeout_s, call=request).value, object, "a value")
+    return from_json(served.ask_now(hook, served.limit_s, call=request).value, object, "a value")
 
 
 def plain(trajectory: Trajectory) -> dict[str, Any]:
