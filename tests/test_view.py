@@ -29,8 +29,8 @@ def said(num: int, text: str = "hi") -> Turn:
 def trajectory(n: int, **more) -> Trajectory:
     messages = [{"role": "user", "content": f"ask {n}"}, {"role": "assistant", "content": f"Reply {n}"}]
     given = {"messages": messages, "turns": [said(3), said(2, f"Reply {n}")], "reward": n / 4}
-    given |= {"task_id": f"train/{n}", "group_id": "train/0/0"} | more
-    return Trajectory(env="letters", index=n, **given)
+    given |= {"task_id": f"train/{n}", "group_id": "train/0/0", "index": n} | more
+    return Trajectory(env="letters", **given)
 
 
 @pytest.fixture

@@ -188,6 +188,12 @@ def test_several_actors_are_one_chat_and_a_group_stands_side_by_side(game, serve
     has(page, "#reader h3", 4)
     assert shown(page, "#reader h3") == [f"#{n} reward {n / 4 or 0:g}" for n in range(4)]
     picture(page, tmp_path, "group")
+    alone = [trajectory(n, group_id="z", index=0, actor=name) for n, name in enumerate(("ann", "ben"))]
+    write_trajectories(game / "rollouts/step_000003.jsonl.zst", alone)
+    page.get_by_label("Step").fill("3")
+    page.locator("#list button").first.click()
+    page.get_by_role("button", name="All actors").click()  # who do not hear each other
+    has(page, "#reader h3", ["ann  reward 0", "ben  reward 0.25"])
 
 
 def test_tokens_are_coloured_and_tell_their_values(game, serve, page_of, tmp_path):
@@ -212,6 +218,9 @@ def test_tokens_are_coloured_and_tell_their_values(game, serve, page_of, tmp_pat
     page.locator(".tokens").press("ArrowRight")
     assert "ratio new / old  1.5" in page.locator("#tip").inner_text()
     picture(page, tmp_path, "tokens")
+    page.get_by_role("button", name="Next").click()
+    page.get_by_role("heading", name="train/2").wait_for()
+    assert page.locator("#tip").is_hidden()
 
 
 def is_painted(background: str) -> bool:

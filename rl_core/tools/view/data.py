@@ -266,18 +266,18 @@ def index_of(file: Path) -> list[Entry]:
         entry = Entry(
             file=intern(file.name), start=start, size=len(line), kind=kind, step=step, index=row["index"],
             reward=row["reward"], num_turns=len(ids), num_tokens=sum(i.count(b",") + 1 for i in ids if i),
-            preview=last_reply(line[begins:ends]), **{name: intern(value) for name, value in names.items()},
+            preview=last_reply(line, begins, ends), **{name: intern(value) for name, value in names.items()},
         )  # fmt: skip
         found.append(entry)
         start += len(line) + 1
     return found
 
 
-def last_reply(turns: bytes) -> str:
-    begins = turns.rfind(b', "text": "') + 10
+def last_reply(line: bytes, begins: int, ends: int) -> str:
+    begins = line.rfind(b', "text": "', begins, ends) + 10
     if begins < 10:
         return ""
-    text = json.loads(turns[begins : turns.index(b', "finish_reason": ', begins)])
+    text = json.loads(line[begins : line.index(b', "finish_reason": ', begins)])
     return " ".join(text[: 4 * PREVIEW_CHARS].split())[:PREVIEW_CHARS]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from dataclasses import fields
+from functools import lru_cache
 from hashlib import sha256
 from html import escape
 from operator import attrgetter
@@ -15,25 +16,29 @@ from rl_core.options.metric_table import describe
 from rl_core.tools.view.data import Entry, RunFolder, panels_of
 
 ASSETS = Path(__file__).parent / "assets"
+SCRIPTS = ("runs.js", "curves.js", "talks.js", "tokens.js", "page.js")  # one script, in this order
 FIELDS = tuple(field.name for field in fields(Entry))[3:]  # all but the place in the file
 values_of = attrgetter(*FIELDS)
 
 
+def asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
 def make_page(data: dict[str, Any]) -> str:
     """`data`: the runs by name and configuration; in a report all that the page would ask for."""
-    read = {name: (ASSETS / name).read_text(encoding="utf-8") for name in ("view.html", "view.css", "view.js")}
-    plot, plot_css = ((ASSETS / f"uPlot.{name}").read_text(encoding="utf-8") for name in ("iife.min.js", "min.css"))
-    hashes = (b64encode(sha256(text.encode()).digest()).decode() for text in (plot, read["view.js"]))
+    plot, script = asset("uPlot.iife.min.js"), "\n".join(map(asset, SCRIPTS))
+    hashes = (b64encode(sha256(text.encode()).digest()).decode() for text in (plot, script))
     parts = {
         "hashes": " ".join(f"'sha256-{value}'" for value in hashes),
         "title": escape(f"{', '.join(run['name'] for run in data['runs'])} - rl_core"),
-        "style": plot_css + read["view.css"],
+        "style": asset("uPlot.min.css") + asset("view.css"),
         # Within a script element only `<` could end the data.
         "data": json.dumps(data | {"fields": FIELDS}, separators=(",", ":")).replace("<", "\\u003c"),
         "plot": plot,
-        "script": read["view.js"],
+        "script": script,
     }
-    first, *rest = read["view.html"].split("{{")
+    first, *rest = asset("view.html").split("{{")
     return first + "".join(parts[name] + text for name, _, text in (part.partition("}}") for part in rest))
 
 
@@ -45,7 +50,7 @@ def summary(run: RunFolder, first: int, every: int = 1) -> dict[str, Any]:
     """Metrics from row `first` on, those of steps only every so many, as a table of `names` and `rows`."""
     rows = [row for n, row in enumerate(run.rows[first:]) if n % every == 0 or any(k.startswith("eval/") for k in row)]
     names = sorted({name for row in rows for name in row} - {"step"})
-    every_name = {name for row in run.rows for name in row} - {"step"}
+    every_name = frozenset({name for row in run.rows for name in row} - {"step"})
     return {
         "revision": run.revision,
         "num_rows": len(run.rows),
@@ -60,7 +65,8 @@ def rounded(value: float | None) -> float | None:
     return value if value is None else float(f"{value:.5g}")
 
 
-def descriptions(names: set[str]) -> dict[str, str]:
+@lru_cache(maxsize=8)
+def descriptions(names: frozenset[str]) -> dict[str, str]:
     """Metric -> what it is, its unit and what is healthy."""
     found = {name: row for name in names if (row := describe(name))}
     return {

@@ -13,7 +13,7 @@ from rl_core.tools.view.data import RunFolder
 from rl_core.tools.view.page import make_page, outline, summary, values_of
 from rl_core.tools.view.tokens import shown_episode
 
-SLICE_S = 0.4  # of reading or searching, in which others wait
+SLICE_S = 0.8  # of reading or searching, in which others wait
 LOCAL = {"localhost", "127.0.0.1", "::1"}
 
 
@@ -64,8 +64,9 @@ def host_check(hosts: set[str]):
 def news(run: RunFolder, request: web.Request) -> dict:
     """What the page has not seen: lines of metrics from `rows` on, trajectories from `entries` on; all of them, if what it
     has seen is of another revision."""
-    is_complete = run.refresh(SLICE_S)
-    is_same = int(request.query["revision"]) == run.revision
+    revision = int(request.query["revision"])
+    is_complete = run.refresh(SLICE_S if revision >= 0 else SLICE_S / 8)  # the first conversations at once
+    is_same = revision == run.revision
     rows, entries = (int(request.query[name]) if is_same else 0 for name in ("rows", "entries"))
     return summary(run, rows) | {
         "entries": [values_of(e) for e in run.entries[entries:]],

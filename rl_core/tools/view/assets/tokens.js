@@ -1,0 +1,108 @@
+// Tokens, coloured by a value. Its scale: one colour from "low" or "high" values on, two "around" a middle, or one for "each".
+const VALUES = {
+  mask: { label: "mask (what is trained)", kind: "each" },
+  advantage: { label: "advantage", kind: "around", middle: 0 },
+  logprob: { label: "logprob (nats)", kind: "low" },
+  ratio: { label: "ratio new / old", kind: "around", middle: 1 },
+  gap: { label: "engine-learner gap (nats)", kind: "around", middle: 0 },
+  entropy: { label: "entropy (nats)", kind: "high" },
+  version: { label: "policy version", kind: "each" },
+};
+let coloured = ""; // which of them; none: messages are shown
+
+function missing(shown) {
+  const there = new Set(shown.flatMap((t) => t.turns.flatMap((turn) => Object.keys(turn.values))));
+  return Object.keys(VALUES).filter((name) => name !== "mask" && !there.has(name));
+}
+
+function chooseColour(e, shown) {
+  const isOff = (name) => !shown.some((t) => t.turns.length) || missing(shown).includes(name);
+  const option = ([name, { label }]) => el("option", { value: name, selected: name === coloured, disabled: isOff(name) }, label);
+  const onchange = (event) => { coloured = event.target.value; read(e); };
+  return el("select", { onchange }, el("option", { value: "" }, "off"), Object.entries(VALUES).map(option));
+}
+
+function howToRecord(e, shown) {
+  const names = missing(shown).map((name) => VALUES[name].label).join(", ");
+  const command = el("code", {}, `rl-core replay ${e.run.name} --step ${e.step} --tokens`);
+  const how = e.kind === "train" ? [command, " records them."] : ["They are of training steps."];
+  return names && el("p", { class: "soft" }, `Not recorded: ${names}. `, how);
+}
+
+// The scale of what is shown: { each: values } or { low, high }, and of(value) -> its colour.
+function scale(shown) {
+  const { kind, middle } = VALUES[coloured];
+  const all = shown.flatMap((t) => t.turns.flatMap((turn) => turn.values[coloured] || [])).filter((value) => value !== null);
+  const low = all.reduce((a, b) => Math.min(a, b), Infinity), high = all.reduce((a, b) => Math.max(a, b), -Infinity);
+  const shade = (name, share) => `rgb(${css(name).replaceAll(" ", ",")},${(0.04 + 0.46 * share).toFixed(3)})`;
+  if (coloured === "mask") return { each: [0, 1], of: (value) => (value ? shade("--cool", 0.7) : "transparent") };
+  if (kind === "each") {
+    const each = unique(all).sort((a, b) => a - b);
+    return { each, of: (value) => `${css(hue(each.indexOf(value)))}55` };
+  }
+  if (kind === "around") {
+    const far = Math.max(high - middle, middle - low) || 1;
+    const of = (value) => shade(value < middle ? "--cool" : "--warm", Math.abs(value - middle) / far);
+    return { low: middle - far, high: middle + far, of };
+  }
+  const share = (value) => Math.max(0, kind === "low" ? high - value : value - low) / (high - low || 1);
+  return { low, high, of: (value) => shade("--warm", share(value) ** 0.7) };
+}
+
+function scaleOf(shown) {
+  const { each, low, high, of } = scale(shown), painted = (background, name) => {
+    const box = el("i", { class: name });
+    box.style.background = background;
+    return box;
+  };
+  if (each) {
+    const names = coloured === "mask" ? ["context", "sampled and trained"] : each.map(String);
+    return el("p", { class: "scale" }, each.slice(0, 12).map((value, i) => [painted(of(value), "swatch"), names[i]]));
+  }
+  const stops = [0, 0.25, 0.5, 0.75, 1].map((share) => of(low + share * (high - low)));
+  return el("p", { class: "scale" }, short(low), painted(`linear-gradient(90deg, ${stops.join()})`), short(high));
+}
+
+function tokensOf(t, shown) {
+  const { of } = scale(shown), told = [];
+  const label = `Tokens of ${nameOf(t.e)}; arrow keys show their values`;
+  const box = el("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": label });
+  for (const { ids, texts, num_new, values } of t.turns) {
+    ids.forEach((id, n) => {
+      const i = n - num_new, text = texts ? texts[n] : `${id} `, isSampled = i >= 0;
+      const seen = text === "" ? "\u00b7" : text.replaceAll("\n", "\u21b5\n");
+      const span = el("span", { class: !isSampled && "context", "data-n": told.length }, seen);
+      const value = coloured === "mask" ? Number(isSampled) : isSampled ? values[coloured]?.[i] ?? null : null;
+      if (value !== null) span.style.background = of(value);
+      const lines = Object.entries(values).filter(([, own]) => isSampled && own[i] !== null);
+      told.push([`${JSON.stringify(text)}  id ${id}`, isSampled ? "sampled" : "context, not trained",
+        ...lines.map(([name, own]) => `${VALUES[name].label}  ${short(own[i])}`)].join("\n"));
+      box.append(span);
+    });
+  }
+  tellOnHover(box, told);
+  return tinted(el("div", { class: "says" }, el("div", { class: "who" }, nameOf(t.e)), box), actors.indexOf(t.e.actor));
+}
+
+function tellOnHover(box, told) {
+  let at = -1;
+  const hide = () => { $("#tip").hidden = true; $(".at", box)?.classList.remove("at"); };
+  const tell = (span) => {
+    hide();
+    at = +span.dataset.n, span.classList.add("at");
+    const place = span.getBoundingClientRect(), tip = $("#tip");
+    tip.textContent = told[at], tip.hidden = false;
+    const isBelow = place.bottom + 6 + tip.offsetHeight < innerHeight;
+    tip.style.left = `${Math.max(4, Math.min(place.left, innerWidth - tip.offsetWidth - 8))}px`;
+    tip.style.top = `${isBelow ? place.bottom + 6 : place.top - tip.offsetHeight - 6}px`;
+  };
+  box.addEventListener("mouseover", (event) => event.target.dataset.n && tell(event.target));
+  box.addEventListener("mouseleave", hide), box.addEventListener("blur", hide);
+  box.addEventListener("keydown", (event) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1, Home: -told.length, End: told.length }[event.key];
+    if (event.key === "Escape") hide();
+    if (!by || !told.length) return;
+    event.preventDefault();
+    tell(box.children[Math.min(told.length - 1, Math.max(0, at + by))]);
+  });
+}
