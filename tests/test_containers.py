@@ -146,7 +146,8 @@ def test_each_session_has_a_process_of_its_own_that_ends_with_it(play_boxed):
         assert "still here" in await say(ask, two, "still here", 2)
         scores = (await ask(score=pb.ScoreRequest(session=two, number=3))).scores
         assert dict(scores[0].parts) == {"reward_fn": 2.0}
-        third = await begin(ask)
+        assert worker.heartbeat().loads[0].interactions == 3
+        await begin(ask)
         assert "no room" in await begin(ask, 8)
         assert (await ask(cancel=pb.CancelRequest(session=one))).status == pb.CANCELLED
         await until(lambda: not is_running(int(pid)))
@@ -154,7 +155,6 @@ def test_each_session_has_a_process_of_its_own_that_ends_with_it(play_boxed):
         assert (await ask(tasks=pb.TasksRequest(env="boxed", split="train"))).total == 2
         given = json.dumps({"rewards": [1, 2]})
         assert (await ask(call=pb.CallRequest(env="boxed", hook="advantage_fn", given=given))).value == "[2.0,3.0]"
-        return third
 
     play_boxed(script)
 

@@ -22,6 +22,7 @@ from rl_core.service.worker import Worker
 
 ROOT = Path(__file__).parent.parent
 CODES = {"ok": 0, "wrong": 3, "unknown": 2, "late": 4, "absent": 5, "exists": 6, "full": 8, "ended": 9}
+ASSISTANT = '[{"role": "assistant", "content": "%s"}]'
 ASK = [{"role": "user", "content": "1+1?"}]
 COUNTS = """
 import asyncio, time
@@ -87,7 +88,7 @@ class Client:
         return reply
 
     async def say(self, text: str, code: str = "ok", number: int = 0, **said):
-        said = pb.Said(messages=json.dumps([{"role": "assistant", "content": text}]), **said)
+        said = pb.Said(messages=ASSISTANT % text, **said)
         return await self.ask(code, interact=pb.InteractRequest(session=self.session, number=number, said=said))
 
     async def score(self, code: str = "ok", number: int = 0, hooks=(), actors=(), **said):
@@ -149,13 +150,17 @@ def test_a_number_that_comes_again_gives_the_same_reply_and_calls_nothing(worker
         again = await client.say("a", number=1)
         assert first == twin == again
         assert "another request" in await client.say("b", "exists", number=1)
+        twin = pb.ScoreRequest(session=client.session, number=1, said=pb.Said(messages=ASSISTANT % "a"))
+        await client.ask("exists", score=twin)  # the same bytes, another verb
         assert "expects 2" in await client.say("b", "ended", number=3)
         for number in range(2, 5):
             await client.say("b", number=number)
         assert "long ago" in await client.say("a", "ended", number=1)
         assert json.loads((await client.say("b", number=4)).messages)[0]["content"] == "b 4"
 
-    play(worker_of(), script)
+    worker = worker_of()
+    play(worker, script)
+    assert worker.heartbeat().loads[0].interactions == 4
 
 
 def test_what_is_refused_as_wrong_changes_nothing(worker_of):

@@ -233,7 +233,7 @@ class ContainedSession:
         self.name, self.env, self.request = name, env, request
         self.status, self.reason = pb.RUNNING, ""
         self.box: Box | None = None
-        self.inner = ""  # its name in the container
+        self.inner, self.number = "", 0  # its name in the container; the last number that was answered
 
     async def start(self) -> pb.StartReply:
         """Raises ServiceError if there is no container, or the file's start() fails in it."""
@@ -252,6 +252,10 @@ class ContainedSession:
         reply = await self.ask(
             self.env.patience_s, **{"interact" if isinstance(request, pb.InteractRequest) else "score": passed}
         )
+        number = request.number or self.number + 1
+        if number > self.number:  # else it came again, or it is one of several scores
+            self.number = number
+            self.env.interactions += isinstance(request, pb.InteractRequest)
         if reply.status != pb.RUNNING:
             self.end(reply.status, "it is over" if reply.status == pb.COMPLETED else "it had its turns")
         return reply
@@ -283,7 +287,7 @@ class ContainedEnv:
         self.name, self.path = Path(path).stem, path
         self.settings, self.runtime, self.hook_timeout_s = settings, runtime, hook_timeout_s
         self.capacity, self.idle_s, self.patience_s = settings.capacity, idle_s, hook_timeout_s
-        self.described = pb.Environment()
+        self.described, self.interactions = pb.Environment(), 0
         self.common: Box | None = None
         self.lock = asyncio.Lock()
 

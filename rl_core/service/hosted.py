@@ -29,6 +29,7 @@ class LocalEnv:
         self.name, self.path = self.env.name, path
         self.capacity = check_capacity(path, has.get("capacity"))
         self.rows: dict[str, asyncio.Task] = {}  # split -> its rows
+        self.interactions = 0
         for hook in self.env.hooks.values():
             if hook.name == "rollout" or ("actors" in hook.named and hook.name != "turns"):
                 raise ValueError(
@@ -64,7 +65,11 @@ class LocalEnv:
         return described
 
     async def session(self, name: str, request: pb.StartRequest) -> Session:
-        return Session(name, self.env, await self.task_of(request), list(request.actors), request.max_turns)
+        task = await self.task_of(request)
+        return Session(name, self.env, task, list(request.actors), request.max_turns, self.count)
+
+    def count(self) -> None:
+        self.interactions += 1
 
     async def task_of(self, request: pb.StartRequest) -> Task:
         """Raises ServiceError if the row is none, or there is no such task."""

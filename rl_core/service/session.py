@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from grpc import StatusCode
@@ -23,8 +23,9 @@ MAY_SCORE = frozenset({pb.RUNNING, pb.COMPLETED, pb.LIMIT})
 
 
 class Session:
-    def __init__(self, name: str, env: Env, task: Task, actors: list[str], max_turns: int = 0):
-        self.name, self.env, self.task, self.actors = name, env, task, actors
+    def __init__(self, name: str, env: Env, task: Task, actors: list[str], max_turns: int, count: Callable[[], None]):
+        """`max_turns` 0: the file's. `count` is called once for each interaction."""
+        self.name, self.env, self.task, self.actors, self.count = name, env, task, actors, count
         self.max_turns = max_turns or env.max_turns
         self.messages = list(task.messages)
         self.state: Any = None
@@ -46,7 +47,7 @@ class Session:
         """The reply to a numbered request; the same one if it came before. Raises ServiceError; a request that is refused as
         wrong or out of order changes nothing."""
         number = request.number or self.number + 1
-        fingerprint = hash(request.SerializeToString(deterministic=True))
+        fingerprint = hash((type(request), request.SerializeToString(deterministic=True)))
         if number in self.replies:
             known, future = self.replies[number]
             if known != fingerprint:
@@ -117,6 +118,7 @@ class Session:
 
     async def interact(self, said: pb.Said, trajectory: Trajectory | None) -> pb.InteractReply:
         self.num_turns += 1
+        self.count()
         hook, ends = self.env.hooks.get("interact"), self.env.turns is None
         reply = pb.InteractReply(messages="[]", done=ends)
         if hook:

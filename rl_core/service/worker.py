@@ -65,7 +65,6 @@ class Worker:
         self.gone: OrderedDict[Any, tuple[str, int, str]] = OrderedDict()  # name, key -> (name, status, reason)
         self.num_held: Counter = Counter()  # of each environment
         self.ended: Counter = Counter()  # (env, status)
-        self.interactions: Counter = Counter()
         self.answering: set[asyncio.Task] = set()  # requests that are being answered
         self.uplinks: list[Uplink] = []
         self.draining = False
@@ -140,8 +139,6 @@ class Worker:
 
     async def in_session(self, request: pb.InteractRequest | pb.ScoreRequest) -> Any:
         held, task = self.held_of(request.session), asyncio.current_task()
-        if isinstance(request, pb.InteractRequest):
-            self.interactions[held.env] += 1
         held.used_s = time.monotonic()
         held.running.add(task)
         try:
@@ -244,7 +241,7 @@ class Worker:
         for env in self.envs.values():
             load = beat.loads.add(env=env.name, sessions=self.num_held[env.name])
             load.capacity = 0 if self.draining else self.capacity_of(env)
-            load.interactions = self.interactions[env.name]
+            load.interactions = env.interactions
             for (name, status), n in ended:
                 if name == env.name:
                     load.ended[pb.Status.Name(status).lower()] = n
