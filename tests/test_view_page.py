@@ -245,10 +245,12 @@ def test_text_of_a_model_is_never_part_of_the_page(tmp_path, serve, page_of):
     row = trajectory(0, messages=messages, actor=evil, error=evil, turns=[said(2, evil)], reward_parts={evil: 1.0})
     row.env = row.task_id = row.seat = evil
     write_trajectories(folder / "rollouts/step_000001.jsonl.zst", [row])
+    (folder / "warnings.jsonl").write_text(json.dumps({"step": 1, "text": evil}) + "\n")
     assert main([str(folder), "--report", str(tmp_path / "report.html")]) == 0
     for address in (serve(folder), f"file://{tmp_path}/report.html"):
         page = page_of(address)
         page.wait_for_selector(".u-legend")
+        assert shown(page, "#warnings li")[0].startswith("step 1: <script>window.evil = 1</script><img src=x")
         page.get_by_role("link", name="Configuration").click()
         page.get_by_role("link", name="Conversations").click()
         page.locator("#list button").click()
@@ -274,6 +276,8 @@ def test_a_live_run_updates_by_itself(game, serve, page_of):
         write_trajectories(game / "rollouts/step_000003.jsonl.zst", episodes(3))
         page.get_by_text("step 3").wait_for()
         assert shown(page, "[data-title=reward] .u-series .u-value") == ["3", "0.75"]
+        (game / "warnings.jsonl").write_text(json.dumps({"step": 3, "text": "rewards are constant"}) + "\n")
+        page.get_by_text("step 3: rewards are constant").wait_for()
         page.get_by_role("link", name="Conversations").click()
         count(page, "48 of 48")
     has(page, ".live", 0)

@@ -58,6 +58,7 @@ def summary(run: RunFolder, first: int, every: int = 1) -> dict[str, Any]:
         "rows": [[row["step"], *(rounded(row.get(name)) for name in names)] for row in rows],
         "panels": panels_of(every_name),
         "about": descriptions(every_name),
+        "warnings": run.warnings,
     }
 
 

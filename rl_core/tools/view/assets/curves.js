@@ -114,6 +114,10 @@ function showCurves() {
       if (!box.hidden) drawPanel(title, box, how);
     }
   }
+  const of = (run) => (runs.length > 1 ? `${run.short} ` : "");
+  const told = runs.flatMap((run) => run.warnings.map((one) => el("li", {}, `${of(run)}step ${one.step}: ${one.text}`)));
+  $("#warnings").replaceChildren(...told);
+  $("#warnings").hidden = !told.length;
   $("#others").hidden = !others.length;
   $("#nothing").hidden = titles.length > 0;
 }

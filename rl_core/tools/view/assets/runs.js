@@ -34,7 +34,8 @@ function withoutCommon(names) { // the first words, where all names begin with t
 
 const brief = withoutCommon(data.runs.map((run) => run.name));
 const runs = data.runs.map((run, n) => ({
-  ...run, n, short: brief(run.name), revision: -1, numRows: 0, steps: new Map(), entries: [], panels: {}, about: {},
+  ...run, n, short: brief(run.name), revision: -1, numRows: 0, steps: new Map(), entries: [], warnings: [], panels: {},
+  about: {},
 }));
 
 // From the server, or out of the report.
@@ -59,7 +60,7 @@ async function refresh(run) {
   const query = { revision: run.revision, rows: run.numRows, entries: run.entries.length };
   const found = await ask(run, "new", query);
   if (found.revision !== run.revision) Object.assign(run, { steps: new Map(), entries: [] });
-  const before = [run.numRows, run.entries.length, run.isLive].join();
+  const before = [run.numRows, run.entries.length, run.warnings.length, run.isLive].join();
   for (const [step, ...values] of found.rows) {
     const at = run.steps.get(step) || {};
     values.forEach((value, i) => { if (value !== null) at[found.names[i]] = value; });
@@ -71,8 +72,8 @@ async function refresh(run) {
     run.entries.push(entry);
   }
   Object.assign(run, { revision: found.revision, numRows: found.num_rows, panels: found.panels, about: found.about });
-  Object.assign(run, { isLive: found.is_live, isComplete: found.is_complete });
-  return before !== [run.numRows, run.entries.length, run.isLive].join();
+  Object.assign(run, { isLive: found.is_live, isComplete: found.is_complete, warnings: found.warnings });
+  return before !== [run.numRows, run.entries.length, run.warnings.length, run.isLive].join();
 }
 
 async function poll() {
