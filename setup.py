@@ -38,7 +38,7 @@ EXTRAS["trackers"] += ["mlflow-skinny>=3.17", "sqlalchemy>=2.0", "alembic>=1.13"
 # Each SGLang asks for one torch and one transformers exactly: docs/engines.md.
 EXTRAS["sglang"] = ["sglang>=0.5.17"]
 EXTRAS["view"] = ["textual>=8"]  # rl-core view --tui
-EXTRAS["docs"] = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"]
+EXTRAS["docs"] = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1.0", "ruff"]  # the last formats signatures
 EXTRAS["test"] = [
     *EXTRAS["api"],
     *EXTRAS["math"],

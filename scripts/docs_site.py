@@ -27,6 +27,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Links that are right in the repository become those of the site."""
     if page.file.src_uri in BESIDE.values():
-        return re.sub(r"\]\((docs/|README\.md)", lambda m: "](" + ("index.md" if m[1] != "docs/" else ""), markdown)
+        markdown = markdown.replace("](docs/", "](").replace("](README.md", "](index.md")
+        return re.sub(r"\[docs/(\w+\.md)\]", r"[\1]", markdown)
     markdown = re.sub(r"\]\(\.\./(envs/\w+)\.py\)", r"](\1.md)", markdown)
     return re.sub(r"\]\(\.\./(\w+\.md)", lambda m: f"]({BESIDE[m[1]]}", markdown)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -74,8 +75,9 @@ def main() -> None:
         print(f"  {row['step']:>4}  " + "  ".join(f"{v:6.3f}" for v in shown))
     print(f"  before {before:.3f}, after {after:.3f}, {result['seconds']} s, seed {seed}")
     print(f"  the run lies in {here}/grpo, the model in {here}/grpo/hf/policy, this result in {here}/result.json")
+    activate = "" if "VIRTUAL_ENV" in os.environ else "  source .venv/bin/activate\n"
     print(
-        "\n== what to try next\n"
+        f"\n== what to try next\n{activate}"
         f"  rl-core show {here}/grpo --eval --worst\n"
         f"  rl-core eval {here}/grpo {here}/sft/hf/policy\n"
         "  rl-core init mine"
