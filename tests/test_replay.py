@@ -35,9 +35,9 @@ def exact(found: dict, row: dict) -> None:
     "flags, saved, begins",
     [
         (ASK, "--save_every 3", "/checkpoints/step_000003"),
-        (ASK + " --learner.minibatches 2", "--save_every 2", "/checkpoints/step_000002, and steps 3 to 3 learned again"),
+        (ASK + " --learner.minibatches 2", "--save_every 2", "/checkpoints/step_000002, and step 3 learned again"),
         (ASK + " --algorithm ppo --optim.warmup_steps 2", "", "the model with which the run began, and steps 1 to 3"),
-        (TALK, "--save_every 2", "/checkpoints/step_000002, and steps 3 to 3"),
+        (TALK, "--save_every 2", "/checkpoints/step_000002, and step 3"),
     ],
     ids=["checkpoint", "minibatches", "ppo-from-the-start", "two-adapters"],
 )  # fmt: skip
@@ -119,7 +119,8 @@ def by_transformers(model, turn: dict) -> tuple[torch.Tensor, torch.Tensor]:
     [
         ("--step 1 --max_tokens 5", "--max_tokens is for sampling, or for more than one step"),
         ("--step 1 --algorithm sft", "--algorithm sft: replay is for reinforcement learning"),
-        ("--step 2", "--step 2: no episodes in"),
+        ("--step 3", "--step 3: no episodes in"),
+        ("--step 0", "steps with step episodes: 1"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(flags, says, places, tmp_path, capsys):

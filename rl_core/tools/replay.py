@@ -82,7 +82,7 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
     plan, asked = make_plan(config), make_plan(other)
     before = {int(folder.name.removeprefix("step_")): folder for folder in checkpoints_in(run / "checkpoints")}
     first = max((number for number in before if number < step), default=0)
-    files = {number: files_of(run, number, False) for number in range(first + 1, step + 1)}
+    files = {number: files_of(run, number, False) for number in (step, *range(first + 1, step))}
     ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config))
     learners = make_learners(config, plan.algorithm, ranks)
     if config.learner.kernels == "liger":
@@ -104,7 +104,8 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
         for file, own in parts.items():
             write_trajectories(run / "tokens" / file.name, [line_of(t, values) for t in own])
     close_ranks(ranks)
-    between = f", and steps {first + 1} to {step - 1} learned again" if step > first + 1 else ""
+    steps = f"step {step - 1}" if step == first + 2 else f"steps {first + 1} to {step - 1}"
+    between = f", and {steps} learned again" if step > first + 1 else ""
     found = Replayed(
         step=step, begins=f"{before.get(first, 'the model with which the run began')}{between}", replayed=metrics,
         recorded={n: v for n, v in recorded[step].items() if n in metrics}, between=max(differences),
