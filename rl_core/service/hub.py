@@ -13,7 +13,7 @@ import grpc
 from grpc import StatusCode
 
 from rl_core.service import environments_pb2 as pb
-from rl_core.service.links import MAX_UNREAD, ClientStream, WorkerLink
+from rl_core.service.links import ClientStream, WorkerLink
 from rl_core.service.security import Access
 from rl_core.service.starts import Starts
 from rl_core.service.wire import (
@@ -26,6 +26,7 @@ from rl_core.service.wire import (
     VERBS,
     ServiceError,
     failed,
+    parse,
     wrong,
 )
 
@@ -237,10 +238,11 @@ class Hub:
     async def join(self, _: AsyncIterator[pb.FromWorker], context: grpc.aio.ServicerContext) -> None:
         await self.must_admit(context)
         try:
-            first = await asyncio.wait_for(context.read(), self.grace_s)
-        except asyncio.TimeoutError:
-            first = grpc.aio.EOF
-        if first is grpc.aio.EOF or not WORKER.fullmatch(first.hello.worker):
+            data = await asyncio.wait_for(context.read(), self.grace_s)
+            first = parse(pb.FromWorker, b"" if data is grpc.aio.EOF else data)
+        except (asyncio.TimeoutError, ServiceError):
+            first = pb.FromWorker()
+        if not WORKER.fullmatch(first.hello.worker):
             await context.abort(
                 StatusCode.INVALID_ARGUMENT, "a worker begins with its hello, and a name of 12 hex digits"
             )
@@ -261,11 +263,14 @@ class Hub:
             self.drop(link)
             for way in ways:
                 way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+            read, _ = await asyncio.gather(*ways, return_exceptions=True)
             self.tell()
+        if isinstance(read, ServiceError):
+            await context.abort(read.code, read.message)
 
     async def read_from(self, link: WorkerLink, context: grpc.aio.ServicerContext) -> None:
-        while (message := await context.read()) is not grpc.aio.EOF:
+        while (data := await context.read()) is not grpc.aio.EOF:
+            message = parse(pb.FromWorker, data)
             link.heard_s = time.monotonic()
             for reply in message.replies:
                 link.settle(reply)
@@ -287,9 +292,13 @@ class Hub:
             await context.abort(StatusCode.UNAUTHENTICATED, message)
 
     def unary(self, verb: str) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]:
-        async def handle(message: Any, context: grpc.aio.ServicerContext) -> Any:
+        async def handle(data: bytes, context: grpc.aio.ServicerContext) -> Any:
             await self.must_admit(context)
-            reply = await self.answer(pb.Request(timeout_s=context.time_remaining() or 0.0, **{verb: message}))
+            try:
+                request = pb.Request(timeout_s=context.time_remaining() or 0.0, **{verb: parse(REQUESTS[verb], data)})
+                reply = await self.answer(request)
+            except ServiceError as error:
+                reply = failed(0, error)
             if reply.code:
                 await context.abort(CODES[reply.code], reply.error)
             return getattr(reply, verb)
@@ -306,39 +315,36 @@ class Hub:
                 await client.outbox.filled.wait()
                 if batch := client.outbox.take():
                     await context.write(pb.Replies(replies=batch))
-            if client.is_over:
-                context.set_code(StatusCode.RESOURCE_EXHAUSTED)
-                context.set_details(f"{MAX_UNREAD} bytes of replies were not read; ask again for them")
         finally:
             client.close()
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
+        if client.error:
+            await context.abort(client.error.code, client.error.message)
 
     async def hear_client(self, client: ClientStream, context: grpc.aio.ServicerContext) -> None:
         try:
-            while (message := await context.read()) is not grpc.aio.EOF:
-                for request in message.requests:
+            while (data := await context.read()) is not grpc.aio.EOF:
+                for request in parse(pb.Requests, data).requests:
                     if client.num_open < PENDING:
                         self.submit(request, client)
                     else:
                         error = ServiceError(StatusCode.RESOURCE_EXHAUSTED, f"{PENDING} requests are not answered yet")
                         client.outbox.put(failed(request.id, error))
                 await client.outbox.below(UNREAD)
+        except ServiceError as error:
+            client.close(error)
         finally:
             client.has_said_all = True
             client.outbox.filled.set()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         handlers = {
-            verb.title(): grpc.unary_unary_rpc_method_handler(
-                self.unary(verb), REQUESTS[verb].FromString, REPLIES[verb].SerializeToString
-            )
+            verb.title(): grpc.unary_unary_rpc_method_handler(self.unary(verb), None, REPLIES[verb].SerializeToString)
             for verb in VERBS
         }
-        handlers["Stream"] = grpc.stream_stream_rpc_method_handler(
-            self.stream, pb.Requests.FromString, pb.Replies.SerializeToString
-        )
-        join = grpc.stream_stream_rpc_method_handler(self.join, pb.FromWorker.FromString, pb.ToWorker.SerializeToString)
+        handlers["Stream"] = grpc.stream_stream_rpc_method_handler(self.stream, None, pb.Replies.SerializeToString)
+        join = grpc.stream_stream_rpc_method_handler(self.join, None, pb.ToWorker.SerializeToString)
         server.add_generic_rpc_handlers(
             [
                 grpc.method_handlers_generic_handler(ENVIRONMENTS, handlers),

@@ -79,7 +79,8 @@ class ClientStream:
     """What one client has asked, and what it has not read yet."""
 
     def __init__(self):
-        self.outbox, self.num_open, self.has_said_all, self.is_over = Outbox(), 0, False, False
+        self.outbox, self.num_open, self.has_said_all = Outbox(), 0, False
+        self.is_over, self.error = False, None
         self.tasks: set[asyncio.Task] = set()
 
     def put(self, reply: pb.Reply) -> None:
@@ -87,10 +88,12 @@ class ClientStream:
         if not self.is_over:
             self.outbox.put(reply)
             if self.outbox.num_bytes > MAX_UNREAD:
-                self.close()
+                message = f"{MAX_UNREAD} bytes of replies were not read; ask again for them"
+                self.close(ServiceError(StatusCode.RESOURCE_EXHAUSTED, message))
 
-    def close(self) -> None:
-        """Nothing more is written."""
+    def close(self, error: ServiceError | None = None) -> None:
+        """Nothing more is written but the error."""
+        self.error = self.error or error
         self.is_over, self.outbox.num_bytes = True, 0
         self.outbox.messages.clear()
         for task in self.tasks:

@@ -6,12 +6,14 @@ import asyncio
 import datetime
 import json
 from collections import deque
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError, Message
 
 from rl_core.service import environments_pb2 as pb
 
+Parsed = TypeVar("Parsed", bound=Message)
 ENVIRONMENTS, HUB = "rl_core.v1.Environments", "rl_core.v1.Hub"
 VERBS = tuple(field.name for field in pb.Request.DESCRIPTOR.oneofs_by_name["verb"].fields)
 REQUESTS = {verb: getattr(pb, f"{verb.title()}Request") for verb in VERBS}
@@ -45,6 +47,14 @@ def wrong(message: str) -> ServiceError:
     return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, message)
 
 
+def parse(kind: type[Parsed], data: bytes) -> Parsed:
+    """Raises ServiceError for bytes that are no such message."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise wrong(f"no {kind.DESCRIPTOR.name}: {error}") from None
+
+
 def to_json(value: Any, what: str) -> str:
     """Numbers and arrays of numpy and torch become numbers and lists, dates ISO 8601. Raises ServiceError for what JSON cannot
     hold otherwise; NaN is such a thing."""
@@ -75,12 +85,16 @@ def is_unicode(text: str) -> bool:
 def from_json(text: str, kind: type, what: str) -> Any:
     """Raises ServiceError unless the text is JSON of this kind."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         raise wrong(f"{what} is not JSON: {error}") from None
     if not isinstance(value, kind):
         raise wrong(f"{what} must be a JSON {kind.__name__}, is a {type(value).__name__}")
     return value
+
+
+def no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def failed(id: int, error: ServiceError) -> pb.Reply:
