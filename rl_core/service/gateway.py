@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.hub import Hub
 from rl_core.service.security import Access
-from rl_core.service.wire import CODES, MAX_REQUEST, REQUESTS, ServiceError, failed, wrong
+from rl_core.service.wire import CODES, MAX_REQUEST, REQUESTS, ServiceError, failed, from_json, wrong
 
 # As in Google's table of canonical codes.
 HTTP = {
@@ -40,11 +40,11 @@ def make_app(hub: Hub, access: Access, metrics: Metrics) -> web.Application:
         if verb not in REQUESTS:
             raise ServiceError(StatusCode.NOT_FOUND, f"there is no verb {verb[:40]!r}; there are {', '.join(REQUESTS)}")
         try:
-            message = json_format.Parse(await request.text() or "{}", REQUESTS[verb]())
+            message = json_format.ParseDict(from_json(await request.text() or "{}", dict, "the body"), REQUESTS[verb]())
             timeout_s = float(request.query.get("timeout_s", 0))
         except web.HTTPRequestEntityTooLarge:
             raise ServiceError(StatusCode.RESOURCE_EXHAUSTED, f"a request may have {MAX_REQUEST} bytes") from None
-        except (ValueError, LookupError, RecursionError, json_format.ParseError) as error:
+        except (ValueError, LookupError, json_format.ParseError) as error:
             raise wrong(f"no {REQUESTS[verb].DESCRIPTOR.name} in JSON: {error}") from None
         return await hub.answer(pb.Request(timeout_s=timeout_s, **{verb: message}))
 

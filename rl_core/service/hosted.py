@@ -86,8 +86,9 @@ class LocalEnv:
             except ValueError as error:
                 raise wrong(str(error)) from None
         split, _, index = request.task_id.rpartition("/")
-        rows = await self.rows_of(split) if split in SPLITS and index.isdecimal() else []
-        if not index.isdecimal() or int(index) >= len(rows):
+        is_index = index.isascii() and index.isdecimal() and len(index) < 20
+        rows = await self.rows_of(split) if split in SPLITS and is_index else []
+        if not is_index or int(index) >= len(rows):
             hint = "its tasks are train/0, train/1 ... and eval/0 ...; or send a row"
             raise ServiceError(StatusCode.NOT_FOUND, f"{self.name} has no task {request.task_id[:80]!r}; {hint}")
         task = make_task(rows[int(index)], int(index), self.name, split)

@@ -233,6 +233,7 @@ class Hub:
             del self.links[link.name]
             self.lost.setdefault(link.name, link.heard_s)
             self.past[link.name] = link.beat
+            self.tell()
         link.close()
 
     async def join(self, _: AsyncIterator[pb.FromWorker], context: grpc.aio.ServicerContext) -> None:
@@ -255,18 +256,22 @@ class Hub:
             self.lost[first.hello.replaces] = 0.0
         self.links[link.name] = link
         self.envs |= {env.name: env for env in first.hello.envs}
-        ways = [asyncio.ensure_future(way(link, context)) for way in (self.read_from, self.write_to)]
+        reader = asyncio.ensure_future(self.read_from(link, context))
+        reader.add_done_callback(lambda _: self.drop(link))
+        self.tell()
         try:
-            self.tell()
-            await asyncio.wait([*ways, link.closed], return_when=asyncio.FIRST_COMPLETED)
+            await context.write(pb.ToWorker(heartbeat_s=self.heartbeat_s))
+            while not link.closed:
+                await link.outbox.filled.wait()
+                if batch := link.outbox.take():
+                    # Never cancelled: a stream with half a message cannot be ended.
+                    await context.write(pb.ToWorker(requests=batch))
         finally:
+            reader.cancel()
             self.drop(link)
-            for way in ways:
-                way.cancel()
-            read, _ = await asyncio.gather(*ways, return_exceptions=True)
-            self.tell()
-        if isinstance(read, ServiceError):
-            await context.abort(read.code, read.message)
+            [fault] = await asyncio.gather(reader, return_exceptions=True)
+        if isinstance(fault, ServiceError):
+            await context.abort(fault.code, fault.message)
 
     async def read_from(self, link: WorkerLink, context: grpc.aio.ServicerContext) -> None:
         while (data := await context.read()) is not grpc.aio.EOF:
@@ -277,12 +282,6 @@ class Hub:
             if message.HasField("heartbeat"):
                 link.hear(message.heartbeat)
                 self.starts.release()
-
-    async def write_to(self, link: WorkerLink, context: grpc.aio.ServicerContext) -> None:
-        await context.write(pb.ToWorker(heartbeat_s=self.heartbeat_s))
-        while True:
-            await link.outbox.filled.wait()
-            await context.write(pb.ToWorker(requests=link.outbox.take()))
 
     # --- gRPC
 

@@ -25,7 +25,7 @@ class WorkerLink:
         self.name, self.heard_s = hello.worker, time.monotonic()
         self.waiting: dict[int, tuple[str, Done]] = {}
         self.outbox, self.last_id = Outbox(), 0
-        self.closed = asyncio.get_running_loop().create_future()
+        self.closed = False
         self.hear(beat)
 
     def hear(self, beat: pb.Worker) -> None:
@@ -47,7 +47,7 @@ class WorkerLink:
 
     async def answer(self, request: pb.Request) -> pb.Reply | None:
         """None if the connection to the worker broke: it may have done what was asked, or not."""
-        if self.closed.done():
+        if self.closed:
             return None
         future = asyncio.get_running_loop().create_future()
         verb = request.WhichOneof("verb")
@@ -68,8 +68,9 @@ class WorkerLink:
         done(reply)
 
     def close(self) -> None:
-        if not self.closed.done():
-            self.closed.set_result(None)
+        self.closed = True
+        self.outbox.messages.clear()
+        self.outbox.filled.set()
         waiting, self.waiting = self.waiting, {}
         for _, done in waiting.values():
             done(None)
