@@ -31,11 +31,10 @@ def shown_episode(run: RunFolder, entry: Entry, tokenizer: Tokenizer | None = No
         values = {"logprob": [round(value, 4) for value in done["logprobs"]], "version": versions}
         if advantage is not None:
             values["advantage"] = [round(advantage, 4)] * num
-        values |= learned
-        if "gap" in learned:
+        values |= {name: own for name, own in learned.items() if len(own) == num}  # others are of another run
+        if "gap" in values:
             values["gap"] = [
-                None if v is None else round(v - own, 6)
-                for v, own in zip(learned["gap"], done["logprobs"], strict=True)
+                None if v is None else round(v - own, 6) for v, own in zip(values["gap"], done["logprobs"], strict=True)
             ]
         ids = [*turn["new_ids"], *done["token_ids"]]
         turns.append({"ids": ids, "texts": texts(tokenizer, ids), "num_new": len(turn["new_ids"]), "values": values})

@@ -33,7 +33,8 @@ function curvesOf(title, { smooth, logy, logx }) {
   const steps = all.filter((step) => found.some((curve) => at(curve, step) !== null));
   for (const curve of found) {
     curve.raw = steps.map((step) => at(curve, step));
-    curve.values = smooth ? smoothed(curve.raw, smooth) : curve.raw;
+    const isDense = curve.raw.filter((value) => value !== null).length > 20; // an evaluation stays as it is
+    curve.values = smooth && isDense ? smoothed(curve.raw, smooth) : curve.raw;
   }
   return { steps, curves: found.filter((curve) => curve.raw.some((value) => value !== null)) };
 }

@@ -12,11 +12,12 @@ function showConfig() {
   $("#config tbody").replaceChildren(...rows);
 }
 
+const setCurrent = (node, is) => (is ? node.setAttribute("aria-current", "true") : node.removeAttribute("aria-current"));
 const VIEWS = { curves: showCurves, talks: showList, config: showConfig };
 function show() {
   const [view, run, n] = location.hash.slice(1).split("/"), name = VIEWS[view] ? view : "curves";
   for (const key of Object.keys(VIEWS)) $(`#${key}`).hidden = key !== name;
-  for (const link of $$("nav a")) link.toggleAttribute("aria-current", link.getAttribute("href") === `#${name}`);
+  for (const link of $$("nav a")) setCurrent(link, link.getAttribute("href") === `#${name}`);
   $("#tip").hidden = true;
   VIEWS[name]();
   const asked = n !== undefined && runs[run]?.entries[n];

@@ -22,7 +22,7 @@ const note = (text) => { $("#note").textContent = text; };
 
 function short(value) {
   if (value === null || value === undefined) return "-";
-  return Number.isInteger(value) ? value.toLocaleString("en") : String(+value.toPrecision(4));
+  return Number.isInteger(value) ? (value || 0).toLocaleString("en") : String(+value.toPrecision(4)); // 0 for -0
 }
 
 function withoutCommon(names) { // the first words, where all names begin with them

@@ -9,7 +9,7 @@ const SORTS = {
 let actors = []; // names; their places give them a colour
 let listed = [], numShown = 100, current = null;
 let matches = null; // of the search
-let mode = "one"; // "one" actor, "all" of the episode, or its "group"
+let mode = "all"; // of an episode's actors, "one" of them, or the "group" of episodes
 const filter = (name) => $(`#talks form [name=${name}]`);
 const nameOf = (e) => (e.seat ? `${e.actor} as ${e.seat}` : e.actor);
 const keyOf = (e) => `${e.run.n}/${e.n}`;
@@ -98,20 +98,23 @@ async function episodeOf(e) {
   return { e, ...loaded.get(key) };
 }
 
+let reads = 0;
 async function read(e) {
+  const own = ++reads;
   current = e;
   history.replaceState(null, "", `#talks/${keyOf(e)}`);
   $("#talks").classList.add("reading");
-  for (const node of $$("#list button")) node.toggleAttribute("aria-current", node.dataset.key === keyOf(e));
+  for (const node of $$("#list button")) setCurrent(node, node.dataset.key === keyOf(e));
   const isNear = (other) => ["kind", "step", "env", "group"].every((name) => e[name] === other[name]);
   const group = e.run.entries.filter(isNear), indices = unique(group.map((other) => other.index)).sort((a, b) => a - b);
   const episode = group.filter((other) => other.index === e.index);
   const columns = { one: [[e]], all: [episode], group: indices.map((i) => group.filter((other) => other.index === i)) }[mode];
   try {
     let found = await Promise.all(columns.map((column) => Promise.all(column.map(episodeOf))));
+    if (own !== reads) return;
     if (mode === "all" && !hearEachOther(found[0])) found = found[0].map((t) => [t]);
-    const all = episode.length > 1 ? [["all", "All actors"]] : [];
-    if (current === e) showReader(e, found, [["one", "This actor"], ...all, ["group", `Group of ${indices.length}`]]);
+    const modes = [["all", episode.length > 1 ? "All actors" : "Episode"], ["group", `Group of ${indices.length}`]];
+    showReader(e, found, episode.length > 1 ? [["one", "This actor"], ...modes] : modes);
   } catch (error) {
     note(error.message);
   }
@@ -172,6 +175,7 @@ const paragraphs = (text) => `\n${text.replace(/^\w+ says: /gm, "")}\n`;
 const isHeard = (text, reply) => Boolean(reply) && paragraphs(text).includes(`\n${reply}\n`);
 
 function hearEachOther(column) {
+  if (column.length === 1) return true;
   const hears = (t, other) => repliesOf(other).some((r) => t.messages.some((m) => m.role === "user" && isHeard(contentOf(m), r)));
   return column.every((t) => column.some((other) => other !== t && (hears(t, other) || hears(other, t))));
 }
