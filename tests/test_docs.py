@@ -65,7 +65,7 @@ OTHERS = {
     "torchrun": "nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id standalone",
     "sglang": "api-key enable-deterministic-inference enable-lora enable-memory-saver enable-return-routed-experts"
     " kv-cache-dtype max-loras-per-batch model-path quantization port host",
-    "of schedulers, containers and viewers": "requeue signal runtime security-opt logdir from-literal",
+    "of schedulers, containers and viewers": "requeue signal runtime security-opt logdir from-literal from-file",
 }
 PLAYING = ROOT / "rl_core/tools/playing.py"
 KNOWN = {name.replace("NAME", "x") for name in known_flags()}
@@ -296,6 +296,12 @@ def test_your_first_environment_in_five_minutes(tiny_model, tmp_path, monkeypatc
             assert main([*words[1:], *few]) == 0, words
     out = capsys.readouterr().out
     assert "eval at step 1  backwards/avg@4" in out and "wrote runs/backwards/curves.png" in out
+
+
+def test_what_init_prints_is_what_the_page_shows(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shown = re.search(r"```\n\$ rl-core init\n(.*?)```", PAGES["docs/tools.md"], re.DOTALL)[1]
+    assert main(["init"]) == 0 and capsys.readouterr().out == shown
 
 
 @pytest.mark.slow
