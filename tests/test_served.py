@@ -484,6 +484,20 @@ def test_a_wrong_token_is_refused_at_once_and_two_ranks_share_a_service_without_
     assert TOKEN not in done.stdout + done.stderr
 
 
+def test_tls_trusts_the_given_authority_alone(files, tmp_path):
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
+    subprocess.run([*command.split(), "-keyout", key, "-out", cert], check=True, capture_output=True)
+    made = Service(files / "count.py", "--workers", "1", "--tls_cert", cert, "--tls_key", key)
+    try:
+        url = f"grpcs://localhost:{made.address.partition(':')[2]}/count"
+        assert play(load_env(f"{url}?ca={cert}"), ["done"])[0].status == "ok"
+        with pytest.raises(ValueError, match=r"could not be reached for 0\.5 s"):
+            load_env(f"{url}?reconnect_s=0.5")
+    finally:
+        kill_session(made.process)
+
+
 SLOW = COUNT.replace('state["turns"] += 1', 'state["turns"] += 1; await asyncio.sleep(0.15)')
 
 

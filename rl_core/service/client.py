@@ -222,7 +222,8 @@ def interact_hook(served: Served, hook: pb.Hook) -> Callable:
         reply, said = await state.ask(hook, given, "interact")
         messages = from_json(reply.messages, list, "messages")
         state.messages = [*state.messages, *messages]
-        state.past.append((said, reply, state.messages))
+        if served.is_replaying:
+            state.past.append((said, reply, state.messages))
         if reply.done:
             state.kept["status"] = pb.COMPLETED
         return {"messages": messages, "reward": reply.reward if reply.HasField("reward") else None, "done": reply.done}
