@@ -181,6 +181,24 @@ def test_what_dies_in_a_container_ends_one_session(play_boxed):
     play_boxed(script, idle_s=2.0)
 
 
+def test_a_container_that_talks_nonsense_is_refused(tmp_path):
+    (tmp_path / "boxed.py").write_text(BOXED)
+    path = str(tmp_path / "boxed.py")
+
+    async def main(said: bytes):
+        class Nonsense(AsProcess):
+            def argv(self, *_):
+                return [sys.executable, "-c", f"import os, sys; os.write(1, {said!r}); sys.stdin.read()"]
+
+        runtime = Nonsense(program="", worker="0" * 12)
+        with pytest.raises(ValueError, match="ended \\(exit code 0\\)"):
+            await ContainedEnv.open(path, container_settings(path), runtime, hook_timeout_s=20.0, idle_s=60.0)
+        await runtime.close()
+
+    for said in (b"\x00\x00\x00\x02\xff\xff", b"Hello, I am no frame"):
+        asyncio.run(asyncio.wait_for(main(said), 20))
+
+
 def test_the_command_limits_the_container(tmp_path):
     (tmp_path / "boxed.py").write_text(BOXED)
     path = str(tmp_path / "boxed.py")

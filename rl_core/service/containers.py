@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from grpc import StatusCode
 
 from rl_core.data.tasks import shorten
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.hosted import check_capacity
 from rl_core.service.session import MAY_SCORE
-from rl_core.service.wire import MAX_MESSAGE, ServiceError, wrong
+from rl_core.service.wire import CODES, MAX_MESSAGE, ServiceError, wrong
 
 SETTINGS = ("image", "network", "cpus", "memory", "capacity")
 OWNER = "rl_core.owner"  # label: HOST PID START of the worker's process
@@ -182,8 +183,7 @@ class Box:
         finally:
             del self.waiting[request.id]
         if reply.code:
-            code = next(code for code in StatusCode if code.value[0] == reply.code)
-            raise ServiceError(code, reply.error)
+            raise ServiceError(CODES.get(reply.code, StatusCode.UNKNOWN), reply.error)
         return getattr(reply, next(iter(verb)))
 
     async def _read(self) -> None:
@@ -196,7 +196,7 @@ class Box:
                 future = self.waiting.get(reply.id)
                 if future and not future.done():
                     future.set_result(reply)
-        except (asyncio.IncompleteReadError, ValueError):
+        except (asyncio.IncompleteReadError, DecodeError):
             pass
         self.close()
         code = await self.process.wait()
@@ -256,7 +256,7 @@ class ContainedSession:
         if number > self.number:  # else it came again, or it is one of several scores
             self.number = number
             self.env.interactions += isinstance(request, pb.InteractRequest)
-        if reply.status != pb.RUNNING:
+        if reply.status in (pb.COMPLETED, pb.LIMIT):
             self.end(reply.status, "it is over" if reply.status == pb.COMPLETED else "it had its turns")
         return reply
 
