@@ -78,6 +78,7 @@ def main() -> None:
     activate = "" if "VIRTUAL_ENV" in os.environ else "  source .venv/bin/activate\n"
     print(
         f"\n== what to try next\n{activate}"
+        f"  rl-core view {here}/grpo\n"
         f"  rl-core show {here}/grpo --eval --worst\n"
         f"  rl-core eval {here}/grpo {here}/sft/hf/policy\n"
         "  rl-core init mine"
