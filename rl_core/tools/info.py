@@ -21,7 +21,6 @@ from rl_core.options.metric_table import rows
 from rl_core.rules import nearest
 from rl_core.sandbox import Sandbox
 from rl_core.sandbox.isolation import LEVELS
-from rl_core.types import option
 
 LIBRARIES = ("torch", "transformers", "peft", "datasets", "sglang")
 
@@ -34,6 +33,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--service", metavar="URL", help="only the workers of this service: grpc://HOST:PORT")
     args = parser.parse_args(argv)
     if args.service:
+        from rl_core.types import option
+
         print(option("rl_core.tools.service:service")(args.service, args.json))
         return 0
     if args.what:
