@@ -206,11 +206,11 @@ def test_the_command_limits_the_container(tmp_path):
     assert settings == Settings(image="rl-core-chess:1", memory="512m", cpus=0.5, capacity=3)
     argv = Runtime(program="docker", worker="0123456789ab").argv("rl-core-x", path, settings, 60.0)
     assert " ".join(argv).replace(containers.owner(), "OWNER") == (
-        "docker run --rm --interactive --init --name rl-core-x --label rl_core.owner=OWNER "
-        "--label rl_core.worker=0123456789ab --cpus 0.5 --memory 512m --memory-swap 512m --pids-limit 512 --network none "
-        "--read-only --tmpfs /tmp:rw,nosuid,nodev,size=256m --env HOME=/tmp --cap-drop ALL "
-        f"--security-opt no-new-privileges --log-driver none --mount type=bind,source={tmp_path},target=/env,readonly "
-        "--entrypoint python rl-core-chess:1 -m rl_core.service.contained /env/boxed.py --hook_timeout_s 60"
+        "docker run --rm --interactive --init --read-only --tmpfs /tmp:rw,nosuid,nodev,size=256m --env HOME=/tmp "
+        "--pids-limit 512 --cap-drop ALL --security-opt no-new-privileges --log-driver none --name rl-core-x "
+        "--label rl_core.owner=OWNER --label rl_core.worker=0123456789ab --cpus 0.5 --memory 512m --memory-swap 512m "
+        f"--network none --mount type=bind,source={tmp_path},target=/env,readonly --entrypoint python rl-core-chess:1 "
+        "-m rl_core.service.contained /env/boxed.py --hook_timeout_s 60"
     )
     settings.network = True
     argv = Runtime(program="docker", worker="0123456789ab").argv("rl-core-x", path, settings, 60.0)

@@ -27,7 +27,10 @@ from rl_core.service.wire import CODES, MAX_MESSAGE, ServiceError, wrong
 SETTINGS = ("image", "network", "cpus", "memory", "capacity")
 OWNER = "rl_core.owner"  # label: HOST PID START of the worker's process
 CAPACITY = 16  # sessions, which are containers, of one worker
-PIDS = 512
+CONFINED = (
+    "--rm --interactive --init --read-only --tmpfs /tmp:rw,nosuid,nodev,size=256m --env HOME=/tmp --pids-limit 512 "
+    "--cap-drop ALL --security-opt no-new-privileges --log-driver none"
+)
 OPEN_S = 300.0  # an image may have to be pulled
 GRACE_S = 2.0  # from the end of a container's stdin to its removal by force
 
@@ -82,17 +85,12 @@ class Runtime:
     def argv(self, name: str, path: str, settings: Settings, hook_timeout_s: float) -> list[str]:
         """The command that asks for a container, and then speaks with what runs in it."""
         file = Path(path).expanduser().resolve()
-        return [
-            *(self.program, "run", "--rm", "--interactive", "--init", "--name", name),
-            *("--label", f"{OWNER}={owner()}", "--label", f"rl_core.worker={self.worker}"),
-            *("--cpus", f"{settings.cpus:g}", "--memory", settings.memory, "--memory-swap", settings.memory),
-            *("--pids-limit", str(PIDS), "--network", "bridge" if settings.network else "none"),
-            *("--read-only", "--tmpfs", "/tmp:rw,nosuid,nodev,size=256m", "--env", "HOME=/tmp"),
-            *("--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--log-driver", "none"),
-            *("--mount", f"type=bind,source={file.parent},target=/env,readonly"),
-            *("--entrypoint", "python", settings.image, "-m", "rl_core.service.contained", f"/env/{file.name}"),
-            *("--hook_timeout_s", f"{hook_timeout_s:g}"),
-        ]
+        given = ["--name", name, "--label", f"{OWNER}={owner()}", "--label", f"rl_core.worker={self.worker}"]
+        given += ["--cpus", f"{settings.cpus:g}", "--memory", settings.memory, "--memory-swap", settings.memory]
+        given += ["--network", "bridge" if settings.network else "none"]
+        given += ["--mount", f"type=bind,source={file.parent},target=/env,readonly", "--entrypoint", "python"]
+        inside = ["-m", "rl_core.service.contained", f"/env/{file.name}", "--hook_timeout_s", f"{hook_timeout_s:g}"]
+        return [self.program, "run", *CONFINED.split(), *given, settings.image, *inside]
 
     def remove_argv(self, names: list[str]) -> list[str]:
         return [self.program, "rm", "--force", *names]

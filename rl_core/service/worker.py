@@ -54,12 +54,13 @@ class Held:
 class Worker:
     def __init__(self, envs: Iterable[LocalEnv | ContainedEnv], *, capacity: int, idle_s: float, name: str = ""):
         self.name, self.replaces = name or secrets.token_hex(6), ""
-        self.capacity, self.idle_s = capacity, idle_s
+        self.idle_s = idle_s
         self.envs: dict[str, LocalEnv | ContainedEnv] = {}
         for env in envs:
             if env.name in self.envs:
                 raise ValueError(f"{env.path} and {self.envs[env.name].path} are both named {env.name!r}; rename one")
             self.envs[env.name] = env
+            env.capacity = env.capacity or capacity
         self.held: dict[str, Held] = {}
         self.by_key: dict[tuple[str, str], Held] = {}
         self.gone: OrderedDict[Any, tuple[str, int, str]] = OrderedDict()  # name, key -> (name, status, reason)
@@ -109,7 +110,7 @@ class Worker:
 
     async def begin(self, env: LocalEnv | ContainedEnv, request: pb.StartRequest, key: tuple[str, str] | None) -> Held:
         """A session that has started, or failed to: `started` says so."""
-        if self.draining or self.num_held[env.name] >= self.capacity_of(env):
+        if self.draining or self.num_held[env.name] >= env.capacity:
             raise ServiceError(StatusCode.RESOURCE_EXHAUSTED, f"worker {self.name} has no room for {env.name}")
         name, loop = f"{self.name}.{secrets.token_hex(8)}", asyncio.get_running_loop()
         held = Held(session=None, env=env.name, key=key, used_s=time.monotonic(), started=loop.create_future())
@@ -121,20 +122,18 @@ class Worker:
             result = await held.session.start()
             result.session, result.idle_s, held.used_s = name, self.idle_s, time.monotonic()
             self.held[name] = held
-        except BaseException as error:
+        except Exception as error:
             known = isinstance(error, ServiceError)
             result = error if known else ServiceError(StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
             self.num_held[env.name] -= 1
             if key:
                 del self.by_key[key]
             if held.session:
+                held.session.end(pb.ENVIRONMENT_ERROR, str(error))
                 self.ended[env.name, held.session.status] += 1
                 held.session.close()
-            if not isinstance(error, Exception):
-                raise
-        finally:
-            held.started.set_result(result)
-            self.note_change()
+        held.started.set_result(result)
+        self.note_change()
         return held
 
     async def in_session(self, request: pb.InteractRequest | pb.ScoreRequest) -> Any:
@@ -179,9 +178,6 @@ class Worker:
             known = ", ".join(sorted(self.envs))
             raise ServiceError(StatusCode.NOT_FOUND, f"there is no environment {name[:80]!r}; there are {known}")
         return self.envs[name]
-
-    def capacity_of(self, env: LocalEnv | ContainedEnv) -> int:
-        return env.capacity or self.capacity
 
     def held_of(self, name: str) -> Held:
         if name in self.held:
@@ -240,7 +236,7 @@ class Worker:
         ended = list(self.ended.items())
         for env in self.envs.values():
             load = beat.loads.add(env=env.name, sessions=self.num_held[env.name])
-            load.capacity = 0 if self.draining else self.capacity_of(env)
+            load.capacity = 0 if self.draining else env.capacity
             load.interactions = env.interactions
             for (name, status), n in ended:
                 if name == env.name:

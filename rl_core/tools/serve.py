@@ -41,7 +41,7 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if bool(args.envs) == args.controller:
         raise ValueError("name environment files, or --controller: one of them")
-    for flag in ("workers", "capacity", "queue", "heartbeat_s"):
+    for flag in ("workers", "capacity", "queue", "heartbeat_s", "idle_s", "hook_timeout_s"):
         if getattr(args, flag) <= 0:
             raise ValueError(f"--{flag} {getattr(args, flag)} must be above 0")
     return args
