@@ -68,13 +68,15 @@ def test_text_that_looks_like_the_file_itself_is_text(run):
     assert (entry.num_tokens, entry.error, entry.reward) == (6, HOSTILE, 2.25)
     assert run.episode(entry)["messages"] == named and run.episode(other)["index"] == 1
     assert list(run.search("</SCRIPT>", run.entries)) == [entry]
+    assert list(run.search("reply 1", [entry, other])) == [other]
 
 
-def test_a_file_that_was_cut_short_is_read_as_far_as_it_goes(run):
+@pytest.mark.parametrize("end", [b"", b"\xff" * 200_000], ids=["cut", "garbled"])
+def test_a_file_that_was_cut_short_is_read_as_far_as_it_goes(run, end):
     file = run.path / "rollouts/step_000003.jsonl.zst"
     rows = [trajectory(n, messages=[{"role": "user", "content": os.urandom(50_000).hex()}]) for n in range(20)]
     write_trajectories(file, rows)
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] + end)
     with open(run.path / "metrics.jsonl", "a") as metrics:
         metrics.write('{"step": 2, "rollout/pol')
     assert run.refresh()
@@ -190,8 +192,8 @@ def report_of(folder) -> dict:
 def test_a_report_of_200_steps_is_small_and_says_what_it_leaves_out(run):
     names = [f"learn/policy/{n}" for n in range(100)]
     write_metrics(run.path, [{"step": step} | dict.fromkeys(names, (step + 1) / 7**5) for step in range(200)])
-    for step in range(1, 201):
-        turns = [said(1500, "word " * 1500)]
+    for step in range(1, 201, 10):
+        turns = [said(1900, "word " * 1900)]
         long = [trajectory(n, group_id=str(n // 8), turns=turns) for n in range(8)]
         write_trajectories(run.path / f"rollouts/step_{step:06d}.jsonl.zst", long)
     data = report_of(run.path)
@@ -199,6 +201,7 @@ def test_a_report_of_200_steps_is_small_and_says_what_it_leaves_out(run):
     assert len(data["report"][0]["news"]["rows"]) == 200
     found = re.search(r"curves of all steps; (\d+) conversations of steps ([\d, ]+), of each the group", data["note"])
     assert int(found[1]) == len(data["report"][0]["episodes"]) >= 16 and found[2].startswith("1, ")
+    assert "; more did not fit. " in data["note"]
 
 
 def test_a_report_shows_the_group_with_signal_and_what_failed(run):

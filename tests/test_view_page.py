@@ -118,9 +118,9 @@ def episodes(step: int) -> list:
                 {"role": "assistant", "content": f"low {n}"},
             ]
             place = {"group_id": f"train/{step}/{group}", "reward": n / 4 + group}
-            found.append(trajectory(n, **place, actor="ann", messages=ann, turns=[said(3, f"high {n}")]))
             found.append(trajectory(n, **place, actor="ben", messages=ben, turns=[said(2, f"low {n}")]))
-    found[-1].status, found[-1].error, found[-1].reward = "failed", "the hook took too long", None
+            found.append(trajectory(n, **place, actor="ann", messages=ann, turns=[said(3, f"high {n}")]))
+    found[-2].status, found[-2].error, found[-2].reward = "failed", "the hook took too long", None
     return found
 
 
@@ -204,7 +204,7 @@ def test_tokens_are_coloured_and_tell_their_values(game, serve, page_of, tmp_pat
     write_trajectories(game / "tokens/step_000002.jsonl.zst", lines)
     page = page_of(serve(game) + "#talks")
     page.get_by_label("Actor").select_option("ann")
-    page.locator("#list button").nth(1).click()  # the third line of the file
+    page.locator("#list button").nth(1).click()  # the fourth line of the file
     page.get_by_role("button", name="This actor").click()
     by = page.get_by_label("Colour tokens by")
     for name in ("mask", "advantage", "logprob", "ratio", "gap", "entropy", "version"):
@@ -216,7 +216,7 @@ def test_tokens_are_coloured_and_tell_their_values(game, serve, page_of, tmp_pat
     page.locator(".tokens span").nth(2).hover()
     told = page.locator("#tip").inner_text().split("\n")
     assert told == ['"<|pad|>"  id 0', "sampled", "logprob (nats)  -0.5", "policy version  0", "advantage  2",
-                    "ratio new / old  2", "entropy (nats)  0.1", "engine-learner gap (nats)  0.25"]  # fmt: skip
+                    "ratio new / old  3", "entropy (nats)  0.1", "engine-learner gap (nats)  0.25"]  # fmt: skip
     page.locator(".tokens").press("ArrowRight")
     assert "ratio new / old  1.5" in page.locator("#tip").inner_text()
     picture(page, tmp_path, "tokens")

@@ -287,7 +287,7 @@ def unpacked(file: Path, version: int) -> bytes:
     with open(file, "rb") as raw:
         reader, parts = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True), []
         try:
-            while part := reader.read(1 << 20):
+            while part := reader.read(1 << 16):
                 parts.append(part)
         except zstandard.ZstdError:
             pass
