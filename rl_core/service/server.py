@@ -49,7 +49,7 @@ async def serve(args: argparse.Namespace, access: Access) -> int:
                 if hub:
                     hub.starts.drain()
                     hub.tell()
-                await asyncio.wait_for(first_of(now.wait(), asyncio.gather(*keepers)), args.drain_s)
+                await asyncio.wait_for(first_of(now.wait(), asyncio.wait(keepers)), args.drain_s)
         except asyncio.TimeoutError:
             print(f"sessions still ran after {args.drain_s:g} s", file=sys.stderr, flush=True)
         finally:
