@@ -47,7 +47,7 @@ class Uplink:
 
     def _run(self) -> None:
         """Serves the hub through broken connections."""
-        wait_s = 0.1
+        wait_s, told = 0.1, ""
         while not self.is_over.is_set():
             began_s, self.out, over = time.monotonic(), queue.SimpleQueue(), threading.Event()
             try:
@@ -59,7 +59,9 @@ class Uplink:
                 if e.code() in FATAL:
                     return self._tell_loop(self.refused, f"{self.address} refused this worker: {error}")
             over.set()
-            print(f"worker {self.worker.name}: {self.address}: {error}; again soon", file=sys.stderr, flush=True)
+            if error != told:
+                print(f"worker {self.worker.name}: {self.address}: {error}; again soon", file=sys.stderr, flush=True)
+                told = error
             wait_s = 0.1 if time.monotonic() - began_s > 5 else min(2 * wait_s, 2.0)
             self._check_parent()
             self.is_over.wait(wait_s)
