@@ -148,6 +148,13 @@ def test_the_server_gives_what_the_page_has_not_seen(run):
     assert one["turns"][0]["ids"] == [7, 8, 0, 1, 2] and one["turns"][0]["values"]["advantage"] == [-0.125] * 3
 
 
+def test_numbers_that_are_not_finite_are_null_for_the_browser(run):
+    odd = trajectory(0, metrics={"x": float("nan"), "y": float("-inf"), "z": 1.5})
+    write_trajectories(run.path / "rollouts/step_000002.jsonl.zst", [odd])
+    _, (_, text) = answers(run.path, (NEW, {}), ("/api/0/episode?revision=0&number=0", {}))
+    assert json.loads(text, parse_constant=pytest.fail)["metrics"] == {"x": None, "y": None, "z": 1.5}
+
+
 def test_nothing_but_the_named_runs_can_be_reached(run):
     (run.path / "secret.txt").write_text("secret")
     paths = [

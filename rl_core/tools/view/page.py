@@ -34,12 +34,20 @@ def make_page(data: dict[str, Any]) -> str:
         "title": escape(f"{', '.join(run['name'] for run in data['runs'])} - rl_core"),
         "style": asset("uPlot.min.css") + asset("view.css"),
         # Within a script element only `<` could end the data.
-        "data": json.dumps(data | {"fields": FIELDS}, separators=(",", ":")).replace("<", "\\u003c"),
+        "data": to_json(data | {"fields": FIELDS}).replace("<", "\\u003c"),
         "plot": plot,
         "script": script,
     }
     first, *rest = asset("view.html").split("{{")
     return first + "".join(parts[name] + text for name, _, text in (part.partition("}}") for part in rest))
+
+
+def to_json(value: Any) -> str:
+    """For a browser, which refuses NaN and infinity: they become null."""
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None))
 
 
 def outline(run: RunFolder) -> dict[str, Any]:

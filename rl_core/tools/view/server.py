@@ -10,7 +10,7 @@ from functools import partial
 from aiohttp import web
 
 from rl_core.tools.view.data import RunFolder
-from rl_core.tools.view.page import make_page, outline, summary, values_of
+from rl_core.tools.view.page import make_page, outline, summary, to_json, values_of
 from rl_core.tools.view.tokens import shown_episode
 
 SLICE_S = 0.8  # of reading or searching, in which others wait
@@ -28,10 +28,10 @@ class Viewer:
 
         def locked():
             with self.lock:
-                return work(self.runs[int(request.match_info["run"])], request)
+                return to_json(work(self.runs[int(request.match_info["run"])], request))
 
         try:
-            return web.json_response(await asyncio.to_thread(locked))
+            return web.json_response(text=await asyncio.to_thread(locked))
         except (IndexError, KeyError, ValueError, OSError) as error:
             return web.json_response({"error": str(error)}, status=404)
 
