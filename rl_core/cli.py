@@ -25,7 +25,7 @@ COMMANDS = {
     "replay": "learn a recorded step again without engines, also with another algorithm; compare with what was recorded",
     "view": "show curves, conversations and tokens of runs in a browser; live runs update; --report writes one file",
     "sandbox": "run a program as environments run what models write; say how this machine closes it in",
-    "info": "print versions, devices, extras, the sandbox's level, algorithms and environments",
+    "info": "print versions, devices, extras, algorithms and environments; what a metric is: info metrics NAME",
 }
 
 
