@@ -25,7 +25,7 @@ from rl_core.service import environments_pb2 as pb
 from rl_core.service.containers import ContainedEnv, ContainedSession, container_settings, find_runtime
 from rl_core.service.hosted import LocalEnv
 from rl_core.service.joining import join_all
-from rl_core.service.security import Access, add_access
+from rl_core.service.security import Access, add_flags
 from rl_core.service.session import ENDED, Session, has_ended
 from rl_core.service.uplink import Uplink
 from rl_core.service.wire import UNUSABLE, ServiceError, failed, wrong
@@ -291,15 +291,6 @@ async def run(args: argparse.Namespace, access: Access) -> None:
             for env in envs:
                 env.close()
             await runtime.close()
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("envs", nargs="*", metavar="ENV.py", help="environment files")
-    parser.add_argument("--capacity", type=int, default=1_000, help="sessions of each environment in one worker")
-    parser.add_argument("--idle_s", type=float, default=600.0, help="a session expires after so long without a request")
-    parser.add_argument("--hook_timeout_s", type=float, default=60.0, help="deadline of each call of a hook")
-    parser.add_argument("--join", default="", help="HOST:PORT of a controller, or several with commas")
-    add_access(parser)
 
 
 def main(argv: list[str] | None = None) -> int:

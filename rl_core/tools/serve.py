@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from rl_core.types import option
-
 EXTRA = "rl-core serve needs gRPC: pip install 'rl_core[service]'"
 
 
@@ -18,13 +16,15 @@ def main(argv: list[str]) -> int:
     from rl_core.service.security import Access
 
     args = read_flags(argv)
+    from rl_core.types import option
+
     serve = option("rl_core.service.server:serve")
     return asyncio.run(serve(args, Access.of(args)))
 
 
 def read_flags(argv: list[str]) -> argparse.Namespace:
     """Raises ValueError for flags that contradict each other."""
-    from rl_core.service.worker import add_flags
+    from rl_core.service.security import add_flags  # the worker would load numpy
 
     parser = argparse.ArgumentParser(prog="rl-core serve", description=__doc__, allow_abbrev=False)
     add_flags(parser)
