@@ -66,12 +66,12 @@ from types import SimpleNamespace
 max_turns = 4
 truncated_reward = -0.25
 
-def start(task, answer):
-    return SimpleNamespace(said=[], goal=int(answer))
+def start(task, answer, actor):
+    return SimpleNamespace(said=[], goal=int(answer), actor=actor)
 
 async def interact(messages, completion, state, trajectory):
     state.said.append(len(completion))
-    said = [{{"role": "user", "content": f"{{state.goal}} {{state.said}} {{len(trajectory.turns)}}"}}]
+    said = [{{"role": "user", "content": f"{{state.goal}} {{state.said}} {{len(trajectory.turns)}} {{state.actor}}"}}]
     return {{"messages": said, "reward": len(completion) / 7, "done": len(state.said) > state.goal % 4}}
 
 async def reward_fn(messages, state):
@@ -445,7 +445,8 @@ def test_a_start_that_was_given_up_leaves_no_session(roomy):
 
 def test_a_process_that_ends_takes_its_sessions_along_at_once_and_quietly(roomy):
     code = f"""
-import asyncio, sys, time
+import asyncio, sys, time, weakref
+weakref.finalize(type("Other", (), {{}}), int)  # another library's, so that its end comes after the connection's
 from rl_core.sampling.env import load_env
 from rl_core.types import Task
 env = load_env({roomy.url("count")!r})

@@ -69,7 +69,7 @@ class Session:
         self.served, self.start = served, start
         self.name, self.number = "", 0  # no name: it begins with the next request
         self.messages: list[dict] = []  # that the server has heard
-        self.past: list[tuple[pb.Said, pb.InteractReply, list[dict]]] = []  # with the messages after it
+        self.past: list[tuple[pb.Said, pb.InteractReply]] = []  # for a replay
         self.num_lost, self.lock = 0, asyncio.Lock()
         self.kept = {"session": "", "status": pb.CANCELLED}  # what the end needs, when this object is gone
         self.end = weakref.finalize(self, lambda end, kept: end(**kept), served.connection.end, self.kept)
@@ -82,7 +82,7 @@ class Session:
         served.connection.end(**self.kept)
         lost, self.kept["session"] = self.kept["session"], reply.session
         served.connection.hold(reply.session, reply.idle_s)
-        for number, (said, before, _) in enumerate(self.past, 1):
+        for number, (said, before) in enumerate(self.past, 1):
             again = pb.InteractRequest(session=reply.session, number=number, said=said)
             now = await served.ask(hook, task_id, served.limit_s, interact=again)
             if (now.messages, now.reward, now.done) != (before.messages, before.reward, before.done):
@@ -90,7 +90,7 @@ class Session:
                 error = ServiceError(StatusCode.ABORTED, message)
                 error.told_by_service = f"{served.url}: {message}"
                 raise error
-        self.messages = self.past[-1][2] if self.past else from_json(reply.messages, list, "messages")
+        self.messages = from_json(reply.messages, list, "messages")  # after a replay the rest is sent once more
         self.name, self.number = reply.session, len(self.past)
 
     async def ask(self, hook: pb.Hook, given: dict[str, Any], verb: str, **more: Any) -> tuple[Any, pb.Said]:
@@ -223,7 +223,7 @@ def interact_hook(served: Served, hook: pb.Hook) -> Callable:
         messages = from_json(reply.messages, list, "messages")
         state.messages = [*state.messages, *messages]
         if served.is_replaying:
-            state.past.append((said, reply, state.messages))
+            state.past.append((said, reply))
         if reply.done:
             state.kept["status"] = pb.COMPLETED
         return {"messages": messages, "reward": reply.reward if reply.HasField("reward") else None, "done": reply.done}

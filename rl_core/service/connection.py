@@ -161,13 +161,16 @@ class Connection:
                     elif gone_s > self.reconnect_s:
                         message = f"{self.address} could not be reached for {self.reconnect_s:g} s: {self.trouble}"
                         self._fail(Unreachable(grpc.StatusCode.UNAVAILABLE, message))
-                    elif gone_s > TELL_S and not is_told:
+                    elif gone_s > TELL_S and not is_told and self._is_waited_for():
                         is_told, limit = True, f"trying for {self.reconnect_s:g} s"
                         print(f"{self.address} cannot be reached: {self.trouble}; {limit}", file=sys.stderr, flush=True)
                     await asyncio.sleep(jittered(wait_s))
                     wait_s = min(2 * wait_s, BACKOFF_S[1])
         finally:
             renewing.cancel()
+
+    def _is_waited_for(self) -> bool:
+        return any(not request.HasField("renew") for request, _ in self.pending.values())
 
     async def _stream(self, channel: grpc.aio.Channel) -> tuple[grpc.StatusCode, str]:
         """Sends and settles until the stream breaks: why it did."""
