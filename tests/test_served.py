@@ -374,6 +374,11 @@ class Cutting:
                 writer.transport.abort()
             self.writers = set()
 
+    def end(self) -> None:
+        for task in self.tasks:
+            self.loop.call_soon_threadsafe(task.cancel)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
 
 def test_no_interaction_is_lost_or_done_twice_over_a_connection_that_breaks(service):
     proxy = Cutting(service.address, every_s=0.05)
@@ -390,7 +395,7 @@ def test_no_interaction_is_lost_or_done_twice_over_a_connection_that_breaks(serv
 
     for said in asyncio.run(talk_all()):
         assert said == [str(n) for n in range(1, len(said) + 1)]
-    proxy.loop.call_soon_threadsafe(proxy.loop.stop)
+    proxy.end()
 
 
 def test_sessions_are_renewed_while_nobody_asks_and_end_with_what_holds_them(service):

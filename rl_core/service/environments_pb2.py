@@ -4,116 +4,119 @@
 # source: rl_core/service/environments.proto
 # Protobuf Python Version: 6.31.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 6, 31, 1, "", "rl_core/service/environments.proto"
+    _runtime_version.Domain.PUBLIC,
+    6,
+    31,
+    1,
+    '',
+    'rl_core/service/environments.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n"rl_core/service/environments.proto\x12\nrl_core.v1"\x1e\n\x0f\x44\x65scribeRequest\x12\x0b\n\x03\x65nv\x18\x01 \x01(\t"6\n\rDescribeReply\x12%\n\x04\x65nvs\x18\x01 \x03(\x0b\x32\x17.rl_core.v1.Environment"\xf6\x01\n\x0b\x45nvironment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tmax_turns\x18\x02 \x01(\r\x12\r\n\x05tools\x18\x03 \x01(\t\x12\r\n\x05turns\x18\x04 \x01(\t\x12\x16\n\x0esystem_prompts\x18\x05 \x01(\t\x12\x13\n\x0bname_prefix\x18\x06 \x01(\x08\x12\x1d\n\x10truncated_reward\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x1f\n\x05hooks\x18\x08 \x03(\x0b\x32\x10.rl_core.v1.Hook\x12\x0e\n\x06idle_s\x18\t \x01(\x01\x12\x16\n\x0ehook_timeout_s\x18\n \x01(\x01\x42\x13\n\x11_truncated_reward"\x7f\n\x04Hook\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08required\x18\x02 \x03(\t\x12\x10\n\x08optional\x18\x03 \x03(\t\x12\x11\n\ttakes_all\x18\x04 \x01(\x08\x12\x11\n\tis_reward\x18\x05 \x01(\x08\x12\x0e\n\x06weight\x18\x06 \x01(\x01\x12\x0f\n\x07\x62\x61tched\x18\x07 \x01(\x08"H\n\x0cTasksRequest\x12\x0b\n\x03\x65nv\x18\x01 \x01(\t\x12\r\n\x05split\x18\x02 \x01(\t\x12\r\n\x05\x66irst\x18\x03 \x01(\x04\x12\r\n\x05\x63ount\x18\x04 \x01(\r")\n\nTasksReply\x12\x0c\n\x04rows\x18\x01 \x03(\t\x12\r\n\x05total\x18\x02 \x01(\x04"\x89\x01\n\x0cStartRequest\x12\x0b\n\x03\x65nv\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0f\n\x07task_id\x18\x03 \x01(\t\x12\x0b\n\x03row\x18\x04 \x01(\t\x12\x10\n\x08messages\x18\x05 \x01(\t\x12\x0e\n\x06\x61\x63tors\x18\x06 \x03(\t\x12\x11\n\tmax_turns\x18\x07 \x01(\r\x12\x0c\n\x04info\x18\x08 \x01(\t"N\n\nStartReply\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08messages\x18\x02 \x01(\t\x12\r\n\x05tools\x18\x03 \x01(\t\x12\x0e\n\x06idle_s\x18\x04 \x01(\x01"\x7f\n\x04Said\x12\x10\n\x08messages\x18\x01 \x01(\t\x12\x11\n\x04keep\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x61\x63tor\x18\x03 \x01(\t\x12\x17\n\ncompletion\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x12\n\ntrajectory\x18\x05 \x01(\tB\x07\n\x05_keepB\r\n\x0b_completion"R\n\x0fInteractRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x1e\n\x04said\x18\x03 \x01(\x0b\x32\x10.rl_core.v1.Said"\xdc\x01\n\rInteractReply\x12\x10\n\x08messages\x18\x01 \x01(\t\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\x12"\n\x06status\x18\x04 \x01(\x0e\x32\x12.rl_core.v1.Status\x12\x37\n\x07metrics\x18\x05 \x03(\x0b\x32&.rl_core.v1.InteractReply.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward"n\n\x0cScoreRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x1e\n\x04said\x18\x03 \x01(\x0b\x32\x10.rl_core.v1.Said\x12\r\n\x05hooks\x18\x04 \x03(\t\x12\x0e\n\x06\x61\x63tors\x18\x05 \x03(\t"X\n\nScoreReply\x12&\n\x06scores\x18\x01 \x03(\x0b\x32\x16.rl_core.v1.ActorScore\x12"\n\x06status\x18\x02 \x01(\x0e\x32\x12.rl_core.v1.Status"\xf1\x01\n\nActorScore\x12\r\n\x05\x61\x63tor\x18\x01 \x01(\t\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x30\n\x05parts\x18\x03 \x03(\x0b\x32!.rl_core.v1.ActorScore.PartsEntry\x12\x34\n\x07metrics\x18\x04 \x03(\x0b\x32#.rl_core.v1.ActorScore.MetricsEntry\x1a,\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01" \n\x0cRenewRequest\x12\x10\n\x08sessions\x18\x01 \x03(\t"\x1a\n\nRenewReply\x12\x0c\n\x04gone\x18\x01 \x03(\t"D\n\rCancelRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12"\n\x06status\x18\x02 \x01(\x0e\x32\x12.rl_core.v1.Status"1\n\x0b\x43\x61ncelReply\x12"\n\x06status\x18\x01 \x01(\x0e\x32\x12.rl_core.v1.Status"7\n\x0b\x43\x61llRequest\x12\x0b\n\x03\x65nv\x18\x01 \x01(\t\x12\x0c\n\x04hook\x18\x02 \x01(\t\x12\r\n\x05given\x18\x03 \x01(\t"\x1a\n\tCallReply\x12\r\n\x05value\x18\x01 \x01(\t"\x10\n\x0eWorkersRequest"\xaa\x01\n\x0cWorkersReply\x12#\n\x07workers\x18\x01 \x03(\x0b\x32\x12.rl_core.v1.Worker\x12\x10\n\x08uptime_s\x18\x02 \x01(\x01\x12\x34\n\x06queued\x18\x03 \x03(\x0b\x32$.rl_core.v1.WorkersReply.QueuedEntry\x1a-\n\x0bQueuedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01"\x8c\x01\n\x06Worker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x1f\n\x05loads\x18\x04 \x03(\x0b\x32\x10.rl_core.v1.Load\x12\x10\n\x08silent_s\x18\x05 \x01(\x01\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x14\n\x0cmemory_bytes\x18\x07 \x01(\x04"\xa7\x01\n\x04Load\x12\x0b\n\x03\x65nv\x18\x01 \x01(\t\x12\x10\n\x08sessions\x18\x02 \x01(\r\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\r\x12*\n\x05\x65nded\x18\x04 \x03(\x0b\x32\x1b.rl_core.v1.Load.EndedEntry\x12\x14\n\x0cinteractions\x18\x05 \x01(\x04\x1a,\n\nEndedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01"\xc3\x03\n\x07Request\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\x12/\n\x08\x64\x65scribe\x18\x03 \x01(\x0b\x32\x1b.rl_core.v1.DescribeRequestH\x00\x12)\n\x05tasks\x18\x04 \x01(\x0b\x32\x18.rl_core.v1.TasksRequestH\x00\x12)\n\x05start\x18\x05 \x01(\x0b\x32\x18.rl_core.v1.StartRequestH\x00\x12/\n\x08interact\x18\x06 \x01(\x0b\x32\x1b.rl_core.v1.InteractRequestH\x00\x12)\n\x05score\x18\x07 \x01(\x0b\x32\x18.rl_core.v1.ScoreRequestH\x00\x12)\n\x05renew\x18\x08 \x01(\x0b\x32\x18.rl_core.v1.RenewRequestH\x00\x12+\n\x06\x63\x61ncel\x18\t \x01(\x0b\x32\x19.rl_core.v1.CancelRequestH\x00\x12\'\n\x04\x63\x61ll\x18\n \x01(\x0b\x32\x17.rl_core.v1.CallRequestH\x00\x12-\n\x07workers\x18\x0b \x01(\x0b\x32\x1a.rl_core.v1.WorkersRequestH\x00\x42\x06\n\x04verb"\xb9\x03\n\x05Reply\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12-\n\x08\x64\x65scribe\x18\x04 \x01(\x0b\x32\x19.rl_core.v1.DescribeReplyH\x00\x12\'\n\x05tasks\x18\x05 \x01(\x0b\x32\x16.rl_core.v1.TasksReplyH\x00\x12\'\n\x05start\x18\x06 \x01(\x0b\x32\x16.rl_core.v1.StartReplyH\x00\x12-\n\x08interact\x18\x07 \x01(\x0b\x32\x19.rl_core.v1.InteractReplyH\x00\x12\'\n\x05score\x18\x08 \x01(\x0b\x32\x16.rl_core.v1.ScoreReplyH\x00\x12\'\n\x05renew\x18\t \x01(\x0b\x32\x16.rl_core.v1.RenewReplyH\x00\x12)\n\x06\x63\x61ncel\x18\n \x01(\x0b\x32\x17.rl_core.v1.CancelReplyH\x00\x12%\n\x04\x63\x61ll\x18\x0b \x01(\x0b\x32\x15.rl_core.v1.CallReplyH\x00\x12+\n\x07workers\x18\x0c \x01(\x0b\x32\x18.rl_core.v1.WorkersReplyH\x00\x42\x06\n\x04verb"1\n\x08Requests\x12%\n\x08requests\x18\x01 \x03(\x0b\x32\x13.rl_core.v1.Request"-\n\x07Replies\x12"\n\x07replies\x18\x01 \x03(\x0b\x32\x11.rl_core.v1.Reply"y\n\nFromWorker\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x11.rl_core.v1.Hello\x12%\n\theartbeat\x18\x02 \x01(\x0b\x32\x12.rl_core.v1.Worker\x12"\n\x07replies\x18\x03 \x03(\x0b\x32\x11.rl_core.v1.Reply"a\n\x05Hello\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x10\n\x08replaces\x18\x02 \x01(\t\x12%\n\x04\x65nvs\x18\x03 \x03(\x0b\x32\x17.rl_core.v1.Environment\x12\x0f\n\x07version\x18\x04 \x01(\t"F\n\x08ToWorker\x12%\n\x08requests\x18\x01 \x03(\x0b\x32\x13.rl_core.v1.Request\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01*\x8b\x01\n\x06Status\x12\x16\n\x12STATUS_UNSPECIFIED\x10\x00\x12\x0b\n\x07RUNNING\x10\x01\x12\r\n\tCOMPLETED\x10\x02\x12\r\n\tCANCELLED\x10\x03\x12\t\n\x05LIMIT\x10\x04\x12\x0f\n\x0b\x41GENT_ERROR\x10\x05\x12\x15\n\x11\x45NVIRONMENT_ERROR\x10\x06\x12\x0b\n\x07\x45XPIRED\x10\x07\x32\xf2\x04\n\x0c\x45nvironments\x12\x42\n\x08\x44\x65scribe\x12\x1b.rl_core.v1.DescribeRequest\x1a\x19.rl_core.v1.DescribeReply\x12\x39\n\x05Tasks\x12\x18.rl_core.v1.TasksRequest\x1a\x16.rl_core.v1.TasksReply\x12\x39\n\x05Start\x12\x18.rl_core.v1.StartRequest\x1a\x16.rl_core.v1.StartReply\x12\x42\n\x08Interact\x12\x1b.rl_core.v1.InteractRequest\x1a\x19.rl_core.v1.InteractReply\x12\x39\n\x05Score\x12\x18.rl_core.v1.ScoreRequest\x1a\x16.rl_core.v1.ScoreReply\x12\x39\n\x05Renew\x12\x18.rl_core.v1.RenewRequest\x1a\x16.rl_core.v1.RenewReply\x12<\n\x06\x43\x61ncel\x12\x19.rl_core.v1.CancelRequest\x1a\x17.rl_core.v1.CancelReply\x12\x36\n\x04\x43\x61ll\x12\x17.rl_core.v1.CallRequest\x1a\x15.rl_core.v1.CallReply\x12?\n\x07Workers\x12\x1a.rl_core.v1.WorkersRequest\x1a\x18.rl_core.v1.WorkersReply\x12\x37\n\x06Stream\x12\x14.rl_core.v1.Requests\x1a\x13.rl_core.v1.Replies(\x01\x30\x01\x32?\n\x03Hub\x12\x38\n\x04Join\x12\x16.rl_core.v1.FromWorker\x1a\x14.rl_core.v1.ToWorker(\x01\x30\x01\x62\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"rl_core/service/environments.proto\x12\nrl_core.v1\"\x1e\n\x0f\x44\x65scribeRequest\x12\x0b\n\x03\x65nv\x18\x01 \x01(\t\"6\n\rDescribeReply\x12%\n\x04\x65nvs\x18\x01 \x03(\x0b\x32\x17.rl_core.v1.Environment\"\xf6\x01\n\x0b\x45nvironment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tmax_turns\x18\x02 \x01(\r\x12\r\n\x05tools\x18\x03 \x01(\t\x12\r\n\x05turns\x18\x04 \x01(\t\x12\x16\n\x0esystem_prompts\x18\x05 \x01(\t\x12\x13\n\x0bname_prefix\x18\x06 \x01(\x08\x12\x1d\n\x10truncated_reward\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x1f\n\x05hooks\x18\x08 \x03(\x0b\x32\x10.rl_core.v1.Hook\x12\x0e\n\x06idle_s\x18\t \x01(\x01\x12\x16\n\x0ehook_timeout_s\x18\n \x01(\x01\x42\x13\n\x11_truncated_reward\"\x7f\n\x04Hook\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08required\x18\x02 \x03(\t\x12\x10\n\x08optional\x18\x03 \x03(\t\x12\x11\n\ttakes_all\x18\x04 \x01(\x08\x12\x11\n\tis_reward\x18\x05 \x01(\x08\x12\x0e\n\x06weight\x18\x06 \x01(\x01\x12\x0f\n\x07\x62\x61tched\x18\x07 \x01(\x08\"H\n\x0cTasksRequest\x12\x0b\n\x03\x65nv\x18\x01 \x01(\t\x12\r\n\x05split\x18\x02 \x01(\t\x12\r\n\x05\x66irst\x18\x03 \x01(\x04\x12\r\n\x05\x63ount\x18\x04 \x01(\r\")\n\nTasksReply\x12\x0c\n\x04rows\x18\x01 \x03(\t\x12\r\n\x05total\x18\x02 \x01(\x04\"\x89\x01\n\x0cStartRequest\x12\x0b\n\x03\x65nv\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0f\n\x07task_id\x18\x03 \x01(\t\x12\x0b\n\x03row\x18\x04 \x01(\t\x12\x10\n\x08messages\x18\x05 \x01(\t\x12\x0e\n\x06\x61\x63tors\x18\x06 \x03(\t\x12\x11\n\tmax_turns\x18\x07 \x01(\r\x12\x0c\n\x04info\x18\x08 \x01(\t\"N\n\nStartReply\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08messages\x18\x02 \x01(\t\x12\r\n\x05tools\x18\x03 \x01(\t\x12\x0e\n\x06idle_s\x18\x04 \x01(\x01\"\x7f\n\x04Said\x12\x10\n\x08messages\x18\x01 \x01(\t\x12\x11\n\x04keep\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x61\x63tor\x18\x03 \x01(\t\x12\x17\n\ncompletion\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x12\n\ntrajectory\x18\x05 \x01(\tB\x07\n\x05_keepB\r\n\x0b_completion\"R\n\x0fInteractRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x1e\n\x04said\x18\x03 \x01(\x0b\x32\x10.rl_core.v1.Said\"\xdc\x01\n\rInteractReply\x12\x10\n\x08messages\x18\x01 \x01(\t\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\x12\"\n\x06status\x18\x04 \x01(\x0e\x32\x12.rl_core.v1.Status\x12\x37\n\x07metrics\x18\x05 \x03(\x0b\x32&.rl_core.v1.InteractReply.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"n\n\x0cScoreRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x1e\n\x04said\x18\x03 \x01(\x0b\x32\x10.rl_core.v1.Said\x12\r\n\x05hooks\x18\x04 \x03(\t\x12\x0e\n\x06\x61\x63tors\x18\x05 \x03(\t\"X\n\nScoreReply\x12&\n\x06scores\x18\x01 \x03(\x0b\x32\x16.rl_core.v1.ActorScore\x12\"\n\x06status\x18\x02 \x01(\x0e\x32\x12.rl_core.v1.Status\"\xf1\x01\n\nActorScore\x12\r\n\x05\x61\x63tor\x18\x01 \x01(\t\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x30\n\x05parts\x18\x03 \x03(\x0b\x32!.rl_core.v1.ActorScore.PartsEntry\x12\x34\n\x07metrics\x18\x04 \x03(\x0b\x32#.rl_core.v1.ActorScore.MetricsEntry\x1a,\n\nPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\" \n\x0cRenewRequest\x12\x10\n\x08sessions\x18\x01 \x03(\t\"\x1a\n\nRenewReply\x12\x0c\n\x04gone\x18\x01 \x03(\t\"D\n\rCancelRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\"\n\x06status\x18\x02 \x01(\x0e\x32\x12.rl_core.v1.Status\"1\n\x0b\x43\x61ncelReply\x12\"\n\x06status\x18\x01 \x01(\x0e\x32\x12.rl_core.v1.Status\"7\n\x0b\x43\x61llRequest\x12\x0b\n\x03\x65nv\x18\x01 \x01(\t\x12\x0c\n\x04hook\x18\x02 \x01(\t\x12\r\n\x05given\x18\x03 \x01(\t\"\x1a\n\tCallReply\x12\r\n\x05value\x18\x01 \x01(\t\"\x10\n\x0eWorkersRequest\"\xaa\x01\n\x0cWorkersReply\x12#\n\x07workers\x18\x01 \x03(\x0b\x32\x12.rl_core.v1.Worker\x12\x10\n\x08uptime_s\x18\x02 \x01(\x01\x12\x34\n\x06queued\x18\x03 \x03(\x0b\x32$.rl_core.v1.WorkersReply.QueuedEntry\x1a-\n\x0bQueuedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x8c\x01\n\x06Worker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x1f\n\x05loads\x18\x04 \x03(\x0b\x32\x10.rl_core.v1.Load\x12\x10\n\x08silent_s\x18\x05 \x01(\x01\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x14\n\x0cmemory_bytes\x18\x07 \x01(\x04\"\xa7\x01\n\x04Load\x12\x0b\n\x03\x65nv\x18\x01 \x01(\t\x12\x10\n\x08sessions\x18\x02 \x01(\r\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\r\x12*\n\x05\x65nded\x18\x04 \x03(\x0b\x32\x1b.rl_core.v1.Load.EndedEntry\x12\x14\n\x0cinteractions\x18\x05 \x01(\x04\x1a,\n\nEndedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xc3\x03\n\x07Request\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\x12/\n\x08\x64\x65scribe\x18\x03 \x01(\x0b\x32\x1b.rl_core.v1.DescribeRequestH\x00\x12)\n\x05tasks\x18\x04 \x01(\x0b\x32\x18.rl_core.v1.TasksRequestH\x00\x12)\n\x05start\x18\x05 \x01(\x0b\x32\x18.rl_core.v1.StartRequestH\x00\x12/\n\x08interact\x18\x06 \x01(\x0b\x32\x1b.rl_core.v1.InteractRequestH\x00\x12)\n\x05score\x18\x07 \x01(\x0b\x32\x18.rl_core.v1.ScoreRequestH\x00\x12)\n\x05renew\x18\x08 \x01(\x0b\x32\x18.rl_core.v1.RenewRequestH\x00\x12+\n\x06\x63\x61ncel\x18\t \x01(\x0b\x32\x19.rl_core.v1.CancelRequestH\x00\x12\'\n\x04\x63\x61ll\x18\n \x01(\x0b\x32\x17.rl_core.v1.CallRequestH\x00\x12-\n\x07workers\x18\x0b \x01(\x0b\x32\x1a.rl_core.v1.WorkersRequestH\x00\x42\x06\n\x04verb\"\xb9\x03\n\x05Reply\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12-\n\x08\x64\x65scribe\x18\x04 \x01(\x0b\x32\x19.rl_core.v1.DescribeReplyH\x00\x12\'\n\x05tasks\x18\x05 \x01(\x0b\x32\x16.rl_core.v1.TasksReplyH\x00\x12\'\n\x05start\x18\x06 \x01(\x0b\x32\x16.rl_core.v1.StartReplyH\x00\x12-\n\x08interact\x18\x07 \x01(\x0b\x32\x19.rl_core.v1.InteractReplyH\x00\x12\'\n\x05score\x18\x08 \x01(\x0b\x32\x16.rl_core.v1.ScoreReplyH\x00\x12\'\n\x05renew\x18\t \x01(\x0b\x32\x16.rl_core.v1.RenewReplyH\x00\x12)\n\x06\x63\x61ncel\x18\n \x01(\x0b\x32\x17.rl_core.v1.CancelReplyH\x00\x12%\n\x04\x63\x61ll\x18\x0b \x01(\x0b\x32\x15.rl_core.v1.CallReplyH\x00\x12+\n\x07workers\x18\x0c \x01(\x0b\x32\x18.rl_core.v1.WorkersReplyH\x00\x42\x06\n\x04verb\"1\n\x08Requests\x12%\n\x08requests\x18\x01 \x03(\x0b\x32\x13.rl_core.v1.Request\"-\n\x07Replies\x12\"\n\x07replies\x18\x01 \x03(\x0b\x32\x11.rl_core.v1.Reply\"y\n\nFromWorker\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x11.rl_core.v1.Hello\x12%\n\theartbeat\x18\x02 \x01(\x0b\x32\x12.rl_core.v1.Worker\x12\"\n\x07replies\x18\x03 \x03(\x0b\x32\x11.rl_core.v1.Reply\"a\n\x05Hello\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x10\n\x08replaces\x18\x02 \x01(\t\x12%\n\x04\x65nvs\x18\x03 \x03(\x0b\x32\x17.rl_core.v1.Environment\x12\x0f\n\x07version\x18\x04 \x01(\t\"F\n\x08ToWorker\x12%\n\x08requests\x18\x01 \x03(\x0b\x32\x13.rl_core.v1.Request\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01*\x8b\x01\n\x06Status\x12\x16\n\x12STATUS_UNSPECIFIED\x10\x00\x12\x0b\n\x07RUNNING\x10\x01\x12\r\n\tCOMPLETED\x10\x02\x12\r\n\tCANCELLED\x10\x03\x12\t\n\x05LIMIT\x10\x04\x12\x0f\n\x0b\x41GENT_ERROR\x10\x05\x12\x15\n\x11\x45NVIRONMENT_ERROR\x10\x06\x12\x0b\n\x07\x45XPIRED\x10\x07\x32\xf2\x04\n\x0c\x45nvironments\x12\x42\n\x08\x44\x65scribe\x12\x1b.rl_core.v1.DescribeRequest\x1a\x19.rl_core.v1.DescribeReply\x12\x39\n\x05Tasks\x12\x18.rl_core.v1.TasksRequest\x1a\x16.rl_core.v1.TasksReply\x12\x39\n\x05Start\x12\x18.rl_core.v1.StartRequest\x1a\x16.rl_core.v1.StartReply\x12\x42\n\x08Interact\x12\x1b.rl_core.v1.InteractRequest\x1a\x19.rl_core.v1.InteractReply\x12\x39\n\x05Score\x12\x18.rl_core.v1.ScoreRequest\x1a\x16.rl_core.v1.ScoreReply\x12\x39\n\x05Renew\x12\x18.rl_core.v1.RenewRequest\x1a\x16.rl_core.v1.RenewReply\x12<\n\x06\x43\x61ncel\x12\x19.rl_core.v1.CancelRequest\x1a\x17.rl_core.v1.CancelReply\x12\x36\n\x04\x43\x61ll\x12\x17.rl_core.v1.CallRequest\x1a\x15.rl_core.v1.CallReply\x12?\n\x07Workers\x12\x1a.rl_core.v1.WorkersRequest\x1a\x18.rl_core.v1.WorkersReply\x12\x37\n\x06Stream\x12\x14.rl_core.v1.Requests\x1a\x13.rl_core.v1.Replies(\x01\x30\x01\x32?\n\x03Hub\x12\x38\n\x04Join\x12\x16.rl_core.v1.FromWorker\x1a\x14.rl_core.v1.ToWorker(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "rl_core.service.environments_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rl_core.service.environments_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_INTERACTREPLY_METRICSENTRY"]._loaded_options = None
-    _globals["_INTERACTREPLY_METRICSENTRY"]._serialized_options = b"8\001"
-    _globals["_ACTORSCORE_PARTSENTRY"]._loaded_options = None
-    _globals["_ACTORSCORE_PARTSENTRY"]._serialized_options = b"8\001"
-    _globals["_ACTORSCORE_METRICSENTRY"]._loaded_options = None
-    _globals["_ACTORSCORE_METRICSENTRY"]._serialized_options = b"8\001"
-    _globals["_WORKERSREPLY_QUEUEDENTRY"]._loaded_options = None
-    _globals["_WORKERSREPLY_QUEUEDENTRY"]._serialized_options = b"8\001"
-    _globals["_LOAD_ENDEDENTRY"]._loaded_options = None
-    _globals["_LOAD_ENDEDENTRY"]._serialized_options = b"8\001"
-    _globals["_STATUS"]._serialized_start = 3798
-    _globals["_STATUS"]._serialized_end = 3937
-    _globals["_DESCRIBEREQUEST"]._serialized_start = 50
-    _globals["_DESCRIBEREQUEST"]._serialized_end = 80
-    _globals["_DESCRIBEREPLY"]._serialized_start = 82
-    _globals["_DESCRIBEREPLY"]._serialized_end = 136
-    _globals["_ENVIRONMENT"]._serialized_start = 139
-    _globals["_ENVIRONMENT"]._serialized_end = 385
-    _globals["_HOOK"]._serialized_start = 387
-    _globals["_HOOK"]._serialized_end = 514
-    _globals["_TASKSREQUEST"]._serialized_start = 516
-    _globals["_TASKSREQUEST"]._serialized_end = 588
-    _globals["_TASKSREPLY"]._serialized_start = 590
-    _globals["_TASKSREPLY"]._serialized_end = 631
-    _globals["_STARTREQUEST"]._serialized_start = 634
-    _globals["_STARTREQUEST"]._serialized_end = 771
-    _globals["_STARTREPLY"]._serialized_start = 773
-    _globals["_STARTREPLY"]._serialized_end = 851
-    _globals["_SAID"]._serialized_start = 853
-    _globals["_SAID"]._serialized_end = 980
-    _globals["_INTERACTREQUEST"]._serialized_start = 982
-    _globals["_INTERACTREQUEST"]._serialized_end = 1064
-    _globals["_INTERACTREPLY"]._serialized_start = 1067
-    _globals["_INTERACTREPLY"]._serialized_end = 1287
-    _globals["_INTERACTREPLY_METRICSENTRY"]._serialized_start = 1230
-    _globals["_INTERACTREPLY_METRICSENTRY"]._serialized_end = 1276
-    _globals["_SCOREREQUEST"]._serialized_start = 1289
-    _globals["_SCOREREQUEST"]._serialized_end = 1399
-    _globals["_SCOREREPLY"]._serialized_start = 1401
-    _globals["_SCOREREPLY"]._serialized_end = 1489
-    _globals["_ACTORSCORE"]._serialized_start = 1492
-    _globals["_ACTORSCORE"]._serialized_end = 1733
-    _globals["_ACTORSCORE_PARTSENTRY"]._serialized_start = 1641
-    _globals["_ACTORSCORE_PARTSENTRY"]._serialized_end = 1685
-    _globals["_ACTORSCORE_METRICSENTRY"]._serialized_start = 1230
-    _globals["_ACTORSCORE_METRICSENTRY"]._serialized_end = 1276
-    _globals["_RENEWREQUEST"]._serialized_start = 1735
-    _globals["_RENEWREQUEST"]._serialized_end = 1767
-    _globals["_RENEWREPLY"]._serialized_start = 1769
-    _globals["_RENEWREPLY"]._serialized_end = 1795
-    _globals["_CANCELREQUEST"]._serialized_start = 1797
-    _globals["_CANCELREQUEST"]._serialized_end = 1865
-    _globals["_CANCELREPLY"]._serialized_start = 1867
-    _globals["_CANCELREPLY"]._serialized_end = 1916
-    _globals["_CALLREQUEST"]._serialized_start = 1918
-    _globals["_CALLREQUEST"]._serialized_end = 1973
-    _globals["_CALLREPLY"]._serialized_start = 1975
-    _globals["_CALLREPLY"]._serialized_end = 2001
-    _globals["_WORKERSREQUEST"]._serialized_start = 2003
-    _globals["_WORKERSREQUEST"]._serialized_end = 2019
-    _globals["_WORKERSREPLY"]._serialized_start = 2022
-    _globals["_WORKERSREPLY"]._serialized_end = 2192
-    _globals["_WORKERSREPLY_QUEUEDENTRY"]._serialized_start = 2147
-    _globals["_WORKERSREPLY_QUEUEDENTRY"]._serialized_end = 2192
-    _globals["_WORKER"]._serialized_start = 2195
-    _globals["_WORKER"]._serialized_end = 2335
-    _globals["_LOAD"]._serialized_start = 2338
-    _globals["_LOAD"]._serialized_end = 2505
-    _globals["_LOAD_ENDEDENTRY"]._serialized_start = 2461
-    _globals["_LOAD_ENDEDENTRY"]._serialized_end = 2505
-    _globals["_REQUEST"]._serialized_start = 2508
-    _globals["_REQUEST"]._serialized_end = 2959
-    _globals["_REPLY"]._serialized_start = 2962
-    _globals["_REPLY"]._serialized_end = 3403
-    _globals["_REQUESTS"]._serialized_start = 3405
-    _globals["_REQUESTS"]._serialized_end = 3454
-    _globals["_REPLIES"]._serialized_start = 3456
-    _globals["_REPLIES"]._serialized_end = 3501
-    _globals["_FROMWORKER"]._serialized_start = 3503
-    _globals["_FROMWORKER"]._serialized_end = 3624
-    _globals["_HELLO"]._serialized_start = 3626
-    _globals["_HELLO"]._serialized_end = 3723
-    _globals["_TOWORKER"]._serialized_start = 3725
-    _globals["_TOWORKER"]._serialized_end = 3795
-    _globals["_ENVIRONMENTS"]._serialized_start = 3940
-    _globals["_ENVIRONMENTS"]._serialized_end = 4566
-    _globals["_HUB"]._serialized_start = 4568
-    _globals["_HUB"]._serialized_end = 4631
+  DESCRIPTOR._loaded_options = None
+  _globals['_INTERACTREPLY_METRICSENTRY']._loaded_options = None
+  _globals['_INTERACTREPLY_METRICSENTRY']._serialized_options = b'8\001'
+  _globals['_ACTORSCORE_PARTSENTRY']._loaded_options = None
+  _globals['_ACTORSCORE_PARTSENTRY']._serialized_options = b'8\001'
+  _globals['_ACTORSCORE_METRICSENTRY']._loaded_options = None
+  _globals['_ACTORSCORE_METRICSENTRY']._serialized_options = b'8\001'
+  _globals['_WORKERSREPLY_QUEUEDENTRY']._loaded_options = None
+  _globals['_WORKERSREPLY_QUEUEDENTRY']._serialized_options = b'8\001'
+  _globals['_LOAD_ENDEDENTRY']._loaded_options = None
+  _globals['_LOAD_ENDEDENTRY']._serialized_options = b'8\001'
+  _globals['_STATUS']._serialized_start=3798
+  _globals['_STATUS']._serialized_end=3937
+  _globals['_DESCRIBEREQUEST']._serialized_start=50
+  _globals['_DESCRIBEREQUEST']._serialized_end=80
+  _globals['_DESCRIBEREPLY']._serialized_start=82
+  _globals['_DESCRIBEREPLY']._serialized_end=136
+  _globals['_ENVIRONMENT']._serialized_start=139
+  _globals['_ENVIRONMENT']._serialized_end=385
+  _globals['_HOOK']._serialized_start=387
+  _globals['_HOOK']._serialized_end=514
+  _globals['_TASKSREQUEST']._serialized_start=516
+  _globals['_TASKSREQUEST']._serialized_end=588
+  _globals['_TASKSREPLY']._serialized_start=590
+  _globals['_TASKSREPLY']._serialized_end=631
+  _globals['_STARTREQUEST']._serialized_start=634
+  _globals['_STARTREQUEST']._serialized_end=771
+  _globals['_STARTREPLY']._serialized_start=773
+  _globals['_STARTREPLY']._serialized_end=851
+  _globals['_SAID']._serialized_start=853
+  _globals['_SAID']._serialized_end=980
+  _globals['_INTERACTREQUEST']._serialized_start=982
+  _globals['_INTERACTREQUEST']._serialized_end=1064
+  _globals['_INTERACTREPLY']._serialized_start=1067
+  _globals['_INTERACTREPLY']._serialized_end=1287
+  _globals['_INTERACTREPLY_METRICSENTRY']._serialized_start=1230
+  _globals['_INTERACTREPLY_METRICSENTRY']._serialized_end=1276
+  _globals['_SCOREREQUEST']._serialized_start=1289
+  _globals['_SCOREREQUEST']._serialized_end=1399
+  _globals['_SCOREREPLY']._serialized_start=1401
+  _globals['_SCOREREPLY']._serialized_end=1489
+  _globals['_ACTORSCORE']._serialized_start=1492
+  _globals['_ACTORSCORE']._serialized_end=1733
+  _globals['_ACTORSCORE_PARTSENTRY']._serialized_start=1641
+  _globals['_ACTORSCORE_PARTSENTRY']._serialized_end=1685
+  _globals['_ACTORSCORE_METRICSENTRY']._serialized_start=1230
+  _globals['_ACTORSCORE_METRICSENTRY']._serialized_end=1276
+  _globals['_RENEWREQUEST']._serialized_start=1735
+  _globals['_RENEWREQUEST']._serialized_end=1767
+  _globals['_RENEWREPLY']._serialized_start=1769
+  _globals['_RENEWREPLY']._serialized_end=1795
+  _globals['_CANCELREQUEST']._serialized_start=1797
+  _globals['_CANCELREQUEST']._serialized_end=1865
+  _globals['_CANCELREPLY']._serialized_start=1867
+  _globals['_CANCELREPLY']._serialized_end=1916
+  _globals['_CALLREQUEST']._serialized_start=1918
+  _globals['_CALLREQUEST']._serialized_end=1973
+  _globals['_CALLREPLY']._serialized_start=1975
+  _globals['_CALLREPLY']._serialized_end=2001
+  _globals['_WORKERSREQUEST']._serialized_start=2003
+  _globals['_WORKERSREQUEST']._serialized_end=2019
+  _globals['_WORKERSREPLY']._serialized_start=2022
+  _globals['_WORKERSREPLY']._serialized_end=2192
+  _globals['_WORKERSREPLY_QUEUEDENTRY']._serialized_start=2147
+  _globals['_WORKERSREPLY_QUEUEDENTRY']._serialized_end=2192
+  _globals['_WORKER']._serialized_start=2195
+  _globals['_WORKER']._serialized_end=2335
+  _globals['_LOAD']._serialized_start=2338
+  _globals['_LOAD']._serialized_end=2505
+  _globals['_LOAD_ENDEDENTRY']._serialized_start=2461
+  _globals['_LOAD_ENDEDENTRY']._serialized_end=2505
+  _globals['_REQUEST']._serialized_start=2508
+  _globals['_REQUEST']._serialized_end=2959
+  _globals['_REPLY']._serialized_start=2962
+  _globals['_REPLY']._serialized_end=3403
+  _globals['_REQUESTS']._serialized_start=3405
+  _globals['_REQUESTS']._serialized_end=3454
+  _globals['_REPLIES']._serialized_start=3456
+  _globals['_REPLIES']._serialized_end=3501
+  _globals['_FROMWORKER']._serialized_start=3503
+  _globals['_FROMWORKER']._serialized_end=3624
+  _globals['_HELLO']._serialized_start=3626
+  _globals['_HELLO']._serialized_end=3723
+  _globals['_TOWORKER']._serialized_start=3725
+  _globals['_TOWORKER']._serialized_end=3795
+  _globals['_ENVIRONMENTS']._serialized_start=3940
+  _globals['_ENVIRONMENTS']._serialized_end=4566
+  _globals['_HUB']._serialized_start=4568
+  _globals['_HUB']._serialized_end=4631
 # @@protoc_insertion_point(module_scope)
