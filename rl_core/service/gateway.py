@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import ssl
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 
 from aiohttp import web
 from google.protobuf import json_format
@@ -29,6 +32,20 @@ HTTP = {
     "DEADLINE_EXCEEDED": 504,
 }
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+async def open_http(hub: Hub, access: Access, args: argparse.Namespace, stack: AsyncExitStack) -> int:
+    """The port."""
+    context, metrics = None, Metrics(hub)
+    if access.cert:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(args.tls_cert, args.tls_key)
+    runner = web.AppRunner(make_app(hub, access, metrics), access_log=None, handler_cancellation=True)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    host = args.host.strip("[]")
+    await web.TCPSite(runner, host, args.http_port, ssl_context=context, shutdown_timeout=1.0).start()
+    return runner.addresses[0][1]
 
 
 def make_app(hub: Hub, access: Access, metrics: Metrics) -> web.Application:
@@ -76,17 +93,13 @@ def make_app(hub: Hub, access: Access, metrics: Metrics) -> web.Application:
 class Metrics:
     """What a hub knows, when Prometheus asks."""
 
-    hub: Hub
-
-    def __init__(self):
-        self.registry = CollectorRegistry()
+    def __init__(self, hub: Hub):
+        self.hub, self.registry = hub, CollectorRegistry()
         about = "Seconds from a request's arrival to its reply, time in the queue included"
         self.seconds = Histogram("rl_core_request_seconds", about, ["verb"], buckets=BUCKETS, registry=self.registry)
         self.of_verb = {verb: self.seconds.labels(verb) for verb in (*REQUESTS, "none")}
         self.registry.register(self)
-
-    def observe(self, verb: str, seconds: float) -> None:
-        self.of_verb[verb].observe(seconds)
+        hub.observe = lambda verb, seconds: self.of_verb[verb].observe(seconds)
 
     def describe(self) -> list:
         return []

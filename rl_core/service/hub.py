@@ -41,15 +41,9 @@ UNREAD = 16 << 20  # bytes of replies that a client has not read, after which th
 
 
 class Hub:
-    def __init__(
-        self,
-        access: Access,
-        *,
-        heartbeat_s: float = 2.0,
-        max_queue: int = 10_000,
-        observe: Callable[[str, float], None] = lambda verb, seconds: None,
-    ):
-        self.access, self.heartbeat_s, self.observe = access, heartbeat_s, observe
+    def __init__(self, access: Access, *, heartbeat_s: float = 2.0, max_queue: int = 10_000):
+        self.access, self.heartbeat_s = access, heartbeat_s
+        self.observe: Callable[[str, float], None] = lambda verb, seconds: None  # of each request that was answered
         self.links: dict[str, WorkerLink] = {}
         self.lost: dict[str, float] = {}  # worker -> when it was last heard; 0: known to be dead
         self.past: dict[str, pb.Worker] = {}  # worker that is gone -> its last heartbeat, for totals

@@ -8,21 +8,19 @@ import ipaddress
 import os
 import secrets
 import signal
-import ssl
 import sys
 import tempfile
 import time
 from contextlib import AsyncExitStack, suppress
 
 import grpc
-from aiohttp import web
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rl_core.service.gateway import Metrics, make_app
 from rl_core.service.hub import Hub
 from rl_core.service.security import TOKEN_VARIABLE, Access
 from rl_core.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS, HUB, UNUSABLE
+from rl_core.types import option
 
 # Two servers on one port would share its clients; workers that have nothing to say send pings.
 SERVER_OPTIONS = [("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)]
@@ -90,8 +88,7 @@ def check_host(args: argparse.Namespace, access: Access) -> None:
 async def open_hub(args: argparse.Namespace, access: Access, stack: AsyncExitStack) -> tuple[Hub, str]:
     """The hub, and the address for workers of this machine: a socket in a private folder, which needs no TLS."""
     check_host(args, access)
-    metrics = Metrics()
-    hub = metrics.hub = Hub(access, heartbeat_s=args.heartbeat_s, max_queue=args.queue, observe=metrics.observe)
+    hub = Hub(access, heartbeat_s=args.heartbeat_s, max_queue=args.queue)
     server = grpc.aio.server(options=[*CHANNEL_OPTIONS, *SERVER_OPTIONS])
     hub.add_to(server)
     servicer = health.aio.HealthServicer()
@@ -116,16 +113,8 @@ async def open_hub(args: argparse.Namespace, access: Access, stack: AsyncExitSta
         stack.callback(asyncio.ensure_future(task).cancel)
     print(f"serving on {address.rpartition(':')[0]}:{port}", flush=True)
     if args.http_port is not None:
-        context = None
-        if access.cert:
-            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            context.load_cert_chain(args.tls_cert, args.tls_key)
-        runner = web.AppRunner(make_app(hub, access, metrics), access_log=None, handler_cancellation=True)
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        site = web.TCPSite(runner, host, args.http_port, ssl_context=context, shutdown_timeout=1.0)
-        await site.start()
-        print(f"HTTP on {address.rpartition(':')[0]}:{runner.addresses[0][1]}", flush=True)
+        http_port = await option("rl_core.service.gateway:open_http")(hub, access, args, stack)
+        print(f"HTTP on {address.rpartition(':')[0]}:{http_port}", flush=True)
     return hub, join
 
 
