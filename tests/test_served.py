@@ -375,9 +375,14 @@ class Cutting:
             self.writers = set()
 
     def end(self) -> None:
-        for task in self.tasks:
-            self.loop.call_soon_threadsafe(task.cancel)
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        async def stop() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            self.loop.stop()
+
+        asyncio.run_coroutine_threadsafe(stop(), self.loop)
 
 
 def test_no_interaction_is_lost_or_done_twice_over_a_connection_that_breaks(service):

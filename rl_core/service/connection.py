@@ -104,10 +104,6 @@ class Connection:
             await asyncio.sleep(jittered(wait_s))
             wait_s = min(2 * wait_s, BACKOFF_S[1])
 
-    def ask_now(self, timeout_s: float, **verb: Any) -> Any:
-        """As ask(), for a thread that may wait."""
-        return asyncio.run_coroutine_threadsafe(self.ask(timeout_s, **verb), self.loop).result()
-
     def hold(self, session: str, idle_s: float) -> None:
         """Renews a session until end()."""
         self.loop.call_soon_threadsafe(self.sessions.__setitem__, session, idle_s)
