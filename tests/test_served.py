@@ -413,6 +413,23 @@ def test_sessions_are_renewed_while_nobody_asks_and_end_with_what_holds_them(ser
     assert asyncio.run(wait()) == "1"
 
 
+def test_a_forked_process_is_told_that_grpc_does_not_work_there(service):
+    env = load_env(service.url("count"))
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        num_told = 0
+        try:
+            for load in (lambda: env.load_tasks("train"), lambda: load_env(service.url("talk"))):
+                with pytest.raises(ValueError, match="this process was forked"):
+                    load()
+                num_told += 1
+        finally:
+            os._exit(num_told)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+    assert len(env.load_tasks("train")) == 8
+
+
 @pytest.fixture
 def roomy(examples, token):
     """A service on which a session that nobody ends stays for minutes."""

@@ -59,7 +59,10 @@ class Served:
 
     def ask_now(self, hook: str, timeout_s: float, **verb: Any) -> Any:
         """As ask(), for a thread that may wait."""
-        return asyncio.run_coroutine_threadsafe(self.ask(hook, "", timeout_s, **verb), self.connection.loop).result()
+        asked = self.ask(hook, "", timeout_s, **verb)
+        if os.getpid() != self.connection.pid:
+            return asyncio.run(asked)  # says that it was forked; the loop's thread is its parent's
+        return asyncio.run_coroutine_threadsafe(asked, self.connection.loop).result()
 
 
 class Session:
@@ -131,7 +134,7 @@ class Session:
 
 
 @cache
-def connect(address: str, token_file: str, ca: str, is_tls: bool, reconnect_s: float, pid: int) -> Connection:
+def connect(address: str, token_file: str, ca: str, is_tls: bool, reconnect_s: float) -> Connection:
     """The one of this process."""
     access = Access(token=read_token(token_file), ca=Path(ca).read_bytes() if ca else None, tls=is_tls)
     return Connection(address, access, reconnect_s)
@@ -151,7 +154,7 @@ def parse(url: str) -> Served:
         raise ValueError(f"{plain_url}: on_lost={on_lost} must be fail or replay")
     reconnect_s, is_tls = float(settings.get("reconnect_s", RECONNECT_S)), parts.scheme == "grpcs"
     files = settings.get("token_file", ""), settings.get("ca", "")
-    connection = connect(parts.netloc, *files, is_tls, reconnect_s, os.getpid())
+    connection = connect(parts.netloc, *files, is_tls, reconnect_s)
     return Served(url=plain_url, name=name, connection=connection, is_replaying=on_lost == "replay")
 
 

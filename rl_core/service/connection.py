@@ -40,13 +40,13 @@ class Unreachable(ServiceError):
 
 
 @cache
-def service_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all connections of this process, in a thread of its own. Nothing else touches what they hold, so that
-    neither threads nor garbage collections that end sessions meet a lock."""
+def service_loop() -> tuple[asyncio.AbstractEventLoop, int]:
+    """The event loop of all connections of this process, in a thread of its own, and the process. Nothing else touches what they
+    hold, so that neither threads nor garbage collections that end sessions meet a lock. A fork has the same, without the thread:
+    gRPC cannot go on there."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="service", daemon=True)
     thread.start()
-    os.register_at_fork(after_in_child=service_loop.cache_clear)
 
     def stop(pid: int = os.getpid()) -> None:
         if os.getpid() == pid:
@@ -54,13 +54,13 @@ def service_loop() -> asyncio.AbstractEventLoop:
             thread.join(EXIT_S)
 
     atexit.register(stop)
-    return loop
+    return loop, os.getpid()
 
 
 class Connection:
     def __init__(self, address: str, access: Access, reconnect_s: float):
         self.address, self.access, self.reconnect_s = address, access, reconnect_s
-        self.loop, self.pid, self.ids = service_loop(), os.getpid(), itertools.count(1)
+        (self.loop, self.pid), self.ids = service_loop(), itertools.count(1)
         # The loop's thread alone uses these.
         self.pending: dict[int, tuple[pb.Request, Future]] = {}  # in the order in which they were sent
         self.sessions: dict[str, float] = {}  # those to renew: name -> seconds after which it would expire
@@ -78,7 +78,9 @@ class Connection:
             message = f"a request of {size / 2**20:.1f} MiB; at most {MAX_REQUEST >> 20} can be sent"
             future.set_exception(ServiceError(grpc.StatusCode.INVALID_ARGUMENT, message))
         elif os.getpid() != self.pid:
-            message = f"{self.address} was connected before this process was forked; load the environment after it"
+            message = (
+                "this process was forked from one with a connection to a service, so gRPC does not work here; spawn it"
+            )
             future.set_exception(ServiceError(grpc.StatusCode.FAILED_PRECONDITION, message))
         else:
             self.loop.call_soon_threadsafe(self._post, request, future)
