@@ -22,7 +22,7 @@ import zstandard
 
 from rl_core.config import flat
 
-FILE = re.compile(r"(step|eval)_(\d+)_?([^.]*)(?:\.rank_\d+)?\.jsonl\.zst")
+FILE = re.compile(r"(step|eval)_(\d+)_?(.*?)(?:\.rank_\d+)?\.jsonl\.zst")
 TOKEN_IDS = re.compile(rb'"token_ids": \[([^\]]*)\]')
 PREVIEW_CHARS = 120
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first takes a tenth of the time

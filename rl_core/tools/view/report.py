@@ -85,7 +85,8 @@ def episodes_of(run: RunFolder, entries: list[Entry], tokenizers: dict[str, Any]
         episode = shown_episode(run, e, tokenizers.get(e.actor))
         if sum(len(turn["ids"]) for turn in episode["turns"]) > MAX_TOKENS:
             episode |= {"turns": [], "note": f"Tokens of episodes beyond {MAX_TOKENS} are left out of a report."}
-        num_bytes += len(json.dumps(episode))
+        text = json.dumps(episode)
+        num_bytes += len(text) + 5 * text.count("<")  # which the page writes as \u003c
         if num_bytes > MAX_BYTES:
             return found, False
         found.append(episode)

@@ -88,11 +88,13 @@ def entry_of(run: RunFolder, request: web.Request, name: str):
 def search(run: RunFolder, request: web.Request) -> dict:
     """Numbers of trajectories in which the text stands, from `first` on, as far as a moment suffices."""
     deadline, number, found = time.monotonic() + SLICE_S, int(request.query["first"]), []
-    while number < len(run.entries) and time.monotonic() < deadline:
+    while number < len(run.entries):
         part = run.entries[number : number + 64]
         places = {id(e): n for n, e in enumerate(part, number)}
         found += [places[id(e)] for e in run.search(request.query["q"], part)]
         number += len(part)
+        if time.monotonic() > deadline:
+            break
     return {"found": found, "next": number if number < len(run.entries) else None}
 
 

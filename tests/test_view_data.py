@@ -1,0 +1,225 @@
+"""rl-core view: folders of unusual runs, the values of tokens, and what a report leaves out. test_view.py has the usual."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from types import SimpleNamespace
+
+import yaml
+from test_view import NEW, answers, report_of, run, said, trajectory, write_metrics  # noqa: F401
+
+from rl_core.data.rows import write_trajectories, write_whole
+from rl_core.tools.view import server
+from rl_core.tools.view.data import RunFolder, matching, panels_of
+from rl_core.tools.view.page import make_page
+from rl_core.tools.view.report import write_at_end
+from rl_core.tools.view.tokens import shown_episode
+from rl_core.types import Completion, Turn
+
+
+def write_step(folder, step, rows, name="step_{:06d}"):
+    write_trajectories(folder / f"rollouts/{name.format(step)}.jsonl.zst", rows)
+
+
+def test_a_line_of_metrics_is_read_when_it_is_complete(run):  # noqa: F811
+    file = run.path / "metrics.jsonl"
+    write_metrics(run.path, [{"step": 2, "learn/policy/loss": 0.0}], "a")
+    text = file.read_text()
+    file.write_text(text[:-9])
+    run.refresh()
+    assert [row["step"] for row in run.rows] == [1]
+    with open(file, "a") as more:
+        more.write(text[-9:])
+    run.refresh()
+    assert run.curves() == {"rollout/policy/reward_mean": [(1, 0.5)], "learn/policy/loss": [(2, 0.0)]}
+
+
+def test_a_resumed_run_is_read_anew_where_its_files_are_as_long_as_before(run):  # noqa: F811
+    metrics, file = run.path / "metrics.jsonl", run.path / "rollouts/step_000001.jsonl.zst"
+    write_step(run.path, 1, [trajectory(n, reward=2.0) for n in range(4)])
+    run.refresh()
+    size = file.stat().st_size
+    write_whole(metrics, metrics.read_text().replace("0.5", "0.7") + '{"step": 2}\n')
+    write_step(run.path, 1, [trajectory(n, reward=5.0) for n in range(4)])
+    assert file.stat().st_size == size
+    run.refresh()
+    assert [row.get("rollout/policy/reward_mean") for row in run.rows] == [0.7, None]
+    assert {e.reward for e in matching(run.entries, kind="train")} == {5.0}
+
+
+def test_rollouts_are_read_newest_first_and_each_once_however_often_the_time_ends(run):  # noqa: F811
+    for step in (999_999, 1_000_000):
+        write_step(run.path, step, [trajectory(step)])
+    assert not run.refresh(-1.0) and not run.entries and len(run.rows) == 1
+    assert run.refresh()
+    assert list(dict.fromkeys(e.step for e in run.entries)) == [1_000_000, 999_999, 1]
+    assert run.refresh(-1.0) and len(run.entries) == 7
+
+
+def test_evaluations_of_several_sets_are_told_apart(run):  # noqa: F811
+    for name in ("greedy_aime", "sampled_maths_aime", "greedy_maths.v2.rank_00001"):
+        write_step(run.path, 2, [trajectory(0)], f"eval_{{:06d}}_{name}")
+    run.refresh()
+    assert {e.kind for e in matching(run.entries, step=2)} == {"greedy aime", "sampled maths_aime", "greedy maths.v2"}
+
+
+def test_calls_of_tools_are_searched(run):  # noqa: F811
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Malmö"}}}
+    row = trajectory(0, messages=[{"role": "assistant", "content": "", "tool_calls": [call]}])
+    write_step(run.path, 2, [row, trajectory(1)])
+    run.refresh()
+    assert [e.step for e in run.search("malmö", run.entries)] == [2]
+
+
+def test_what_belongs_together_has_one_panel():
+    panels = {
+        "evaluation": ["eval/letters/greedy_score", "eval/maths/aime/bob/pass@8", "eval/letters/avg@8", "eval/loss"],
+        "entropy (nats)": ["learn/bob/entropy_nats"],
+        "KL (nats)": ["learn/bob/step_kl_nats", "learn/bob/ref_kl_nats"],
+        "engine-learner mismatch": ["learn/bob/mismatch_kl_nats", "learn/bob/canary_max_diff"],
+        "clip fraction": ["learn/bob/clip_frac"],
+        "gradient norm": ["learn/bob/grad_norm"],
+        "failed, truncated, without signal": ["rollout/bob/failed", "rollout/bob/zero_signal_frac"],
+        "staleness (versions)": ["rollout/staleness", "rollout/staleness_max", "rollout/bob/lag_versions"],
+        "memory (GiB)": ["memory/generate_gib", "memory/learn_gib"],
+        "fill": ["pack/fill_frac"],
+    }
+    found = panels_of(name for names in panels.values() for name in names)
+    assert {title: sorted(curves.values()) for title, curves in found.items()} == {
+        title: sorted(names) for title, names in panels.items()
+    }
+
+
+def test_an_advantage_is_over_the_episodes_of_one_actor_seat_environment_and_step(run):  # noqa: F811
+    def row(n, reward, env="letters", **more):
+        made = trajectory(n, group_id="g", reward=reward, **more)
+        made.env = env
+        return made
+
+    others = [row(0, 50.0, actor="bob"), row(0, 60.0, seat="black"), row(0, 70.0, env="digits")]
+    failed = row(2, None, status="failed", error="why")
+    write_step(run.path, 2, [row(0, 1.0), row(1, 4.0), failed, *others])
+    write_step(run.path, 3, [row(0, 80.0)])
+    write_step(run.path, 2, [row(0, 90.0)], "eval_{:06d}_greedy")
+    run.refresh()
+    own = matching(run.entries, step=2, kind="train")
+    values = [shown_episode(run, e)["turns"][0]["values"].get("advantage") for e in own]
+    assert values == [[-1.5] * 3, [1.5] * 3, None, [0.0] * 3, [0.0] * 3, [0.0] * 3]
+
+
+def test_each_token_has_its_own_logprob_and_version(run, tiny_model):  # noqa: F811
+    done = Completion(
+        token_ids=[20, 21, 22, 23], logprobs=[-0.1, -0.2, -0.3, -0.4], text="", finish_reason="stop",
+        policy_version=3, newer_versions=[(1, 4), (3, 6)],
+    )  # fmt: skip
+    write_step(run.path, 2, [trajectory(0, actor="alice", turns=[Turn(new_ids=[9], is_fresh=True, completion=done)])])
+    own = {"bob": {"model": str(tiny_model)}, "alice": {"share": "bob"}}
+    (run.path / "config.yaml").write_text(yaml.safe_dump({"actors": own}))
+    (run.path / "tokens").mkdir()
+    recorded = {"turns": [{"logprobs": [-0.15, -0.2, None, -0.5], "ratios": [1.0, 2.0, 3.0]}]}  # a token too few
+    write_trajectories(run.path / "tokens/step_000002.jsonl.zst", [recorded])
+    run.refresh()
+    [turn] = shown_episode(run, matching(run.entries, step=2)[0])["turns"]
+    assert turn["values"] == {
+        "logprob": [-0.1, -0.2, -0.3, -0.4], "version": [3, 4, 4, 6], "advantage": [0.0] * 4,
+        "gap": [-0.05, 0.0, None, -0.1],
+    }  # fmt: skip
+    assert turn["num_new"] == 1 and len(turn["texts"]) == 5 and all(turn["texts"])  # by the tokenizer of bob's model
+
+
+# The server and the page
+
+
+def test_a_live_run_gives_only_new_rows_and_keeps_all_panels_and_definitions(run):  # noqa: F811
+    write_metrics(run.path, [{"step": 2, "learn/policy/grad_norm": 0.123456}], "a")
+    _, (_, text) = answers(run.path, (NEW, {}), ("/api/0/new?revision=0&rows=1&entries=5", {}))
+    news = json.loads(text)
+    assert (news["rows"], news["entries"]) == ([[2, 0.12346]], [])
+    assert news["panels"].keys() == {"reward", "gradient norm"}
+    assert "(reward); healthy: rises" in news["about"]["rollout/policy/reward_mean"]
+
+
+def test_what_was_seen_of_a_run_before_it_was_resumed_counts_for_nothing(run):  # noqa: F811
+    write_step(run.path, 1, [trajectory(n) for n in range(150)])
+    (run.path / "rollouts/eval_000001_greedy.rank_00001.jsonl.zst").unlink()
+    found = answers(run.path, (NEW, {}), ("/api/0/new?revision=7&rows=1&entries=140", {}))
+    news = json.loads(found[1][1])
+    assert (len(news["entries"]), len(news["rows"])) == (150, 1)
+
+
+def test_a_search_goes_on_where_the_time_ended(run, monkeypatch):  # noqa: F811
+    write_step(run.path, 1, [trajectory(n, messages=[{"role": "user", "content": f"x{n % 70}x"}]) for n in range(150)])
+    run.read_rollouts(run.rollouts()[-1:])
+    ask = {"q": "X65x", "first": "0"}
+    whole = {"found": [65, 135], "next": None}
+    assert server.search(run, SimpleNamespace(query=ask)) == whole
+    monkeypatch.setattr(server, "SLICE_S", -1.0)
+    found = []
+    for _ in range(3):
+        part = server.search(run, SimpleNamespace(query=ask))
+        found.append(part["found"])
+        ask["first"] = str(part["next"])
+    assert found == [[], [65], [135]] and ask["first"] == "None"
+
+
+def test_the_name_of_a_run_cannot_end_the_title():
+    page = make_page({"runs": [{"name": "</title><script>&lt;", "config": {}}]})
+    assert re.search("<title>(.*?)</title>", page)[1].startswith("&lt;/title&gt;&lt;script&gt;&amp;lt;")
+
+
+# The report
+
+
+def test_a_report_of_a_long_run_keeps_all_evaluations(run):  # noqa: F811
+    rows = [{"step": step, "learn/policy/loss": step / 7} for step in range(1, 2501)]
+    rows += [{"step": step, "eval/letters/greedy_score": 0.5} for step in range(100, 2501, 100)]
+    write_metrics(run.path, sorted(rows, key=lambda row: row["step"]))
+    data = report_of(run.path)
+    names = ["step", *data["report"][0]["news"]["names"]]
+    shown = [dict(zip(names, row, strict=True)) for row in data["report"][0]["news"]["rows"]]
+    assert [row["step"] for row in shown if row["eval/letters/greedy_score"]] == [*range(100, 2501, 100)]
+    assert 800 < len(shown) < 1030 and "every 3. step;" in data["note"]
+
+
+def test_a_report_of_text_that_is_all_markup_is_small_too(run):  # noqa: F811
+    for step in range(1, 9):
+        messages = [{"role": "assistant", "content": "<" * 60_000}]
+        write_step(run.path, step, [trajectory(n, group_id="g", messages=messages) for n in range(8)])
+    data = report_of(run.path)
+    assert (run.path / "report.html").stat().st_size < 3_000_000 and "more did not fit" in data["note"]
+    assert len(data["report"][0]["news"]["entries"]) == len(data["report"][0]["episodes"]) > 1
+
+
+def test_a_report_has_the_first_and_the_last_step_and_no_tokens_of_long_episodes(run):  # noqa: F811
+    for step in range(2, 21):
+        write_step(run.path, step, [trajectory(0, turns=[said(3000 if step == 20 else 2)])])
+    [own] = report_of(run.path)["report"]
+    assert {1, 20} <= {entry[1] for entry in own["news"]["entries"]} and len(own["news"]["entries"]) < 20
+    assert own["episodes"][-1]["turns"] == [] and "left out" in own["episodes"][-1]["note"]
+
+
+def test_the_report_of_a_run_waits_for_its_last_rollouts_and_one_rank_writes_it(run):  # noqa: F811
+    async def end(is_writer: bool) -> None:
+        async def write() -> None:
+            await asyncio.sleep(0.01)
+            write_step(run.path, 2, [trajectory(0)])
+
+        ranks, plan = SimpleNamespace(is_writer=is_writer), SimpleNamespace(chats={})
+        await write_at_end(
+            SimpleNamespace(out=run.path, ranks=ranks, plan=plan, writing=asyncio.ensure_future(write()))
+        )
+
+    asyncio.run(end(False))
+    assert not (run.path / "report.html").exists()
+    asyncio.run(end(True))
+    assert "conversations of steps 1, 2," in (run.path / "report.html").read_text()
+
+
+def test_a_folder_with_metrics_alone_is_a_run(tmp_path):
+    write_metrics(tmp_path, [{"step": 1, "learn/policy/loss": None}, {"step": 2, "learn/policy/loss": None}])
+    only = RunFolder(tmp_path)
+    assert only.refresh() and not only.entries and not only.config and not only.is_live and not only.warnings
+    [own] = report_of(tmp_path)["report"]
+    assert own["news"]["rows"] == [[1, None], [2, None]] and own["episodes"] == []
