@@ -22,7 +22,7 @@ from rl_core.service import environments_pb2 as pb
 from rl_core.service.containers import ContainedEnv, Runtime, Settings, container_settings
 from rl_core.service.gateway import Metrics
 from rl_core.service.hub import Hub
-from rl_core.service.security import TOKEN_VARIABLE, Access
+from rl_core.service.security import TOKEN_VARIABLE
 from rl_core.service.wire import ENVIRONMENTS, REPLIES, REQUESTS, UNUSABLE
 from rl_core.service.worker import Worker
 from rl_core.tools.serve import read_flags
@@ -397,9 +397,7 @@ def test_manifests_fit_together():
     assert ("Deployment", scaler["scaleTargetRef"]["name"]) in of
     rules = yaml.safe_load((ROOT / "scripts/k8s/prometheus_adapter/values.yaml").read_text())["rules"]["external"]
     assert [m["external"]["metric"]["name"] for m in scaler["metrics"]] == [rule["name"]["as"] for rule in rules]
-    metrics = Metrics()
-    metrics.hub = Hub(Access())
-    exported = {metric.name for metric in metrics.collect()}
+    exported = {metric.name for metric in Metrics(Hub()).collect()}
     for rule in rules:
         assert {rule["seriesQuery"], *re.findall(r"sum\((\w+)\)", rule["metricsQuery"])} <= exported
 

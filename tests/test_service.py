@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import queue
@@ -26,12 +27,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rl_core import cli
 from rl_core.service import environments_pb2 as pb
+from rl_core.service.hub import Hub
+from rl_core.service.links import WorkerLink
 from rl_core.service.security import TOKEN_VARIABLE
 from rl_core.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS, HUB, MAX_REQUEST, REPLIES, REQUESTS
 
 TOKEN = "correct-horse-battery"
 COUNTER = """
-import asyncio, os
+import asyncio, os, time
 
 max_turns = 1000
 
@@ -47,8 +50,10 @@ async def interact(messages, state):
     word, _, number = messages[-1]["content"].partition(" ")
     if word == "die":
         os._exit(7)
+    if word == "block":
+        time.sleep(float(number))
     if word == "fail":
-        raise RuntimeError("no luck")
+        raise RuntimeError("é" * int(number or 0))
     if word == "sleep":
         await asyncio.sleep(float(number))
     state["count"] += 1
@@ -195,9 +200,9 @@ def service(counter):
         yield service
 
 
-def post(service: Service, verb: str, body: bytes | dict, token: str | None = None) -> tuple[int, dict]:
+def post(service: Service, verb: str, body: bytes | dict, token: str | None = None, **more: str) -> tuple[int, dict]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(f"{service.http}/v1/{verb}", data, dict(service.metadata(token)))
+    request = urllib.request.Request(f"{service.http}/v1/{verb}", data, dict(service.metadata(token)) | more)
     try:
         with urllib.request.urlopen(request, timeout=30) as reply:
             return reply.status, json.load(reply)
@@ -269,6 +274,31 @@ def test_a_start_is_not_lost_when_its_client_goes_away(counter):
 
 
 # --- workers that die
+
+
+def test_a_key_that_waits_twice_starts_on_one_worker():
+    async def play() -> list[int]:
+        full, free = (pb.Worker(loads=[pb.Load(env="e", sessions=n, capacity=1)]) for n in (1, 0))
+        hub = Hub()
+        hub.links |= {name: WorkerLink(pb.Hello(worker=name), full) for name in ("a", "b")}
+        request = pb.Request(start=pb.StartRequest(env="e", key="k"))
+        waiting = [asyncio.ensure_future(hub.starts.start(request)) for _ in range(2)]
+        await asyncio.sleep(0)
+        for link in hub.links.values():
+            link.hear(free)
+        hub.tell()
+        await asyncio.sleep(0.01)
+        for task in waiting:
+            task.cancel()
+        return sorted(len(link.waiting) for link in hub.links.values())
+
+    assert asyncio.run(play()) == [0, 2]
+
+
+def test_a_worker_that_blocks_is_not_taken_for_dead(service):
+    session = service.start()
+    assert service.interact(session, 1, "block 2") == "1"  # longer than the silence that removes a worker
+    assert service.interact(session, 2) == "2"
 
 
 def test_a_crash_ends_the_sessions_of_its_worker_alone(service):
@@ -397,6 +427,11 @@ def test_what_is_too_large_fails_alone(service):
     assert service.interact(session, 3) == "3"
 
 
+def test_an_error_that_is_too_long_for_a_header_is_cut(service):
+    code, text = service.refused("interact", session=service.start(), number=1, said=said("fail 9000"))
+    assert code == StatusCode.UNKNOWN and "RuntimeError: éé" in text and 1000 < len(text.encode()) <= 2000
+
+
 # --- security
 
 
@@ -412,11 +447,29 @@ def test_every_verb_needs_the_token(service):
         assert error.value.code() == StatusCode.UNAUTHENTICATED
 
 
-def test_the_token_stands_in_no_command_line_or_output(service):
+def test_what_a_stranger_sends_is_not_read_into_memory(service):
+    def peak_mib() -> int:
+        return int(re.search(r"VmHWM:\s+(\d+)", (process / "status").read_text())[1]) >> 10
+
+    process = Path(f"/proc/{service.process.pid}")
+    (process / "clear_refs").write_text("5")  # the peak is that from here on
+    before, data = peak_mib(), b"x" * (60 << 20)
+    starts = [service.channel().unary_unary(f"/{ENVIRONMENTS}/Start").future(data, timeout=30) for _ in range(3)]
+    assert [start.code() for start in starts] == [StatusCode.UNAUTHENTICATED] * 3
+    assert peak_mib() - before < 60
+
+
+def test_the_token_stands_in_no_command_line_output_or_environment_of_workers(service):
     server = psutil.Process(service.process.pid)
-    lines = [" ".join(process.cmdline()) for process in (server, *server.children(recursive=True))]
+    workers = server.children(recursive=True)
+    lines = [" ".join(process.cmdline()) for process in (server, *workers)]
     assert len(lines) >= 3 and not any(TOKEN in line for line in lines)
+    assert not any(TOKEN.encode() in Path(f"/proc/{worker.pid}/environ").read_bytes() for worker in workers)
     assert TOKEN not in service.text()
+
+
+def test_a_page_in_a_browser_may_not_ask(service):
+    assert post(service, "workers", {}, Origin="https://example.com")[0] == 403
 
 
 def test_tls_by_files(counter, tmp_path):

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
-import grpc
 import pytest
 
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.hosted import LocalEnv
-from rl_core.service.wire import ENVIRONMENTS, REPLIES, REQUESTS
 from rl_core.service.worker import Worker
 
 ROOT = Path(__file__).parent.parent
@@ -452,45 +447,3 @@ def test_functions_without_a_session(worker_of):
         await call("advantage_fn", "wrong", rewards=5)
 
     asyncio.run(main(worker_of(code)))
-
-
-BLOCKS = """
-import time
-
-capacity = 3
-
-async def interact(completion):
-    if completion == "block":
-        time.sleep(2.5)
-    return [{"role": "user", "content": completion}]
-"""
-
-
-def test_a_worker_that_blocks_is_not_taken_for_dead(tmp_path):
-    (tmp_path / "blocks.py").write_text(BLOCKS)
-    command = [sys.executable, "-m", "rl_core.cli", "serve", str(tmp_path / "blocks.py"), "--port", "0"]
-    command += ["--workers", "1", "--heartbeat_s", "0.3"]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
-    with server, grpc.insecure_channel(server.stdout.readline().split()[-1]) as channel:
-
-        def ask(verb: str, **given):
-            call = channel.unary_unary(
-                f"/{ENVIRONMENTS}/{verb.title()}",
-                request_serializer=REQUESTS[verb].SerializeToString,
-                response_deserializer=REPLIES[verb].FromString,
-            )
-            return call(REQUESTS[verb](**given), timeout=30)
-
-        def say(text: str) -> str:
-            return ask("interact", session=session, said=pb.Said(messages=ASSISTANT % text)).messages
-
-        try:
-            session = ask("start", env="blocks", row='{"prompt": "x"}').session
-            assert "block" in say("block")  # longer than the silence that removes a worker
-            assert "after" in say("after")
-            [worker] = ask("workers").workers
-            assert (worker.name, worker.loads[0].capacity) == (session.partition(".")[0], 3)
-            assert 2**23 < worker.memory_bytes < 2**31
-        finally:
-            server.kill()

@@ -24,6 +24,7 @@ HTTP = {
     "INVALID_ARGUMENT": 400,
     "FAILED_PRECONDITION": 400,
     "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
     "NOT_FOUND": 404,
     "ALREADY_EXISTS": 409,
     "ABORTED": 409,
@@ -52,6 +53,8 @@ def make_app(hub: Hub, access: Access, metrics: Metrics) -> web.Application:
     """POST /v1/start, /v1/interact ...; GET /metrics, which needs no token."""
 
     async def answer(verb: str, request: web.Request) -> pb.Reply:
+        if "Origin" in request.headers:  # a page of any site would reach a service of this machine without a token
+            raise ServiceError(StatusCode.PERMISSION_DENIED, "pages in a browser may not ask")
         if not access.is_right(request.headers.get("Authorization", "")):
             raise ServiceError(StatusCode.UNAUTHENTICATED, "the token is missing or wrong: Authorization: Bearer TOKEN")
         if verb not in REQUESTS:

@@ -59,6 +59,23 @@ class Access:
         return grpc.insecure_channel(address, options)
 
 
+class Admission(grpc.aio.ServerInterceptor):
+    """Refuses calls of some services without the token, before their messages are read into memory."""
+
+    def __init__(self, access: Access, services: tuple[str, ...]):
+        self.access, self.methods = access, tuple(f"/{service}/" for service in services)
+
+    async def intercept_service(self, continuation, details):
+        if not details.method.startswith(self.methods) or self.access.admits(details.invocation_metadata):
+            return await continuation(details)
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+async def refuse(_, context: grpc.aio.ServicerContext) -> None:
+    message = "the bearer token is missing or wrong: authorization: Bearer TOKEN"
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
+
+
 def read_token(path: str) -> str:
     """The token of a file, or of the environment variable. Raises ValueError for one that a header cannot hold."""
     token = Path(path).read_text(encoding="utf-8").strip() if path else os.environ.get(TOKEN_VARIABLE, "").strip()

@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rl_core.service.hub import Hub
-from rl_core.service.security import TOKEN_VARIABLE, Access
+from rl_core.service.security import TOKEN_VARIABLE, Access, Admission
 from rl_core.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS, HUB, UNUSABLE
 from rl_core.types import option
 
@@ -88,8 +88,9 @@ def check_host(args: argparse.Namespace, access: Access) -> None:
 async def open_hub(args: argparse.Namespace, access: Access, stack: AsyncExitStack) -> tuple[Hub, str]:
     """The hub, and the address for workers of this machine: a socket in a private folder, which needs no TLS."""
     check_host(args, access)
-    hub = Hub(access, heartbeat_s=args.heartbeat_s, max_queue=args.queue)
-    server = grpc.aio.server(options=[*CHANNEL_OPTIONS, *SERVER_OPTIONS])
+    hub = Hub(heartbeat_s=args.heartbeat_s, max_queue=args.queue)
+    admission = Admission(access, (ENVIRONMENTS, HUB))
+    server = grpc.aio.server(interceptors=[admission], options=[*CHANNEL_OPTIONS, *SERVER_OPTIONS])
     hub.add_to(server)
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
@@ -138,8 +139,12 @@ async def keep_worker(args: argparse.Namespace, token: str, join: str, hub: Hub 
         for flag in ("capacity", "idle_s", "hook_timeout_s"):
             command += [f"--{flag}", str(getattr(args, flag))]
         command += ["--tls_ca", args.tls_ca] if args.tls_ca and hub is None else []
-        env = os.environ | ({TOKEN_VARIABLE: token} if token else {})
-        process = await asyncio.create_subprocess_exec(*command, env=env, start_new_session=True)
+        command += ["--token_file", "/dev/stdin"] if token else []
+        # Not by a variable: /proc would show it to every program that the worker's environments start.
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, start_new_session=True)
+        process.stdin.write(token.encode())
+        process.stdin.close()
         drainer = asyncio.ensure_future(drain(process, stop))
         try:
             code = await process.wait()

@@ -30,6 +30,10 @@ class Starts:
             if self.draining:
                 raise is_draining()
             link = await self.known(key) or self.reserve(env) or await self.wait(env, is_first)
+            if self.worker_of.get(key, link.name) != link.name:  # it came twice, and the other one waited less
+                link.started[env] -= 1
+                self.release()
+                continue
             if request.start.key:
                 self.worker_of[key] = link.name
                 if len(self.worker_of) > KEPT_KEYS:
@@ -47,6 +51,7 @@ class Starts:
         try:
             return await self.link_of(self.worker_of[key]) if key in self.worker_of else None
         except ServiceError:
+            self.worker_of.pop(key, None)
             return None
 
     def reserve(self, env: str, *, is_next: bool = False) -> WorkerLink | None:
