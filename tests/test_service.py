@@ -236,8 +236,9 @@ def test_health_and_reflection_tell_of_the_service(service):
 
 
 def test_the_same_key_gives_the_same_session(service):
-    sessions = {service.start(key=f"key {n}") for n in range(4)}
-    assert len(sessions) == 4 and {service.start(key=f"key {n}") for n in range(4)} == sessions
+    sessions = [service.start(key=f"key {n}") for n in range(9)]
+    assert len(set(sessions)) == 9
+    assert [service.start(key=f"key {n}") for n in reversed(range(9))] == sessions[::-1]
 
 
 def test_starts_wait_in_their_order_and_too_many_are_refused(counter):
@@ -333,6 +334,48 @@ def test_a_silent_worker_is_removed_and_its_sessions_go_on_when_it_is_back(servi
         os.kill(pid, signal.SIGCONT)
     wait_until(lambda: session[:12] in {worker.name for worker in service.workers()}, "the worker is back")
     assert service.interact(session, 1) == "1"  # done once, though it was asked twice
+
+
+class LazyWorker:
+    """A worker that ends its connection instead of answering, and comes back as one that answers."""
+
+    def __init__(self, service: Service, name: str):
+        self.service, self.name, self.heard, self.joined = service, name, [], threading.Semaphore(0)
+        self.thread = threading.Thread(target=lambda: (self.join(False), self.join(True)))
+        self.thread.start()
+        assert self.joined.acquire(timeout=10)
+
+    def join(self, answers: bool) -> None:
+        self.out: queue.SimpleQueue = queue.SimpleQueue()
+        self.out.put(pb.FromWorker(hello=pb.Hello(worker=self.name)))
+        call = self.service.channel().stream_stream(
+            f"/{HUB}/Join",
+            request_serializer=pb.FromWorker.SerializeToString,
+            response_deserializer=pb.ToWorker.FromString,
+        )
+        for message in call(iter(self.out.get, None), metadata=self.service.metadata(), timeout=30):
+            if not message.requests:
+                self.joined.release()
+            for request in message.requests:
+                self.heard.append(request.interact.number)
+                reply = pb.Reply(id=request.id, interact=pb.InteractReply(messages='[{"content": "back"}]'))
+                self.out.put(pb.FromWorker(replies=[reply]) if answers else None)
+
+    def close(self) -> None:
+        self.out.put(None)
+        self.thread.join(30)
+
+
+def test_only_a_numbered_request_is_asked_again_when_the_connection_broke(service):
+    first = LazyWorker(service, "ab" * 6)
+    assert service.refused("interact", session=f"{first.name}.{'0' * 16}", said=said())[0] == StatusCode.ABORTED
+    assert first.joined.acquire(timeout=10)
+    second = LazyWorker(service, "cd" * 6)
+    assert service.interact(f"{second.name}.{'0' * 16}", 1) == "back"
+    assert (first.heard, second.heard) == ([0], [1, 1])
+    for worker in (first, second):
+        worker.close()
+    wait_until(lambda: not {first.name, second.name} & {w.name for w in service.workers()}, "they are gone")
 
 
 def test_workers_end_with_their_server(counter):

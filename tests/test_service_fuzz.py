@@ -22,6 +22,7 @@ OK, NOT_FOUND, WRONG = StatusCode.OK, StatusCode.NOT_FOUND, StatusCode.INVALID_A
 ENDED, EXISTS, LOST = StatusCode.FAILED_PRECONDITION, StatusCode.ALREADY_EXISTS, StatusCode.DATA_LOSS
 NOT_JSON = ["", "{", "nul", "'x'", "[1,]", '{"a": NaN}', "[Infinity]", "[" * 100_000, "1" * 5_000, "\x00", '"\ud7ff']
 NOT_ROWS = [*NOT_JSON[1:], "[]", "3", '"x"', "null", "{}", '{"prompt": 3}', '{"messages": "x"}', '{"messages": []}']
+NOT_ROWS += ['{"prompt": "x", "a": NaN}', '{"prompt": "x", "a": [-Infinity]}']
 NOT_MESSAGES = [
     *NOT_JSON[1:],
     "{}",
