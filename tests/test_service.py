@@ -515,30 +515,28 @@ def test_a_page_in_a_browser_may_not_ask(service):
     assert post(service, "workers", {}, Origin="https://example.com")[0] == 403
 
 
-def test_tls_by_files(counter, tmp_path):
-    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+def made_certificate(folder: Path) -> tuple[list, Path]:
+    """(flags of a server, its certificate)."""
+    key, cert = folder / "key.pem", folder / "cert.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
     names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
     subprocess.run([*command.split(), *names], check=True, capture_output=True)
-    tls = ["--tls_cert", cert, "--tls_key", key]
+    return ["--tls_cert", cert, "--tls_key", key], cert
+
+
+def test_tls_by_files(counter, tmp_path):
+    tls, cert = made_certificate(tmp_path)
     with serving("--controller", "--port", 0, *tls, token=TOKEN, ca=cert.read_bytes()) as hub:
         join = ["--join", hub.address.replace("127.0.0.1", "localhost"), "--tls_ca", cert, "--workers", 1]
         with serving(counter, *join, token=TOKEN):
             assert hub.interact(hub.start(), 1) == "1"
-        plain = Service.__new__(Service)
-        plain.address, plain.ca, plain.channels, plain.token = hub.address, None, [], TOKEN
-        with pytest.raises(grpc.RpcError) as error:
-            plain.call("workers", timeout_s=1)
-        assert error.value.code() in (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED)
-        plain.channels[0].close()
+        with grpc.insecure_channel(hub.address) as plain, pytest.raises(grpc.RpcError):
+            plain.unary_unary(f"/{ENVIRONMENTS}/Workers")(b"", metadata=hub.metadata(), timeout=1)
 
 
 def test_local_workers_join_without_tls_in_a_private_folder(counter, tmp_path):
-    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*command.split(), *names], check=True, capture_output=True)
-    flags = ["--port", 0, "--http_port", 0, "--workers", 1, "--tls_cert", cert, "--tls_key", key]
+    tls, cert = made_certificate(tmp_path)
+    flags = ["--port", 0, "--http_port", 0, "--workers", 1, *tls]
     with serving(counter, *flags, token=TOKEN, ca=cert.read_bytes()) as service:
         assert service.interact(service.start(), 1) == "1"
         [worker] = psutil.Process(service.process.pid).children()

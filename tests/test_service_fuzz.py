@@ -10,13 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import grpc
-import psutil
 import pytest
 from grpc import StatusCode
-from test_service import COUNTER, TOKEN, Service, post, said, serving
+from test_service import COUNTER, TOKEN, Service, post, serving
 
 from rl_core.service import environments_pb2 as pb
-from rl_core.service.wire import CODES, ENVIRONMENTS, HUB, MAX_REQUEST, REQUESTS
+from rl_core.service.wire import CODES, ENVIRONMENTS, HUB, REQUESTS
 
 OK, NOT_FOUND, WRONG = StatusCode.OK, StatusCode.NOT_FOUND, StatusCode.INVALID_ARGUMENT
 ENDED, EXISTS, LOST = StatusCode.FAILED_PRECONDITION, StatusCode.ALREADY_EXISTS, StatusCode.DATA_LOSS
@@ -340,15 +339,3 @@ def test_http_refuses_json_of_another_kind(service, fuzz):
         if (status, reply["code"]) != (400, "INVALID_ARGUMENT"):
             wrong.append((verb, str(body)[:100], status, str(reply)[:200]))
     assert not wrong, (len(wrong), wrong[:5])
-
-
-def test_what_is_oversized_is_exhausted(service, fuzz):
-    made = fuzz(7)
-    large = "x" * (MAX_REQUEST + 1)
-    fields = {"start": {"row": large}, "interact": {"said": said(large)}, "call": {"given": large}}
-    for verb, values in (fields | {"renew": {"sessions": [large]}}).items():
-        stream = service.stream()
-        stream.say(pb.Request(id=1, **{verb: REQUESTS[verb](**values)}), pb.Request(id=2, workers=pb.WorkersRequest()))
-        codes = {id: CODES[reply.code] for id, reply in stream.hear(2).items()}
-        assert codes == {1: StatusCode.RESOURCE_EXHAUSTED, 2: OK}
-    assert psutil.Process(service.process.pid).memory_info().rss < 1 << 30 and made
