@@ -420,18 +420,6 @@ def test_a_worker_joins_several_hubs_and_survives_one(counter):
             assert host.process.wait(20) == 0
 
 
-def test_every_address_of_a_name_is_joined():
-    import asyncio
-
-    from rl_core.service.joining import addresses
-
-    assert asyncio.run(addresses("127.0.0.1:80")) == {"127.0.0.1:80": "127.0.0.1"}
-    assert asyncio.run(addresses("unix:/x/hub")) == {"unix:/x/hub": ""}
-    assert asyncio.run(addresses("no-such-host.invalid:80")) == {}
-    with pytest.raises(ValueError, match="--join hub must be HOST:PORT"):
-        asyncio.run(addresses("hub"))
-
-
 # --- clients that misbehave
 
 
@@ -557,7 +545,6 @@ def test_local_workers_join_without_tls_in_a_private_folder(counter, tmp_path):
             "--host 0.0.0.0 is reached by other machines, and there is no token: set RL_CORE_SERVICE_TOKEN",
         ),
         ("--tls_cert x.pem", "--tls_cert and --tls_key belong together"),
-        ("--workers 0", "--workers 0 must be above 0"),
         ("--controller", "name environment files, or --controller: one of them"),
         ("--token_file /dev/null", "--token_file /dev/null is empty"),
     ],
@@ -625,8 +612,6 @@ def test_an_episode_plays_over_http(service):
     ("verb", "body", "status", "code"),
     [
         ("start", {"env": "nothing"}, 404, "NOT_FOUND"),
-        ("start", b"{", 400, "INVALID_ARGUMENT"),
-        ("start", {"env": 3}, 400, "INVALID_ARGUMENT"),
         ("start", b'{"x":' * 5000, 400, "INVALID_ARGUMENT"),
         ("start", b"x" * (MAX_REQUEST + 1), 429, "RESOURCE_EXHAUSTED"),
         ("nothing", {}, 404, "NOT_FOUND"),
