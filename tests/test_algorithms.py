@@ -194,11 +194,9 @@ def naive_gradients(learner: Learner, samples, longest=60) -> tuple[dict[str, to
         total = (
             total
             + sequence_loss
-            / {
-                "token": num_tokens,
-                "sequence": len(advantages) * len(samples),
-                "constant": longest * len(samples),
-            }[a.aggregation]
+            / {"token": num_tokens, "sequence": len(advantages) * len(samples), "constant": longest * len(samples)}[
+                a.aggregation
+            ]
         )
     total.backward()
     found = {n: p.grad.clone() for n, p in model.named_parameters()}

@@ -425,9 +425,7 @@ def test_what_a_template_refuses_is_an_error_of_one_line():
 # Tools
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-TOOLS = [
-    {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": WEATHER}},
-]
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": WEATHER}}]
 MISTRAL = (  # as strict as theirs
     "{%- set ns = namespace(n=0) %}{{- '<s>' }}{%- for m in messages %}"
     "{%- if m.role == 'user' or (m.role == 'assistant' and m.tool_calls is not defined) %}"

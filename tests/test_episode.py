@@ -516,13 +516,7 @@ def trio(tmp_path_factory):
         chat = Chat(AutoTokenizer.from_pretrained(folder), template)
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
         engine = embedded(model, num_slots=6, max_context_tokens=600, tokenizer=chat.tokenizer)
-        actor = Actor(
-            name=name,
-            engine=engine,
-            chat=chat,
-            stop_token_ids=chat.stop_token_ids,
-            max_context_tokens=600,
-        )
+        actor = Actor(name=name, engine=engine, chat=chat, stop_token_ids=chat.stop_token_ids, max_context_tokens=600)
         found[name] = (actor, model)
     return found
 

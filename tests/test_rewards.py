@@ -117,8 +117,7 @@ def judged(function, says, *texts: str):
 
 
 @pytest.mark.parametrize(
-    "said, score",
-    [("[[10]]", 1.0), ("Weak. [[1]]", 0.0), ("<think>[[1]]</think>Not [[2]] but [[7]].", 6 / 9)],
+    "said, score", [("[[10]]", 1.0), ("Weak. [[1]]", 0.0), ("<think>[[1]]</think>Not [[2]] but [[7]].", 6 / 9)]
 )
 def test_a_judge_scores_from_0_to_1(said, score):
     found, [asked] = judged(rewards.judge, said, "2+2?", "It is 4.", "Be right.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -10,12 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
+from tokenizers import Tokenizer, decoders, models
 
 from rl_core.data.rows import write_trajectories
 from rl_core.tools.view import main
 from rl_core.tools.view.data import RunFolder, matching, panels_of
 from rl_core.tools.view.report import write_at_end
 from rl_core.tools.view.server import LOCAL, Viewer
+from rl_core.tools.view.tokens import texts
 from rl_core.types import Completion, Trajectory, Turn
 
 HOSTILE = 'x\n"], "turns": [{"token_ids": [1, 2]}], "reward": 5, "messages": [ \u2028</script><script>'
@@ -78,12 +81,13 @@ def test_a_file_that_was_cut_short_is_read_as_far_as_it_goes(run, end):
     write_trajectories(file, rows)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] + end)
     with open(run.path / "metrics.jsonl", "a") as metrics:
-        metrics.write('{"step": 2, "rollout/pol')
+        metrics.write('{"step": 2, "ro\n{"step": 2, "rollout/pol')
+    (run.path / "warnings.jsonl").write_text('{"step": 1, "text": "a"}\n{"step": 3, "te')
     assert run.refresh()
     left = matching(run.entries, step=3)
     assert 5 <= len(left) <= 10 and [e.index for e in left] == [*range(len(left))]
     assert run.episode(left[-1])["messages"] == rows[len(left) - 1].messages
-    assert [row["step"] for row in run.rows] == [1]
+    assert [row["step"] for row in run.rows] == [1] and run.warnings == [{"step": 1, "text": "a"}]
 
 
 def test_a_run_that_goes_on_adds_to_what_was_read_and_a_resumed_one_replaces_it(run):
@@ -98,6 +102,15 @@ def test_a_run_that_goes_on_adds_to_what_was_read_and_a_resumed_one_replaces_it(
     run.refresh()
     assert run.revision == 2 and run.curves() == {"rollout/policy/reward_mean": [(1, 0.75)]}
     assert [e.index for e in matching(run.entries, step=2)] == [6, 7]
+
+
+def test_bytes_that_are_no_character_have_a_place_among_the_tokens():
+    pieces = ["<0xE6>", "<0xBC>", "<0xA2>", "\u2581a", "b", "<0xFF>"]  # as Llama's vocabulary has them
+    tokenizer = Tokenizer(models.BPE(vocab={piece: n for n, piece in enumerate(pieces)}, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    assert texts(tokenizer, [3, 0, 1, 2, 4]) == [" a", "", "", "\u6f22", "b"]
+    for ids in itertools.product(range(6), repeat=4):
+        assert [text.count("b") for text in texts(tokenizer, list(ids))] == [n == 4 for n in ids]
 
 
 def test_every_metric_has_a_panel():
@@ -170,11 +183,7 @@ def test_nothing_but_the_named_runs_can_be_reached(run):
         "/api/0/episode?revision=0&number=99",
         "/api/0/episode?revision=0&number=../1",
     ]
-    paths += [
-        "/api/0/episode?revision=5&number=0",
-        "/api/0/new",
-        "/assets/view.js",
-    ]
+    paths += ["/api/0/episode?revision=5&number=0", "/api/0/new", "/assets/view.js"]
     first, *found = answers(run.path, (NEW, {}), *((path, {}) for path in paths))
     assert first[0] == 200
     for path, (status, text) in zip(paths, found, strict=True):
@@ -207,7 +216,11 @@ def test_a_report_of_200_steps_is_small_and_says_what_it_leaves_out(run):
     assert 1_000_000 < (run.path / "report.html").stat().st_size < 5_000_000
     assert len(data["report"][0]["news"]["rows"]) == 200
     found = re.search(r"curves of all steps; (\d+) conversations of steps ([\d, ]+), of each the group", data["note"])
-    assert int(found[1]) == len(data["report"][0]["episodes"]) >= 16 and found[2].startswith("1, ")
+    assert (
+        int(found[1]) == len(data["report"][0]["episodes"]) >= 16
+        and found[2].startswith("1, ")
+        and found[2].endswith(", 191")
+    )
     assert "; more did not fit. " in data["note"]
 
 

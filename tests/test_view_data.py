@@ -180,7 +180,7 @@ def test_a_report_of_a_long_run_keeps_all_evaluations(run):  # noqa: F811
     names = ["step", *data["report"][0]["news"]["names"]]
     shown = [dict(zip(names, row, strict=True)) for row in data["report"][0]["news"]["rows"]]
     assert [row["step"] for row in shown if row["eval/letters/greedy_score"]] == [*range(100, 2501, 100)]
-    assert 800 < len(shown) < 1030 and "every 3. step;" in data["note"]
+    assert 800 < len(shown) < 1030 and "one step in 3;" in data["note"]
 
 
 def test_a_report_of_text_that_is_all_markup_is_small_too(run):  # noqa: F811

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -112,7 +114,7 @@ class RunFolder:
     def warnings(self) -> list[dict[str, Any]]:
         """Lines of warnings.jsonl: step, kind, metric, text."""
         file = self.path / "warnings.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return rows_of(file.read_bytes()) if file.exists() else []
 
     def refresh(self, limit_s: float = float("inf")) -> bool:
         """Reads new metrics, and new rollouts, newest first, until the time is over. True if nothing is left to read."""
@@ -149,7 +151,7 @@ class RunFolder:
             return
         inode, done = self.metrics_read
         with open(file, "rb") as raw:
-            stat = file.stat()
+            stat = os.fstat(raw.fileno())
             if (stat.st_ino, stat.st_size) == self.metrics_read:
                 return
             if done and (stat.st_ino != inode or stat.st_size < done):
@@ -157,7 +159,7 @@ class RunFolder:
             raw.seek(done)
             data = raw.read()
         whole = data[: data.rfind(b"\n") + 1]
-        self.rows += [json.loads(line) for line in whole.splitlines()]
+        self.rows += rows_of(whole)
         self.metrics_read = (stat.st_ino, done + len(whole))
 
     def curves(self, first: int = 0) -> dict[str, list[tuple[int, float]]]:
@@ -190,6 +192,15 @@ class RunFolder:
             messages = json.loads(line[slice(*parts_of(line).messages)])
             if any(wanted in said.casefold() for message in messages for said in texts_of(message)):
                 yield entry
+
+
+def rows_of(lines: bytes) -> list[dict[str, Any]]:
+    """Of metrics.jsonl or warnings.jsonl, but for lines that a killed run or a full disk left cut short."""
+    found = []
+    for line in lines.splitlines():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def panels_of(names: Iterable[str]) -> dict[str, dict[str, str]]:

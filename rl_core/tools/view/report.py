@@ -45,10 +45,13 @@ def write_report(file: Path, runs: list[RunFolder], tokenizers: dict[str, Any] |
         every = -(-len(run.rows) // MAX_ROWS) or 1
         run.read_rollouts(sampled(run.rollouts()))
         entries = sample(run.entries)
-        episodes, is_all = episodes_of(run, entries, tokenizers or {})
-        news = summary(run, 0, every) | {"entries": [values_of(e) for e in entries[: len(episodes)]]}
-        parts.append({"news": news | {"is_complete": True, "is_live": False}, "episodes": episodes})
-        notes.append(told(run, entries[: len(episodes)], every, is_all))
+        episodes = episodes_of(run, entries, tokenizers or {})
+        held = [e for e, _ in episodes]
+        news = summary(run, 0, every) | {"entries": [values_of(e) for e in held]}
+        parts.append(
+            {"news": news | {"is_complete": True, "is_live": False}, "episodes": [shown for _, shown in episodes]}
+        )
+        notes.append(told(run, held, every, is_all=len(held) == len(entries)))
     data = {"runs": [outline(run) for run in runs], "report": parts, "note": " ".join(notes)}
     write_whole(file, make_page(data))
     return file
@@ -78,27 +81,25 @@ def spread(group: list[Entry]) -> float:
     return max(rewards) - min(rewards) if rewards else -1.0
 
 
-def episodes_of(run: RunFolder, entries: list[Entry], tokenizers: dict[str, Any]) -> tuple[list[dict[str, Any]], bool]:
-    """Episodes as the page shows them, up to MAX_BYTES; whether that is all of them."""
-    found, num_bytes = [], 0
+def episodes_of(run: RunFolder, entries: list[Entry], tokenizers: dict[str, Any]) -> list[tuple[Entry, dict[str, Any]]]:
+    """Those that fit, as the page shows them: up to MAX_BYTES, of which each file has its share."""
+    found, num_bytes, files = [], 0, list(dict.fromkeys(e.file for e in entries))
     for e in entries:
         episode = shown_episode(run, e, tokenizers.get(e.actor))
         if sum(len(turn["ids"]) for turn in episode["turns"]) > MAX_TOKENS:
             episode |= {"turns": [], "note": f"Tokens of episodes beyond {MAX_TOKENS} are left out of a report."}
         text = json.dumps(episode)
-        num_bytes += len(text) + 5 * text.count("<")  # which the page writes as \u003c
-        if num_bytes > MAX_BYTES:
-            return found, False
-        found.append(episode)
-    return found, True
+        size = len(text) + 5 * text.count("<")  # which the page writes as \u003c
+        if num_bytes + size <= MAX_BYTES * (files.index(e.file) + 1) / len(files):
+            found.append((e, episode))
+            num_bytes += size
+    return found
 
 
 def told(run: RunFolder, entries: list[Entry], every: int, is_all: bool) -> str:
     """What the report leaves out."""
     steps = ", ".join(map(str, sorted({e.step for e in entries})))
-    lines = [
-        f"Report of {run.name}: curves of all steps" if every == 1 else f"Report of {run.name}: every {every}. step"
-    ]
+    lines = [f"Report of {run.name}: curves of " + ("all steps" if every == 1 else f"one step in {every}")]
     if entries:
         lines.append(f"{len(entries)} conversations of steps {steps}, of each the group whose rewards differ most")
         lines += [] if is_all else ["more did not fit"]

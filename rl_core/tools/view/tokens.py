@@ -65,8 +65,15 @@ def texts(tokenizer: Tokenizer | None, ids: list[int]) -> list[str] | None:
         return None
     from tokenizers.decoders import DecodeStream
 
-    stream = DecodeStream(skip_special_tokens=False)
-    return [stream.step(tokenizer, number) or "" for number in ids]
+    stream, found = DecodeStream(skip_special_tokens=False), []
+    for number in ids:
+        try:
+            text = stream.step(tokenizer, number)
+        except Exception:  # SentencePiece's decoders know no way on from bytes that are no character
+            stream = DecodeStream(skip_special_tokens=False)
+            text = stream.step(tokenizer, number)
+        found.append(text or "")
+    return found
 
 
 def tokenizer_of(run: RunFolder, actor: str) -> Tokenizer | None:
