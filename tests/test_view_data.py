@@ -52,10 +52,8 @@ def test_a_resumed_run_is_read_anew_where_its_files_are_as_long_as_before(run): 
 def test_rollouts_are_read_newest_first_and_each_once_however_often_the_time_ends(run):  # noqa: F811
     for step in (999_999, 1_000_000):
         write_step(run.path, step, [trajectory(step)])
-    assert not run.refresh(-1.0) and not run.entries and len(run.rows) == 1
-    assert run.refresh()
-    assert list(dict.fromkeys(e.step for e in run.entries)) == [1_000_000, 999_999, 1]
-    assert run.refresh(-1.0) and len(run.entries) == 7
+    assert [(run.refresh(-1.0), len(run.entries)) for _ in range(5)] == [*((False, n) for n in (1, 2, 6, 7)), (True, 7)]
+    assert [e.step for e in run.entries] == [1_000_000, 999_999, 1, 1, 1, 1, 1]
 
 
 def test_evaluations_of_several_sets_are_told_apart(run):  # noqa: F811

@@ -18,7 +18,7 @@ from kit import LETTERS, run_ranks, words
 from test_view import HOSTILE, said, trajectory, write_metrics
 
 from rl_core.data.rows import write_trajectories
-from rl_core.tools.view import main
+from rl_core.tools.view import main, server
 from rl_core.tools.view.data import RunFolder
 from rl_core.tools.view.server import Viewer
 
@@ -175,6 +175,39 @@ def test_a_finished_run_loads_and_its_conversations_are_filtered_and_opened(game
     count(page, "2 of 32")
 
 
+def test_each_filter_and_order_does_what_it_says(tmp_path, serve, page_of, monkeypatch):
+    monkeypatch.setattr(server, "SLICE_S", -1.0)  # one file, or 64 trajectories of a search, at a time
+    for name, num in (("a", 2), ("b", 70)):
+        (tmp_path / name / "rollouts").mkdir(parents=True)
+        rows = [trajectory(n, turns=[said(n + 1, f"said {n}")]) for n in range(num)]
+        write_trajectories(tmp_path / name / "rollouts/step_000001.jsonl.zst", rows)
+    odd = trajectory(0, group_id="train/0/0", reward=-1.0)
+    odd.env = "digits"
+    for name in ("step_000002", "eval_000002_greedy"):
+        write_trajectories(tmp_path / f"a/rollouts/{name}.jsonl.zst", [odd])
+    page = page_of(serve(tmp_path / "a", tmp_path / "b") + "#talks")
+    count(page, "74 of 74 ")
+    page.get_by_label("Search in texts").fill("reply 1")  # 1, 10 to 19; Reply 1 of both runs
+    count(page, "12 of 74 ")
+    page.get_by_label("Search in texts").fill("")
+    chosen = {"run": ("a", 4), "kind": ("greedy", 1), "env": ("digits", 2), "status": ("ok", 74)}
+    typed = {"step": ("2", 2), "task": ("n/69", 1), "group": ("0/0", 74), "low": ("17", 2), "high": ("-0.5", 2)}
+    for name, (value, num) in (chosen | typed).items():
+        field = page.locator(f"#talks form [name={name}]")
+        field.select_option(label=value) if name in chosen else field.fill(value)
+        count(page, f"{num} of 74 ")
+        field.select_option(index=0) if name in chosen else field.fill("")
+    order = {"highest reward": "17.25", "lowest reward": "-1", "oldest first": "0", "newest first": "-1"}
+    for name, reward in order.items():
+        page.locator("#talks form [name=sort]").select_option(name)
+        assert shown(page, "#list .reward")[0] == reward, name
+    page.locator("#talks form [name=sort]").select_option("oldest first")
+    page.locator("#list button").first.click()
+    page.get_by_role("button", name="Group of 2").wait_for()  # and not that of step 2, of the same name
+    write_trajectories(tmp_path / "b/rollouts/step_000001.jsonl.zst", [trajectory(0)])  # it was resumed
+    count(page, "5 of 5 ")
+
+
 def test_several_actors_are_one_chat_and_a_group_stands_side_by_side(game, serve, page_of, tmp_path):
     page = page_of(serve(game) + "#talks")
     page.locator("#list button").first.click()
@@ -206,12 +239,18 @@ def test_tokens_are_coloured_and_tell_their_values(game, serve, page_of, tmp_pat
     page.get_by_label("Actor").select_option("ann")
     page.locator("#list button").nth(1).click()  # the fourth line of the file
     page.get_by_role("button", name="This actor").click()
-    by = page.get_by_label("Colour tokens by")
+    by, colours = page.get_by_label("Colour tokens by"), {}
     for name in ("mask", "advantage", "logprob", "ratio", "gap", "entropy", "version"):
         by.select_option(name)
         page.wait_for_selector("#reader .scale")
         hues = [span.evaluate("node => node.style.background") for span in page.locator(".tokens span").all()]
         assert len(hues) == 5 and not any(map(is_painted, hues[:2])) and any(map(is_painted, hues[2:])), (name, hues)
+        if name in ("ratio", "entropy"):
+            colours[name] = hues[2:]
+    (more, some, less), (low, unknown, high) = (colours[name] for name in ("ratio", "entropy"))
+    strengths = [float(hue.split(",")[3][:-1]) for hue in (more, some, less, low, high)]
+    assert strengths == pytest.approx([0.5, 0.155, 0.155, 0.04, 0.5], abs=0.005)  # ratios 3, 1.5 and 0.5, around 1
+    assert more.split(",")[:3] == some.split(",")[:3] != less.split(",")[:3] and not is_painted(unknown)
     by.select_option("ratio")
     page.locator(".tokens span").nth(2).hover()
     told = page.locator("#tip").inner_text().split("\n")
@@ -273,7 +312,7 @@ def test_a_live_run_updates_by_itself(game, serve, page_of):
     with open(game / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         page = page_of(serve(game))
-        page.get_by_text("live").wait_for()
+        page.locator(".live").wait_for()
         write_metrics(game, [{"step": 3, "rollout/ann/reward_mean": 0.75}], "a")
         write_trajectories(game / "rollouts/step_000003.jsonl.zst", episodes(3))
         page.get_by_text("step 3").wait_for()
@@ -287,23 +326,28 @@ def test_a_live_run_updates_by_itself(game, serve, page_of):
 
 def test_runs_are_overlaid_smoothed_on_log_axes_and_their_settings_compared(game, tmp_path, serve, page_of):
     rows = [{"step": step, "rollout/ann/reward_mean": float(step == 24)} for step in range(3, 25)]
-    write_metrics(game, [*rows, {"step": 24, "eval/letters/greedy_score": 1.0}], "a")
+    write_metrics(game, [*rows, *({"step": step, "eval/letters/greedy_score": 1.0} for step in (0, 24))], "a")
     other = tmp_path / "other"
     shutil.copytree(game, other)
-    (other / "config.yaml").write_text((other / "config.yaml").read_text().replace("seed: 0", "seed: 1"))
+    (other / "config.yaml").write_text((other / "config.yaml").read_text().replace("seed: 0", "seed: 1\nlr: 0.5"))
     page = page_of(serve(game, other))
     has(page, "[data-title=reward] .u-label", ["step", "ann, game", "ann, other"])
     page.get_by_label("Smoothing").fill("0.5")
     has(page, "[data-title=reward] .u-series:not(.raw) .u-value", ["24", "0.5", "0.5"])  # half of the last value
     has(page, "[data-title=evaluation] .u-series:not(.raw) .u-value", ["24", "1", "1"])
+    page.hover("[data-title=reward] .u-over", position={"x": 3, "y": 40})
+    has(page, "[data-title=reward] .u-series:not(.raw) .u-value", ["1", "0.25", "0.25"])
+    steps = "document.querySelector('[data-title=%s] [role=img]').uplot.data[0]"
+    assert page.evaluate(steps % "evaluation") == [0, 2, 24] and len(page.evaluate(steps % "reward")) == 24
     page.get_by_label("log y").check()
     page.get_by_label("log x").check()
+    assert page.evaluate(steps % "evaluation") == [2, 24] and page.evaluate(steps % "reward") == [1, 2, 24]
     page.get_by_label("Find").first.fill("grad_norm")
     assert page.locator("#curves > .charts .chart:visible h2").all_inner_texts() == ["gradient norm"]
     page.get_by_role("link", name="Configuration").click()
-    assert shown(page, "#config tbody tr") == ["seed\t0\t1"]
+    assert sorted(shown(page, "#config tbody tr")) == ["lr\t\t0.5", "seed\t0\t1"]
     page.get_by_label("only differences").uncheck()
-    assert len(shown(page, "#config tbody tr")) == 3
+    assert len(shown(page, "#config tbody tr")) == 4
 
 
 @pytest.mark.parametrize("screen", SCREENS)

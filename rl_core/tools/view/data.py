@@ -117,7 +117,8 @@ class RunFolder:
         return rows_of(file.read_bytes()) if file.exists() else []
 
     def refresh(self, limit_s: float = float("inf")) -> bool:
-        """Reads new metrics, and new rollouts, newest first, until the time is over. True if nothing is left to read."""
+        """Reads new metrics, and new rollouts, newest first, until the time is over, but at least one file. True if nothing is
+        left to read."""
         deadline = time.monotonic() + limit_s
         self.read_metrics()
         return self.read_rollouts(self.rollouts()[::-1], deadline)
@@ -136,13 +137,13 @@ class RunFolder:
             state = (stat.st_mtime_ns, stat.st_size)
             if self.files.get(file.name) == state:
                 continue
-            if time.monotonic() > deadline:
-                return False
             if file.name in self.files:
                 self.entries = [e for e in self.entries if e.file != file.name]
                 self.revision += 1
             self.entries += index_of(file)
             self.files[file.name] = state
+            if time.monotonic() > deadline:  # after one, so that slow disks do not keep it from going on
+                return False
         return True
 
     def read_metrics(self) -> None:

@@ -38,8 +38,7 @@ $("#config form").addEventListener("input", showConfig);
 let typing;
 $("#talks form").addEventListener("input", (event) => {
   numShown = 100;
-  clearTimeout(typing);
-  if (event.target.name === "q") typing = setTimeout(search, 250);
+  if (event.target.name === "q") clearTimeout(typing), (typing = setTimeout(search, 250));
   else showList();
 });
 $("#list").addEventListener("keydown", (event) => {
