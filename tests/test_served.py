@@ -146,7 +146,7 @@ class Service:
 
     def workers(self) -> list[pb.Worker]:
         served = client.parse(self.url("any"))
-        return list(served.ask_now("", 10, workers=pb.WorkersRequest()).workers)
+        return list(served.ask_now("", workers=pb.WorkersRequest()).workers)
 
     def num_open(self) -> int:
         return sum(load.sessions for worker in self.workers() for load in worker.loads)

@@ -22,15 +22,15 @@ try:
     from grpc import StatusCode
 
     from rl_core.service import environments_pb2 as pb
-    from rl_core.service.connection import MARGIN_S, Connection
+    from rl_core.service.connection import Connection
     from rl_core.service.security import Access, read_token
     from rl_core.service.wire import ServiceError, from_json, to_json
 except ModuleNotFoundError as error:
     raise ValueError(f"--env_path grpc://... needs gRPC ({error}): pip install 'rl_core[service]'") from None
 
 RECONNECT_S = 120.0  # a service that cannot be reached for so long fails what waits for it
-START_S = 600.0  # that a session may wait for room
-ASK_S = 60.0  # for what belongs to no session
+# Until an answer: room for a session, or a thread of the worker for a hook, is waited for. Hooks have a deadline of their own.
+ANSWER_S = 600.0
 MAX_REPLAYS = 3  # of one session: an environment that ends its workers shall not end all of them
 MAX_TURNS = 2**31 - 1  # of a session: the trainer counts turns itself
 SETTINGS = {"token_file", "ca", "reconnect_s", "on_lost"}
@@ -44,22 +44,19 @@ class Served:
     name: str
     connection: Connection
     is_replaying: bool  # whether a session that is lost is played again
-    limit_s: float = (
-        ASK_S  # for what calls a hook: a little more than the service's --hook_timeout_s, whose error tells more
-    )
 
-    async def ask(self, hook: str, task_id: str, timeout_s: float, **verb: Any) -> Any:
+    async def ask(self, hook: str, task_id: str, **verb: Any) -> Any:
         """The verb's reply. Raises ServiceError, which reads as if the hook had failed here."""
         try:
-            return await self.connection.ask(timeout_s, **verb)
+            return await self.connection.ask(ANSWER_S, **verb)
         except ServiceError as error:
             why = error.message.removeprefix(f"{hook}() failed for task {task_id}: ")
             error.told_by_service = f"{self.url}: {why}"
             raise
 
-    def ask_now(self, hook: str, timeout_s: float, **verb: Any) -> Any:
+    def ask_now(self, hook: str, **verb: Any) -> Any:
         """As ask(), for a thread that may wait."""
-        asked = self.ask(hook, "", timeout_s, **verb)
+        asked = self.ask(hook, "", **verb)
         if os.getpid() != self.connection.pid:
             return asyncio.run(asked)  # says that it was forked; the loop's thread is its parent's
         return asyncio.run_coroutine_threadsafe(asked, self.connection.loop).result()
@@ -81,13 +78,13 @@ class Session:
         """A new session, in which all is said again that was said. Raises ServiceError."""
         served, task_id = self.served, self.start.task_id
         self.start.key = secrets.token_hex(8)
-        reply = await served.ask(hook, task_id, START_S, start=self.start)
+        reply = await served.ask(hook, task_id, start=self.start)
         served.connection.end(**self.kept)
         lost, self.kept["session"] = self.kept["session"], reply.session
         served.connection.hold(reply.session, reply.idle_s)
         for number, (said, before) in enumerate(self.past, 1):
             again = pb.InteractRequest(session=reply.session, number=number, said=said)
-            now = await served.ask(hook, task_id, served.limit_s, interact=again)
+            now = await served.ask(hook, task_id, interact=again)
             if (now.messages, now.reward, now.done) != (before.messages, before.reward, before.done):
                 message = f"session {lost} was lost, and its replay differs: turn {number} was answered otherwise"
                 error = ServiceError(StatusCode.ABORTED, message)
@@ -109,7 +106,7 @@ class Session:
                 asked, self.number = self.name, self.number + 1
                 said = self.said(hook, given)
                 numbered = {verb: request(session=asked, number=self.number, said=said, **more)}
-                return await served.ask(hook.name, self.start.task_id, served.limit_s, **numbered), said
+                return await served.ask(hook.name, self.start.task_id, **numbered), said
             except ServiceError as error:
                 if error.code is not StatusCode.DATA_LOSS or not served.is_replaying or self.num_lost >= MAX_REPLAYS:
                     self.end()
@@ -162,12 +159,11 @@ def load_module(url: str) -> ModuleType:
     """The served environment as a module. Raises ValueError if it is not there."""
     try:
         served = parse(url)
-        [described] = served.ask_now("", ASK_S, describe=pb.DescribeRequest(env=served.name)).envs
+        [described] = served.ask_now("", describe=pb.DescribeRequest(env=served.name)).envs
     except ServiceError as error:
         raise ValueError(error.told_by_service) from None
     except OSError as error:
         raise ValueError(f"{url.partition('?')[0]}: {error}") from None
-    served.limit_s = described.hook_timeout_s + MARGIN_S
     module = ModuleType(f"rl_core_env_{served.name}")
     module.max_turns, module.name_prefix = described.max_turns, described.name_prefix
     if described.tools:
@@ -248,7 +244,7 @@ def group_hook(served: Served, hook: pb.Hook) -> Callable:
         given = {name: value for name, value in given.items() if name in OF_GROUP - {"actors"}}
         given |= {"trajectories": list(map(plain, trajectories)), "task": plain_task(task)}
         request = pb.CallRequest(env=served.name, hook=hook.name, given=to_json(given, "the group"))
-        reply = await served.ask(hook.name, task.id, served.limit_s, call=request)
+        reply = await served.ask(hook.name, task.id, call=request)
         return from_json(reply.value, list, "the rewards of a group")
 
     return signed(score, hook, "task", "trajectories")
@@ -259,7 +255,7 @@ def tasks_hook(served: Served, hook: pb.Hook) -> Callable:
         rows: list[dict[str, Any]] = []
         while True:
             request = pb.TasksRequest(env=served.name, split=split, first=len(rows))
-            reply = served.ask_now("load_tasks", START_S, tasks=request)
+            reply = served.ask_now("load_tasks", tasks=request)
             rows += [from_json(row, dict, "a row") for row in reply.rows]
             if not reply.rows or len(rows) >= reply.total:
                 return rows
@@ -289,7 +285,7 @@ def advantages_hook(served: Served, hook: pb.Hook) -> Callable:
 def call(served: Served, hook: str, **given: Any) -> Any:
     """What a function gives that belongs to no session and is not async."""
     request = pb.CallRequest(env=served.name, hook=hook, given=to_json(given, f"what {hook}() is given"))
-    return from_json(served.ask_now(hook, served.limit_s, call=request).value, object, "a value")
+    return from_json(served.ask_now(hook, call=request).value, object, "a value")
 
 
 def plain(trajectory: Trajectory) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ CONFINED = (
 )
 OPEN_S = 300.0  # an image may have to be pulled
 GRACE_S = 2.0  # from the end of a container's stdin to its removal by force
+REMOVE_S = 60.0  # that the removal may take
 
 
 @dataclass(kw_only=True, slots=True)
@@ -219,9 +221,12 @@ class Box:
         except asyncio.TimeoutError:
             argv = self.runtime.remove_argv([self.name])
             null = asyncio.subprocess.DEVNULL
-            await (await asyncio.create_subprocess_exec(*argv, stdout=null, stderr=null)).wait()
-            if self.process.returncode is None:
-                self.process.kill()
+            remover = await asyncio.create_subprocess_exec(*argv, stdout=null, stderr=null)
+            with suppress(asyncio.TimeoutError):  # an engine that hangs holds up nobody
+                await asyncio.wait_for(remover.wait(), REMOVE_S)
+            for process in (remover, self.process):
+                if process.returncode is None:
+                    process.kill()
 
 
 class ContainedSession:

@@ -11,7 +11,7 @@ from rl_core.data.tasks import check_messages, make_task
 from rl_core.sampling.env import execute_file, load_env
 from rl_core.sampling.hooks import HookError
 from rl_core.service import environments_pb2 as pb
-from rl_core.service.session import Session, read_trajectory
+from rl_core.service.session import Session, read_trajectory, too_slow
 from rl_core.service.wire import ServiceError, from_json, to_json, wrong
 from rl_core.types import RunError, Task
 
@@ -142,7 +142,7 @@ class LocalEnv:
         except (HookError, RunError) as error:
             raise ServiceError(StatusCode.UNKNOWN, str(error)) from None
         except TimeoutError as error:
-            raise ServiceError(StatusCode.DEADLINE_EXCEEDED, str(error)) from None
+            raise too_slow(error) from None
 
     def close(self) -> None:
         """Nothing to give back."""

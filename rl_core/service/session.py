@@ -203,7 +203,7 @@ class Session:
         except HookError as error:
             raise self.fail(str(error)) from None
         except TimeoutError as error:
-            raise self.fail(str(error), StatusCode.DEADLINE_EXCEEDED) from None
+            raise self.fail(too_slow(error).message, StatusCode.DEADLINE_EXCEEDED) from None
 
     def fail(self, message: str, code: StatusCode = StatusCode.UNKNOWN) -> ServiceError:
         self.end(pb.ENVIRONMENT_ERROR, message)
@@ -224,6 +224,12 @@ class Session:
 def has_ended(name: str, status: int, reason: str) -> ServiceError:
     status = pb.Status.Name(status).lower().replace("_", " ")
     return ServiceError(StatusCode.FAILED_PRECONDITION, f"session {name} has ended ({status}): {reason}")
+
+
+def too_slow(error: TimeoutError) -> ServiceError:
+    """A hook's deadline is the service's here."""
+    text = str(error).replace("--rollout.hook_timeout_s", "--hook_timeout_s of rl-core serve")
+    return ServiceError(StatusCode.DEADLINE_EXCEEDED, text)
 
 
 def last_text(messages: list[Message], actor: str) -> str:

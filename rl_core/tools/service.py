@@ -35,12 +35,14 @@ def service(url: str, as_json: bool) -> str:
 def ask(url: str) -> pb.WorkersReply:
     parts = urlsplit(url)
     settings = dict(parse_qsl(parts.query))
+    if "@" in parts.netloc:
+        raise ValueError("--service holds a password, which a shell's history keeps; use ?token_file=")
     if parts.scheme not in ("grpc", "grpcs") or not parts.hostname or not parts.port:
         raise ValueError(f"--service {url} must be grpc://HOST:PORT, or grpcs:// for TLS")
     ca = settings.get("ca")
     access = Access(token=read_token(settings.get("token_file", "")), tls=parts.scheme == "grpcs")
     access.ca = Path(ca).read_bytes() if ca else None
-    with access.channel(parts.netloc.rpartition("@")[2], CHANNEL_OPTIONS) as channel:
+    with access.channel(parts.netloc, CHANNEL_OPTIONS) as channel:
         workers = channel.unary_unary(
             f"/{ENVIRONMENTS}/Workers",
             request_serializer=pb.WorkersRequest.SerializeToString,
