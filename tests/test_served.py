@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,9 +105,10 @@ import time
 max_turns = 6
 
 def start(task):
+    time.sleep(task.row.get("start_s", 0))
     return {{"turns": 0, "name": os.urandom(4).hex()}}
 
-async def interact(messages, state):
+async def interact(messages, state, completion):
     state["turns"] += 1
     said = messages[-1]["content"]
     if said == "raise":
@@ -115,6 +117,14 @@ async def interact(messages, state):
         await asyncio.sleep(600)
     if said == "name":
         return [{{"role": "user", "content": state["name"]}}]
+    if said == "luck":
+        return {{"messages": [], "reward": float(int(state["name"], 16))}}
+    if said == "die":
+        os._exit(7)
+    if said == "wait":
+        await asyncio.sleep(0.4)
+    if said == "completion":
+        return [{{"role": "user", "content": completion}}]
     return {{"messages": [{{"role": "user", "content": str(state["turns"])}}], "done": said == "done"}}
 
 def reward_fn(state, answer):
@@ -290,22 +300,28 @@ def test_numbers_of_numpy_in_rows_reach_the_service(service):
 class Playing:
     """A session by hand."""
 
-    def __init__(self, url: str):
-        self.env, self.messages = load_env(url), [{"role": "user", "content": "hi"}]
+    def __init__(self, url: str, **row):
+        self.env, self.messages, self.row = load_env(url), [{"role": "user", "content": "hi"}], {"answer": "3"} | row
 
     async def start(self) -> Playing:
-        self.task = Task(id="train/3", env="count", row={"answer": "3"}, messages=list(self.messages))
+        self.task = Task(id="train/3", env="count", row=self.row, messages=list(self.messages))
         hook = self.env.hooks["start"]
         self.state = await hook(self.task, dict.fromkeys(hook.ours) | {"task": self.task})
         return self
 
-    async def say(self, text: str) -> str:
-        """The environment's answer."""
+    async def say(self, text: str, completion: str = "") -> str:
+        """The environment's answer, if it gives one."""
         self.messages.append({"role": "assistant", "content": text})
-        hook, given = self.env.hooks["interact"], {"messages": self.messages, "completion": text, "state": self.state}
+        hook, given = self.env.hooks["interact"], {"messages": self.messages, "state": self.state}
+        given["completion"] = completion or text
         answer = await hook(self.task, dict.fromkeys(hook.ours) | given)
         self.messages += answer["messages"]
-        return answer["messages"][0]["content"]
+        return answer["messages"][0]["content"] if answer["messages"] else ""
+
+    async def score(self) -> float:
+        hook, given = self.env.hooks["reward_fn"], {"messages": self.messages, "completion": "", "state": self.state}
+        [value] = (await hook(self.task, dict.fromkeys(hook.ours) | given)).values()
+        return value
 
     def kill_worker(self, service: Service) -> None:
         [pid] = [worker.pid for worker in service.workers() if self.state.name.startswith(worker.name)]
@@ -327,10 +343,11 @@ def test_a_session_whose_worker_died_fails_or_is_played_again(on_lost, service):
         assert asyncio.run(lose("b")) == "3"
 
 
-def test_a_replay_that_is_answered_otherwise_fails(service):
+@pytest.mark.parametrize("said", ["name", "luck"])
+def test_a_replay_that_is_answered_otherwise_fails(said, service):
     async def lose() -> None:
         playing = await Playing(service.url("count", on_lost="replay")).start()
-        await playing.say("name")  # drawn by each session
+        await playing.say(said)  # a message, and a reward, that each session draws
         playing.kill_worker(service)
         await playing.say("b")
 
@@ -338,8 +355,25 @@ def test_a_replay_that_is_answered_otherwise_fails(service):
         asyncio.run(lose())
 
 
+def test_a_session_that_ends_its_workers_is_not_played_again_for_ever(service, monkeypatch):
+    async def die() -> None:
+        playing = await Playing(service.url("count", on_lost="replay")).start()
+        await asyncio.wait_for(playing.say("die"), 30)
+
+    monkeypatch.setattr(client, "MAX_REPLAYS", 1)
+    with pytest.raises(HookError, match=r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost"):
+        asyncio.run(die())
+
+
+def test_a_completion_travels_beside_its_message(service):
+    async def say() -> str:
+        return await (await Playing(service.url("count")).start()).say("completion", "<think>a</think>completion")
+
+    assert asyncio.run(say()) == "<think>a</think>completion"
+
+
 class Cutting:
-    """A TCP proxy that cuts all its connections again and again."""
+    """A TCP proxy that cuts all its connections, again and again or when it is told."""
 
     def __init__(self, address: str, every_s: float):
         self.target, self.every_s, self.num_cuts, self.writers = address.split(":"), every_s, 0, set()
@@ -369,10 +403,20 @@ class Cutting:
     async def cut(self) -> None:
         while True:
             await asyncio.sleep(self.every_s)
-            self.num_cuts += bool(self.writers)
-            for writer in self.writers:
-                writer.transport.abort()
-            self.writers = set()
+            self.abort()
+
+    def abort(self) -> None:
+        self.num_cuts += bool(self.writers)
+        for writer in self.writers:
+            writer.transport.abort()
+        self.writers = set()
+
+    async def after(self, wait_s: float, asked) -> Any:
+        """What is asked, with a cut meanwhile."""
+        asking = asyncio.ensure_future(asked)
+        await asyncio.sleep(wait_s)
+        self.loop.call_soon_threadsafe(self.abort)
+        return await asking
 
     def end(self) -> None:
         async def stop() -> None:
@@ -401,6 +445,53 @@ def test_no_interaction_is_lost_or_done_twice_over_a_connection_that_breaks(serv
     for said in asyncio.run(talk_all()):
         assert said == [str(n) for n in range(1, len(said) + 1)]
     proxy.end()
+
+
+def test_requests_are_sent_again_in_their_order(service):
+    proxy = Cutting(service.address, every_s=600)
+
+    async def score() -> list[float]:
+        playing = await Playing(f"grpc://{proxy.address}/count").start()
+        await playing.say("a")
+        proxy.loop.call_soon_threadsafe(proxy.abort)
+        await asyncio.sleep(0.02)
+        return await asyncio.gather(*(playing.score() for _ in range(4)))
+
+    assert asyncio.run(score()) == [1 / 8] * 4
+    proxy.end()
+
+
+def test_a_start_whose_answer_is_lost_is_one_session(roomy):
+    proxy = Cutting(roomy.address, every_s=600)
+
+    async def start() -> tuple[int, str]:
+        playing = Playing(f"grpc://{proxy.address}/count", start_s=0.6)
+        await proxy.after(0.2, playing.start())
+        return proxy.num_cuts, await playing.say("a")
+
+    assert asyncio.run(start()) == (1, "1")
+    wait_until(lambda: roomy.num_open() == 0, "no other session was left", 10)
+    proxy.end()
+
+
+def test_a_worker_whose_connection_breaks_goes_on_and_does_nothing_twice(files):
+    hub = Service("--controller")
+    proxy = Cutting(hub.address, every_s=600)
+    flags = "--workers", "1", "--join", proxy.address
+    host = start_process("-m", "rl_core.cli", "serve", files / "count.py", *flags)
+
+    async def talk() -> list[str]:
+        playing = Playing(hub.url("count"), start_s=0.6)
+        await proxy.after(0.2, playing.start())
+        return [await proxy.after(0.2, playing.say("wait")), await playing.say("a")]
+
+    try:
+        assert asyncio.run(talk()) == ["1", "2"]
+        wait_until(lambda: hub.num_open() == 0, "no other session was left", 10)
+    finally:
+        kill_session(host)
+        kill_session(hub.process)
+        proxy.end()
 
 
 def test_sessions_are_renewed_while_nobody_asks_and_end_with_what_holds_them(service):
@@ -520,7 +611,7 @@ def test_tls_trusts_the_given_authority_alone(files, tmp_path):
     try:
         url = f"grpcs://localhost:{made.address.partition(':')[2]}/count"
         assert play(load_env(f"{url}?ca={cert}"), ["done"])[0].status == "ok"
-        with pytest.raises(ValueError, match=r"could not be reached for 0\.5 s"):
+        with pytest.raises(ValueError, match=r"could not be reached for 0\.5 s: .*CERTIFICATE_VERIFY_FAILED"):
             load_env(f"{url}?reconnect_s=0.5")
     finally:
         kill_session(made.process)

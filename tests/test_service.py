@@ -29,7 +29,7 @@ from rl_core import cli
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.hub import Hub
 from rl_core.service.links import WorkerLink
-from rl_core.service.security import TOKEN_VARIABLE
+from rl_core.service.security import TOKEN_VARIABLE, Access, read_token
 from rl_core.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS, HUB, MAX_REQUEST, REPLIES, REQUESTS
 
 TOKEN = "correct-horse-battery"
@@ -472,7 +472,8 @@ def test_every_verb_needs_the_token(service):
         for token in ("", "wrong", TOKEN[:-1], TOKEN + "x"):
             code, text = service.refused(verb, token=token)
             assert code == StatusCode.UNAUTHENTICATED and TOKEN not in text
-            assert post(service, verb, {}, token=token)[0] == 401
+            status, told = post(service, verb, {}, token=token)
+            assert status == 401 and TOKEN not in str(told)
     for method, request in ((f"/{ENVIRONMENTS}/Stream", b""), (f"/{HUB}/Join", b"")):
         with pytest.raises(grpc.RpcError) as error:
             next(service.channel().stream_stream(method)(iter([request])))
@@ -498,6 +499,14 @@ def test_the_token_stands_in_no_command_line_output_or_environment_of_workers(se
     assert len(lines) >= 3 and not any(TOKEN in line for line in lines)
     assert not any(TOKEN.encode() in Path(f"/proc/{worker.pid}/environ").read_bytes() for worker in workers)
     assert TOKEN not in service.text()
+    assert TOKEN not in repr(Access(token=TOKEN))
+
+
+def test_a_token_that_no_header_can_hold_is_refused_without_telling_it(tmp_path):
+    (tmp_path / "token").write_text("correct horse\n")
+    with pytest.raises(ValueError, match="must be printable ASCII without spaces") as error:
+        read_token(str(tmp_path / "token"))
+    assert "horse" not in str(error.value)
 
 
 def test_a_page_in_a_browser_may_not_ask(service):
@@ -574,10 +583,13 @@ def test_a_file_that_cannot_be_loaded_ends_the_server(tmp_path):
 
 
 def test_a_server_that_drains_lets_sessions_end(counter):
-    with serving(counter, "--port", 0, "--workers", 1) as service:
-        session = service.start()
+    with serving(counter, "--port", 0, "--workers", 1, "--capacity", 1) as service:
+        session, stream = service.start(), service.stream()
+        stream.say(starting(1))
+        wait_until(lambda: service.call("workers").queued["counter"] == 1, "a start waits")
         service.process.send_signal(signal.SIGTERM)
         service.wait_for_line("draining")
+        assert stream.hear(1)[1].code == StatusCode.UNAVAILABLE.value[0]
         wait_until(lambda: service.refused("start", env="counter", row="{}")[0] == StatusCode.UNAVAILABLE, "no starts")
         health = health_pb2_grpc.HealthStub(service.channel()).Check(health_pb2.HealthCheckRequest())
         assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -626,7 +638,9 @@ def test_http_says_what_is_wrong(service, verb, body, status, code):
 
 
 def test_prometheus_reads_what_happened(counter):
-    with serving(counter, "--port", 0, "--http_port", 0, "--workers", 1, "--capacity", 5) as service:
+    with serving(
+        counter, "--port", 0, "--http_port", 0, "--workers", 1, "--capacity", 5, "--heartbeat_s", 0.4
+    ) as service:
         sessions = [service.start() for _ in range(3)]
         for n in (1, 2, 3, 4):
             service.interact(sessions[0], n)
@@ -648,6 +662,14 @@ def test_prometheus_reads_what_happened(counter):
         assert found["rl_core_workers",] == 1
         assert found["rl_core_ended_total", "counter", "environment_error"] == 1
         assert found["rl_core_request_seconds_count", "interact"] == 5
+        os.kill(pid := service.workers()[0].pid, signal.SIGSTOP)
+        try:
+            wait_until(lambda: values()["rl_core_workers",] == 0, "it is silent")
+            assert values()["rl_core_interactions_total", "counter"] == 5  # a counter does not fall
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: values()["rl_core_workers",] == 1, "it is back")
+        assert values()["rl_core_interactions_total", "counter"] == 5
 
 
 def test_info_shows_the_workers(service, capsys, monkeypatch):

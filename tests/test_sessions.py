@@ -208,6 +208,10 @@ def test_one_interaction_at_a_time_and_rewards_side_by_side(worker_of):
     """
 
     async def script(client):
+        (held,) = client.worker.held.values()
+        began_s = held.used_s
+        await client.say("a")
+        assert held.used_s >= began_s + 0.05  # it is idle from the hook's end on
         _, error, late = await asyncio.gather(client.say("a"), client.say("b", "ended"), client.score("ended"))
         assert "still answered" in error and "still answered" in late
         one, two, error = await asyncio.gather(
@@ -384,8 +388,8 @@ def test_tasks_travel_as_json_and_start_by_their_ids(worker_of):
         day = datetime.date(2026, 11, 22)
         return [{"prompt": f"{i}?", "n": np.int64(i), "v": np.ones(2), "day": day, "odd": "\\ud800"} for i in range(2500)]
 
-    def reward_fn(messages, n, odd):
-        return n
+    def reward_fn(messages, n, odd, task):
+        return n + task.info["more"]
     """
 
     async def main(worker):
@@ -404,10 +408,12 @@ def test_tasks_travel_as_json_and_start_by_their_ids(worker_of):
 
     async def other(worker):  # a worker that nobody asked for tasks
         client = Client(worker)
-        reply = await client.ask(start=pb.StartRequest(env="game", task_id="train/7"))
-        assert json.loads(reply.messages) == [{"role": "user", "content": "7?"}]
-        client.session = reply.session
-        assert (await client.score(messages='[{"role": "assistant", "content": "7"}]')).scores[0].reward == 7.0
+        row, asked = '{"prompt": "7?", "n": 7, "odd": ""}', '[{"role": "user", "content": "7?"}]'
+        for given in ({"task_id": "train/7"}, {"row": row}, {"row": row, "messages": asked}):
+            reply = await client.ask(start=pb.StartRequest(env="game", info='{"more": 0.5}', **given))
+            assert json.loads(reply.messages) == [{"role": "user", "content": "7?"}]
+            client.session = reply.session
+            assert (await client.score(messages='[{"role": "assistant", "content": "7"}]')).scores[0].reward == 7.5
 
     asyncio.run(other(worker_of(code)))
 
