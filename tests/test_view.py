@@ -170,20 +170,16 @@ def test_numbers_that_are_not_finite_are_null_for_the_browser(run):
 
 def test_nothing_but_the_named_runs_can_be_reached(run):
     (run.path / "secret.txt").write_text("secret")
-    paths = [
-        "/secret.txt",
-        "/../secret.txt",
-        "/api/0/../../secret.txt",
-        "/api/..%2f..%2fsecret.txt/new",
-        "/%2e%2e/etc/passwd",
-    ]
+    paths = ["/secret.txt", "/../secret.txt", "/api/0/../../secret.txt", "/api/..%2f..%2fsecret.txt/new", "/%2e%2e/etc"]
     paths += [
         f"/api/1/{NEW[7:]}",
         "/api/-1/new",
-        "/api/0/episode?revision=0&number=99",
-        "/api/0/episode?revision=0&number=../1",
+        "/api/0/new",
+        "/assets/view.js",
+        "/api/0/search?revision=5&q=a&first=0",
     ]
-    paths += ["/api/0/episode?revision=5&number=0", "/api/0/new", "/assets/view.js"]
+    asked = ("revision=0&number=99", "revision=0&number=../1", "revision=5&number=0")
+    paths += [f"/api/0/episode?{query}" for query in asked]
     first, *found = answers(run.path, (NEW, {}), *((path, {}) for path in paths))
     assert first[0] == 200
     for path, (status, text) in zip(paths, found, strict=True):

@@ -150,7 +150,7 @@ def test_what_was_seen_of_a_run_before_it_was_resumed_counts_for_nothing(run):  
 def test_a_search_goes_on_where_the_time_ended(run, monkeypatch):  # noqa: F811
     write_step(run.path, 1, [trajectory(n, messages=[{"role": "user", "content": f"x{n % 70}x"}]) for n in range(150)])
     run.read_rollouts(run.rollouts()[-1:])
-    ask = {"q": "X65x", "first": "0"}
+    ask = {"q": "X65x", "first": "0", "revision": "0"}
     whole = {"found": [65, 135], "next": None}
     assert server.search(run, SimpleNamespace(query=ask)) == whole
     monkeypatch.setattr(server, "SLICE_S", -1.0)

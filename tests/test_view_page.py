@@ -321,11 +321,16 @@ def test_a_live_run_updates_by_itself(game, serve, page_of):
         page.get_by_text("step 3: rewards are constant").wait_for()
         page.get_by_role("link", name="Conversations").click()
         count(page, "48 of 48")
+        page.get_by_label("Search in texts").fill("high 0")
+        count(page, "12 of 48")
+        write_trajectories(game / "rollouts/step_000003.jsonl.zst", episodes(3)[:2] * 8)  # by a run that was resumed
+        count(page, "24 of 48")
     has(page, ".live", 0)
 
 
 def test_runs_are_overlaid_smoothed_on_log_axes_and_their_settings_compared(game, tmp_path, serve, page_of):
-    rows = [{"step": step, "rollout/ann/reward_mean": float(step == 24)} for step in range(3, 25)]
+    odd = {"learn/ann/clip_frac": 0.0, "learn/ann/lr": 1e300}
+    rows = [{"step": step, "rollout/ann/reward_mean": float(step == 24)} | odd for step in range(3, 25)]
     write_metrics(game, [*rows, *({"step": step, "eval/letters/greedy_score": 1.0} for step in (0, 24))], "a")
     other = tmp_path / "other"
     shutil.copytree(game, other)
@@ -342,6 +347,8 @@ def test_runs_are_overlaid_smoothed_on_log_axes_and_their_settings_compared(game
     page.get_by_label("log y").check()
     page.get_by_label("log x").check()
     assert page.evaluate(steps % "evaluation") == [2, 24] and page.evaluate(steps % "reward") == [1, 2, 24]
+    has(page, "[data-title='clip fraction'] .soft", "No value has a place on this axis.")
+    has(page, "[data-title='learning rate'] .u-series:not(.raw) .u-value", ["24", "1e+300", "1e+300"])
     page.get_by_label("Find").first.fill("grad_norm")
     assert page.locator("#curves > .charts .chart:visible h2").all_inner_texts() == ["gradient norm"]
     page.get_by_role("link", name="Configuration").click()

@@ -75,18 +75,19 @@ def news(run: RunFolder, request: web.Request) -> dict:
     }
 
 
-def episode(run: RunFolder, request: web.Request) -> dict:
-    return shown_episode(run, entry_of(run, request, "number"))
-
-
-def entry_of(run: RunFolder, request: web.Request, name: str):
+def check_revision(run: RunFolder, request: web.Request) -> None:
     if int(request.query["revision"]) != run.revision:
-        raise ValueError("the run was resumed; load the page again")
-    return run.entries[int(request.query[name])]
+        raise ValueError("the run was resumed; its conversations are read again")
+
+
+def episode(run: RunFolder, request: web.Request) -> dict:
+    check_revision(run, request)
+    return shown_episode(run, run.entries[int(request.query["number"])])
 
 
 def search(run: RunFolder, request: web.Request) -> dict:
     """Numbers of trajectories in which the text stands, from `first` on, as far as a moment suffices."""
+    check_revision(run, request)
     deadline, number, found = time.monotonic() + SLICE_S, int(request.query["first"]), []
     while number < len(run.entries):
         part = run.entries[number : number + 64]

@@ -41,7 +41,12 @@ function curvesOf(title, { smooth, logy, logx }) {
 
 function drawPanel(title, box, how) {
   const { steps, curves } = curvesOf(title, how), before = plots.get(title);
-  if (!curves.length) return;
+  if (!curves.length) { // on log axes
+    before?.plot.destroy();
+    plots.delete(title);
+    box.replaceChildren(el("h2", {}, title), el("p", { class: "soft" }, "No value has a place on this axis."));
+    return;
+  }
   const table = [steps, ...curves.flatMap((c) => (how.smooth ? [c.raw, c.values] : [c.values]))];
   const key = JSON.stringify([curves.map((c) => [c.label, c.hue]), how]);
   const latest = curves.map((c) => `${c.label} ${short(c.raw.findLast((value) => value !== null))}`).join(", ");

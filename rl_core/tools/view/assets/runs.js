@@ -22,7 +22,8 @@ const note = (text) => { $("#note").textContent = text; };
 
 function short(value) {
   if (value === null || value === undefined) return "-";
-  return Number.isInteger(value) ? (value || 0).toLocaleString("en") : String(+value.toPrecision(4)); // 0 for -0
+  const isShort = Number.isInteger(value) && Math.abs(value) < 1e15;
+  return isShort ? (value || 0).toLocaleString("en") : String(+value.toPrecision(4)); // 0 for -0
 }
 
 function withoutCommon(names) { // the first words, where all names begin with them
@@ -59,8 +60,15 @@ const inReport = {
 async function refresh(run) {
   const query = { revision: run.revision, rows: run.numRows, entries: run.entries.length };
   const found = await ask(run, "new", query);
-  if (found.revision !== run.revision) Object.assign(run, { steps: new Map(), entries: [] });
-  const before = [run.numRows, run.entries.length, run.warnings.length, run.isLive].join();
+  const state = () => [run.revision, run.numRows, run.entries.length, run.warnings.length, run.isLive].join();
+  const before = state();
+  if (found.revision !== run.revision) {
+    if (run.revision >= 0) { // what is read stays; its number is another's now
+      history.replaceState(null, "", location.hash.split("/")[0] || "#curves");
+      setTimeout(search);
+    }
+    Object.assign(run, { steps: new Map(), entries: [] });
+  }
   for (const [step, ...values] of found.rows) {
     const at = run.steps.get(step) || {};
     values.forEach((value, i) => { if (value !== null) at[found.names[i]] = value; });
@@ -73,7 +81,7 @@ async function refresh(run) {
   }
   Object.assign(run, { revision: found.revision, numRows: found.num_rows, panels: found.panels, about: found.about });
   Object.assign(run, { isLive: found.is_live, isComplete: found.is_complete, warnings: found.warnings });
-  return before !== [run.numRows, run.entries.length, run.warnings.length, run.isLive].join();
+  return before !== state();
 }
 
 async function poll() {
@@ -91,5 +99,5 @@ async function poll() {
 function showRuns() {
   $("#runs").replaceChildren(...runs.map((run) => el("li", { title: run.name },
     tinted(el("span", { class: "dot" }), run.n), `${run.short} `, run.isLive && el("span", { class: "live" }, "live "),
-    `step ${short(Math.max(0, ...run.steps.keys()))}`)));
+    `step ${short([...run.steps.keys()].at(-1) ?? 0)}`)));
 }

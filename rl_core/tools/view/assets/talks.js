@@ -79,7 +79,8 @@ async function search() {
   matches = q ? new Set() : null;
   for (const run of q ? runs : []) {
     for (let first = 0; first !== null; ) {
-      const { found, next } = await ask(run, "search", { q, first });
+      const asked = ask(run, "search", { q, first, revision: run.revision });
+      const { found, next } = await asked.catch((error) => (note(error.message), { found: [], next: null }));
       if (own !== searches) return;
       found.forEach((n) => matches.add(run.entries[n]));
       first = next;
