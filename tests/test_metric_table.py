@@ -88,11 +88,25 @@ def test_every_metric_of_runs_has_a_row_and_every_row_is_written(places, family,
     ("eval/math/pass@8", "eval/SET/[ACTOR/]pass@K"),
     ("eval/math/bob/greedy_steps", "eval/SET/[ACTOR/]{greedy,sampled}_METRIC"),
     ("eval/math/aime/bob/avg@2", "eval/SET/[ACTOR/]avg@K"), ("eval/loss", "eval/[SET/]loss"),
-    ("learn/policy/nonsense", None), ("eval/pass@8", None), ("time/generate_s/x", None),
+    ("learn/policy/nonsense", None), ("eval/pass@8", None), ("eval/math/avg@all", None), ("time/generate_s/x", None),
 ])  # fmt: skip
 def test_a_name_of_metrics_jsonl_finds_its_row(name, row):
     found = describe(name)
     assert (found and found.name) == row
+
+
+def test_a_unit_in_a_name_is_that_of_the_row():
+    units = {
+        "s": "s",
+        "nats": "nats",
+        "frac": "fraction",
+        "gib": "GiB",
+        "tokens_per_s": "tokens/s",
+        "versions": "versions",
+    }
+    found = [(row, re.search(r"_(tokens_per_s|[a-z]+?)(_max)?$", row.name)) for row in rows()]
+    named = [(row, units[match[1]]) for row, match in found if match and match[1] in units]
+    assert len(named) > 20 and [row.name for row, unit in named if row.unit != unit] == []
 
 
 def test_the_page_is_that_of_the_table():

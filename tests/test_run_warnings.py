@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from kit import STOP, words
@@ -59,6 +60,9 @@ def test_a_healthy_run_is_told_nothing(tmp_path):
     assert told(late, tmp_path / "e") == []  # a penalty that is no longer earned
     stale = [row(mismatch_kl_nats=0.05, reward_mean=0.3 + 0.01 * n) for n in range(20)]
     assert told(stale, tmp_path / "c", "--max_staleness 2") == []
+    assert told(stale, tmp_path / "f", "--rollout.lagged 0.5,3") == []
+    alone = [row(reward_mean=n, zero_signal_frac=1.0) for n in range(9)]  # a group of one has no other reward
+    assert told(alone, tmp_path / "g", "--algorithm reinforce_pp --group_size 1") == []
 
 
 @pytest.mark.parametrize(
@@ -66,6 +70,11 @@ def test_a_healthy_run_is_told_nothing(tmp_path):
     [
         ([row(reward_mean=n, truncated_frac=0.1 + 0.02 * n) for n in range(30)], [(9, "truncated", "truncated_frac")]),
         ([row(reward_mean=n, zero_signal_frac=float(n > 5)) for n in range(30)], [(9, "no signal", "zero_signal_frac")]),
+        ([row(reward_mean=n, truncated_frac=0.5) for n in range(9)], [(5, "truncated", "truncated_frac")]),
+        (
+            [row(reward_mean=0.5 if n else math.nan, zero_signal_frac=1.0) for n in range(9)],  # all of step 1 failed
+            [(3, "no signal", "zero_signal_frac"), (6, "constant reward", "reward_mean")],
+        ),
         # It ends, and begins anew after ten steps without it, and after one.
         (
             [row(reward_mean=n, zero_signal_frac=float(n not in (8, 9, *range(20, 32)))) for n in range(40)],
@@ -90,6 +99,26 @@ def test_a_healthy_run_is_told_nothing(tmp_path):
 )  # fmt: skip
 def test_what_goes_wrong_is_told_when_it_begins_and_once(rows, says, tmp_path):
     assert told(rows, tmp_path) == says
+
+
+def test_each_actor_is_warned_of_and_a_run_that_goes_on_knows_what_was_told(tmp_path):
+    config = parse_config(words("--model m --env_path e.py --out o --group_size 4"))
+    both = [row(reward_mean=n, truncated_frac=0.5) for n in range(8)]
+    both = [r | {name.replace("policy", "bob"): value for name, value in r.items()} for r in both]
+    live = RunWarnings(config, tmp_path)
+    assert [len(live.step(step, r)) for step, r in enumerate(both, 1)] == [0, 0, 0, 0, 2, 0, 0, 0]
+    before = live.file.read_text()
+    assert [json.loads(line)["metric"] for line in before.splitlines()] == [
+        "rollout/policy/truncated_frac", "rollout/bob/truncated_frac",
+    ]  # fmt: skip
+    lines = [{"step": 0, "eval/e/greedy_score": 0.1}]
+    for step, values in enumerate(both, 1):
+        lines += [{"step": step, "time/step_s": 1.0} | values, {"step": step, "eval/e/greedy_score": 0.1}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    live.file.unlink()
+    live.file.touch()
+    again = RunWarnings(config, tmp_path)
+    assert again.file.read_text() == before and again.step(9, both[-1]) == []
 
 
 def test_a_resumed_run_repeats_no_warning(places, tmp_path, capsys):

@@ -179,19 +179,19 @@ def test_each_filter_and_order_does_what_it_says(tmp_path, serve, page_of, monke
     monkeypatch.setattr(server, "SLICE_S", -1.0)  # one file, or 64 trajectories of a search, at a time
     for name, num in (("a", 2), ("b", 70)):
         (tmp_path / name / "rollouts").mkdir(parents=True)
-        rows = [trajectory(n, turns=[said(n + 1, f"said {n}")]) for n in range(num)]
+        rows = [trajectory(n, group_id=f"train/0/{n if num > 2 else 0}", turns=[said(n + 1)]) for n in range(num)]
         write_trajectories(tmp_path / name / "rollouts/step_000001.jsonl.zst", rows)
-    odd = trajectory(0, group_id="train/0/0", reward=-1.0)
-    odd.env = "digits"
-    for name in ("step_000002", "eval_000002_greedy"):
+    for name, env in (("step_000002", "letters"), ("eval_000002_greedy", "digits")):
+        odd = trajectory(5, group_id="train/0/0", reward=-1.0)
+        odd.env = env
         write_trajectories(tmp_path / f"a/rollouts/{name}.jsonl.zst", [odd])
     page = page_of(serve(tmp_path / "a", tmp_path / "b") + "#talks")
     count(page, "74 of 74 ")
-    page.get_by_label("Search in texts").fill("reply 1")  # 1, 10 to 19; Reply 1 of both runs
-    count(page, "12 of 74 ")
+    page.get_by_label("Search in texts").fill("reply 6")  # 6, and 60 to 69
+    count(page, "11 of 74 ")
     page.get_by_label("Search in texts").fill("")
-    chosen = {"run": ("a", 4), "kind": ("greedy", 1), "env": ("digits", 2), "status": ("ok", 74)}
-    typed = {"step": ("2", 2), "task": ("n/69", 1), "group": ("0/0", 74), "low": ("17", 2), "high": ("-0.5", 2)}
+    chosen = {"run": ("a", 4), "kind": ("greedy", 1), "env": ("digits", 1), "status": ("ok", 74)}
+    typed = {"step": ("2", 2), "task": ("n/69", 1), "group": ("0/0", 5), "low": ("17", 2), "high": ("-0.5", 2)}
     for name, (value, num) in (chosen | typed).items():
         field = page.locator(f"#talks form [name={name}]")
         field.select_option(label=value) if name in chosen else field.fill(value)
@@ -250,6 +250,7 @@ def test_tokens_are_coloured_and_tell_their_values(game, serve, page_of, tmp_pat
     (more, some, less), (low, unknown, high) = (colours[name] for name in ("ratio", "entropy"))
     strengths = [float(hue.split(",")[3][:-1]) for hue in (more, some, less, low, high)]
     assert strengths == pytest.approx([0.5, 0.155, 0.155, 0.04, 0.5], abs=0.005)  # ratios 3, 1.5 and 0.5, around 1
+    assert more.startswith("rgba(214, 60, 40,")  # warm
     assert more.split(",")[:3] == some.split(",")[:3] != less.split(",")[:3] and not is_painted(unknown)
     by.select_option("ratio")
     page.locator(".tokens span").nth(2).hover()
