@@ -75,3 +75,10 @@ def test_a_folder_that_is_no_model_is_refused_with_what_to_name(make, name, says
     said = capsys.readouterr().err
     assert said.startswith(f"error: model {tmp_path / name}") and len(said.splitlines()) == 1
     assert says.format(dir=tmp_path).split("such as ")[-1] in said, said
+
+
+def test_a_model_named_with_a_dot_before_it_is_a_folder_and_no_name_of_the_hub(flags, tmp_path, monkeypatch, capsys):
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main([*flags, "--model", "./tniy", "--out", "out"]) == 1
+    assert capsys.readouterr().err == "error: model tniy: no such folder; did you mean tiny?\n"

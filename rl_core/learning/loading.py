@@ -31,7 +31,7 @@ SCORE_HEAD, LM_HEADS = "score.weight", {"lm_head.weight", "lm_head.bias"}
 
 def load_model_config(path: str) -> PretrainedConfig:
     """The model's config.json, read before any weight. Raises ValueError for a folder without one."""
-    check_model_folder(Path(path))
+    check_model_folder(path)
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -39,9 +39,10 @@ def load_model_config(path: str) -> PretrainedConfig:
     return config
 
 
-def check_model_folder(path: Path) -> None:
+def check_model_folder(name: str) -> None:
     """Raises ValueError for a path without a folder, and for folders of a run that hold no model, with what to name instead."""
-    is_relative = str(path) != path.name and (path.parts[0] in (".", "..", "~") or len(path.parts) > 2)
+    path = Path(name)  # without the ./ of the name
+    is_relative = name.startswith(("./", "../", "~")) or len(path.parts) > 2
     if not path.exists() and (path.is_absolute() or is_relative):
         names = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, names, n=1)
