@@ -128,6 +128,17 @@ def test_only_bad_replies_may_fail(check):
     assert outcomes(report)["right", "policy"][3] == "right 1, short 1"
 
 
+def test_that_no_right_reply_was_tried_is_told(check):
+    code = """
+        def load_tasks(split): return [{"prompt": "go", "word": "7"}]
+        def reward_fn(completion, word): return float(word in completion)
+    """
+    status, report, _ = check(code)
+    told = "no right reply was tried, as no hook reads a column such as answer: give one by --reply TEXT"
+    assert status == 0 and report["result"] == ["every normal episode was scored", told]
+    assert check(code, "--reply", "{{ word }}")[1]["result"] == ["every normal episode was scored"]
+
+
 def test_a_column_that_is_missing_is_refused(check):
     status, _, error = check("""
         def load_tasks(split): return [{"prompt": "go", "answer": "7"}]

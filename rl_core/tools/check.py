@@ -64,9 +64,10 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
     say("episodes", describe_episodes(outcomes))
     normal = [t for kind in NORMAL for t in found.get(kind, ())]
     failed = sum(t.status == "failed" for t in normal)
-    say(
-        "result", [f"{failed} of {len(normal)} normal episodes failed" if failed else "every normal episode was scored"]
-    )
+    said = [f"{failed} of {len(normal)} normal episodes failed" if failed else "every normal episode was scored"]
+    if "right" not in found:
+        said.append("no right reply was tried, as no hook reads a column such as answer: give one by --reply TEXT")
+    say("result", said)
     report = {"environment": path, "hooks": [describe_hook(hook) for hook in env.hooks.values()]}
     report |= {"columns": [*tasks[0].row], "num_tasks": len(tasks), "tokens": tokens, "episodes": outcomes}
     return report | {"normal": len(normal), "failed": failed}
