@@ -1,5 +1,6 @@
-"""Plays an episode of a served environment with nothing but gRPC: pip install grpcio grpcio-tools. Any language with a gRPC
-library can do the same from rl_core/service/environments.proto.
+"""Plays episodes of a served environment with nothing but gRPC: pip install grpcio grpcio-tools.
+
+Any language with a gRPC library can do the same from rl_core/service/environments.proto.
 
     rl-core serve envs/calculator.py --port 50051
     python scripts/grpc_client.py --address 127.0.0.1:50051 --env calculator

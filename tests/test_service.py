@@ -557,6 +557,7 @@ def test_local_workers_join_without_tls_in_a_private_folder(counter, tmp_path):
         ("--tls_cert x.pem", "--tls_cert and --tls_key belong together"),
         ("--controller", "name environment files, or --controller: one of them"),
         ("--token_file /dev/null", "--token_file /dev/null is empty"),
+        ("--token_file nowhere", "error: --token_file nowhere: No such file or directory"),
     ],
 )
 def test_what_cannot_be_served_is_refused(flags, message, counter, capsys, monkeypatch):
@@ -682,4 +683,7 @@ def test_info_shows_the_workers(service, capsys, monkeypatch):
     assert [worker["pid"] for worker in json.loads(capsys.readouterr().out)["workers"]] == [w.pid for w in workers]
     monkeypatch.setenv(TOKEN_VARIABLE, "wrong")
     assert cli.main(["info", "--service", f"grpc://{service.address}"]) == 1
-    assert "UNAUTHENTICATED: the bearer token is missing or wrong" in capsys.readouterr().err
+    assert (
+        "UNAUTHENTICATED: the bearer token is missing or wrong: authorization: Bearer TOKEN; rl_core"
+        in capsys.readouterr().err
+    )

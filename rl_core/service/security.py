@@ -72,13 +72,17 @@ class Admission(grpc.aio.ServerInterceptor):
 
 
 async def refuse(_, context: grpc.aio.ServicerContext) -> None:
-    message = "the bearer token is missing or wrong: authorization: Bearer TOKEN"
+    message = "the bearer token is missing or wrong: authorization: Bearer TOKEN; "
+    message += f"rl_core reads it from {TOKEN_VARIABLE} or a token_file"
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
 
 
 def read_token(path: str) -> str:
     """The token of a file, or of the environment variable. Raises ValueError for one that a header cannot hold."""
-    token = Path(path).read_text(encoding="utf-8").strip() if path else os.environ.get(TOKEN_VARIABLE, "").strip()
+    try:
+        token = Path(path).read_text(encoding="utf-8").strip() if path else os.environ.get(TOKEN_VARIABLE, "").strip()
+    except OSError as error:
+        raise ValueError(f"--token_file {path}: {error.strerror}") from None
     if path and not token:
         raise ValueError(f"--token_file {path} is empty")
     if not (token.isascii() and token.isprintable() and " " not in token):
