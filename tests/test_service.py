@@ -558,6 +558,7 @@ def test_local_workers_join_without_tls_in_a_private_folder(counter, tmp_path):
         ("--controller", "name environment files, or --controller: one of them"),
         ("--token_file /dev/null", "--token_file /dev/null is empty"),
         ("--token_file nowhere", "error: --token_file nowhere: No such file or directory"),
+        ("--join x:1 --http_port 0", "--join x:1 opens no hub of its own"),
     ],
 )
 def test_what_cannot_be_served_is_refused(flags, message, counter, capsys, monkeypatch):

@@ -41,6 +41,9 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if bool(args.envs) == args.controller:
         raise ValueError("name environment files, or --controller: one of them")
+    if args.join and (args.controller or args.http_port is not None or args.tls_cert):
+        hint = "leave out --controller, --http_port and --tls_cert (for TLS to the hub: --tls_ca)"
+        raise ValueError(f"--join {args.join} opens no hub of its own: {hint}")
     for flag in ("workers", "capacity", "queue", "heartbeat_s", "idle_s", "hook_timeout_s"):
         if getattr(args, flag) <= 0:
             raise ValueError(f"--{flag} {getattr(args, flag)} must be above 0")
