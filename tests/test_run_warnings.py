@@ -61,8 +61,9 @@ def test_a_healthy_run_is_told_nothing(tmp_path):
     stale = [row(mismatch_kl_nats=0.05, reward_mean=0.3 + 0.01 * n) for n in range(20)]
     assert told(stale, tmp_path / "c", "--max_staleness 2") == []
     assert told(stale, tmp_path / "f", "--rollout.lagged 0.5,3") == []
-    alone = [row(reward_mean=n, zero_signal_frac=1.0) for n in range(9)]  # a group of one has no other reward
-    assert told(alone, tmp_path / "g", "--algorithm reinforce_pp --group_size 1") == []
+    same = [row(reward_mean=n, zero_signal_frac=1.0) for n in range(9)]  # within groups, of which these compare none
+    for n, flags in enumerate(("ppo", "reinforce_pp --group_size 1", "grpo --algo.turn_discount 1")):
+        assert told(same, tmp_path / f"g{n}", "--algorithm", *words(flags)) == []
 
 
 @pytest.mark.parametrize(

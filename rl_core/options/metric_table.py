@@ -55,7 +55,8 @@ SECTIONS: dict[str, list[tuple]] = {
         (EPISODES + "reward/PART", "mean of one part of the reward, times its weight; the parts add up to the reward",
          "reward", "moves; a part that is only a help (format, length) stays smaller than the one that is meant"),
         (EPISODES + "zero_signal_frac", "fraction of groups whose episodes all have the same reward: nothing is learned "
-         "from them", "fraction", "below 0.7; at 1 tasks are too easy, too hard, or the reward is constant", 0.7),
+         "from them where the baseline is the group's (all but ppo and reinforce_pp)", "fraction",
+         "below 0.7; at 1 tasks are too easy, too hard, or the reward is constant", 0.7),
         (EPISODES + "length_mean", "sampled tokens of an episode, mean", "tokens",
          "far below the limit; growth without a higher reward is padding"),
         (EPISODES + "length_p50", "median of sampled tokens per episode", "tokens"),

@@ -15,7 +15,9 @@ from pathlib import Path
 
 from rl_core.config import Config
 from rl_core.data.rows import write_whole
+from rl_core.learning.algorithms import make_algorithm
 from rl_core.options.metric_table import describe
+from rl_core.rules import BASELINES
 
 SHORT, LONG = 5, 20  # steps over which a value is judged, and a tendency
 AGAIN = 10  # steps without it before a warning is told again
@@ -35,6 +37,9 @@ class RunWarnings:
 
     def __init__(self, config: Config, out: Path):
         self.config, self.file = config, out / "warnings.jsonl"
+        algorithm = make_algorithm(config.algorithm, config.algo)
+        # Others learn from groups of equal rewards too: from the batch, a critic, or the turns' own rewards.
+        self.compares_groups = algorithm.advantage in BASELINES and algorithm.turn_discount is None
         self.first: list[Row] = []  # the first SHORT steps
         self.last: deque[Row] = deque(maxlen=LONG)
         self.range: dict[str, list[float]] = {}  # reward -> lowest, highest, number of steps
@@ -97,7 +102,7 @@ class RunWarnings:
                 "said (rl-core show)",
             )  # fmt: skip
         name = f"{place}zero_signal_frac"
-        if self.config.group_size > 1 and self.values(name, 3) == [1.0] * 3:
+        if self.compares_groups and self.values(name, 3) == [1.0] * 3:
             yield (
                 "no signal", name,
                 f"{name} is 1 for 3 steps: the episodes of each group have the same reward, so that nothing is learned; try "
