@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from io import BytesIO
 from pathlib import Path
 from sys import intern
 from typing import Any
@@ -264,7 +265,7 @@ def index_of(file: Path) -> list[Entry]:
     match = FILE.fullmatch(file.name)
     kind, step = "train" if match[1] == "step" else intern(match[3].replace("_", " ", 1)), int(match[2])
     found, start = [], 0
-    for line in unpacked(file, file.stat().st_mtime_ns).split(b"\n"):
+    for line in BytesIO(unpacked(file, file.stat().st_mtime_ns)):
         try:
             parts = parts_of(line)
             begins, ends = parts.turns
@@ -281,7 +282,7 @@ def index_of(file: Path) -> list[Entry]:
             preview=last_reply(line, begins, ends), **{name: intern(value) for name, value in names.items()},
         )  # fmt: skip
         found.append(entry)
-        start += len(line) + 1
+        start += len(line)
     return found
 
 
@@ -293,7 +294,7 @@ def last_reply(line: bytes, begins: int, ends: int) -> str:
     return " ".join(text[: 4 * PREVIEW_CHARS].split())[:PREVIEW_CHARS]
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)  # of rollouts/ and tokens/; one may have 300 MB
 def unpacked(file: Path, version: int) -> bytes:
     """A file's content, as far as it goes. `version`: when it was written."""
     with open(file, "rb") as raw:
