@@ -23,7 +23,7 @@ from kit import ROOT, metrics
 
 from rl_core.cli import COMMANDS, main
 from rl_core.config import ActorConfig, Config, fill, known_flags, parse_config
-from rl_core.learning.algorithms import clipped_loss
+from rl_core.learning.algorithms import PRESETS, clipped_loss
 from rl_core.sampling.env import load_env
 from rl_core.tools.peers import OURS
 from rl_core.train import main as train
@@ -288,6 +288,20 @@ def test_what_init_prints_is_what_the_page_shows(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shown = re.search(r"```\n\$ rl-core init\n(.*?)```", PAGES["docs/tools.md"], re.DOTALL)[1]
     assert main(["init"]) == 0 and capsys.readouterr().out == shown
+
+
+def test_the_table_of_presets_is_that_of_the_code():
+    rows = re.findall(
+        r"^\| `(\w+)` \| (\w+) \| (\w+) \| ([\d.]+)(?: \(none\))?, ([\d.]+) \| (\w+) \|",
+        PAGES["docs/algorithms.md"],
+        re.M,
+    )
+    shown = {
+        name: (advantage, objective, float(low), float(high), mean)
+        for name, advantage, objective, low, high, mean in rows
+    }
+    parts = ("advantage", "objective", "clip_low", "clip_high", "aggregation")
+    assert shown == {name: tuple(getattr(row, p) for p in parts) for name, row in PRESETS.items() if row.is_rl}
 
 
 @pytest.mark.slow

@@ -109,6 +109,16 @@ def test_a_unit_in_a_name_is_that_of_the_row():
     assert len(named) > 20 and [row.name for row, unit in named if row.unit != unit] == []
 
 
+def test_metrics_that_pages_name_have_a_row():
+    num = 0
+    for file in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        names = re.findall(r"`((?:rollout|learn|eval|time|pack|memory)/[^`\s{]*[\w*])`", file.read_text())
+        wrong = [name for name in names if (row := describe(name)) is None or row.is_of_user]
+        assert not wrong or file.name == "metrics.md", f"{file.name}: {wrong}"
+        num += len(names)
+    assert num > 20
+
+
 def test_the_page_is_that_of_the_table():
     text = (ROOT / "docs/metrics.md").read_text()
     assert text == page(), "python -m rl_core.options.metric_table > docs/metrics.md"

@@ -167,6 +167,15 @@ def test_the_name_of_a_run_cannot_end_the_title():
     assert re.search("<title>(.*?)</title>", page)[1].startswith("&lt;/title&gt;&lt;script&gt;&amp;lt;")
 
 
+def test_the_page_may_run_only_its_own_scripts_and_ask_only_its_own_server():
+    policy = re.search('Content-Security-Policy" content="(.*?)"', make_page({"runs": []}))[1]
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules.pop("script-src").count("'sha256-") == 2 and "unsafe" not in policy.replace("style-src 'unsafe", "")
+    assert rules == {
+        "default-src": "'none'", "connect-src": "'self'", "img-src": "data:", "style-src": "'unsafe-inline'",
+    }  # fmt: skip
+
+
 # The report
 
 

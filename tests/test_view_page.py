@@ -228,6 +228,15 @@ def test_several_actors_are_one_chat_and_a_group_stands_side_by_side(game, serve
     page.locator("#list button").first.click()
     page.get_by_role("button", name="All actors").click()  # who do not hear each other
     has(page, "#reader h3", ["ann  reward 0", "ben  reward 0.25"])
+    asked = {"role": "user", "content": "guess"}
+    ann = [asked, {"role": "assistant", "content": "<think>hm</think>\nhigh", "tool_calls": [{"name": "dice"}]}]
+    ben = [asked | {"content": "guess\n\nhigh"}, {"role": "assistant", "content": "low"}]
+    alone[0].messages, alone[1].messages = ann, ben  # who hears no thoughts
+    write_trajectories(game / "rollouts/step_000004.jsonl.zst", alone)
+    page.get_by_label("Step").fill("4")
+    page.locator("#list button").first.click()
+    has(page, "#reader .who", ["user to ann", "ann", "ben"])
+    assert "dice" in shown(page, "#reader .says p")[1] and shown(page, "#reader .says p")[::2] == ["guess", "low"]
 
 
 def test_tokens_are_coloured_and_tell_their_values(game, serve, page_of, tmp_path):
@@ -338,6 +347,8 @@ def test_runs_are_overlaid_smoothed_on_log_axes_and_their_settings_compared(game
     (other / "config.yaml").write_text((other / "config.yaml").read_text().replace("seed: 0", "seed: 1\nlr: 0.5"))
     page = page_of(serve(game, other))
     has(page, "[data-title=reward] .u-label", ["step", "ann, game", "ann, other"])
+    hues = "document.querySelector('[data-title=reward] [role=img]').uplot.series.slice(1).map(s => s.stroke())"
+    assert len(set(page.evaluate(hues))) == 2
     page.get_by_label("Smoothing").fill("0.5")
     has(page, "[data-title=reward] .u-series:not(.raw) .u-value", ["24", "0.5", "0.5"])  # half of the last value
     has(page, "[data-title=evaluation] .u-series:not(.raw) .u-value", ["24", "1", "1"])
