@@ -104,7 +104,10 @@ async def serve(runs: list[RunFolder], host: str, port: int) -> None:
     hosts = LOCAL if host in LOCAL else set()
     runner = web.AppRunner(Viewer(runs).app(hosts), access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, host, port).start()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        raise ValueError(f"--port={port}: {error.strerror}; --port 0 takes a free one") from None
     host, port = runner.addresses[0][:2]
     print(f"http://{f'[{host}]' if ':' in host else host}:{port}/    Ctrl-C ends it", flush=True)
     await asyncio.Event().wait()

@@ -53,7 +53,7 @@ function showList() {
   const total = runs.reduce((sum, run) => sum + run.entries.length, 0);
   const mean = rewards.length ? `, mean reward ${short(rewards.reduce((a, b) => a + b, 0) / rewards.length)}` : "";
   $("#count").textContent = total ? `${short(listed.length)} of ${short(total)} trajectories${mean}`
-    : "No trajectories: the run has none yet, or was made with --rollout.save false.";
+    : "No trajectories: the run has none yet, was made with --rollout.save false, or learns from rows (sft, dpo, rm).";
   const focused = document.activeElement?.closest?.("#list") && document.activeElement.dataset.key;
   const more = button("Show more", () => { numShown += 200; showList(); });
   const rows = [...listed.slice(0, numShown).map(row), ...(listed.length > numShown ? [more] : [])];
@@ -80,7 +80,7 @@ async function search() {
   for (const run of q ? runs : []) {
     for (let first = 0; first !== null; ) {
       const asked = ask(run, "search", { q, first, revision: run.revision });
-      const { found, next } = await asked.catch((error) => (note(error.message), { found: [], next: null }));
+      const { found, next } = await asked.catch(() => ({ found: [], next: null })); // poll() tells why
       if (own !== searches) return;
       found.forEach((n) => matches.add(run.entries[n]));
       first = next;
@@ -141,6 +141,7 @@ function showReader(e, columns, modes) {
     el("div", { class: "columns" }, columns.map((column) => el("section", {}, columns.length > 1 && headOf(column),
       coloured ? column.map((t) => tokensOf(t, shown)) : chatOf(column).map(bubble)))),
   ];
+  note(data.note || "");
   $("#reader").replaceChildren(...parts.flat().filter(Boolean));
   $("#tip").hidden = true;
 }
