@@ -271,6 +271,28 @@ def test_a_container_is_removed_with_its_worker_alone():
     assert not containers.is_dead("")
 
 
+def test_containers_that_nobody_owns_or_that_hang_are_removed_by_force(tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    (tmp_path / "docker").write_text(
+        f'#!/bin/sh\necho "$*" >> {log}\n[ "$1" != run ] || exec sleep 600\n'
+        f"[ \"$1\" != ps ] || printf 'dead {containers.owner()}0\\nliving {containers.owner()}\\n'\n"
+    )
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    async def main() -> containers.Box:
+        runtime = containers.find_runtime("0" * 12, "this test")
+        box = await runtime.open(str(tmp_path / "a.py"), Settings(image="a:1"), 1.0, lambda why: None)
+        box.close()
+        await runtime.close()
+        await asyncio.wait_for(box.process.wait(), 20)
+        return box
+
+    box = asyncio.run(main())
+    removals = [line for line in log.read_text().splitlines() if line.startswith("rm")]
+    assert removals == ["rm --force dead", f"rm --force {box.name}"]
+
+
 def test_an_image_without_a_runtime_is_refused(tmp_path):
     (tmp_path / "boxed.py").write_text(BOXED)
     command = [sys.executable, "-m", "rl_core.service.worker", str(tmp_path / "boxed.py"), "--join", "127.0.0.1:1"]

@@ -54,8 +54,8 @@ async def rank(trajectories, answer):
     best = max(t.num_tokens for t in trajectories)
     return [t.num_tokens / best + int(answer) / 10 for t in trajectories]
 
-def task_weight(mean_reward, answer):
-    return 1 + int(answer) + abs(mean_reward)
+def task_weight(mean_reward, tries, success_rate, answer):
+    return 1 + int(answer) + abs(mean_reward) + tries / 10 + success_rate / 3
 
 def advantage_fn(rewards):
     return [r - sorted(rewards)[len(rewards) // 2] for r in rewards]
@@ -108,7 +108,7 @@ def start(task):
     time.sleep(task.row.get("start_s", 0))
     return {{"turns": 0, "name": os.urandom(4).hex()}}
 
-async def interact(messages, state, completion):
+async def interact(messages, state, completion, task):
     state["turns"] += 1
     said = messages[-1]["content"]
     if said == "raise":
@@ -124,7 +124,7 @@ async def interact(messages, state, completion):
     if said == "wait":
         await asyncio.sleep(0.4)
     if said == "completion":
-        return [{{"role": "user", "content": completion}}]
+        return [{{"role": "user", "content": completion + str(task.info)}}]
     return {{"messages": [{{"role": "user", "content": str(state["turns"])}}], "done": said == "done"}}
 
 def reward_fn(state, answer):
@@ -160,6 +160,9 @@ class Service:
 
     def num_open(self) -> int:
         return sum(load.sessions for worker in self.workers() for load in worker.loads)
+
+    def num_completed(self) -> int:
+        return sum(load.ended["completed"] for worker in self.workers() for load in worker.loads)
 
 
 @pytest.fixture(scope="module")
@@ -304,7 +307,7 @@ class Playing:
         self.env, self.messages, self.row = load_env(url), [{"role": "user", "content": "hi"}], {"answer": "3"} | row
 
     async def start(self) -> Playing:
-        self.task = Task(id="train/3", env="count", row=self.row, messages=list(self.messages))
+        self.task = Task(id="train/3", env="count", row=self.row, messages=list(self.messages), info={"level": 3})
         hook = self.env.hooks["start"]
         self.state = await hook(self.task, dict.fromkeys(hook.ours) | {"task": self.task})
         return self
@@ -365,11 +368,18 @@ def test_a_session_that_ends_its_workers_is_not_played_again_for_ever(service, m
         asyncio.run(die())
 
 
-def test_a_completion_travels_beside_its_message(service):
+def test_the_weight_of_a_task_is_that_of_the_file(service):
+    weight = client.load_module(service.url("scored")).task_weight(
+        tries=3, success_rate=0.25, mean_reward=-2, answer="4"
+    )
+    assert weight == pytest.approx(1 + 4 + 2 + 0.3 + 0.25 / 3)
+
+
+def test_a_completion_and_the_info_of_a_task_travel(service):
     async def say() -> str:
         return await (await Playing(service.url("count")).start()).say("completion", "<think>a</think>completion")
 
-    assert asyncio.run(say()) == "<think>a</think>completion"
+    assert asyncio.run(say()) == "<think>a</think>completion{'level': 3}"
 
 
 class Cutting:
@@ -462,15 +472,16 @@ def test_requests_are_sent_again_in_their_order(service):
 
 
 def test_a_start_whose_answer_is_lost_is_one_session(roomy):
-    proxy = Cutting(roomy.address, every_s=600)
+    proxy, before = Cutting(roomy.address, every_s=600), roomy.num_completed()
 
-    async def start() -> tuple[int, str]:
+    async def start() -> tuple[int, str, float]:
         playing = Playing(f"grpc://{proxy.address}/count", start_s=0.6)
         await proxy.after(0.2, playing.start())
-        return proxy.num_cuts, await playing.say("a")
+        return proxy.num_cuts, await playing.say("a"), await playing.score()
 
-    assert asyncio.run(start()) == (1, "1")
+    assert asyncio.run(start()) == (1, "1", 1 / 8)
     wait_until(lambda: roomy.num_open() == 0, "no other session was left", 10)
+    assert roomy.num_completed() == before + 1  # what was scored was not given up
     proxy.end()
 
 

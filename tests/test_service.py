@@ -439,6 +439,17 @@ def test_a_client_that_does_not_read_slows_nobody_and_fills_no_memory(service):
     assert error.value.code() == StatusCode.RESOURCE_EXHAUSTED
 
 
+def test_a_client_that_reads_late_gets_all_replies(service):
+    """80 MiB wait, which no message of a stream can hold, and the next requests are begun once they are read."""
+    late, sessions = service.stream(), [service.start() for _ in range(40)]
+    asked = [pb.InteractRequest(session=session, number=1, said=said(f"big {4 << 20}")) for session in sessions]
+    for first in (0, 20):
+        late.say(*(pb.Request(id=n, interact=asked[n]) for n in range(first, first + 20)))
+        for last in {sessions[n][:12]: sessions[n] for n in range(first, first + 20)}.values():  # of each worker
+            assert len(service.interact(last, 1, f"big {4 << 20}")) == 4 << 20
+    assert all(len(reply.interact.messages) > 4 << 20 for reply in late.hear(40).values())
+
+
 def test_what_is_too_large_fails_alone(service):
     stream, session = service.stream(), service.start()
     large = pb.InteractRequest(session=session, number=1, said=said("x" * MAX_REQUEST))

@@ -37,7 +37,7 @@ MAX_TIMEOUT_S = 600.0
 FIRST_S = 60.0  # how long the first worker may take
 PENDING = 20_000  # requests of one client that are not answered; more are refused
 MAX_DETAILS = 2_000  # bytes of an error of a verb that is called alone
-UNREAD = 16 << 20  # bytes of replies that a client has not read, after which the server reads no more of its requests
+UNREAD = 16 << 20  # bytes of replies that a client has not read, during which the server begins no more of its requests
 
 
 class Hub:
@@ -313,13 +313,13 @@ class Hub:
     async def hear_client(self, client: ClientStream, context: grpc.aio.ServicerContext) -> None:
         try:
             while not client.is_over and (data := await context.read()) is not grpc.aio.EOF:
+                await client.outbox.below(UNREAD)
                 for request in parse(pb.Requests, data).requests:
                     if client.num_open < PENDING:
                         self.submit(request, client)
                     else:
                         error = ServiceError(StatusCode.RESOURCE_EXHAUSTED, f"{PENDING} requests are not answered yet")
                         client.outbox.put(failed(request.id, error))
-                await client.outbox.below(UNREAD)
         except ServiceError as error:
             client.close(error)
         finally:
