@@ -296,6 +296,16 @@ def test_a_key_that_waits_twice_starts_on_one_worker():
     assert asyncio.run(play()) == [0, 2]
 
 
+def test_a_renewal_waits_for_no_worker_that_is_blocked():
+    async def renew() -> list[str]:
+        hub, blocked, gone = Hub(heartbeat_s=0.01), f"{'a' * 12}.1", f"{'b' * 12}.1"
+        hub.links["a" * 12] = WorkerLink(pb.Hello(worker="a" * 12), pb.Worker())
+        hub.died("b" * 12)
+        return list((await asyncio.wait_for(hub.renew(pb.RenewRequest(sessions=[blocked, gone])), 10)).gone)
+
+    assert asyncio.run(renew()) == [f"{'b' * 12}.1"]
+
+
 def test_a_worker_that_blocks_is_not_taken_for_dead(service):
     session = service.start()
     assert service.interact(session, 1, "block 2") == "1"  # longer than the silence that removes a worker

@@ -191,13 +191,18 @@ class Hub:
         for name in request.sessions:
             by_worker.setdefault(name.partition(".")[0], []).append(name)
         gone: list[str] = []
-        asked = []
+        asked: list[asyncio.Task] = []
         for worker, names in by_worker.items():
             if worker in self.links:
-                asked.append(self.links[worker].answer(pb.Request(renew=pb.RenewRequest(sessions=names))))
+                request = pb.Request(renew=pb.RenewRequest(sessions=names))
+                asked.append(asyncio.ensure_future(self.links[worker].answer(request)))
             elif not WORKER.fullmatch(worker) or self.left_s(worker) <= 0:
                 gone += names
-        for reply in await asyncio.gather(*asked):
+        if asked:
+            _, blocked = await asyncio.wait(asked, timeout=self.grace_s)
+            for task in blocked:  # it hears of this when it goes on; those of other workers do not wait for it
+                task.cancel()
+        for reply in [task.result() for task in asked if task.done()]:
             gone += reply.renew.gone if reply else []
         return pb.RenewReply(gone=gone)
 
