@@ -8,6 +8,7 @@ import os
 import sqlite3
 import struct
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,11 @@ import pytest
 from kit import RanksProcess, make_learner, metrics, run, run_ranks, sample, trajectories, wait_until, words
 
 from rl_core import cli
+from rl_core.data.rows import ROLLOUTS, TOKENIZERS, write_trajectories
 from rl_core.options.mfu import mfu
+from rl_core.options.trackers import samples
 from rl_core.train import main
+from rl_core.types import Trajectory
 
 ALL = "wandb,tensorboard,trackio,mlflow"
 REWARD, SCORE = "rollout/policy/reward_mean", "eval/letters/greedy_score"
@@ -237,6 +241,18 @@ def test_one_rank_of_several_tracks(flags, tmp_path):
         [1, "samples/eval"],
     ]
     assert notes(out)[-1] == ["close", True]
+
+
+def test_episodes_are_shown_where_the_first_rank_played_none(tmp_path):
+    (tmp_path / TOKENIZERS).touch()
+    files = [tmp_path / f"step_000001.rank{rank}{ROLLOUTS}" for rank in range(2)]
+    write_trajectories(files[0], [])
+    messages = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    played = Trajectory(task_id="train/0", env="sums", group_id="g", messages=messages, reward=1.0)
+    write_trajectories(files[1], [played])
+    end = threading.Event()
+    threading.Timer(5, end.set).start()
+    assert samples(tmp_path, "step_000001", end)["reply"].tolist() == ["assistant: 4"]
 
 
 def test_a_run_that_was_killed_goes_on_in_its_trackers_without_repeating(flags, tmp_path):

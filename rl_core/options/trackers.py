@@ -158,13 +158,13 @@ def lines(path: Path, end: threading.Event) -> Iterator[dict[str, Any]]:
 
 
 def samples(folder: Path, name: str, end: threading.Event) -> DataFrame:
-    """Some episodes of the first file of rollouts with this name, which may be complete only after the metrics are."""
+    """Some episodes of the first file of rollouts with this name that has any: a slow rank may have played none, and files may
+    be complete only after the metrics are."""
     from pandas import DataFrame
 
     rows, is_last = [], not (folder / TOKENIZERS).exists()
-    while not (files := sorted(folder.glob(f"{name}*{ROLLOUTS}"))) and not is_last:
+    while not (episodes := next(filter(None, played(folder, name)), [])) and not is_last:
         is_last = end.wait(POLL_S)
-    episodes = [episode for file in files[:1] for episode in read_json(file)]
     num = min(NUM_ROWS, len(episodes))
     for episode in (episodes[i * len(episodes) // num] for i in range(num)):
         texts = [f"{m['role']}: {m.get('content')}" for m in episode["messages"]]
@@ -172,6 +172,11 @@ def samples(folder: Path, name: str, end: threading.Event) -> DataFrame:
         parts = "\n\n".join(texts[:said]), "\n\n".join(texts[said:])
         rows.append([*parts, episode["reward"], f"{episode['status']} {episode['error']}".strip()])
     return DataFrame(rows, columns=["prompt", "reply", "reward", "status"])
+
+
+def played(folder: Path, name: str) -> Iterator[list[dict]]:
+    """The episodes of each rank."""
+    return (list(read_json(file)) for file in sorted(folder.glob(f"{name}*{ROLLOUTS}")))
 
 
 def follow(run: SimpleNamespace) -> None:
