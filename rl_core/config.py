@@ -298,7 +298,7 @@ def parse_config(argv: list[str]) -> Config:
             with open(path) as file:
                 fill(config, yaml.safe_load(file) or {})
         except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ValueError(f"--config {path}: {error}") from None
+            raise ValueError(f"--config {path}: {getattr(error, 'strerror', None) or error}") from None
     for name, value in given:
         for part in reversed(name.split(".")):
             value = {part: value}
@@ -325,7 +325,7 @@ def given_flags(argv: list[str]) -> list[tuple[str, Any]]:
         elif found and found[-1][1] is True:
             found[-1] = found[-1][0], arg
         else:
-            raise ValueError(f"argument {arg!r} has no flag before it")
+            raise ValueError(f"argument {arg!r} has no flag before it; write --name value")
     return found
 
 
@@ -339,7 +339,7 @@ def fill(section: Any, given: Any, prefix: str = "") -> None:
         if kind is None:
             own = name.split(".")[1] if prefix else "NAME"
             known = [flag.replace("NAME", own) for flag in known_flags()]
-            raise ValueError(f"unknown flag --{name}; {import_module(PEERS).hint(name, known)}")
+            raise ValueError(import_module(PEERS).unknown(name, value, known))
         if dataclasses.is_dataclass(kind):
             fill(getattr(section, key), value or {}, f"{name}.")
         elif key in NAMED and isinstance(value, dict):

@@ -141,7 +141,7 @@ FLAGS = [
     (MODEL, "--modle x", "unknown flag --modle; did you mean 'model'"),
     (MODEL, "--actors.bob.lora.rnk 4", "unknown flag --actors.bob.lora.rnk; did you mean 'actors.bob.lora.rank'"),
     (MODEL, "--critic.gae_lamda 1", "did you mean 'critic.gae_lambda'"),
-    (MODEL, "4", "argument '4' has no flag before it"),
+    (MODEL, "4", "argument '4' has no flag before it; write --name value"),
     (MODEL, "--optim.lr", "--optim.lr has no value"),
     (MODEL, "--optim.lr fast", "--optim.lr=fast must be float"),
     (MODEL, "--algorithm poo", "--algorithm=poo must be one of"),

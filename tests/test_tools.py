@@ -25,6 +25,7 @@ from rl_core.types import Trajectory
     ("--batch_size 8", "tasks_per_step"), ("--num_generations 8", "group_size"), ("--kl_coef 0", "algo.kl_coef"),
     ("--beta 0", "algo.kl_coef"), ("--max_completion_length 9", "max_tokens"), ("--optim.learning_rate 1", "optim.lr"),
     ("--per-device-train-batch-size 1", "learner.microbatch_tokens"),
+    ("--actor_rollout_ref.rollout.n 8", "group_size"), ("--optimizer.lr 1", "optim.lr"),
 ])  # fmt: skip
 def test_names_of_other_trainers_are_answered_with_ours(given, ours):
     with pytest.raises(ValueError, match=f"unknown flag --[^;]*; here it is --{ours}"):

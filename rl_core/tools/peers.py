@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from rl_core.rules import nearest
 
@@ -78,8 +79,13 @@ OURS = {
 }
 
 
-def hint(name: str, known: Iterable[str]) -> str:
-    """What an unknown flag is answered with: our name of it, `--group_size` for `num_generations`, or the nearest one."""
-    last = name.rpartition(".")[2].replace("-", "_").lower()
-    found = next((own for own, theirs in OURS.items() if last in theirs.split()), None)
-    return f"here it is --{found}" if found else nearest(name, known)
+def unknown(name: str, value: Any, known: Iterable[str]) -> str:
+    """What an unknown flag is answered with: our name of it, `--group_size` for `num_generations`, or the nearest one. A value
+    that is a dictionary holds what stands behind a dot: verl's `actor_rollout_ref.rollout.n`."""
+    while isinstance(value, dict) and value:
+        key, value = next(iter(value.items()))
+        name = f"{name}.{key}"
+    parts = name.replace("-", "_").lower().split(".")
+    spelled = ["_".join(parts[i:]) for i in range(len(parts))]  # rollout_n before n
+    found = next((own for word in spelled for own, theirs in OURS.items() if word in theirs.split()), None)
+    return f"unknown flag --{name}; " + (f"here it is --{found}" if found else nearest(name, known))
