@@ -52,11 +52,12 @@ def learned_values(run: RunFolder, entry: Entry, num_turns: int) -> list[dict[st
 
 
 def advantage_of(run: RunFolder, entry: Entry) -> float | None:
-    """The reward less the mean of its group: what a group's baseline makes of it before any division."""
-    if entry.reward is None:
+    """The reward less the mean of its group: what a group's baseline makes of it before any division. None of evaluations."""
+    if entry.reward is None or entry.kind != "train":
         return None
     same = {name: getattr(entry, name) for name in ("kind", "step", "env", "group", "actor", "seat")}
-    return entry.reward - fmean(e.reward for e in matching(run.entries, **same) if e.reward is not None)
+    rewards = [e.reward for e in matching(run.entries, **same) if e.reward is not None]
+    return entry.reward - fmean(rewards) if len(rewards) > 1 else None
 
 
 def texts(tokenizer: Tokenizer | None, ids: list[int]) -> list[str] | None:
