@@ -28,8 +28,9 @@ def test_a_line_of_metrics_is_read_when_it_is_complete(run):  # noqa: F811
     write_metrics(run.path, [{"step": 2, "learn/policy/loss": 0.0}], "a")
     text = file.read_text()
     file.write_text(text[:-9])
+    (run.path / "warnings.jsonl").write_text('{"step": 1, "text": "a"}\n{"step": 2, "te')
     run.refresh()
-    assert [row["step"] for row in run.rows] == [1]
+    assert [row["step"] for row in run.rows] == [one["step"] for one in run.warnings] == [1]
     with open(file, "a") as more:
         more.write(text[-9:])
     run.refresh()
