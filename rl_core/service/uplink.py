@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -59,11 +60,14 @@ class Uplink:
                 if e.code() in FATAL:
                     return self._tell_loop(self.refused, f"{self.address} refused this worker: {error}")
             over.set()
+            self._check_parent()
             if error != told:
-                print(f"worker {self.worker.name}: {self.address}: {error}; again soon", file=sys.stderr, flush=True)
+                with suppress(OSError):  # stderr may be a pipe that nobody reads any more
+                    print(
+                        f"worker {self.worker.name}: {self.address}: {error}; again soon", file=sys.stderr, flush=True
+                    )
                 told = error
             wait_s = 0.1 if time.monotonic() - began_s > 5 else min(2 * wait_s, 2.0)
-            self._check_parent()
             self.is_over.wait(wait_s)
 
     def _serve(self, channel: grpc.Channel, out: queue.SimpleQueue, over: threading.Event) -> None:
