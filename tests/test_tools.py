@@ -32,6 +32,12 @@ def test_names_of_other_trainers_are_answered_with_ours(given, ours):
         parse_config(given.split())
 
 
+def test_replay_of_a_run_that_is_not_there_names_the_nearest(tmp_path, capsys):
+    (tmp_path / "first").mkdir()
+    assert main(["replay", str(tmp_path / "frist"), "--step", "1"]) == 1
+    assert "frist: no such file; did you mean 'first'?" in capsys.readouterr().err
+
+
 def test_the_names_that_are_answered_with_exist_and_none_is_listed_twice():
     known = {name.replace("NAME", "policy") for name in known_flags()}
     assert {name.split()[0] for name in OURS} <= known

@@ -127,8 +127,11 @@ def test_every_metric_has_a_panel():
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
+    (tmp_path / "nothing").mkdir()
     with pytest.raises(ValueError, match="no folder of a run"):
         RunFolder(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="no such file; did you mean 'nothing'"):
+        RunFolder(tmp_path / "nothin")
 
 
 # The server

@@ -125,6 +125,10 @@ def read_flags(run: Path, flags: list[str]) -> tuple[Config, Config]:
                 f"--{name} is for sampling, or for more than one step, and this step was sampled already; replay takes "
                 f"{', '.join(f'--{own}' + '*' * own.endswith('.') for own in (*OBJECTIVE, *sorted(HOW)))}"
             )
+    if not run.exists():
+        from rl_core.data.rows import check_exists
+
+        check_exists(run)
     base = ["--config", str(run / "config.yaml"), f"--out={run}", "--engine_ranks=0", "--resume=false"]
     parts = []
     if "algorithm" in dict(given_flags(flags)):  # another one does not know the parts that were set for the run's

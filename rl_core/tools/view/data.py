@@ -79,6 +79,10 @@ class RunFolder:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        if not self.path.exists():
+            from rl_core.data.rows import check_exists
+
+            check_exists(self.path)
         if not any((self.path / name).exists() for name in ("metrics.jsonl", "config.yaml", "rollouts")):
             raise ValueError(
                 f"{self.path}: no folder of a run; it has neither metrics.jsonl nor config.yaml nor rollouts/"
