@@ -7,6 +7,7 @@ import fcntl
 import json
 import math
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,12 +27,13 @@ def locked(out: Path) -> Iterator[None]:
     """Holds the folder until the run ends, however it ends. Raises ValueError if another run has it."""
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"--out {out} belongs to a run that is going on; wait for it, or name another folder"
-            ) from None
+        for wait_s in (0.1, 0.0):  # who looks whether a run goes on holds it for an instant
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(wait_s)
+        else:
+            raise ValueError(f"--out {out} belongs to a run that is going on; wait for it, or name another folder")
         yield
 
 

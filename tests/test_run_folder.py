@@ -43,6 +43,14 @@ def test_a_folder_of_a_run_that_is_going_on_is_refused(flags, tmp_path, capsys):
         pass
 
 
+def test_who_looks_whether_a_run_goes_on_stops_none(tmp_path, monkeypatch):
+    with open(tmp_path / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        monkeypatch.setattr("rl_core.run_folder.time.sleep", lambda _: fcntl.flock(file, fcntl.LOCK_UN))
+        with locked(tmp_path):
+            pass
+
+
 def test_the_newest_checkpoint_is_the_one_of_most_steps(tmp_path):
     for step in (1_000_000, 999_999):
         (tmp_path / f"step_{step:06d}").mkdir()
