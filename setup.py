@@ -49,6 +49,7 @@ EXTRAS["test"] = [
     *EXTRAS["sandbox"],
     *EXTRAS["service"],
     *EXTRAS["view"],
+    *EXTRAS["docs"],
     "grpcio-tools>=1.76",
     "pytest>=8",
     "pytest-xdist>=3.6",
