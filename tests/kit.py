@@ -218,7 +218,9 @@ def start_server() -> None:
     import rl_core
 
     for module in pkgutil.walk_packages(rl_core.__path__, "rl_core."):
-        with suppress(ImportError):  # of what is not installed here
+        with suppress(
+            ImportError, ValueError
+        ):  # of what is not installed here; without gRPC a client says so as ValueError
             importlib.import_module(module.name)
     torch.set_num_threads(1)
     server = ForkServer()
