@@ -435,15 +435,15 @@ def test_a_worker_joins_several_hubs_and_survives_one(counter):
 
 def test_a_client_that_does_not_read_slows_nobody_and_fills_no_memory(service):
     slow, hub = service.stream(), psutil.Process(service.process.pid)
-    sessions, before = [service.start() for _ in range(60)], hub.memory_info().rss
+    sessions, before = [service.start() for _ in range(90)], hub.memory_info().rss
     asked = [pb.InteractRequest(session=session, number=1, said=said(f"big {4 << 20}")) for session in sessions]
-    slow.say(*(pb.Request(id=n, interact=request) for n, request in enumerate(asked)))  # 240 MiB of replies
+    slow.say(*(pb.Request(id=n, interact=request) for n, request in enumerate(asked)))  # 360 MiB of replies
     wait_until(lambda: hub.memory_info().rss > before + (32 << 20), "replies wait")
     other = service.start()
     assert [service.interact(other, n) for n in range(1, 21)] == [str(n) for n in range(1, 21)]
     for last in {session[:12]: session for session in sessions}.values():  # of each worker: all were answered
         assert len(service.interact(last, 1, f"big {4 << 20}")) == 4 << 20
-    assert hub.memory_info().rss - before < 200 << 20
+    assert hub.memory_info().rss - before < 300 << 20
     with pytest.raises(grpc.RpcError) as error:
         slow.hear(60)
     assert error.value.code() == StatusCode.RESOURCE_EXHAUSTED
