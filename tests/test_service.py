@@ -443,7 +443,7 @@ def test_a_client_that_does_not_read_slows_nobody_and_fills_no_memory(service):
     assert [service.interact(other, n) for n in range(1, 21)] == [str(n) for n in range(1, 21)]
     for last in {session[:12]: session for session in sessions}.values():  # of each worker: all were answered
         assert len(service.interact(last, 1, f"big {4 << 20}")) == 4 << 20
-    assert hub.memory_info().rss - before < 300 << 20
+    assert hub.memory_info().rss - before < 340 << 20
     with pytest.raises(grpc.RpcError) as error:
         slow.hear(60)
     assert error.value.code() == StatusCode.RESOURCE_EXHAUSTED
