@@ -37,7 +37,7 @@ class LocalEnv:
                     "and rewards that do not name 'actors'"
                 )
         self.described = self.describe(has)
-        self.described.idle_s, self.described.hook_timeout_s = idle_s, hook_timeout_s
+        self.described.idle_s = idle_s
 
     def describe(self, has: dict[str, Any]) -> pb.Environment:
         env, path = self.env, self.path
