@@ -25,7 +25,7 @@ LANGUAGES: dict[str, tuple[str, list[str], list[str]]] = {
 }
 COMPILE_S, COMPILE_MIB = 30.0, 1024
 CHECKER_S = 5.0  # that the tests may take beyond the program
-TRIES = 3
+TRIES = 5  # one kill of the warm process can cost three: what it ran, what it had taken, the next launch
 
 
 @dataclass(kw_only=True, slots=True)
