@@ -46,14 +46,16 @@ SAID = pb.Said(messages=json.dumps([{"role": "assistant", "content": "x" * 1000}
 
 
 def start_server(*args: Any) -> tuple[subprocess.Popen, str]:
-    """(its process, its address), once it listens; "" for one that joins a controller."""
+    """(its process, its address), once it has a worker; "" for one that joins a controller."""
     command = [sys.executable, "-m", "rl_core.cli", "serve", *map(str, args)]
     root = Path(__file__).parent.parent
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, start_new_session=True)
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError(f"{command} ended")
-    return process, line.split()[-1] if line.startswith("serving on") else ""
+    for line in process.stdout:
+        if line.startswith("serving on"):
+            return process, line.split()[-1]
+        if "--join" in args:
+            return process, ""
+    raise RuntimeError(f"{command} ended")
 
 
 class Client:

@@ -146,9 +146,9 @@ class Service:
             os.environ.pop("RL_CORE_SERVICE_TOKEN", None)
             if before is not None:
                 os.environ["RL_CORE_SERVICE_TOKEN"] = before
-        self.said = self.process.stdout.readline()
-        assert "serving on" in self.said, self.said + self.process.stderr.read()
-        self.address = f"127.0.0.1:{self.said.strip().rpartition(':')[2]}"
+        address = next((line.split()[-1] for line in self.process.stdout if "serving on" in line), "")
+        assert address, self.process.stderr.read()
+        self.address = address
         threading.Thread(target=self.process.stderr.read, daemon=True).start()
 
     def url(self, name: str, **settings) -> str:

@@ -594,12 +594,21 @@ def test_a_port_that_is_taken_is_an_error(counter, service, capsys):
     assert f"cannot listen on 127.0.0.1:{port}: the port is taken" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_loaded_ends_the_server(tmp_path):
-    path = tmp_path / "broken.py"
-    path.write_text("import no_such_module\n")
-    with serving(path, "--port", 0, "--workers", 2) as service:
-        assert service.process.wait(30) == 1
-    assert "no_such_module" in service.text() and "error: a worker cannot start" in service.text()
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (None, "typo.py: no such file; did you mean 'type.py'?"),
+        ("import no_such_module", "typo.py:1: ModuleNotFoundError: No module named 'no_such_module'; pip install it"),
+        ("x = 1", "typo.py: defines no hook; it needs def reward_fn(messages, ...)"),
+    ],
+)
+def test_a_file_that_cannot_be_served_is_refused_before_an_address_is_told(text, error, tmp_path, capfd):
+    (tmp_path / "type.py").touch()
+    if text:
+        (tmp_path / "typo.py").write_text(text)
+    assert cli.main(["serve", str(tmp_path / "typo.py"), "--port", "0"]) == 1
+    out, err = capfd.readouterr()
+    assert error in err and out == ""
 
 
 # --- its end

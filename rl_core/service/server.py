@@ -112,11 +112,19 @@ async def open_hub(args: argparse.Namespace, access: Access, stack: AsyncExitSta
     stack.push_async_callback(server.stop, 1.0)
     for task in (hub.watch(), tell_health(hub, servicer)):
         stack.callback(asyncio.ensure_future(task).cancel)
-    print(f"serving on {address.rpartition(':')[0]}:{port}", flush=True)
+    lines = [f"serving on {address.rpartition(':')[0]}:{port}"]
     if args.http_port is not None:
         http_port = await option("rl_core.service.gateway:open_http")(hub, access, args, stack)
-        print(f"HTTP on {address.rpartition(':')[0]}:{http_port}", flush=True)
+        lines.append(f"HTTP on {address.rpartition(':')[0]}:{http_port}")
+    stack.callback(asyncio.ensure_future(tell_address(hub, lines, args)).cancel)
     return hub, join
+
+
+async def tell_address(hub: Hub, lines: list[str], args: argparse.Namespace) -> None:
+    """On stdout, once a worker has loaded the files: what cannot be loaded is refused first."""
+    while args.envs and not hub.links:
+        await hub.changed.wait()
+    print("\n".join(lines), flush=True)
 
 
 async def tell_health(hub: Hub, servicer: health.aio.HealthServicer) -> None:

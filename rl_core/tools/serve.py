@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from pathlib import Path
 
 EXTRA = "rl-core serve needs gRPC: pip install 'rl_core[service]'"
 
@@ -16,8 +17,11 @@ def main(argv: list[str]) -> int:
     from rl_core.service.security import Access
 
     args = read_flags(argv)
+    from rl_core.data.rows import check_exists
     from rl_core.types import option
 
+    for path in args.envs:
+        check_exists(Path(path).expanduser())
     serve = option("rl_core.service.server:serve")
     return asyncio.run(serve(args, Access.of(args)))
 
