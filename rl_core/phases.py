@@ -26,7 +26,7 @@ from rl_core.sampling.outcomes import lag_metrics, part_metrics, refuse_failures
 from rl_core.sampling.rollout import Group, in_order, make_group, rollout
 from rl_core.types import RunError, Task, TrainingSample, Trajectory, option
 
-MFU, REPORT = "rl_core.options.mfu:mfu", "rl_core.tools.view.report:write_at_end"
+MFU = "rl_core.options.mfu:mfu"
 
 
 async def start(run: Run) -> None:
@@ -53,14 +53,13 @@ async def resume(run: Run, version: int) -> None:
 
 
 async def finish(run: Run) -> None:
-    """Checks the engines' weights after the last update, which no next step checks. Writes report.html."""
+    """Checks the engines' weights after the last update, which no next step checks."""
     if run.canary:
         await run.canary.sample()
         await sleep_engines(run)
         for name, learner in run.learners.items():
             with learner.on_device():
                 await run.canary.check(name)
-    await option(REPORT)(run)
 
 
 async def close(run: Run) -> None:

@@ -101,8 +101,10 @@ def main(argv: list[str] | None = None) -> int:
                 run = Run(plan, ranks)
                 asyncio.run(run_rank(run))
             close_ranks(ranks)
-        if config.push_to_hub and ranks.is_writer and not run.keeper.signal:
-            option("rl_core.options.hub:push")(config)  # no rank waits for it
+        if ranks.is_writer and not run.keeper.signal:  # no rank waits for what follows
+            option("rl_core.tools.view.report:write_at_end")(run)
+            if config.push_to_hub:
+                option("rl_core.options.hub:push")(config)
         return 128 + run.keeper.signal if run.keeper.signal else 0
     except KeyboardInterrupt:
         return 130

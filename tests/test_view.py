@@ -2,53 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import os
 import re
+import signal
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
+from kit import LETTERS, RanksProcess, wait_until, words
 from tokenizers import Tokenizer, decoders, models
+from view_parts import HOSTILE, NEW, answers, report_of, said, small_run, trajectory, write_metrics, write_step
 
-from rl_core.data.rows import write_trajectories
-from rl_core.tools.view import main
+from rl_core.tools.view import report
 from rl_core.tools.view.data import RunFolder, matching, panels_of
-from rl_core.tools.view.report import write_at_end
-from rl_core.tools.view.server import LOCAL, Viewer
 from rl_core.tools.view.tokens import texts
-from rl_core.types import Completion, Trajectory, Turn
-
-HOSTILE = 'x\n"], "turns": [{"token_ids": [1, 2]}], "reward": 5, "messages": [ \u2028</script><script>'
-
-
-def said(num: int, text: str = "hi") -> Turn:
-    done = Completion(token_ids=[*range(num)], logprobs=[-0.5] * num, text=text, finish_reason="stop", policy_version=0)
-    return Turn(new_ids=[7, 8], is_fresh=True, completion=done)
-
-
-def trajectory(n: int, **more) -> Trajectory:
-    messages = [{"role": "user", "content": f"ask {n}"}, {"role": "assistant", "content": f"Reply {n}"}]
-    given = {"messages": messages, "turns": [said(3), said(2, f"Reply {n}")], "reward": n / 4}
-    given |= {"task_id": f"train/{n}", "group_id": "train/0/0", "index": n} | more
-    return Trajectory(env="letters", **given)
 
 
 @pytest.fixture
 def run(tmp_path):
-    (tmp_path / "rollouts").mkdir()
-    write_trajectories(tmp_path / "rollouts/step_000001.jsonl.zst", [trajectory(n) for n in range(4)])
-    failed = trajectory(4, reward=None, status="failed", error="the hook took too long", turns=[])
-    write_trajectories(tmp_path / "rollouts/eval_000001_greedy.rank_00001.jsonl.zst", [failed])
-    write_metrics(tmp_path, [{"step": 1, "rollout/policy/reward_mean": 0.5}])
-    return RunFolder(tmp_path)
-
-
-def write_metrics(folder, rows, mode="w"):
-    with open(folder / "metrics.jsonl", mode) as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows))
+    return small_run(tmp_path)
 
 
 def test_the_index_says_what_each_trajectory_is(run):
@@ -65,7 +40,7 @@ def test_the_index_says_what_each_trajectory_is(run):
 def test_text_that_looks_like_the_file_itself_is_text(run):
     named = [{"role": "user", "content": HOSTILE, "name": HOSTILE, "turns": [1], "reward": 2}]
     row = trajectory(9, messages=named, turns=[said(6, HOSTILE)], error=HOSTILE, reward_parts={HOSTILE: 1.0})
-    write_trajectories(run.path / "rollouts/step_000002.jsonl.zst", [row, trajectory(1)])
+    write_step(run.path, 2, [row, trajectory(1)])
     run.refresh()
     entry, other = matching(run.entries, step=2)
     assert (entry.num_tokens, entry.error, entry.reward) == (6, HOSTILE, 2.25)
@@ -76,32 +51,21 @@ def test_text_that_looks_like_the_file_itself_is_text(run):
 
 @pytest.mark.parametrize("end", [b"", b"\xff" * 200_000], ids=["cut", "garbled"])
 def test_a_file_that_was_cut_short_is_read_as_far_as_it_goes(run, end):
-    file = run.path / "rollouts/step_000003.jsonl.zst"
     rows = [trajectory(n, messages=[{"role": "user", "content": os.urandom(50_000).hex()}]) for n in range(20)]
-    write_trajectories(file, rows)
+    file = write_step(run.path, 3, rows)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] + end)
-    with open(run.path / "metrics.jsonl", "a") as metrics:
-        metrics.write('{"step": 2, "ro\n{"step": 2, "rollout/pol')
-    (run.path / "warnings.jsonl").write_text('{"step": 1, "text": "a"}\n{"step": 3, "te')
     assert run.refresh()
     left = matching(run.entries, step=3)
     assert 5 <= len(left) <= 10 and [e.index for e in left] == [*range(len(left))]
     assert run.episode(left[-1])["messages"] == rows[len(left) - 1].messages
-    assert [row["step"] for row in run.rows] == [1] and run.warnings == [{"step": 1, "text": "a"}]
 
 
-def test_a_run_that_goes_on_adds_to_what_was_read_and_a_resumed_one_replaces_it(run):
+def test_a_run_that_goes_on_adds_to_what_was_read(run):
     run.refresh()
     write_metrics(run.path, [{"step": 2, "learn/policy/loss": None}], "a")
-    write_trajectories(run.path / "rollouts/step_000002.jsonl.zst", [trajectory(5)])
+    write_step(run.path, 2, [trajectory(5)])
     run.refresh()
     assert (len(run.entries), len(run.rows), run.revision) == (6, 2, 0)
-    (run.path / "metrics.jsonl").unlink()
-    write_metrics(run.path, [{"step": 1, "rollout/policy/reward_mean": 0.75}])
-    write_trajectories(run.path / "rollouts/step_000002.jsonl.zst", [trajectory(6), trajectory(7)])
-    run.refresh()
-    assert run.revision == 2 and run.curves() == {"rollout/policy/reward_mean": [(1, 0.75)]}
-    assert [e.index for e in matching(run.entries, step=2)] == [6, 7]
 
 
 def test_bytes_that_are_no_character_have_a_place_among_the_tokens():
@@ -113,17 +77,31 @@ def test_bytes_that_are_no_character_have_a_place_among_the_tokens():
         assert [text.count("b") for text in texts(tokenizer, list(ids))] == [n == 4 for n in ids]
 
 
-def test_every_metric_has_a_panel():
-    names = ["rollout/bob/reward_mean", "rollout/bob/maths/reward_mean", "rollout/bob/length_p95", "time/learn_s"]
-    names += ["rollout/bob/reward/right", "learn/bob/updates", "time/learn_tokens_per_s"]
-    assert panels_of(names) == {
-        "reward": {"bob": names[0], "bob/maths": names[1]},
-        "parts of the reward": {"bob right": "rollout/bob/reward/right"},
-        "length (tokens)": {"bob length_p95": "rollout/bob/length_p95"},
-        "time per phase (s)": {"learn": "time/learn_s"},
-        "tokens per second": {"learn": "time/learn_tokens_per_s"},
-        "learn/bob/updates": {"learn/bob/updates": "learn/bob/updates"},
+def test_every_metric_has_a_panel_and_what_belongs_together_has_one():
+    panels = {
+        "reward": ["rollout/bob/reward_mean", "rollout/bob/maths/reward_mean"],
+        "parts of the reward": ["rollout/bob/reward/right"],
+        "evaluation": ["eval/letters/greedy_score", "eval/maths/aime/bob/pass@8", "eval/letters/avg@8", "eval/loss"],
+        "length (tokens)": ["rollout/bob/length_p95"],
+        "entropy (nats)": ["learn/bob/entropy_nats"],
+        "KL (nats)": ["learn/bob/step_kl_nats", "learn/bob/ref_kl_nats"],
+        "engine-learner mismatch": ["learn/bob/mismatch_kl_nats", "learn/bob/canary_max_diff"],
+        "clip fraction": ["learn/bob/clip_frac"],
+        "gradient norm": ["learn/bob/grad_norm"],
+        "failed, truncated, without signal": ["rollout/bob/failed", "rollout/bob/zero_signal_frac"],
+        "staleness (versions)": ["rollout/staleness", "rollout/staleness_max", "rollout/bob/lag_versions"],
+        "time per phase (s)": ["time/learn_s"],
+        "tokens per second": ["time/learn_tokens_per_s"],
+        "memory (GiB)": ["memory/generate_gib", "memory/learn_gib"],
+        "fill": ["pack/fill_frac"],
+        "learn/bob/updates": ["learn/bob/updates"],
     }
+    found = panels_of(name for names in panels.values() for name in names)
+    assert {title: sorted(curves.values()) for title, curves in found.items()} == {
+        title: sorted(names) for title, names in panels.items()
+    }
+    assert found["reward"] == {"bob": "rollout/bob/reward_mean", "bob/maths": "rollout/bob/maths/reward_mean"}
+    assert found["time per phase (s)"].keys() == found["tokens per second"].keys() == {"learn"}
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
@@ -135,23 +113,6 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 
 # The server
-
-
-def answers(folder, *requests: tuple[str, dict]) -> list[tuple[int, str]]:
-    """(status, text) of each request (path, headers) to the server of a run."""
-
-    async def ask():
-        found = []
-        async with TestClient(TestServer(Viewer([RunFolder(folder)]).app(LOCAL))) as client:
-            for path, headers in requests:
-                async with client.get(path, headers=headers) as response:
-                    found.append((response.status, await response.text()))
-        return found
-
-    return asyncio.run(ask())
-
-
-NEW = "/api/0/new?revision=-1&rows=0&entries=0"
 
 
 def test_the_server_gives_what_the_page_has_not_seen(run):
@@ -166,7 +127,7 @@ def test_the_server_gives_what_the_page_has_not_seen(run):
 
 def test_numbers_that_are_not_finite_are_null_for_the_browser(run):
     odd = trajectory(0, metrics={"x": float("nan"), "y": float("-inf"), "z": 1.5})
-    write_trajectories(run.path / "rollouts/step_000002.jsonl.zst", [odd])
+    write_step(run.path, 2, [odd])
     _, (_, text) = answers(run.path, (NEW, {}), ("/api/0/episode?revision=0&number=0", {}))
     assert json.loads(text, parse_constant=pytest.fail)["metrics"] == {"x": None, "y": None, "z": 1.5}
 
@@ -198,19 +159,13 @@ def test_a_page_elsewhere_cannot_ask_the_server_under_its_own_name(run):
 # The report
 
 
-def report_of(folder) -> dict:
-    assert main([str(folder), "--report", str(folder / "report.html")]) == 0
-    text = (folder / "report.html").read_text()
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text)[1])
-
-
 def test_a_report_of_200_steps_is_small_and_says_what_it_leaves_out(run):
     names = [f"learn/policy/{n}" for n in range(100)]
     write_metrics(run.path, [{"step": step} | dict.fromkeys(names, (step + 1) / 7**5) for step in range(200)])
     for step in range(1, 201, 10):
         turns = [said(1900, "word " * 1900)]
         long = [trajectory(n, group_id=str(n // 8), turns=turns) for n in range(8)]
-        write_trajectories(run.path / f"rollouts/step_{step:06d}.jsonl.zst", long)
+        write_step(run.path, step, long)
     data = report_of(run.path)
     assert 1_000_000 < (run.path / "report.html").stat().st_size < 5_000_000
     assert len(data["report"][0]["news"]["rows"]) == 200
@@ -226,14 +181,47 @@ def test_a_report_of_200_steps_is_small_and_says_what_it_leaves_out(run):
 def test_a_report_shows_the_group_with_signal_and_what_failed(run):
     rows = [trajectory(n, group_id=f"g{n // 4}", reward=float(n in (5, 6))) for n in range(12)]
     rows[11].status, rows[11].reward, rows[11].error = "failed", None, "why"
-    write_trajectories(run.path / "rollouts/step_000002.jsonl.zst", rows)
+    write_step(run.path, 2, rows)
     [own] = report_of(run.path)["report"]
     assert [e["index"] for e in own["episodes"][-5:]] == [4, 5, 6, 7, 11]
 
 
-def test_a_report_that_cannot_be_written_is_one_line_and_no_error(run, capsys):
+def test_a_report_that_cannot_be_written_is_a_warning_and_no_error(run, capsys, monkeypatch):
+    done = SimpleNamespace(out=run.path, plan=SimpleNamespace(chats={}))
     (run.path / "report.html").mkdir()
-    ranks, plan = SimpleNamespace(is_writer=True), SimpleNamespace(chats={})
-    asyncio.run(write_at_end(SimpleNamespace(out=run.path, ranks=ranks, plan=plan, writing=None)))
+    report.write_at_end(done)
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{run.path}/report.html was not written: IsADirectoryError")
+    assert line.startswith(f"warning: {run.path}/report.html was not written: IsADirectoryError")
+    os.mkfifo(run.path / "rollouts/step_000002.jsonl.zst")  # a disk that does not answer
+    monkeypatch.setattr(report, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(report, "MAX_WAIT_S", 0.0)
+    report.write_at_end(done)
+    out, [line] = (text.splitlines() for text in capsys.readouterr())
+    assert out == [f"writing {run.path}/report.html"] and "was not written: it took too long; rl-core view" in line
+
+
+def test_no_rank_waits_for_the_report(tiny_model, tmp_path):
+    slow = tmp_path / "out/rollouts/eval_000000_greedy.jsonl.zst"
+    makes = f"import contextlib, os\nwith contextlib.suppress(OSError): os.mkfifo({str(slow)!r})"  # there is no folder, or a pipe
+    env = LETTERS.replace("    return sum", f"    exec({makes!r})\n    return sum")
+    (tmp_path / "letters.py").write_text(env)
+    sizes = "--group_size 2 --tasks_per_step 2 --num_steps 1 --max_tokens 6 --max_prompt_tokens 16"
+    where = words("--model", tiny_model, "--env_path", tmp_path / "letters.py", "--out", tmp_path / "out", sizes)
+    ranks = RanksProcess(2, ["-m", "rl_core.train", *where], None, {})
+    children = Path(f"/proc/{ranks.pid}/task/{ranks.pid}/children")
+    try:
+        wait_until(lambda: (tmp_path / "out/metrics.jsonl").exists(), "a step")
+        wait_until(lambda: len(children.read_text().split()) == 1, "the end of the other rank")
+        assert ranks.poll() is None and not (tmp_path / "out/report.html").exists()
+        wait_until(lambda: has_reader(slow), "the report")  # which goes on now: the pipe is at its end
+        assert ranks.wait(60) == 0, ranks.both()
+    finally:
+        ranks.signal(signal.SIGKILL)
+    assert "conversations of steps 1, " in (tmp_path / "out/report.html").read_text()
+
+
+def has_reader(pipe: Path) -> bool:
+    with suppress(OSError):
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        return True
+    return False

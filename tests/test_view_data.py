@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from types import SimpleNamespace
 
+import pytest
 import yaml
-from test_view import NEW, answers, report_of, run, said, trajectory, write_metrics  # noqa: F401
+from view_parts import NEW, answers, report_of, said, small_run, trajectory, write_metrics, write_step
 
 from rl_core.data.rows import write_trajectories, write_whole
 from rl_core.tools.view import server
-from rl_core.tools.view.data import RunFolder, matching, panels_of
+from rl_core.tools.view.data import RunFolder, matching
 from rl_core.tools.view.page import make_page
-from rl_core.tools.view.report import write_at_end
 from rl_core.tools.view.tokens import shown_episode
 from rl_core.types import Completion, Turn
 
 
-def write_step(folder, step, rows, name="step_{:06d}"):
-    write_trajectories(folder / f"rollouts/{name.format(step)}.jsonl.zst", rows)
+@pytest.fixture
+def run(tmp_path):
+    return small_run(tmp_path)
 
 
-def test_a_line_of_metrics_is_read_when_it_is_complete(run):  # noqa: F811
+def test_a_line_of_metrics_is_read_when_it_is_complete(run):
     file = run.path / "metrics.jsonl"
     write_metrics(run.path, [{"step": 2, "learn/policy/loss": 0.0}], "a")
     text = file.read_text()
@@ -37,7 +37,7 @@ def test_a_line_of_metrics_is_read_when_it_is_complete(run):  # noqa: F811
     assert run.curves() == {"rollout/policy/reward_mean": [(1, 0.5)], "learn/policy/loss": [(2, 0.0)]}
 
 
-def test_a_resumed_run_is_read_anew_where_its_files_are_as_long_as_before(run):  # noqa: F811
+def test_a_resumed_run_is_read_anew_where_its_files_are_as_long_as_before(run):
     metrics, file = run.path / "metrics.jsonl", run.path / "rollouts/step_000001.jsonl.zst"
     write_step(run.path, 1, [trajectory(n, reward=2.0) for n in range(4)])
     run.refresh()
@@ -47,24 +47,24 @@ def test_a_resumed_run_is_read_anew_where_its_files_are_as_long_as_before(run): 
     assert file.stat().st_size == size
     run.refresh()
     assert [row.get("rollout/policy/reward_mean") for row in run.rows] == [0.7, None]
-    assert {e.reward for e in matching(run.entries, kind="train")} == {5.0}
+    assert {e.reward for e in matching(run.entries, kind="train")} == {5.0} and run.revision == 2
 
 
-def test_rollouts_are_read_newest_first_and_each_once_however_often_the_time_ends(run):  # noqa: F811
+def test_rollouts_are_read_newest_first_and_each_once_however_often_the_time_ends(run):
     for step in (999_999, 1_000_000):
         write_step(run.path, step, [trajectory(step)])
     assert [(run.refresh(-1.0), len(run.entries)) for _ in range(5)] == [*((False, n) for n in (1, 2, 6, 7)), (True, 7)]
     assert [e.step for e in run.entries] == [1_000_000, 999_999, 1, 1, 1, 1, 1]
 
 
-def test_evaluations_of_several_sets_are_told_apart(run):  # noqa: F811
+def test_evaluations_of_several_sets_are_told_apart(run):
     for name in ("greedy_aime", "sampled_maths_aime", "greedy_maths.v2.rank_00001"):
         write_step(run.path, 2, [trajectory(0)], f"eval_{{:06d}}_{name}")
     run.refresh()
     assert {e.kind for e in matching(run.entries, step=2)} == {"greedy aime", "sampled maths_aime", "greedy maths.v2"}
 
 
-def test_calls_of_tools_are_searched(run):  # noqa: F811
+def test_calls_of_tools_are_searched(run):
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Malmö"}}}
     row = trajectory(0, messages=[{"role": "assistant", "content": "", "tool_calls": [call]}])
     write_step(run.path, 2, [row, trajectory(1)])
@@ -72,30 +72,9 @@ def test_calls_of_tools_are_searched(run):  # noqa: F811
     assert [e.step for e in run.search("malmö", run.entries)] == [2]
 
 
-def test_what_belongs_together_has_one_panel():
-    panels = {
-        "evaluation": ["eval/letters/greedy_score", "eval/maths/aime/bob/pass@8", "eval/letters/avg@8", "eval/loss"],
-        "entropy (nats)": ["learn/bob/entropy_nats"],
-        "KL (nats)": ["learn/bob/step_kl_nats", "learn/bob/ref_kl_nats"],
-        "engine-learner mismatch": ["learn/bob/mismatch_kl_nats", "learn/bob/canary_max_diff"],
-        "clip fraction": ["learn/bob/clip_frac"],
-        "gradient norm": ["learn/bob/grad_norm"],
-        "failed, truncated, without signal": ["rollout/bob/failed", "rollout/bob/zero_signal_frac"],
-        "staleness (versions)": ["rollout/staleness", "rollout/staleness_max", "rollout/bob/lag_versions"],
-        "memory (GiB)": ["memory/generate_gib", "memory/learn_gib"],
-        "fill": ["pack/fill_frac"],
-    }
-    found = panels_of(name for names in panels.values() for name in names)
-    assert {title: sorted(curves.values()) for title, curves in found.items()} == {
-        title: sorted(names) for title, names in panels.items()
-    }
-
-
-def test_an_advantage_is_over_the_episodes_of_one_actor_seat_environment_and_step(run):  # noqa: F811
-    def row(n, reward, env="letters", **more):
-        made = trajectory(n, group_id="g", reward=reward, **more)
-        made.env = env
-        return made
+def test_an_advantage_is_over_the_episodes_of_one_actor_seat_environment_and_step(run):
+    def row(n, reward, **more):
+        return trajectory(n, group_id="g", reward=reward, **more)
 
     others = [row(0, 50.0, actor="bob"), row(0, 60.0, seat="black"), row(0, 70.0, env="digits")]
     failed = row(2, None, status="failed", error="why")
@@ -108,7 +87,7 @@ def test_an_advantage_is_over_the_episodes_of_one_actor_seat_environment_and_ste
     assert values == [[-1.5] * 3, [1.5] * 3, *[None] * 5]  # failed, alone in their groups, held out
 
 
-def test_each_token_has_its_own_logprob_and_version(run, tiny_model):  # noqa: F811
+def test_each_token_has_its_own_logprob_and_version(run, tiny_model):
     done = Completion(
         token_ids=[20, 21, 22, 23], logprobs=[-0.1, -0.2, -0.3, -0.4], text="", finish_reason="stop",
         policy_version=3, newer_versions=[(1, 4), (3, 6)],
@@ -131,7 +110,7 @@ def test_each_token_has_its_own_logprob_and_version(run, tiny_model):  # noqa: F
 # The server and the page
 
 
-def test_a_live_run_gives_only_new_rows_and_keeps_all_panels_and_definitions(run):  # noqa: F811
+def test_a_live_run_gives_only_new_rows_and_keeps_all_panels_and_definitions(run):
     write_metrics(run.path, [{"step": 2, "learn/policy/grad_norm": 0.123456}], "a")
     _, (_, text) = answers(run.path, (NEW, {}), ("/api/0/new?revision=0&rows=1&entries=5", {}))
     news = json.loads(text)
@@ -140,7 +119,7 @@ def test_a_live_run_gives_only_new_rows_and_keeps_all_panels_and_definitions(run
     assert "(reward); healthy: rises" in news["about"]["rollout/policy/reward_mean"]
 
 
-def test_what_was_seen_of_a_run_before_it_was_resumed_counts_for_nothing(run):  # noqa: F811
+def test_what_was_seen_of_a_run_before_it_was_resumed_counts_for_nothing(run):
     write_step(run.path, 1, [trajectory(n) for n in range(150)])
     (run.path / "rollouts/eval_000001_greedy.rank_00001.jsonl.zst").unlink()
     found = answers(run.path, (NEW, {}), ("/api/0/new?revision=7&rows=1&entries=140", {}))
@@ -148,7 +127,7 @@ def test_what_was_seen_of_a_run_before_it_was_resumed_counts_for_nothing(run):  
     assert (len(news["entries"]), len(news["rows"])) == (150, 1)
 
 
-def test_a_search_goes_on_where_the_time_ended(run, monkeypatch):  # noqa: F811
+def test_a_search_goes_on_where_the_time_ended(run, monkeypatch):
     write_step(run.path, 1, [trajectory(n, messages=[{"role": "user", "content": f"x{n % 70}x"}]) for n in range(150)])
     run.read_rollouts(run.rollouts()[-1:])
     ask = {"q": "X65x", "first": "0", "revision": "0"}
@@ -180,7 +159,7 @@ def test_the_page_may_run_only_its_own_scripts_and_ask_only_its_own_server():
 # The report
 
 
-def test_a_report_of_a_long_run_keeps_all_evaluations(run):  # noqa: F811
+def test_a_report_of_a_long_run_keeps_all_evaluations(run):
     rows = [{"step": step, "learn/policy/loss": step / 7} for step in range(1, 2501)]
     rows += [{"step": step, "eval/letters/greedy_score": 0.5} for step in range(100, 2501, 100)]
     write_metrics(run.path, sorted(rows, key=lambda row: row["step"]))
@@ -191,7 +170,7 @@ def test_a_report_of_a_long_run_keeps_all_evaluations(run):  # noqa: F811
     assert 800 < len(shown) < 1030 and "one step in 3;" in data["note"]
 
 
-def test_a_report_of_text_that_is_all_markup_is_small_too(run):  # noqa: F811
+def test_a_report_of_text_that_is_all_markup_is_small_too(run):
     for step in range(1, 9):
         messages = [{"role": "assistant", "content": "<" * 60_000}]
         write_step(run.path, step, [trajectory(n, group_id="g", messages=messages) for n in range(8)])
@@ -200,29 +179,12 @@ def test_a_report_of_text_that_is_all_markup_is_small_too(run):  # noqa: F811
     assert len(data["report"][0]["news"]["entries"]) == len(data["report"][0]["episodes"]) > 1
 
 
-def test_a_report_has_the_first_and_the_last_step_and_no_tokens_of_long_episodes(run):  # noqa: F811
+def test_a_report_has_the_first_and_the_last_step_and_no_tokens_of_long_episodes(run):
     for step in range(2, 21):
         write_step(run.path, step, [trajectory(0, turns=[said(3000 if step == 20 else 2)])])
     [own] = report_of(run.path)["report"]
     assert {1, 20} <= {entry[1] for entry in own["news"]["entries"]} and len(own["news"]["entries"]) < 20
     assert own["episodes"][-1]["turns"] == [] and "left out" in own["episodes"][-1]["note"]
-
-
-def test_the_report_of_a_run_waits_for_its_last_rollouts_and_one_rank_writes_it(run):  # noqa: F811
-    async def end(is_writer: bool) -> None:
-        async def write() -> None:
-            await asyncio.sleep(0.01)
-            write_step(run.path, 2, [trajectory(0)])
-
-        ranks, plan = SimpleNamespace(is_writer=is_writer), SimpleNamespace(chats={})
-        await write_at_end(
-            SimpleNamespace(out=run.path, ranks=ranks, plan=plan, writing=asyncio.ensure_future(write()))
-        )
-
-    asyncio.run(end(False))
-    assert not (run.path / "report.html").exists()
-    asyncio.run(end(True))
-    assert "conversations of steps 1, 2," in (run.path / "report.html").read_text()
 
 
 def test_a_folder_with_metrics_alone_is_a_run(tmp_path):

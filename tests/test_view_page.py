@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from kit import LETTERS, run_ranks, words
-from test_view import HOSTILE, said, trajectory, write_metrics
+from view_parts import HOSTILE, said, trajectory, write_metrics
 
 from rl_core.data.rows import write_trajectories
 from rl_core.tools.view import main, server

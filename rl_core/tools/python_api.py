@@ -122,15 +122,18 @@ def run_here(config: Config, module: ModuleType | None, on_step: OnStep) -> None
     from rl_core.models import is_sharded
     from rl_core.options.hub import push
     from rl_core.run_folder import locked
+    from rl_core.tools.view.report import write_at_end
     from rl_core.train import run_rank
 
     plan = make_plan(config, module)
     ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config))
     try:
         with locked(Path(config.out)):
-            asyncio.run(run_rank(Run(plan, ranks, on_step)))
+            run = Run(plan, ranks, on_step)
+            asyncio.run(run_rank(run))
     finally:
         close_ranks(ranks)
+    write_at_end(run)
     if config.push_to_hub:
         push(config)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,21 +20,33 @@ MAX_ROWS = 1000  # of metrics; of a longer run only every second step, or every 
 NUM_FILES = 8  # of rollouts/, from the first to the last
 MAX_TOKENS = 2000  # of an episode that is shown token by token
 MAX_BYTES = 2_000_000  # of conversations
+PATIENCE_S = 10.0  # until it is told what is waited for
+MAX_WAIT_S = 240.0  # of a disk that does not answer; torchrun ends nodes that are done 300 s before the last
 
 
-async def write_at_end(run: Run) -> None:
-    """Beside a run that is done. What goes wrong is told in a line: the run itself went well."""
-    if not run.ranks.is_writer:
-        return
-    file = run.out / "report.html"
-    try:
-        if run.writing is not None:
-            await asyncio.wait([run.writing])
-        tokenizers = {name: getattr(chat.tokenizer, "backend_tokenizer", None) for name, chat in run.plan.chats.items()}
-        write_report(file, [RunFolder(run.out)], tokenizers)
-    except Exception as error:
-        text = " ".join(str(error).split())
-        print(f"{file} was not written: {type(error).__name__}: {text}", file=sys.stderr, flush=True)
+def write_at_end(run: Run) -> None:
+    """Beside a run that is done, when its ranks have parted. What goes wrong is told in a line: the run itself went well."""
+    file, told = run.out / "report.html", ["it took too long"]
+
+    def write() -> None:
+        try:
+            tokenizers = {
+                name: getattr(chat.tokenizer, "backend_tokenizer", None) for name, chat in run.plan.chats.items()
+            }
+            write_report(file, [RunFolder(run.out)], tokenizers)
+            told.clear()
+        except Exception as error:
+            told[:] = [f"{type(error).__name__}: {' '.join(str(error).split())}"]
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    if thread.is_alive():
+        print(f"writing {file}", flush=True)
+        thread.join(MAX_WAIT_S)
+    if told:
+        how = f"rl-core view {run.out} --report {file} does it again"
+        print(f"warning: {file} was not written: {told[0]}; {how}", file=sys.stderr, flush=True)
 
 
 def write_report(file: Path, runs: list[RunFolder], tokenizers: dict[str, Any] | None = None) -> Path:
