@@ -8,11 +8,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.sampling.env import load_env
 from rl_core.sampling.hooks import HookError
 from rl_core.sampling.rollout import Group, run_group
-from rl_core.service import client
+from rl_core.service import client, connection
 from rl_core.service import environments_pb2 as pb
 from rl_core.types import SamplingParams, Task
 
@@ -385,7 +387,7 @@ def test_a_completion_and_the_info_of_a_task_travel(service):
 class Cutting:
     """A TCP proxy that cuts all its connections, again and again or when it is told."""
 
-    def __init__(self, address: str, every_s: float, delay_s: float = 0.0):
+    def __init__(self, address: str, every_s: float, delay_s: float = 0.0, port: int = 0):
         """delay_s: until it connects to the address."""
         self.target, self.every_s, self.num_cuts, self.writers = address.split(":"), every_s, 0, set()
         self.delay_s = delay_s
@@ -393,7 +395,7 @@ class Cutting:
         self.tasks: list[asyncio.Task] = []
 
         async def serve() -> None:
-            server = await asyncio.start_server(self.join, "127.0.0.1", 0)
+            server = await asyncio.start_server(self.join, "127.0.0.1", port)
             self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
             self.tasks = [asyncio.ensure_future(self.cut())]
             ready.set()
@@ -638,6 +640,31 @@ def test_tls_trusts_the_given_authority_alone(files, tmp_path):
 def test_a_service_that_takes_seconds_to_greet_a_client_is_reached(service):
     proxy = Cutting(service.address, every_s=600, delay_s=2.5)
     assert load_env(f"grpc://{proxy.address}/count?reconnect_s=6").max_turns == 6
+    proxy.end()
+
+
+@pytest.mark.parametrize("address, why", [("127.0.0.1:9", "refused"), ("nobody.onion:50051", "name not found")])
+def test_an_address_at_which_nothing_can_be_is_given_up_soon(address, why, monkeypatch):
+    monkeypatch.setattr(connection, "NOWHERE_S", 0.2)
+    told = rf"could not be reached for 0.2 s: .*{why}.*; \?reconnect_s=120 in its URL waits longer"
+    with pytest.raises(ValueError, match=f"(?i){told}"):
+        load_env(f"grpc://{address}/count")
+
+
+def test_a_service_that_starts_after_its_run_is_waited_for_and_named_once(service, monkeypatch, capfd):
+    monkeypatch.setattr(connection, "NOWHERE_S", 0.0)  # which does not count where the URL says how long
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    told: list[str] = []
+    with ThreadPoolExecutor() as pool:
+        loading = [
+            pool.submit(load_env, f"grpc://127.0.0.1:{port}/{name}?reconnect_s=60") for name in ("count", "talk")
+        ]
+        wait_until(lambda: told.append(capfd.readouterr().err) or f":{port} until" in "".join(told), "it is named")
+        proxy = Cutting(service.address, every_s=600, port=port)
+        assert [env.result(60).name for env in loading] == ["count", "talk"]
+    lines = [line for line in "".join([*told, capfd.readouterr().err]).splitlines() if f":{port} until" in line]
+    assert len(lines) == 1 and re.match(r"waiting for a service at \S+ until \d\d:\d\d:\d\d .*refused$", lines[0])
     proxy.end()
 
 

@@ -28,7 +28,6 @@ try:
 except ModuleNotFoundError as error:
     raise ValueError(f"--env_path grpc://... needs gRPC ({error}): pip install 'rl_core[service]'") from None
 
-RECONNECT_S = 120.0  # a service that cannot be reached for so long fails what waits for it
 # Until an answer: room for a session, or a thread of the worker for a hook, is waited for. Hooks have a deadline of their own.
 ANSWER_S = 600.0
 MAX_REPLAYS = 3  # of one session: an environment that ends its workers shall not end all of them
@@ -131,7 +130,7 @@ class Session:
 
 
 @cache
-def connect(address: str, token_file: str, ca: str, is_tls: bool, reconnect_s: float) -> Connection:
+def connect(address: str, token_file: str, ca: str, is_tls: bool, reconnect_s: float | None) -> Connection:
     """The one of this process."""
     access = Access(token=read_token(token_file), ca=Path(ca).read_bytes() if ca else None, tls=is_tls)
     return Connection(address, access, reconnect_s)
@@ -149,9 +148,9 @@ def parse(url: str) -> Served:
         raise ValueError(f"{plain_url}: unknown setting {key!r}; known: {', '.join(sorted(SETTINGS))}")
     if (on_lost := settings.get("on_lost", "fail")) not in ("fail", "replay"):
         raise ValueError(f"{plain_url}: on_lost={on_lost} must be fail or replay")
-    reconnect_s, is_tls = float(settings.get("reconnect_s", RECONNECT_S)), parts.scheme == "grpcs"
+    reconnect_s, is_tls = settings.get("reconnect_s"), parts.scheme == "grpcs"
     files = settings.get("token_file", ""), settings.get("ca", "")
-    connection = connect(parts.netloc, *files, is_tls, reconnect_s)
+    connection = connect(parts.netloc, *files, is_tls, float(reconnect_s) if reconnect_s else None)
     return Served(url=plain_url, name=name, connection=connection, is_replaying=on_lost == "replay")
 
 

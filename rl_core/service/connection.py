@@ -6,10 +6,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
+import math
 import os
+import re
 import secrets
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache
@@ -23,7 +26,11 @@ from rl_core.service.wire import CHANNEL_OPTIONS, CODES, ENVIRONMENTS, MAX_REQUE
 
 MARGIN_S = 10.0  # that an answer may take beyond the server's own deadline
 BACKOFF_S = (0.1, 5.0)  # between attempts to connect, or to repeat a request: at first, and at most
-TELL_S = 3.0  # a service that cannot be reached for so long is named on stderr
+TELL_S = 1.0  # a service that is waited for so long is named on stderr
+RECONNECT_S = 120.0  # a service that cannot be reached for so long fails what waits for it
+# Where it was never reached, nobody knows its name or this machine's port is closed, and the URL does not say how long to wait.
+NOWHERE_S = 15.0
+NOWHERE = re.compile(r"name not found|name or service not known|ip(v4:127\.|v6:\S*::1).*connection refused", re.I)
 EXIT_S = 1.0  # that a process waits at its end until the service has heard which sessions end with it
 TICK_S = 0.25
 HOPELESS = (
@@ -58,8 +65,10 @@ def service_loop() -> tuple[asyncio.AbstractEventLoop, int]:
 
 
 class Connection:
-    def __init__(self, address: str, access: Access, reconnect_s: float):
-        self.address, self.access, self.reconnect_s = address, access, reconnect_s
+    def __init__(self, address: str, access: Access, reconnect_s: float | None):
+        """reconnect_s: how long the service may be away; None: RECONNECT_S, or NOWHERE_S if it cannot be there."""
+        self.address, self.access, self.may_be_nowhere = address, access, reconnect_s is None
+        self.reconnect_s = RECONNECT_S if reconnect_s is None else reconnect_s
         (self.loop, self.pid), self.ids = service_loop(), itertools.count(1)
         # The loop's thread alone uses these.
         self.pending: dict[int, tuple[pb.Request, Future]] = {}  # in the order in which they were sent
@@ -145,27 +154,29 @@ class Connection:
 
     async def _run(self) -> None:
         """One stream after the other."""
-        wait_s, is_told, renewing = BACKOFF_S[0], False, asyncio.ensure_future(self._renew())
+        wait_s, ticking = BACKOFF_S[0], asyncio.ensure_future(self._tick())
         try:
             async with self.access.channel_aio(self.address, CHANNEL_OPTIONS) as channel:
                 while True:
                     self.down_s = self.down_s or self.loop.time()
                     code, self.trouble = await self._stream(channel)
                     if self.down_s is None:  # it had answered
-                        self.down_s, wait_s, is_told = self.loop.time(), BACKOFF_S[0], False
-                    gone_s = self.loop.time() - self.down_s
+                        self.down_s, wait_s = self.loop.time(), BACKOFF_S[0]
+                    limit_s = self._limit_s()
+                    left_s = self.down_s + limit_s - self.loop.time()
                     if code in HOPELESS:
                         self._fail(Unreachable(code, f"{self.address}: {self.trouble}"))
-                    elif gone_s > self.reconnect_s:
-                        message = f"{self.address} could not be reached for {self.reconnect_s:g} s: {self.trouble}"
+                    elif left_s <= 0:
+                        hint = f"; ?reconnect_s={RECONNECT_S:g} in its URL waits longer" if limit_s == NOWHERE_S else ""
+                        message = f"{self.address} could not be reached for {limit_s:g} s: {self.trouble}{hint}"
                         self._fail(Unreachable(grpc.StatusCode.UNAVAILABLE, message))
-                    elif gone_s > TELL_S and not is_told and self._is_waited_for():
-                        is_told, limit = True, f"trying for {self.reconnect_s:g} s"
-                        print(f"{self.address} cannot be reached: {self.trouble}; {limit}", file=sys.stderr, flush=True)
-                    await asyncio.sleep(jittered(wait_s))
+                    await asyncio.sleep(min(jittered(wait_s), left_s if left_s > 0 else math.inf))
                     wait_s = min(2 * wait_s, BACKOFF_S[1])
         finally:
-            renewing.cancel()
+            ticking.cancel()
+
+    def _limit_s(self) -> float:
+        return NOWHERE_S if self.may_be_nowhere and NOWHERE.search(self.trouble) else self.reconnect_s
 
     def _is_waited_for(self) -> bool:
         return any(not request.HasField("renew") for request, _ in self.pending.values())
@@ -186,7 +197,7 @@ class Connection:
         writing = asyncio.ensure_future(self._write(stream, self.outbox))
         try:
             while (batch := await stream.read()) is not grpc.aio.EOF:
-                self.down_s, self.trouble = None, ""
+                self.down_s, self.trouble, self.may_be_nowhere = None, "", False
                 for reply in batch.replies:
                     self._settle(reply)
             return grpc.StatusCode.UNAVAILABLE, "the server ended the stream"
@@ -202,15 +213,26 @@ class Connection:
                 await outbox.filled.wait()
                 await stream.write(pb.Requests(requests=outbox.take()))
 
-    async def _renew(self) -> None:
-        """Sessions do not expire while engines work or learners learn."""
-        renewed_s = self.loop.time()
+    async def _tick(self) -> None:
+        """Sessions do not expire while engines work or learners learn. A service that is away is named once."""
+        renewed_s, told_s = self.loop.time(), None
         while True:
             await asyncio.sleep(TICK_S)
             due_s = renewed_s + min(self.sessions.values(), default=0.0) / 3
             if self.sessions and not self.down_s and self.loop.time() >= due_s:
                 renewed_s = self.loop.time()
                 self._post_renewal()
+            gone_s = self.loop.time() - (self.down_s or self.loop.time())
+            if gone_s > TELL_S and self.down_s != told_s and self._is_waited_for():
+                told_s = self.down_s
+                self._tell(self._limit_s() - gone_s)
+
+    def _tell(self, left_s: float) -> None:
+        """On stderr, by one rank of each machine."""
+        if left_s > 0 and os.environ.get("LOCAL_RANK", "0") == "0":
+            until = time.strftime("%H:%M:%S", time.localtime(time.time() + left_s))
+            how = f"waiting for a service at {self.address} until {until} (?reconnect_s= in its URL says how long)"
+            print(f"{how}: {self.trouble or 'no answer yet'}", file=sys.stderr, flush=True)
 
     def _post_renewal(self) -> None:
         future: Future = Future()
