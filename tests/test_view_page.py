@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kit import LETTERS, run_ranks, words
+from kit import LETTERS, run_ranks, wait_until, words
 from view_parts import HOSTILE, said, trajectory, write_metrics
 
 from rl_core.data.rows import write_trajectories
@@ -79,9 +79,9 @@ def serve():
     async def start(folders) -> str:
         app = Viewer([RunFolder(folder) for folder in folders]).app({"127.0.0.1"})
         runners.append(web.AppRunner(app))
-        await runners[0].setup()
-        await web.TCPSite(runners[0], "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{runners[0].addresses[0][1]}/"
+        await runners[-1].setup()
+        await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runners[-1].addresses[0][1]}/"
 
     yield lambda *folders: asyncio.run_coroutine_threadsafe(start(folders), loop).result()
     for runner in runners:
@@ -336,6 +336,83 @@ def test_a_live_run_updates_by_itself(game, serve, page_of):
         write_trajectories(game / "rollouts/step_000003.jsonl.zst", episodes(3)[:2] * 8)  # by a run that was resumed
         count(page, "24 of 48")
     has(page, ".live", 0)
+
+
+def test_what_is_missing_cut_short_or_removed_is_told_and_the_rest_is_shown(game, tmp_path, serve, page_of):
+    other = tmp_path / "other"
+    shutil.copytree(game, other)
+    (other / "metrics.jsonl").unlink()
+    file = other / "rollouts/step_000002.jsonl.zst"
+    whole, noise = file.read_bytes(), b"\xff" * 100
+    file.write_bytes(whole[: len(whole) // 2] + noise)
+    page = page_of(serve(other))
+    page.get_by_text("No metrics yet").wait_for()
+    page.get_by_role("link", name="Conversations").click()
+    has(page, "#count", re.compile("(16|17|2[0-9]|30) of "))  # as far as it goes
+    file.write_bytes(whole)
+    count(page, "32 of 32")
+    file.unlink()  # by a run that is resumed
+    count(page, "16 of 16")
+    page = page_of(serve(other, game))
+    has(page, "[data-title=reward] .u-value", ["2", "0.5"])
+    page.get_by_role("link", name="Conversations").click()
+    count(page, "48 of 48")
+    shutil.rmtree(other)
+    page.get_by_text(f"{other}: the folder is gone").wait_for()
+    write_trajectories(game / "rollouts/step_000003.jsonl.zst", episodes(3))
+    count(page, "64 of 64")
+
+
+def test_runs_of_different_length_and_kind_show_each_its_own_last_values_and_can_be_hidden(
+    game, tmp_path, serve, page_of
+):
+    tuned = tmp_path / "tuned"
+    tuned.mkdir()
+    write_metrics(tuned, [{"step": step, "learn/policy/grad_norm": 1 / step} for step in range(1, 6)])
+    page = page_of(serve(tuned, game))
+    titles = ["reward", "evaluation", "gradient norm"]  # and not in the order of the first run
+    has(page, "#curves > .charts .chart:visible h2", titles)
+    has(page, "[data-title='gradient norm'] .u-value", ["5", "0.2", "0.5"])
+    page.get_by_role("button", name="game").click()
+    has(page, "#curves > .charts .chart:visible h2", ["gradient norm"])
+    has(page, "[data-title='gradient norm'] .u-value", ["5", "0.2"])
+    page.keyboard.press("Enter")  # the button has the focus still
+    has(page, "#curves > .charts .chart:visible h2", titles)
+
+
+def test_new_points_leave_the_zoom_and_the_curves_that_are_hidden(game, serve, page_of):
+    rows = [
+        {"step": step, "rollout/ann/reward_mean": step / 4, "rollout/ben/reward_mean": 0.5} for step in range(3, 13)
+    ]
+    write_metrics(game, rows, "a")
+    page = page_of(serve(game))
+    over = page.locator("[data-title=reward] .u-over")
+    over.wait_for()
+    plot = "document.querySelector('[data-title=reward] [role=img]').uplot"
+
+    def range_of() -> list[float]:
+        return page.evaluate(f"(({{min, max}}) => [min, max])({plot}.scales.x)")
+
+    box = over.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 60, steps=4)
+    page.mouse.up()
+    wait_until(lambda: range_of()[0] > 2, "the zoom")
+    chosen = range_of()
+    assert chosen == pytest.approx([1 + 11 * 0.3, 1 + 11 * 0.6], abs=0.2)
+    page.locator("[data-title=reward] .u-series th", has_text="ben").click()
+    write_metrics(game, [{"step": step, "rollout/ann/reward_mean": 1.0} for step in (13, 14)], "a")
+    wait_until(lambda: page.evaluate(f"{plot}.data[0].at(-1)") == 14, "new points")
+    assert range_of() == chosen
+    page.get_by_label("Smoothing").fill("0.5")  # which draws it anew
+    assert range_of() == chosen and page.evaluate(f"{plot}.series.length") == 5
+    shows = page.evaluate(f"{plot}.series.map(({{label, show}}) => `${{label}} ${{show}}`)")
+    assert set(shows) == {"step true", "ann true", "ben false"}
+    over.dblclick()
+    wait_until(lambda: range_of() == [1, 14], "all steps")
+    write_metrics(game, [{"step": 15, "rollout/ann/reward_mean": 1.0}], "a")
+    wait_until(lambda: range_of() == [1, 15], "the new step")
 
 
 def test_runs_are_overlaid_smoothed_on_log_axes_and_their_settings_compared(game, tmp_path, serve, page_of):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -38,16 +40,24 @@ def seen(out: Path, look) -> None:
     async def inside() -> None:
         app = Viewer([RunFolder(out)])
         async with app.run_test(size=(120, 40)) as pilot:
-            await pilot.pause()
+            await done(app, pilot)
             await look(app, pilot)
 
-    asyncio.run(inside())
+    asyncio.run(asyncio.wait_for(inside(), 120))
+
+
+async def done(app, pilot) -> None:
+    """Waits until its workers are."""
+    await pilot.pause()
+    while app.is_busy("look") or app.is_busy("find"):
+        await pilot.pause(0.02)
 
 
 async def filtered(app, pilot, text: str) -> None:
     await pilot.press("slash")
     app.query_one(Input).value = text
     await pilot.press("enter")
+    await done(app, pilot)
 
 
 def table_of(app) -> list[list[str]]:
@@ -72,8 +82,8 @@ def test_curves_are_those_of_the_metrics_and_grow_with_the_run(made, tmp_path):
         said = [str(label.render()) for label in app.query(Label)]
         assert any("step 2: [b]rewards are constant" in text for text in said)
         (out / "metrics.jsonl").write_text("".join(lines))
-        await app.look()
-        await pilot.pause()
+        app.look()
+        await done(app, pilot)
         assert curve() == rewards
 
     seen(out, look)
@@ -132,13 +142,57 @@ def test_a_conversation_opens_and_its_tokens_are_coloured(made):
         }
         await pilot.press("m")
         assert str(text.render()).startswith("[user]")
-        app.seen = None
-        await app.look()  # the screen below follows the run
+        app.seen = app.listed = None
+        app.look()  # the screen below follows the run
+        await done(app, pilot)
         await pilot.press("slash")
         await pilot.pause()
         assert not isinstance(app.screen, Conversation) and app.query_one(Input).has_focus
 
     seen(made, look)
+
+
+def test_keys_work_while_a_search_reads(made, monkeypatch):
+    goes_on = threading.Event()
+
+    def slow(run, text, entries):
+        assert goes_on.wait(60)
+        yield from found(run, text, entries)
+
+    found = RunFolder.search
+    monkeypatch.setattr(RunFolder, "search", slow)
+
+    async def look(app, pilot) -> None:
+        await pilot.press("slash")
+        app.query_one(Input).value = "step:2 red"
+        await pilot.press("enter")
+        assert app.is_busy("find") and str(app.query_one("#count", Label).render()) == "searching"
+        await pilot.press("enter")  # opens the first row of the table as it is
+        await pilot.pause()
+        assert isinstance(app.screen, Conversation) and len(table_of(app)) == 24
+        await pilot.press("escape")
+        goes_on.set()
+        await done(app, pilot)
+        assert len(table_of(app)) == 8
+
+    seen(made, look)
+
+
+def test_a_run_whose_folder_is_removed_stays_on_the_screen(made, tmp_path):
+    out = Path(shutil.copytree(made, tmp_path / "out"))
+
+    async def look(app, pilot) -> None:
+        shutil.rmtree(out)
+        app.look()
+        await done(app, pilot)
+        assert "the folder is gone" in str(app.query_one("#count", Label).render()) and len(table_of(app)) == 24
+        await filtered(app, pilot, "step:2 red")
+        assert "No such file" in str(app.query_one("#count", Label).render())
+        await pilot.press("enter")
+        await pilot.pause()
+        assert not isinstance(app.screen, Conversation)
+
+    seen(out, look)
 
 
 def test_without_textual_the_extra_is_named(made, monkeypatch, capsys):

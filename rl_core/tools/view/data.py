@@ -123,10 +123,15 @@ class RunFolder:
 
     def refresh(self, limit_s: float = float("inf")) -> bool:
         """Reads new metrics, and new rollouts, newest first, until the time is over, but at least one file. True if nothing is
-        left to read."""
+        left to read. Raises ValueError if the folder is gone; what was read stays."""
         deadline = time.monotonic() + limit_s
         self.read_metrics()
-        return self.read_rollouts(self.rollouts()[::-1], deadline)
+        files = self.rollouts()
+        if gone := self.files.keys() - {file.name for file in files}:
+            self.files = {name: state for name, state in self.files.items() if name not in gone}
+            self.entries = [e for e in self.entries if e.file not in gone]
+            self.revision += 1
+        return self.read_rollouts(files[::-1], deadline)
 
     def rollouts(self) -> list[Path]:
         """Files of trajectories in the order of their steps."""
@@ -138,14 +143,18 @@ class RunFolder:
     def read_rollouts(self, files: list[Path], deadline: float = float("inf")) -> bool:
         """Puts those into the index that are not in it as they are. False if time.monotonic() went beyond the deadline."""
         for file in files:
-            stat = file.stat()
-            state = (stat.st_mtime_ns, stat.st_size)
-            if self.files.get(file.name) == state:
+            try:
+                stat = file.stat()
+                state = (stat.st_mtime_ns, stat.st_size)
+                if self.files.get(file.name) == state:
+                    continue
+                found = index_of(file)
+            except FileNotFoundError:  # since it was listed, by a run that is resumed
                 continue
             if file.name in self.files:
                 self.entries = [e for e in self.entries if e.file != file.name]
                 self.revision += 1
-            self.entries += index_of(file)
+            self.entries = [*self.entries, *found]  # who searches in a thread has the list as it was
             self.files[file.name] = state
             if time.monotonic() > deadline:  # after one, so that slow disks do not keep it from going on
                 return False
@@ -153,6 +162,8 @@ class RunFolder:
 
     def read_metrics(self) -> None:
         file = self.path / "metrics.jsonl"
+        if not self.path.is_dir():
+            raise ValueError(f"{self.path}: the folder is gone; what was read of it stays here")
         if not file.exists():
             return
         inode, done = self.metrics_read

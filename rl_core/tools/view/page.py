@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.options.metric_table import describe
-from rl_core.tools.view.data import Entry, RunFolder, panels_of
+from rl_core.tools.view.data import PANELS, Entry, RunFolder, panels_of
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("runs.js", "curves.js", "talks.js", "tokens.js", "page.js")  # one script, in this order
@@ -34,7 +34,7 @@ def make_page(data: dict[str, Any]) -> str:
         "title": escape(f"{', '.join(run['name'] for run in data['runs'])} - rl_core"),
         "style": asset("uPlot.min.css") + asset("view.css"),
         # Within a script element only `<` could end the data.
-        "data": to_json(data | {"fields": FIELDS}).replace("<", "\\u003c"),
+        "data": to_json(data | {"fields": FIELDS, "panels": [*PANELS]}).replace("<", "\\u003c"),
         "plot": plot,
         "script": script,
     }

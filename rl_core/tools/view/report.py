@@ -61,7 +61,10 @@ def write_report(file: Path, runs: list[RunFolder], tokenizers: dict[str, Any] |
         held = [e for e, _ in episodes]
         news = summary(run, 0, every) | {"entries": [values_of(e) for e in held]}
         parts.append(
-            {"news": news | {"is_complete": True, "is_live": False}, "episodes": [shown for _, shown in episodes]}
+            {
+                "news": news | {"is_complete": True, "is_live": False, "lost": ""},
+                "episodes": [shown for _, shown in episodes],
+            }
         )
         notes.append(told(run, held, every, is_all=len(held) == len(entries)))
     data = {"runs": [outline(run) for run in runs], "report": parts, "note": " ".join(notes)}

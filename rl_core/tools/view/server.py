@@ -65,13 +65,22 @@ def news(run: RunFolder, request: web.Request) -> dict:
     """What the page has not seen: lines of metrics from `rows` on, trajectories from `entries` on; all of them, if what it
     has seen is of another revision."""
     revision = int(request.query["revision"])
-    is_complete = run.refresh(SLICE_S if revision >= 0 else SLICE_S / 8)  # the first conversations at once
+    lost = ""
+    try:
+        if "metrics" in request.query:  # alone: the first curves, however long a disk takes for the rollouts
+            run.read_metrics()
+            is_complete = False
+        else:
+            is_complete = run.refresh(SLICE_S if int(request.query["entries"]) else SLICE_S / 8)  # the first at once
+    except (OSError, ValueError) as error:  # what was read stays
+        is_complete, lost = True, str(error)
     is_same = revision == run.revision
     rows, entries = (int(request.query[name]) if is_same else 0 for name in ("rows", "entries"))
     return summary(run, rows) | {
         "entries": [values_of(e) for e in run.entries[entries:]],
         "is_complete": is_complete,
         "is_live": run.is_live,
+        "lost": lost,
     }
 
 

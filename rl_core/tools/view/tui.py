@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 from rich.text import Text
+from textual import work
 from textual.app import App, ComposeResult
 from textual.containers import VerticalScroll
 from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Input, Label, Sparkline, Static, TabbedContent, TabPane
+from textual.worker import get_current_worker
 
 from rl_core.rules import printable
 from rl_core.tools.view.data import Entry, RunFolder, matching, panels_of, texts_of
@@ -21,7 +26,7 @@ COLUMNS = ("step", "kind", "env", "task", "actor", "reward", "status", "tokens",
 ROLES = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": "green"}
 MAX_ROWS = 1000  # of the table; a filter finds the others
 REFRESH_S = 2.0
-SLICE_S = 0.5  # of reading, in which the screen waits
+SLICE_S = 0.5  # of reading, before what was read is shown
 
 Found = list[tuple[RunFolder, Entry]]
 
@@ -31,8 +36,9 @@ def safe(text: Any) -> str:
     return printable(str(text), also="\n")
 
 
-def chosen(runs: list[RunFolder], filter: str) -> Found:
-    """The trajectories of `step:40 actor:bob reward:0..0.5 some words`. Raises ValueError for a value of the wrong type."""
+def chosen(runs: list[RunFolder], filter: str, is_over: Callable[[], bool] = lambda: False) -> Found:
+    """The trajectories of `step:40 actor:bob reward:0..0.5 some words`, or some of them if is_over() says so meanwhile. Raises
+    ValueError for a value of the wrong type."""
     wanted: dict[str, Any] = {}
     words = []
     for word in filter.split():
@@ -46,7 +52,7 @@ def chosen(runs: list[RunFolder], filter: str) -> Found:
             wanted[key] = int(value) if key in ("step", "index") else value
     found = []
     for run in runs:
-        own = matching(run.entries, **wanted)
+        own = takewhile(lambda e: not is_over(), matching(run.entries, **wanted))
         found += [(run, e) for e in (run.search(" ".join(words), own) if words else own)]
     return sorted(found, key=lambda pair: -pair[1].step)
 
@@ -141,7 +147,7 @@ class Viewer(App):
 
     def __init__(self, runs: list[RunFolder]):
         super().__init__()
-        self.runs, self.seen = runs, None
+        self.runs, self.seen, self.listed = runs, None, None  # how long the runs were when curves and table were made
         self.found: Found = []
         self.title = ", ".join(run.name for run in runs)
 
@@ -155,28 +161,48 @@ class Viewer(App):
                 yield DataTable(cursor_type="row", zebra_stripes=True)
         yield Footer()
 
-    async def on_mount(self) -> None:
+    def on_mount(self) -> None:
         self.query_one(DataTable).add_columns(*["run"] * (len(self.runs) > 1), *COLUMNS)
-        await self.look()
-        self.set_interval(REFRESH_S, self.look)
+        self.look()
+        self.set_interval(REFRESH_S, lambda: self.is_busy("look") or self.look())
 
+    def is_busy(self, group: str) -> bool:
+        return any(worker.group == group and not worker.is_finished for worker in self.workers)
+
+    @work(group="look")
     async def look(self) -> None:
-        """Shows what the runs wrote since."""
-        for run in self.runs:
-            run.refresh(SLICE_S)
+        """Shows what the runs wrote since. Files are read in a thread."""
+        try:
+            for run in self.runs:
+                await asyncio.to_thread(run.refresh, SLICE_S)
+        except (OSError, ValueError) as error:  # the folder is gone
+            self.tell(error)
         state = [(run.revision, len(run.rows), len(run.entries)) for run in self.runs]
         if state != self.seen:
             self.seen = state
             await self.query_one(Curves).show(self.runs)
-            self.list_found()
+        if state != self.listed and not self.is_busy("find"):  # a search is not begun again until it is done
+            self.listed = state
+            self.find(self.query_one(Input).value)
 
-    def list_found(self) -> None:
-        table, count, place = self.query_one(DataTable), self.query_one("#count"), self.query_one(DataTable).cursor_row
+    def tell(self, error: Exception) -> None:
+        self.query_one("#count").update(Text(safe(error), style="red"))
+
+    @work(group="find", thread=True, exclusive=True)
+    def find(self, filter: str) -> None:
+        """Lists what is found. Words are searched for in all files, which takes seconds in a large run."""
+        worker = get_current_worker()
         try:
-            self.found = chosen(self.runs, self.query_one(Input).value)
-        except ValueError as error:
-            count.update(Text(str(error), style="red"))
-            return
+            found = chosen(self.runs, filter, lambda: worker.is_cancelled)
+        except (OSError, ValueError) as error:
+            self.call_from_thread(self.tell, error)
+        else:
+            if not worker.is_cancelled:
+                self.call_from_thread(self.list_found, found)
+
+    def list_found(self, found: Found) -> None:
+        table, count, place = self.query_one(DataTable), self.query_one("#count"), self.query_one(DataTable).cursor_row
+        self.found = found
         table.clear()
         for run, e in self.found[:MAX_ROWS]:
             reward = "-" if e.reward is None else f"{e.reward:.4g}"
@@ -193,8 +219,12 @@ class Viewer(App):
         self.query_one(Input).focus()
 
     def on_input_submitted(self) -> None:
-        self.list_found()
+        self.query_one("#count").update("searching")
+        self.find(self.query_one(Input).value)
         self.query_one(DataTable).focus()
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
-        self.push_screen(Conversation(*self.found[event.cursor_row]))
+        try:
+            self.push_screen(Conversation(*self.found[event.cursor_row]))
+        except (OSError, ValueError) as error:  # the file is gone, or another since
+            self.tell(error)

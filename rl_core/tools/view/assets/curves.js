@@ -1,7 +1,7 @@
 // Curves, by uPlot.
-const DASHES = [[undefined, "solid"], [[7, 4], "dashed"], [[2, 3], "dotted"]]; // on the canvas, in the legend
+const DASHES = [[undefined, "solid"], [[7, 4], "dashed"], [[2, 3], "dotted"], [[12, 3, 2, 3], "dashed"]]; // on the canvas, in the legend
 const HEIGHT = 190;
-const plots = new Map(); // title of a panel -> { plot, key, area }
+const plots = new Map(); // title of a panel -> { plot, key, area, logx }
 
 function settings() {
   const input = (name) => $(`#curves form [name=${name}]`);
@@ -21,12 +21,12 @@ function smoothed(values, weight) { // exponential, without bias at its beginnin
 // The steps that have a value, and each curve's values there. A log axis has no place for 0.
 function curvesOf(title, { smooth, logy, logx }) {
   const all = unique(runs.flatMap((run) => [...run.steps.keys()])).filter((step) => !logx || step > 0).sort((a, b) => a - b);
-  const found = runs.flatMap((run) => {
+  const found = runs.filter((run) => !run.isHidden).flatMap((run) => {
     const panel = Object.entries(run.panels[title] || {}), name = withoutCommon(panel.map(([key]) => key));
     return panel.map(([key, metric], place) => ({
       run, metric, at: (step) => run.steps.get(step)?.[metric] ?? null,
       label: runs.length === 1 ? name(key) : `${name(key) === title ? "" : `${name(key)}, `}${run.short}`,
-      hue: runs.length > 1 ? run.n : place, dash: runs.length > 1 ? place % 3 : 0,
+      hue: runs.length > 1 ? run.n : place, dash: runs.length > 1 ? place % DASHES.length : 0,
     }));
   });
   const at = (curve, step) => (logy && curve.at(step) <= 0 ? null : curve.at(step));
@@ -37,6 +37,12 @@ function curvesOf(title, { smooth, logy, logx }) {
     curve.values = smooth && isDense ? smoothed(curve.raw, smooth) : curve.raw;
   }
   return { steps, curves: found.filter((curve) => curve.raw.some((value) => value !== null)) };
+}
+
+// The steps that the reader chose to see; nothing where all are shown.
+function zoomOf(plot) {
+  const { min, max, range } = plot.scales.x, steps = plot.data[0], [low, high] = range(plot, steps[0], steps.at(-1), "x");
+  return min === low && max === high ? undefined : { min, max };
 }
 
 function drawPanel(title, box, how) {
@@ -50,8 +56,13 @@ function drawPanel(title, box, how) {
   const table = [steps, ...curves.flatMap((c) => (how.smooth ? [c.raw, c.values] : [c.values]))];
   const key = JSON.stringify([curves.map((c) => [c.label, c.hue]), how]);
   const latest = curves.map((c) => `${c.label} ${short(c.raw.findLast((value) => value !== null))}`).join(", ");
+  const zoom = before && before.logx === how.logx ? zoomOf(before.plot) : undefined;
+  const hidden = before ? before.plot.series.filter((series) => !series.show).map((series) => series.label) : [];
   if (before?.key === key) {
-    before.plot.setData(table);
+    before.plot.batch(() => {
+      before.plot.setData(table);
+      if (zoom) before.plot.setScale("x", zoom);
+    });
     before.area.setAttribute("aria-label", `${title}: ${latest}`);
     return;
   }
@@ -64,22 +75,25 @@ function drawPanel(title, box, how) {
       el("dl", {}, metrics.map((c) => [el("dt", {}, c.metric), el("dd", {}, c.run.about[c.metric])]))),
     area,
   );
-  const plot = new uPlot(plotOptions(box, curves, steps, how), table, area);
+  const plot = new uPlot(plotOptions(box, curves, steps, how, hidden), table, area);
+  if (zoom) plot.setScale("x", zoom);
   area.uplot = plot;
   box.append(el("div", { class: "legend", tabindex: 0, role: "group", "aria-label": `Values of ${title}` }, $(".u-legend", area)));
-  plots.set(title, { plot, key, area });
+  plots.set(title, { plot, key, area, logx: how.logx });
 }
 
-function plotOptions(box, curves, steps, how) {
+function plotOptions(box, curves, steps, how, hidden) {
   const points = { show: steps.length < 25, size: 5 }, curveOf = (i) => curves[how.smooth ? (i - 1) >> 1 : i - 1];
   const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 } };
   const series = curves.flatMap((c) => {
     const stroke = css(hue(c.hue));
-    const main = { label: c.label, stroke, width: 2, dash: DASHES[c.dash][0], points, spanGaps: true, value: (u, v) => short(v) };
+    const show = !hidden.includes(c.label);
+    const main = { label: c.label, stroke, show, width: 2, dash: DASHES[c.dash][0], points, spanGaps: true, value: (u, v) => short(v) };
     return how.smooth ? [{ ...main, class: "raw", stroke: `${stroke}44`, width: 1, points: { show: false } }, main] : [main];
   });
-  // Without a pointer the legend has the last values.
-  const rest = (u) => { if ((u.cursor.idx ?? null) === null) u.setLegend({ idx: u.data[0].length - 1 }, false); };
+  // Without a pointer the legend has each curve's last value.
+  const lasts = (u) => u.data.map((values) => values.findLastIndex((value) => value !== null));
+  const rest = (u) => { if ((u.cursor.idx ?? null) === null) u.setLegend({ idxs: lasts(u) }, false); };
   const hideRaw = (u, i, change) => {
     if (how.smooth && change.show !== undefined && i % 2 === 0) u.setSeries(i - 1, { show: change.show });
   };
@@ -108,15 +122,17 @@ function moveCursor(event) {
 }
 
 function showCurves() {
-  const how = settings(), titles = unique(runs.flatMap((run) => Object.keys(run.panels)));
+  const how = settings(), known = runs.flatMap((run) => Object.keys(run.panels)).sort();
+  const titles = unique([...data.panels, ...known]).filter((title) => known.includes(title));
   const others = titles.filter((title) => title.includes("/")); // metrics without a panel of their own
   const main = titles.filter((title) => !title.includes("/"));
   for (const [root, own] of [[$("#curves > .charts"), main], [$("#others .charts"), $("#others").open ? others : []]]) {
-    for (const title of own) {
-      let box = [...root.children].find((node) => node.dataset.title === title);
-      if (!box) root.append((box = el("div", { class: "chart", "data-title": title })));
-      const names = runs.flatMap((run) => Object.values(run.panels[title] || {}));
-      box.hidden = !`${title} ${names.join(" ")}`.toLowerCase().includes(how.find);
+    for (const [place, title] of own.entries()) {
+      const found = [...root.children].find((node) => node.dataset.title === title);
+      const box = found || el("div", { class: "chart", "data-title": title });
+      if (root.children[place] !== box) root.insertBefore(box, root.children[place] ?? null);
+      const names = runs.filter((run) => !run.isHidden).flatMap((run) => Object.values(run.panels[title] || {}));
+      box.hidden = !names.length || !`${title} ${names.join(" ")}`.toLowerCase().includes(how.find);
       if (!box.hidden) drawPanel(title, box, how);
     }
   }

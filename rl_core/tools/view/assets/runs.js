@@ -58,7 +58,7 @@ const inReport = {
 
 // True if anything is new.
 async function refresh(run) {
-  const query = { revision: run.revision, rows: run.numRows, entries: run.entries.length };
+  const query = { revision: run.revision, rows: run.numRows, entries: run.entries.length, ...(run.revision < 0 && { metrics: 1 }) };
   const found = await ask(run, "new", query);
   const state = () => [run.revision, run.numRows, run.entries.length, run.warnings.length, run.isLive].join();
   const before = state();
@@ -80,24 +80,33 @@ async function refresh(run) {
     run.entries.push(entry);
   }
   Object.assign(run, { revision: found.revision, numRows: found.num_rows, panels: found.panels, about: found.about });
-  Object.assign(run, { isLive: found.is_live, isComplete: found.is_complete, warnings: found.warnings });
+  Object.assign(run, { isLive: found.is_live, isComplete: found.is_complete, warnings: found.warnings, lost: found.lost });
   return before !== state();
 }
 
 async function poll() {
   let changed = false;
-  try {
-    for (const run of runs) changed = (await refresh(run)) || changed;
-    if ($("#note").dataset.lost) delete $("#note").dataset.lost, note("");
-  } catch {
-    $("#note").dataset.lost = "yes", note("The viewer does not answer; trying again.");
+  for (const run of runs) {
+    try {
+      changed = (await refresh(run)) || changed;
+    } catch {
+      Object.assign(run, { isComplete: true, lost: "The viewer does not answer; trying again." });
+    }
   }
+  const told = unique(runs.map((run) => run.lost)).filter(Boolean).join(" ");
+  if (told !== ($("#note").dataset.lost || "")) $("#note").dataset.lost = told, note(told);
   if (changed) showRuns(), show();
   if (!data.report) setTimeout(poll, runs.every((run) => run.isComplete) ? 2000 : 0);
 }
 
 function showRuns() {
-  $("#runs").replaceChildren(...runs.map((run) => el("li", { title: run.name },
-    tinted(el("span", { class: "dot" }), run.n), `${run.short} `, run.isLive && el("span", { class: "live" }, "live "),
-    `step ${short([...run.steps.keys()].at(-1) ?? 0)}`)));
+  const focused = document.activeElement?.dataset.run;
+  $("#runs").replaceChildren(...runs.map((run) => {
+    const parts = [tinted(el("span", { class: "dot" }), run.n), `${run.short} `, run.isLive && el("span", { class: "live" }, "live "),
+      `step ${short([...run.steps.keys()].at(-1) ?? 0)}`];
+    const toggle = () => { run.isHidden = !run.isHidden; showRuns(); show(); };
+    const state = { type: "button", onclick: toggle, "data-run": run.n, "aria-pressed": String(!run.isHidden) };
+    return el("li", { title: run.name }, runs.length > 1 ? el("button", state, parts) : parts);
+  }));
+  if (focused) $(`#runs [data-run="${focused}"]`)?.focus();
 }

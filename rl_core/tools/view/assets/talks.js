@@ -65,7 +65,7 @@ function row(e) {
   const run = runs.length > 1 ? `${e.run.short} ` : "", kind = e.kind === "train" ? "" : ` ${e.kind}`;
   const node = button([], () => read(e), { "data-key": keyOf(e), "aria-current": e === current && "true" });
   node.append(
-    el("span", { class: "meta" }, tinted(el("span", { class: "dot" }), actors.indexOf(e.actor)),
+    el("span", { class: "meta" }, tinted(el("span", { class: "dot" }), runs.length > 1 ? e.run.n : actors.indexOf(e.actor)),
       `${run}step ${e.step}${kind}  ${e.task} #${e.index}  ${e.actor} ${e.seat}`),
     el("span", { class: e.status === "failed" ? "reward failed" : "reward" }, e.status === "failed" ? "failed" : short(e.reward)),
     el("span", { class: "said" }, e.error || e.preview || "(nothing said)"),
@@ -80,7 +80,7 @@ async function search() {
   for (const run of q ? runs : []) {
     for (let first = 0; first !== null; ) {
       const asked = ask(run, "search", { q, first, revision: run.revision });
-      const { found, next } = await asked.catch(() => ({ found: [], next: null })); // poll() tells why
+      const { found, next } = await asked.catch((error) => (note(error.message), { found: [], next: null }));
       if (own !== searches) return;
       found.forEach((n) => matches.add(run.entries[n]));
       first = next;
