@@ -430,6 +430,17 @@ def test_a_worker_joins_several_hubs_and_survives_one(counter):
             assert host.process.wait(20) == 0
 
 
+def test_a_hub_that_refuses_a_worker_ends_its_own_link_alone(counter):
+    with serving("--controller", "--port", 0, token=TOKEN) as a, serving("--controller", "--port", 0, token="b") as b:
+        with serving(counter, "--join", f"{b.address},{a.address}", "--workers", 1, token=TOKEN) as host:
+            wait_until(lambda: f"error: {b.address} refused this worker: " in host.text(), "it is told")
+            assert f"worker {a.workers()[0].name} goes on without it" in host.text() and not b.call("workers").workers
+            assert a.interact(a.start(), 1) == "1"
+        with serving(counter, "--join", b.address, "--workers", 1, token=TOKEN) as host:
+            assert host.process.wait(30) == 1
+        assert f"error: {b.address} refused this worker: the bearer token is missing" in host.text()
+
+
 # --- clients that misbehave
 
 

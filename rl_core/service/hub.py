@@ -13,7 +13,7 @@ import grpc
 from grpc import StatusCode
 
 from rl_core.service import environments_pb2 as pb
-from rl_core.service.links import ClientStream, WorkerLink
+from rl_core.service.links import ClientStream, WorkerLink, add_loads
 from rl_core.service.starts import Starts
 from rl_core.service.wire import (
     CODES,
@@ -37,6 +37,7 @@ MAX_TIMEOUT_S = 600.0
 FIRST_S = 60.0  # how long the first worker may take
 PENDING = 20_000  # requests of one client that are not answered; more are refused
 MAX_DETAILS = 2_000  # bytes of an error of a verb that is called alone
+KEPT_PAST = 1_000  # workers that are gone and could come back
 UNREAD = 16 << 20  # bytes of replies that a client has not read, during which the server begins no more of its requests
 
 
@@ -46,7 +47,8 @@ class Hub:
         self.observe: Callable[[str, float], None] = lambda verb, seconds: None  # of each request that was answered
         self.links: dict[str, WorkerLink] = {}
         self.lost: dict[str, float] = {}  # worker -> when it was last heard; 0: known to be dead
-        self.past: dict[str, pb.Worker] = {}  # worker that is gone -> its last heartbeat, for totals
+        # Worker that is gone -> its last heartbeat, for totals; "": the sum of those before the last KEPT_PAST.
+        self.past = {"": pb.Worker()}
         self.envs: dict[str, pb.Environment] = {}
         self.starts = Starts(self.links, max_queue, self.link_of)
         self.began_s = time.monotonic()
@@ -234,6 +236,9 @@ class Hub:
             del self.links[link.name]
             self.lost.setdefault(link.name, link.heard_s)
             self.past[link.name] = link.beat
+            if len(self.past) > 1 + KEPT_PAST:
+                # Which of them counted what is forgotten: if it came back, its numbers would count twice.
+                add_loads(self.past[""], self.past.pop(next(filter(None, self.past))))
             self.tell()
         link.close()
 

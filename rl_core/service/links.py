@@ -99,3 +99,13 @@ class ClientStream:
         self.outbox.messages.clear()
         for task in self.tasks:
             task.cancel()
+
+
+def add_loads(total: pb.Worker, beat: pb.Worker) -> None:
+    """Adds what a worker did: interactions, and sessions that ended."""
+    of_env = {load.env: load for load in total.loads}
+    for load in beat.loads:
+        sum_of_env = of_env.get(load.env) or total.loads.add(env=load.env)
+        sum_of_env.interactions += load.interactions
+        for status, num in load.ended.items():
+            sum_of_env.ended[status] += num

@@ -37,7 +37,7 @@ class Uplink:
         self.worker, self.address, self.access, self.refused, self.parent = worker, address, access, refused, parent
         self.loop, self.heartbeat_s, self.has_changed = asyncio.get_running_loop(), 2.0, False
         self.out: queue.SimpleQueue[pb.Reply | None] = queue.SimpleQueue()
-        self.is_over = threading.Event()
+        self.is_over, self.is_refused = threading.Event(), False
         threading.Thread(target=self._run, name=f"hub {address}", daemon=True).start()
 
     def change(self) -> None:
@@ -58,6 +58,7 @@ class Uplink:
             except grpc.RpcError as e:
                 error = e.details()
                 if e.code() in FATAL:
+                    self.is_refused = True
                     return self._tell_loop(self.refused, f"{self.address} refused this worker: {error}")
             over.set()
             self._check_parent()

@@ -255,7 +255,7 @@ def memory_bytes() -> int:
 
 
 async def run(args: argparse.Namespace, access: Access) -> None:
-    """Raises ValueError for files that cannot be served, and if a hub refuses the worker."""
+    """Raises ValueError for files that cannot be served, and if all hubs refuse the worker."""
     name, loop = args.name or secrets.token_hex(6), asyncio.get_running_loop()
     over = loop.create_future()
     settings = {path: container_settings(path) for path in args.envs}
@@ -272,7 +272,9 @@ async def run(args: argparse.Namespace, access: Access) -> None:
         loop.add_signal_handler(signal.SIGINT, lambda: None)  # the server's to handle
 
         def refused(message: str) -> None:
-            if not over.done():
+            if not all(uplink.is_refused for uplink in worker.uplinks):
+                print(f"error: {message}; worker {worker.name} goes on without it", file=sys.stderr, flush=True)
+            elif not over.done():
                 over.set_exception(ValueError(message))
 
         print(f"worker {worker.name}", flush=True)
