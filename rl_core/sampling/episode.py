@@ -9,7 +9,7 @@ from typing import Any
 from rl_core.data.tasks import shorten
 from rl_core.sampling.actor import Cast, Conversation, without_thoughts
 from rl_core.sampling.env import Env, is_list
-from rl_core.sampling.hooks import Hook, finite, finite_parts, read_answer, wait_for_all
+from rl_core.sampling.hooks import Hook, add_parts, finite, finite_parts, read_answer, wait_for_all
 from rl_core.types import Message, Task, Trajectory
 
 # Between two turns of one actor: many chat templates, and many servers, refuse two assistants in a row.
@@ -154,27 +154,11 @@ class Episode:
         values = await wait_for_all([self.call(hook, name) for hook, name in calls])
         for (hook, name), value in zip(calls, values, strict=True):
             parts = finite_parts(value, hook.name, f"{hook.path}: what {hook.name}() returned")
-            if len(self.actors) > 1 and (named := parts.keys() & self.actors.keys()):
-                raise ValueError(
-                    f"{hook.path}: {hook.name}() returned a part named {min(named)!r}, which is an actor; parts are summed. For "
-                    "a reward of each actor name `actor` among its arguments"
-                )
-            for scored in [name] if name else names:
-                add_parts(self.trajectories[scored], hook, parts)
+            for t in [self.trajectories[scored] for scored in ([name] if name else names)]:
+                add_parts(t.reward_parts, t.metrics, hook, parts, self.actors)
         if not self.env.rewards:
             for name in names:
                 self.trajectories[name].reward_parts.setdefault("interact", 0.0)  # it never gave one
-
-
-def add_parts(trajectory: Trajectory, hook: Hook, parts: dict[str, float]) -> None:
-    """Adds what a reward gave: to the reward's parts, or to the metrics if its weight is 0."""
-    if not hook.weight:
-        trajectory.metrics |= parts
-        return
-    for part, value in parts.items():
-        if part in trajectory.reward_parts:
-            raise ValueError(f"{hook.path}: two hooks give the reward part {part!r}; rename it in one of them")
-        trajectory.reward_parts[part] = hook.weight * value
 
 
 def merged(messages: Sequence[Message]) -> list[Message]:
@@ -218,7 +202,7 @@ async def score_group(env: Env, task: Task, trajectories: Sequence[Trajectory], 
     results = await wait_for_all([group_values(hook, task, group, actors) for hook, group in calls])
     for (hook, group), values in zip(calls, results, strict=True):
         for trajectory, value in zip(group, values, strict=True):
-            add_parts(trajectory, hook, {hook.name: value})
+            add_parts(trajectory.reward_parts, trajectory.metrics, hook, {hook.name: value})
             trajectory.reward += hook.weight * value
             if trajectory.turn_rewards:
                 trajectory.turn_rewards[-1] += hook.weight * value

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -282,6 +282,21 @@ def finite_parts(value: Any, name: str, what: str) -> dict[str, float]:
     if not value or not all(isinstance(part, str) for part in value):
         raise ValueError(f"{what} is {shorten(value)}; a dict must name each part, as 'format': 0.5")
     return {part: finite(number, f"{what}: part {part!r}") for part, number in value.items()}
+
+
+def add_parts(
+    rewards: MutableMapping, metrics: MutableMapping, hook: Hook, parts: dict[str, float], actors: Collection[str] = ()
+) -> None:
+    """Adds what a reward gave: to the reward's parts, or to the metrics if its weight is 0. Raises ValueError."""
+    if len(actors) > 1 and (named := [part for part in parts if part in actors]):
+        raise ValueError(
+            f"{hook.path}: {hook.name}() returned a part named {min(named)!r}, which is an actor; parts are summed. For "
+            "a reward of each actor name `actor` among its arguments"
+        )
+    for part, value in parts.items():
+        if hook.weight and part in rewards:
+            raise ValueError(f"{hook.path}: two hooks give the reward part {part!r}; rename it in one of them")
+        (rewards if hook.weight else metrics)[part] = hook.weight * value if hook.weight else value
 
 
 def read_answer(answer: Any, path: str, ends: bool) -> tuple[list[Message], float | None, bool]:

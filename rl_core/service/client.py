@@ -10,10 +10,8 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
 from rl_core.sampling.env import OF_GROUP
 from rl_core.types import Task, Trajectory
@@ -22,8 +20,8 @@ try:
     from grpc import StatusCode
 
     from rl_core.service import environments_pb2 as pb
+    from rl_core.service.address import access_to, read_url, seconds
     from rl_core.service.connection import Connection
-    from rl_core.service.security import Access, read_token
     from rl_core.service.wire import ServiceError, from_json, to_json
 except ModuleNotFoundError as error:
     raise ValueError(f"--env_path grpc://... needs gRPC ({error}): pip install 'rl_core[service]'") from None
@@ -32,7 +30,6 @@ except ModuleNotFoundError as error:
 ANSWER_S = 600.0
 MAX_REPLAYS = 3  # of one session: an environment that ends its workers shall not end all of them
 MAX_TURNS = 2**31 - 1  # of a session: the trainer counts turns itself
-SETTINGS = {"token_file", "ca", "reconnect_s", "on_lost"}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -132,25 +129,21 @@ class Session:
 @cache
 def connect(address: str, token_file: str, ca: str, is_tls: bool, reconnect_s: float | None) -> Connection:
     """The one of this process."""
-    access = Access(token=read_token(token_file), ca=Path(ca).read_bytes() if ca else None, tls=is_tls)
-    return Connection(address, access, reconnect_s)
+    return Connection(address, access_to(token_file, ca, is_tls), reconnect_s)
 
 
 def parse(url: str) -> Served:
     """What a URL names. Raises ValueError, or OSError for a file that is not there."""
-    parts, plain_url = urlsplit(url), url.partition("?")[0]
-    settings, name = dict(parse_qsl(parts.query)), parts.path.strip("/")
-    if "@" in parts.netloc:
-        raise ValueError("--env_path holds a password, which would be written to config.yaml; use ?token_file=")
-    if parts.scheme not in ("grpc", "grpcs") or not parts.hostname or not parts.port or not name:
-        raise ValueError(f"{plain_url} must be grpc://HOST:PORT/NAME, or grpcs:// with TLS")
-    for key in settings.keys() - SETTINGS:
-        raise ValueError(f"{plain_url}: unknown setting {key!r}; known: {', '.join(sorted(SETTINGS))}")
+    parts, settings = read_url(url, "--env_path", "HOST:PORT/NAME")
+    plain_url, name = url.partition("?")[0], parts.path.strip("/")
+    if not name:
+        raise ValueError(f"{plain_url} must be grpc://HOST:PORT/NAME: which environment of the service?")
     if (on_lost := settings.get("on_lost", "fail")) not in ("fail", "replay"):
         raise ValueError(f"{plain_url}: on_lost={on_lost} must be fail or replay")
-    reconnect_s, is_tls = settings.get("reconnect_s"), parts.scheme == "grpcs"
+    wait = settings.get("reconnect_s")
+    reconnect_s = None if wait is None else seconds(wait, f"{plain_url}: reconnect_s")
     files = settings.get("token_file", ""), settings.get("ca", "")
-    connection = connect(parts.netloc, *files, is_tls, float(reconnect_s) if reconnect_s else None)
+    connection = connect(parts.netloc, *files, parts.scheme == "grpcs", reconnect_s)
     return Served(url=plain_url, name=name, connection=connection, is_replaying=on_lost == "replay")
 
 

@@ -11,7 +11,7 @@ from grpc import StatusCode
 
 from rl_core.data.tasks import check_messages
 from rl_core.sampling.env import Env
-from rl_core.sampling.hooks import Hook, HookError, finite_parts, read_answer, wait_for_all
+from rl_core.sampling.hooks import Hook, HookError, add_parts, finite_parts, read_answer, wait_for_all
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.wire import ServiceError, from_json, to_json, wrong
 from rl_core.types import Completion, Message, Task, Trajectory, Turn
@@ -155,23 +155,12 @@ class Session:
             try:
                 parts = finite_parts(value, hook.name, f"{hook.path}: what {hook.name}() returned")
                 for scored in [name] if hook.is_per_actor else names:
-                    self.add_parts(scores[scored], hook, parts)
+                    add_parts(scores[scored].parts, scores[scored].metrics, hook, parts, self.actors)
             except ValueError as error:
                 raise self.fail(str(error)) from None
         for score in scores.values():
             score.reward = math.fsum(score.parts.values())
         return pb.ScoreReply(scores=scores.values(), status=self.status)
-
-    def add_parts(self, score: pb.ActorScore, hook: Hook, parts: dict[str, float]) -> None:
-        for part, value in parts.items():
-            if len(self.actors) > 1 and part in self.actors:
-                raise ValueError(f"{hook.path}: {hook.name}() returned a part named {part!r}, which is an actor")
-            if not hook.weight:
-                score.metrics[part] = value
-            elif part in score.parts:
-                raise ValueError(f"{hook.path}: two hooks give the reward part {part!r}; rename it in one of them")
-            else:
-                score.parts[part] = hook.weight * value
 
     def read_said(self, said: pb.Said) -> tuple[list[Message], Trajectory | None]:
         """Raises ServiceError unless it is messages, and follows what was said before."""

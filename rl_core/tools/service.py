@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from urllib.parse import parse_qsl, urlsplit
-
 import grpc
 from google.protobuf import json_format
 
 from rl_core.service import environments_pb2 as pb
-from rl_core.service.security import Access, read_token
+from rl_core.service.address import access_to, read_url
 from rl_core.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS
 
 
@@ -33,15 +30,8 @@ def service(url: str, as_json: bool) -> str:
 
 
 def ask(url: str) -> pb.WorkersReply:
-    parts = urlsplit(url)
-    settings = dict(parse_qsl(parts.query))
-    if "@" in parts.netloc:
-        raise ValueError("--service holds a password, which a shell's history keeps; use ?token_file=")
-    if parts.scheme not in ("grpc", "grpcs") or not parts.hostname or not parts.port:
-        raise ValueError(f"--service {url} must be grpc://HOST:PORT, or grpcs:// for TLS")
-    ca = settings.get("ca")
-    access = Access(token=read_token(settings.get("token_file", "")), tls=parts.scheme == "grpcs")
-    access.ca = Path(ca).read_bytes() if ca else None
+    parts, settings = read_url(url, "--service", "HOST:PORT")
+    access = access_to(settings.get("token_file", ""), settings.get("ca", ""), parts.scheme == "grpcs")
     with access.channel(parts.netloc, CHANNEL_OPTIONS) as channel:
         workers = channel.unary_unary(
             f"/{ENVIRONMENTS}/Workers",
