@@ -277,7 +277,8 @@ async def run(args: argparse.Namespace, access: Access) -> None:
             elif not over.done():
                 over.set_exception(ValueError(message))
 
-        print(f"worker {worker.name}", flush=True)
+        if not args.join.startswith("unix:"):  # else its server tells its own address
+            print(f"worker {worker.name}", flush=True)
 
         def open_uplink(address: str, host: str) -> Uplink:
             return Uplink(worker, address, access, refused, args.parent, host)
