@@ -2,6 +2,7 @@
 
     python scripts/bench_serve.py                          # 100, 1,000 and 10,000 sessions, then the kills: about two minutes
     python scripts/bench_serve.py --sessions 300 --seconds 3 --out out.json
+    python scripts/bench_serve.py --sessions 10000 --ranks 200            # over 200 connections
 
 The client runs on the same machine. Each interaction says 1 KB; the environment counts those of its session, and the client
 checks every count. CPU is that of the server's processes; the client's own is another column.
@@ -42,6 +43,7 @@ async def interact(messages, state):
 async def reward_fn(state):
     return state["count"]
 """
+OWN = ("grpc.use_local_subchannel_pool", 1)  # or all channels of this process share a connection
 SAID = pb.Said(messages=json.dumps([{"role": "assistant", "content": "x" * 1000}]), keep=1)
 
 
@@ -59,7 +61,8 @@ def start_server(*args: Any) -> tuple[subprocess.Popen, str]:
 
 
 class Client:
-    """One stream to a server. When it breaks, another one is opened, and what was not answered is sent again."""
+    """One stream to a server, on a connection of its own. When it breaks, another is opened, and what was not answered
+    is sent again."""
 
     def __init__(self, address: str):
         self.address, self.last_id = address, 0
@@ -77,7 +80,7 @@ class Client:
 
     async def run(self) -> None:
         while True:
-            async with grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS) as channel:
+            async with grpc.aio.insecure_channel(self.address, [*CHANNEL_OPTIONS, OWN]) as channel:
                 stream = channel.stream_stream(
                     f"/{ENVIRONMENTS}/Stream",
                     request_serializer=pb.Requests.SerializeToString,
@@ -115,18 +118,23 @@ class Client:
 
 
 class Load:
-    """Sessions, and what was heard of each."""
+    """Sessions, spread over some clients, and what was heard of each."""
 
-    def __init__(self, client: Client):
-        self.client, self.names, self.numbers = client, [], []
+    def __init__(self, address: str, num_clients: int):
+        self.clients = [Client(address) for _ in range(num_clients)]
+        self.names, self.numbers = [], []
         self.busy: set[int] = set()
         self.lost: dict[int, str] = {}  # session -> the status code that ended it
         self.wrong, self.seconds = 0, []
 
+    def ask(self, n: int, **verb: Any) -> asyncio.Future:
+        """By the client of session n."""
+        return self.clients[n % len(self.clients)].ask(**verb)
+
     async def open(self, num: int, env: str) -> None:
         row = json.dumps({"prompt": "count"})
         starts = [pb.StartRequest(env=env, key=f"{os.getpid()}/{n}", row=row) for n in range(num)]
-        replies = await asyncio.gather(*(self.client.ask(start=start) for start in starts))
+        replies = await asyncio.gather(*(self.ask(n, start=start) for n, start in enumerate(starts)))
         assert not any(reply.code for reply in replies), next(reply for reply in replies if reply.code)
         self.names, self.numbers = [reply.start.session for reply in replies], [0] * num
 
@@ -134,7 +142,7 @@ class Load:
         self.numbers[n] += 1
         number, began_s = self.numbers[n], time.perf_counter()
         request = pb.InteractRequest(session=self.names[n], number=number, said=SAID)
-        reply = await self.client.ask(interact=request)
+        reply = await self.ask(n, interact=request)
         self.seconds.append(time.perf_counter() - began_s)
         self.busy.discard(n)
         if reply.code:
@@ -163,9 +171,8 @@ class Load:
         asked = {n: pb.ScoreRequest(session=name) for n, name in enumerate(self.names) if n not in self.lost}
         for n, request in asked.items():
             request.number = self.numbers[n] + 1
-        replies = dict(
-            zip(asked, await asyncio.gather(*(self.client.ask(score=r) for r in asked.values())), strict=True)
-        )
+        scores = await asyncio.gather(*(self.ask(n, score=request) for n, request in asked.items()))
+        replies = dict(zip(asked, scores, strict=True))
         self.lost |= {n: CODES[reply.code].name for n, reply in replies.items() if reply.code}
         return [
             None if n in self.lost else replies[n].score.scores[0].parts["reward_fn"] for n in range(len(self.names))
@@ -173,20 +180,22 @@ class Load:
 
     async def close(self) -> None:
         requests = [pb.CancelRequest(session=name, status=pb.COMPLETED) for name in self.names]
-        await asyncio.gather(*(self.client.ask(cancel=request) for request in requests))
-        self.client.task.cancel()
+        await asyncio.gather(*(self.ask(n, cancel=request) for n, request in enumerate(requests)))
+        for client in self.clients:
+            client.task.cancel()
+        await asyncio.wait([client.task for client in self.clients])
 
 
 def cpu_s(processes: list[psutil.Process]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-async def measure(path: Path, num: int, per_s: float, seconds: float, num_workers: int) -> dict[str, float]:
+async def measure(path: Path, num: int, per_s: float, seconds: float, num_workers: int, ranks: int) -> dict[str, float]:
     capacity = num // num_workers + 100
     process, address = start_server(path, "--port", 0, "--workers", num_workers, "--capacity", capacity)
     try:
-        load = Load(Client(address))
-        await load.client.workers(num_workers)
+        load = Load(address, ranks)
+        await load.clients[0].workers(num_workers)
         top = psutil.Process(process.pid)
         server, own = [top, *top.children(recursive=True)], [psutil.Process()]
         began_s = time.perf_counter()
@@ -216,8 +225,8 @@ async def kill(path: Path, num: int, per_s: float, seconds: float, num_workers: 
     try:
         capacity = num // num_workers + 100
         host, _ = start_server(path, "--join", address, "--workers", num_workers, "--capacity", capacity)
-        load = Load(Client(address))
-        workers = await load.client.workers(num_workers)
+        load = Load(address, 1)
+        workers = await load.clients[0].workers(num_workers)
         await load.open(num, path.stem)
         killed = workers[0]
 
@@ -251,19 +260,25 @@ def stop(*processes: subprocess.Popen) -> None:
         process.wait()
 
 
+async def measure_all(args: argparse.Namespace) -> list[dict[str, float]]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "counter.py"
+        path.write_text(ENV)
+        more = args.seconds, args.workers
+        rows = [await measure(path, num, args.per_s, *more, args.ranks) for num in args.sessions]
+        return [*rows, await kill(path, max(args.sessions), args.per_s / 2, args.seconds, max(2, args.workers))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sessions", type=int, nargs="*", default=[100, 1_000, 10_000], help="open at once")
     parser.add_argument("--per_s", type=float, default=2_200, help="interactions a second, over all sessions")
     parser.add_argument("--seconds", type=float, default=15)
     parser.add_argument("--workers", type=int, default=2, help="worker processes")
+    parser.add_argument("--ranks", type=int, default=1, help="connections that share the sessions, as ranks of runs do")
     parser.add_argument("--out", type=Path, help="a file for the figures")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "counter.py"
-        path.write_text(ENV)
-        rows = [asyncio.run(measure(path, n, args.per_s, args.seconds, args.workers)) for n in args.sessions]
-        rows.append(asyncio.run(kill(path, max(args.sessions), args.per_s / 2, args.seconds, max(2, args.workers))))
+    rows = asyncio.run(measure_all(args))
     for row in rows:
         print("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
     if args.out:
