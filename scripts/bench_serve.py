@@ -220,7 +220,7 @@ async def measure(path: Path, num: int, per_s: float, seconds: float, num_worker
 
 async def kill(path: Path, num: int, per_s: float, seconds: float, num_workers: int) -> dict[str, float]:
     """Kills a worker after a third of the time, and the controller, which is started again, after two thirds."""
-    hub, address = start_server("--controller", "--port", 0, "--heartbeat_s", 1)
+    hub, address = start_server("--controller", "--port", 0, "--heartbeat_s", 2)
     host = None
     try:
         capacity = num // num_workers + 100
@@ -237,7 +237,7 @@ async def kill(path: Path, num: int, per_s: float, seconds: float, num_workers: 
             nonlocal hub
             hub.kill()
             hub.wait()
-            hub, _ = start_server("--controller", "--port", address.rpartition(":")[2], "--heartbeat_s", 1)
+            hub, _ = start_server("--controller", "--port", address.rpartition(":")[2], "--heartbeat_s", 2)
 
         await load.run(per_s, seconds, {seconds / 3: kill_worker, 2 * seconds / 3: kill_hub})
         counts = await load.counts()

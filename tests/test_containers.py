@@ -105,7 +105,7 @@ def play_boxed(tmp_path, monkeypatch):
             env.close()
             await runtime.close()
 
-    return lambda script, idle_s=60.0: asyncio.run(asyncio.wait_for(main(script, idle_s), 60))
+    return lambda script, idle_s=60.0: asyncio.run(asyncio.wait_for(main(script, idle_s), 240))
 
 
 async def begin(ask, code: int = 0, prompt: str = "x"):
@@ -120,7 +120,7 @@ async def say(ask, session: str, text: str, number: int = 0, code: int = 0):
 
 
 async def until(condition) -> None:
-    for _ in range(1000):
+    for _ in range(4000):
         if condition():
             return
         await asyncio.sleep(0.02)
@@ -196,7 +196,7 @@ def test_a_container_that_talks_nonsense_is_refused(tmp_path):
         await runtime.close()
 
     for said in (b"\x00\x00\x00\x02\xff\xff", b"Hello, I am no frame"):
-        asyncio.run(asyncio.wait_for(main(said), 20))
+        asyncio.run(asyncio.wait_for(main(said), 90))
 
 
 def test_the_command_limits_the_container(tmp_path):
@@ -224,13 +224,13 @@ def test_docker_can_read_the_command(tmp_path):
         "rl-core-x", str(tmp_path / "a.py"), Settings(image="a:1"), 1
     )
     env = os.environ | {"DOCKER_HOST": f"unix://{tmp_path}/nobody"}  # it reads its flags before it dials
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=180, stdin=subprocess.DEVNULL)
     assert "Docker daemon" in done.stderr, done.stderr
     listing = [*Runtime(program="docker", worker="0" * 12).remove_argv(["x"])]
-    done = subprocess.run(listing, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(listing, env=env, capture_output=True, text=True, timeout=180)
     assert "Docker daemon" in done.stderr, done.stderr
     bad = [argv[0], argv[1], "--no-such-flag", *argv[2:]]
-    assert "unknown flag" in subprocess.run(bad, env=env, capture_output=True, text=True, timeout=60).stderr
+    assert "unknown flag" in subprocess.run(bad, env=env, capture_output=True, text=True, timeout=180).stderr
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_containers_that_nobody_owns_or_that_hang_are_removed_by_force(tmp_path,
         box = await runtime.open(str(tmp_path / "a.py"), Settings(image="a:1"), 1.0, lambda why: None)
         box.close()
         await runtime.close()
-        await asyncio.wait_for(box.process.wait(), 20)
+        await asyncio.wait_for(box.process.wait(), 60)
         return box
 
     box = asyncio.run(main())
@@ -297,7 +297,7 @@ def test_an_image_without_a_runtime_is_refused(tmp_path):
     (tmp_path / "boxed.py").write_text(BOXED)
     command = [sys.executable, "-m", "rl_core.service.worker", str(tmp_path / "boxed.py"), "--join", "127.0.0.1:1"]
     env = os.environ | {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
     assert done.returncode == UNUSABLE
     assert (
         "boxed.py says image = 'rl-core-chess:1', which needs docker or podman: docker is not installed" in done.stderr
@@ -362,7 +362,7 @@ def test_the_image_has_what_serving_needs_without_torch(tmp_path):
     def command(*args: str) -> list[str]:
         return [sys.executable, "-m", "rl_core.cli", "serve", *args, "--port", "0", "--workers", "1"]
 
-    done = subprocess.run(command("tools.py"), env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command("tools.py"), env=env, cwd=tmp_path, capture_output=True, text=True, timeout=180)
     assert "No module named 'transformers'; pip install transformers, or write the OpenAI schemas" in done.stderr
     server = subprocess.Popen(
         command("game.py", "--http_port", "0"), env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True
@@ -377,8 +377,8 @@ def test_the_image_has_what_serving_needs_without_torch(tmp_path):
                 )
                 for verb in ("start", "score")
             )
-            session = start(pb.StartRequest(env="game", row='{"prompt": "x"}'), timeout=30).session
-            assert score(pb.ScoreRequest(session=session), timeout=30).scores[0].reward == 1.0
+            session = start(pb.StartRequest(env="game", row='{"prompt": "x"}'), timeout=90).session
+            assert score(pb.ScoreRequest(session=session), timeout=90).scores[0].reward == 1.0
         finally:
             server.kill()
 

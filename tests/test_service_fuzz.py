@@ -159,7 +159,7 @@ class Fuzz:
 def service(tmp_path_factory):
     path = tmp_path_factory.mktemp("envs") / "counter.py"
     path.write_text(COUNTER)
-    flags = ["--port", "0", "--http_port", "0", "--workers", "2", "--heartbeat_s", "0.4"]
+    flags = ["--port", "0", "--http_port", "0", "--workers", "2", "--heartbeat_s", "0.8"]
     with serving(path, *flags, token=TOKEN) as service:
         pids = {worker.pid for worker in service.workers(2)}
         yield service

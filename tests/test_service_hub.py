@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -251,3 +252,19 @@ def test_hubs_behind_one_name_show_a_certificate_of_that_name(tmp_path):
                 uplink.is_over.set()
 
     in_loop({"hubs": ["127.0.0.1", "127.0.0.2"]}, join())
+
+
+def test_a_hub_that_stood_still_takes_no_worker_for_silent():
+    async def stand_still() -> None:
+        hub = Hub(heartbeat_s=0.2)
+        linked(hub, "a", beat())
+        watching = asyncio.ensure_future(hub.watch())
+        await asyncio.sleep(0.01)
+        time.sleep(2 * hub.grace_s)  # noqa: ASYNC251
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert "a" in hub.links
+        await happens(lambda: not hub.links, "it is silent")
+        watching.cancel()
+
+    asyncio.run(stand_still())

@@ -93,6 +93,13 @@ class Client:
         return (await self.ask(cancel=pb.CancelRequest(session=self.session, status=status))).status
 
 
+async def until(fact) -> None:
+    while True:
+        if fact():
+            return
+        await asyncio.sleep(0.01)
+
+
 def play(worker: Worker, script, **start):
     """script(client) in a session of its own; then what is left of it."""
 
@@ -198,7 +205,7 @@ def test_one_interaction_at_a_time_and_rewards_side_by_side(worker_of):
 
     @reward
     async def one(messages):
-        await asyncio.wait_for(met.wait(), 10)
+        await asyncio.wait_for(met.wait(), 60)
         return 1.0
 
     @reward(weight=0)
@@ -255,10 +262,11 @@ def test_cancelling_ends_a_hook_that_runs(worker_of):
     async def script(client):
         saying = asyncio.ensure_future(client.say("sleep", "ended", number=1))
         again = asyncio.ensure_future(client.say("sleep", "ended", number=1))
-        await asyncio.sleep(0.02)
+        calls = client.worker.envs["game"].env.hooks["interact"].function.__globals__["calls"]
+        await until(lambda: calls or saying.done())
         assert await client.cancel(pb.AGENT_ERROR) == pb.AGENT_ERROR
         assert "agent error" in await saying and "agent error" in await again
-        return client.worker.envs["game"].env.hooks["interact"].function.__globals__["calls"]
+        return calls
 
     worker = worker_of()
     assert play(worker, script) == ["", "cancelled"]
@@ -270,14 +278,11 @@ def test_silence_expires_a_session_but_no_hook_and_no_start(worker_of):
     async def script(client):
         sweep = asyncio.ensure_future(client.worker.sweep())
         slow = Client(client.worker)
-        starting = asyncio.ensure_future(slow.start({"start_s": 0.5}, key="k"))
+        starting = asyncio.ensure_future(slow.start({"start_s": 1.5}, key="k"))
         kept = Client(client.worker)
         await kept.start()
         saying = asyncio.ensure_future(Client(client.worker, kept.session).say("sleep", "late"))
-        for _ in range(40):
-            if client.session not in client.worker.held:
-                break
-            await asyncio.sleep(0.02)
+        await until(lambda: client.session not in client.worker.held or saying.done())
         assert "expired" in await client.say("a", "ended")
         assert kept.session in client.worker.held
         await starting
@@ -287,7 +292,7 @@ def test_silence_expires_a_session_but_no_hook_and_no_start(worker_of):
         await saying
         sweep.cancel()
 
-    worker = worker_of(idle_s=0.2, hook_timeout_s=1.0)
+    worker = worker_of(idle_s=0.6, hook_timeout_s=4.0)
     play(worker, script)
     assert worker.ended["game", pb.EXPIRED] >= 1
 

@@ -216,11 +216,16 @@ class Hub:
         self.starts.release()
 
     async def watch(self) -> None:
-        """Removes silent workers, and lets those who wait for one look at the clock."""
+        """Removes silent workers, and lets those who wait for one look at the clock. While this process stands still it hears
+        none of them: that is no silence."""
+        now = time.monotonic()
         while True:
+            before = now
             await asyncio.sleep(self.heartbeat_s / 2)
             now = time.monotonic()
+            deaf_s = max(0.0, now - before - self.heartbeat_s)
             for link in list(self.links.values()):
+                link.heard_s = min(now, link.heard_s + deaf_s)
                 if now - link.heard_s > self.grace_s:
                     self.drop(link)
             if now - self.began_s > self.grace_s:  # one that was never here is lost then, too
