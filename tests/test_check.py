@@ -68,7 +68,7 @@ def test_the_report_in_the_docs_is_what_is_printed(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", sys.path[:])
     text = (ROOT / "docs/environments.md").read_text()
-    command, report = re.search(r"```\n\$ rl-core (check .*)\n((?:.*\n)*?)```", text).groups()
+    command, report = re.search(r"```console\n\$ rl-core (check .*)\n((?:.*\n)*?)```", text).groups()
     assert main(shlex.split(command)) == 0
     assert capsys.readouterr().out == report + "\n"
 
