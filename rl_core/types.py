@@ -108,6 +108,7 @@ class Trajectory:
     seat: str = ""
     messages: list[Message] = field(default_factory=list)  # as the hooks see them
     turns: list[Turn] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)  # of the turns in the whole conversation; none if rollout() made it
     reward: float | None = None  # None: not scored, because the episode failed
     reward_parts: dict[str, float] = field(default_factory=dict)
     turn_rewards: list[float] = field(default_factory=list)  # none, or one for each turn, with `reward` as sum

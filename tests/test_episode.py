@@ -194,6 +194,7 @@ def test_rewards_of_interact_stand_on_the_turns_that_they_follow(env_of):
     bob, alice = one(found, "bob"), one(found, "alice")
     assert (bob.turn_rewards, bob.reward, bob.reward_parts) == ([2.0, 4.5], 6.5, {"interact": 6.0, "reward_fn": 0.5})
     assert (alice.turn_rewards, alice.reward) == ([3.5], 3.5)
+    assert (bob.places, alice.places) == ([2, 4], [3])  # among the messages, of which the task's is the first
     assert one(run(env_of("def reward_fn(): return 1"), cast(bob="B"))).turn_rewards == []
 
 

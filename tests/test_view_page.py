@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from kit import LETTERS, run_ranks, wait_until, words
-from view_parts import HOSTILE, said, trajectory, write_metrics
+from view_parts import HOSTILE, said, trajectory, write_metrics, write_step
 
 from rl_core.data.rows import write_trajectories
 from rl_core.tools.view import main, server
@@ -237,6 +237,23 @@ def test_several_actors_are_one_chat_and_a_group_stands_side_by_side(game, serve
     page.locator("#list button").first.click()
     has(page, "#reader .who", ["user to ann", "ann", "ben"])
     assert "dice" in shown(page, "#reader .says p")[1] and shown(page, "#reader .says p")[::2] == ["guess", "low"]
+
+
+def test_speakers_stand_in_the_order_that_was_recorded(tmp_path, serve, page_of):
+    def view(name, *said, places):
+        messages = [{"role": role, "content": text} for role, text in (part.split(": ") for part in said)]
+        return trajectory(0, actor=name, messages=messages, places=places)
+
+    task = ["user: play", "assistant: 9"]
+    ann = view("ann", *task, "user: go", "assistant: 1", "user: 1", "assistant: 1", places=[4, 7])
+    ben = view("ben", *task, "user: go", "assistant: 1", "user: Continue.", "assistant: 1", places=[5, 6])
+    write_step(tmp_path, 1, [ben, ann])
+    page = page_of(serve(tmp_path) + "#talks")
+    page.locator("#list button").first.click()
+    page.get_by_role("button", name="All actors").click()
+    page.locator("#reader .who").last.wait_for()
+    spoke = [who for who in shown(page, "#reader .who") if who in ("ann", "ben")]
+    assert spoke == ["ann", "ann", "ben", "ben", "ben", "ann"]  # the first of each in the task
 
 
 def test_tokens_are_coloured_and_tell_their_values(game, serve, page_of, tmp_path):

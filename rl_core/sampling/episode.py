@@ -109,6 +109,7 @@ class Episode:
                 **shared,
             )
         self.trajectories[name].turn_rewards.append(0.0)
+        self.trajectories[name].places.append(len(self.messages))
         self.speaker = name
 
     def open(self, name: str) -> Conversation:

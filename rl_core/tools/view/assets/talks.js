@@ -176,14 +176,16 @@ const heardOf = ({ content }) => (typeof content === "string" ? content.split("<
 const paragraphs = (text) => `\n${text.replace(/^\w+ says: /gm, "")}\n`;
 const isHeard = (text, reply) => Boolean(reply) && paragraphs(text).includes(`\n${reply}\n`);
 
+const hasPlaces = (column) => column.every((t) => t.places?.length);
+
 function hearEachOther(column) {
-  if (column.length === 1) return true;
+  if (column.length === 1 || hasPlaces(column)) return true;
   const hears = (t, other) => repliesOf(other).some((r) => t.messages.some((m) => m.role === "user" && isHeard(contentOf(m), r)));
   return column.every((t) => column.some((other) => other !== t && (hears(t, other) || hears(other, t))));
 }
 
-// One conversation out of each actor's own view. Nobody records the order of speakers, but a reply comes after all that its actor
-// had heard.
+// One conversation out of each actor's own view. Where the order of speakers is not recorded, a reply comes after all that its
+// actor had heard.
 function mergedChat(column) {
   const views = column.map((t) => ({ ...t, at: 0, replies: repliesOf(t), num: 0 })), chat = [], replies = [];
   const waits = (view, text) => views.some((other) => other !== view &&
@@ -203,6 +205,12 @@ function mergedChat(column) {
     view.at += 1;
     return true;
   };
+  const isReply = (message) => message.role === "assistant";
+  for (const view of hasPlaces(column) ? views : []) { // the task itself may hold replies
+    view.replyAt = view.messages.flatMap((message, at) => (isReply(message) ? [at] : [])).slice(-view.places.length);
+  }
+  const turns = views.flatMap((view) => (view.replyAt || []).map((at, n) => ({ view, at, place: view.places[n] })));
+  for (const { view, at } of turns.sort((a, b) => a.place - b.place)) while (view.at <= at) advance(view, true);
   for (;;) {
     const open = views.filter((view) => view.at < view.messages.length).sort((a, b) => a.num - b.num);
     if (!open.length) return chat;
