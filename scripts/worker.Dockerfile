@@ -1,6 +1,6 @@
 # The image of served environments: workers and controllers, no GPU, no torch. docs/service.md
 #
-#   docker build -f scripts/worker.Dockerfile -t rl-core-worker .
+#   docker build -f scripts/worker.Dockerfile -t rl-core-worker .   # --build-arg BASE=...: another Python
 #   docker run --rm -v ./envs:/envs:ro -p 50051:50051 -e RL_CORE_SERVICE_TOKEN rl-core-worker word_game.py --host 0.0.0.0
 #
 # What an environment imports comes on top:
@@ -8,13 +8,14 @@
 #   USER root
 #   RUN pip install --no-cache-dir chess
 #   USER 65534
-FROM python:3.12-slim AS wheel
+ARG BASE=python:3.12-slim
+FROM ${BASE} AS wheel
 WORKDIR /src
 COPY setup.py README.md ./
 COPY rl_core rl_core
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
-FROM python:3.12-slim
+FROM ${BASE}
 COPY scripts/worker_requirements.txt /requirements.txt
 RUN pip install --no-cache-dir --no-compile -r /requirements.txt
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \

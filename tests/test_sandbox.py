@@ -427,7 +427,7 @@ at = args.index("some:image")
 assert args[:3] == ["run", "--rm", "--network=none"] and "--read-only" in args and "--runtime=x" in args[:at]
 volumes = dict(reversed(a.split("=")[1].removesuffix(":ro").split(":")) for a in args[:at] if a.startswith("--volume"))
 code = args[-1].replace("/box/run", volumes["/box/run"]).replace("'/box'", repr(os.path.dirname(volumes["/box/rl_core"])))
-os.execv(sys.executable, [sys.executable, *args[at + 2 : -1], code])
+os.execv(sys.executable, [sys.executable, *args[at + 1 : -1], code])
 """)
     stub.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)

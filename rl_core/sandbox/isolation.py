@@ -168,7 +168,8 @@ def container(runtime: str, image: str, flags: list[str], folder: str, argv: lis
     line = [runtime, "run", "--rm", "--network=none", "--read-only", "--cap-drop=ALL", f"--user={NOBODY}:{NOBODY}"]
     line += ["--security-opt=no-new-privileges", "--tmpfs=/tmp:rw,exec,nosuid,nodev,mode=1777", "--workdir=/tmp"]
     line += [f"--volume={PACKAGE}:{BOX_PACKAGE}:ro", f"--volume={folder}:{BOX_FOLDER}"]
-    return [*line, *flags, image, "python3", *argv[1:]]
+    line += [f"--env={name}={value}" for name, value in program_environment().items() if name != "PATH"]
+    return [*line, *flags, "--entrypoint=python3", image, *argv[1:]]
 
 
 def program_environment() -> dict[str, str]:

@@ -58,8 +58,9 @@ def main(argv: list[str] | None = None) -> int:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
         env = LocalEnv(args.env, hook_timeout_s=args.hook_timeout_s, idle_s=0.0)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    except (ValueError, OSError) as error:
+        fix = f"; let uid {os.getuid()} of the image read the file and its folder" * isinstance(error, PermissionError)
+        print(f"error: {error}{fix}", file=sys.stderr, flush=True)
         return 1
     asyncio.run(serve(Worker([env], capacity=1 << 30, idle_s=0.0), requests, replies))
     return 0

@@ -10,6 +10,7 @@ import secrets
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -100,18 +101,25 @@ class Runtime:
     async def open(self, path: str, settings: Settings, hook_timeout_s: float, died: Callable[[str], None]) -> Box:
         name = f"rl-core-{self.worker}-{secrets.token_hex(4)}"
         argv = self.argv(name, path, settings, hook_timeout_s)
-        # A session of its own: Ctrl-C is the server's to handle.
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*argv, stdin=pipe, stdout=pipe, start_new_session=True)
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=pipe,
+            stdout=pipe,
+            start_new_session=True,  # Ctrl-C is the server's to handle
+            cwd=tempfile.gettempdir(),  # where podman leaves a file `oom` when memory runs out
+        )
         return Box(self, name, process, died)
 
     def reap(self) -> None:
         """Removes containers of workers of this host that are no more. Raises OSError if there is no engine."""
-        listing = '{{.ID}} {{.Label "' + OWNER + '"}}'
-        listed = self._run(["ps", "--all", "--filter", f"label={OWNER}", "--format", listing])
-        dead = [id for id, _, label in (line.partition(" ") for line in listed.splitlines()) if is_dead(label)]
+        listed = self._run(["ps", "--all", "--filter", f"label={OWNER}", "--format", "{{.ID}} {{.Labels}}"])
+        # docker writes owner=X,other=Y and podman map[owner:X other:Y]
+        found = re.findall(rf"^(\S+) .*\b{re.escape(OWNER)}[=:](\S+ \d+ \d*)", listed, re.MULTILINE)
+        dead = [id for id, label in found if is_dead(label)]
         if dead:
-            self._run(self.remove_argv(dead)[1:])
+            with suppress(OSError):  # another worker that starts removes the same
+                self._run(self.remove_argv(dead)[1:])
 
     def _run(self, args: list[str]) -> str:
         done = subprocess.run([self.program, *args], capture_output=True, text=True, timeout=60, check=False)
@@ -164,6 +172,7 @@ class Box:
         self.runtime, self.name, self.process, self.died = runtime, name, process, died
         self.waiting: dict[int, asyncio.Future] = {}
         self.next_id, self.end = 0, ""
+        self.removal: asyncio.Task | None = None
         self.reader = asyncio.ensure_future(self._read())
 
     async def ask(self, timeout_s: float, **verb: Any) -> Any:
@@ -208,17 +217,17 @@ class Box:
                 future.set_exception(ServiceError(StatusCode.UNKNOWN, self.end))
 
     def close(self) -> None:
-        if not self.process.stdin.is_closing():
+        if self.removal is None:
             self.process.stdin.close()
-            task = asyncio.ensure_future(self._remove())
-            self.runtime.closing.add(task)
-            task.add_done_callback(self.runtime.closing.discard)
+            self.removal = asyncio.ensure_future(self._remove())
+            self.runtime.closing.add(self.removal)
+            self.removal.add_done_callback(self.runtime.closing.discard)
 
     async def _remove(self) -> None:
-        """It ends with its stdin; by force if it does not."""
-        try:
+        """It ends with its stdin; by force if it does not, or if the engine's client was killed."""
+        with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.process.wait(), GRACE_S)
-        except asyncio.TimeoutError:
+        if self.process.returncode is None or self.process.returncode < 0:
             argv = self.runtime.remove_argv([self.name])
             null = asyncio.subprocess.DEVNULL
             remover = await asyncio.create_subprocess_exec(*argv, stdout=null, stderr=null)

@@ -1,0 +1,290 @@
+"""Environments with an image and the sandbox, in real containers: what closes them in, and what removes them.
+
+scripts/test_containers.sh runs these: they need docker or podman, and in RL_CORE_TEST_IMAGE the workers' image.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+
+import grpc
+import psutil
+import pytest
+from grpc import StatusCode
+from kit import ROOT, wait_until
+from test_service import Service, said
+
+from rl_core.sandbox import Sandbox
+from rl_core.service import environments_pb2 as pb
+from rl_core.service.containers import OWNER, find_runtime
+from rl_core.service.security import TOKEN_VARIABLE
+
+IMAGE = os.environ.get("RL_CORE_TEST_IMAGE", "")
+pytestmark = pytest.mark.skipif(not IMAGE, reason="no container runtime: scripts/test_containers.sh")
+MIB = 1 << 20
+# Each reply is an expression that the container evaluates.
+BOXED = f"""
+import os, pathlib, re, socket, threading, time
+
+image = {IMAGE!r}
+memory = "256m"
+cpus = 0.5
+
+def limits():
+    at = pathlib.Path("/sys/fs/cgroup")
+    names = ["memory.max", "cpu.max", "pids.max"]
+    if not (at / "cgroup.controllers").exists():  # version 1
+        names = ["memory/memory.limit_in_bytes", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us", "pids/pids.max"]
+    return " ".join((at / name).read_text().strip() for name in names)
+
+def write(path):
+    try:
+        return pathlib.Path(path).write_text("x")
+    except OSError as error:
+        return -error.errno
+
+def connect(host):
+    return socket.socket().connect_ex((host, 80))
+
+def status(name):
+    return re.search(rf"^{{name}}:\\s+(\\S+)", pathlib.Path("/proc/self/status").read_text(), re.MULTILINE)[1]
+
+def interact(completion):
+    value = eval(completion)
+    return None if value == "over" else [{{"role": "user", "content": repr(value)}}]
+
+def reward_fn():
+    return 1.0
+"""
+HANG = "re.match('(a+)+$', 'a' * 64 + 'b')"  # holds the interpreter's lock, so the container does not see its stdin end
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    return find_runtime("0" * 12, "this test")
+
+
+@pytest.fixture
+def serve(tmp_path, runtime):
+    """serve(*flags, env=) is a service with one worker whose sessions run in containers. It leaves none."""
+    services = []
+
+    def make(*args, env: str = BOXED) -> Boxes:
+        (tmp_path / "boxed.py").write_text(env)
+        tmp_path.chmod(0o755)  # pytest's folders are for their owner alone, and the image's user is nobody
+        services.append(Boxes(runtime, tmp_path / "boxed.py", "--port", "0", "--workers", "1", *args))
+        return services[-1]
+
+    yield make
+    for service in services:
+        service.close()
+        service.process.kill()
+        service.process.wait()
+        left = [name for worker in service.names() for name in service.containers(worker)]
+        subprocess.run(runtime.remove_argv(left), capture_output=True)
+
+
+class Boxes(Service):
+    def __init__(self, runtime, *args):
+        self.runtime = runtime
+        super().__init__(*args, token="t" * 32)
+        self.workers()
+
+    def names(self) -> list[str]:
+        """Of the workers that were here, the present one last."""
+        return [line.split()[1] for line in self.lines if line.startswith("worker ") and len(line.split()) == 2]
+
+    def containers(self, worker: str) -> list[str]:
+        listing = ["ps", "--all", "--filter", f"label=rl_core.worker={worker}", "--format", "{{.Names}}"]
+        return self.runtime._run(listing).split()
+
+    def wait_for_containers(self, num: int, worker: str) -> None:
+        wait_until(lambda: len(self.containers(worker)) == num, f"{num} containers")
+
+    def begin(self) -> str:
+        return self.call("start", timeout_s=120, env="boxed", row='{"prompt": "x"}').session
+
+    def hang(self, session: str, number: int) -> None:
+        """What only the end of its container stops."""
+
+        def run():
+            with suppress(grpc.RpcError, ValueError):  # ValueError: the channel is closed
+                self.interact(session, number, HANG, timeout_s=300)
+
+        before = self.cpu_s(session)
+        threading.Thread(target=run, daemon=True).start()
+        wait_until(lambda: self.cpu_s(session) > before + 1, "a hook that hangs")
+
+    def cpu_s(self, session: str) -> float:
+        """Of all programs in containers here: who hangs computes."""
+        inside = [
+            p for p in psutil.process_iter(["cmdline"]) if "rl_core.service.contained" in (p.info["cmdline"] or [])
+        ]
+        return sum(sum(p.cpu_times()[:2]) for p in inside)
+
+
+def test_a_session_is_limited_and_has_neither_network_nor_rights(serve):
+    service = serve()
+    session = service.begin()
+    found = {}
+    for number, text in enumerate(
+        [
+            "limits()",
+            "os.getuid()",
+            "[status(name) for name in ('CapEff', 'NoNewPrivs')]",
+            "[write(path) for path in ('/x', '/env/x', '/usr/x', '/tmp/x')]",
+            "os.statvfs('/tmp').f_blocks * os.statvfs('/tmp').f_frsize",
+            "[name for _, name in socket.if_nameindex()]",
+            "connect('192.0.2.1')",
+            "[name for name in os.environ if 'RL_CORE' in name]",
+        ],
+        start=1,
+    ):
+        found[text] = eval(service.interact(session, number, text, timeout_s=60))
+    assert list(found.values()) == [
+        f"{256 * MIB} 50000 100000 512",  # half a core
+        65534,
+        ["0000000000000000", "1"],
+        [-errno.EROFS, -errno.EROFS, -errno.EROFS, 1],
+        256 * MIB,
+        ["lo"],
+        errno.ENETUNREACH,
+        [],
+    ]
+
+
+def test_a_session_has_a_network_if_its_file_asks_for_one(serve):
+    service = serve(env=BOXED.replace("cpus = 0.5", "network = True"))
+    session = service.begin()
+    assert len(eval(service.interact(session, 1, "socket.if_nameindex()", timeout_s=60))) == 2
+    routes = eval(service.interact(session, 2, "pathlib.Path('/proc/net/route').read_text()", timeout_s=60))
+    assert "00000000" in [line.split()[1] for line in routes.splitlines()[1:]]  # a way out
+
+
+def test_who_takes_too_much_memory_or_too_many_processes_ends_its_session_alone(serve):
+    service = serve()
+    greedy, many, other = service.begin(), service.begin(), service.begin()
+    code, why = service.refused("interact", session=greedy, number=1, said=said("b'x' * 10**9"), timeout_s=60)
+    assert code == StatusCode.UNKNOWN and "ended (exit code 137, killed, perhaps for memory)" in why
+    sleepers = "[threading.Thread(target=time.sleep, args=(60,)).start() for _ in range(600)]"
+    code, why = service.refused("interact", session=many, number=1, said=said(sleepers), timeout_s=60)
+    assert code == StatusCode.UNKNOWN and "can't start new thread" in why
+    assert service.interact(other, 1, "1 + 1", timeout_s=60) == "2"
+    service.wait_for_containers(2, service.names()[-1])
+    assert "environment error" in service.refused("interact", session=greedy, number=2, said=said("1"))[1]
+    assert not (ROOT / "oom").exists()  # podman leaves it in its current folder
+
+
+def test_a_container_is_removed_with_its_session(serve):
+    service = serve()
+    worker = service.names()[-1]
+    over, cancelled, hanging = service.begin(), service.begin(), service.begin()
+    assert len(service.containers(worker)) == 4  # one is for what belongs to no session
+    done = service.call("interact", session=over, number=1, said=said("'over'"), timeout_s=60)
+    assert done.status == pb.COMPLETED
+    assert service.call("score", session=over, number=2).scores[0].reward == 1.0
+    for session, left in ((over, 3), (cancelled, 2)):
+        service.call("cancel", session=session)
+        service.wait_for_containers(left, worker)
+    service.hang(hanging, 1)
+    service.call("cancel", session=hanging)
+    service.wait_for_containers(1, worker)
+    service.process.terminate()
+    assert service.process.wait(60) == 0
+    assert not service.containers(worker)
+
+
+def test_a_container_is_removed_when_its_session_expires(serve):
+    service = serve("--idle_s", "2")
+    session = service.begin()
+    service.wait_for_containers(1, service.names()[-1])
+    assert "nothing was heard of it" in service.refused("interact", session=session, number=1, said=said("1"))[1]
+
+
+def test_containers_of_a_killed_worker_are_removed_by_themselves_or_by_the_next(serve):
+    service = serve()
+    worker = service.names()[-1]
+    for session in [service.begin() for _ in range(3)][:2]:
+        service.hang(session, 1)
+    psutil.Process(service.workers()[0].pid).kill()
+    wait_until(lambda: len(service.names()) == 2, "the next worker")
+    service.wait_for_containers(0, worker)
+    assert len(service.containers(service.names()[-1])) == 1
+    service.begin()
+
+
+def test_containers_of_a_killed_client_of_the_engine_are_removed(serve):
+    service = serve()
+    worker = service.names()[-1]
+    session = service.begin()
+    service.hang(session, 1)
+    clients = [p for p in psutil.Process(service.workers()[0].pid).children() if p.name() == service.runtime.program]
+    max(clients, key=psutil.Process.create_time).kill()
+    service.wait_for_containers(1, worker)
+
+
+def test_containers_of_a_killed_server_are_removed(serve):
+    service = serve()
+    worker = service.names()[-1]
+    for _ in range(2):
+        service.begin()
+    assert len(service.containers(worker)) == 3
+    service.process.kill()
+    service.wait_for_containers(0, worker)
+
+
+def test_the_image_is_small_and_serves_as_nobody(tmp_path, runtime):
+    assert int(runtime._run(["image", "inspect", "--format", "{{.Size}}", IMAGE])) < 300e6
+    tasks = "def load_tasks(split):\n    return [{'prompt': 'x'}]\n\n"
+    (tmp_path / "game.py").write_text(f"{tasks}def reward_fn():\n    return 1.0\n")
+    tmp_path.chmod(0o755)
+    args = ["--rm", "--detach", "--volume", f"{tmp_path}:/envs:ro", "--publish", "127.0.0.1::50051"]
+    args += ["--label", f"{OWNER}=test", "--env", TOKEN_VARIABLE]
+    env = os.environ | {TOKEN_VARIABLE: "t" * 32}
+    command = [runtime.program, "run", *args, IMAGE, "game.py", "--host", "0.0.0.0", "--workers", "1"]
+    name = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    try:
+        assert runtime._run(["exec", name, "id", "-u"]).strip() == "65534"
+        wait_until(lambda: "serving on" in subprocess.getoutput(f"{runtime.program} logs {name}"), "the server")
+        address = runtime._run(["port", name, "50051"]).split()[0]
+        client = [sys.executable, str(ROOT / "scripts/grpc_client.py"), "--address", address, "--env", "game"]
+        done = subprocess.run(client, env=env, capture_output=True, text=True, timeout=120)
+        assert "reward 1" in done.stdout, done.stderr
+    finally:
+        runtime._run(["rm", "--force", name])
+
+
+def test_the_sandbox_runs_programs_in_a_container(runtime):
+    def containers() -> list[str]:
+        return runtime._run(["ps", "--all", "--quiet", "--filter", f"ancestor={IMAGE}"]).split()
+
+    before = containers()
+    sandbox = Sandbox(level=runtime.program, image=IMAGE)
+    assert sandbox.start() == runtime.program
+    assert len(containers()) == len(before) + 1
+
+    def run(code: str, **how):
+        return asyncio.run(sandbox.run(code, **how))
+
+    assert run("def f(x): return 2 * x", tests=["assert f(2) == 4", "assert f(2) == 5"]).passed == [True, False]
+    seen = run("import os, sys; print(os.getuid(), sorted(os.environ), hash('a'), sys.flags.hash_randomization)")
+    again = run("import os, sys; print(os.getuid(), sorted(os.environ), hash('a'), sys.flags.hash_randomization)")
+    assert seen.stdout == again.stdout and seen.stdout.startswith("65534")
+    assert "Network is unreachable" in run("import socket; socket.create_connection(('192.0.2.1', 80))").stderr
+    assert "Read-only file system" in run("open('/usr/x', 'w')").stderr
+    assert run("b'x' * 10**9").status == "memory"
+    assert run("while True: pass", timeout_s=1).status == "timeout"
+    sandbox.close()
+    wait_until(lambda: containers() == before, "the container's removal")
+    owner = "import sys, time\nfrom rl_core.sandbox import Sandbox\n"
+    owner += f"print(Sandbox(level={runtime.program!r}, image={IMAGE!r}).start(), flush=True)\ntime.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", owner], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().strip() == runtime.program
+        process.kill()
+    wait_until(lambda: containers() == before, "the container's removal after its owner was killed")
