@@ -86,26 +86,22 @@ def serve(tmp_path, runtime):
         service.close()
         service.process.kill()
         service.process.wait()
-        left = [name for worker in service.names() for name in service.containers(worker)]
-        subprocess.run(runtime.remove_argv(left), capture_output=True)
+        subprocess.run(runtime.remove_argv(service.containers()), capture_output=True)
 
 
 class Boxes(Service):
     def __init__(self, runtime, *args):
         self.runtime = runtime
         super().__init__(*args, token="t" * 32)
-        self.workers()
+        self.worker = self.workers()[0].name
 
-    def names(self) -> list[str]:
-        """Of the workers that were here, the present one last."""
-        return [line.split()[1] for line in self.lines if line.startswith("worker ") and len(line.split()) == 2]
-
-    def containers(self, worker: str) -> list[str]:
-        listing = ["ps", "--all", "--filter", f"label=rl_core.worker={worker}", "--format", "{{.Names}}"]
+    def containers(self) -> list[str]:
+        """Of the first worker."""
+        listing = ["ps", "--all", "--filter", f"label=rl_core.worker={self.worker}", "--format", "{{.Names}}"]
         return self.runtime._run(listing).split()
 
-    def wait_for_containers(self, num: int, worker: str) -> None:
-        wait_until(lambda: len(self.containers(worker)) == num, f"{num} containers")
+    def wait_for_containers(self, num: int) -> None:
+        wait_until(lambda: len(self.containers()) == num, f"{num} containers")
 
     def begin(self) -> str:
         return self.call("start", timeout_s=120, env="boxed", row='{"prompt": "x"}').session
@@ -117,46 +113,31 @@ class Boxes(Service):
             with suppress(grpc.RpcError, ValueError):  # ValueError: the channel is closed
                 self.interact(session, number, HANG, timeout_s=300)
 
-        before = self.cpu_s(session)
+        before = self.cpu_s()
         threading.Thread(target=run, daemon=True).start()
-        wait_until(lambda: self.cpu_s(session) > before + 1, "a hook that hangs")
+        wait_until(lambda: self.cpu_s() > before + 1, "a hook that hangs")
 
-    def cpu_s(self, session: str) -> float:
+    def cpu_s(self) -> float:
         """Of all programs in containers here: who hangs computes."""
-        inside = [
-            p for p in psutil.process_iter(["cmdline"]) if "rl_core.service.contained" in (p.info["cmdline"] or [])
-        ]
-        return sum(sum(p.cpu_times()[:2]) for p in inside)
+        seen = [p.info for p in psutil.process_iter(["cmdline", "cpu_times"])]
+        return sum(sum(p["cpu_times"][:2]) for p in seen if "rl_core.service.contained" in (p["cmdline"] or []))
 
 
 def test_a_session_is_limited_and_has_neither_network_nor_rights(serve):
     service = serve()
     session = service.begin()
-    found = {}
-    for number, text in enumerate(
-        [
-            "limits()",
-            "os.getuid()",
-            "[status(name) for name in ('CapEff', 'NoNewPrivs')]",
-            "[write(path) for path in ('/x', '/env/x', '/usr/x', '/tmp/x')]",
-            "os.statvfs('/tmp').f_blocks * os.statvfs('/tmp').f_frsize",
-            "[name for _, name in socket.if_nameindex()]",
-            "connect('192.0.2.1')",
-            "[name for name in os.environ if 'RL_CORE' in name]",
-        ],
-        start=1,
-    ):
-        found[text] = eval(service.interact(session, number, text, timeout_s=60))
-    assert list(found.values()) == [
-        f"{256 * MIB} 50000 100000 512",  # half a core
-        65534,
-        ["0000000000000000", "1"],
-        [-errno.EROFS, -errno.EROFS, -errno.EROFS, 1],
-        256 * MIB,
-        ["lo"],
-        errno.ENETUNREACH,
-        [],
-    ]
+    expected = {
+        "limits()": f"{256 * MIB} 50000 100000 512",  # half a core
+        "os.getuid()": 65534,
+        "[t in open('/proc/self/status').read() for t in ('CapEff:\\t' + '0' * 16, 'NoNewPrivs:\\t1')]": [True, True],
+        "[write(path) for path in ('/x', '/env/x', '/usr/x', '/tmp/x')]": [-errno.EROFS] * 3 + [1],
+        "os.statvfs('/tmp').f_blocks * os.statvfs('/tmp').f_frsize": 256 * MIB,
+        "[name for _, name in socket.if_nameindex()]": ["lo"],
+        "socket.socket().connect_ex(('192.0.2.1', 80))": errno.ENETUNREACH,
+        "[name for name in os.environ if 'RL_CORE' in name]": [],
+    }
+    found = {text: eval(service.interact(session, n, text, timeout_s=60)) for n, text in enumerate(expected, 1)}
+    assert found == expected
 
 
 def test_a_session_has_a_network_if_its_file_asks_for_one(serve):
@@ -176,67 +157,59 @@ def test_who_takes_too_much_memory_or_too_many_processes_ends_its_session_alone(
     code, why = service.refused("interact", session=many, number=1, said=said(sleepers), timeout_s=60)
     assert code == StatusCode.UNKNOWN and "can't start new thread" in why
     assert service.interact(other, 1, "1 + 1", timeout_s=60) == "2"
-    service.wait_for_containers(2, service.names()[-1])
+    service.wait_for_containers(2)
     assert "environment error" in service.refused("interact", session=greedy, number=2, said=said("1"))[1]
     assert not (ROOT / "oom").exists()  # podman leaves it in its current folder
 
 
 def test_a_container_is_removed_with_its_session(serve):
     service = serve()
-    worker = service.names()[-1]
     over, cancelled, hanging = service.begin(), service.begin(), service.begin()
-    assert len(service.containers(worker)) == 4  # one is for what belongs to no session
+    assert len(service.containers()) == 4  # one is for what belongs to no session
     done = service.call("interact", session=over, number=1, said=said("'over'"), timeout_s=60)
     assert done.status == pb.COMPLETED
     assert service.call("score", session=over, number=2).scores[0].reward == 1.0
     for session, left in ((over, 3), (cancelled, 2)):
         service.call("cancel", session=session)
-        service.wait_for_containers(left, worker)
+        service.wait_for_containers(left)
     service.hang(hanging, 1)
     service.call("cancel", session=hanging)
-    service.wait_for_containers(1, worker)
+    service.wait_for_containers(1)
     service.process.terminate()
     assert service.process.wait(60) == 0
-    assert not service.containers(worker)
+    assert not service.containers()
 
 
 def test_a_container_is_removed_when_its_session_expires(serve):
     service = serve("--idle_s", "2")
     session = service.begin()
-    service.wait_for_containers(1, service.names()[-1])
+    service.wait_for_containers(1)
     assert "nothing was heard of it" in service.refused("interact", session=session, number=1, said=said("1"))[1]
 
 
 def test_containers_of_a_killed_worker_are_removed_by_themselves_or_by_the_next(serve):
     service = serve()
-    worker = service.names()[-1]
     for session in [service.begin() for _ in range(3)][:2]:
         service.hang(session, 1)
     psutil.Process(service.workers()[0].pid).kill()
-    wait_until(lambda: len(service.names()) == 2, "the next worker")
-    service.wait_for_containers(0, worker)
-    assert len(service.containers(service.names()[-1])) == 1
+    service.wait_for_containers(0)
+    wait_until(lambda: [w.name for w in service.workers()] != [service.worker], "the next worker")
     service.begin()
 
 
 def test_containers_of_a_killed_client_of_the_engine_are_removed(serve):
     service = serve()
-    worker = service.names()[-1]
-    session = service.begin()
-    service.hang(session, 1)
+    service.hang(service.begin(), 1)
     clients = [p for p in psutil.Process(service.workers()[0].pid).children() if p.name() == service.runtime.program]
     max(clients, key=psutil.Process.create_time).kill()
-    service.wait_for_containers(1, worker)
+    service.wait_for_containers(1)
 
 
 def test_containers_of_a_killed_server_are_removed(serve):
     service = serve()
-    worker = service.names()[-1]
-    for _ in range(2):
-        service.begin()
-    assert len(service.containers(worker)) == 3
+    assert service.begin() != service.begin() and len(service.containers()) == 3
     service.process.kill()
-    service.wait_for_containers(0, worker)
+    service.wait_for_containers(0)
 
 
 def test_the_image_is_small_and_serves_as_nobody(tmp_path, runtime):
@@ -262,29 +235,26 @@ def test_the_image_is_small_and_serves_as_nobody(tmp_path, runtime):
 
 def test_the_sandbox_runs_programs_in_a_container(runtime):
     def containers() -> list[str]:
-        return runtime._run(["ps", "--all", "--quiet", "--filter", f"ancestor={IMAGE}"]).split()
+        return runtime._run(["ps", "--all", "--quiet", "--filter", "label=rl_core.test"]).split()
 
-    before = containers()
-    sandbox = Sandbox(level=runtime.program, image=IMAGE)
-    assert sandbox.start() == runtime.program
-    assert len(containers()) == len(before) + 1
+    flags = ["--label=rl_core.test=1"]
+    sandbox = Sandbox(level=runtime.program, image=IMAGE, flags=flags)
+    assert sandbox.start() == runtime.program and len(containers()) == 1
 
     def run(code: str, **how):
         return asyncio.run(sandbox.run(code, **how))
 
     assert run("def f(x): return 2 * x", tests=["assert f(2) == 4", "assert f(2) == 5"]).passed == [True, False]
-    seen = run("import os, sys; print(os.getuid(), sorted(os.environ), hash('a'), sys.flags.hash_randomization)")
-    again = run("import os, sys; print(os.getuid(), sorted(os.environ), hash('a'), sys.flags.hash_randomization)")
-    assert seen.stdout == again.stdout and seen.stdout.startswith("65534")
+    assert run("import os, sys; print(os.getuid(), sys.flags.hash_randomization)").stdout == "65534 0\n"
     assert "Network is unreachable" in run("import socket; socket.create_connection(('192.0.2.1', 80))").stderr
     assert "Read-only file system" in run("open('/usr/x', 'w')").stderr
     assert run("b'x' * 10**9").status == "memory"
     assert run("while True: pass", timeout_s=1).status == "timeout"
     sandbox.close()
-    wait_until(lambda: containers() == before, "the container's removal")
+    wait_until(lambda: not containers(), "the container's removal")
     owner = "import sys, time\nfrom rl_core.sandbox import Sandbox\n"
-    owner += f"print(Sandbox(level={runtime.program!r}, image={IMAGE!r}).start(), flush=True)\ntime.sleep(600)"
+    owner += f"print(Sandbox(level={runtime.program!r}, image={IMAGE!r}, flags={flags!r}).start(), flush=True)\ntime.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", owner], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline().strip() == runtime.program
         process.kill()
-    wait_until(lambda: containers() == before, "the container's removal after its owner was killed")
+    wait_until(lambda: not containers(), "the container's removal after its owner was killed")
