@@ -661,11 +661,10 @@ def test_a_service_that_starts_after_its_run_is_waited_for_and_named_once(servic
     monkeypatch.setattr(connection, "NOWHERE_S", 0.0)  # which does not count where the URL says how long
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-    told: list[str] = []
+    urls, told = [f"grpc://127.0.0.1:{port}/{name}?reconnect_s=60" for name in ("count", "talk")], []
+    client.parse(urls[0])
     with ThreadPoolExecutor() as pool:
-        loading = [
-            pool.submit(load_env, f"grpc://127.0.0.1:{port}/{name}?reconnect_s=60") for name in ("count", "talk")
-        ]
+        loading = [pool.submit(load_env, url) for url in urls]
         wait_until(lambda: told.append(capfd.readouterr().err) or f":{port} until" in "".join(told), "it is named")
         proxy = Cutting(service.address, every_s=600, port=port)
         assert [env.result(60).name for env in loading] == ["count", "talk"]
