@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 import os
 import re
@@ -25,6 +26,8 @@ from kit import ROOT, STOP, kill_session, metrics, run, run_ranks, start_process
 from rl_core.cli import main as command
 from rl_core.config import RolloutConfig
 from rl_core.engines.scripted import ScriptedActor, plain_chat
+from rl_core.sampling.actor import Actor
+from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.env import load_env
 from rl_core.sampling.hooks import HookError
 from rl_core.sampling.rollout import Group, run_group
@@ -132,7 +135,54 @@ async def interact(messages, state, completion, task):
 def reward_fn(state, answer):
     return state["turns"] / 8
 """
-ENVS = {"scored": SCORED, "stateful": STATEFUL, "talk": TALK, "count": COUNT}
+# Hooks that ask actors: a rollout with branches at once, and a conversation that start() begins and interact() continues.
+ASKING = f"""{ROWS}
+import asyncio
+import os
+
+max_turns = 3
+
+async def rollout(task, actors):
+    policy, judge = actors["policy"], actors["judge"]
+    first, other = await policy.respond(task.messages, n=2)
+    branch, before = first.fork(), first.turns[0].completion.logprobs[0]
+    replies = await asyncio.gather(first.respond("more"), branch.respond([{{"role": "user", "content": "less"}}]))
+    verdict = await judge.respond(f"{{first.text}} or {{branch.text}}?", max_tokens=2, temperature=0.5)
+    parts = {{"own": len(first.text) / 9 + before, "judged": sum(map(ord, verdict.answer)) / 999}}
+    found = [first.trajectory(parts, seat="a", metrics={{"tried": len(replies)}})]
+    found[0].turn_rewards = [found[0].reward / n for n in (2, 2)[: len(found[0].turns)]] if len(found[0].turns) == 2 else []
+    return [*found, branch.trajectory(len(branch.last_text), seat="b"), other.trajectory(policy.max_turns, seat="b")]
+
+async def group_reward_fn(trajectories, actors, answer):
+    said = [actors["judge"].respond(t.messages[-1]["content"][:5] + answer, max_tokens=2) for t in trajectories]
+    return [len(s.text) / 5 + s.turns[0].completion.logprobs[0] for s in await asyncio.gather(*said)]
+"""
+HINTED = f"""{ROWS}
+import asyncio
+
+max_turns = 3
+turns = "policy*3"
+
+async def start(task, actors):
+    return {{"hint": await actors["judge"].respond(task.messages, max_tokens=3), "names": sorted(actors)}}
+
+async def interact(completion, state, actors):
+    if completion == "wrong":
+        try:
+            await actors["judge"].respond("x" * 100_000)
+        except ValueError as error:
+            return [{{"role": "user", "content": str(error)}}]
+    hint = await state["hint"].respond(completion[:3])
+    return {{"messages": [{{"role": "user", "content": hint.text[:5]}}], "reward": len(hint.text) / 7}}
+
+async def reward_fn(completion, actors, state):
+    return len((await actors["judge"].respond(completion[:9])).text) / 11 + len(state["names"])
+
+async def second(actors, answer):
+    return len((await actors["judge"].respond(answer * 3)).text) / 13
+second.reward_mark = 0.5, False
+"""
+ENVS = {"scored": SCORED, "stateful": STATEFUL, "talk": TALK, "count": COUNT, "asking": ASKING, "hinted": HINTED}
 
 
 class Service:
@@ -185,11 +235,11 @@ def service(files):
     kill_session(made.process)
 
 
-def play(env, replies: list[str], size: int = 1, task_id: str = "train/3", **row) -> list:
+def play(env, replies: list[str], size: int = 1, task_id: str = "train/3", actors=None, **row) -> list:
     """A group of episodes with these replies, one a turn."""
+    actors = actors or {"policy": ScriptedActor(name="policy", chat=plain_chat(), replies=replies)}
 
     async def group() -> list:
-        actors = {"policy": ScriptedActor(name="policy", chat=plain_chat(), replies=replies)}
         task = Task(id=task_id, env=env.name, row={"answer": "3"} | row, messages=[{"role": "user", "content": "hi"}])
         how = {"size": size, "params": SamplingParams(max_tokens=100), "seed": 0}
         return await run_group({env.name: env}, actors, RolloutConfig(), Group(task=task, batch="t", number=0, **how))
@@ -207,6 +257,8 @@ SAME = {
     "several turns": f"--model {{model}} --env_path {{stateful}},{{count}} {ALONE} --max_turns 3 --eval_every 2",
     "two actors": f"--actors.bob.model {{model}} --actors.alice.model {{model}} --env_path {{talk}} {ALONE} "
     "--max_prompt_tokens 90",
+    "hooks that ask": "--actors.policy.model {model} --actors.judge.model {model} --actors.judge.train false "
+    f"--env_path {{asking}},{{hinted}} {ALONE} --max_prompt_tokens 90",
 }
 
 
@@ -217,7 +269,7 @@ def lasting(rows: list[dict]) -> list[dict]:
 @pytest.mark.parametrize("how", SAME)
 def test_a_run_through_a_service_is_the_run_of_the_files_bit_for_bit(how, service, files, tiny_model, tmp_path):
     local = {name: files / f"{name}.py" for name in ENVS}
-    served = local | {name: service.url(name) for name in ("scored", "stateful", "talk")}
+    served = local | {name: service.url(name) for name in ENVS if name != "count"}
     outs = []
     for name, paths in {"local": local, "served": served}.items():
         flags = words(TINY, SAME[how].format(model=tiny_model, **paths))
@@ -231,14 +283,27 @@ def test_a_run_through_a_service_is_the_run_of_the_files_bit_for_bit(how, servic
     assert len({row["reward"] for row in rows[0]}) > 5
 
 
-ALIKE = ["calculator", "countdown", "guess_number", "sort_digits", "tool_use", "word_game", "collaborate"]
+# Environment -> flags of check, which tries some of its tasks.
+ALIKE = dict.fromkeys(
+    ["calculator", "countdown", "guess_number", "sort_digits", "tool_use", "word_game"], "--num_tasks 3"
+)
+ALIKE |= dict.fromkeys(["code", "code_contest", "code_feedback", "gym_text"], "--num_tasks 1")
+ALIKE |= dict.fromkeys(["math_answer", "nim", "parallel_thinking", "search_qa", "tic_tac_toe"], "--num_tasks 1")
+ALIKE |= {"collaborate": "--num_tasks 3 --actors ann,ben", "debate": "--num_tasks 1 --actors ann,ben"}
+ALIKE |= {"jailbreak": "--num_tasks 2 --actors attacker,target", "llm_judge": "--num_tasks 2 --actors policy,judge"}
+ALIKE |= {"referential_game": "--num_tasks 3", "sort_two_ways": "--num_tasks 3 --actors up,down"}
+OTHERS = ["chess_game", "mcp_tools", "openenv_client", "reward_model"]  # they need a second, a server or a model
 
 
 @pytest.fixture(scope="module")
 def examples(files):
-    """Environments of the repository and one more, one worker with room for three sessions of each, and a token."""
-    paths = [files / "count.py", *(ROOT / f"envs/{name}.py" for name in ALIKE)]
+    """All environments of the repository and one more, one worker with room for three sessions of each, and a token."""
+    names = {path.stem for path in ROOT.glob("envs/*.py")} - {"verifiers_env"}  # whose library is not installed
+    assert names == {*ALIKE, *OTHERS}
+    paths = [files / "count.py", *(ROOT / f"envs/{name}.py" for name in sorted(names))]
+    os.environ["OPENENV_URL"] = "http://127.0.0.1:9"  # where nobody listens
     made = Service(*paths, "--workers", "1", "--capacity", "3", token=TOKEN)
+    del os.environ["OPENENV_URL"]
     yield made
     kill_session(made.process)
 
@@ -255,10 +320,23 @@ def token(monkeypatch):
 def test_check_says_of_a_served_environment_what_it_says_of_the_file(name, examples, token, capsys):
     reports = []
     for path in (f"envs/{name}.py", examples.url(name)):
-        assert command(["check", path, "--num_tasks", "3", "--json"]) == 0
+        assert command(["check", path, *ALIKE[name].split(), "--json"]) == 0
         [report] = json.loads(capsys.readouterr().out)
         reports.append({key: report[key] for key in ("columns", "num_tasks", "tokens", "episodes", "normal")})
     assert reports[0] == reports[1]
+
+
+def test_environments_that_check_cannot_try_begin_sessions(examples, token):
+    chess, mcp, openenv, scored = (load_env(examples.url(name)) for name in OTHERS)
+    fen = "7k/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"
+    [t] = play(chess, ["Ra8"], fen=fen, opponent="actor", prompt="Move.")
+    assert (t.status, t.seat, t.reward_parts) == ("ok", "white", {"result": 1.0, "legal": pytest.approx(0.2)})
+    row = mcp.load_tasks("train")[0]
+    [t] = play(mcp, [row["answer"]], **row)
+    assert (t.status, t.reward, t.metrics["called"]) == ("ok", 1.0, 0)
+    [t] = play(openenv, ["x"])
+    assert t.error.startswith("rollout() failed for task train/3: grpc://") and "Cannot connect to host" in t.error
+    assert scored.rewards and {*scored.hooks} == {"start", "reward_fn"}
 
 
 def line_of(text: str, part: str) -> int:
@@ -286,7 +364,10 @@ def test_columns_that_a_served_hook_does_not_find_are_refused_at_start_up(servic
 @pytest.mark.parametrize(
     "url, why",
     [
-        ("grpc://{0}/nobody", "there is no environment 'nobody'; there are count, scored, stateful, talk"),
+        (
+            "grpc://{0}/nobody",
+            "there is no environment 'nobody'; there are asking, count, hinted, scored, stateful, talk",
+        ),
         ("grpc://{0}/count?on_loss=replay", "unknown setting 'on_loss'; known: ca, on_lost, reconnect_s, token_file"),
         ("grpc://{0}/count?on_lost=retry", "on_lost=retry must be fail or replay"),
         ("http://{0}/count", "must be grpc://HOST:PORT/NAME"),
@@ -353,6 +434,93 @@ def test_a_session_whose_worker_died_fails_or_is_played_again(on_lost, service):
             asyncio.run(lose("b"))
     else:
         assert asyncio.run(lose("b")) == "3"
+
+
+class Acting(ScriptedActor):
+    """It does something before a turn: act(number of the turn)."""
+
+    act: Any = None
+
+    def in_episode(self, *args, **more) -> Actor:
+        actor = super().in_episode(*args, **more)
+        speak, count = actor.engine.generate, itertools.count()
+
+        async def generate(*args, **more) -> Any:
+            self.act(next(count))
+            return await speak(*args, **more)
+
+        actor.engine.generate = generate
+        return actor
+
+
+def speakers(act=lambda turn: None, **more) -> dict[str, ScriptedActor]:
+    """A policy and a judge; act() before each turn of the policy."""
+    made = {"policy": Acting, "judge": ScriptedActor}
+    cast = {
+        name: kind(name=name, chat=plain_chat(), replies=[f"{name} {n}" for n in range(9)], **more)
+        for name, kind in made.items()
+    }
+    cast["policy"].act, cast["judge"].is_trainable = act, False
+    return cast
+
+
+def kill_once(service: Service, at: int):
+    """Kills the worker that holds a session, before so many turns were said."""
+    killed = []
+
+    def act(turn: int) -> None:
+        if turn == at and not killed:
+            wait_until(lambda: service.num_open() == 1, "the hub hears of the session", 20)
+            [pid] = [worker.pid for worker in service.workers() if any(load.sessions for load in worker.loads)]
+            killed.append(os.kill(pid, signal.SIGKILL))
+
+    return act
+
+
+@pytest.mark.parametrize("name, at", [("asking", 0), ("asking", 3), ("hinted", 1)])
+@pytest.mark.parametrize("on_lost", ["fail", "replay"])
+def test_a_session_whose_worker_died_while_it_asked_fails_or_is_asked_again(on_lost, name, at, service, files):
+    [*local] = play(load_env(str(files / f"{name}.py")), [], actors=speakers())
+    wait_until(lambda: service.num_open() == 0, "sessions end", 20)
+    cast = speakers(kill_once(service, at))
+    found = play(load_env(service.url(name, on_lost=on_lost)), [], actors=cast)
+    assert {t.status for t in local} == {"ok"} and len(local) == (3 if name == "asking" else 1)
+    if on_lost == "replay":
+        assert found == local
+    else:
+        assert {t.status for t in found} == {"failed"}
+        assert re.search(r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost: its worker ", found[0].error)
+
+
+def test_an_engine_that_dies_while_a_service_asks_is_started_again(service, files):
+    died = []
+
+    def die(turn: int) -> None:
+        if turn == 3 and not died:
+            died.append(turn)
+            raise EngineDied("it is out of memory")
+
+    local, served = (str(files / "asking.py"), service.url("asking"))
+    assert play(load_env(served), [], actors=speakers(die)) == play(load_env(local), [], actors=speakers())
+    assert died
+
+
+def test_what_an_actor_raises_reads_as_in_a_file(service, files):
+    """A prompt that is too long: caught by one hook, not by the other."""
+    errors, said = [], []
+    for path in (str(files / "hinted.py"), service.url("hinted")):
+        cast = speakers(max_context_tokens=150)
+        cast["policy"].replies = ["wrong", "x", "y"]
+        [t] = play(load_env(path), [], actors=cast)
+        said.append(t.messages)
+        cast["policy"].max_context_tokens = 1
+        errors.append([t.error for t in play(load_env(path), [], actors=cast)])
+    assert said[0] == said[1] and "fills the context of 150; raise --max_prompt_tokens" in said[0][2]["content"]
+    assert errors[0] == errors[1] and "a prompt of" in errors[0][0]
+    paths = str(files / "asking.py"), service.url("asking")
+    one, two = (play(load_env(path), [], actors=speakers(max_context_tokens=1))[0].error for path in paths)
+    assert two == one.replace("train/3: ", f"train/3: grpc://{service.address}/asking: ")
+    assert "ValueError: a prompt of" in one
 
 
 @pytest.mark.parametrize("said", ["name", "luck"])

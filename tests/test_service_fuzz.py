@@ -35,15 +35,20 @@ NOT_MESSAGES = [
 ]
 NOT_MESSAGES += ['[{"role": 3, "content": "x"}]', '[{"role": "assistant", "content": 3}]']
 NOT_SAID = [*NOT_MESSAGES, "", '[{"role": "user", "content": "x"}]']  # an interaction ends in the assistant's message
+ASKER = """
+async def rollout(task, actors):
+    reply = await actors["policy"].respond(task.messages)
+    return [reply.trajectory(len(reply.text))]
+"""
 HUGE = [2**31 - 1, 2**32 - 1]
 
 
 class Fuzz:
-    """Requests, each with the status that it must get. Some are about three sessions: one to interact with, which has had one
-    interaction, one that has ended, and one of a worker that nobody knows."""
+    """Requests, each with the status that it must get. Some are about four sessions: one to interact with, which has had one
+    interaction, one that has ended, one of a worker that nobody knows, and one whose rollout() waits for an actor."""
 
-    def __init__(self, seed: int, open_now: str, ended: str):
-        self.random, self.open, self.ended = random.Random(seed), open_now, ended
+    def __init__(self, seed: int, open_now: str, ended: str, asking: str):
+        self.random, self.open, self.ended, self.asking = random.Random(seed), open_now, ended, asking
         self.kinds: list[Callable[[], tuple[pb.Request, set[StatusCode]]]] = [
             getattr(self, name) for name in sorted(vars(Fuzz)) if name.startswith("of_")
         ]
@@ -132,6 +137,41 @@ class Fuzz:
         request = pb.ScoreRequest(session=self.open, number=2, hooks=["x" + self.text()])
         return pb.Request(score=request), {WRONG}
 
+    def answer(self, number: int, call: int = 1, **spoken) -> pb.Request:
+        """To what rollout() asks."""
+        spoken = {"ask": 1, "messages": '[{"role": "assistant", "content": "x"}]', **spoken}
+        fields = {"session": self.asking, "number": number, "call": call, "answers": [pb.Spoken(**spoken)]}
+        return pb.Request(answer=pb.AnswerRequest(**fields))
+
+    def of_bad_casts(self):
+        cast = self.pick("", "{}", "[3]", "[[]]", '[{"name": "a", "x": 1}]', "[{}]", '[{"params": []}]', *NOT_JSON[1:])
+        return pb.Request(start=pb.StartRequest(env="asker", row='{"prompt": "x"}', cast=cast)), {WRONG}
+
+    def of_bad_answers(self):
+        return self.answer(2, messages=self.pick(*(text for text in NOT_SAID if text != "[]"))), {WRONG}
+
+    def of_bad_turns(self):
+        turn = self.pick("[]", "{}", '{"completion": 3}', '{"completion": {}}', '{"x": 1}', *NOT_JSON[1:])
+        return self.answer(2, turn=turn), {WRONG}
+
+    def of_answers_to_nothing(self):
+        return self.answer(2, ask=self.pick(0, 2, 2**64 - 1)), {NOT_FOUND}
+
+    def of_answers_of_other_calls(self):
+        return self.answer(2, call=self.pick(2, 3, 2**64 - 1)), {ENDED}
+
+    def of_later_answers(self):
+        return self.answer(self.pick(3, 2**64 - 1)), {ENDED}
+
+    def of_runs(self):
+        number, hook = self.pick((1, "rollout"), (1, "other" + self.text()), (2, "rollout"), (3, "rollout"))
+        request = pb.RunRequest(session=self.asking, number=number, hook=hook)
+        return pb.Request(run=request), {OK if number == 1 and hook == "rollout" else EXISTS if number == 1 else ENDED}
+
+    def of_runs_of_nothing(self):
+        request = pb.RunRequest(session=self.open, number=2, hook=self.pick("interact", "rollout", self.text()))
+        return pb.Request(run=request), {WRONG}
+
     def of_renewals(self):
         return pb.Request(renew=pb.RenewRequest(sessions=[self.text() for _ in range(self.random.randint(0, 20))])), {
             OK
@@ -157,10 +197,11 @@ class Fuzz:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    path = tmp_path_factory.mktemp("envs") / "counter.py"
-    path.write_text(COUNTER)
+    folder = tmp_path_factory.mktemp("envs")
+    (folder / "counter.py").write_text(COUNTER)
+    (folder / "asker.py").write_text(ASKER)
     flags = ["--port", "0", "--http_port", "0", "--workers", "2", "--heartbeat_s", "0.8"]
-    with serving(path, *flags, token=TOKEN) as service:
+    with serving(*folder.glob("*.py"), *flags, token=TOKEN) as service:
         pids = {worker.pid for worker in service.workers(2)}
         yield service
         assert service.process.poll() is None and {worker.pid for worker in service.workers(2)} == pids
@@ -176,11 +217,16 @@ def fuzz(service):
         open_now, ended = service.start(), service.start()
         assert service.interact(open_now, 1, "x") == "1"
         service.call("cancel", session=ended)
-        made.append(open_now)
-        return Fuzz(seed, open_now, ended)
+        asking = service.call("start", env="asker", row='{"prompt": "x"}', cast='[{"name": "policy"}]').session
+        assert len(service.call("run", session=asking, number=1, hook="rollout").asked.asks) == 1
+        made.append((open_now, asking))
+        return Fuzz(seed, open_now, ended, asking)
 
     yield make
-    for session in made:
+    for session, asking in made:
+        said = [pb.Spoken(ask=1, messages='[{"role": "assistant", "content": "x"}]')]
+        result = service.call("answer", session=asking, number=2, call=1, answers=said).run
+        assert json.loads(result.value)[0]["reward"] == 1.0
         assert service.interact(session, 2, "x") == "2"
         assert service.call("score", session=session, number=3).scores[0].reward == 2.0
 
@@ -334,7 +380,7 @@ def test_http_refuses_json_of_another_kind(service, fuzz):
         verb = made.pick(*REQUESTS)
         body = made.pick(*(text.encode("utf-8", "surrogatepass") for text in NOT_JSON[1:]), b"\xff\xfe", b"[]", b'"x"')
         if n % 2 and fields[verb]:
-            body = {made.pick("nothing", *fields[verb]): made.pick([[]], {"a": {"b": 1}}, [None])}
+            body = {made.pick("nothing", *fields[verb]): made.pick([3], {"a": {"b": 1}}, [None])}
         status, reply = post(service, verb, body)
         if (status, reply["code"]) != (400, "INVALID_ARGUMENT"):
             wrong.append((verb, str(body)[:100], status, str(reply)[:200]))

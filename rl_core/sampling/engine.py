@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rl_core.metrics import Metric
 from rl_core.types import Completion, RunError, SamplingParams
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rl_core.metrics import Metric
 
 
 class EngineDied(RunError):

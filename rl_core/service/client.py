@@ -13,6 +13,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+from rl_core.sampling.actor import Cast
 from rl_core.sampling.env import OF_GROUP
 from rl_core.types import Task, Trajectory
 
@@ -22,12 +23,14 @@ try:
     from rl_core.service import environments_pb2 as pb
     from rl_core.service.address import access_to, read_url, seconds
     from rl_core.service.connection import Connection
-    from rl_core.service.wire import ServiceError, from_json, to_json
+    from rl_core.service.speakers import Speakers, plain_turn
+    from rl_core.service.wire import VERB_OF, ServiceError, from_json, to_json
 except ModuleNotFoundError as error:
     raise ValueError(f"--env_path grpc://... needs gRPC ({error}): pip install 'rl_core[service]'") from None
 
 # Until an answer: room for a session, or a thread of the worker for a hook, is waited for. Hooks have a deadline of their own.
 ANSWER_S = 600.0
+SOON_S = 0.05  # an actor that speaks within it costs one request, others two
 MAX_REPLAYS = 3  # of one session: an environment that ends its workers shall not end all of them
 MAX_TURNS = 2**31 - 1  # of a session: the trainer counts turns itself
 
@@ -61,8 +64,9 @@ class Served:
 class Session:
     """The trainer's side of an episode: the `state` that hooks share."""
 
-    def __init__(self, served: Served, start: pb.StartRequest):
-        self.served, self.start = served, start
+    def __init__(self, served: Served, start: pb.StartRequest, actors: Cast | None = None):
+        self.served, self.start, self.speakers = served, start, Speakers(actors, served.is_replaying)
+        self.start.cast = self.speakers.described() if actors else ""
         self.name, self.number = "", 0  # no name: it begins with the next request
         self.messages: list[dict] = []  # that the server has heard
         self.past: list[tuple[pb.Said, pb.InteractReply]] = []  # for a replay
@@ -78,20 +82,21 @@ class Session:
         served.connection.end(**self.kept)
         lost, self.kept["session"] = self.kept["session"], reply.session
         served.connection.hold(reply.session, reply.idle_s)
-        for number, (said, before) in enumerate(self.past, 1):
-            again = pb.InteractRequest(session=reply.session, number=number, said=said)
-            now = await served.ask(hook, task_id, interact=again)
+        name, self.number = reply.session, 0
+        self.speakers.begin()
+        reply = await self.result(hook, name, 0, reply)
+        for turn, (said, before) in enumerate(self.past, 1):
+            now = await self.numbered(hook, name, pb.InteractRequest(said=said))
             if (now.messages, now.reward, now.done) != (before.messages, before.reward, before.done):
-                message = f"session {lost} was lost, and its replay differs: turn {number} was answered otherwise"
+                message = f"session {lost} was lost, and its replay differs: turn {turn} was answered otherwise"
                 error = ServiceError(StatusCode.ABORTED, message)
                 error.told_by_service = f"{served.url}: {message}"
                 raise error
         self.messages = from_json(reply.messages, list, "messages")  # after a replay the rest is sent once more
-        self.name, self.number = reply.session, len(self.past)
+        self.name = name
 
-    async def ask(self, hook: pb.Hook, given: dict[str, Any], verb: str, **more: Any) -> tuple[Any, pb.Said]:
-        """The reply of Interact or Score, and what was said. Raises ServiceError, after which the session is over."""
-        served, request = self.served, {"interact": pb.InteractRequest, "score": pb.ScoreRequest}[verb]
+    async def ask(self, hook: pb.Hook, make: Callable[[], Any]) -> tuple[Any, Any]:
+        """The result of a request that make() gives, and the request. Raises ServiceError, after which the session is over."""
         while True:
             asked = ""
             try:
@@ -99,17 +104,67 @@ class Session:
                     if not self.name:
                         await self.begin(hook.name)
                 # From here to the sending nothing else runs: requests are sent in the order of their numbers.
-                asked, self.number = self.name, self.number + 1
-                said = self.said(hook, given)
-                numbered = {verb: request(session=asked, number=self.number, said=said, **more)}
-                return await served.ask(hook.name, self.start.task_id, **numbered), said
+                asked, request = self.name, make()
+                result = await self.numbered(hook.name, asked, request)
+                if self.num_lost and not isinstance(request, pb.ScoreRequest):
+                    self.speakers.check_replay()
+                return result, request
             except ServiceError as error:
-                if error.code is not StatusCode.DATA_LOSS or not served.is_replaying or self.num_lost >= MAX_REPLAYS:
+                if not self.may_replay(error):
                     self.end()
                     error.told_by_service = error.told_by_service.replace("the session", f"session {asked}", 1)
                     raise
                 if asked == self.name:
                     self.name, self.num_lost = "", self.num_lost + 1
+
+    def may_replay(self, error: ServiceError) -> bool:
+        return error.code is StatusCode.DATA_LOSS and self.served.is_replaying and self.num_lost < MAX_REPLAYS
+
+    async def numbered(self, hook: str, session: str, request: Any) -> Any:
+        """The result of a numbered request."""
+        reply = await self.send(hook, session, request)
+        return await self.result(hook, session, request.number, reply)
+
+    async def send(self, hook: str, session: str, request: Any) -> Any:
+        request.session, request.number, self.number = session, self.number + 1, self.number + 1
+        return await self.served.ask(hook, self.start.task_id, **{VERB_OF[type(request)]: request})
+
+    async def result(self, hook: str, session: str, call: int, reply: Any) -> Any:
+        """The result of a request whose hook asks actors. They speak while the service listens to it."""
+        if not reply.HasField("asked"):
+            return reply
+        running, listening, speakers = set(), None, self.speakers
+
+        def answer() -> asyncio.Task:
+            done = {task for task in running if task.done()}
+            running.difference_update(done)
+            request = pb.AnswerRequest(call=call, answers=[task.result() for task in done])
+            return asyncio.ensure_future(self.send(hook, session, request))
+
+        try:
+            while True:
+                for opening in reply.asked.openings:
+                    speakers.open(opening)
+                running |= {asyncio.ensure_future(speakers.speak(ask)) for ask in reply.asked.asks}
+                if listening is None:
+                    if running:
+                        await asyncio.wait(running, timeout=SOON_S, return_when=asyncio.FIRST_COMPLETED)
+                    listening = answer()
+                await asyncio.wait({listening, *running}, return_when=asyncio.FIRST_COMPLETED)
+                # Once an actor has spoken, a new request listens, and the one before ends.
+                older, listening = listening, None if listening.done() else answer()
+                reply = await older
+                if (news := reply.WhichOneof("news")) not in (None, "asked"):
+                    if listening:
+                        await asyncio.wait({listening})
+                    return getattr(reply, news)
+        except ServiceError as error:
+            if running and self.may_replay(error):  # what they say is told to the session that takes its place
+                await asyncio.wait(running)
+            raise
+        finally:
+            for task in (*running, *filter(None, [listening])):
+                task.cancel()
 
     def said(self, hook: pb.Hook, given: dict[str, Any]) -> pb.Said:
         """What the server has not heard."""
@@ -157,7 +212,8 @@ def load_module(url: str) -> ModuleType:
     except OSError as error:
         raise ValueError(f"{url.partition('?')[0]}: {error}") from None
     module = ModuleType(f"rl_core_env_{served.name}")
-    module.max_turns, module.name_prefix = described.max_turns, described.name_prefix
+    module.max_turns = described.max_turns
+    hooks = {hook.name: hook for hook in described.hooks}
     if described.tools:
         module.tools = from_json(described.tools, list, "tools")
     if described.turns:
@@ -166,10 +222,13 @@ def load_module(url: str) -> ModuleType:
         module.system_prompts = from_json(described.system_prompts, dict, "system_prompts")
     if described.HasField("truncated_reward"):
         module.truncated_reward = described.truncated_reward
-    module.start = start_hook(served, next((hook for hook in described.hooks if hook.name == "start"), None))
+    if "rollout" not in hooks:  # which nothing stands beside that is for turns
+        module.name_prefix = described.name_prefix
+        module.start = start_hook(served, hooks.get("start"), any(map(asks_actors, described.hooks)))
     for hook in described.hooks:
         if hook.is_reward:
-            reward = (group_hook if hook.batched else reward_hook)(served, hook)
+            proxy = (asking_group_hook if asks_actors(hook) else group_hook) if hook.batched else reward_hook
+            reward = proxy(served, hook)
             # The service multiplies by a weight, but for a group's.
             reward.reward_mark = hook.weight if hook.batched else float(hook.weight != 0), hook.batched
             setattr(module, hook.name, reward)
@@ -192,29 +251,39 @@ def signed(function: Callable, hook: pb.Hook, *more: str) -> Callable:
     return function
 
 
-def start_hook(served: Served, hook: pb.Hook | None) -> Callable:
-    async def start(task: Task, actor: str, **_: Any) -> Session:
-        request = pb.StartRequest(env=served.name, task_id=task.id, max_turns=MAX_TURNS)
-        request.actors.extend([actor] if actor else [])
-        request.row = to_json(task.row, f"the row of {task.id}")
-        request.messages = to_json(task.messages, f"the messages of {task.id}")
-        request.info = to_json(task.info, f"the info of {task.id}")
-        session = Session(served, request)
+def asks_actors(hook: pb.Hook) -> bool:
+    """Whether it gets actors, and not their names alone."""
+    return hook.name == "rollout" or ("actors" in {*hook.required, *hook.optional} and hook.name != "turns")
+
+
+def start_request(served: Served, task: Task, **more: Any) -> pb.StartRequest:
+    request = pb.StartRequest(env=served.name, task_id=task.id, max_turns=MAX_TURNS, **more)
+    request.row = to_json(task.row, f"the row of {task.id}")
+    request.messages = to_json(task.messages, f"the messages of {task.id}")
+    request.info = to_json(task.info, f"the info of {task.id}")
+    return request
+
+
+def start_hook(served: Served, hook: pb.Hook | None, asks: bool) -> Callable:
+    """`asks`: a hook of the file asks actors."""
+
+    async def start(task: Task, actor: str, actors: Cast | None = None, **_: Any) -> Session:
+        session = Session(served, start_request(served, task, actors=[actor] if actor else []), actors)
         if hook:
             async with session.lock:
                 await session.begin("start")
         return session  # without a start() it takes no room before it must
 
-    return signed(start, hook or pb.Hook(name="start"), "task", "actor")
+    return signed(start, hook or pb.Hook(name="start"), "task", "actor", *["actors"] * asks)
 
 
 def interact_hook(served: Served, hook: pb.Hook) -> Callable:
     async def interact(state: Session, **given: Any) -> dict[str, Any]:
-        reply, said = await state.ask(hook, given, "interact")
+        reply, request = await state.ask(hook, lambda: pb.InteractRequest(said=state.said(hook, given)))
         messages = from_json(reply.messages, list, "messages")
         state.messages = [*state.messages, *messages]
         if served.is_replaying:
-            state.past.append((said, reply))
+            state.past.append((request.said, reply))
         if reply.done:
             state.kept["status"] = pb.COMPLETED
         return {"messages": messages, "reward": reply.reward if reply.HasField("reward") else None, "done": reply.done}
@@ -224,22 +293,48 @@ def interact_hook(served: Served, hook: pb.Hook) -> Callable:
 
 def reward_hook(served: Served, hook: pb.Hook) -> Callable:
     async def score(state: Session, **given: Any) -> dict[str, float]:
-        reply, _ = await state.ask(hook, given, "score", hooks=[hook.name])
+        reply, _ = await state.ask(hook, lambda: pb.ScoreRequest(said=state.said(hook, given), hooks=[hook.name]))
         state.kept["status"] = pb.COMPLETED
         return dict(reply.scores[0].parts or reply.scores[0].metrics)
 
     return signed(score, hook, "state", "messages", "completion")
 
 
+def rollout_hook(served: Served, hook: pb.Hook) -> Callable:
+    async def rollout(task: Task, actors: Cast, **_: Any) -> list[Trajectory]:
+        session = Session(served, start_request(served, task), actors)
+        reply, _ = await session.ask(hook, lambda: pb.RunRequest(hook=hook.name))
+        session.kept["status"] = pb.COMPLETED
+        return session.speakers.trajectories(reply.value)
+
+    return signed(rollout, hook, "task", "actors")
+
+
 def group_hook(served: Served, hook: pb.Hook) -> Callable:
     async def score(task: Task, trajectories: list[Trajectory], **given: Any) -> list[float]:
-        given = {name: value for name, value in given.items() if name in OF_GROUP - {"actors"}}
-        given |= {"trajectories": list(map(plain, trajectories)), "task": plain_task(task)}
+        given = of_group(trajectories, given) | {"task": plain_task(task)}
         request = pb.CallRequest(env=served.name, hook=hook.name, given=to_json(given, "the group"))
         reply = await served.ask(hook.name, task.id, call=request)
         return from_json(reply.value, list, "the rewards of a group")
 
     return signed(score, hook, "task", "trajectories")
+
+
+def asking_group_hook(served: Served, hook: pb.Hook) -> Callable:
+    async def score(task: Task, trajectories: list[Trajectory], actors: Cast, **given: Any) -> list[float]:
+        session = Session(served, start_request(served, task, no_start=True), actors)
+        given = to_json(of_group(trajectories, given), "the group")
+        reply, _ = await session.ask(hook, lambda: pb.RunRequest(hook=hook.name, given=given))
+        session.kept["status"] = pb.COMPLETED
+        return from_json(reply.value, list, "the rewards of a group")
+
+    return signed(score, hook, "task", "trajectories")
+
+
+def of_group(trajectories: list[Trajectory], given: dict[str, Any]) -> dict[str, Any]:
+    """Our arguments of a batched reward but the task, for JSON."""
+    given = {name: value for name, value in given.items() if name in OF_GROUP - {"actors"}}
+    return given | {"trajectories": list(map(plain, trajectories))}
 
 
 def tasks_hook(served: Served, hook: pb.Hook) -> Callable:
@@ -282,8 +377,7 @@ def call(served: Served, hook: str, **given: Any) -> Any:
 
 def plain(trajectory: Trajectory) -> dict[str, Any]:
     """For JSON, without the routes of experts."""
-    turns = [replace(turn, completion=replace(turn.completion, experts=None)) for turn in trajectory.turns]
-    return asdict(replace(trajectory, turns=turns))
+    return asdict(replace(trajectory, turns=[])) | {"turns": list(map(plain_turn, trajectory.turns))}
 
 
 def plain_task(task: Task) -> dict[str, Any]:
@@ -291,6 +385,7 @@ def plain_task(task: Task) -> dict[str, Any]:
 
 
 PROXIES = {
+    "rollout": rollout_hook,
     "interact": interact_hook,
     "load_tasks": tasks_hook,
     "advantage_fn": advantages_hook,

@@ -23,8 +23,8 @@ from grpc import StatusCode
 from rl_core.data.tasks import shorten
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.hosted import check_capacity
-from rl_core.service.session import MAY_SCORE
-from rl_core.service.wire import CODES, MAX_MESSAGE, ServiceError, wrong
+from rl_core.service.session import MAY_SCORE, Numbered
+from rl_core.service.wire import CODES, MAX_MESSAGE, VERB_OF, ServiceError, wrong
 
 SETTINGS = ("image", "network", "cpus", "memory", "capacity")
 OWNER = "rl_core.owner"  # label: HOST PID START of the worker's process
@@ -257,19 +257,21 @@ class ContainedSession:
         self.inner = reply.session
         return reply
 
-    async def answer(self, request: pb.InteractRequest | pb.ScoreRequest) -> Any:
+    async def answer(self, request: Numbered) -> Any:
         passed = type(request)()
         passed.CopyFrom(request)
         passed.session = self.inner
-        reply = await self.ask(
-            self.env.patience_s, **{"interact" if isinstance(request, pb.InteractRequest) else "score": passed}
-        )
+        verb = VERB_OF[type(request)]
+        reply = result = await self.ask(self.env.patience_s, **{verb: passed})
         number = request.number or self.number + 1
         if number > self.number:  # else it came again, or it is one of several scores
             self.number = number
-            self.env.interactions += isinstance(request, pb.InteractRequest)
-        if reply.status in (pb.COMPLETED, pb.LIMIT):
-            self.end(reply.status, "it is over" if reply.status == pb.COMPLETED else "it had its turns")
+            self.env.interactions += verb in ("interact", "run")
+        if verb == "answer":
+            result = getattr(reply, reply.WhichOneof("news") or "asked")
+        status = getattr(result, "status", pb.RUNNING)
+        if status in (pb.COMPLETED, pb.LIMIT):
+            self.end(status, "it is over" if status == pb.COMPLETED else "it had its turns")
         return reply
 
     async def ask(self, timeout_s: float, **verb: Any) -> Any:

@@ -11,7 +11,7 @@ from rl_core.data.tasks import check_messages, make_task
 from rl_core.sampling.env import execute_file, load_env
 from rl_core.sampling.hooks import HookError
 from rl_core.service import environments_pb2 as pb
-from rl_core.service.session import Session, read_trajectory, too_slow
+from rl_core.service.session import Session, asks_actors, read_trajectory, too_slow
 from rl_core.service.wire import ServiceError, from_json, to_json, wrong
 from rl_core.types import RunError, Task
 
@@ -30,12 +30,6 @@ class LocalEnv:
         self.capacity = check_capacity(path, has.get("capacity"))
         self.rows: dict[str, asyncio.Task] = {}  # split -> its rows
         self.interactions = 0
-        for hook in self.env.hooks.values():
-            if hook.name == "rollout" or ("actors" in hook.named and hook.name != "turns"):
-                raise ValueError(
-                    f"{path}: {hook.name}() speaks with actors, who live in the trainer; a served environment needs interact() "
-                    "and rewards that do not name 'actors'"
-                )
         self.described = self.describe(has)
         self.described.idle_s = idle_s
 
@@ -66,7 +60,7 @@ class LocalEnv:
 
     async def session(self, name: str, request: pb.StartRequest) -> Session:
         task = await self.task_of(request)
-        return Session(name, self.env, task, list(request.actors), request.max_turns, self.count)
+        return Session(name, self.env, task, request, self.count)
 
     def count(self) -> None:
         self.interactions += 1
@@ -127,7 +121,7 @@ class LocalEnv:
                 value = await asyncio.to_thread(self.env.advantage_fn, from_list(given, "rewards"))
                 return pb.CallReply(value=to_json(value, what))
             hook = self.env.hooks.get(request.hook)
-            if hook is None or not (hook.batched or hook.name in STATELESS):
+            if hook is None or asks_actors(hook) or not (hook.batched or hook.name in STATELESS):
                 raise wrong(f"{self.name} has no {request.hook[:80]!r} that belongs to no session")
             try:
                 fields = {"id": "", "row": {}, "messages": []} | given.get("task", {})

@@ -31,8 +31,8 @@ from rl_core.service.wire import (
 
 SESSION = re.compile(r"([0-9a-f]{12})\.[0-9a-f]{16}")
 WORKER = re.compile(r"[0-9a-f]{12}")
-OF_SESSION = frozenset({"interact", "score", "cancel"})
-NUMBERED = frozenset({"interact", "score"})
+NUMBERED = frozenset({"interact", "score", "run", "answer"})
+OF_SESSION = NUMBERED | {"cancel"}
 MAX_TIMEOUT_S = 600.0
 FIRST_S = 60.0  # how long the first worker may take
 PENDING = 20_000  # requests of one client that are not answered; more are refused

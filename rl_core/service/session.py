@@ -10,23 +10,44 @@ from typing import Any
 from grpc import StatusCode
 
 from rl_core.data.tasks import check_messages
-from rl_core.sampling.env import Env
+from rl_core.sampling.actor import Cast
+from rl_core.sampling.env import OF_GROUP, Env
+from rl_core.sampling.episode import checked
 from rl_core.sampling.hooks import Hook, HookError, add_parts, finite_parts, read_answer, wait_for_all
 from rl_core.service import environments_pb2 as pb
+from rl_core.service.actors import CALL, Asks, Call, read_turn
 from rl_core.service.wire import ServiceError, from_json, to_json, wrong
-from rl_core.types import Completion, Message, Task, Trajectory, Turn
+from rl_core.types import Message, Task, Trajectory
 
 # Replies that are kept for requests that come again: a client that interacts has heard all before, but for one in flight.
 KEPT, KEPT_SCORES = 2, 64
 ENDED = frozenset({pb.COMPLETED, pb.CANCELLED, pb.LIMIT, pb.AGENT_ERROR, pb.ENVIRONMENT_ERROR, pb.EXPIRED})
 MAY_SCORE = frozenset({pb.RUNNING, pb.COMPLETED, pb.LIMIT})
+# News of a call -> its field in an AnswerReply.
+NEWS = {
+    pb.Asked: "asked",
+    pb.StartReply: "start",
+    pb.InteractReply: "interact",
+    pb.ScoreReply: "score",
+    pb.RunReply: "run",
+}
+REPLY_OF = {pb.InteractRequest: pb.InteractReply, pb.ScoreRequest: pb.ScoreReply, pb.RunRequest: pb.RunReply}
+Numbered = pb.InteractRequest | pb.ScoreRequest | pb.RunRequest | pb.AnswerRequest
 
 
 class Session:
-    def __init__(self, name: str, env: Env, task: Task, actors: list[str], max_turns: int, count: Callable[[], None]):
-        """`max_turns` 0: the file's. `count` is called once for each interaction."""
-        self.name, self.env, self.task, self.actors, self.count = name, env, task, actors, count
-        self.max_turns = max_turns or env.max_turns
+    def __init__(self, name: str, env: Env, task: Task, request: pb.StartRequest, count: Callable[[], None]):
+        """`count` is called once for each interaction. Raises ServiceError if it has no actors, and hooks ask them."""
+        self.name, self.env, self.task, self.count = name, env, task, count
+        self.actors, self.max_turns = list(request.actors), request.max_turns or env.max_turns
+        self.asks = Asks(request.cast) if request.cast else None
+        self.calls: dict[int, Call] = {}  # number of the request -> its hooks, which may ask actors
+        asking = [hook.name for hook in env.hooks.values() if asks_actors(hook)]
+        if asking and not self.asks:
+            raise wrong(
+                f"{asking[0]}() of {env.name} names actors: a start needs a `cast`, for which the client answers"
+            )
+        self.has_start = "start" in env.hooks and not request.no_start
         self.messages = list(task.messages)
         self.state: Any = None
         self.status, self.reason = pb.RUNNING, ""
@@ -36,14 +57,49 @@ class Session:
 
     async def start(self) -> pb.StartReply:
         """Raises ServiceError if the file's start() fails."""
-        if "start" in self.env.hooks:
+        return await self.begin(0, self.alone(self.make_state()), pb.StartReply)
+
+    async def make_state(self) -> pb.StartReply:
+        if self.has_start:
             only = self.actors[0] if len(self.actors) == 1 else ""
-            given = {"messages": self.messages, "prompt": self.task.messages, "task": self.task, "actors": None}
+            given = {"messages": self.messages, "prompt": self.task.messages, "task": self.task, "actors": self.cast}
             self.state = await self.run(self.env.hooks["start"], given | {"actor": only})
         tools = to_json(self.env.tools, f"{self.env.path}: tools") if self.env.tools else ""
         return pb.StartReply(messages=to_json(self.task.messages, "the task's messages"), tools=tools)
 
-    async def answer(self, request: pb.InteractRequest | pb.ScoreRequest) -> Any:
+    @property
+    def cast(self) -> Cast | None:
+        return self.asks and self.asks.cast
+
+    def alone(self, work: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
+        """The work, beside which nothing else may run."""
+        self.forget(KEPT)
+        self.calls.clear()
+        self.is_interacting = True
+
+        async def run() -> Any:
+            try:
+                return await work
+            finally:
+                self.is_interacting = False
+
+        return run()
+
+    async def begin(self, number: int, work: Coroutine[Any, Any, Any], reply: type) -> Any:
+        """What the work gives, or a reply in which its hooks ask."""
+        if self.asks is None:
+            return await work
+        for known in [n for n, call in self.calls.items() if call.task.done()][:-KEPT_SCORES]:
+            del self.calls[known]
+        call = self.calls[number] = Call(work, self.asks)
+        news = await call.news()
+        return news if isinstance(news, reply) else reply(asked=news or pb.Asked())
+
+    async def go_on(self, call: Call) -> pb.AnswerReply:
+        news = await call.news()
+        return pb.AnswerReply(**{} if news is None else {NEWS[type(news)]: news})
+
+    async def answer(self, request: Numbered) -> Any:
         """The reply to a numbered request; the same one if it came before. Raises ServiceError; a request that is refused as
         wrong or out of order changes nothing."""
         number = request.number or self.number + 1
@@ -54,8 +110,11 @@ class Session:
                 raise ServiceError(StatusCode.ALREADY_EXISTS, f"number {number} was another request of {self.name}")
             result = await asyncio.shield(future)
         else:
-            self.check_order(number, isinstance(request, pb.InteractRequest))
-            work = self.prepare(request)
+            self.check_order(number, request)
+            if isinstance(request, pb.AnswerRequest):
+                work = self.hear(request)
+            else:
+                work = self.begin(number, self.prepare(request), REPLY_OF[type(request)])
             future = asyncio.get_running_loop().create_future()
             self.number, self.replies[number] = number, (fingerprint, future)
             result = await self.settle(work, future)
@@ -63,36 +122,55 @@ class Session:
             raise result
         return result
 
-    def check_order(self, number: int, is_interact: bool) -> None:
+    def check_order(self, number: int, request: Numbered) -> None:
         if number <= self.number:
             message = f"number {number} was answered long ago: session {self.name} is at {self.number}"
         elif number > self.number + 1:
             message = f"number {number} is out of order: session {self.name} expects {self.number + 1}"
-        elif self.is_interacting or (is_interact and any(not future.done() for _, future in self.replies.values())):
+        elif not isinstance(request, pb.AnswerRequest) and (
+            self.is_interacting or (not isinstance(request, pb.ScoreRequest) and self.is_answering)
+        ):
             message = f"request {self.number} of {self.name} is still answered"
         else:
             return
         raise ServiceError(StatusCode.FAILED_PRECONDITION, message)
 
-    def prepare(self, request: pb.InteractRequest | pb.ScoreRequest) -> Coroutine[Any, Any, Any]:
+    @property
+    def is_answering(self) -> bool:
+        return not all(future.done() for _, future in self.replies.values()) or not all(
+            call.task.done() for call in self.calls.values()
+        )
+
+    def hear(self, request: pb.AnswerRequest) -> Coroutine[Any, Any, Any]:
+        """What a hook does with the answers that it waited for."""
+        if request.call not in self.calls:
+            raise ServiceError(StatusCode.FAILED_PRECONDITION, f"request {request.call} of {self.name} asks nothing")
+        self.asks.hear(request.answers)
+        self.forget(KEPT if len(self.calls) == 1 else KEPT_SCORES)
+        return self.go_on(self.calls[request.call])
+
+    def forget(self, num_kept: int) -> None:
+        for number in [*self.replies][:-num_kept]:
+            del self.replies[number]
+
+    def prepare(self, request: pb.InteractRequest | pb.ScoreRequest | pb.RunRequest) -> Coroutine[Any, Any, Any]:
         """What answers the request, once all that it says has been checked and heard."""
+        if isinstance(request, pb.RunRequest):
+            self.must_be(frozenset({pb.RUNNING}))
+            return self.alone(self.play(*self.read_run(request)))
         new, trajectory = self.read_said(request.said)
         if isinstance(request, pb.InteractRequest):
             self.must_be(frozenset({pb.RUNNING}))
             if not new or new[-1]["role"] != "assistant":
                 raise wrong("an interaction must end in the assistant's message")
-            for number in [*self.replies][:-KEPT]:
-                del self.replies[number]
-            self.is_interacting = True
-            work = self.interact(request.said, trajectory)
+            work = self.alone(self.interact(request.said, trajectory))
         else:
             self.must_be(MAY_SCORE)
             hooks = {hook.name: hook for hook in self.env.rewards if not hook.batched}
             for name in request.hooks:
                 if name not in hooks:
                     raise wrong(f"{self.env.name} has no reward {name!r}; it has {', '.join(hooks) or 'none'}")
-            if len(self.replies) >= KEPT_SCORES:
-                del self.replies[next(iter(self.replies))]
+            self.forget(KEPT_SCORES - 1)
             work = self.score(request, [hooks[name] for name in request.hooks] or [*hooks.values()], trajectory)
         if request.said.HasField("keep"):
             del self.messages[request.said.keep :]
@@ -110,11 +188,32 @@ class Session:
             raise
         except Exception as error:  # a fault of ours
             result = self.fail(f"{type(error).__name__}: {error}", StatusCode.INTERNAL)
-        finally:
-            self.is_interacting = False
         if not future.done():
             future.set_result(result)
         return result
+
+    def read_run(self, request: pb.RunRequest) -> tuple[Hook, dict[str, Any]]:
+        """The hook that is asked for, and what it is given. Raises ServiceError."""
+        given, hook = from_json(request.given or "{}", dict, "given"), self.env.hooks.get(request.hook)
+        if hook is None or not (hook.name == "rollout" or (hook.batched and asks_actors(hook))):
+            raise wrong(f"{self.env.name} has no {request.hook[:80]!r} that is the whole of a session")
+        if not isinstance(found := given.get("trajectories", []), list):
+            raise wrong("given: trajectories must be a list")
+        ours = {"task": self.task, "prompt": self.task.messages, "actors": self.cast}
+        ours["trajectories"] = [read_trajectory(t) for t in found]
+        return hook, dict.fromkeys(OF_GROUP) | given | ours
+
+    async def play(self, hook: Hook, given: dict[str, Any]) -> pb.RunReply:
+        self.count()
+        value, what = await self.run(hook, given), f"{self.env.path}: what {hook.name}() returned"
+        try:
+            if hook.name == "rollout":
+                value = [self.asks.packed(t) for t in checked(value, self.env, self.task, self.cast)]
+            value = to_json(value, what)
+        except (ValueError, ServiceError) as error:
+            raise self.fail(str(error)) from None
+        self.end(pb.COMPLETED, "it is over")
+        return pb.RunReply(value=value, status=self.status)
 
     async def interact(self, said: pb.Said, trajectory: Trajectory | None) -> pb.InteractReply:
         self.num_turns += 1
@@ -176,7 +275,7 @@ class Session:
     def given(self, said: pb.Said, actor: str, trajectory: Trajectory | None) -> dict[str, Any]:
         """What hooks may name."""
         given = {"messages": self.messages, "prompt": self.task.messages, "task": self.task, "actor": actor}
-        given |= {"actors": None, "state": self.state, "trajectory": trajectory, "completion": said.completion}
+        given |= {"actors": self.cast, "state": self.state, "trajectory": trajectory, "completion": said.completion}
         if not said.HasField("completion") or actor != said.actor:
             given["completion"] = last_text(self.messages, actor)
         if trajectory is None or actor != said.actor:
@@ -188,7 +287,7 @@ class Session:
     async def run(self, hook: Hook, given: dict[str, Any]) -> Any:
         """What a hook returns. Raises ServiceError, after which the session is over, if it fails."""
         try:
-            return await hook(self.task, given)
+            return await (CALL.get().in_time(hook, self.task, given) if asks_actors(hook) else hook(self.task, given))
         except HookError as error:
             raise self.fail(str(error)) from None
         except TimeoutError as error:
@@ -207,7 +306,13 @@ class Session:
             raise has_ended(self.name, self.status, self.reason)
 
     def close(self) -> None:
-        """Nothing but memory to give back."""
+        for call in self.calls.values():
+            call.task.cancel()
+
+
+def asks_actors(hook: Hook) -> bool:
+    """Whether it gets actors, and not their names alone."""
+    return hook.name == "rollout" or ("actors" in hook.named and hook.name != "turns")
 
 
 def has_ended(name: str, status: int, reason: str) -> ServiceError:
@@ -232,7 +337,6 @@ def last_text(messages: list[Message], actor: str) -> str:
 def read_trajectory(value: Any) -> Trajectory:
     """A trajectory of JSON. Raises ServiceError unless it is one."""
     try:
-        turns = [Turn(**turn | {"completion": Completion(**turn["completion"])}) for turn in value.get("turns", [])]
-        return Trajectory(**value | {"turns": turns})
-    except (TypeError, KeyError, AttributeError) as error:
+        return Trajectory(**value | {"turns": [read_turn(turn) for turn in value.get("turns", [])]})
+    except (TypeError, AttributeError) as error:
         raise wrong(f"it is no trajectory: {error}") from None

@@ -17,6 +17,7 @@ Parsed = TypeVar("Parsed", bound=Message)
 ENVIRONMENTS, HUB = "rl_core.v1.Environments", "rl_core.v1.Hub"
 VERBS = tuple(field.name for field in pb.Request.DESCRIPTOR.oneofs_by_name["verb"].fields)
 REQUESTS = {verb: getattr(pb, f"{verb.title()}Request") for verb in VERBS}
+VERB_OF = {kind: verb for verb, kind in REQUESTS.items()}
 REPLIES = {verb: getattr(pb, f"{verb.title()}Reply") for verb in VERBS}
 MAX_MESSAGE = 64 << 20  # bytes of one message either way, which may hold many requests
 MAX_REQUEST = 16 << 20  # bytes of one request or reply

@@ -26,7 +26,7 @@ from rl_core.service.containers import ContainedEnv, ContainedSession, container
 from rl_core.service.hosted import LocalEnv
 from rl_core.service.joining import join_all
 from rl_core.service.security import Access, add_flags
-from rl_core.service.session import ENDED, Session, has_ended
+from rl_core.service.session import ENDED, Numbered, Session, has_ended
 from rl_core.service.uplink import Uplink
 from rl_core.service.wire import UNUSABLE, ServiceError, failed, wrong
 
@@ -70,7 +70,7 @@ class Worker:
         self.uplinks: list[Uplink] = []
         self.draining = False
         self.verbs = {v: getattr(self, v) for v in ("describe", "tasks", "start", "renew", "cancel", "call")}
-        self.verbs |= {"interact": self.in_session, "score": self.in_session}
+        self.verbs |= dict.fromkeys(("interact", "score", "run", "answer"), self.in_session)
 
     # --- what it answers
 
@@ -136,7 +136,7 @@ class Worker:
         self.note_change()
         return held
 
-    async def in_session(self, request: pb.InteractRequest | pb.ScoreRequest) -> Any:
+    async def in_session(self, request: Numbered) -> Any:
         held, task = self.held_of(request.session), asyncio.current_task()
         held.used_s = time.monotonic()
         held.running.add(task)

@@ -1,0 +1,235 @@
+"""Actors as hooks of a served environment hold them: their models are at the client, who answers for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from grpc import StatusCode
+
+from rl_core.data.tasks import check_messages
+from rl_core.sampling.actor import Actor, Cast, Conversation
+from rl_core.sampling.hooks import Hook
+from rl_core.service import environments_pb2 as pb
+from rl_core.service.wire import ServiceError, from_json, to_json, wrong
+from rl_core.types import Completion, Message, SamplingParams, Task, Trajectory, Turn
+
+LISTEN_S = 20.0  # a request that waits for news is answered after so long in any case
+LOOK_S = 0.05  # at least, between looks at the deadline of a hook that waits for actors
+ERRORS = {kind.__name__: kind for kind in (ValueError, ConnectionError, TimeoutError)}  # what actors raise
+CALL: ContextVar[Call] = ContextVar("CALL")  # whose hook runs
+Said = tuple[pb.Spoken, list[Message], "Turn | None"]
+
+
+class RemoteConversation(Conversation):
+    """Its tokens are what the client tells, who alone knows how full its context is."""
+
+    id: int
+    num_told: int  # messages of its history that the client knows
+
+    async def _speak(self) -> None:
+        asks = self.speaker.asks
+        spoken, said, turn = await asks.ask(self.id, self.history[self.num_told :])
+        self.history += said
+        self.num_told = len(self.history)
+        self.text = spoken.text if spoken.HasField("text") else self.last_text if said else ""
+        self.truncated, self.num_replies = spoken.truncated, self.num_replies + len(said)
+        self.metrics |= spoken.metrics
+        self.turns += [turn] if turn else []
+
+    def fork(self) -> Conversation:
+        fork = super().fork()
+        fork.id = self.speaker.asks.open(fork_of=self.id)
+        return fork
+
+
+@dataclass(kw_only=True, slots=True)
+class RemoteActor(Actor):
+    asks: Asks
+
+    def converse(self, messages: list[Message], tools: list | None = None, label: str = "", **sampling) -> Conversation:
+        session = f"{self.session}/{label or len(self.conversations)}"
+        made, given = (
+            RemoteConversation(self, messages, tools, sampling, session),
+            {"tools": tools, "sampling": sampling},
+        )
+        given = {name: to_json(value, name) for name, value in given.items() if value} | {"label": label}
+        made.id = self.asks.open(actor=self.name, messages=to_json(messages, "messages"), **given)
+        made.num_told = len(messages)
+        self.conversations.append(made)
+        return made
+
+
+class Asks:
+    """What the hooks of one session ask, and what they were told."""
+
+    def __init__(self, cast: str):
+        """`cast`: as of a StartRequest. Raises ServiceError if it is none."""
+        self.cast = Cast({}, None, 0, "")
+        self.openings: list[pb.Opening] = []  # that the client has not heard
+        self.waiting: dict[int, asyncio.Future[Said]] = {}  # by ask
+        self.turns: dict[int, tuple[int, Turn]] = {}  # id of a turn -> ask, the turn
+        self.num_asks = self.num_conversations = 0
+        for one in from_json(cast, list, "cast"):
+            try:
+                drawn = {"max_tokens": 0} | one.pop("params", {})
+                params = SamplingParams(**{k: tuple(v) if isinstance(v, list) else v for k, v in drawn.items()})
+                actor = RemoteActor(engine=None, chat=None, asks=self, params=params, **one)
+            except (TypeError, AttributeError) as error:
+                raise wrong(f"cast: it is no actor: {error}") from None
+            self.cast[str(actor.name)] = actor
+
+    def open(self, **opening: Any) -> int:
+        """The number of a conversation that begins."""
+        self.num_conversations += 1
+        self.openings.append(pb.Opening(conversation=self.num_conversations, **opening))
+        return self.num_conversations
+
+    async def ask(self, conversation: int, messages: list[Message]) -> Said:
+        """What the client says. Raises what the actor raised there."""
+        call, future = CALL.get(None), asyncio.get_running_loop().create_future()
+        if call is None or call.task.done():
+            raise RuntimeError("actors are asked while a hook runs, and this one's has returned")
+        self.num_asks += 1
+        self.waiting[self.num_asks] = future
+        call.put(pb.Ask(id=self.num_asks, conversation=conversation, messages=to_json(messages, "messages")))
+        try:
+            spoken, said, turn = await future
+        finally:
+            call.count_waiting(-1)
+        if spoken.error:
+            raise error_of(spoken.error)
+        if turn:
+            self.turns[id(turn)] = spoken.ask, turn
+        return spoken, said, turn
+
+    def hear(self, answers: Iterable[pb.Spoken]) -> None:
+        """Raises ServiceError, and has heard nothing, if one of them is wrong."""
+        heard = {}
+        for spoken in answers:
+            if not 0 < spoken.ask <= self.num_asks:
+                raise ServiceError(StatusCode.NOT_FOUND, f"answers: nothing was asked by the number {spoken.ask}")
+            if spoken.ask not in self.waiting or spoken.ask in heard:
+                raise ServiceError(StatusCode.ALREADY_EXISTS, f"answers: ask {spoken.ask} has been answered")
+            heard[spoken.ask] = read_spoken(spoken)
+        for ask, said in heard.items():
+            future = self.waiting.pop(ask)
+            if not future.done():  # else the hook gave it up
+                future.set_result(said)
+
+    def packed(self, trajectory: Trajectory) -> dict[str, Any]:
+        """For JSON; a turn that the client gave is the number of its ask."""
+        turns = [self.turns[id(turn)][0] if id(turn) in self.turns else asdict(turn) for turn in trajectory.turns]
+        return asdict(replace(trajectory, turns=[])) | {"turns": turns}
+
+
+class Call:
+    """Hooks that run, and what the client shall hear next: what they ask, or the result."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any], asks: Asks):
+        self.asks, self.loop = asks, asyncio.get_running_loop()
+        self.unsent: list[pb.Ask] = []
+        self.listener: asyncio.Future[None] | None = None  # of the request that waits for news
+        self.num_waiting, self.waited_s, self.since_s = (
+            0,
+            0.0,
+            0.0,
+        )  # asks that wait; seconds in which some did; since when
+        self.task = asyncio.ensure_future(self._run(work))
+        self.task.add_done_callback(self._ended)
+
+    async def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        CALL.set(self)
+        return await work
+
+    def _ended(self, task: asyncio.Task) -> None:
+        if not task.cancelled():
+            task.exception()  # it is told to who asks
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.listener and not self.listener.done():
+            self.listener.set_result(None)
+
+    def put(self, ask: pb.Ask) -> None:
+        self.unsent.append(ask)
+        self.count_waiting(1)
+        self._tell()
+
+    def count_waiting(self, change: int) -> None:
+        if not self.num_waiting:
+            self.since_s = self.loop.time()
+        self.num_waiting += change
+        if not self.num_waiting:
+            self.waited_s += self.loop.time() - self.since_s
+
+    async def news(self) -> Any:
+        """The result, or pb.Asked: for the last one who waits for it. None for others, and after LISTEN_S. Raises what the work
+        raises."""
+        self._tell()
+        self.listener = mine = self.loop.create_future()
+        if self.unsent or self.task.done():
+            self._tell()
+        await asyncio.wait({mine}, timeout=LISTEN_S)
+        if self.task.done():
+            return self.task.result()
+        if mine is not self.listener or not self.unsent:
+            return None
+        asked = pb.Asked(openings=self.asks.openings, asks=self.unsent)
+        self.asks.openings, self.unsent = [], []
+        return asked
+
+    async def in_time(self, hook: Hook, task: Task, given: dict[str, Any]) -> Any:
+        """What a hook returns. Raises as Hook does; the deadline counts its own time alone, not that of actors."""
+        running, began_s = asyncio.ensure_future(replace(hook, timeout_s=None)(task, given)), self._own_s()
+        try:
+            while not running.done():
+                left_s = None if hook.timeout_s is None else hook.timeout_s - (self._own_s() - began_s)
+                if left_s is not None and left_s <= 0:
+                    raise TimeoutError(
+                        f"{hook.path}: {hook.name}() ran longer than {hook.timeout_s:g} s for task {task.id}, in which it "
+                        "waited for no actor; make it faster or raise --rollout.hook_timeout_s"
+                    )
+                await asyncio.wait({running}, timeout=left_s and max(left_s, LOOK_S))
+        finally:
+            running.cancel()
+        return running.result()
+
+    def _own_s(self) -> float:
+        now = self.loop.time()
+        return now - self.waited_s - (now - self.since_s if self.num_waiting else 0.0)
+
+
+def error_of(told: str) -> Exception:
+    """What an actor raised, by its name and message."""
+    kind, _, message = told.partition(": ")
+    if not kind.isidentifier():
+        return RuntimeError(told)
+    return (ERRORS.get(kind) or type(kind, (RuntimeError,), {}))(message)
+
+
+def read_spoken(spoken: pb.Spoken) -> Said:
+    """Raises ServiceError unless it is an error, or what an actor says."""
+    if spoken.error:
+        return spoken, [], None
+    said, turn = from_json(spoken.messages, list, "answers: messages"), None
+    try:
+        said = check_messages(said) if said else []
+    except ValueError as error:
+        raise wrong(f"answers: messages {error}") from None
+    if len(said) > 1 or any(message["role"] != "assistant" for message in said):
+        raise wrong("answers: messages must be one of the assistant, or none")
+    if spoken.turn:
+        turn = read_turn(from_json(spoken.turn, dict, "answers: turn"))
+    return spoken, said, turn
+
+
+def read_turn(value: dict[str, Any]) -> Turn:
+    """A turn of JSON. Raises ServiceError unless it is one."""
+    try:
+        return Turn(**value | {"completion": Completion(**value["completion"])})
+    except (TypeError, KeyError, AttributeError) as error:
+        raise wrong(f"it is no turn: {error}") from None

@@ -1,0 +1,255 @@
+"""Hooks of served environments that ask actors: what a worker asks, and what it makes of the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from test_sessions import ASK, Client, play, worker_of  # noqa: F401  (a fixture)
+
+from rl_core.service import environments_pb2 as pb
+
+CAST = json.dumps([{"name": "policy", "max_turns": 4}, {"name": "judge", "is_trainable": False}])
+GAME = """
+import asyncio
+
+calls = []
+
+async def rollout(task, actors):
+    first, second = await actors["policy"].respond(task.messages, n=2, max_tokens=9, stop=["!"])
+    calls.append(first.text)
+    fork = first.fork()
+    await first.respond("more")
+    await fork.respond("less")
+    verdict = await actors["judge"].respond([{"role": "user", "content": second.answer}], tools=[{"type": "function"}])
+    found = [first.trajectory({"a": 0.5, "b": len(verdict.text)}, seat="x", metrics={"m": actors["policy"].max_turns})]
+    return [*found, fork.trajectory(2, seat="y"), second.trajectory(1)]
+"""
+TURN = {"new_ids": [1, 2], "is_fresh": True}
+TURN["completion"] = {"token_ids": [3], "logprobs": [-0.1], "text": "x", "finish_reason": "stop", "policy_version": 0}
+
+
+def spoken(ask: int, text: str = "x", **more) -> pb.Spoken:
+    more = {"messages": json.dumps([{"role": "assistant", "content": text}]), "turn": json.dumps(TURN)} | more
+    return pb.Spoken(ask=ask, **more)
+
+
+class Player(Client):
+    """A session whose hooks ask."""
+
+    async def start(self, row: dict | None = None, code: str = "ok", cast: str = CAST, **given):
+        return await super().start(row, code, cast=cast, **given)
+
+    async def run(self, hook: str = "rollout", code: str = "ok", number: int = 0, given: str = ""):
+        run = pb.RunRequest(session=self.session, hook=hook, number=number, given=given)
+        return await self.ask(code, run=run)
+
+    async def answer(self, call: int, *answers: pb.Spoken, code: str = "ok", number: int = 0):
+        answer = pb.AnswerRequest(session=self.session, call=call, answers=answers, number=number)
+        return await self.ask(code, answer=answer)
+
+
+def playing(worker, script, **start):
+    async def main():
+        client = Player(worker)
+        await client.start(**start)
+        return await script(client)
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_rollout_is_answered_ask_by_ask_and_gives_its_trajectories(worker_of):  # noqa: F811
+    async def script(client):
+        asked = (await client.run()).asked
+        assert [(o.conversation, o.actor, json.loads(o.messages)) for o in asked.openings] == [
+            (1, "policy", ASK),
+            (2, "policy", ASK),
+        ]
+        assert json.loads(asked.openings[0].sampling) == {"max_tokens": 9, "stop": ["!"]}
+        assert [(ask.id, ask.conversation, ask.messages) for ask in asked.asks] == [(1, 1, "[]"), (2, 2, "[]")]
+        listening = asyncio.ensure_future(client.answer(1, spoken(2, "<think>a</think>two")))
+        await asyncio.sleep(0)  # it begins
+        asked = (await client.answer(1, spoken(1, "one"))).asked
+        assert not (await listening).WhichOneof("news")  # another one listens
+        [fork], [ask] = asked.openings, asked.asks
+        assert (fork.fork_of, ask.conversation) == (1, 1) and json.loads(ask.messages)[0]["content"] == "more"
+        asked = (await client.answer(1, spoken(ask.id, "end", truncated=True))).asked
+        [ask] = asked.asks
+        assert ask.conversation == fork.conversation and json.loads(ask.messages)[0]["content"] == "less"
+        [judge] = (await client.answer(1, pb.Spoken(ask=ask.id, messages="[]", truncated=True))).asked.openings
+        assert (judge.actor, judge.tools) == ("judge", '[{"type":"function"}]')
+        assert json.loads(judge.messages) == [{"role": "user", "content": "two"}]
+        result = (await client.answer(1, spoken(5, "good", turn="", metrics={"t": 1}))).run
+        assert result.status == pb.COMPLETED
+        one, forked, other = json.loads(result.value)
+        assert (one["reward"], one["reward_parts"], one["turns"]) == (4.5, {"a": 0.5, "b": 4.0}, [1, 3])
+        assert (one["seat"], one["status"], one["metrics"]) == ("x", "truncated", {"m": 4})
+        assert [m["content"] for m in one["messages"]] == ["1+1?", "one", "more", "end"]
+        assert (forked["turns"], forked["messages"][-1]["content"]) == ([1], "less")  # its context was full
+        assert (other["turns"], other["actor"]) == ([2], "policy")
+        assert (await client.answer(1)).run == result  # once more, to who listened meanwhile
+        await client.run(code="ended")
+
+    playing(worker_of(GAME), script)
+
+
+def test_wrong_and_repeated_answers_do_nothing_twice(worker_of):  # noqa: F811
+    async def script(client):
+        first = await client.run(number=1)
+        assert await client.run(number=1) == first
+        await client.run(code="ended")  # it runs
+        await client.answer(9, code="ended")  # asks nothing
+        await client.answer(1, spoken(3), code="absent")
+        await client.answer(1, spoken(1), spoken(1), code="exists")
+        for wrong in (
+            spoken(1, messages="{"),
+            spoken(1, messages='[{"role": "user", "content": "x"}]'),
+            spoken(1, messages=json.dumps([{"role": "assistant", "content": "x"}] * 2)),
+            spoken(1, turn='{"new_ids": []}'),
+        ):
+            await client.answer(1, spoken(2), wrong, code="wrong")
+        await client.answer(1, spoken(1), spoken(2), number=3, code="ended")  # out of order
+        asked = await client.answer(1, spoken(1), spoken(2), number=2)
+        assert await client.answer(1, spoken(1), spoken(2), number=2) == asked
+        await client.answer(1, spoken(1, "y"), spoken(2), number=2, code="exists")
+        await client.answer(1, spoken(1), number=3, code="exists")
+        assert client.worker.envs["game"].env.hooks["rollout"].function.__globals__["calls"] == ["x"]
+        assert asked.asked.asks[0].id == 3
+        await client.cancel()
+        await client.answer(1, spoken(3), code="ended")
+
+    playing(worker_of(GAME), script)
+
+
+@pytest.mark.parametrize(
+    "cast", ["", "{", "{}", '["policy"]', '[{"name": "a", "engine": 3}]', '[{"is_trainable": true}]', '[{"params": 3}]']
+)
+def test_a_start_without_actors_is_refused_where_hooks_ask_them(cast, worker_of):  # noqa: F811
+    error = asyncio.run(Player(worker_of(GAME)).start(code="wrong", cast=cast))
+    assert ("cast" if cast else "rollout() of game names actors: a start needs a `cast`") in error
+
+
+def test_an_actors_error_is_raised_in_the_hook(worker_of):  # noqa: F811
+    code = """
+    async def rollout(task, actors):
+        for _ in range(2):
+            try:
+                await actors["policy"].respond("hi")
+            except (ValueError, ConnectionError) as error:
+                seen = f"{type(error).__name__} {error}"
+        await actors["policy"].respond(seen)
+    """
+
+    async def script(client):
+        await client.run()
+        await client.answer(1, pb.Spoken(ask=1, error="ValueError: too: long"))
+        asked = (await client.answer(1, pb.Spoken(ask=2, error="ConnectionError: no answer"))).asked
+        assert json.loads(asked.openings[0].messages)[0]["content"] == "ConnectionError no answer"
+        error = await client.answer(1, pb.Spoken(ask=3, error="Unwell: of late"), code="unknown")
+        assert error.startswith("rollout() failed for task row/0: ") and error.endswith("game.py:8: Unwell: of late")
+
+    playing(worker_of(code), script)
+
+
+def test_a_hooks_deadline_does_not_count_the_time_of_actors(worker_of):  # noqa: F811
+    code = """
+    import asyncio
+
+    async def interact(actors):
+        reply = await actors["policy"].respond("hi")
+        if reply.text == "hang":
+            await asyncio.sleep(600)
+        return [{"role": "user", "content": reply.text}]
+    """
+
+    async def script(client):
+        assert (await client.say("a")).asked.asks[0].id == 1
+        await asyncio.sleep(2)
+        assert json.loads((await client.answer(1, spoken(1, "late"))).interact.messages)[0]["content"] == "late"
+        await client.say("b")
+        error = await client.answer(3, spoken(2, "hang"), code="late")
+        assert "interact() ran longer than 1 s for task row/0, in which it waited for no actor" in error
+
+    playing(worker_of(code, hook_timeout_s=1.0), script)
+
+
+def test_a_hook_that_gives_up_an_ask_goes_on_and_a_session_that_is_cancelled_ends_it(worker_of):  # noqa: F811
+    code = """
+    import asyncio
+
+    over = asyncio.Event()
+
+    async def rollout(task, actors):
+        try:
+            await asyncio.wait_for(actors["policy"].respond("first"), 0.05)
+        except asyncio.TimeoutError:
+            pass
+        try:
+            await actors["policy"].respond("second")
+        finally:
+            over.set()
+    """
+
+    async def script(client):
+        asks = [*(await client.run()).asked.asks]
+        while len(asks) < 2:
+            asks += (await client.answer(1)).asked.asks
+        assert [ask.id for ask in asks] == [1, 2]
+        assert await client.cancel() == pb.CANCELLED
+        await client.answer(1, spoken(1), code="ended")
+        over = client.worker.envs["game"].env.hooks["rollout"].function.__globals__["over"]
+        await asyncio.wait_for(over.wait(), 30)
+
+    playing(worker_of(code), script)
+
+
+def test_start_rewards_and_group_rewards_ask_too(worker_of):  # noqa: F811
+    code = """
+    async def start(task, actors):
+        return [(await actors["judge"].respond("start")).text]
+
+    async def one(state, actors):
+        return len((await actors["judge"].respond("one")).text) + len(state[0])
+    one.reward_mark = 1.0, False
+
+    async def two(state, actors):
+        return len((await actors["judge"].respond("two")).text)
+    two.reward_mark = 0.5, False
+
+    async def group_reward_fn(trajectories, actors, answer):
+        said = await actors["judge"].respond(f"{trajectories[0].seat} {answer}")
+        return [len(said.text), trajectories[0].turns[0].completion.logprobs[0]]
+    """
+
+    async def script(client):
+        await client.say("a", "ended")  # start() is not over
+        assert len(json.loads((await client.answer(0, spoken(1, "abc"))).start.messages)) == 1
+        assert (await client.say("a")).status == pb.COMPLETED
+        first, second = await client.score(hooks=["one"]), await client.score(hooks=["two"])
+        assert [(a.id, a.conversation) for r in (first, second) for a in r.asked.asks] == [(2, 2), (3, 3)]
+        assert (await client.answer(4, spoken(3, "four"))).score.scores[0].reward == 2.0
+        assert (await client.answer(3, spoken(2, "four"))).score.scores[0].reward == 7.0
+        assert await client.cancel() == pb.COMPLETED
+        trajectory = {"task_id": "t", "env": "game", "group_id": "g", "seat": "x", "turns": [TURN]}
+        given = json.dumps({"trajectories": [trajectory]})
+        await client.ask("wrong", call=pb.CallRequest(env="game", hook="group_reward_fn", given=given))
+        assert not (await client.start({"answer": "y"}, no_start=True)).HasField("asked")
+        for hook in ("one", "start", "nobody"):
+            await client.run(hook, "wrong")
+        await client.run("group_reward_fn", "wrong", given='{"trajectories": 3}')
+        asked = (await client.run("group_reward_fn", given=given)).asked
+        assert json.loads(asked.openings[0].messages)[0]["content"] == "x y"
+        assert json.loads((await client.answer(1, spoken(1, "xyz"))).run.value) == [3, -0.1]
+
+    playing(worker_of(code), script)
+
+
+def test_a_session_whose_asks_nobody_answers_expires(worker_of):  # noqa: F811
+    async def script(client):
+        await client.run()
+        client.worker.draining = True
+        await client.worker.sweep()  # until no session is left
+        assert "expired" in await client.answer(1, spoken(1), code="ended")
+
+    playing(worker_of(GAME, idle_s=0.2), script)
