@@ -117,8 +117,9 @@ class Session:
                 if asked == self.name:
                     self.name, self.num_lost = "", self.num_lost + 1
 
-    def may_replay(self, error: ServiceError) -> bool:
-        return error.code is StatusCode.DATA_LOSS and self.served.is_replaying and self.num_lost < MAX_REPLAYS
+    def may_replay(self, error: BaseException) -> bool:
+        is_lost = isinstance(error, ServiceError) and error.code is StatusCode.DATA_LOSS
+        return is_lost and self.served.is_replaying and self.num_lost < MAX_REPLAYS
 
     async def numbered(self, hook: str, session: str, request: Any) -> Any:
         """The result of a numbered request."""
@@ -158,8 +159,10 @@ class Session:
                     if listening:
                         await asyncio.wait({listening})
                     return getattr(reply, news)
-        except ServiceError as error:
-            if running and self.may_replay(error):  # what they say is told to the session that takes its place
+        except BaseException as error:
+            if not self.may_replay(error):
+                self.end()  # now: the tasks of actors and this frame hold each other
+            elif running:  # what they say is told to the session that takes its place
                 await asyncio.wait(running)
             raise
         finally:
