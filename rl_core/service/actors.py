@@ -101,7 +101,10 @@ class Asks:
         finally:
             call.count_waiting(-1)
         if spoken.error:
-            raise error_of(spoken.error)
+            kind, _, message = spoken.error.partition(": ")
+            raise (ERRORS.get(kind) or type(kind if kind.isidentifier() else "Error", (RuntimeError,), {}))(
+                message or kind
+            )
         if turn:
             self.turns[id(turn)] = spoken.ask, turn
         return spoken, said, turn
@@ -201,14 +204,6 @@ class Call:
     def _own_s(self) -> float:
         now = self.loop.time()
         return now - self.waited_s - (now - self.since_s if self.num_waiting else 0.0)
-
-
-def error_of(told: str) -> Exception:
-    """What an actor raised, by its name and message."""
-    kind, _, message = told.partition(": ")
-    if not kind.isidentifier():
-        return RuntimeError(told)
-    return (ERRORS.get(kind) or type(kind, (RuntimeError,), {}))(message)
 
 
 def read_spoken(spoken: pb.Spoken) -> Said:

@@ -230,8 +230,7 @@ def load_module(url: str) -> ModuleType:
         module.start = start_hook(served, hooks.get("start"), any(map(asks_actors, described.hooks)))
     for hook in described.hooks:
         if hook.is_reward:
-            proxy = (asking_group_hook if asks_actors(hook) else group_hook) if hook.batched else reward_hook
-            reward = proxy(served, hook)
+            reward = (group_hook if hook.batched else reward_hook)(served, hook)
             # The service multiplies by a weight, but for a group's.
             reward.reward_mark = hook.weight if hook.batched else float(hook.weight != 0), hook.batched
             setattr(module, hook.name, reward)
@@ -307,37 +306,26 @@ def rollout_hook(served: Served, hook: pb.Hook) -> Callable:
     async def rollout(task: Task, actors: Cast, **_: Any) -> list[Trajectory]:
         session = Session(served, start_request(served, task), actors)
         reply, _ = await session.ask(hook, lambda: pb.RunRequest(hook=hook.name))
-        session.kept["status"] = pb.COMPLETED
         return session.speakers.trajectories(reply.value)
 
     return signed(rollout, hook, "task", "actors")
 
 
 def group_hook(served: Served, hook: pb.Hook) -> Callable:
-    async def score(task: Task, trajectories: list[Trajectory], **given: Any) -> list[float]:
-        given = of_group(trajectories, given) | {"task": plain_task(task)}
-        request = pb.CallRequest(env=served.name, hook=hook.name, given=to_json(given, "the group"))
-        reply = await served.ask(hook.name, task.id, call=request)
+    async def score(
+        task: Task, trajectories: list[Trajectory], actors: Cast | None = None, **given: Any
+    ) -> list[float]:
+        given = {name: value for name, value in given.items() if name in OF_GROUP}
+        given |= {"trajectories": list(map(plain, trajectories)), "task": plain_task(task)}
+        of_hook = {"hook": hook.name, "given": to_json(given, "the group")}
+        if asks_actors(hook):
+            session = Session(served, start_request(served, task, no_start=True), actors)
+            reply, _ = await session.ask(hook, lambda: pb.RunRequest(**of_hook))
+        else:
+            reply = await served.ask(hook.name, task.id, call=pb.CallRequest(env=served.name, **of_hook))
         return from_json(reply.value, list, "the rewards of a group")
 
     return signed(score, hook, "task", "trajectories")
-
-
-def asking_group_hook(served: Served, hook: pb.Hook) -> Callable:
-    async def score(task: Task, trajectories: list[Trajectory], actors: Cast, **given: Any) -> list[float]:
-        session = Session(served, start_request(served, task, no_start=True), actors)
-        given = to_json(of_group(trajectories, given), "the group")
-        reply, _ = await session.ask(hook, lambda: pb.RunRequest(hook=hook.name, given=given))
-        session.kept["status"] = pb.COMPLETED
-        return from_json(reply.value, list, "the rewards of a group")
-
-    return signed(score, hook, "task", "trajectories")
-
-
-def of_group(trajectories: list[Trajectory], given: dict[str, Any]) -> dict[str, Any]:
-    """Our arguments of a batched reward but the task, for JSON."""
-    given = {name: value for name, value in given.items() if name in OF_GROUP - {"actors"}}
-    return given | {"trajectories": list(map(plain, trajectories))}
 
 
 def tasks_hook(served: Served, hook: pb.Hook) -> Callable:

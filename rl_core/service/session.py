@@ -123,23 +123,17 @@ class Session:
         return result
 
     def check_order(self, number: int, request: Numbered) -> None:
+        is_alone, futures = not isinstance(request, pb.ScoreRequest), [future for _, future in self.replies.values()]
+        is_answering = not all(future.done() for future in [*futures, *(call.task for call in self.calls.values())])
         if number <= self.number:
             message = f"number {number} was answered long ago: session {self.name} is at {self.number}"
         elif number > self.number + 1:
             message = f"number {number} is out of order: session {self.name} expects {self.number + 1}"
-        elif not isinstance(request, pb.AnswerRequest) and (
-            self.is_interacting or (not isinstance(request, pb.ScoreRequest) and self.is_answering)
-        ):
+        elif not isinstance(request, pb.AnswerRequest) and (self.is_interacting or (is_alone and is_answering)):
             message = f"request {self.number} of {self.name} is still answered"
         else:
             return
         raise ServiceError(StatusCode.FAILED_PRECONDITION, message)
-
-    @property
-    def is_answering(self) -> bool:
-        return not all(future.done() for _, future in self.replies.values()) or not all(
-            call.task.done() for call in self.calls.values()
-        )
 
     def hear(self, request: pb.AnswerRequest) -> Coroutine[Any, Any, Any]:
         """What a hook does with the answers that it waited for."""
