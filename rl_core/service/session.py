@@ -10,28 +10,19 @@ from typing import Any
 from grpc import StatusCode
 
 from rl_core.data.tasks import check_messages
-from rl_core.sampling.actor import Cast
 from rl_core.sampling.env import OF_GROUP, Env
 from rl_core.sampling.episode import checked
 from rl_core.sampling.hooks import Hook, HookError, add_parts, finite_parts, read_answer, wait_for_all
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.actors import CALL, Asks, Call, read_turn
-from rl_core.service.wire import ServiceError, from_json, to_json, wrong
+from rl_core.service.wire import REPLIES, VERB_OF, ServiceError, from_json, to_json, wrong
 from rl_core.types import Message, Task, Trajectory
 
 # Replies that are kept for requests that come again: a client that interacts has heard all before, but for one in flight.
 KEPT, KEPT_SCORES = 2, 64
 ENDED = frozenset({pb.COMPLETED, pb.CANCELLED, pb.LIMIT, pb.AGENT_ERROR, pb.ENVIRONMENT_ERROR, pb.EXPIRED})
 MAY_SCORE = frozenset({pb.RUNNING, pb.COMPLETED, pb.LIMIT})
-# News of a call -> its field in an AnswerReply.
-NEWS = {
-    pb.Asked: "asked",
-    pb.StartReply: "start",
-    pb.InteractReply: "interact",
-    pb.ScoreReply: "score",
-    pb.RunReply: "run",
-}
-REPLY_OF = {pb.InteractRequest: pb.InteractReply, pb.ScoreRequest: pb.ScoreReply, pb.RunRequest: pb.RunReply}
+NEWS = {pb.Asked: "asked"} | {REPLIES[verb]: verb for verb in ("start", "interact", "score", "run")}  # of a call
 Numbered = pb.InteractRequest | pb.ScoreRequest | pb.RunRequest | pb.AnswerRequest
 
 
@@ -41,6 +32,7 @@ class Session:
         self.name, self.env, self.task, self.count = name, env, task, count
         self.actors, self.max_turns = list(request.actors), request.max_turns or env.max_turns
         self.asks = Asks(request.cast) if request.cast else None
+        self.cast = self.asks and self.asks.cast
         self.calls: dict[int, Call] = {}  # number of the request -> its hooks, which may ask actors
         asking = [hook.name for hook in env.hooks.values() if asks_actors(hook)]
         if asking and not self.asks:
@@ -57,7 +49,7 @@ class Session:
 
     async def start(self) -> pb.StartReply:
         """Raises ServiceError if the file's start() fails."""
-        return await self.begin(0, self.alone(self.make_state()), pb.StartReply)
+        return await self.begin(0, self.alone(self.make_state()), "start")
 
     async def make_state(self) -> pb.StartReply:
         if self.has_start:
@@ -66,10 +58,6 @@ class Session:
             self.state = await self.run(self.env.hooks["start"], given | {"actor": only})
         tools = to_json(self.env.tools, f"{self.env.path}: tools") if self.env.tools else ""
         return pb.StartReply(messages=to_json(self.task.messages, "the task's messages"), tools=tools)
-
-    @property
-    def cast(self) -> Cast | None:
-        return self.asks and self.asks.cast
 
     def alone(self, work: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
         """The work, beside which nothing else may run."""
@@ -85,7 +73,7 @@ class Session:
 
         return run()
 
-    async def begin(self, number: int, work: Coroutine[Any, Any, Any], reply: type) -> Any:
+    async def begin(self, number: int, work: Coroutine[Any, Any, Any], verb: str) -> Any:
         """What the work gives, or a reply in which its hooks ask."""
         if self.asks is None:
             return await work
@@ -93,7 +81,7 @@ class Session:
             del self.calls[known]
         call = self.calls[number] = Call(work, self.asks)
         news = await call.news()
-        return news if isinstance(news, reply) else reply(asked=news or pb.Asked())
+        return news if isinstance(news, REPLIES[verb]) else REPLIES[verb](asked=news or pb.Asked())
 
     async def go_on(self, call: Call) -> pb.AnswerReply:
         news = await call.news()
@@ -114,7 +102,7 @@ class Session:
             if isinstance(request, pb.AnswerRequest):
                 work = self.hear(request)
             else:
-                work = self.begin(number, self.prepare(request), REPLY_OF[type(request)])
+                work = self.begin(number, self.prepare(request), VERB_OF[type(request)])
             future = asyncio.get_running_loop().create_future()
             self.number, self.replies[number] = number, (fingerprint, future)
             result = await self.settle(work, future)
