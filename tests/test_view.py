@@ -7,14 +7,24 @@ import json
 import os
 import re
 import signal
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from kit import LETTERS, RanksProcess, wait_until, words
 from tokenizers import Tokenizer, decoders, models
-from view_parts import HOSTILE, NEW, answers, report_of, said, small_run, trajectory, write_metrics, write_step
+from view_parts import (
+    HOSTILE,
+    NEW,
+    answers,
+    has_reader,
+    report_of,
+    said,
+    small_run,
+    trajectory,
+    write_metrics,
+    write_step,
+)
 
 from rl_core.tools.view import report
 from rl_core.tools.view.data import RunFolder, matching, panels_of
@@ -218,10 +228,3 @@ def test_no_rank_waits_for_the_report(tiny_model, tmp_path):
     finally:
         ranks.signal(signal.SIGKILL)
     assert "conversations of steps 1, " in (tmp_path / "out/report.html").read_text()
-
-
-def has_reader(pipe: Path) -> bool:
-    with suppress(OSError):
-        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
-        return True
-    return False

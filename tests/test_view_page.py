@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import threading
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from kit import LETTERS, run_ranks, wait_until, words
-from view_parts import HOSTILE, said, trajectory, write_metrics, write_step
+from view_parts import HOSTILE, has_reader, said, trajectory, write_metrics, write_step
 
 from rl_core.data.rows import write_trajectories
 from rl_core.tools.view import main, server
@@ -377,6 +378,21 @@ def test_what_is_missing_cut_short_or_removed_is_told_and_the_rest_is_shown(game
     shutil.rmtree(other)
     page.get_by_text(f"{other}: the folder is gone").wait_for()
     write_trajectories(game / "rollouts/step_000003.jsonl.zst", episodes(3))
+    count(page, "64 of 64")
+
+
+def test_a_run_on_a_slow_disk_holds_up_neither_its_curves_nor_other_runs(game, tmp_path, serve, page_of):
+    slow = tmp_path / "slow"
+    shutil.copytree(game, slow)
+    pipe = slow / "rollouts/step_000003.jsonl.zst"
+    os.mkfifo(pipe)  # who reads it waits
+    try:
+        page = page_of(serve(slow, game))
+        has(page, "[data-title=reward] .u-value", ["2", "0.5", "0.5"])
+        page.get_by_role("link", name="Conversations").click()
+        count(page, "32 of 32")  # of the other
+    finally:
+        wait_until(lambda: has_reader(pipe), "a reader")  # who finds the end of the pipe
     count(page, "64 of 64")
 
 

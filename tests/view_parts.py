@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from aiohttp.test_utils import TestClient, TestServer
@@ -71,3 +73,11 @@ def report_of(folder: Path) -> dict:
     assert main([str(folder), "--report", str(folder / "report.html")]) == 0
     text = (folder / "report.html").read_text()
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text)[1])
+
+
+def has_reader(pipe: Path) -> bool:
+    """Whether somebody reads the pipe, who then finds its end."""
+    with suppress(OSError):
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        return True
+    return False

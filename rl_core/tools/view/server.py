@@ -21,14 +21,15 @@ class Viewer:
     """Requests name a run by its number on the command line, and a trajectory by its number in the index."""
 
     def __init__(self, runs: list[RunFolder]):
-        self.runs, self.lock = runs, threading.Lock()
+        self.runs, self.locks = runs, [threading.Lock() for _ in runs]
 
     async def answer(self, work, request: web.Request) -> web.Response:
         """Runs `work` in a thread: files are read there."""
 
         def locked():
-            with self.lock:
-                return to_json(work(self.runs[int(request.match_info["run"])], request))
+            number = int(request.match_info["run"])
+            with self.locks[number]:
+                return to_json(work(self.runs[number], request))
 
         try:
             return web.json_response(text=await asyncio.to_thread(locked))

@@ -49,4 +49,4 @@ $("#list").addEventListener("keydown", (event) => {
 $("#config [name=differ]").checked = runs.length > 1;
 $(".more").open = innerWidth > 800;
 note(data.note || "");
-poll();
+runs.forEach((run) => poll(run));

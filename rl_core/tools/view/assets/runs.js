@@ -84,19 +84,21 @@ async function refresh(run) {
   return before !== state();
 }
 
-async function poll() {
-  let changed = false;
-  for (const run of runs) {
-    try {
-      changed = (await refresh(run)) || changed;
-    } catch {
-      Object.assign(run, { isComplete: true, lost: "The viewer does not answer; trying again." });
-    }
+// Each run by itself: the disk of one may be slow.
+async function poll(run) {
+  try {
+    if (await refresh(run)) draw();
+  } catch {
+    Object.assign(run, { isComplete: true, lost: "The viewer does not answer; trying again." });
   }
-  const told = unique(runs.map((run) => run.lost)).filter(Boolean).join(" ");
+  const told = unique(runs.map((one) => one.lost)).filter(Boolean).join(" ");
   if (told !== ($("#note").dataset.lost || "")) $("#note").dataset.lost = told, note(told);
-  if (changed) showRuns(), show();
-  if (!data.report) setTimeout(poll, runs.every((run) => run.isComplete) ? 2000 : 0);
+  if (!data.report) setTimeout(poll, run.isComplete ? 2000 : 0, run);
+}
+
+let drawing = 0;
+function draw() { // once for what comes together
+  drawing ||= setTimeout(() => { drawing = 0; showRuns(); show(); });
 }
 
 function showRuns() {
