@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +14,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 from grpc import StatusCode
+from kit import ROOT
 
 from rl_core.service import environments_pb2 as pb
 from rl_core.service import hub as hub_module
@@ -21,9 +24,9 @@ from rl_core.service.hosted import LocalEnv
 from rl_core.service.hub import Hub
 from rl_core.service.joining import join_all
 from rl_core.service.links import WorkerLink
-from rl_core.service.security import Access
+from rl_core.service.security import TOKEN_VARIABLE, Access, Admission
 from rl_core.service.uplink import Uplink
-from rl_core.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS
+from rl_core.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS, HUB, UNUSABLE
 from rl_core.service.worker import Worker
 
 
@@ -54,9 +57,12 @@ async def happens(fact, what: str) -> None:
 
 
 @asynccontextmanager
-async def listening(hub: Hub, address: str, credentials: grpc.ServerCredentials | None = None) -> AsyncIterator[int]:
+async def listening(
+    hub: Hub, address: str, credentials: grpc.ServerCredentials | None = None, token: str = ""
+) -> AsyncIterator[int]:
     """Its port."""
-    server = grpc.aio.server(options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)])
+    admission = Admission(Access(token=token), (ENVIRONMENTS, HUB))
+    server = grpc.aio.server(interceptors=[admission], options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)])
     hub.add_to(server)
     add = (server.add_secure_port, address, credentials) if credentials else (server.add_insecure_port, address)
     port = add[0](*add[1:])
@@ -268,3 +274,39 @@ def test_a_hub_that_stood_still_takes_no_worker_for_silent():
         watching.cancel()
 
     asyncio.run(stand_still())
+
+
+def test_a_hub_that_refuses_a_worker_ends_its_own_link_alone(tmp_path):
+    (tmp_path / "e.py").write_text("def reward_fn(completion): return 1")
+    command = ["-m", "rl_core.service.worker", str(tmp_path / "e.py"), "--join"]
+    env = os.environ | {TOKEN_VARIABLE: "right"}
+
+    async def play() -> None:
+        hub, other = Hub(), Hub()
+        async with (
+            listening(hub, "127.0.0.1:0", token="right") as port,
+            listening(other, "127.0.0.1:0", token="b") as b,
+        ):
+
+            async def join(*ports: int) -> asyncio.subprocess.Process:
+                addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
+                how = {"env": env, "cwd": ROOT, "stderr": asyncio.subprocess.PIPE}
+                return await asyncio.create_subprocess_exec(sys.executable, *command, addresses, **how)
+
+            refusal = f"error: 127.0.0.1:{b} refused this worker: the bearer token is missing or wrong"
+            worker = await join(b, port)
+            try:
+                told = (await asyncio.wait_for(worker.stderr.readuntil(b"without it\n"), 90)).decode()
+                await happens(lambda: hub.links, "it joins the other one")
+                [name] = hub.links
+                assert refusal in told and told.endswith(f"; worker {name} goes on without it\n")
+                start = pb.Request(start=pb.StartRequest(env="e", row='{"prompt": "x"}'))
+                assert (await hub.answer(start)).start.session.startswith(name) and not other.links
+            finally:
+                worker.kill()
+                await worker.wait()
+            alone = await join(b)
+            _, told = await asyncio.wait_for(alone.communicate(), 90)
+            assert alone.returncode == UNUSABLE and refusal in told.decode()
+
+    asyncio.run(play())
