@@ -19,6 +19,7 @@ from kit import ROOT
 from rl_core.service import environments_pb2 as pb
 from rl_core.service import hub as hub_module
 from rl_core.service import joining, starts
+from rl_core.service.connection import Connection
 from rl_core.service.gateway import Metrics
 from rl_core.service.hosted import LocalEnv
 from rl_core.service.hub import Hub
@@ -310,3 +311,57 @@ def test_a_hub_that_refuses_a_worker_ends_its_own_link_alone(tmp_path):
             assert alone.returncode == UNUSABLE and refusal in told.decode()
 
     asyncio.run(play())
+
+
+WAITS = """
+import asyncio
+from pathlib import Path
+
+async def start(task):
+    while not Path(__file__).with_suffix(".go").exists():
+        await asyncio.sleep(0.01)
+
+def reward_fn(completion):
+    return 1
+"""
+
+
+def test_a_start_that_is_sent_again_over_another_hub_is_the_same_session(tmp_path):
+    """One that has just begun, and that the session's worker joins after another one."""
+    (tmp_path / "e.py").write_text(WAITS)
+
+    async def play() -> tuple[str, str, list[int]]:
+        one, two, heard = Hub(), Hub(), []
+        two.observe = lambda verb, seconds: heard.append(verb)
+        watching = asyncio.ensure_future(two.watch())
+        made = lambda: LocalEnv(str(tmp_path / "e.py"), hook_timeout_s=90.0, idle_s=90.0)  # noqa: E731
+        busy, idle, last = (Worker([made()], capacity=5, idle_s=90.0) for _ in range(3))
+
+        async def join(worker: Worker, hub: Hub, port: int) -> None:
+            worker.uplinks.append(Uplink(worker, f"127.0.0.1:{port}", Access(), pytest.fail))
+            await happens(lambda: worker.name in hub.links, "it joins")
+
+        async with listening(one, "127.0.0.1:0") as first, listening(two, "127.0.0.1:0") as second:
+            await join(busy, one, first)
+            await join(idle, one, first)
+            async with listening(one, "127.0.0.1:0") as port:
+                connection = Connection(f"127.0.0.1:{port}", Access(), 60.0)
+                start = pb.StartRequest(env="e", key="k", row='{"prompt": "x"}')
+                starting = asyncio.wrap_future(connection.send(start=start))
+                await happens(lambda: busy.by_key, "it begins on the worker that came first")
+            await join(idle, two, second)
+            two.began_s = time.monotonic()
+            async with listening(two, f"127.0.0.1:{port}"):
+                await happens(lambda: heard, "the client is here")
+                await join(busy, two, second)
+                await join(last, two, second)
+                (tmp_path / "e.go").touch()
+                session = (await asyncio.wait_for(starting, 60)).session
+                connection.close()
+            watching.cancel()
+            for uplink in (*busy.uplinks, *idle.uplinks, *last.uplinks):
+                uplink.is_over.set()
+        return session[:12], busy.name, [worker.num_held["e"] for worker in (busy, idle, last)]
+
+    held_by, busy, num_held = asyncio.run(play())
+    assert (held_by, num_held) == (busy, [1, 0, 0])

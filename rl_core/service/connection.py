@@ -188,6 +188,8 @@ class Connection:
         self.outbox = Outbox()
         self._post_renewal()  # whose answer says that the service is there
         for request, _ in list(self.pending.values())[:-1]:
+            if self.trouble and request.HasField("start"):  # it may have begun
+                request.start.again = True
             self.outbox.put(request)
         stream = channel.stream_stream(
             f"/{ENVIRONMENTS}/Stream",

@@ -37,6 +37,7 @@ MAX_TIMEOUT_S = 600.0
 FIRST_S = 60.0  # how long the first worker may take
 PENDING = 20_000  # requests of one client that are not answered; more are refused
 MAX_DETAILS = 2_000  # bytes of an error of a verb that is called alone
+NOT_FOUND = StatusCode.NOT_FOUND.value[0]
 KEPT_PAST = 1_000  # workers that are gone and could come back
 UNREAD = 16 << 20  # bytes of replies that a client has not read, during which the server begins no more of its requests
 
@@ -118,6 +119,8 @@ class Hub:
             return await self.in_session(request, verb, again)
         if verb == "start":
             await self.must_know(request.start.env)
+            if request.start.again:
+                await self.find_key(request.start)
             return await self.starts.start(request)
         if verb == "describe":
             return pb.Reply(describe=await self.describe(request.describe.env))
@@ -193,20 +196,36 @@ class Hub:
         for name in request.sessions:
             by_worker.setdefault(name.partition(".")[0], []).append(name)
         gone: list[str] = []
-        asked: list[asyncio.Task] = []
+        asked: dict[str, pb.Request] = {}
         for worker, names in by_worker.items():
             if worker in self.links:
-                request = pb.Request(renew=pb.RenewRequest(sessions=names))
-                asked.append(asyncio.ensure_future(self.links[worker].answer(request)))
+                asked[worker] = pb.Request(renew=pb.RenewRequest(sessions=names))
             elif not WORKER.fullmatch(worker) or self.left_s(worker) <= 0:
                 gone += names
-        if asked:
-            _, blocked = await asyncio.wait(asked, timeout=self.grace_s)
-            for task in blocked:  # it hears of this when it goes on; those of other workers do not wait for it
-                task.cancel()
-        for reply in [task.result() for task in asked if task.done()]:
-            gone += reply.renew.gone if reply else []
+        for reply in (await self.ask_all(asked)).values():
+            gone += reply.renew.gone
         return pb.RenewReply(gone=gone)
+
+    async def find_key(self, start: pb.StartRequest) -> None:
+        """Asks the workers whose session a start's key is: it was sent before, perhaps over another hub."""
+        while time.monotonic() - self.began_s < self.grace_s:  # not all have dialled in yet
+            await self.changed.wait()
+        if start.key and (start.env, start.key) not in self.starts.worker_of:
+            asks = {"env": start.env, "key": start.key, "again": True}
+            of_env = [name for name, link in self.links.items() if start.env in link.loads]
+            replies = await self.ask_all({name: pb.Request(start=pb.StartRequest(**asks)) for name in of_env})
+            for name in [name for name, reply in replies.items() if reply.code != NOT_FOUND]:
+                self.starts.remember((start.env, start.key), name)
+        start.again = False
+
+    async def ask_all(self, requests: dict[str, pb.Request]) -> dict[str, pb.Reply]:
+        """Worker -> its reply. A worker that is blocked hears of this when it goes on; others do not wait for it."""
+        asked = {name: asyncio.ensure_future(self.links[name].answer(request)) for name, request in requests.items()}
+        if asked:
+            _, blocked = await asyncio.wait(asked.values(), timeout=self.grace_s)
+            for task in blocked:
+                task.cancel()
+        return {name: task.result() for name, task in asked.items() if task.done() and task.result()}
 
     # --- workers
 

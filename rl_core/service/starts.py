@@ -35,9 +35,7 @@ class Starts:
                 self.release()
                 continue
             if request.start.key:
-                self.worker_of[key] = link.name
-                if len(self.worker_of) > KEPT_KEYS:
-                    self.worker_of.popitem(last=False)
+                self.remember(key, link.name)
             reply = await link.answer(request)
             if reply is not None and reply.code != FULL:
                 return reply
@@ -46,6 +44,11 @@ class Starts:
                 link.started[env] += max(0, link.room(env))  # no room until its next heartbeat
             is_first, num_lost = True, num_lost + (reply is None)
         raise ServiceError(StatusCode.DATA_LOSS, f"{num_lost} workers went away while they started this session")
+
+    def remember(self, key: tuple[str, str], worker: str) -> None:
+        self.worker_of[key] = worker
+        if len(self.worker_of) > KEPT_KEYS:
+            self.worker_of.popitem(last=False)
 
     async def known(self, key: tuple[str, str]) -> WorkerLink | None:
         try:

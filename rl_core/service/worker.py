@@ -99,6 +99,10 @@ class Worker:
 
     async def start(self, request: pb.StartRequest) -> pb.StartReply:
         env, key = self.env_of(request.env), (request.env, request.key) if request.key else None
+        if request.again:
+            if key in self.by_key or key in self.gone:
+                return pb.StartReply()
+            raise ServiceError(StatusCode.NOT_FOUND, f"worker {self.name} has no session of this key")
         if key in self.gone:
             raise has_ended(*self.gone[key])
         if (held := self.by_key.get(key)) is None:
