@@ -23,7 +23,7 @@ from grpc import StatusCode
 from rl_core.data.tasks import shorten
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.hosted import check_capacity
-from rl_core.service.session import MAY_SCORE, Numbered
+from rl_core.service.session import Numbered, Session
 from rl_core.service.wire import CODES, MAX_MESSAGE, VERB_OF, ServiceError, wrong
 
 SETTINGS = ("image", "network", "cpus", "memory", "capacity")
@@ -285,9 +285,7 @@ class ContainedSession:
     def fail(self, reason: str) -> None:
         self.end(pb.ENVIRONMENT_ERROR, reason)
 
-    def end(self, status: int, reason: str) -> None:
-        if self.status == pb.RUNNING or (status == pb.ENVIRONMENT_ERROR and self.status in MAY_SCORE):
-            self.status, self.reason = status, reason
+    end = Session.end
 
     def close(self) -> None:
         if self.box:
