@@ -80,8 +80,7 @@ class AsProcess(Runtime):
 
 @pytest.fixture
 def play_boxed(tmp_path, monkeypatch):
-    """play_boxed(script, idle_s) runs script(worker, ask) beside a worker that serves BOXED."""
-    (tmp_path / "boxed.py").write_text(BOXED)
+    """play_boxed(script, idle_s, code) runs script(worker, ask) beside a worker that serves the code."""
     (tmp_path / "only_in_the_image.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
@@ -104,7 +103,11 @@ def play_boxed(tmp_path, monkeypatch):
             env.close()
             await runtime.close()
 
-    return lambda script, idle_s=60.0: asyncio.run(asyncio.wait_for(main(script, idle_s), 240))
+    def play(script, idle_s: float = 60.0, code: str = BOXED):
+        (tmp_path / "boxed.py").write_text(code)
+        return asyncio.run(asyncio.wait_for(main(script, idle_s), 240))
+
+    return play
 
 
 async def begin(ask, code: int = 0, prompt: str = "x"):
@@ -156,6 +159,30 @@ def test_each_session_has_a_process_of_its_own_that_ends_with_it(play_boxed):
         assert (await ask(call=pb.CallRequest(env="boxed", hook="advantage_fn", given=given))).value == "[2.0,3.0]"
 
     play_boxed(script)
+
+
+ASKING = """
+image = "rl-core-chess:1"
+
+async def rollout(task, actors):
+    reply = await actors["policy"].respond(task.messages)
+    return [reply.trajectory(len(reply.text))]
+"""
+
+
+def test_a_rollout_in_a_container_asks_actors(play_boxed):
+    async def script(worker, ask):
+        start = pb.StartRequest(env="boxed", row='{"prompt": "x"}', cast='[{"name": "policy"}]')
+        session = (await ask(start=start)).session
+        asked = (await ask(run=pb.RunRequest(session=session, number=1, hook="rollout"))).asked
+        assert json.loads(asked.openings[0].messages) == [{"role": "user", "content": "x"}]
+        spoken = pb.Spoken(ask=asked.asks[0].id, messages='[{"role": "assistant", "content": "abc"}]')
+        answer = pb.AnswerRequest(session=session, number=2, call=1, answers=[spoken])
+        told = await ask(answer=answer)
+        assert json.loads(told.run.value)[0]["reward"] == 3.0 and await ask(answer=answer) == told
+        assert worker.held[session].session.status == pb.COMPLETED and worker.envs["boxed"].interactions == 1
+
+    play_boxed(script, code=ASKING)
 
 
 def test_what_dies_in_a_container_ends_one_session(play_boxed):

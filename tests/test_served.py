@@ -144,6 +144,11 @@ max_turns = 3
 
 async def rollout(task, actors):
     policy, judge = actors["policy"], actors["judge"]
+    if task.row.get("is_race"):
+        return [await race(policy, judge)]
+    if odd := task.row.get("odd"):
+        chance = await policy.respond(os.urandom(4).hex() if odd == "conversation" else "hi")
+        await chance.respond(os.urandom(4).hex() if odd == "turn" else "ho")
     first, other = await policy.respond(task.messages, n=2)
     branch, before = first.fork(), first.turns[0].completion.logprobs[0]
     replies = await asyncio.gather(first.respond("more"), branch.respond([{{"role": "user", "content": "less"}}]))
@@ -152,6 +157,19 @@ async def rollout(task, actors):
     found = [first.trajectory(parts, seat="a", metrics={{"tried": len(replies)}})]
     found[0].turn_rewards = [found[0].reward / n for n in (2, 2)[: len(found[0].turns)]] if len(found[0].turns) == 2 else []
     return [*found, branch.trajectory(len(branch.last_text), seat="b"), other.trajectory(policy.max_turns, seat="b")]
+
+async def race(policy, judge):
+    order = []
+
+    async def say(actor, turns):
+        reply = await actor.respond("go")
+        for _ in range(turns - 1):
+            await reply.respond("on")
+        order.append(actor.name)
+        return reply
+
+    _, reply = await asyncio.gather(say(judge, 1), say(policy, 3))
+    return reply.trajectory(float(order == ["policy", "judge"]))
 
 async def group_reward_fn(trajectories, actors, answer):
     said = [actors["judge"].respond(t.messages[-1]["content"][:5] + answer, max_tokens=2) for t in trajectories]
@@ -437,7 +455,7 @@ def test_a_session_whose_worker_died_fails_or_is_played_again(on_lost, service):
 
 
 class Acting(ScriptedActor):
-    """It does something before a turn: act(number of the turn)."""
+    """It does something before a turn: act(number of the turn), which may give what it waits for."""
 
     act: Any = None
 
@@ -446,7 +464,9 @@ class Acting(ScriptedActor):
         speak, count = actor.engine.generate, itertools.count()
 
         async def generate(*args, **more) -> Any:
-            self.act(next(count))
+            waits = self.act(next(count))
+            if waits:
+                await waits
             return await speak(*args, **more)
 
         actor.engine.generate = generate
@@ -455,12 +475,9 @@ class Acting(ScriptedActor):
 
 def speakers(act=lambda turn: None, **more) -> dict[str, ScriptedActor]:
     """A policy and a judge; act() before each turn of the policy."""
-    made = {"policy": Acting, "judge": ScriptedActor}
-    cast = {
-        name: kind(name=name, chat=plain_chat(), replies=[f"{name} {n}" for n in range(9)], **more)
-        for name, kind in made.items()
-    }
-    cast["policy"].act, cast["judge"].is_trainable = act, False
+    how = {"chat": plain_chat(), **more}
+    cast = {name: Acting(name=name, replies=[f"{name} {n}" for n in range(9)], **how) for name in ("policy", "judge")}
+    cast["policy"].act, cast["judge"].act, cast["judge"].is_trainable = act, lambda turn: None, False
     return cast
 
 
@@ -478,18 +495,34 @@ def kill_once(service: Service, env: str, at: int):
     return act
 
 
+@pytest.fixture(scope="module")
+def mortal(files):
+    """A service whose workers are killed."""
+    made = Service(files / "asking.py", files / "hinted.py", "--workers", "2", "--heartbeat_s", "0.5")
+    yield made
+    kill_session(made.process)
+
+
 @pytest.mark.parametrize("on_lost, name, at", [("fail", "asking", 3), ("replay", "asking", 3), ("replay", "hinted", 1)])
-def test_a_session_whose_worker_died_while_it_asked_fails_or_is_asked_again(on_lost, name, at, service, files):
+def test_a_session_whose_worker_died_while_it_asked_fails_or_is_asked_again(on_lost, name, at, mortal, files):
     local = play(load_env(str(files / f"{name}.py")), [], actors=speakers())
-    wait_until(lambda: service.num_open(name) == 0, "sessions end", 30)
-    cast = speakers(kill_once(service, name, at))
-    found = play(load_env(service.url(name, on_lost=on_lost)), [], actors=cast)
+    wait_until(lambda: mortal.num_open(name) == 0, "sessions end", 30)
+    cast = speakers(kill_once(mortal, name, at))
+    found = play(load_env(mortal.url(name, on_lost=on_lost)), [], actors=cast)
     assert {t.status for t in local} == {"ok"} and len(local) == (3 if name == "asking" else 1)
     if on_lost == "replay":
         assert found == local
     else:
         assert {t.status for t in found} == {"failed"}
         assert re.search(r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost: its worker ", found[0].error)
+
+
+@pytest.mark.parametrize("odd", ["conversation", "turn"])
+def test_a_replay_that_asks_actors_otherwise_fails(odd, mortal):
+    cast = speakers(kill_once(mortal, "asking", 3))
+    [*found] = play(load_env(mortal.url("asking", on_lost="replay")), [], actors=cast, odd=odd)
+    assert {t.status for t in found} == {"failed"}
+    assert re.search(r"session \S+ was lost, and its replay differs: it asked actors otherwise", found[0].error)
 
 
 def test_an_engine_that_dies_while_a_service_asks_is_started_again(service, files):
@@ -508,6 +541,15 @@ def test_an_engine_that_dies_while_a_service_asks_is_started_again(service, file
         wait_until(lambda: service.num_open("asking") == 0, "its session ends with it", 30)
     finally:
         gc.enable()
+
+
+def test_a_fast_actor_does_not_wait_for_a_slow_one(service):
+    """The judge speaks once the policy has begun its third turn, which the hook asks for meanwhile."""
+    has_begun = asyncio.Event()
+    cast = speakers(lambda turn: has_begun.set() if turn == 2 else None)
+    cast["judge"].act = lambda turn: asyncio.wait_for(has_begun.wait(), 30)
+    [t] = play(load_env(service.url("asking")), [], actors=cast, is_race=True)
+    assert t.reward_parts["rollout"] == 1.0 and len(t.turns) == 3 and t.status == "ok"
 
 
 def test_what_an_actor_raises_reads_as_in_a_file(service, files):

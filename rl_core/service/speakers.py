@@ -37,6 +37,8 @@ class Speakers:
     def begin(self) -> None:
         """A new session asks."""
         self.unheard, self.voices, self.turns = list(self.known), {}, {}  # by conversation; by ask
+        for _, voice in self.known:
+            voice.num_heard = 0
 
     def described(self) -> str:
         """The `cast` of a StartRequest."""
