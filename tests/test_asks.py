@@ -8,6 +8,7 @@ import json
 import pytest
 from test_sessions import ASK, Client, play, worker_of  # noqa: F401  (a fixture)
 
+from rl_core.service import actors
 from rl_core.service import environments_pb2 as pb
 
 CAST = json.dumps([{"name": "policy", "max_turns": 4}, {"name": "judge", "is_trainable": False}])
@@ -59,7 +60,9 @@ def playing(worker, script, **start):
     return asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_a_rollout_is_answered_ask_by_ask_and_gives_its_trajectories(worker_of):  # noqa: F811
+def test_a_rollout_is_answered_ask_by_ask_and_gives_its_trajectories(worker_of, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(actors, "LISTEN_S", 600.0)
+
     async def script(client):
         asked = (await client.run()).asked
         assert [(o.conversation, o.actor, json.loads(o.messages)) for o in asked.openings] == [
