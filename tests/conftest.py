@@ -29,7 +29,7 @@ def pytest_addoption(parser):
 
 
 # Files that take longest begin first, so that no worker is left with one at the end.
-LONGEST = ["runs", "faults", "mesh", "logprobs", "learning", "gsm8k", "scores", "async"]
+LONGEST = ["runs", "faults", "mesh", "logprobs", "learning", "gsm8k", "docs_run", "scores", "async"]
 LONG = {f"test_{name}.py": n for n, name in enumerate(LONGEST)}
 
 

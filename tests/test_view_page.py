@@ -481,6 +481,8 @@ def test_runs_are_overlaid_smoothed_on_log_axes_and_their_settings_compared(game
 
 @pytest.mark.parametrize("screen", SCREENS)
 def test_axe_finds_no_serious_fault(screen, game, serve, page_of, tmp_path):
+    told = [json.dumps({"step": step, "text": "rewards are constant, " * 9}) + "\n" for step in range(9)]
+    (game / "warnings.jsonl").write_text("".join(told))  # more than fit
     page = page_of(serve(game), screen, bypass_csp=True)  # axe is put into the page
     page.wait_for_selector(".u-legend")
     page.evaluate(AXE.read_text())
