@@ -302,14 +302,14 @@ def smaller(args: list[str]) -> list[str]:
     verb = args[2] if args[1] == "rl_core.cli" else args[1].rpartition(".")[2]
     if "..." in flags:
         flags.remove("...")
-        given = [("--model", "M"), ("--env_path", "e.py"), ("--out", "runs/other")]
-        flags += [w for name, value in given if name not in flags and not skips(name, flags) for w in (name, value)]
+        given = {"--model": "M", "--out": "runs/other"} | (
+            {} if is_learned_from_rows(flags) else {"--env_path": "e.py"}
+        )
+        flags += [word for name, value in given.items() if name not in flags for word in (name, value)]
+    if "scripts/recipes/gsm8k_qwen3_0.6b.yaml" in flags:
+        flags += ["--data.train", "rows.jsonl", "--data.eval", "rows.jsonl"]  # instead of those of the hub
     if verb == "train":
         flags += SMALLER + ([] if is_learned_from_rows(flags) else ["--group_size", "2", "--max_tokens", "8"])
-        if "scripts/recipes/gsm8k_qwen3_0.6b.yaml" in flags:
-            flags += ["--data.train", "rows.jsonl", "--data.eval", "rows.jsonl"]  # instead of those of the hub
-    elif verb == "plan" and "--config" in flags:
-        flags += ["--data.train", "rows.jsonl", "--data.eval", "rows.jsonl"]
     elif verb == "serve":
         flags += ["--workers", "1"] if "--controller" not in flags else []
     elif verb == "replay":
@@ -325,10 +325,6 @@ def smaller(args: list[str]) -> list[str]:
 
 def is_learned_from_rows(flags: list[str]) -> bool:
     return "--algorithm" in flags and flags[flags.index("--algorithm") + 1] in ("sft", "dpo", "rm")
-
-
-def skips(name: str, flags: list[str]) -> bool:
-    return name == "--env_path" and is_learned_from_rows(flags)
 
 
 def free_port() -> int:
