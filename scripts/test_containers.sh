@@ -3,7 +3,7 @@
 # `rl-core-worker`, and runs tests/test_real_containers.py. Takes docker if it answers, else podman, which root on Debian installs.
 #   bash scripts/test_containers.sh [arguments of pytest]
 # BASE="..."         the image to build on, instead of python:3.12-slim; "debian": made here of Debian's packages, without a registry
-# BUILD_FLAGS="..."  more flags of the build, such as "--network host --volume /etc/ssl/certs:/etc/ssl/certs:ro"
+# BUILD_FLAGS="..."  more flags of the build, such as "--network host"; podman takes --volume /etc/ssl/certs:/etc/ssl/certs:ro too
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scratch="$(mktemp -d)"
