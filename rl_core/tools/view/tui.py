@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.text import Text
 from textual import work
 from textual.app import App, ComposeResult
 from textual.containers import VerticalScroll
+from textual.css.query import NoMatches
 from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Input, Label, Sparkline, Static, TabbedContent, TabPane
 from textual.worker import get_current_worker
@@ -26,6 +28,7 @@ COLUMNS = ("step", "kind", "env", "task", "actor", "reward", "status", "tokens",
 ROLES = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": "green"}
 MAX_ROWS = 1000  # of the table; a filter finds the others
 REFRESH_S = 2.0
+WHILE_THERE = suppress(NoMatches)  # the widgets: when the page ends they go before its workers
 SLICE_S = 0.5  # of reading, before what was read is shown
 
 Found = list[tuple[RunFolder, Entry]]
@@ -178,15 +181,17 @@ class Viewer(App):
         except (OSError, ValueError) as error:  # the folder is gone
             self.tell(error)
         state = [(run.revision, len(run.rows), len(run.entries)) for run in self.runs]
-        if state != self.seen:
-            self.seen = state
-            await self.query_one(Curves).show(self.runs)
-        if state != self.listed and not self.is_busy("find"):  # a search is not begun again until it is done
-            self.listed = state
-            self.find(self.query_one(Input).value)
+        with WHILE_THERE:
+            if state != self.seen:
+                self.seen = state
+                await self.query_one(Curves).show(self.runs)
+            if state != self.listed and not self.is_busy("find"):  # a search is not begun again until it is done
+                self.listed = state
+                self.find(self.query_one(Input).value)
 
     def tell(self, error: Exception) -> None:
-        self.query_one("#count").update(Text(safe(error), style="red"))
+        with WHILE_THERE:
+            self.query_one("#count").update(Text(safe(error), style="red"))
 
     @work(group="find", thread=True, exclusive=True)
     def find(self, filter: str) -> None:
@@ -197,8 +202,9 @@ class Viewer(App):
         except (OSError, ValueError) as error:
             self.call_from_thread(self.tell, error)
         else:
-            if not worker.is_cancelled:
-                self.call_from_thread(self.list_found, found)
+            with WHILE_THERE:
+                if not worker.is_cancelled:
+                    self.call_from_thread(self.list_found, found)
 
     def list_found(self, found: Found) -> None:
         table, count, place = self.query_one(DataTable), self.query_one("#count"), self.query_one(DataTable).cursor_row
