@@ -498,7 +498,7 @@ def kill_once(service: Service, env: str, at: int):
 @pytest.fixture(scope="module")
 def mortal(files):
     """A service whose workers are killed."""
-    made = Service(files / "asking.py", files / "hinted.py", "--workers", "2", "--heartbeat_s", "0.5")
+    made = Service(files / "asking.py", files / "hinted.py", "--workers", "2")
     yield made
     kill_session(made.process)
 
