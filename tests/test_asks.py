@@ -130,7 +130,7 @@ def test_wrong_and_repeated_answers_do_nothing_twice(worker_of):  # noqa: F811
 )
 def test_a_start_without_actors_is_refused_where_hooks_ask_them(cast, worker_of):  # noqa: F811
     error = asyncio.run(Player(worker_of(GAME)).start(code="wrong", cast=cast))
-    assert ("cast" if cast else "rollout() of game names actors: a start needs a `cast`") in error
+    assert ("cast" if cast else 'rollout() of game names actors: a start needs them as "cast": [') in error
 
 
 def test_an_actors_error_is_raised_in_the_hook(worker_of):  # noqa: F811

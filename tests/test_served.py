@@ -570,6 +570,19 @@ def test_what_an_actor_raises_reads_as_in_a_file(service, files):
     assert "ValueError: a prompt of" in one
 
 
+def test_what_is_said_to_a_session_that_another_replaced_takes_no_number_of_it(service):
+    async def replace() -> None:
+        playing = await Playing(service.url("count", on_lost="replay")).start()
+        lost = playing.state.name
+        await playing.say("a")
+        await playing.state.begin("start")
+        with pytest.raises(client.ServiceError, match=f"session {lost} was lost"):  # a reward that runs beside another
+            await playing.state.send("reward_fn", lost, pb.AnswerRequest())
+        assert await playing.say("b") == "2"
+
+    asyncio.run(replace())
+
+
 @pytest.mark.parametrize("said", ["name", "luck"])
 def test_a_replay_that_is_answered_otherwise_fails(said, service):
     async def lose() -> None:

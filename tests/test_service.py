@@ -8,6 +8,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -577,14 +578,17 @@ def test_local_workers_join_without_tls_in_a_private_folder(counter, tmp_path):
         ),
         ("--tls_cert x.pem", "--tls_cert and --tls_key belong together"),
         ("--controller", "name environment files, or --controller: one of them"),
-        ("--token_file /dev/null", "--token_file /dev/null is empty"),
-        ("--token_file nowhere", "error: --token_file nowhere: No such file or directory"),
+        ("--token_file /dev/null", "error: token_file /dev/null is empty"),
+        ("--token_file nowhere", "error: token_file nowhere: No such file or directory"),
         ("--join x:1 --http_port 0", "--join x:1 opens no hub of its own"),
+        ("--host 127.0.0.1 --http_port TAKEN", "of 127.0.0.1: Address already in use; --http_port 0 finds one"),
     ],
 )
 def test_what_cannot_be_served_is_refused(flags, message, counter, capsys, monkeypatch):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    assert cli.main(["serve", str(counter), "--port", "0", *flags.split()]) == 1
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        flags = flags.replace("TAKEN", str(taken.getsockname()[1]))
+        assert cli.main(["serve", str(counter), "--port", "0", *flags.split()]) == 1
     assert message in capsys.readouterr().err
 
 

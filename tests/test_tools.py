@@ -142,8 +142,8 @@ def test_show_prints_a_conversation_role_by_role(run, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, says", [
-    ("--step 3", "steps with step episodes: 1, 12"), ("--actor bob", "none among its episodes"),
-    ("--eval --failed", "none failed among its episodes"),
+    ("--step 3", "steps with step episodes: 1, 12"), ("--actor bob", "none among bob's episodes of the newest step; --step N"),
+    ("--eval --failed --step 12", "none failed among episodes of step 12"),
 ])  # fmt: skip
 def test_show_says_what_there_is(run, capsys, flags, says):
     assert main(["show", str(run), *flags.split()]) == 1

@@ -34,11 +34,11 @@ def made(places, tmp_path_factory) -> Path:
     return run(folder / "run", words("--model", places["model"], "--env_path", folder / "env.py", sizes, STOP))
 
 
-def seen(out: Path, look) -> None:
-    """Runs look(app, pilot) on the terminal's page of a run."""
+def seen(out: Path, look, *more: Path) -> None:
+    """Runs look(app, pilot) on the terminal's page of a run, or of several."""
 
     async def inside() -> None:
-        app = Viewer([RunFolder(out)])
+        app = Viewer([RunFolder(run) for run in (out, *more)])
         async with app.run_test(size=(120, 40)) as pilot:
             await done(app, pilot)
             await look(app, pilot)
@@ -194,6 +194,20 @@ def test_a_run_whose_folder_is_removed_stays_on_the_screen(made, tmp_path):
         assert not isinstance(app.screen, Conversation)
 
     seen(out, look)
+
+
+def test_a_run_beside_one_whose_folder_is_gone_grows_on(made, tmp_path):
+    gone, live = (Path(shutil.copytree(made, tmp_path / name)) for name in ("gone", "live"))
+
+    async def look(app, pilot) -> None:
+        shutil.rmtree(gone)
+        metrics = (live / "metrics.jsonl").read_text()
+        (live / "metrics.jsonl").write_text(metrics + json.dumps({"step": 9, "rollout/policy/reward": 1.0}) + "\n")
+        app.look()
+        await done(app, pilot)
+        assert app.runs[1].rows[-1]["step"] == 9
+
+    seen(gone, look, live)
 
 
 def test_without_textual_the_extra_is_named(made, monkeypatch, capsys):

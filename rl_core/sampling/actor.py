@@ -114,7 +114,7 @@ class Cast(dict[str, Actor]):
             self[name] = actor.in_episode(params, seed, f"{session}/{name}", max_turns)
 
     def __missing__(self, name: str) -> Actor:
-        raise KeyError(f"{name!r} is no actor; {nearest(str(name), sorted(self))}")
+        raise KeyError(f"{name!r} is no actor; {nearest(str(name), sorted(self))} (--actors adds one)")
 
     def close(self) -> None:
         """Engines free what they keep for the episode."""

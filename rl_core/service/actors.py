@@ -52,10 +52,8 @@ class RemoteActor(Actor):
 
     def converse(self, messages: list[Message], tools: list | None = None, label: str = "", **sampling) -> Conversation:
         session = f"{self.session}/{label or len(self.conversations)}"
-        made, given = (
-            RemoteConversation(self, messages, tools, sampling, session),
-            {"tools": tools, "sampling": sampling},
-        )
+        made = RemoteConversation(self, messages, tools, sampling, session)
+        given = {"tools": tools, "sampling": sampling}
         given = {name: to_json(value, name) for name, value in given.items() if value} | {"label": label}
         made.id = self.asks.open(actor=self.name, messages=to_json(messages, "messages"), **given)
         made.num_told = len(messages)
@@ -102,9 +100,8 @@ class Asks:
             call.count_waiting(-1)
         if spoken.error:
             kind, _, message = spoken.error.partition(": ")
-            raise (ERRORS.get(kind) or type(kind if kind.isidentifier() else "Error", (RuntimeError,), {}))(
-                message or kind
-            )
+            error = ERRORS.get(kind) or type(kind if kind.isidentifier() else "Error", (RuntimeError,), {})
+            raise error(message or kind)
         if turn:
             self.turns[id(turn)] = spoken.ask, turn
         return spoken, said, turn

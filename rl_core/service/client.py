@@ -127,6 +127,8 @@ class Session:
         return await self.result(hook, session, request.number, reply)
 
     async def send(self, hook: str, session: str, request: Any) -> Any:
+        if session != self.kept["session"]:  # another hook's request heard it first: numbers are of the new one
+            raise ServiceError(StatusCode.DATA_LOSS, f"session {session} was lost")
         request.session, request.number, self.number = session, self.number + 1, self.number + 1
         return await self.served.ask(hook, self.start.task_id, **{VERB_OF[type(request)]: request})
 

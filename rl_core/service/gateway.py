@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import ssl
 from collections import Counter
 from collections.abc import Iterator
@@ -45,7 +46,12 @@ async def open_http(hub: Hub, access: Access, args: argparse.Namespace, stack: A
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     host = args.host.strip("[]")
-    await web.TCPSite(runner, host, args.http_port, ssl_context=context, shutdown_timeout=1.0).start()
+    try:
+        await web.TCPSite(runner, host, args.http_port, ssl_context=context, shutdown_timeout=1.0).start()
+    except OSError as error:
+        raise ValueError(
+            f"--http_port {args.http_port} of {host}: {os.strerror(error.errno)}; --http_port 0 finds one"
+        ) from None
     return runner.addresses[0][1]
 
 

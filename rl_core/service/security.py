@@ -82,9 +82,9 @@ def read_token(path: str) -> str:
     try:
         token = Path(path).read_text(encoding="utf-8").strip() if path else os.environ.get(TOKEN_VARIABLE, "").strip()
     except OSError as error:
-        raise ValueError(f"--token_file {path}: {error.strerror}") from None
+        raise ValueError(f"token_file {path}: {error.strerror}") from None
     if path and not token:
-        raise ValueError(f"--token_file {path} is empty")
+        raise ValueError(f"token_file {path} is empty")
     if not (token.isascii() and token.isprintable() and " " not in token):
         raise ValueError(f"the token of {path or TOKEN_VARIABLE} must be printable ASCII without spaces")
     return token

@@ -36,9 +36,8 @@ class Session:
         self.calls: dict[int, Call] = {}  # number of the request -> its hooks, which may ask actors
         asking = [hook.name for hook in env.hooks.values() if asks_actors(hook)]
         if asking and not self.asks:
-            raise wrong(
-                f"{asking[0]}() of {env.name} names actors: a start needs a `cast`, for which the client answers"
-            )
+            cast = '"cast": [{"name": "judge"}], for which the client answers'
+            raise wrong(f"{asking[0]}() of {env.name} names actors: a start needs them as {cast}")
         self.has_start = "start" in env.hooks and not request.no_start
         self.messages = list(task.messages)
         self.state: Any = None
@@ -229,9 +228,8 @@ class Session:
             if not request.hooks and (name in self.turn_rewards or not self.env.rewards):
                 score.parts["interact"] = self.turn_rewards.get(name, 0.0)
         calls = [(hook, name) for hook in hooks for name in (names if hook.is_per_actor else [""])]
-        values = await wait_for_all(
-            [self.run(hook, self.given(said, name or said.actor, trajectory)) for hook, name in calls]
-        )
+        running = [self.run(hook, self.given(said, name or said.actor, trajectory)) for hook, name in calls]
+        values = await wait_for_all(running)
         for (hook, name), value in zip(calls, values, strict=True):
             try:
                 parts = finite_parts(value, hook.name, f"{hook.path}: what {hook.name}() returned")

@@ -42,9 +42,8 @@ class Speakers:
 
     def described(self) -> str:
         """The `cast` of a StartRequest."""
-        told = [
-            {k: getattr(actor, k) for k in TOLD} | {"params": asdict(actor.params)} for actor in self.actors.values()
-        ]
+        actors = self.actors.values()
+        told = [{k: getattr(a, k) for k in TOLD} | {"params": asdict(a.params)} for a in actors]
         return to_json(told, "the actors")
 
     def open(self, opening: pb.Opening) -> None:

@@ -63,10 +63,9 @@ class Uplink:
             over.set()
             self._check_parent()
             if error != told:
+                text = f"worker {self.worker.name}: {self.address}: {error}; again soon"
                 with suppress(OSError):  # stderr may be a pipe that nobody reads any more
-                    print(
-                        f"worker {self.worker.name}: {self.address}: {error}; again soon", file=sys.stderr, flush=True
-                    )
+                    print(text, file=sys.stderr, flush=True)
                 told = error
             wait_s = 0.1 if time.monotonic() - began_s > 5 else min(2 * wait_s, 2.0)
             self.is_over.wait(wait_s)

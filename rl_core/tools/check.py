@@ -80,7 +80,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--data.train", dest="rows", metavar="ROWS", help="rows; default: load_tasks('train')")
     parser.add_argument("--data.columns", dest="columns", help="other names of their columns: answer=solution")
     parser.add_argument("--model", help="folder or hub name: its tokenizer and chat template; default: a plain one")
-    parser.add_argument("--actors", metavar="A,B", help="names of actors, where `turns` names none; default: policy")
+    parser.add_argument("--actors", metavar="A,B", help="names of all actors; default: those in `turns`, or policy")
     parser.add_argument("--reply", action="append", default=[], metavar="TEXT", help=reply)
     parser.add_argument("--num_tasks", type=int, default=8, help="tasks that are tried, from the first on [8]")
     timeout = "timeout of one call of a hook; all tasks are tried concurrently [60]"
@@ -192,14 +192,14 @@ def marked_lines(chat: Chat, token_ids: list[int], loss_mask: list[bool]) -> lis
 
 
 def outcomes_of(found: dict[str, list[Trajectory]]) -> list[dict[str, Any]]:
-    """Means over the episodes of each kind of reply, actor, status and error."""
+    """Means over the episodes of each kind of reply, actor, status and error, of which the first is told."""
     groups: dict[tuple, list[Trajectory]] = defaultdict(list)
     for kind, trajectories in found.items():
         for t in trajectories:
-            groups[kind, t.actor, t.status, t.error].append(t)
+            groups[kind, t.actor, t.status, t.error.replace(t.task_id, "")].append(t)
     outcomes = []
-    for (kind, actor, status, error), own in groups.items():
-        outcome = {"reply": kind, "actor": actor, "status": status, "error": error, "episodes": len(own)}
+    for (kind, actor, status, _), own in groups.items():
+        outcome = {"reply": kind, "actor": actor, "status": status, "error": own[0].error, "episodes": len(own)}
         if status != "failed":
             names = dict.fromkeys(name for t in own for name in t.reward_parts)
             outcome |= {"turns": fmean(len(t.turns) for t in own), "reward": fmean(t.reward for t in own)}

@@ -69,7 +69,9 @@ def chosen(rows: Iterator[dict[str, Any]], options: argparse.Namespace) -> list[
         scored = (row for row in found if row["reward"] is not None)
         found = sorted(scored, key=lambda row: row["reward"], reverse=options.best)
     if not found:
-        raise ValueError(f"{options.run}: none{' failed' * options.failed} among its episodes of that step and actor")
+        actor = f"{options.actor}'s " if options.actor else ""
+        step = "the newest step; --step N shows another" if options.step is None else f"step {options.step}"
+        raise ValueError(f"{options.run}: none{' failed' * options.failed} among {actor}episodes of {step}")
     return found[: options.num]
 
 

@@ -175,11 +175,11 @@ class Viewer(App):
     @work(group="look")
     async def look(self) -> None:
         """Shows what the runs wrote since. Files are read in a thread."""
-        try:
-            for run in self.runs:
+        for run in self.runs:
+            try:
                 await asyncio.to_thread(run.refresh, SLICE_S)
-        except (OSError, ValueError) as error:  # the folder is gone
-            self.tell(error)
+            except (OSError, ValueError) as error:  # the folder is gone; the other runs go on
+                self.tell(error)
         state = [(run.revision, len(run.rows), len(run.entries)) for run in self.runs]
         with WHILE_THERE:
             if state != self.seen:
