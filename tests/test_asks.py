@@ -13,8 +13,6 @@ from rl_core.service import environments_pb2 as pb
 
 CAST = json.dumps([{"name": "policy", "max_turns": 4}, {"name": "judge", "is_trainable": False}])
 GAME = """
-import asyncio
-
 calls = []
 
 async def rollout(task, actors):
@@ -25,7 +23,7 @@ async def rollout(task, actors):
     await fork.respond("less")
     verdict = await actors["judge"].respond([{"role": "user", "content": second.answer}], tools=[{"type": "function"}])
     found = [first.trajectory({"a": 0.5, "b": len(verdict.text)}, seat="x", metrics={"m": actors["policy"].max_turns})]
-    return [*found, fork.trajectory(2, seat="y"), second.trajectory(1)]
+    return [*found, fork.trajectory(2, seat="y", metrics={"chars": len(fork.text)}), second.trajectory(1)]
 """
 TURN = {"new_ids": [1, 2], "is_fresh": True}
 TURN["completion"] = {"token_ids": [3], "logprobs": [-0.1], "text": "x", "finish_reason": "stop", "policy_version": 0}
@@ -51,23 +49,13 @@ class Player(Client):
         return await self.ask(code, answer=answer)
 
 
-def playing(worker, script, **start):
-    async def main():
-        client = Player(worker)
-        await client.start(**start)
-        return await script(client)
-
-    return asyncio.run(asyncio.wait_for(main(), 60))
-
-
 def test_a_rollout_is_answered_ask_by_ask_and_gives_its_trajectories(worker_of, monkeypatch):  # noqa: F811
     monkeypatch.setattr(actors, "LISTEN_S", 600.0)
 
     async def script(client):
         asked = (await client.run()).asked
         assert [(o.conversation, o.actor, json.loads(o.messages)) for o in asked.openings] == [
-            (1, "policy", ASK),
-            (2, "policy", ASK),
+            (n, "policy", ASK) for n in (1, 2)
         ]
         assert json.loads(asked.openings[0].sampling) == {"max_tokens": 9, "stop": ["!"]}
         assert [(ask.id, ask.conversation, ask.messages) for ask in asked.asks] == [(1, 1, "[]"), (2, 2, "[]")]
@@ -81,20 +69,22 @@ def test_a_rollout_is_answered_ask_by_ask_and_gives_its_trajectories(worker_of, 
         [ask] = asked.asks
         assert ask.conversation == fork.conversation and json.loads(ask.messages)[0]["content"] == "less"
         [judge] = (await client.answer(1, pb.Spoken(ask=ask.id, messages="[]", truncated=True))).asked.openings
-        assert (judge.actor, judge.tools) == ("judge", '[{"type":"function"}]')
-        assert json.loads(judge.messages) == [{"role": "user", "content": "two"}]
+        assert (judge.actor, judge.tools) == ("judge", '[{"type":"function"}]') and '"two"' in judge.messages
         result = (await client.answer(1, spoken(5, "good", turn="", metrics={"t": 1}))).run
         assert result.status == pb.COMPLETED
         one, forked, other = json.loads(result.value)
         assert (one["reward"], one["reward_parts"], one["turns"]) == (4.5, {"a": 0.5, "b": 4.0}, [1, 3])
         assert (one["seat"], one["status"], one["metrics"]) == ("x", "truncated", {"m": 4})
         assert [m["content"] for m in one["messages"]] == ["1+1?", "one", "more", "end"]
-        assert (forked["turns"], forked["messages"][-1]["content"]) == ([1], "less")  # its context was full
+        # Its context was full.
+        assert (forked["turns"], forked["messages"][-1]["content"], forked["metrics"]) == ([1], "less", {"chars": 0.0})
         assert (other["turns"], other["actor"]) == ([2], "policy")
         assert (await client.answer(1)).run == result  # once more, to who listened meanwhile
         await client.run(code="ended")
+        await client.answer(1, number=2, code="ended")  # its reply is forgotten
+        assert client.worker.heartbeat().loads[0].interactions == 1
 
-    playing(worker_of(GAME), script)
+    play(worker_of(GAME), script, Player)
 
 
 def test_wrong_and_repeated_answers_do_nothing_twice(worker_of):  # noqa: F811
@@ -105,24 +95,18 @@ def test_wrong_and_repeated_answers_do_nothing_twice(worker_of):  # noqa: F811
         await client.answer(9, code="ended")  # asks nothing
         await client.answer(1, spoken(3), code="absent")
         await client.answer(1, spoken(1), spoken(1), code="exists")
-        for wrong in (
-            spoken(1, messages="{"),
-            spoken(1, messages='[{"role": "user", "content": "x"}]'),
-            spoken(1, messages=json.dumps([{"role": "assistant", "content": "x"}] * 2)),
-            spoken(1, turn='{"new_ids": []}'),
-        ):
-            await client.answer(1, spoken(2), wrong, code="wrong")
+        users, two = '[{"role": "user", "content": "x"}]', json.dumps([{"role": "assistant", "content": "x"}] * 2)
+        for wrong in ({"messages": "{"}, {"messages": users}, {"messages": two}, {"turn": '{"new_ids": []}'}):
+            await client.answer(1, spoken(2), spoken(1, **wrong), code="wrong")
         await client.answer(1, spoken(1), spoken(2), number=3, code="ended")  # out of order
-        asked = await client.answer(1, spoken(1), spoken(2), number=2)
-        assert await client.answer(1, spoken(1), spoken(2), number=2) == asked
+        asked = await client.answer(1, spoken(1, "one"), spoken(2, "two"), number=2)
+        assert await client.answer(1, spoken(1, "one"), spoken(2, "two"), number=2) == asked
         await client.answer(1, spoken(1, "y"), spoken(2), number=2, code="exists")
         await client.answer(1, spoken(1), number=3, code="exists")
-        assert client.worker.envs["game"].env.hooks["rollout"].function.__globals__["calls"] == ["x"]
+        assert client.worker.envs["game"].env.hooks["rollout"].function.__globals__["calls"] == ["one"]
         assert asked.asked.asks[0].id == 3
-        await client.cancel()
-        await client.answer(1, spoken(3), code="ended")
 
-    playing(worker_of(GAME), script)
+    play(worker_of(GAME), script, Player)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +120,10 @@ def test_a_start_without_actors_is_refused_where_hooks_ask_them(cast, worker_of)
 def test_an_actors_error_is_raised_in_the_hook(worker_of):  # noqa: F811
     code = """
     async def rollout(task, actors):
-        for _ in range(2):
+        for _ in range(3):
             try:
                 await actors["policy"].respond("hi")
-            except (ValueError, ConnectionError) as error:
+            except (ValueError, TimeoutError, ConnectionError) as error:
                 seen = f"{type(error).__name__} {error}"
         await actors["policy"].respond(seen)
     """
@@ -147,12 +131,13 @@ def test_an_actors_error_is_raised_in_the_hook(worker_of):  # noqa: F811
     async def script(client):
         await client.run()
         await client.answer(1, pb.Spoken(ask=1, error="ValueError: too: long"))
-        asked = (await client.answer(1, pb.Spoken(ask=2, error="ConnectionError: no answer"))).asked
+        await client.answer(1, pb.Spoken(ask=2, error="TimeoutError: late"))
+        asked = (await client.answer(1, pb.Spoken(ask=3, error="ConnectionError: no answer"))).asked
         assert json.loads(asked.openings[0].messages)[0]["content"] == "ConnectionError no answer"
-        error = await client.answer(1, pb.Spoken(ask=3, error="Unwell: of late"), code="unknown")
+        error = await client.answer(1, pb.Spoken(ask=4, error="Unwell: of late"), code="unknown")
         assert error.startswith("rollout() failed for task row/0: ") and error.endswith("game.py:8: Unwell: of late")
 
-    playing(worker_of(code), script)
+    play(worker_of(code), script, Player)
 
 
 def test_a_hooks_deadline_does_not_count_the_time_of_actors(worker_of):  # noqa: F811
@@ -162,6 +147,7 @@ def test_a_hooks_deadline_does_not_count_the_time_of_actors(worker_of):  # noqa:
     async def interact(actors):
         reply = await actors["policy"].respond("hi")
         if reply.text == "hang":
+            asyncio.get_running_loop().call_later(0.05, asyncio.ensure_future(reply.respond("again")).cancel)
             await asyncio.sleep(600)
         return [{"role": "user", "content": reply.text}]
     """
@@ -171,23 +157,40 @@ def test_a_hooks_deadline_does_not_count_the_time_of_actors(worker_of):  # noqa:
         await asyncio.sleep(2)
         assert json.loads((await client.answer(1, spoken(1, "late"))).interact.messages)[0]["content"] == "late"
         await client.say("b")
-        error = await client.answer(3, spoken(2, "hang"), code="late")
+        await client.answer(3, spoken(2, "hang"))
+        error = await client.answer(3, code="late")
         assert "interact() ran longer than 1 s for task row/0, in which it waited for no actor" in error
 
-    playing(worker_of(code, hook_timeout_s=1.0), script)
+    play(worker_of(code, hook_timeout_s=1.0), script, Player)
 
 
-def test_a_hook_that_gives_up_an_ask_goes_on_and_a_session_that_is_cancelled_ends_it(worker_of):  # noqa: F811
+def test_a_hooks_own_time_is_that_in_which_no_ask_waits_and_once_it_has_returned_it_asks_no_more():
+    async def count() -> list[float]:
+        call, now_s, own_s = actors.Call(asyncio.sleep(0), actors.Asks(CAST)), 0.0, []
+        call.loop = type("Clock", (), {"time": lambda _: now_s})()
+        for lasts_s, change in [(1, 1), (10, 1), (100, -1), (1000, -1), (2, 1), (10, -1), (4, 0)]:
+            now_s += lasts_s
+            own_s.append(call._own_s())
+            call.count_waiting(change)
+        await call.task
+        actors.CALL.set(call)
+        with pytest.raises(RuntimeError, match="while a hook runs, and this one's has returned"):
+            await asyncio.wait_for(call.asks.ask(1, []), 30)
+        return own_s
+
+    assert asyncio.run(count()) == [1, 1, 1, 1, 3, 3, 7]
+
+
+def test_a_hook_that_gives_up_an_ask_goes_on_and_a_session_that_is_cancelled_ends_it(worker_of, monkeypatch):  # noqa: F811
     code = """
     import asyncio
 
     over = asyncio.Event()
 
     async def rollout(task, actors):
-        try:
-            await asyncio.wait_for(actors["policy"].respond("first"), 0.05)
-        except asyncio.TimeoutError:
-            pass
+        first = asyncio.ensure_future(actors["policy"].respond("first"))
+        await asyncio.wait({first}, timeout=0.05)
+        first.cancel()
         try:
             await actors["policy"].respond("second")
         finally:
@@ -199,12 +202,14 @@ def test_a_hook_that_gives_up_an_ask_goes_on_and_a_session_that_is_cancelled_end
         while len(asks) < 2:
             asks += (await client.answer(1)).asked.asks
         assert [ask.id for ask in asks] == [1, 2]
+        monkeypatch.setattr(actors, "LISTEN_S", 0.01)
+        assert not (await client.answer(1, spoken(1))).WhichOneof("news")  # which the hook gave up
         assert await client.cancel() == pb.CANCELLED
         await client.answer(1, spoken(1), code="ended")
         over = client.worker.envs["game"].env.hooks["rollout"].function.__globals__["over"]
         await asyncio.wait_for(over.wait(), 30)
 
-    playing(worker_of(code), script)
+    play(worker_of(code), script, Player)
 
 
 def test_start_rewards_and_group_rewards_ask_too(worker_of):  # noqa: F811
@@ -216,8 +221,8 @@ def test_start_rewards_and_group_rewards_ask_too(worker_of):  # noqa: F811
         return len((await actors["judge"].respond("one")).text) + len(state[0])
     one.reward_mark = 1.0, False
 
-    async def two(state, actors):
-        return len((await actors["judge"].respond("two")).text)
+    async def two(completion, actors):
+        return len((await actors["judge"].respond(completion)).text)
     two.reward_mark = 0.5, False
 
     async def group_reward_fn(trajectories, actors, answer):
@@ -229,10 +234,12 @@ def test_start_rewards_and_group_rewards_ask_too(worker_of):  # noqa: F811
         await client.say("a", "ended")  # start() is not over
         assert len(json.loads((await client.answer(0, spoken(1, "abc"))).start.messages)) == 1
         assert (await client.say("a")).status == pb.COMPLETED
-        first, second = await client.score(hooks=["one"]), await client.score(hooks=["two"])
+        first, second = await client.score(hooks=["one"], number=3), await client.score(hooks=["two"])
         assert [(a.id, a.conversation) for r in (first, second) for a in r.asked.asks] == [(2, 2), (3, 3)]
+        assert json.loads(second.asked.openings[0].messages)[0]["content"] == "a"
         assert (await client.answer(4, spoken(3, "four"))).score.scores[0].reward == 2.0
         assert (await client.answer(3, spoken(2, "four"))).score.scores[0].reward == 7.0
+        assert await client.score(hooks=["one"], number=3) == first  # which had not been heard
         assert await client.cancel() == pb.COMPLETED
         trajectory = {"task_id": "t", "env": "game", "group_id": "g", "seat": "x", "turns": [TURN]}
         given = json.dumps({"trajectories": [trajectory]})
@@ -245,7 +252,7 @@ def test_start_rewards_and_group_rewards_ask_too(worker_of):  # noqa: F811
         assert json.loads(asked.openings[0].messages)[0]["content"] == "x y"
         assert json.loads((await client.answer(1, spoken(1, "xyz"))).run.value) == [3, -0.1]
 
-    playing(worker_of(code), script)
+    play(worker_of(code), script, Player)
 
 
 def test_a_session_whose_asks_nobody_answers_expires(worker_of):  # noqa: F811
@@ -255,4 +262,4 @@ def test_a_session_whose_asks_nobody_answers_expires(worker_of):  # noqa: F811
         await client.worker.sweep()  # until no session is left
         assert "expired" in await client.answer(1, spoken(1), code="ended")
 
-    playing(worker_of(GAME, idle_s=0.2), script)
+    play(worker_of(GAME, idle_s=0.2), script, Player)

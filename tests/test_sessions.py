@@ -100,15 +100,15 @@ async def until(fact) -> None:
         await asyncio.sleep(0.01)
 
 
-def play(worker: Worker, script, **start):
+def play(worker: Worker, script, kind=Client, **start):
     """script(client) in a session of its own; then what is left of it."""
 
     async def main():
-        client = Client(worker)
+        client = kind(worker)
         await client.start(**start)
         return await script(client)
 
-    return asyncio.run(main())
+    return asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_a_client_without_numbers_plays_an_episode_to_its_end(worker_of):
