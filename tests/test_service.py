@@ -581,6 +581,7 @@ def test_local_workers_join_without_tls_in_a_private_folder(counter, tmp_path):
         ("--token_file /dev/null", "error: token_file /dev/null is empty"),
         ("--token_file nowhere", "error: token_file nowhere: No such file or directory"),
         ("--join x:1 --http_port 0", "--join x:1 opens no hub of its own"),
+        ("--http_port 99999", "--port 0 and --http_port 99999 must be from 0 to 65535"),
         ("--host 127.0.0.1 --http_port TAKEN", "of 127.0.0.1: Address already in use; --http_port 0 finds one"),
     ],
 )

@@ -87,9 +87,7 @@ class Connection:
             message = f"a request of {size / 2**20:.1f} MiB; at most {MAX_REQUEST >> 20} can be sent"
             future.set_exception(ServiceError(grpc.StatusCode.INVALID_ARGUMENT, message))
         elif os.getpid() != self.pid:
-            message = (
-                "this process was forked from one with a connection to a service, so gRPC does not work here; spawn it"
-            )
+            message = "this process was forked from one with a connection to a service: gRPC does not work; spawn it"
             future.set_exception(ServiceError(grpc.StatusCode.FAILED_PRECONDITION, message))
         else:
             self.loop.call_soon_threadsafe(self._post, request, future)

@@ -273,9 +273,8 @@ class Hub:
         except (asyncio.TimeoutError, ServiceError):
             first = pb.FromWorker()
         if not WORKER.fullmatch(first.hello.worker):
-            await context.abort(
-                StatusCode.INVALID_ARGUMENT, "a worker begins with its hello, and a name of 12 hex digits"
-            )
+            message = "a worker begins with its hello, and a name of 12 hex digits"
+            await context.abort(StatusCode.INVALID_ARGUMENT, message)
         link = WorkerLink(first.hello, first.heartbeat)
         if link.name in self.links:
             self.drop(self.links[link.name])  # its connection broke, which is not known here yet

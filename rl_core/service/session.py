@@ -117,7 +117,7 @@ class Session:
         elif number > self.number + 1:
             message = f"number {number} is out of order: session {self.name} expects {self.number + 1}"
         elif not isinstance(request, pb.AnswerRequest) and (self.is_interacting or (is_alone and is_answering)):
-            message = f"request {self.number} of {self.name} is still answered"
+            message = f"request {self.number} of {self.name} is still being answered"
         else:
             return
         raise ServiceError(StatusCode.FAILED_PRECONDITION, message)

@@ -51,4 +51,6 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     for flag in ("workers", "capacity", "queue", "heartbeat_s", "idle_s", "hook_timeout_s"):
         if getattr(args, flag) <= 0:
             raise ValueError(f"--{flag} {getattr(args, flag)} must be above 0")
+    if any(not 0 <= port < 1 << 16 for port in (args.port, args.http_port or 0)):  # gRPC takes the remainder
+        raise ValueError(f"--port {args.port} and --http_port {args.http_port or 0} must be from 0 to 65535")
     return args
