@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import signal
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -11,6 +13,7 @@ import pytest
 from huggingface_hub import constants
 from kit import run, words
 
+from rl_core import Config, train
 from rl_core.train import main
 
 
@@ -94,6 +97,23 @@ def test_a_push_that_fails_says_what_to_do_and_loses_nothing(hub, flags, tmp_pat
     hub.refuses = "nothing"
     run(out, flags, "--resume")
     assert "lab/digits/model.safetensors" in hub.files
+
+
+def test_an_interrupted_run_pushes_nothing(hub, places, tmp_path):
+    def interrupt(step, found):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    more = {"max_tokens": 6, "tasks_per_step": 2, "group_size": 2, "num_steps": 99, "push_to_hub": "lab/digits"}
+    config = Config(
+        model=str(places["model"]), env_path=f"{places['dir']}/letters.py", out=str(tmp_path / "run"), **more
+    )
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(config, on_step=interrupt)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert hub.files == {} and list((tmp_path / "run/checkpoints").glob("step_*"))
 
 
 def test_a_hub_that_refuses_is_told_before_a_model_loads(hub, flags, tmp_path, capsys):

@@ -200,6 +200,35 @@ async def second(actors, answer):
     return len((await actors["judge"].respond(answer * 3)).text) / 13
 second.reward_mark = 0.5, False
 """
+# The first two that run together die with their worker.
+TWINS = """
+import asyncio
+import os
+from pathlib import Path
+from rl_core import reward
+
+running = 0
+
+async def score():
+    global running
+    running += 1
+    while running < 2:
+        await asyncio.sleep(0.01)
+    if not Path("{path}").exists():
+        Path("{path}").touch()
+        os._exit(1)
+
+@reward
+async def one():
+    await score()
+    return 1.0
+
+@reward
+async def two():
+    await score()
+    return 2.0
+"""
+
 ENVS = {"scored": SCORED, "stateful": STATEFUL, "talk": TALK, "count": COUNT, "asking": ASKING, "hinted": HINTED}
 
 
@@ -603,6 +632,17 @@ def test_a_session_that_ends_its_workers_is_not_played_again_for_ever(service, m
     monkeypatch.setattr(client, "MAX_REPLAYS", 1)
     with pytest.raises(HookError, match=r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost"):
         asyncio.run(die())
+
+
+def test_one_loss_counts_once_for_rewards_side_by_side(files, tmp_path, monkeypatch):
+    (tmp_path / "twins.py").write_text(TWINS.format(path=tmp_path / "died"))
+    made = Service(tmp_path / "twins.py", "--workers", "1")
+    try:
+        monkeypatch.setattr(client, "MAX_REPLAYS", 1)
+        [found] = play(load_env(made.url("twins", on_lost="replay")), ["a"])
+    finally:
+        kill_session(made.process)
+    assert (tmp_path / "died").exists() and found.reward_parts == {"one": 1.0, "two": 2.0}, found.error
 
 
 def test_the_weight_of_a_task_is_that_of_the_file(service):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pty
 import sys
@@ -87,6 +88,13 @@ def test_the_progress_line_names_actors_and_counts_the_failures_of_all():
     assert progress_line(3, 9, values | times).endswith("2.00 s (generate 0.50, learn 1.50)")
     rows = {"learn/bob/loss": 0.1, "time/step_s": 2.0, **times}
     assert progress_line(3, 9, rows) == "step 3/9  loss 0.1  2.00 s (read rows 0.50, learn 1.50)"
+    nothing = {
+        "rollout/alice/reward_mean": math.nan,
+        "rollout/alice/length_mean": math.nan,
+    }  # bob's turns were the limit
+    assert progress_line(3, 9, values | nothing).startswith(
+        "step 3/9  bob:  reward 0.5  loss 0.1  alice:  no turns  failed 1"
+    )
     values |= {"rollout/alice/reward_mean": 0.25, "rollout/alice/failed": 2}
     assert progress_line(3, 9, values).startswith("step 3/9  bob:  reward 0.5  loss 0.1  alice:  reward 0.25  failed 3")
 

@@ -159,7 +159,8 @@ def progress_line(step: int, num_steps: int, values: dict[str, float]) -> str:
         names = {"reward": f"rollout/{actor}/reward_mean", "tokens": f"rollout/{actor}/length_mean"}
         names |= {"loss": f"learn/{actor}/loss"}
         shown += [f"{actor}:"] if len(actors) > 1 else []
-        shown += [f"{label} {values[name]:.4g}" for label, name in names.items() if name in values]
+        known = {label: values[name] for label, name in names.items() if not math.isnan(values.get(name, math.nan))}
+        shown += [f"{label} {value:.4g}" for label, value in known.items()] or ["no turns"]
     if failed := sum(values.get(f"rollout/{actor}/failed", 0) for actor in actors):
         shown.append(f"failed {failed:.4g}")
     first = "generate" if any(name.startswith("rollout/") for name in values) else "read rows"

@@ -110,16 +110,17 @@ class Session:
                     self.speakers.check_replay()
                 return result, request
             except ServiceError as error:
-                if not self.may_replay(error):
+                if not self.may_replay(error, asked):
                     self.end()
                     error.told_by_service = error.told_by_service.replace("the session", f"session {asked}", 1)
                     raise
                 if asked == self.name:
                     self.name, self.num_lost = "", self.num_lost + 1
 
-    def may_replay(self, error: BaseException) -> bool:
+    def may_replay(self, error: BaseException, session: str) -> bool:
+        """Whether a new session may take the place of one that is lost; of each loss, the first hook that hears it decides."""
         is_lost = isinstance(error, ServiceError) and error.code is StatusCode.DATA_LOSS
-        return is_lost and self.served.is_replaying and self.num_lost < MAX_REPLAYS
+        return is_lost and self.served.is_replaying and (session != self.name or self.num_lost < MAX_REPLAYS)
 
     async def numbered(self, hook: str, session: str, request: Any) -> Any:
         """The result of a numbered request."""
@@ -162,7 +163,7 @@ class Session:
                         await asyncio.wait({listening})
                     return getattr(reply, news)
         except BaseException as error:
-            if not self.may_replay(error):
+            if not self.may_replay(error, session):
                 self.end()  # now: the tasks of actors and this frame hold each other
             elif running:  # what they say is told to the session that takes its place
                 await asyncio.wait(running)

@@ -53,6 +53,8 @@ class Speakers:
         voice = next((voice for known, voice in self.unheard if known == key), None)
         if voice:
             self.unheard.remove((key, voice))
+        elif parent and parent.num_heard < len(parent.said):  # its conversation is further than this session
+            raise differs()
         else:
             try:
                 voice = Voice(conversation=parent.conversation.fork() if parent else self.converse(opening))

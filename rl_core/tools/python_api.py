@@ -73,6 +73,10 @@ def train(
             print("interrupted: saves when this step is done", flush=True)
             running.result()
             raise
+    if config.push_to_hub:
+        from rl_core.options.hub import push
+
+        push(config)
     return read_result(config)
 
 
@@ -120,7 +124,6 @@ def run_here(config: Config, module: ModuleType | None, on_step: OnStep) -> None
     from rl_core.build import Run, make_plan
     from rl_core.distributed import close_ranks, init_ranks
     from rl_core.models import is_sharded
-    from rl_core.options.hub import push
     from rl_core.run_folder import locked
     from rl_core.tools.view.report import write_at_end
     from rl_core.train import run_rank
@@ -134,8 +137,6 @@ def run_here(config: Config, module: ModuleType | None, on_step: OnStep) -> None
     finally:
         close_ranks(ranks)
     write_at_end(run)
-    if config.push_to_hub:
-        push(config)
 
 
 def read_result(config: Config) -> TrainResult:
