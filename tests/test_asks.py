@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 
 import pytest
 from test_sessions import ASK, Client, play, worker_of  # noqa: F401  (a fixture)
 
+from rl_core.engines.scripted import ScriptedActor, plain_chat
+from rl_core.sampling.actor import Cast
 from rl_core.service import actors
 from rl_core.service import environments_pb2 as pb
+from rl_core.service.speakers import Speakers
+from rl_core.service.wire import ServiceError
+from rl_core.types import SamplingParams
 
 CAST = json.dumps([{"name": "policy", "max_turns": 4}, {"name": "judge", "is_trainable": False}])
 GAME = """
@@ -85,6 +91,14 @@ def test_a_rollout_is_answered_ask_by_ask_and_gives_its_trajectories(worker_of, 
         assert client.worker.heartbeat().loads[0].interactions == 1
 
     play(worker_of(GAME), script, Player)
+
+
+def test_a_rollout_that_returns_no_trajectories_ends_its_session(worker_of):  # noqa: F811
+    async def script(client):
+        assert "rollout() returned" in await client.run(code="unknown")
+        assert "environment error" in await client.run(code="ended")
+
+    play(worker_of("async def rollout(task, actors): return 3"), script, Player)
 
 
 def test_wrong_and_repeated_answers_do_nothing_twice(worker_of):  # noqa: F811
@@ -233,13 +247,18 @@ def test_start_rewards_and_group_rewards_ask_too(worker_of):  # noqa: F811
     async def script(client):
         await client.say("a", "ended")  # start() is not over
         assert len(json.loads((await client.answer(0, spoken(1, "abc"))).start.messages)) == 1
+        early = await client.score(hooks=["two"], number=2)
+        await client.say("a", "ended")  # the reward is not over
+        assert (await client.answer(2, spoken(early.asked.asks[0].id, "x"))).score.scores[0].reward == 0.5
         assert (await client.say("a")).status == pb.COMPLETED
-        first, second = await client.score(hooks=["one"], number=3), await client.score(hooks=["two"])
-        assert [(a.id, a.conversation) for r in (first, second) for a in r.asked.asks] == [(2, 2), (3, 3)]
+        first, second = await client.score(hooks=["one"], number=5), await client.score(hooks=["two"])
+        assert [(a.id, a.conversation) for r in (first, second) for a in r.asked.asks] == [(3, 3), (4, 4)]
         assert json.loads(second.asked.openings[0].messages)[0]["content"] == "a"
-        assert (await client.answer(4, spoken(3, "four"))).score.scores[0].reward == 2.0
-        assert (await client.answer(3, spoken(2, "four"))).score.scores[0].reward == 7.0
-        assert await client.score(hooks=["one"], number=3) == first  # which had not been heard
+        assert (await client.answer(6, spoken(4, "four"))).score.scores[0].reward == 2.0
+        assert (await client.answer(5, spoken(3, "four"))).score.scores[0].reward == 7.0
+        assert await client.score(hooks=["one"], number=5) == first  # which had not been heard
+        assert (await client.score(hooks=["two"])).asked.asks
+        assert (await client.answer(5)).score.scores[0].reward == 7.0
         assert await client.cancel() == pb.COMPLETED
         trajectory = {"task_id": "t", "env": "game", "group_id": "g", "seat": "x", "turns": [TURN]}
         given = json.dumps({"trajectories": [trajectory]})
@@ -263,3 +282,44 @@ def test_a_session_whose_asks_nobody_answers_expires(worker_of):  # noqa: F811
         assert "expired" in await client.answer(1, spoken(1), code="ended")
 
     play(worker_of(GAME, idle_s=0.2), script, Player)
+
+
+def test_who_takes_the_place_of_a_lost_session_hears_what_was_said_and_asks_the_same():
+    chosen = ScriptedActor(name="policy", chat=plain_chat(), replies=[f"{n}" for n in range(9)], max_context_tokens=160)
+    speakers = Speakers(Cast({"policy": chosen}, SamplingParams(max_tokens=50), 0, "e"), is_replaying=True)
+    asks, opened = itertools.count(1), {"actor": "policy", "messages": json.dumps(ASK)}
+
+    async def say(conversation: int, text: str = "") -> tuple:
+        messages = json.dumps([{"role": "user", "content": text}] if text else [])
+        told = await speakers.speak(pb.Ask(id=next(asks), conversation=conversation, messages=messages))
+        return told.text, told.messages != "[]", told.turn != "", told.truncated, told.error
+
+    async def play(one: int, two: int, other: int) -> list[tuple]:
+        speakers.begin()
+        speakers.open(pb.Opening(conversation=one, **opened))
+        said = [await say(one)]
+        speakers.open(pb.Opening(conversation=two, fork_of=one))
+        said += [await say(one, "more"), await say(two, "less"), await say(one, "x" * 200), await say(two, "and")]
+        speakers.open(pb.Opening(conversation=other, actor="nobody", messages="[]"))
+        return [*said, await say(other)]
+
+    async def lose_it() -> None:
+        first = await play(1, 2, 3)
+        # The third reply finds its context full.
+        assert first[:-1] == [
+            *[(n, True, True, False, "") for n in "012"],
+            ("", False, False, True, ""),
+            ("3", True, True, False, ""),
+        ]
+        assert first[-1][-1].startswith("KeyError") and await play(6, 5, 4) == first
+        speakers.check_replay()
+        assert (await say(5, "on"))[0] == "4"
+        speakers.begin()
+        speakers.open(pb.Opening(conversation=1, **opened))
+        assert (await say(1))[0] == "0"
+        with pytest.raises(ServiceError, match="its replay differs: it asked actors otherwise"):
+            speakers.check_replay()
+        with pytest.raises(ServiceError, match="its replay differs: it asked actors otherwise"):
+            await say(1, "something else")
+
+    asyncio.run(lose_it())

@@ -198,6 +198,9 @@ def test_a_report_shows_the_group_with_signal_and_what_failed(run):
 
 def test_a_report_that_cannot_be_written_is_a_warning_and_no_error(run, capsys, monkeypatch):
     done = SimpleNamespace(out=run.path, plan=SimpleNamespace(chats={}))
+    report.write_at_end(done)
+    assert not capsys.readouterr().err
+    (run.path / "report.html").unlink()
     (run.path / "report.html").mkdir()
     report.write_at_end(done)
     [line] = capsys.readouterr().err.splitlines()
