@@ -9,12 +9,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
 import grpc
 import pytest
 import yaml
+from kit import wait_until
 
 from rl_core.service import containers
 from rl_core.service import environments_pb2 as pb
@@ -298,26 +300,31 @@ def test_a_container_is_removed_with_its_worker_alone():
 
 
 def test_containers_that_nobody_owns_or_that_hang_are_removed_by_force(tmp_path, monkeypatch):
-    log = tmp_path / "log"
+    log, where = tmp_path / "log", os.path.realpath(tempfile.gettempdir())
     (tmp_path / "docker").write_text(
-        f'#!/bin/sh\necho "$*" >> {log}\n[ "$1" != run ] || exec sleep 600\n'
+        f'#!/bin/sh\necho "$*" >> {log}\n[ "$1" != run ] || {{ pwd -P >> {log}; exec sleep 600; }}\n'
+        '[ "$3" != dead ] || exit 1  # another worker removes them\n'
         f'[ "$1" != ps ] || printf \'dead rl_core.worker=x,rl_core.owner={containers.owner()}0\\n'
         f"also map[rl_core.owner:{containers.owner()}0 rl_core.worker:x]\\nliving rl_core.owner={containers.owner()}\\n'\n"
     )
     (tmp_path / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
-    async def main() -> containers.Box:
-        runtime = containers.find_runtime("0" * 12, "this test")
-        box = await runtime.open(str(tmp_path / "a.py"), Settings(image="a:1"), 1.0, lambda why: None)
-        box.close()
+    async def main() -> list[containers.Box]:
+        runtime, given = containers.find_runtime("0" * 12, "this test"), (Settings(image="a:1"), 1.0, lambda why: None)
+        boxes = [await runtime.open(str(tmp_path / "a.py"), *given) for _ in range(2)]
+        # Engines run where podman may leave a file.
+        await asyncio.to_thread(wait_until, lambda: log.read_text().splitlines().count(where) == 2, "they run", 30)
+        boxes[1].process.kill()  # the engine's client; its container goes on
+        for box in boxes * 2:
+            box.close()
         await runtime.close()
-        await asyncio.wait_for(box.process.wait(), 60)
-        return box
+        await asyncio.gather(*(box.process.wait() for box in boxes))
+        return boxes
 
-    box = asyncio.run(main())
-    removals = [line for line in log.read_text().splitlines() if line.startswith("rm")]
-    assert removals == ["rm --force dead also", f"rm --force {box.name}"]
+    boxes = asyncio.run(asyncio.wait_for(main(), 60))
+    first, *removals = [line for line in log.read_text().splitlines() if line.startswith("rm")]
+    assert first == "rm --force dead also" and sorted(removals) == sorted(f"rm --force {box.name}" for box in boxes)
 
 
 def test_an_image_without_a_runtime_is_refused(tmp_path):

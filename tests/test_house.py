@@ -123,7 +123,7 @@ BUDGETS = {
     "code lines of the spine": (5185, 2700),  # all but engines/, options/, sandbox/, service/, tools/ and cli.py
     "code lines of rl_core/": (16_345, 5800),
     "code lines of scripts/": (2600, 1500),
-    "code lines of tests/": (19_518, 7500),
+    "code lines of tests/": (19_550, 7500),
     "longest file of rl_core/": (330, 350),
     "longest function of rl_core/": (60, 60),
     "flags": (120, 95),  # each named section counts once

@@ -199,6 +199,10 @@ async def reward_fn(completion, actors, state):
 async def second(actors, answer):
     return len((await actors["judge"].respond(answer * 3)).text) / 13
 second.reward_mark = 0.5, False
+
+async def group_reward_fn(trajectories, actors, task):
+    said = await actors["judge"].respond(task.messages, max_tokens=3)  # as start(), which no group begins with
+    return [said.turns[0].completion.logprobs[0]] * len(trajectories)
 """
 # The first two that run together die with their worker.
 TWINS = """
@@ -423,7 +427,7 @@ def test_columns_that_a_served_hook_does_not_find_are_refused_at_start_up(servic
         ("grpc://127.0.0.1:99999/count", "must be grpc://HOST:PORT/NAME"),
         ("grpc://{0}/count?reconnect_s=soon", "count: reconnect_s=soon must be seconds, as 120"),
         ("grpc://me:secret@{0}/count", "holds a password"),
-        ("grpc://127.0.0.1:9/count?reconnect_s=0.3", "127.0.0.1:9 could not be reached for 0.3 s: .*refused"),
+        ("grpc://127.0.0.1:9/count?reconnect_s=0.3", "127.0.0.1:9 could not be reached for 0.3 s: .*refused$"),
     ],
 )
 def test_a_url_that_leads_nowhere_is_refused(url, why, service):
@@ -520,6 +524,7 @@ def kill_once(service: Service, env: str, at: int):
             held = [(worker.pid, load) for worker in service.workers() for load in worker.loads]
             [pid] = [pid for pid, load in held if load.env == env and load.sessions]
             killed.append(os.kill(pid, signal.SIGKILL))
+            return asyncio.sleep(at // 3)  # it is heard while the actor thinks, or later
 
     return act
 
@@ -670,8 +675,8 @@ class Cutting:
         self.tasks: list[asyncio.Task] = []
 
         async def serve() -> None:
-            server = await asyncio.start_server(self.join, "127.0.0.1", port)
-            self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            self.server = await asyncio.start_server(self.join, "127.0.0.1", port)
+            self.address = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
             self.tasks = [asyncio.ensure_future(self.cut())]
             ready.set()
 
@@ -710,6 +715,8 @@ class Cutting:
 
     def end(self) -> None:
         async def stop() -> None:
+            self.server.close()
+            self.abort()
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:
                 task.cancel()
@@ -938,6 +945,27 @@ def test_a_service_that_starts_after_its_run_is_waited_for_and_named_once(servic
         assert [env.result(60).name for env in loading] == ["count", "talk"]
     lines = [line for line in "".join([*told, capfd.readouterr().err]).splitlines() if f":{port} until" in line]
     assert len(lines) == 1 and re.match(r"waiting for a service at \S+ until \d\d:\d\d:\d\d .*refused$", lines[0])
+    proxy.end()
+
+
+def test_a_service_that_was_there_and_went_is_waited_for_and_named_once_it_is_missed(service, monkeypatch, capfd):
+    monkeypatch.setattr(connection, "NOWHERE_S", 0.2)
+    proxy, told = Cutting(service.address, every_s=600), []
+    url = f"grpc://{proxy.address}/count"
+    env, held = load_env(url), client.parse(url).connection
+    proxy.end()
+    wait_until(lambda: held.down_s and held.loop.time() - held.down_s > 1.5, "nobody misses it")
+    assert proxy.address not in capfd.readouterr().err
+    with ThreadPoolExecutor() as pool:
+        loading = pool.submit(load_env, url)
+        wait_until(
+            lambda: told.append(capfd.readouterr().err) or f"{proxy.address} until" in "".join(told), "it is named"
+        )
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        held._tell(60.0)
+        assert proxy.address not in capfd.readouterr().err  # another rank of the machine tells it
+        proxy = Cutting(service.address, every_s=600, port=int(proxy.address.rpartition(":")[2]))
+        assert loading.result(60).max_turns == env.max_turns
     proxy.end()
 
 
