@@ -122,7 +122,7 @@ def test_ground_and_pure_floors_know_no_ranks(module):
 BUDGETS = {
     "code lines of the spine": (5185, 2700),  # all but engines/, options/, sandbox/, service/, tools/ and cli.py
     "code lines of rl_core/": (16_345, 5800),
-    "code lines of scripts/": (2600, 1500),
+    "code lines of scripts/": (2500, 1500),
     "code lines of tests/": (19_550, 7500),
     "longest file of rl_core/": (330, 350),
     "longest function of rl_core/": (60, 60),
