@@ -220,11 +220,11 @@ def test_one_interaction_at_a_time_and_rewards_side_by_side(worker_of):
         await client.say("a")
         assert held.used_s >= began_s + 0.05  # it is idle from the hook's end on
         _, error, late = await asyncio.gather(client.say("a"), client.say("b", "ended"), client.score("ended"))
-        assert "still answered" in error and "still answered" in late
+        assert "still being answered" in error and "still being answered" in late
         one, two, error = await asyncio.gather(
             client.score(hooks=["one"]), client.score(hooks=["two"]), client.say("b", "ended")
         )
-        assert "still answered" in error
+        assert "still being answered" in error
         assert (dict(one.scores[0].parts), dict(two.scores[0].parts)) == ({"one": 1.0}, {})
         assert dict(two.scores[0].metrics) == {"logged": 2.0}
 
