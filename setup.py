@@ -84,6 +84,7 @@ setup(
         "rich>=13",
         "safetensors>=0.4",
         "tokenizers>=0.21",
+        "xxhash>=3.4",  # checksums of checkpoints
         "zstandard>=0.22",
     ],
     extras_require=EXTRAS,

@@ -3,16 +3,18 @@
     rl-core train --env_path envs/gym_text.py --model Qwen/Qwen3-0.6B --out runs/lake --max_prompt_tokens 512 --max_tokens 16
     GYM_ENV=my_package:MyEnv-v0 rl-core train --env_path envs/gym_text.py ...
 
-The actor sees what `render()` gives with render_mode "ansi", else the observation. It replies with an action alone: a name or a
-number of a Discrete space, or any text of a Text space. Another reply costs ILLEGAL and changes nothing. The reward is the sum of
-the environment's own, each for its turn. Metrics: `illegal`, and `solved` if the last step earned more than 0.
+The actor sees what `render()` gives with render_mode "ansi", else the observation. What a terminal highlights stands in brackets,
+with its colour: [blue B]. It replies with an action alone: a name or a number of a Discrete space, or any text of a Text space.
+Another reply costs ILLEGAL and changes nothing. The reward is the sum of the environment's own, each for its turn. Metrics:
+`illegal`, and `solved`: the environment's reward_threshold was reached, or its last step earned the most, and more than 0.
 
 Rows: a prompt, `gym_env` (what gymnasium.make takes), and optionally `kwargs`, `seed`, `actions` (names). Without --data.train:
 FrozenLake on maps of 3x3 to 5x5, where the map says to which split it belongs; for another $GYM_ENV seeds 100 to 1,099, and 0 to
-99 to evaluate. An error in the environment fails the episode, with its cause, as does a call that takes longer than STEP_S.
-Needs a GPU, not run.
+99 to evaluate, with what is KNOWN of it in the prompt. An error in the environment fails the episode, with its cause, as does a
+call that takes longer than STEP_S. Needs a GPU, not run.
 """
 
+import math
 import os
 import re
 import zlib
@@ -25,21 +27,38 @@ except ImportError:
     raise ImportError("gymnasium is missing: pip install 'rl_core[envs]'") from None
 
 GYM_ENV, ILLEGAL, STEP_S = os.environ.get("GYM_ENV", "FrozenLake-v1"), -0.05, 60.0
-NAMES = ["left", "down", "right", "up"]
-LAKE = f"Walk from S over the ice F to the goal G, around the holes H. You are in []. Reply with one of {', '.join(NAMES)}."
+LAKE = "Walk from S over the ice F to the goal G, around the holes H. You are in []."
+COLOURS = ["gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white"]
+HIGHLIGHT = "41"  # A red background: gymnasium marks the player's place so.
+TAXI = "Blue marks the passenger, magenta the destination, yellow the empty taxi, green the taxi with the passenger. "
+TAXI += "| is a wall. Pick up the passenger and drop them at the destination."
+# Environment -> the names of its actions, what its text means.
+KNOWN = {
+    "FrozenLake": (["left", "down", "right", "up"], LAKE),
+    "Taxi": (["south", "north", "east", "west", "pickup", "dropoff"], TAXI),
+    "CliffWalking": (["up", "right", "down", "left"], "You are x. Walk to T, around the cliff C."),
+    "Blackjack": (["stick", "hit"], "You see your sum, the dealer's card, and whether you have a usable ace."),
+    "CartPole": (["left", "right"], "You see the cart's position and velocity, and the pole's angle and its velocity."),
+}
 max_turns = 16
 
 
 def load_tasks(split):
+    names, meaning = KNOWN.get(family(GYM_ENV), (None, f"Play {GYM_ENV}."))
+    said = f"one of {', '.join(names)}" if names else "the next action alone"
+    same = {"prompt": f"{meaning} Reply with {said}.", "gym_env": GYM_ENV, "actions": names}
     if GYM_ENV != "FrozenLake-v1":
-        same = {"prompt": f"Play {GYM_ENV}. Reply with the next action alone.", "gym_env": GYM_ENV}
         return [same | {"seed": seed} for seed in (range(100, 1100) if split == "train" else range(100))]
     from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
     maps = {tuple(generate_random_map(n, p=0.75, seed=seed)): None for n in (3, 4, 5) for seed in range(300)}
     chosen = [m for m in maps if (zlib.crc32("".join(m).encode()) % 10 == 0) == (split == "eval")]
-    same = {"prompt": LAKE, "gym_env": GYM_ENV, "actions": NAMES}
     return [same | {"kwargs": {"desc": list(m), "is_slippery": False}} for m in chosen]
+
+
+def family(name):
+    """Taxi of my_package:Taxi-v4."""
+    return name.rpartition(":")[2].rpartition("-v")[0]
 
 
 def make(row):
@@ -53,7 +72,17 @@ def make(row):
 def shown(env, observation):
     if env.render_mode != "ansi":
         return str(observation)
-    return re.sub(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", r"[\1]", env.render()).strip("\n")  # what a terminal highlights
+    return re.sub(r"((?:\x1b\[[1-9][\d;]*m)+)(.*?)(?:\x1b\[0m)+", in_brackets, env.render()).strip("\n")
+
+
+def in_brackets(match):
+    colours = [COLOURS[int(code) % 10] for code in re.findall(r"[34]\d", match[1]) if code != HIGHLIGHT]
+    return f"[{' '.join([*colours, match[2]])}]"
+
+
+def is_solved(env, earned):
+    *before, last = earned
+    return last > max([0.0, *before]) or sum(earned) >= (env.spec.reward_threshold or math.inf)
 
 
 def action_of(text, space, names):
@@ -78,19 +107,16 @@ async def in_time(function, *args, **kwargs):
 
 
 async def rollout(task, actors):
-    [actor], row, names = actors.values(), task.row, task.row.get("actions")
+    [actor] = actors.values()
+    row = task.row
+    names = row.get("actions")
     env = await in_time(make, row)
     try:
         observation, _ = await in_time(env.reset, seed=row.get("seed", 0))
-        said = [task.messages[-1]["content"], *([] if names else [f"Actions: {env.action_space}"])]
-        said = "\n\n".join([*said, await in_time(shown, env, observation)])
-        said, reply, rewards, illegal, is_done = (
-            [*task.messages[:-1], {"role": "user", "content": said}],
-            None,
-            [],
-            0,
-            False,
-        )
+        actions = [] if names else [f"Actions: {env.action_space}"]
+        opening = [task.messages[-1]["content"], *actions, await in_time(shown, env, observation)]
+        said = [*task.messages[:-1], {"role": "user", "content": "\n\n".join(opening)}]
+        reply, rewards, earned, illegal, is_done = None, [], [], 0, False
         while len(rewards) < actor.max_turns and not is_done:
             reply = await (reply or actor).respond(said)
             if reply.truncated:
@@ -98,16 +124,18 @@ async def rollout(task, actors):
                 break
             action = action_of(reply.answer, env.action_space, names)
             if action is None:
-                illegal, said = illegal + 1, "That is no action."
+                said = "That is no action."
+                illegal += 1
                 rewards.append(ILLEGAL)
                 continue
             observation, reward, terminated, truncated, _ = await in_time(env.step, action)
             is_done = terminated or truncated
+            earned.append(float(reward))
             rewards.append(float(reward))
             said = await in_time(shown, env, observation)
     finally:
         await in_time(env.close)
-    metrics = {"illegal": float(illegal), "solved": float(is_done and rewards[-1] > 0)}
+    metrics = {"illegal": float(illegal), "solved": float(is_done and is_solved(env, earned))}
     trajectory = reply.trajectory(sum(rewards), metrics=metrics)
     trajectory.turn_rewards = [*rewards, 0.0][: len(trajectory.turns)]  # none for an actor without tokens
     return [trajectory]

@@ -2,9 +2,9 @@
 
     rl-core train --env_path envs/math_answer.py --data.train openai/gsm8k:main --model M --out runs/gsm8k
 
-Final is what stands after the last `####`, else in `\\boxed{}`, else the last expression (`pip install .[math]`). Rows need
-`answer` (a number, a formula, or a solution that ends in `#### number`) and their problem as `messages`, `prompt`, `question` or
-`problem`. Without rows: sums of three levels. Curve on a CPU: docs/curves.md.
+Final is what stands after the last `####`, else in `\\boxed{}`, else the last expression (`pip install 'rl_core[math]'`). Rows
+need `answer` (a number, a formula, or a solution that ends in `#### number`) and their problem as `messages`, `prompt`,
+`question` or `problem`. Without rows: sums of three levels. Curve on a CPU: docs/curves.md.
 """
 
 import random

@@ -8,7 +8,8 @@ episode has a session: better for many at once. By default it is the shop at the
 8000` serves at http://127.0.0.1:8000/mcp. A command sees HOME, PATH and the like, and the variables that $MCP_PASS names, with
 commas between. $MCP_TOKEN goes to a URL as a bearer token. Records hold neither.
 
-Rows: a prompt and `answer`. Tools count towards --max_prompt_tokens. What a tool refuses is told to the actor (metric `refused`).
+Rows: a prompt and `answer`. Tools count towards --max_prompt_tokens. The actor reads text, and the text of resources. Of an
+image, audio or another resource it reads that there is one. What a tool refuses is told to the actor (metric `refused`).
 A server that cannot be reached, dies, or takes longer than CALL_S fails the episode, with the cause. Needs a GPU, not run.
 """
 
@@ -69,7 +70,19 @@ async def call(client, function):
         if getattr(error, "code", None) in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
             raise
         return public(f"error: {error}"), True
-    return public("\n".join(part.text for part in result.content if part.type == "text")), bool(result.is_error)
+    return public("\n".join(map(text_of, result.content))), bool(result.is_error)
+
+
+def text_of(part):
+    """What the actor reads of a part: its text, or that there is something which it cannot see."""
+    if part.type == "text":
+        return part.text
+    if part.type == "resource_link":
+        return f"[resource {part.name}: {part.uri}]"
+    if part.type == "resource":
+        resource = part.resource
+        return getattr(resource, "text", None) or f"[resource {resource.uri} of type {resource.mime_type}, not shown]"
+    return f"[{part.type} of type {part.mime_type}, not shown]"
 
 
 async def play(client, task, actor):

@@ -9,19 +9,21 @@ only field. A reply that is no action costs ILLEGAL. The reward is the sum of th
 and `steps`, the `step_count` of the server's state.
 
 Rows: a prompt, and optionally `reset`. Without --data.train: seeds 100 to 1,099, and 0 to 99 to evaluate. A server holds a few
-sessions (its max_concurrent_envs): keep --rollout.max_concurrent within them. If it cannot be reached, refuses a session, raises,
-or takes longer than STEP_S, the episode fails with the cause. $OPENENV_TOKEN is sent as a bearer token. Tried with openenv-core
-0.3. Needs a GPU, not run.
+sessions (its max_concurrent_envs). An episode waits up to ROOM_S for a free one; --rollout.max_concurrent within them spares the
+wait. If the server cannot be reached, stays full, raises, or takes longer than STEP_S, the episode fails with the cause.
+$OPENENV_TOKEN is sent as a bearer token. Tried with openenv-core 0.3. Needs a GPU, not run.
 """
 
 import asyncio
+import itertools
 import json
 import os
+import time
 
 import aiohttp
 
 URL, TOKEN = os.environ.get("OPENENV_URL", "http://127.0.0.1:8000").rstrip("/"), os.environ.get("OPENENV_TOKEN")
-ILLEGAL, STEP_S, MAX_BYTES, max_turns = -0.05, 60.0, 100 << 20, 8
+ILLEGAL, STEP_S, ROOM_S, MAX_BYTES, max_turns = -0.05, 60.0, 600.0, 100 << 20, 8
 
 
 def load_tasks(split):
@@ -31,6 +33,10 @@ def load_tasks(split):
 
 class Refused(Exception):
     """The server says that this is no action."""
+
+
+class Full(Exception):
+    """The server has no session left."""
 
 
 async def ask(socket, kind, data=None):
@@ -45,7 +51,11 @@ async def ask(socket, kind, data=None):
     answer = message.json()
     if answer["type"] == "error":
         error = answer["data"]
-        why = Refused if error.get("code") == "VALIDATION_ERROR" and kind == "step" else RuntimeError
+        why = RuntimeError
+        if error.get("code") == "CAPACITY_REACHED":
+            why = Full
+        elif error.get("code") == "VALIDATION_ERROR" and kind == "step":
+            why = Refused
         raise why(f"the OpenEnv server failed at {kind!r}: {error.get('message')} ({error.get('code')})")
     return answer["data"]
 
@@ -82,13 +92,20 @@ async def rollout(task, actors):
     async with aiohttp.ClientSession(headers=headers, raise_for_status=True, timeout=limit) as session:
         async with session.get(f"{URL}/schema") as reply:
             fields = fields_of((await reply.json())["action"])
-        async with session.ws_connect(f"{URL}/ws", max_msg_size=MAX_BYTES) as socket:
-            return [await play(socket, fields, task, actor)]
+        give_up = time.monotonic() + ROOM_S
+        for pause_s in itertools.chain((0.1, 0.2, 0.5, 1.0, 2.0), itertools.repeat(5.0)):
+            async with session.ws_connect(f"{URL}/ws", max_msg_size=MAX_BYTES) as socket:
+                try:
+                    data = await ask(socket, "reset", task.row.get("reset") or {})
+                    return [await play(socket, data, fields, task, actor)]
+                except Full as error:
+                    if time.monotonic() + pause_s > give_up:
+                        raise TimeoutError(f"{error}; it stayed full for {ROOM_S:g} s") from None
+            await asyncio.sleep(pause_s)
 
 
-async def play(socket, fields, task, actor):
+async def play(socket, data, fields, task, actor):
     last = task.messages[-1]
-    data = await ask(socket, "reset", task.row.get("reset") or {})
     said = "" if len(fields) == 1 else f"Actions are JSON objects with {json.dumps(fields)}.\n\n"
     said = [*task.messages[:-1], last | {"content": f"{last['content']}\n\n{said}{shown(data['observation'])}"}]
     reply, rewards, illegal = None, [], 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,14 +25,15 @@ from rl_core.data.rows import write_tokenizers
 from rl_core.data.tasks import TaskSource
 from rl_core.distributed import MESH_FLAGS, Mesh, Ranks, barrier, explain_timeouts, make_mesh
 from rl_core.learning.algorithms import Algorithm, make_algorithm
-from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint
+from rl_core.learning.checkpoint import load_checkpoint, newest_intact, trained_learners
 from rl_core.learning.model import end_token_ids
 from rl_core.metrics import Max, Mean, Metric, add_metrics
 from rl_core.rules import check_algorithm
-from rl_core.run_folder import RunLog, keep_config
+from rl_core.run_folder import RunLog, keep_codes, keep_config
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import DeviceLease, Engine
 from rl_core.sampling.env import Env
+from rl_core.sampling.kept_groups import read_groups
 from rl_core.sampling.rollout import RolloutWorker, groups_at_once, run_group
 from rl_core.sources import eval_sources, load_envs, train_tasks
 from rl_core.types import option
@@ -43,6 +46,7 @@ CHECK_LENGTHS = "rl_core.options.row_lengths:check_lengths"
 QUIET = "rl_core.options.terminal:quiet"
 TERMINAL = "rl_core.options.terminal:Terminal"
 KEEPER = "rl_core.options.keep:Keeper"
+FIXED_ORDER = "rl_core.options.fixed_order:FixedOrder"
 CANARY = "rl_core.options.canary:Canary"
 OLDER_POLICY = "rl_core.options.older_policy:OlderPolicy"
 TRACKERS, CHECK_TRACKERS = "rl_core.options.trackers:Trackers", "rl_core.options.trackers:check_trackers"
@@ -71,7 +75,9 @@ def make_plan(config: Config, module: ModuleType | None = None, is_planned: bool
     another machine. Raises ValueError."""
     option(QUIET)()
     out = Path(config.out)
-    if out.exists() and not config.resume and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; name a folder that does not exist yet")
+    if out.exists() and not config.resume and any(out.iterdir()):
         raise ValueError(f"--out {out} exists already; go on with it by --resume, or name another folder")
     if config.trackers:
         option(CHECK_TRACKERS)(config.trackers)
@@ -83,6 +89,8 @@ def make_plan(config: Config, module: ModuleType | None = None, is_planned: bool
     mesh = make_mesh(size, **{name: getattr(config, name) for name in MESH_FLAGS})
     config = models.choose_engine(config, config.engine_ranks or size, is_planned)
     chats = {name: models.check_model(config, name) for name, actor in config.actors.items() if not actor.api}
+    if algorithm.is_rl:
+        check_tools(config, envs, chats)
     imitated = None if algorithm.is_rl else option(IMITATED)(config, chats[config.trained[0]])
     for source in (*train.sources, *evals.values()):
         option(CHECK_LENGTHS)(config, envs, chats, imitated, source)
@@ -102,6 +110,18 @@ def make_plan(config: Config, module: ModuleType | None = None, is_planned: bool
         imitated=imitated,
         curriculum=option(CURRICULUM)(train, envs) if is_weighted else None,
     )
+
+
+def check_tools(config: Config, envs: dict[str, Env], chats: dict[str, Chat]) -> None:
+    """Raises ValueError if calls of an actor that gets an environment's tools are not read. Others, such as a judge that hooks
+    ask, get none."""
+    for env in envs.values():
+        speakers = env.speakers(list(config.actors))
+        if speakers is None:
+            speakers = config.trained  # A function of the file decides; these speak somewhere.
+        for name in speakers:
+            if name in chats and env.tools:
+                chats[name].check_tools(env.tools, env.path)
 
 
 def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
@@ -129,9 +149,11 @@ class Run:
             endpoint.ping()
         if ranks.is_writer:
             prepare_folder(plan, out)
-        found = checkpoints_in(out / "checkpoints") if config.resume else []
+        found = newest_intact(out / "checkpoints", ranks) if config.resume else None
         self.learners = {} if ranks.is_engine else models.make_learners(config, plan.algorithm, ranks)
-        state = load_checkpoint(found[-1], self.learners) if found else {"step": 0, "position": 0, "to_evaluate": True}
+        state = {"step": 0, "position": 0, "to_evaluate": True}
+        if found:
+            state = load_checkpoint(found, self.learners, is_verified=True)
         text = f"goes on from step {state['step']}" if found else f"no checkpoint in {out}: begins at step 0"
         if state["step"] >= config.num_steps > 0:
             text = f"nothing is left to do, --num_steps={config.num_steps} are done; raise it"
@@ -139,18 +161,30 @@ class Run:
         if plan.curriculum:
             plan.curriculum.load(state.get("curriculum", {}))
         barrier(ranks)  # the folders are there
-        self.log = RunLog(out, ranks, state["step"])
+        is_evaluated_again = bool(state["to_evaluate"] and config.eval_every)
+        self.log = RunLog(out, ranks, state["step"], is_evaluated_again)
         self.trackers = option(TRACKERS)(config) if config.trackers and ranks.is_writer else None
         self.keeper = option(KEEPER)(out / "best", config.save_minutes, config.keep_best, ranks.is_writer)
         self.start: int = state["step"]
         self.to_evaluate: bool = state["to_evaluate"]  # before the first step
+        self.updates_before = {name: learner.num_updates for name, learner in trained_learners(self.learners).items()}
         self.position: int = state["position"]  # of the next training task in the order of the data
         self.pending: list[int] = state.get("pending", [])  # positions before it of which no step has learned yet
         self.metrics: dict[str, Metric] = {}  # of the step under way
         self.failed_rows: dict[tuple[str, str], float] = {}  # see refuse_failures
+        self.tallies = {"train": Counter(), "eval": Counter()}  # episodes of this process, and those that failed
         self.writing: asyncio.Future | None = None  # the file of rollouts under way
         self.make_samplers()
+        self.kept_groups = self.go_on(found, state) if found and not ranks.is_engine else {}
         self.terminal = option(TERMINAL)(self)
+
+    def go_on(self, checkpoint: Path, state: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """By position, what was under way in this rank's groups when the checkpoint was written."""
+        num_collected, oldest = state.get("collected", 0), self.start - self.config.max_staleness
+        self.worker.go_on(num_collected, len(self.pending))
+        numbered = enumerate(self.pending, num_collected)
+        own = {position for number, position in numbered if self.worker.is_own(number)}
+        return read_groups(checkpoint, own, oldest)
 
     def make_samplers(self) -> None:
         """Engines, and what samples with them. Where ranks only sample, the others have engines that ask them."""
@@ -179,7 +213,10 @@ class Run:
         ahead = config.tasks_per_step * (1 + config.max_staleness)
         width = groups_at_once(self.actors, config.rollout, ahead, config.group_size, ranks)
         play = partial(run_group, plan.envs, self.actors, config.rollout)
-        self.worker = RolloutWorker(play, ranks, width, "train", config.timeout_s)
+        order = None
+        if config.rollout.fixed_order:
+            width, order = sys.maxsize, option(FIXED_ORDER)()
+        self.worker = RolloutWorker(play, ranks, width, "train", config.timeout_s, order)
         self.canary = None
         if plan.algorithm.is_rl and config.canary_tolerance != 0:
             readers = {name for name, learner in learners.items() if models.is_read(learner)}
@@ -229,6 +266,9 @@ def prepare_folder(plan: Plan, out: Path) -> None:
         option(HUB)(plan.config)
     for line in keep_config(out, plan.config):
         print(f"differs from {out / 'config.yaml'}: {line}", flush=True)
+    codes = {env.path.partition("?")[0]: env.code() for env in plan.envs.values()}
+    for name in keep_codes(out, codes):
+        print(f"differs from {out / 'env_code.yaml'}: {name} has changed since", flush=True)
     for line in option(DATA_WARNINGS)(plan.config, plan.algorithm, plan.train, plan.eval):
         print(f"warning: {line}", flush=True)
     if plan.algorithm.is_rl:

@@ -6,6 +6,7 @@ config = parse_config(["--model", "m", "--data.train", "rows.jsonl", "--env_path
 import dataclasses
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from inspect import formatannotation
@@ -30,6 +31,30 @@ def flag(default: Any, help: str, *, at_least=None, above=None, at_most=None, on
     return field(**{"default_factory" if isinstance(default, type) else "default": default}, metadata=rule)
 
 
+def section(prefix: str = "") -> Any:
+    """Marks a class of flags, which begin with `prefix`. In Python an unknown name is answered as on the command line."""
+
+    def marked(cls: type) -> type:
+        def refuse_unknown(names: Iterable[str], value: Any = None) -> None:
+            for name in names:
+                if not hasattr(cls, name) and name not in cls.__dataclass_fields__:
+                    raise ValueError(import_module(PEERS).unknown(f"{prefix}{name}", value, known_flags()))
+
+        def new(kind: type, *args: Any, **given: Any) -> Any:
+            refuse_unknown(given)
+            return object.__new__(kind)
+
+        def assign(self: Any, name: str, value: Any) -> None:
+            refuse_unknown([name])
+            object.__setattr__(self, name, value)
+
+        cls.__new__, cls.__setattr__ = new, assign
+        return cls
+
+    return marked
+
+
+@section("actors.NAME.lora.")
 @dataclass(kw_only=True)
 class LoraConfig:
     rank: int = flag(0, "LoRA: rank of the adapters beside a frozen model; 0 trains the whole model", at_least=0)
@@ -38,6 +63,7 @@ class LoraConfig:
     quantize: Literal["none", "nf4"] = flag("none", "QLoRA: nf4 keeps the frozen model in 4 bits")
 
 
+@section("actors.NAME.")
 @dataclass(kw_only=True)
 class ActorConfig:
     model: str | None = flag(None, "folder or hub name of its model; with api, the model's name there")
@@ -64,6 +90,7 @@ class ActorConfig:
         return self.api is None if self.train is None else self.train
 
 
+@section("envs.NAME.")
 @dataclass(kw_only=True)
 class EnvConfig:
     weight: float = flag(1.0, "its share of a step's tasks; 0: it is only evaluated", at_least=0)
@@ -73,6 +100,7 @@ class EnvConfig:
     max_turns: int | None = flag(None, "turns of an episode here; default: the file's max_turns, 1 or 8", at_least=1)
 
 
+@section("data.")
 @dataclass(kw_only=True)
 class DataConfig:
     train: str | None = flag(None, "training rows: files, folders, globs, hub datasets a/b:config@split")
@@ -83,12 +111,14 @@ class DataConfig:
     min_reward: float | None = flag(None, "sft on rollouts: only episodes with this reward", only=("sft",))
 
 
+@section("sampling.")
 @dataclass(kw_only=True)
 class SamplingConfig:
     temperature: float = flag(1.0, "of training samples, and of the learner's logprobs", above=0)
     stop: list[str] = flag(list, "strings that end a turn; they stay in the text")
 
 
+@section("optim.")
 @dataclass(kw_only=True)
 class OptimConfig:
     name: Literal["adamw", "adamw8bit", "sgd"] = flag("adamw", "optimizer; adamw8bit is that of bitsandbytes")
@@ -102,6 +132,7 @@ class OptimConfig:
     max_grad_norm: float = flag(1.0, "clip the gradient to this norm; 0 is off", at_least=0)
 
 
+@section("algo.")
 @dataclass(kw_only=True)
 class AlgoConfig:
     """Parts of the algorithm. None keeps what the preset of --algorithm says."""
@@ -130,6 +161,7 @@ class AlgoConfig:
     target_kl: float | None = flag(None, "early stop of a step above this KL; 0 is off", at_least=0)
 
 
+@section("critic.")
 @dataclass(kw_only=True)
 class CriticConfig:
     model: str | None = flag(None, "value model to start from, a reward model too; default: the actor's")
@@ -140,6 +172,7 @@ class CriticConfig:
     gae_lambda: float = flag(0.95, "GAE's lambda: 0 trusts the critic, 1 the rewards", at_least=0, at_most=1)
 
 
+@section("preference.")
 @dataclass(kw_only=True)
 class PreferenceConfig:
     beta: float = flag(0.1, "DPO: strength of the KL to the reference", above=0)
@@ -149,11 +182,13 @@ class PreferenceConfig:
     label_smoothing: float = flag(0.0, "DPO: fraction of swapped pairs", at_least=0, at_most=0.5)
 
 
+@section("sft.")
 @dataclass(kw_only=True)
 class SftConfig:
     weights: tuple[float, float] = flag((1.0, 0.0), "loss weights: assistant, others (world model)", at_least=0)
 
 
+@section("learner.")
 @dataclass(kw_only=True)
 class LearnerConfig:
     minibatches: int = flag(1, "optimizer steps of one step, each on its share of the tasks", at_least=1)
@@ -165,6 +200,7 @@ class LearnerConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "mixed precision; auto: bfloat16 on a GPU")
 
 
+@section("rollout.")
 @dataclass(kw_only=True)
 class RolloutConfig:
     max_concurrent: int = flag(256, "concurrent episodes, requests to an api and engine slots of one rank", at_least=1)
@@ -172,14 +208,16 @@ class RolloutConfig:
     episode_timeout_s: float = flag(600.0, "timeout of one episode", above=0)
     engines_awake: Literal["auto", "all", "one"] = flag("auto", "colocate: all, or one while others sleep")
     max_failed_fraction: float = flag(
-        0.1, "the run stops when more of its last 200 rows fail, or a whole step", at_least=0, at_most=1
+        0.1, "the run stops when more of its last 200 rows (at least 50) fail, or a whole step", at_least=0, at_most=1
     )
     save: bool = flag(True, "write every trajectory to rollouts/")
+    fixed_order: bool = flag(False, "tests: asynchronous runs that repeat bit for bit; slow")
     lagged: tuple[float, int] = flag(
         (0.0, 4), "off-policy: share of turns by older weights, steps to renew", at_least=(0, 2), at_most=(1, None)
     )
 
 
+@section("eval.")
 @dataclass(kw_only=True)
 class EvalConfig:
     num_tasks: int = flag(0, "held-out tasks that are evaluated; 0: all", at_least=0)
@@ -188,6 +226,7 @@ class EvalConfig:
     pass_reward: float = flag(1.0, "an episode passes with at least this reward")
 
 
+@section()
 @dataclass(kw_only=True)
 class Config:
     algorithm: Literal[(*RL, "sft", "dpo", "rm")] = flag("grpo", "preset; --algo.* changes single parts")
@@ -213,11 +252,13 @@ class Config:
     engine: Literal["auto", "sglang", "embedded"] = flag("auto", "inference engine; auto: sglang on a GPU")
     engine_tp: int = flag(1, "sglang: tensor parallel ranks of one engine", at_least=1)
     engine_args: str = flag("", "sglang: more flags of its server: '--quantization fp8'")
-    engine_memory_frac: float = flag(0.6, "sglang: fraction of GPU memory", above=0, at_most=0.99)
+    engine_memory_frac: float = flag(
+        0.6, "fraction of GPU memory for weights and KV cache of engines", above=0, at_most=0.99
+    )
     engine_ranks: int = flag(0, "asynchronous: last ranks that only sample", at_least=0, only=RL)
     max_staleness: int = flag(0, "asynchronous: versions by which samples may be off-policy", at_least=0, only=RL)
     attention: Literal["auto", "torch", "flash_attn", "ring_flash_attn"] = flag(
-        "auto", "varlen attention kernel; auto: flash_attn if installed, else torch's"
+        "auto", "varlen attention kernel; auto: flash_attn if it imports, else torch's"
     )
     dp_replicate: int = flag(1, "HSDP: copies of the weights, each sharded (FSDP) over the other ranks", at_least=1)
     cp: int = flag(1, "context parallel: ranks that split each sequence (ring attention)", at_least=1)
@@ -285,25 +326,30 @@ def known_flags() -> dict[str, tuple[Any, dataclasses.Field]]:
     return {name: (default, f) for name, default, f in flags_in(every)}
 
 
-def parse_config(argv: list[str]) -> Config:
-    """The checked configuration of a command line; its flags override the files of --config. Raises ValueError with the value,
-    the rule and the fix. Prints and exits on --help."""
+def parse_config(argv: list[str], usage: str = "") -> Config:
+    """The checked configuration of a command line. Raises ValueError with the value, the rule and the fix. Prints and exits on
+    --help, which begins with the usage of rl_core.train or another command's."""
     for arg, after in zip(argv, [*argv[1:], "--"], strict=False):
         if arg in ("--help", "-h"):
-            print(import_module(HELP).help_page("" if after.startswith("-") else after))
+            print(import_module(HELP).help_page("" if after.startswith("-") else after, usage))
             raise SystemExit(0)
+    return checked(read_config(argv))
+
+
+def read_config(argv: list[str]) -> Config:
+    """What a command line says; its flags override the files of --config. Raises ValueError for unknown names and wrong types."""
     config, given = Config(), given_flags(argv)
     for path in (value for name, value in given if name == "config"):
         try:
             with open(path) as file:
-                fill(config, yaml.safe_load(file) or {})
+                fill(config, yaml.safe_load(file))
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ValueError(f"--config {path}: {getattr(error, 'strerror', None) or error}") from None
     for name, value in given:
         for part in reversed(name.split(".")):
             value = {part: value}
         fill(config, value if name != "config" else {})
-    return checked(config)
+    return config
 
 
 def checked(config: Config) -> Config:
@@ -325,7 +371,7 @@ def given_flags(argv: list[str]) -> list[tuple[str, Any]]:
         elif found and found[-1][1] is True:
             found[-1] = found[-1][0], arg
         else:
-            raise ValueError(f"argument {arg!r} has no flag before it; write --name value")
+            raise ValueError(import_module(PEERS).without_dashes(arg, known_flags()))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import torch
@@ -23,8 +24,7 @@ class HostCopies:
         synchronize(self.device)
         for storage, _ in self.waiting:
             storage.resize_(0)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # who comes next may be another process
+        release_cached_memory()
 
     def to_device(self) -> None:
         for storage, host in self.waiting:
@@ -41,6 +41,19 @@ class HostCopies:
         """The memory of all tensors, each once. A file's pages are left out: they are not torch's to give back."""
         found = (t.untyped_storage() for t in tensors if t.device.type == self.device.type)
         return list({s.data_ptr(): s for s in found if s.nbytes() and s.resizable()}.values())
+
+
+def release_cached_memory() -> None:
+    """Torch keeps memory that its tensors have left. Call this before another process gets the device."""
+    torch.cuda.empty_cache()  # does nothing where there is no GPU
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of a GPU, or this rank's even share of the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return machine // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def synchronize(device: torch.device) -> None:

@@ -77,7 +77,22 @@ def check_model(config: Config, name: str) -> Chat:
                 f"--critic.model={critic} has a vocabulary of {critic_vocab} tokens, that of {name} has {vocab}: a critic "
                 "reads the actor's tokens; take a model of the same family"
             )
-    return load_chat(actor.model, actor.chat_template, config.chat_template_kwargs | actor.chat_template_kwargs)
+    chat = load_chat(actor.model, actor.chat_template, config.chat_template_kwargs | actor.chat_template_kwargs)
+    check_vocabulary(chat, model_config.get_text_config().vocab_size, actor.model)
+    return chat
+
+
+def check_vocabulary(chat: Chat, num_rows: int, path: str) -> None:
+    """Raises ValueError if text, the template or an end of turn can give an id that the embedding has no row for."""
+    written = {*chat.prompt_ids([{"role": "user", "content": "x"}]), *chat.stop_token_ids}
+    for token, token_id in chat.tokenizer.get_vocab().items():
+        # Special tokens that are not written in a text's conversation, such as an image's, may lack a row.
+        is_used = token not in chat.special_ids or token_id in written
+        if token_id >= num_rows and is_used:
+            raise ValueError(
+                f"model {path}: its tokenizer gives {token!r} the id {token_id}, and its embedding has {num_rows} rows; "
+                "take the tokenizer that belongs to the model, or resize the embedding"
+            )
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -194,7 +209,7 @@ def make_engine(
         model=actor.model,
         module=module,
         tokenizer=chat.tokenizer,
-        num_slots=min(config.rollout.max_concurrent, groups * config.group_size),
+        num_slots=1 if config.rollout.fixed_order else min(config.rollout.max_concurrent, groups * config.group_size),
         max_context_tokens=config.max_context_tokens,
         dtype=compute_dtype(config),
         device=ranks.device,

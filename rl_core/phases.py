@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import time
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager, closing, nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,34 +15,43 @@ from pathlib import Path
 import torch
 
 from rl_core.build import Plan, Run
+from rl_core.data.episodes import baseline_groups
 from rl_core.data.rows import write_trajectories
 from rl_core.distributed import Ranks, all_gather_json, barrier
-from rl_core.learning.advantages import baseline_groups, group_results, has_signal, samples_of
-from rl_core.learning.checkpoint import save_checkpoint
+from rl_core.host_copies import release_cached_memory
+from rl_core.learning.advantages import group_results, has_signal, samples_of
+from rl_core.learning.checkpoint import save_checkpoint, trained_learners
+from rl_core.learning.learner import Learner
 from rl_core.learning.model import export_policy
 from rl_core.metrics import Max, Mean, Sum
 from rl_core.models import is_read
 from rl_core.run_folder import naming
+from rl_core.sampling import kept_groups
 from rl_core.sampling.actor import Actor
-from rl_core.sampling.outcomes import lag_metrics, part_metrics, refuse_failures, rollout_metrics
+from rl_core.sampling.outcomes import held_out_metrics, lag_metrics, part_metrics, refuse_failures, rollout_metrics
 from rl_core.sampling.rollout import Group, in_order, make_group, rollout
+from rl_core.sampling.under_way import GroupUnderWay
 from rl_core.types import RunError, Task, TrainingSample, Trajectory, option
 
+UNDER_WAY = "under_way"  # folder in which ranks write what a checkpoint gets
 MFU = "rl_core.options.mfu:mfu"
 
 
 async def start(run: Run) -> None:
     """Engines get the learners' weights. A new run that evaluates does so before its first step."""
+    for learner in run.learners.values():
+        learner.leave_device()
+    hand_over(run)
     for engine in run.all_engines:  # one starts while no other has memory, which it would take for its own
         await engine.wake()
         await engine.sleep()
     barrier(run.ranks)  # an engine elsewhere that receives the first learner's weights answers nobody's wake()
     for name, learner in run.learners.items():
-        with learner.on_device():
+        async with on_device(run, learner):
             await sync_engine(run, name, run.start)
             if run.older:
                 await run.older.restore(name, run.start, checkpoint_folder(run, run.start))
-    run.worker.version = run.start
+    await resume(run, run.start)
     if run.config.eval_every and run.to_evaluate:
         await evaluate(run, run.start)
 
@@ -53,13 +64,15 @@ async def resume(run: Run, version: int) -> None:
 
 
 async def finish(run: Run) -> None:
-    """Checks the engines' weights after the last update, which no next step checks."""
+    """Checks the engines' weights after the last update, which no next step checks. Exports what a run before this one saved,
+    if no step was left: it may have been killed between the two."""
     if run.canary:
         await run.canary.sample()
-        await sleep_engines(run)
         for name, learner in run.learners.items():
-            with learner.on_device():
+            async with on_device(run, learner):
                 await run.canary.check(name)
+    if run.start and run.keeper.saved_step < 0:
+        await export(run, run.out / "hf")
 
 
 async def close(run: Run) -> None:
@@ -90,9 +103,26 @@ def draw_groups(run: Run, num_groups: int) -> list[Group]:
     for position in (*left, *range(first, run.position)):
         step, number = divmod(position, config.tasks_per_step)
         place = {"batch": f"train/{step:06d}", "number": number, "position": position, "size": config.group_size}
-        task, drawn = run.plan.train.task(position), {"temperature": config.sampling.temperature}
-        groups.append(make_group(config, task, drawn, **place))
+        kept, drawn = run.kept_groups.pop(position, None), {"temperature": config.sampling.temperature}
+        begun = kept and begun_task(run, kept)
+        task = begun or run.plan.train.task(position)
+        group = make_group(config, task, drawn, **place)
+        if config.max_staleness or config.rollout.fixed_order:
+            group.under_way = GroupUnderWay()
+        if begun:
+            kept_groups.restore(group, kept)
+        groups.append(group)
     return groups
+
+
+def begun_task(run: Run, kept: dict) -> Task | None:
+    """The task of a group that was under way: a curriculum draws another for the same position by now. None if the data no
+    longer have it."""
+    row = int(kept["task"].rpartition("/")[2])
+    for source in run.plan.train.sources:
+        if source.env == kept["env"] and row < len(source.rows):
+            return source.task_of_row(row)
+    return None
 
 
 def num_to_begin(run: Run, step: int) -> int:
@@ -107,8 +137,6 @@ async def sample(run: Run, step: int) -> dict[str, list[TrainingSample]]:
     plan, config = run.plan, run.config
     if plan.imitated:
         return imitated_samples(run)
-    if config.engine_tp > 1:
-        barrier(run.ranks)  # no learner has a device that an engine on another rank takes now
     if run.canary:
         await run.canary.sample(is_first=step == run.start)
     place = place_in_data(run)
@@ -116,7 +144,8 @@ async def sample(run: Run, step: int) -> dict[str, list[TrainingSample]]:
     trajectories = await collect(run, step)
     await sleep_engines(run)
     await write(run, f"step_{step + 1:06d}", trajectories)
-    refuse_or_save(run, step, trajectories, run.failed_rows, f"step {step + 1}", place)
+    reasons = await refuse_or_save(run, step, trajectories, run.failed_rows, f"step {step + 1}", place)
+    run.terminal.failures(step + 1, reasons)
     if plan.curriculum:
         results = group_results(trajectories, run.learners, config.eval.pass_reward, run.ranks)
         plan.curriculum.record(results, min([*run.begun, run.position]))
@@ -159,7 +188,8 @@ async def collect(run: Run, step: int) -> list[Trajectory]:
             ages = [step - group.version for group in groups]
             run.note("rollout/", {"staleness": Mean(sum(ages), len(ages)), "staleness_max": Max(max(ages, default=0))})
         if algorithm.refill_rounds:
-            groups = baseline_groups(in_order(collected))
+            learned = [t for t in in_order(collected) if t.actor in config.trained]
+            groups = baseline_groups(learned)
             with_signal = len({group[0].group_id for group in groups if has_signal(group, algorithm)})
             missing = max(0, config.tasks_per_step - sum(all_gather_json(with_signal, run.ranks)))
             if not missing:
@@ -223,6 +253,7 @@ async def sync_engine(run: Run, name: str, version: int) -> None:
     """The engine gets the learner's weights. One that reads them in place only drops what it computed with the old."""
     if name not in run.engines:
         return
+    hand_over(run)  # an engine takes memory for its weights now
     engine, learner = run.engines[name], run.learners[name]
     weights = learner.engine_weights(is_read(learner))
     if engine is not None:
@@ -234,6 +265,31 @@ async def sync_engine(run: Run, name: str, version: int) -> None:
         await run.older.sync(name, version)
     if run.lease is not None and engine is not None:
         await engine.sleep()  # a learner has the device
+
+
+@asynccontextmanager
+async def learners_lease(run: Run) -> AsyncIterator[None]:
+    """A context in which learners may have the devices: engines sleep, on all ranks. Engines stay asleep afterwards; where
+    episodes go on during an update, resume() ends their pause. Every rank must enter it."""
+    await sleep_engines(run)
+    yield
+    hand_over(run)
+
+
+@asynccontextmanager
+async def on_device(run: Run, learner: Learner) -> AsyncIterator[None]:
+    """The lease with this learner on the device. Every rank must enter it."""
+    async with learners_lease(run):
+        with learner.on_device():
+            yield
+
+
+def hand_over(run: Run) -> None:
+    """What learners do before engines have the devices."""
+    if run.engines and not run.ranks.engine_ranks:
+        release_cached_memory()
+    if run.config.engine_tp > 1:
+        barrier(run.ranks)  # an engine on another rank may take this rank's device
 
 
 async def sleep_engines(run: Run) -> None:
@@ -266,7 +322,7 @@ async def evaluate(run: Run, step: int) -> dict[str, float]:
             tasks = list(islice(source, config.num_tasks or None))
             if run.plan.imitated:
                 own = tasks[run.ranks.rank :: run.ranks.size]
-                evaluate_rows(run, own, "eval/" if source.split == "eval" else f"eval/{name}/")
+                await evaluate_rows(run, own, "eval/" if source.split == "eval" else f"eval/{name}/")
                 continue
             await evaluate_tasks(run, step, name, tasks, "greedy", 1)
             if config.samples:
@@ -276,16 +332,18 @@ async def evaluate(run: Run, step: int) -> dict[str, float]:
     shown = [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in values.items() if is_shown.match(name)]
     run.log.say("  ".join([f"eval at step {step}", *shown]))
     if run.config.keep_best and run.keeper.is_best(values):
-        export(run, run.out / "best")
+        await export(run, run.out / "best")
+        await resume(run, step)
         run.keeper.note_best(step)
     return values
 
 
-def evaluate_rows(run: Run, tasks: list[Task], prefix: str) -> None:
+async def evaluate_rows(run: Run, tasks: list[Task], prefix: str) -> None:
     [learner] = run.learners.values()
     minibatches, _ = learner.shard([s for t in tasks for s in run.plan.imitated.samples(t, t.id)])
-    learner.annotate(minibatches)
-    run.note(prefix, learner.evaluate(minibatches))
+    async with on_device(run, learner):
+        learner.annotate(minibatches)
+        run.note(prefix, learner.evaluate(minibatches))
 
 
 async def evaluate_tasks(run: Run, step: int, source: str, tasks: list[Task], label: str, count: int) -> None:
@@ -298,15 +356,13 @@ async def evaluate_tasks(run: Run, step: int, source: str, tasks: list[Task], la
     trajectories = await rollout(plan.envs, newest, groups, config.rollout, run.ranks, config.timeout_s)
     await write(run, name.replace("/", "_"), trajectories)
     run.terminal.episodes(trajectories if label == "greedy" else [])
-    refuse_or_save(run, step, trajectories, {}, name, place_in_data(run), min_rows=1)
+    reasons = await refuse_or_save(run, step, trajectories, {}, name, place_in_data(run), min_rows=1)
+    run.terminal.failures(step, reasons)
     score, passed = (f"avg@{count}", f"pass@{count}") if label == "sampled" else ("greedy_score", "greedy_pass")
     for actor in config.trained:
         own = [t for t in trajectories if t.actor == actor and t.status != "failed"]
-        rewards = [[t.reward for t in group] for group in baseline_groups(own)]
-        scores = [sum(g) / len(g) for g in rewards]
-        passes = [max(g) >= config.eval.pass_reward for g in rewards]
         found = {f"{label}_{name}": value for name, value in part_metrics(own).items()}
-        found |= {score: Mean(sum(scores), len(scores)), passed: Mean(sum(passes), len(passes))}
+        found |= held_out_metrics(own, score, passed, config.eval.pass_reward)
         run.note(f"eval/{source}/{actor}/" if len(config.trained) > 1 else f"eval/{source}/", found)
 
 
@@ -315,20 +371,52 @@ def checkpoint_folder(run: Run, step: int) -> Path:
 
 
 def place_in_data(run: Run) -> dict[str, int | list[int]]:
-    return {"position": run.position, "pending": run.begun}
+    return {"position": run.position, "pending": run.begun, "collected": run.worker.num_collected}
 
 
-def refuse_or_save(run: Run, step: int, trajectories: list, rows: dict, name: str, place: dict, **limits) -> None:
-    """Saves what was learned before too many failures end the run."""
+async def refuse_or_save(
+    run: Run, step: int, trajectories: list, rows: dict, name: str, place: dict, **limits
+) -> dict[str, int]:
+    """Reason -> how many episodes failed for it. Saves what was learned before too many failures end the run."""
+    limit = run.config.rollout.max_failed_fraction
+    kind = "eval" if name.startswith("eval/") else "train"
+    limits["tally"] = run.tallies[kind]
     try:
-        refuse_failures(trajectories, rows, run.config.rollout.max_failed_fraction, name, run.ranks, **limits)
-    except RunError:
+        return refuse_failures(trajectories, rows, limit, name, run.ranks, **limits)
+    except RunError as error:
+        if kind == "eval":
+            run.to_evaluate = True  # by the run that goes on
         if step > run.start:
-            save(run, step, place)
-        raise
+            await save(run, step, place)
+        if not run.config.rollout.save:
+            raise
+        flags = "--reasons --eval" if kind == "eval" else "--reasons"
+        raise RunError(f"{error}; all reasons: rl-core show {run.out} {flags}") from error
 
 
-def save(run: Run, step: int, place: dict | None = None) -> None:
+def refuse_ruined(run: Run) -> None:
+    """Raises RunError before the last save if no update was finite since this process began: the weights, which are no
+    other ones, may be ruined, and must not take the place of what was exported before."""
+    for name, learner in trained_learners(run.learners).items():
+        if learner.nonfinite_in_a_row and learner.num_updates == run.updates_before[name]:
+            raise RunError(
+                f"every update of {name} was skipped, because its loss or gradient was NaN or infinite: its weights may be "
+                "ruined, and nothing is saved; go on from an earlier checkpoint or model"
+            )
+
+
+def refuse_standstill(run: Run) -> None:
+    """Raises RunError after the last save if nothing was learned from the first step to the last."""
+    trained = trained_learners(run.learners).values()
+    is_last = run.keeper.saved_step == run.config.num_steps
+    if trained and is_last and not any(learner.num_updates for learner in trained):
+        raise RunError(
+            f"none of {run.config.num_steps} steps made an update, because no samples carried a signal: the model is as it "
+            "was; look at the rewards by rl-core show, or train longer by --resume with a higher --num_steps"
+        )
+
+
+async def save(run: Run, step: int, place: dict | None = None) -> None:
     """A checkpoint of all that learns, and each model as a Hugging Face folder. `place`: in the data, if it is not this."""
     if step == run.keeper.saved_step:
         return
@@ -337,17 +425,37 @@ def save(run: Run, step: int, place: dict | None = None) -> None:
     state |= place or place_in_data(run)
     if run.plan.curriculum:
         state["curriculum"] = run.plan.curriculum.state()
-    older = run.older.files_to_save(step) if run.older else []
+    files = run.older.files_to_save(step) if run.older else []
     folder, keep = checkpoint_folder(run, step), run.config.keep_checkpoints
-    with naming(folder):
-        save_checkpoint(folder, run.learners, state, run.ranks, keep, older)
-    export(run, run.out / "hf")
+    async with learners_lease(run):
+        files += await files_under_way(run)
+        with naming(folder):
+            save_checkpoint(folder, run.learners, state, run.ranks, keep, files)
+    shutil.rmtree(run.out / UNDER_WAY, ignore_errors=True)
+    await export(run, run.out / "hf")
+    await resume(run, step)
     run.keeper.saved(step)
     exported = ", ".join(str(run.out / "hf" / name) for name in run.learners)
     run.log.say(f"saved step {step} to {run.out / 'checkpoints'} and {exported}")
 
 
-def export(run: Run, folder: Path) -> None:
+async def files_under_way(run: Run) -> list[Path]:
+    """What was sampled for later steps. Each rank writes its own file, and rank 0 copies them all into the checkpoint."""
+    worker, folder = run.worker, run.out / UNDER_WAY
+    if not run.config.max_staleness or not worker.pending:
+        return []
+    for engine in run.all_engines:
+        await engine.catch_up()
+    folder.mkdir(exist_ok=True)
+    files = [folder / f"{kept_groups.FILE}{rank:05d}.jsonl.zst" for rank in range(run.ranks.size)]
+    own = files[run.ranks.rank]
+    with naming(own):
+        kept_groups.write_groups(own, [worker.pending[number] for number in (*worker.done, *worker.running)])
+    return files
+
+
+async def export(run: Run, folder: Path) -> None:
     for name, learner in run.learners.items():
-        with naming(folder / name), learner.on_device():
-            export_policy(learner.policy, run.plan.chats[name].tokenizer, folder / name, run.ranks, learner.adapter)
+        async with on_device(run, learner):
+            with naming(folder / name):
+                export_policy(learner.policy, run.plan.chats[name].tokenizer, folder / name, run.ranks, learner.adapter)

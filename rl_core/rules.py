@@ -119,6 +119,10 @@ def of_run(c: Any) -> Rules:
         and (c.max_staleness or c.engine_ranks or c.sharers or any(a.engine_urls for a in c.actors.values())),
         "--rollout.lagged needs a second engine: leave out --max_staleness, --engine_ranks, share and engine_urls",
     )
+    yield (
+        c.rollout.fixed_order and (c.engine == "sglang" or any(a.engine_urls for a in c.actors.values())),
+        "--rollout.fixed_order=true needs --engine embedded: the order in which SGLang samples is its own",
+    )
     for is_needed, given, library, extra in (
         (c.optim.name == "adamw8bit", "--optim.name=adamw8bit", "bitsandbytes", "bnb"),
         (any(a.lora.quantize == "nf4" for a in c.actors.values()), "lora.quantize=nf4", "bitsandbytes", "bnb"),
@@ -126,7 +130,7 @@ def of_run(c: Any) -> Rules:
         (any(a.api for a in c.actors.values()), "--actors.NAME.api", "openai", "api"),
     ):
         is_missing = is_needed and importlib.util.find_spec(library) is None
-        yield is_missing, f"{given} needs {library}, which is not installed: pip install .[{extra}]"
+        yield is_missing, f"{given} needs {library}, which is not installed: pip install 'rl_core[{extra}]'"
     paths = c.env_paths
     yield len(paths) < len(split(c.env_path)), f"--env_path={c.env_path}: two files have one name; rename one"
     yield (

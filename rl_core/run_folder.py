@@ -7,10 +7,13 @@ import fcntl
 import json
 import math
 import os
+import socket
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 import yaml
 
@@ -26,15 +29,35 @@ MAY_DIFFER = ("resume", "out", "num_steps")
 def locked(out: Path) -> Iterator[None]:
     """Holds the folder until the run ends, however it ends. Raises ValueError if another run has it."""
     out.mkdir(parents=True, exist_ok=True)
-    with open(out / ".lock", "a") as file:
+    with open(out / ".lock", "a+") as file:
         for wait_s in (0.1, 0.0):  # who looks whether a run goes on holds it for an instant
             with suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             time.sleep(wait_s)
         else:
-            raise ValueError(f"--out {out} belongs to a run that is going on; wait for it, or name another folder")
+            file.seek(0)
+            holder = file.read().strip() or "process unknown"
+            raise ValueError(
+                f"--out {out} belongs to a run that is going on ({holder}); wait for it, or name another folder"
+            )
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        close_in_children(file)
         yield
+
+
+def close_in_children(file: IO) -> None:
+    """A process that a hook forks may outlive the run, and must not hold its lock. The kernel frees a lock once every copy
+    of the open file is closed."""
+    held = weakref.ref(file)
+
+    def close() -> None:
+        if (inherited := held()) is not None:
+            inherited.close()
+
+    os.register_at_fork(after_in_child=close)
 
 
 def keep_config(out: Path, config: Config) -> list[str]:
@@ -43,9 +66,33 @@ def keep_config(out: Path, config: Config) -> list[str]:
     if not path.exists():
         write_whole(path, to_yaml(config))
         return []
-    before, now = (flat(yaml.safe_load(text) or {}) for text in (path.read_text(), to_yaml(config)))
+    before, now = flat(read_config(path)), flat(yaml.safe_load(to_yaml(config)))
     names = [n for n in now if n not in MAY_DIFFER and n in before and before[n] != now[n]]
     return [f"--{name} {before[name]} -> {now[name]}" for name in names]
+
+
+def keep_codes(out: Path, codes: dict[str, str]) -> list[str]:
+    """Writes env_code.yaml, the hash of each environment's file, or leaves that of the first run. Gives the files that have
+    changed since. A folder that an earlier version wrote has none: it gets one."""
+    path = out / "env_code.yaml"
+    if not codes:  # a run without an environment
+        return []
+    if not path.exists():
+        write_whole(path, yaml.safe_dump(codes))
+        return []
+    before = read_config(path)
+    return [name for name, code in codes.items() if before.get(name, code) != code]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The flags of a run's config.yaml. Raises ValueError if it holds none."""
+    try:
+        found = yaml.safe_load(path.read_bytes())
+    except (yaml.YAMLError, UnicodeDecodeError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it is empty or no YAML of flags; remove it, and --resume writes it anew")
+    return found
 
 
 @contextmanager
@@ -64,10 +111,11 @@ def naming(path: Path) -> Iterator[None]:
 class RunLog:
     """metrics.jsonl, one object a line, and lines on the terminal. One rank writes."""
 
-    def __init__(self, out: Path, ranks: Ranks, resume_step: int):
+    def __init__(self, out: Path, ranks: Ranks, resume_step: int, is_evaluated_again: bool = False):
         self.ranks, self.path = ranks, out / "metrics.jsonl"
         if ranks.is_writer and self.path.exists():
-            keep_lines_until(self.path, resume_step or -1)  # a run without a checkpoint evaluates its start again
+            # A run without a checkpoint begins anew.
+            keep_lines_until(self.path, resume_step or -1, is_evaluated_again)
 
     def write(self, step: int, metrics: dict[str, Metric]) -> dict[str, float]:
         values = reduce_metrics(metrics, self.ranks)
@@ -83,10 +131,17 @@ class RunLog:
             print(text, flush=True)
 
 
-def keep_lines_until(path: Path, step: int) -> None:
-    """Drops what a run wrote after the checkpoint that it goes on from, and a line cut short by its end."""
+def keep_lines_until(path: Path, step: int, is_evaluated_again: bool) -> None:
+    """Drops what a run wrote after the checkpoint that it goes on from, the evaluation of that step if it is made again, and
+    lines that are none, such as one cut short by the run's end."""
     kept = []
-    for line in path.read_text().splitlines(keepends=True):
-        with suppress(json.JSONDecodeError):
-            kept += [line] if json.loads(line)["step"] <= step else []
+    for line in path.read_text(errors="replace").splitlines(keepends=True):
+        try:
+            row = json.loads(line)
+            is_before, is_there = row["step"] < step, row["step"] == step
+        except (ValueError, KeyError, TypeError):
+            continue
+        is_evaluation = "time/step_s" not in row
+        if is_before or (is_there and not (is_evaluation and is_evaluated_again)):
+            kept.append(line)
     write_whole(path, "".join(kept))

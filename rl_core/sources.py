@@ -26,7 +26,8 @@ def load_envs(config: Config, module: ModuleType | None = None) -> tuple[Config,
     for name, path in config.env_paths.items():
         given, timeout_s = config.env(name).max_turns or config.max_turns, config.rollout.hook_timeout_s
         envs[name] = load_env(path, hook_timeout_s=timeout_s, max_turns=given, module=module)
-        envs[name].check_actors(list(config.actors))
+        others = [other for other in config.actors if other not in config.trained]
+        envs[name].check_actors([*config.trained, *others])
     if envs:
         sections = {name: replace(config.env(name), max_turns=env.max_turns) for name, env in envs.items()}
         limit = max(env.max_turns for env in envs.values())

@@ -5,7 +5,6 @@ Whatever loads slowly is imported inside functions: --help and an error in a fla
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import sys
 from contextlib import nullcontext
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
 
 TORCHRUN = "rl_core.options.under_torchrun"
+WATCHDOG = "rl_core.options.watchdog"
 
 
 async def train(run: Run) -> None:
@@ -37,7 +37,7 @@ async def train(run: Run) -> None:
             with run.timed("generate"):
                 samples = await phases.sample(run, step)
             for name, learner in run.learners.items():
-                with learner.on_device():
+                async with phases.on_device(run, learner):
                     with run.timed("learn"):
                         await phases.learn(run, name, samples[name], step)
                     with run.timed("sync"):
@@ -51,8 +51,10 @@ async def train(run: Run) -> None:
         if is_evaluated and not run.keeper.signal:
             metrics |= await phases.evaluate(run, done)
         is_ended = run.on_step(done, metrics) is False or run.keeper.signal
+        if done == config.num_steps:
+            phases.refuse_ruined(run)
         if is_ended or run.keeper.is_due or is_due(done, config.save_every, config.num_steps):
-            phases.save(run, done)
+            await phases.save(run, done)
         if is_ended:
             return
     await phases.finish(run)
@@ -63,6 +65,7 @@ async def run_rank(run: Run) -> None:
 
     gc.collect()
     gc.freeze()  # rows and modules live as long as the run; looking through them again and again costs tenths of a second
+    neighbours = option(f"{WATCHDOG}:Neighbours")(run.ranks)
     try:
         if run.server is None:
             await train(run)
@@ -70,6 +73,7 @@ async def run_rank(run: Run) -> None:
             run.keeper.listen()  # a signal is for the learners
             await run.server.serve()
     finally:
+        neighbours.close()
         await phases.close(run)
         gc.unfreeze()  # in a notebook the models would stay; libraries would report leaks at the end of the process
 
@@ -81,14 +85,22 @@ def is_due(done: int, every: int, num_steps: int) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """The exit status; 128 + its number after a signal. A user's mistake is one line; RL_CORE_DEBUG=1 shows where it was
     found."""
-    ranks: Ranks | None = None
     option(f"{TORCHRUN}:end_with_launcher")()
+    with option(f"{WATCHDOG}:refusing_exits")():
+        status = run_command(argv)
+    option(f"{WATCHDOG}:leave_threads")(status)
+    return status
+
+
+def run_command(argv: list[str] | None) -> int:
+    ranks: Ranks | None = None
     try:
         config = parse_config(sys.argv[1:] if argv is None else argv)
         gc.disable()  # until modules and rows are there: to look for garbage in them again and again would take a second
         from rl_core.build import Run, make_plan
         from rl_core.distributed import barrier, close_ranks, explain_timeouts, init_ranks
         from rl_core.models import is_sharded
+        from rl_core.phases import refuse_standstill
         from rl_core.run_folder import locked
 
         plan = make_plan(config)
@@ -99,10 +111,14 @@ def main(argv: list[str] | None = None) -> int:
             barrier(ranks)  # every rank has seen that the folder is free
             with locked(Path(config.out)) if ranks.is_writer else nullcontext():
                 run = Run(plan, ranks)
-                asyncio.run(run_rank(run))
+                advice = "raise --rollout.hook_timeout_s; --resume goes on from the newest checkpoint"
+                option(f"{WATCHDOG}:run_hooks")(run_rank(run), config.rollout.hook_timeout_s, advice)
             close_ranks(ranks)
+        if ranks.is_writer:
+            option("rl_core.options.run_end:tell_end")(run)
         if ranks.is_writer and not run.keeper.signal:  # no rank waits for what follows
             option("rl_core.tools.view.report:write_at_end")(run)
+            refuse_standstill(run)
             if config.push_to_hub:
                 option("rl_core.options.hub:push")(config)
         return 128 + run.keeper.signal if run.keeper.signal else 0

@@ -115,6 +115,7 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)
     status: str = "ok"  # "ok", "truncated" (a turn or the episode hit a length limit) or "failed"
     error: str = ""  # why it failed
+    env_code: str = ""  # hash of the environment's file
 
     @property
     def num_tokens(self) -> int:

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from rl_core.data.pretrained import load_pretrained
 from rl_core.distributed import Ranks, close_ranks, init_ranks
 from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.learning.model import PolicyModel, engine_weights, make_policy, shard_policy
@@ -78,13 +79,14 @@ def make_engine(kind: str, folder: str, dtype: torch.dtype, ranks: Ranks, out: P
     spec = {
         "name": "policy",
         "model": folder,
-        "tokenizer": AutoTokenizer.from_pretrained(folder),
+        "tokenizer": load_pretrained(AutoTokenizer, folder),
         "dtype": dtype,
         **LIMITS,
     }
     spec |= {"owns_weights": True, "device": ranks.device, "log": out / f"engine_{ranks.rank}.log"}
     if kind == "embedded":
-        module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(ranks.device).requires_grad_(False)
+        module = load_pretrained(AutoModelForCausalLM, folder, dtype=dtype)
+        module = module.to(ranks.device).requires_grad_(False)
         return EmbeddedEngine(EngineSpec(module=module, **spec))
     from rl_core.engines.sglang import SGLangEngine, make_skeleton
 

@@ -12,6 +12,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+from rl_core.data.pretrained import load_pretrained
+
 
 class EndsAt(LogitsProcessor):
     """Row i samples the end token as its lengths[i]-th token and no earlier."""
@@ -61,8 +63,8 @@ class Meter(TrainerCallback):
 
 
 def run_trl(work: Work, setting: dict, folder: str) -> Measured:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = load_pretrained(AutoModelForCausalLM, folder, dtype=torch.float32)
+    tokenizer = load_pretrained(AutoTokenizer, folder)
     meter = Meter(work, model, tokenizer.eos_token_id)
     common = {
         "output_dir": "trl",

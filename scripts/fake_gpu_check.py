@@ -1,8 +1,10 @@
-"""What would wait for a GPU, or mix devices, found without one: forwards and losses on fake CUDA tensors, which have no values.
+"""What would wait for a GPU, or mix devices, found without one: steps of learner and engine on fake CUDA tensors, which have no
+values.
 
 Needs a CUDA build of torch and no GPU; scripts/fake_gpu_check.sh makes an environment with one. Prints a line for each check
 and, for one that fails, the line of rl_core where it read a value or met a tensor of another device. The exit status is the
-number of checks that failed. Not run: backward passes, Triton's kernels, several devices.
+number of checks that failed. Not run: backward passes (gradients of zeros are put in their place), Triton's kernels, what
+--learner.offload phase moves, several devices.
 """
 
 from __future__ import annotations
@@ -11,19 +13,36 @@ import dataclasses
 import random
 import sys
 import traceback
+from functools import partial
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config, Qwen3Config
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from rl_core.config import parse_config
 from rl_core.data.packing import pack_samples
+from rl_core.distributed import init_ranks
 from rl_core.engines.slots import SlotCache, SlotModel, sample
 from rl_core.learning import logprobs
-from rl_core.learning.algorithms import PRESETS, make_algorithm, token_losses
+from rl_core.learning.algorithms import PRESETS, make_algorithm
 from rl_core.learning.attention import NAME
+from rl_core.learning.learner import Learner
+from rl_core.learning.minibatches import shard_samples
 from rl_core.learning.model import PolicyModel
+from rl_core.options.critic import Critic
+from rl_core.options.offload import activations_on_host
 from rl_core.types import PackedBatch, TrainingSample
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -46,6 +65,8 @@ def samples(shared_prompt: bool) -> list[TrainingSample]:
 
 # Packing is work of the host, with values.
 PACKED = {shared_prompt: pack_samples(samples(shared_prompt)) for shared_prompt in (False, True)}
+PAIRS = [dataclasses.replace(s, group_id=f"{i // 2:03d}") for i, s in enumerate(samples(True))]
+SAMPLES = {False: samples(True), True: PAIRS}
 
 
 def on_gpu(batch: PackedBatch) -> PackedBatch:
@@ -83,13 +104,89 @@ def sliding_forward() -> None:
     learner_forward(config=Qwen2Config(**SIZES, **layers, max_window_layers=1))
 
 
-def preset_loss(name: str, *more: str) -> None:
-    config = parse_config([*FLAGS.split(), name, *more])
-    algorithm = make_algorithm(name, config.algo)
-    batch = on_gpu(PACKED[True])
-    made = torch.empty_like(batch.rollout_logprobs)
-    batch.old_logprobs = batch.ref_logprobs = made
-    token_losses(algorithm, batch, made.clone(), made.clone())
+class Update(TorchFunctionMode):
+    """Inside, a backward pass leaves each weight a gradient where the weight is, and a list of numbers may be read from the
+    device: all are 1. Each such read is counted."""
+
+    def __init__(self, learner: Learner):
+        super().__init__()
+        self.learners, self.reads = learner.trained("").values(), 0
+        self.readable = patch.object(FakeTensor, "tolist", lambda tensor: self.read(tensor))
+
+    def __enter__(self):
+        self.readable.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.readable.stop()
+        super().__exit__(*error)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.stack, torch.cat):  # Fake tensors take single numbers of the CPU for those of any device.
+            devices = {tensor.device.type for tensor in args[0]}
+            assert len(devices) == 1, devices
+        if func is not torch.Tensor.backward:
+            return func(*args, **(kwargs or {}))
+        for learner in self.learners:
+            for _, weight in learner.trained_parameters():
+                weight.grad = torch.zeros_like(weight)
+
+    def read(self, tensor: FakeTensor) -> list:
+        self.reads += tensor.is_cuda
+        return np.ones(tensor.shape).tolist()
+
+
+class OffloadedPolicy(PolicyModel):
+    """--learner.offload always: its weights wait on the CPU, and come to the device for each forward."""
+
+    def forward(self, *args):
+        plain = PlainForward(self)
+        weights = {name: weight.to("cuda") for name, weight in plain.named_parameters()}
+        return functional_call(plain, weights, args)
+
+
+class PlainForward(torch.nn.Module):
+    def __init__(self, policy: PolicyModel):
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, *args):
+        return PolicyModel.forward(self.policy, *args)
+
+
+def offloaded(policy: PolicyModel) -> PolicyModel:
+    for module in policy.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(torch.empty_like(weight, device="cpu")))
+    policy.__class__ = OffloadedPolicy
+    return policy
+
+
+def preset_step(name: str, *flags: str, config: PretrainedConfig | None = None) -> None:
+    """Annotates and updates as a run does."""
+    how = parse_config([*FLAGS.split(), name, *flags])
+    algorithm = make_algorithm(name, how.algo)
+    on_cpu = init_ranks(60)
+    on_gpu_ranks = dataclasses.replace(on_cpu, device=torch.device("cuda"))
+    place = offloaded if how.learner.offload == "always" else (lambda policy: policy)
+    reference = make_policy(config) if algorithm.has_reference or algorithm.kl_coef else None
+    critic = None
+    if algorithm.has_critic:
+        critic = Critic(how, place(make_policy(config, is_scoring=True)), on_gpu_ranks)
+    policy = place(make_policy(config, is_scoring=algorithm.is_scoring))
+    if how.learner.activations == "offload":
+        policy.keeps_activations = activations_on_host
+    learner = Learner(how, algorithm, policy, on_gpu_ranks, reference, critic)
+    # Packing is work of the host, with values.
+    with unset_fake_temporarily():
+        minibatches, _ = shard_samples(SAMPLES[algorithm.is_pairs], algorithm, how, learner.budget, on_cpu)
+    for minibatch in minibatches:
+        minibatch.batches = [on_gpu(batch) for batch in minibatch.batches]
+    with Update(learner):
+        learner.annotate(minibatches)
+    with Update(learner) as update:
+        metrics = learner.step(minibatches, 0)
+    assert update.reads == sum(m.value for name, m in metrics.items() if name.endswith("updates")), "waits too often"
 
 
 def engine_step(is_decode: bool) -> None:
@@ -112,9 +209,27 @@ CHECKS = {
     "learner: critic or reward model": lambda: learner_forward(is_scoring=True),
     "engine: prefill": lambda: engine_step(False),
     "engine: decode": lambda: engine_step(True),
-    "loss: corrections": lambda: preset_loss("grpo", "--algo.correction", "sequence_mask", "--algo.kl_coef", "0.1"),
 }
-CHECKS |= {f"loss: {name}": lambda name=name: preset_loss(name) for name in PRESETS if name not in ("dpo", "rm")}
+# transformers' grouped products ask the device what it is.
+EXPERTS = {
+    "experts_implementation": "batched_mm",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "head_dim": 16,
+}
+STEPS = {name: [name] for name in PRESETS} | {
+    "corrections": ["grpo", "--algo.correction", "sequence_mask", "--algo.kl_coef", "0.1", "--learner.epochs", "2"],
+    "target KL": ["grpo", "--algo.target_kl", "1", "--learner.minibatches", "2"],
+    "SGD": ["sft", "--optim.name", "sgd"],
+}
+for offload in ("none", "always"):
+    for name, flags in STEPS.items():
+        CHECKS[f"step, offload {offload}: {name}"] = partial(preset_step, *flags, "--learner.offload", offload)
+    CHECKS[f"step, offload {offload}: mixture of experts"] = partial(
+        preset_step, "grpo", "--learner.offload", offload, config=Qwen3MoeConfig(**SIZES, **EXPERTS)
+    )
+CHECKS["step: activations offloaded"] = partial(preset_step, "grpo", "--learner.activations", "offload")
 
 
 def main() -> int:

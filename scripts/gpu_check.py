@@ -1,10 +1,12 @@
-"""Every GPU test and benchmark of the project in one command: a table on the terminal, JSON and logs in a folder.
+"""Every GPU run, test and benchmark of the project in one command: a table on the terminal, JSON and logs in a folder.
 
-    python scripts/gpu_check.py --out gpu_check            all of it, an hour at most
-    python scripts/gpu_check.py --out gpu_check --only tests logprobs
+    python scripts/gpu_check.py --out gpu_check                     all of it, the most telling first
+    python scripts/gpu_check.py --out gpu_check --budget_s 580      what fits in ten minutes; the next call goes on
+    python scripts/gpu_check.py --out gpu_check --only tests        these stages, also if they are done
 
-Needs torch, triton, transformers and peft alone. Each stage is a process of its own with a deadline; one that fails does not
-stop the others. The exit status is the number of stages that failed.
+Needs torch, triton, transformers and peft alone; runs with SGLang need that too. Each stage is a process of its own, of at most
+eight minutes. A stage that fails does not stop the others and is not repeated. not_reached.txt names the stages without a
+result, with the reason. The exit status is the number of stages that failed, once none is left for another call.
 """
 
 from __future__ import annotations
@@ -13,26 +15,78 @@ import argparse
 import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ["torch", "triton", "transformers", "peft", "bitsandbytes", "flash-attn", "liger-kernel", "sglang"]
+PACKAGES = [
+    "torch",
+    "triton",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "flash-attn",
+    "flash-attn-4",
+    "liger-kernel",
+    "sglang",
+]
+LIMIT_S = 480  # of a stage at most
+GO_ON = 75  # exit status: the budget is used up, the same command goes on
+MODEL = {"hidden": 1024, "layers": 8, "heads": 16}  # random weights; heads of the size that kernels are made for
+SIZES = "--max_tokens 64 --max_prompt_tokens 64 --tasks_per_step 16 --group_size 8 --num_steps 3"
+# Rewards that differ, so that every step updates.
+ENV = """
+def load_tasks(split):
+    return [{"prompt": f"{split} {n}"} for n in range(64)]
+
+def reward_fn(completion):
+    return sum(map(ord, completion)) % 7
+"""
+EVALUATED = "--eval_every 1 --eval.num_tasks 16 --eval.samples 0 --save_every 1"
 
 
-def stages(out: Path) -> dict[str, tuple[int, list[str | Path]]]:
-    """Name -> (deadline in seconds, arguments of python)."""
-    tests = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junit-xml={out / 'tests.xml'}"]
-    scripts = ROOT / "scripts"
+@dataclass(kw_only=True)
+class Stage:
+    arguments: list[str]  # of python
+    limit_s: int = LIMIT_S
+    num_gpus: int = 1
+    package: str = ""  # that it needs
+
+
+def stages(out: Path) -> dict[str, Stage]:
+    """By name, the most telling first."""
+
+    def run(name: str, flags: str, num_gpus: int = 1, package: str = "") -> Stage:
+        torchrun = f"-m torch.distributed.run --standalone --nproc_per_node {num_gpus} -m rl_core.train"
+        command = f"{torchrun} --model {out}/model --env_path {out}/env.py --out {out}/runs/{name} {SIZES} {flags}"
+        return Stage(arguments=command.split(), limit_s=300, num_gpus=num_gpus, package=package)
+
+    def bench(name: str, flags: str, result: str = "") -> Stage:
+        file = f"{out}/{result or name}.json"
+        return Stage(arguments=[f"{ROOT}/scripts/bench_{name}.py", *flags.split(), "--out", file])
+
+    tests = f"-m pytest -q -m gpu -p no:cacheprovider --junit-xml={out}/tests.xml {ROOT}/tests"
     return {
-        "tests": (900, [*tests, str(ROOT / "tests")]),
-        "logprobs": (600, [scripts / "bench_logprobs.py", "--device", "cuda", "--out", out / "logprobs.json"]),
-        "memory": (600, [scripts / "bench_memory.py", "--device", "cuda", "--out", out / "memory.json"]),
-        "sync": (600, [scripts / "bench_sync.py", "--out", out / "sync.json"]),
-        "learner": (900, [scripts / "bench_learner.py", "--out", out / "learner.json"]),
+        # No flag says how: SGLang, --attention auto beside its flash-attn, bf16; engines sleep for evaluation and saving.
+        "sglang": run("sglang", f"--engine sglang {EVALUATED}", package="sglang"),
+        "sglang_phase": run("sglang_phase", f"--engine sglang --learner.offload phase {EVALUATED}", package="sglang"),
+        "embedded": run("embedded", f"--engine embedded {EVALUATED}"),
+        "offload_always": run("offload_always", "--engine embedded --learner.offload always"),
+        "nccl": run("nccl", f"--engine embedded {EVALUATED}", num_gpus=2),
+        "tests": Stage(arguments=tests.split()),
+        "offload_ppo": run("offload_ppo", "--engine embedded --learner.offload always --algorithm ppo"),
+        "nccl_sglang": run("nccl_sglang", f"--engine sglang --engine_tp 2 {EVALUATED}", num_gpus=2, package="sglang"),
+        "sync": bench("sync", "--cycles 50"),
+        "logprobs": bench("logprobs", "--device cuda"),
+        "memory": bench("memory", "--device cuda"),
+        "learner_0.6B": bench("learner", "--sizes 0.6B", "learner_0.6B"),
+        "learner_1.7B": bench("learner", "--sizes 1.7B", "learner_1.7B"),
+        "learner_4B": bench("learner", "--sizes 4B", "learner_4B"),
     }
 
 
@@ -46,18 +100,29 @@ def machine() -> dict:
     return when | {"gpus": names, "packages": found}
 
 
-def run_stage(arguments: list, limit_s: int, log: Path) -> dict:
+def prepare(out: Path) -> None:
+    """The model and the environment of the runs."""
+    from make_tiny_model import make_tiny_model
+
+    if not (out / "model").exists():
+        make_tiny_model(out / "model.part", **MODEL)
+        (out / "model.part").rename(out / "model")
+    (out / "env.py").write_text(ENV)
+
+
+def run_stage(stage: Stage, log: Path) -> dict:
     """How it ended. What it prints goes to the terminal and to the log; at the deadline it and its children are killed."""
     began = time.monotonic()
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     with open(log, "w") as file:
         how = {"cwd": ROOT, "env": env, "stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
-        process = subprocess.Popen([sys.executable, *map(str, arguments)], **how)
+        process = subprocess.Popen([sys.executable, *stage.arguments], **how)
         try:
-            status = f"exit {code}" if (code := process.wait(limit_s)) else "ok"
+            code = process.wait(stage.limit_s)
+            status = f"exit {code}" if code else "ok"
         except subprocess.TimeoutExpired:
-            status = f"over {limit_s} s"
+            status = f"over {stage.limit_s} s"
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -68,27 +133,75 @@ def run_stage(arguments: list, limit_s: int, log: Path) -> dict:
     return {"status": status, "seconds": round(time.monotonic() - began, 1), "last_line": last[:200]}
 
 
+def lacking(stage: Stage, facts: dict) -> str:
+    """What this machine lacks for a stage; "" if nothing."""
+    if len(facts["gpus"]) < stage.num_gpus:
+        return f"needs {stage.num_gpus} GPUs"
+    if stage.package and stage.package not in facts["packages"]:
+        return f"needs {stage.package}"
+    return ""
+
+
+def run_all(
+    wanted: dict[str, Stage], results: dict[str, dict], facts: dict, out: Path, budget_s: float
+) -> dict[str, str]:
+    """Runs the stages that have no result yet and fit in the budget, and writes all results after each. Returns those that
+    were not reached, with the reason."""
+    began, not_reached = time.monotonic(), {}
+    for name, stage in wanted.items():
+        if name in results:
+            continue
+        left_s = budget_s - (time.monotonic() - began)
+        reason = lacking(stage, facts)
+        if not reason and left_s < stage.limit_s:
+            reason = f"no time: may take {stage.limit_s} s, {max(0, left_s):.0f} s were left"
+        if reason:
+            not_reached[name] = reason
+            continue
+        print(f"== {name}", flush=True)
+        shutil.rmtree(out / "runs" / name, ignore_errors=True)  # of a call that was killed
+        results[name] = run_stage(stage, out / f"{name}.log")
+        (out / "summary.json").write_text(json.dumps({"machine": facts, "stages": results}, indent=2))
+    lines = [f"{name}: {reason}\n" for name, reason in not_reached.items()]
+    (out / "not_reached.txt").write_text("".join(lines))
+    return not_reached
+
+
+def earlier_results(out: Path, again: list[str]) -> dict[str, dict]:
+    """Of calls before this one, without those that are to be done again."""
+    file = out / "summary.json"
+    found = json.loads(file.read_text())["stages"] if file.exists() else {}
+    return {name: result for name, result in found.items() if name not in again}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for JSON and logs")
-    parser.add_argument("--only", nargs="+", choices=list(stages(Path())), metavar="STAGE", help="of: %(choices)s")
+    parser.add_argument(
+        "--only", nargs="+", default=[], choices=list(stages(Path())), metavar="STAGE", help="of: %(choices)s"
+    )
+    parser.add_argument("--budget_s", type=float, default=7200, help="no stage begins that might end later")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
     facts = machine()
     if not facts["gpus"]:
         print("error: torch sees no CUDA device here; this checks what needs one", file=sys.stderr)
         return 1
     print(json.dumps(facts), flush=True)
-    results = {}
-    for name, (limit_s, arguments) in stages(args.out.resolve()).items():
-        if args.only and name not in args.only:
-            continue
-        print(f"== {name}", flush=True)
-        results[name] = run_stage(arguments, limit_s, args.out / f"{name}.log")
-        (args.out / "summary.json").write_text(json.dumps({"machine": facts, "stages": results}, indent=2))
-    print(f"\n{'stage':>10} {'status':>12} {'seconds':>8}  last line")
+    prepare(out)
+    wanted = stages(out)
+    if args.only:
+        wanted = {name: wanted[name] for name in args.only}
+    results = earlier_results(out, args.only)
+    not_reached = run_all(wanted, results, facts, out, args.budget_s)
+    print(f"\n{'stage':>14} {'status':>12} {'seconds':>8}  last line")
     for name, r in results.items():
-        print(f"{name:>10} {r['status']:>12} {r['seconds']:8.0f}  {r['last_line']}")
+        print(f"{name:>14} {r['status']:>12} {r['seconds']:8.0f}  {r['last_line']}")
+    for name, reason in not_reached.items():
+        print(f"{name:>14} {'not reached':>12} {'':>8}  {reason}")
+    if any(reason.startswith("no time") for reason in not_reached.values()):
+        return GO_ON
     return sum(r["status"] != "ok" for r in results.values())
 
 

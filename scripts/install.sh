@@ -5,16 +5,46 @@ venv="${VIRTUAL_ENV:-$PWD/.venv}"
 python="$venv/bin/python"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "rl_core needs Python >= 3.10" >&2; exit 1; }
 
+# pip, or uv for a virtual environment that uv made without pip. Both show what they download, how large it is and how far
+# they are.
+install() {
+    if ! "$python" -m pip --version > /dev/null 2>&1 && command -v uv > /dev/null; then
+        uv pip install --python "$python" "$@"
+    else
+        "$python" -m pip install "$@"
+    fi
+}
+
+# torch for a machine without a GPU. One pinned version gives the same floating-point results everywhere. On Linux the usual
+# index has a build for CUDA alone; uv knows where the builds for CPUs are.
+install_torch_for_cpu() {
+    if [ "$(uname -s)" != Linux ]; then
+        echo "no GPU: torch, a download of about 0.1 GB"
+        install "torch==2.13.0"
+        return
+    fi
+    echo "no GPU: torch's build for CPUs, a download of about 0.2 GB, by uv (0.02 GB)"
+    "$python" -m uv --version > /dev/null 2>&1 || install uv
+    # pip alone would try an index that does not answer for minutes.
+    if ! UV_HTTP_TIMEOUT=10 "$python" -m uv pip install --python "$python" --torch-backend cpu "torch==2.13.0"; then
+        echo "builds for CPUs are not reached: torch from the usual index, which may be the build for CUDA, 2 to 5 GB"
+        install "torch==2.13.0"
+    fi
+}
+
 # The stamp says which requirements are installed for which checkout, so that a second run starts at once.
 stamp="$venv/.rl_core${extra:+_$extra}"
 wanted="$PWD $(cksum < setup.py)"
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "installing rl_core${extra:+[$extra]} into $venv"
-    if ! command -v nvidia-smi > /dev/null && ! "$python" -c 'import torch' 2> /dev/null; then
-        # Without a GPU one pinned torch gives the same floating-point results everywhere.
-        "$python" -m pip install -q "torch==2.13.0"
+    if ! "$python" -c 'import torch' 2> /dev/null; then
+        if command -v nvidia-smi > /dev/null; then
+            echo "a GPU: torch for CUDA, a download of 2 to 5 GB"
+        else
+            install_torch_for_cpu
+        fi
     fi
-    "$python" -m pip install -q -e ".${extra:+[$extra]}"
+    install -e ".${extra:+[$extra]}"
     echo "$wanted" > "$stamp"
 fi
 

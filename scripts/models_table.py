@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import platform
@@ -22,8 +23,9 @@ import torch
 import transformers
 import zstandard
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
+from rl_core.data.pretrained import from_config, load_pretrained
 from rl_core.learning.loading import model_class
 from rl_core.tools.tiny_model import character_tokenizer
 from rl_core.train import main as train
@@ -44,7 +46,9 @@ PROJECTOR = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_outp
 CHUNKS = {"attention_chunk_size": 5, "intermediate_size_mlp": 96}
 LAYERS = ["linear_attention", "full_attention"]
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
-# model type -> what differs from SIZES; dropout, caps and scales are set so that leaving them out would show.
+PARTIAL_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+# model type -> what differs from SIZES; dropout, caps and scales are set so that leaving them out would show. What a family's
+# configuration does not have is left out of it.
 FAMILIES = {
     **{name: {} for name in ("llama", "qwen2", "qwen3", "gemma", "smollm3", "olmo2", "glm", "glm4", "ernie4_5")},
     **{name: {} for name in ("hunyuan_v1_dense", "apertus", "nemotron", "bloom")},
@@ -54,7 +58,7 @@ FAMILIES = {
     "phi3": {"resid_pdrop": 0.2},
     "gemma2": WINDOW | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "starcoder2": {"residual_dropout": 0.2},
-    "stablelm": {"partial_rotary_factor": 0.5},
+    "stablelm": PARTIAL_ROPE,
     "seed_oss": {"residual_dropout": 0.3, "attention_dropout": 0.2},
     "exaone4": WINDOW | {"sliding_window_pattern": 2},
     "cohere": {"logit_scale": 0.4},
@@ -64,7 +68,7 @@ FAMILIES = {
     "gpt_neox": {"hidden_dropout": 0.2},
     "gptj": {"rotary_dim": 8},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.3, "layerdrop": 0.2},
-    "falcon": {"new_decoder_architecture": True, "alibi": False, "head_dim": None},
+    "falcon": {"new_decoder_architecture": True, "alibi": False},
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "falcon_h1": MAMBA | {"lm_head_multiplier": 0.5},
@@ -74,7 +78,7 @@ FAMILIES = {
     "mixtral": EXPERTS | {"router_jitter_noise": 0.3},
     "granitemoe": EXPERTS | {"logits_scaling": 3.0},
     "ernie4_5_moe": EXPERTS | {"moe_num_experts": 4, "moe_k": 2},
-    "deepseek_v3": EXPERTS | LATENT | {"head_dim": 8, "num_key_value_heads": 4},
+    "deepseek_v3": EXPERTS | LATENT | {"num_key_value_heads": 4},
     "llama4_text": EXPERTS | CHUNKS,
     "gemma3": {"text_config": SIZES, "vision_config": VISION},
     "qwen2_5_vl": {"text_config": SIZES | MROPE, "vision_config": VISION},
@@ -92,12 +96,26 @@ ENV += "def reward_fn(completion): return sum(map(ord, completion)) / 1000\n"
 LIMITS = ["--max_prompt_tokens", 24, "--max_tokens", 12, "--tasks_per_step", 4, "--optim.lr", "1e-2"]
 
 
+def family_config(name: str) -> PretrainedConfig:
+    usual, sizes = AutoConfig.for_model(name), FAMILIES[name]
+    if "text_config" not in sizes:
+        return AutoConfig.for_model(name, **known_to(usual, SIZES | sizes))
+    parts = {part: known_to(getattr(usual, part), part_sizes) for part, part_sizes in sizes.items()}
+    return AutoConfig.for_model(name, **parts)
+
+
+def known_to(config: PretrainedConfig, sizes: dict) -> dict:
+    """The sizes that configurations of this class have. transformers keeps any others too, and code that reads them would
+    work here and nowhere else."""
+    names = {field.name for field in dataclasses.fields(config)} | {"model_type", *config.attribute_map}
+    return {name: value for name, value in sizes.items() if name in names}
+
+
 def make_family(folder: Path, name: str):
     """Saves a model of random weights, and gives the tokenizer. Biases and norms are random, so that leaving one out shows."""
     torch.manual_seed(0)
-    changes = FAMILIES[name] if "text_config" in FAMILIES[name] else SIZES | FAMILIES[name]
-    config = AutoConfig.for_model(name, **{key: value for key, value in changes.items() if value is not None})
-    model = model_class(config).from_config(config)
+    config = family_config(name)
+    model = from_config(model_class(config), config)
     with torch.no_grad():
         for value in model.parameters():
             value += 0.05 * torch.randn_like(value)
@@ -106,13 +124,13 @@ def make_family(folder: Path, name: str):
                 buffer.uniform_(-0.1, 0.1)
     model.save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
+    return load_pretrained(AutoTokenizer, folder)
 
 
 def load_plain(folder: Path):
     """The model by transformers alone. Raises ValueError for files that do not fit it."""
-    model = model_class(AutoConfig.from_pretrained(folder))
-    model, found = model.from_pretrained(folder, output_loading_info=True)
+    model = model_class(load_pretrained(AutoConfig, folder))
+    model, found = load_pretrained(model, folder, output_loading_info=True)
     if strange := {*found["missing_keys"], *found["unexpected_keys"]}:
         raise ValueError(f"transformers misses or does not know {min(strange)}")
     return model.eval()

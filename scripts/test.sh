@@ -10,9 +10,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extra=test
 . scripts/install.sh
 
-# For the tests of the viewer's page; without it they are skipped.
-if ! command -v chromium > /dev/null && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
-    { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } > /dev/null 2>&1 || echo "chromium: not installed"
-fi
+# Chromium is for the tests of the viewer's page, bubblewrap for those of the sandbox. Without them these are skipped.
+for package in chromium bubblewrap; do
+    command="${package/bubblewrap/bwrap}"
+    if ! command -v "$command" > /dev/null && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
+        { apt-get update -qq && apt-get install -qq -y --no-install-recommends "$package"; } > /dev/null 2>&1 || echo "$package: not installed"
+    fi
+done
 
 exec "$python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"

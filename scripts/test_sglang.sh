@@ -2,7 +2,8 @@
 # Tests the SGLang engine with the real package on a machine without a GPU: makes a virtual environment of its own (2.9 GiB;
 # the argument, or .venv-sglang), and runs the tests that need SGLang in it.
 #   bash scripts/test_sglang.sh [--short] [FOLDER [arguments of pytest]]
-# --short: what every engine promises, adapters, a killed server, a run of three steps. Without it longer runs too, for half an hour.
+# --short: what every engine promises, adapters, a run of three steps, runs whose server is killed. Without it longer runs too, for
+# half an hour.
 # It is a trick for tests, not a supported mode. SGLang is installed without what it asks for: its compiled kernels and
 # torchvision are stubs, in which nothing computes, and torch and transformers are not the versions that it pins.
 set -euo pipefail
@@ -11,8 +12,11 @@ tests=(tests/test_engine_contract.py)
 if [ "${1:-}" = --short ]; then
     shift
     tests+=("tests/test_sglang.py::test_two_actors_over_one_model_and_one_server_have_each_its_learners_weights")
+    tests+=("tests/test_sglang.py::test_a_server_that_is_killed_in_a_rollout_loses_no_group")
+    tests+=("tests/test_sglang.py::test_a_server_that_runs_already_gets_the_weights_again_if_it_is_started_anew")
 else
     tests+=(tests/test_sglang.py --slow)
+    tests+=("tests/test_under_way.py::test_what_was_sampled_before_a_checkpoint_is_in_the_run_that_goes_on")
     tests+=("tests/test_lagged.py::test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it")
 fi
 venv="${1:-$PWD/.venv-sglang}"

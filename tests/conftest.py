@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else a page for each tiny model that is loaded
 
 
 def pytest_addoption(parser):
@@ -163,7 +164,7 @@ def warm_model(tiny_model, sort_data, made_once) -> Path:
 
 @pytest.fixture(scope="module")
 def places(make_model, tmp_path_factory) -> dict[str, str]:
-    """What flags name: a folder with the environments and rows of kit.py, and two tiny models."""
+    """What flags name: a folder with the environments and rows of kit.py, and three tiny models."""
     from kit import DATA, ENVS
 
     folder = tmp_path_factory.mktemp("places")
@@ -172,7 +173,9 @@ def places(make_model, tmp_path_factory) -> dict[str, str]:
     for name, rows in DATA.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model, other = make_model(hidden=32, heads=4), make_model(hidden=32, heads=4, arch="llama", seed=1)
-    return {"dir": str(folder), "model": str(model), "other": str(other)}
+    # bitsandbytes scales blocks of 64 weights; its kernels for CPUs take rows of other widths for rows of whole blocks.
+    wide = make_model(hidden=64)
+    return {"dir": str(folder), "model": str(model), "other": str(other), "wide": str(wide)}
 
 
 @pytest.fixture
@@ -188,6 +191,18 @@ def env_of(tmp_path, monkeypatch):
         return load_env(name, **options)
 
     return make
+
+
+@pytest.fixture
+def own_server(tmp_path, monkeypatch):
+    """kit.OwnServer in place of SGLang."""
+    from kit import ROOT, OwnServer
+
+    found = OwnServer(tmp_path)
+    monkeypatch.syspath_prepend(found.packages)
+    monkeypatch.setenv("PYTHONPATH", f"{found.packages}:{ROOT}")
+    monkeypatch.setenv("STANDIN_DIARY", str(found.diary))
+    return found
 
 
 @pytest.fixture(scope="session")

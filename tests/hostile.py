@@ -19,11 +19,20 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from rl_core.sandbox import Sandbox
 from rl_core.sandbox.isolation import LEVELS
 
 SECRET = "k7Qx2-expected-value"
 TESTS = [f"assert f(1) == {SECRET!r}", {"call": "f(2)", "expected": [SECRET, 4]}, "assert f(3) == 41", "assert f(4)"]
+# Type of a Unix socket -> the name of the host's socket that it would reach. The kernel takes SOCK_RAW for SOCK_DGRAM.
+UNIX_SOCKETS = {
+    "SOCK_STREAM": "unix",
+    "SOCK_SEQPACKET": "unix_seqpacket",
+    "SOCK_DGRAM": "unix_dgram",
+    "SOCK_RAW": "unix_dgram",
+}
 
 
 @dataclass
@@ -169,7 +178,7 @@ for family, create, connect in [
     ("TCP over IPv6", "socket.socket(socket.AF_INET6)", "s.settimeout(.3); s.connect(('::1', {port}))"),
     ("UDP", "socket.socket(type=socket.SOCK_DGRAM)", "s.connect(('127.0.0.1', {port})); s.send(b'escaped'); s.settimeout(.3); s.recv(9)"),
     ("a unix socket", "socket.socket(socket.AF_UNIX)", "s.connect({unix!r})"),
-    ("an abstract unix socket", "socket.socket(socket.AF_UNIX)", "s.connect('\\0rl_core_hostile_{port}')"),
+    ("an abstract unix socket", "socket.socket(socket.AF_UNIX)", "s.connect('\\0rl_core_hostile_unix_{port}')"),
     ("a raw socket", "socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)", "s.connect(('127.0.0.1', 0))"),
     ("a packet socket", "socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 3)", "s.bind(('lo', 0))"),
     ("a netlink socket", "socket.socket(16, socket.SOCK_RAW, 9)", "s.bind((0, 0))"),
@@ -177,6 +186,33 @@ for family, create, connect in [
     ("a kernel crypto socket", "socket.socket(38, socket.SOCK_SEQPACKET)", "s.bind(('hash', 'sha256'))"),
 ]:  # fmt: skip
     add(f"network: {family}", tries(f"s = {create}", SEND.format(connect=connect)))
+# Every way to give an address to each type of Unix socket, of its own or of a pair. What comes out of the other end of a pair went
+# to nobody else.
+UNIX = """import socket
+kind, path, abstract = {kind}, {{{at}!r}}, '\\0rl_core_hostile_{at}_{{port}}'
+def came_back(other):
+    try: return bool(other.recv(9))
+    except OSError: return False
+def attempts(s, to):
+    yield lambda: s.sendto(b'x', to)
+    yield lambda: s.sendmsg([b'x'], [], 0, to)
+    yield lambda: s.connect(to)
+    yield lambda: s.bind(abstract + '_of_a_program')
+for to in (path, abstract):
+    for number in range(4):
+        try:
+            s, other = {ends}
+            other.setblocking(False)
+            list(attempts(s, to))[number]()
+        except OSError as error:
+            print(type(error).__name__)
+        else:
+            if not came_back(other): print('ESCAPED')
+"""
+for kind, at in UNIX_SOCKETS.items():
+    alone = "(socket.socket(socket.AF_UNIX, kind), socket.socket(socket.AF_UNIX, kind))"
+    for what, ends in (("a Unix socket", alone), ("a pair of Unix sockets", "socket.socketpair(type=kind)")):
+        add(f"{what} with addresses: {kind}", UNIX.format(kind=f"socket.{kind}", at=at, ends=ends))
 add(
     "network: DNS, network: curl, network: bash | bash, network: raw system calls",
     tries("socket.getaddrinfo('example.com', 80)"),
@@ -398,12 +434,7 @@ def host():
         tcp, udp = socket.create_server(("127.0.0.1", 0)), socket.socket(type=socket.SOCK_DGRAM)
         port = tcp.getsockname()[1]
         udp.bind(("127.0.0.1", port))
-        path, hidden = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
-        path.bind(str(folder / "socket"))
-        (folder / "socket").chmod(0o777)
-        hidden.bind(f"\0rl_core_hostile_{port}")
-        for listener in (path, hidden):
-            listener.listen()
+        unix = unix_sockets(stack, folder, port)
 
         def echo():
             with suppress(OSError):
@@ -422,15 +453,32 @@ def host():
                 "port": port,
                 "secret_file": str(folder / "secret"),
                 "own_file": str(own),
-                "unix": str(folder / "socket"),
+                **unix,
                 "pid": victim.pid,
             }
         finally:
             with socket.socket(type=socket.SOCK_DGRAM) as stop:
                 stop.sendto(b"", ("127.0.0.1", port))
             thread.join()
-            for end in (tcp, udp, path, hidden):
+            for end in (tcp, udp):
                 end.close()
+
+
+def unix_sockets(stack: ExitStack, folder: Path, port: int) -> dict[str, str]:
+    """Sockets of the host of each type, by a path and by an abstract name: what stands for the paths in programs."""
+    paths = {}
+    for kind, at in UNIX_SOCKETS.items():
+        if at in paths:
+            continue
+        paths[at] = str(folder / at)
+        abstract = f"\0rl_core_hostile_{at}_{port}"
+        for address in (paths[at], abstract):
+            end = stack.enter_context(socket.socket(socket.AF_UNIX, getattr(socket, kind)))
+            end.bind(address)
+            if kind != "SOCK_DGRAM":
+                end.listen()
+        os.chmod(paths[at], 0o777)
+    return paths
 
 
 @contextmanager
@@ -444,6 +492,20 @@ def sleeper():
     finally:
         process.kill()
         process.wait()
+
+
+def started(level: str) -> Sandbox:
+    """A sandbox of this level. A machine without it says so, and skips the test unless RL_CORE_SANDBOX_LEVELS names the level."""
+    made = Sandbox(level=level, workers=8)
+    must_have = os.environ.get("RL_CORE_SANDBOX_LEVELS", "").split()
+    try:
+        made.start()
+    except RuntimeError as error:
+        assert f"({level}: " in str(error)
+        assert level not in must_have, f"RL_CORE_SANDBOX_LEVELS names {level}: {error}"
+        pytest.skip(f"no sandbox level {level}: {error}")
+    assert made.has_seccomp or level not in must_have, f"{level} has started without seccomp"
+    return made
 
 
 def filled(code: str, names: dict) -> str:

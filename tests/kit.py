@@ -6,6 +6,7 @@ itself when pytest has collected the tests: then everything is imported, and no 
 
 from __future__ import annotations
 
+import ast
 import atexit
 import importlib
 import io
@@ -21,6 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -64,6 +66,7 @@ DATA = {"rows": ROWS, "dialogs": DIALOGS, "pairs": PAIRS}
 STOP = "--sampling.stop " + json.dumps(list(ascii_lowercase), separators=(",", ":"))
 SORT = ["--env_path", str(ROOT / "envs/sort_digits.py"), "--max_tokens", "8", "--max_prompt_tokens", "16"]
 GRACE_S = 20.0  # between asking ranks to end and ending them
+MAX_LINES, MAX_COMMAND = 40, 400  # lines of what failed ranks said, characters of their command
 
 
 class ForkServer:
@@ -191,9 +194,18 @@ def run_rank(request: dict[str, Any], rank: int, port: int) -> int:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0"}
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(Path(request["out"]).parent / str(rank) / "error.json")
-    first, *args = request["args"]
+    try:
+        return run_program(*request["args"])
+    except Exception:
+        # The first to fail is why; what the others say follows from it.
+        with suppress(FileExistsError), open(request["out"] + ".failure", "x") as file:
+            file.write(f"rank {rank}: {traceback.format_exc()}")
+        raise
+
+
+def run_program(first: str, *args: str) -> int:
     if first == "-m":
-        sys.argv = args
+        sys.argv = list(args)
         sys.path.insert(0, os.getcwd())  # as Python does
         if args[0] == "rl_core.train":  # imported already, and of the code that is under test
             from rl_core.train import main
@@ -203,8 +215,31 @@ def run_rank(request: dict[str, Any], rank: int, port: int) -> int:
     else:
         sys.argv = [first, *args]
         sys.path.insert(0, str(Path(first).parent))
-        runpy.run_path(first, run_name="__main__")
+        run_file(Path(first))
     return 0
+
+
+def run_file(path: Path) -> None:
+    """Runs a file as a program whose asserts say their values, as in a test."""
+    from _pytest.assertion import util
+    from _pytest.assertion.rewrite import rewrite_asserts
+
+    util._reprcompare = differing_items
+    source = path.read_bytes()
+    tree = ast.parse(source, str(path))
+    rewrite_asserts(tree, source, str(path))
+    main = types.ModuleType("__main__")
+    main.__file__ = str(path)
+    sys.modules["__main__"] = main
+    exec(compile(tree, str(path), "exec"), vars(main))
+
+
+def differing_items(operator: str, left: Any, right: Any) -> str | None:
+    """What an assert says of two dicts, of which pytest alone would show the beginning."""
+    if operator != "==" or not (isinstance(left, dict) and isinstance(right, dict)):
+        return None
+    names = [name for name in left | right if left.get(name) != right.get(name)]
+    return "".join(f"\n{name}: {left.get(name)} == {right.get(name)}" for name in names)
 
 
 server: ForkServer | None = None
@@ -255,12 +290,19 @@ class RanksProcess:
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 self.signal(signal.SIGKILL)
-                raise AssertionError(f"still running after {timeout_s} s: {self.args}\n{self.both()}")
+                raise AssertionError(f"still running after {timeout_s} s: {self.why()}")
             time.sleep(0.01)
         return code
 
     def both(self) -> str:
         return f"{self.text('stdout')}\n{self.text('stderr')}"
+
+    def why(self) -> str:
+        """The command, and the error of the first rank that failed, or the last lines that they printed."""
+        command = " ".join(self.args)[:MAX_COMMAND]
+        lines = self.text("failure").splitlines() or self.both().splitlines()
+        lines = [line for line in lines if line.strip() and "it/s]" not in line]
+        return "\n".join([command, *lines[-MAX_LINES:], f"All that they printed: {self.out}.stdout, .stderr"])
 
 
 def run_ranks(
@@ -272,16 +314,19 @@ def run_ranks(
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
     """Runs a Python file or `-m module` on so many forked ranks with gloo, as torchrun would, and returns their output and
-    status. Fails with their output unless every rank ended well."""
+    status. Fails with the error of the first that did not end well."""
+    __tracebackhide__ = True
     ranks = RanksProcess(num_ranks, args, cwd, env or {})
     code = ranks.wait(timeout_s)
-    assert not (check and code), f"exit code {code}: {ranks.args}\n{ranks.both()}"
+    if check and code:
+        raise AssertionError(f"exit code {code}: {ranks.why()}")
     return subprocess.CompletedProcess(ranks.args, code, ranks.text("stdout"), ranks.text("stderr"))
 
 
 def of_ranks(num_ranks: int, file: str, name: str, *args: Any, **how: Any) -> list[Any]:
     """What a function of a test file returns on each of so many ranks. It gets them, and the arguments as text. `how`: as of
     run_ranks."""
+    __tracebackhide__ = True
     out = Path(tempfile.mkdtemp(dir=server.folder)) / "found.0"
     run_ranks(num_ranks, file, name, out, *args, **how)
     return [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(num_ranks)]
@@ -354,15 +399,16 @@ def words(*parts: Any) -> list[str]:
     return found
 
 
-def run(out: Path, *flags: Any, ranks: int = 1) -> Path:
-    """The folder of a run with these flags, which must end well: in this process, or on forked ranks."""
+def run(out: Path, *flags: Any, ranks: int = 1, status: int = 0) -> Path:
+    """The folder of a run with these flags, which must end well, or here with this status: in this process, or on forked
+    ranks. 1 is that of a run in which nothing was learned, such as one whose episodes all earn the same."""
     given = [*words(*flags), "--out", str(out)]
     if ranks > 1:
         run_ranks(ranks, "-m", "rl_core.train", *given)
     else:
         from rl_core.train import main
 
-        assert main(given) == 0, given
+        assert main(given) == status, given
     return out
 
 
@@ -468,3 +514,57 @@ def embedded(module: Any, **more: Any) -> Any:
     from rl_core.engines.embedded import EmbeddedEngine
 
     return EmbeddedEngine(engine_spec(module, **more))
+
+
+STANDIN_SERVER = """
+import itertools, os
+from aiohttp import web
+
+DIARY = os.environ["STANDIN_DIARY"]
+
+def run_server(port):
+    tokens = itertools.count()
+
+    async def answer(request):
+        path, body = request.match_info["path"], await request.json() if request.can_read_body else {}
+        with open(DIARY, "a") as file:
+            print(port, path, body.get("model_path", ""), *body.get("tags", []), file=file)
+        if os.path.exists(f"{DIARY}.{path}"):
+            os.remove(f"{DIARY}.{path}")
+            os._exit(3)
+        token = 24 + next(tokens) % 10  # a digit
+        meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, token]]}
+        return web.json_response({"success": True, "output_ids": [token], "meta_info": meta})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path}", answer)
+    web.run_app(app, host="127.0.0.1", port=port, print=None)
+"""
+
+
+class OwnServer:
+    """A package named sglang: SGLang's server as a run starts it, which computes nothing, and has a diary of what it is asked."""
+
+    def __init__(self, folder: Path):
+        self.diary, self.packages = folder / "diary", folder / "packages"
+        of_package = self.packages / "sglang/srt"
+        of_package.mkdir(parents=True)
+        for file in (of_package.parent / "__init__.py", of_package / "__init__.py"):
+            file.write_text("")
+        (of_package.parent / "launch_server.py").write_text(STANDIN_SERVER)
+        read_port = "def prepare_server_args(args): return int(args[args.index('--port') + 1])"
+        (of_package / "server_args.py").write_text(read_port)
+        (of_package / "utils.py").write_text("def kill_process_tree(pid, include_parent): pass")
+        facts = self.packages / "sglang-0.5.23.dist-info"
+        facts.mkdir()
+        (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\n")
+
+    def dies_of(self, path: str) -> None:
+        Path(f"{self.diary}.{path}").touch()
+
+    def note(self, *what: object) -> None:
+        with open(self.diary, "a") as file:
+            print(*what, file=file)
+
+    def lines(self) -> list[str]:
+        return self.diary.read_text().splitlines()

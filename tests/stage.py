@@ -31,7 +31,7 @@ class RuleEngine:
         self.asked: list[tuple[str, int, SamplingParams]] = []
         self.sessions: set[str] = set()
 
-    async def generate(self, prompt_ids, params, *, seed, session="", adapter=""):
+    async def generate(self, prompt_ids, params, *, seed, session="", adapter="", begun=None):
         check_request(prompt_ids, params, 1 << 30, self.chat.tokenizer)
         self.sessions.add(session)
         prompt = self.chat.tokenizer.decode(prompt_ids)
@@ -84,13 +84,14 @@ def make_groups(tasks, size: int = 1, batch: str = "train/0", seed: int = 0, **p
     return [Group(task=task, number=number, **same) for number, task in enumerate(tasks)]
 
 
-def run(env, actors, *, group_size=1, rows=(ROW,), max_failed=1.0, timeout_s=30.0, max_turns=None, **more):
+def run(env, actors, *, group_size=1, rows=(ROW,), max_failed=None, timeout_s=30.0, max_turns=None, **more):
     """The trajectories of one group for each row. `more`: as of make_groups."""
     env, ranks = replace(env, max_turns=max_turns or env.max_turns), init_ranks(60)
     groups = make_groups([make_task(dict(row), i, env.name, "train") for i, row in enumerate(rows)], group_size, **more)
     config = RolloutConfig(episode_timeout_s=timeout_s)
     trajectories = asyncio.run(rollout({env.name: env}, actors, groups, config, ranks))
-    refuse_failures(trajectories, {}, max_failed, groups[0].batch, ranks, min_rows=1)
+    if max_failed is not None:
+        refuse_failures(trajectories, {}, max_failed, groups[0].batch, ranks, min_rows=1)
     return trajectories
 
 

@@ -13,8 +13,9 @@ from kit import SORT, metrics, trajectories, words
 from test_critic import naive_gae, plain_values, with_critic
 from test_learner import assert_same, make_learner, ragged_samples
 
+from rl_core.data.episodes import baseline_groups
 from rl_core.distributed import init_ranks
-from rl_core.learning.advantages import baseline_groups, has_signal, samples_of, turn_advantages, turn_returns
+from rl_core.learning.advantages import has_signal, samples_of, turn_advantages, turn_returns
 from rl_core.learning.algorithms import (
     PRESETS,
     group_advantages,
@@ -408,8 +409,9 @@ def run_custom(returned: str, tiny_model, folder, *flags) -> int:
     return main(["--model", str(tiny_model), "--env_path", str(folder / "env.py"), *flags, "--out", str(folder / "o")])
 
 
-def test_an_environments_own_advantages_are_used(tiny_model, tmp_path):
-    assert run_custom("[0.0 for r in rewards]", tiny_model, tmp_path) == 0
+def test_an_environments_own_advantages_are_used(tiny_model, tmp_path, capsys):
+    assert run_custom("[0.0 for r in rewards]", tiny_model, tmp_path) == 1
+    assert "none of 1 steps made an update" in capsys.readouterr().err
     assert metrics(tmp_path / "o")[0]["learn/policy/skipped_updates"] == 1
 
 

@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from kit import RanksProcess, metrics, run_ranks, trajectories
+from kit import RanksProcess, answer, metrics, of_ranks, run_ranks, trajectories
 from stage import make_groups
 
 from rl_core.distributed import init_ranks
@@ -159,10 +159,27 @@ async def reward_fn(n):
 """
 
 
+def taken(ranks, num_collected: str, num_begun: str) -> list[list[int]]:
+    """The groups under way that this rank goes on with, and those whose answers it reads from the checkpoint."""
+    worker = RolloutWorker(None, ranks, 8, "train", 20.0)
+    first, num = int(num_collected), int(num_begun)
+    worker.go_on(first, num)
+    return [list(worker.assigned), [n for n in range(first, first + num) if worker.is_own(n)]]
+
+
+@pytest.mark.parametrize("num_collected", [0, 7])
+def test_a_rank_goes_on_with_the_groups_whose_answers_it_has_read(num_collected):
+    found = of_ranks(3, __file__, "taken", num_collected, 4)
+    assert all(begins == reads for begins, reads in found)
+    every = sorted(n for begins, _ in found for n in begins)
+    assert every == list(range(num_collected, num_collected + 4))
+
+
 def test_a_step_waits_for_a_group_that_would_be_too_old_for_the_next(tiny_model, tmp_path):
     (tmp_path / "late.py").write_text(LATE)
     flags = f"--model {tiny_model} --env_path {tmp_path}/late.py --max_tokens 4 --tasks_per_step 2 --group_size 2"
-    flags += " --data.shuffle false --max_staleness 1 --num_steps 6 --optim.lr 0"
+    # Rewards differ between tasks alone, from which this algorithm learns too.
+    flags += " --data.shuffle false --max_staleness 1 --num_steps 6 --optim.lr 0 --algorithm reinforce_pp"
     assert main([*flags.split(), "--out", str(tmp_path / "run")]) == 0
     assert max(ages_of(tmp_path / "run")) == 1
 
@@ -253,3 +270,7 @@ def test_a_profiled_step_is_a_chrome_trace(uneven, tmp_path):
     assert file.name == "trace_step_000002_rank_0.json"
     names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
     assert {"generate", "learn", "sync", "aten::mm"} <= names
+
+
+if __name__ == "__main__":
+    answer({"taken": taken})

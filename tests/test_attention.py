@@ -5,7 +5,6 @@ Four ranks are started once; they measure everything for groups of 1, 2 and 4, a
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from dataclasses import dataclass
@@ -23,7 +22,16 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from rl_core.learning.attention import NAME, AttentionPlan, attention_forward, packed_attention
+from rl_core.learning.attention import (
+    LIBRARIES,
+    NAME,
+    AttentionPlan,
+    attention_forward,
+    find_kernel,
+    import_error,
+    packed_attention,
+)
+from rl_core.options import attention_kernels
 
 SIZES = (1, 2, 4)
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (3, 1)}
@@ -376,7 +384,7 @@ def test_torch_takes_what_its_flash_kernels_are_given(window):
 @pytest.mark.parametrize("kernel", ["torch", "flash_attn"])
 def test_kernels_of_a_gpu_give_what_whole_attention_does(kernel, window):
     if kernel == "flash_attn":
-        pytest.importorskip("flash_attn")
+        pytest.importorskip("flash_attn.flash_attn_interface")
     for heads in HEADS.values():
         of_rounding = family_errors(heads, window, torch.bfloat16, "cpu", 64)
         # These kernels round probabilities too; what is wrong is wrong by far more.
@@ -390,7 +398,53 @@ def test_dropout_is_refused():
         attention_forward(None, x, x, x, None, dropout=0.1, attention_plan=plan)
 
 
-@pytest.mark.parametrize("name", [x for x in ("flash_attn", "ring_flash_attn") if not importlib.util.find_spec(x)])
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """install(files) puts a folder flash_attn with these files first on the path; until the end of the test."""
+
+    def make(files: dict[str, str]) -> None:
+        for name in ("flash_attn", "flash_attn/cute"):
+            (tmp_path / "site" / name).mkdir(parents=True)
+        for name, text in files.items():
+            (tmp_path / "site/flash_attn" / name).write_text(text)
+        monkeypatch.syspath_prepend(tmp_path / "site")
+
+    before = {name for name in sys.modules if name.partition(".")[0] == "flash_attn"}
+    if before:
+        pytest.skip("flash_attn is imported already")
+    import_error.cache_clear()
+    yield make
+    import_error.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        del sys.modules[name]
+
+
+FLASH_ATTN_2 = {
+    "__init__.py": "",
+    "flash_attn_interface.py": "_flash_attn_varlen_forward = _flash_attn_varlen_backward = print",
+}
+
+
+@pytest.mark.parametrize(
+    "files, kernel",
+    [
+        ({}, "TORCH"),  # what the removal of a library leaves
+        ({"cute/__init__.py": ""}, "TORCH"),  # flash-attn-4, which SGLang requires
+        ({"__init__.py": "import flash_attn_2_cuda"}, "TORCH"),  # built for another torch
+        ({"__init__.py": "", "flash_attn_interface.py": ""}, "TORCH"),  # without the functions that are used
+        (FLASH_ATTN_2, "FLASH_ATTN"),
+    ],
+)
+def test_auto_takes_flash_attn_only_if_what_is_used_of_it_imports(files, kernel, install):
+    install(files)
+    assert find_kernel("auto", torch.device("cuda")) is getattr(attention_kernels, kernel)
+    assert find_kernel("auto", torch.device("cpu")) is attention_kernels.TORCH
+    if kernel == "TORCH":
+        with pytest.raises(ValueError, match="--attention=flash_attn needs flash_attn, which does not import here"):
+            find_kernel("flash_attn", torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", [name for name in LIBRARIES if import_error(name)])
 def test_a_kernel_whose_library_does_not_import_is_refused(name, tiny_model, tmp_path, capfd):
     from rl_core.train import main
 

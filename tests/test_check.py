@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -71,6 +72,28 @@ def test_the_report_in_the_docs_is_what_is_printed(monkeypatch, capsys):
     command, report = re.search(r"```console\n\$ rl-core (check .*)\n((?:.*\n)*?)```", text).groups()
     assert main(shlex.split(command)) == 0
     assert capsys.readouterr().out == report + "\n"
+
+
+def test_check_says_what_hooks_see_of_an_episode_that_is_cut_off(check):
+    env = "def load_tasks(split): return [{'prompt': 'a', 'answer': 'abcdef'}]\n"
+    env += "def interact(messages): return None\ndef reward_fn(answer): return 1\n"
+    for more, last in (
+        ("", "rewards are of what was said by then: 'abc'"),
+        ("truncated_reward = -1", "truncated_reward = -1 is the reward, other rewards are not called"),
+    ):
+        status, report, _ = check(env + more)
+        assert status == 0 and report["truncated"] == [
+            "a turn that is cut off, as by --max_tokens, ends the episode, with status truncated",
+            "interact() is not called after it: no tool answers, and no message comes",
+            last,
+        ]
+
+
+def test_check_tells_no_prompt_as_what_a_cut_off_actor_said(check):
+    env = "def load_tasks(split): return [{'prompt': 'a', 'answer': 'abcdef'}]\n"
+    env += "def start(task): raise RuntimeError('down')\ndef reward_fn(answer): return 1\n"
+    _, report, _ = check(env)
+    assert report["truncated"][-1] == "rewards are of what was said by then: nothing"
 
 
 def test_check_of_math_answers(check, tmp_path):
@@ -195,6 +218,23 @@ def test_several_environments_are_checked_with_their_hooks_side_by_side(check, t
     Path("slow.py").write_text(Path("all.py").read_text().replace("8", "9"))
     status, report, _ = check(ENVS / "sort_digits.py", tmp_path / "slow.py", "--hook_timeout_s", "0.2")
     assert status == 1 and "ran longer than 0.2 s" in outcomes(report)["plain", "policy"][3]
+    assert "or raise --hook_timeout_s" in outcomes(report)["plain", "policy"][3]
+
+
+def test_check_names_its_own_flag_where_a_hook_holds_the_interpreter(tmp_path):
+    (tmp_path / "held.py").write_text(
+        "import re\n"
+        "def load_tasks(split): return [{'prompt': 'a', 'answer': 'b'}]\n"
+        "def reward_fn(completion): return float(bool(re.match('(a+)+$', 'a' * 40 + 'b')))\n"
+    )
+    code = (
+        "import sys; from rl_core.options import watchdog; from rl_core.cli import main; "
+        "watchdog.HELD_MARGIN_S = 0.5; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "check", str(tmp_path / "held.py"), "--hook_timeout_s", "0.2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 70, done.stderr
+    assert done.stderr.splitlines()[-1].endswith("or raise --hook_timeout_s")
 
 
 def test_json_holds_each_environments_outcomes_and_nothing_that_hooks_print(tmp_path, capsys):

@@ -3,64 +3,149 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
+from models_table import family_config
 from test_learner import FLAGS, ragged_samples
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl_core.config import parse_config
 from rl_core.distributed import init_ranks
 from rl_core.engines.slots import SlotCache, SlotModel, sample
-from rl_core.learning.algorithms import make_algorithm
+from rl_core.learning.algorithms import PRESETS, make_algorithm
 from rl_core.learning.attention import NAME
 from rl_core.learning.learner import Learner
 from rl_core.learning.model import PolicyModel
+from rl_core.options.critic import Critic
+from rl_core.options.experts import watch
 
 META = torch.device("meta")
 SGD = ["--optim.name", "sgd"]  # fused AdamW refuses meta tensors
-# Every loss, each with what else looks at values: several updates, corrections, clipping, KL, entropy.
-LOSSES = {
+# Every preset, each with what else looks at values: several updates, corrections, clipping, KL, entropy.
+LOSSES = dict.fromkeys(PRESETS, "")
+LOSSES |= {
     "grpo": "--learner.epochs 2 --algo.kl_coef 0.1 --algo.entropy_coef 0.01 --algo.correction tis",
-    "dr_grpo": "--algo.correction mask",
+    "dr_grpo": "--algo.correction mask --algo.target_kl 9 --learner.minibatches 2",
     "dapo": "--algo.dual_clip 3",
     "gspo": "--learner.epochs 2 --algo.correction sequence_mask",
-    "cispo": "",
     "rloo": "--algo.kl_coef 0.1",
-    "reinforce_pp": "",
-    "sft": "",
-    "dpo": "",
-    "rm": "",
+    "ppo": "--learner.epochs 2 --algo.kl_coef 0.1",
 }
+OFFLOADS = ("none", "always")
 
 
-def meta_learner(folder, algorithm: str, flags: str, dtype=torch.float32) -> Learner:
-    config = parse_config(["--model", str(folder), "--algorithm", algorithm, *FLAGS, *flags.split(), *SGD])
-    family = AutoModelForSequenceClassification if algorithm == "rm" else AutoModelForCausalLM
+class Reads(TorchFunctionMode):
+    """Inside, a list of numbers may be read from the device: all are 1. Each read is counted."""
+
+    num = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not Tensor.tolist or args[0].device != META:
+            return func(*args, **(kwargs or {}))
+        self.num += 1
+        return torch.ones(args[0].shape).tolist()
+
+
+class Fetched(torch.autograd.Function):
+    """What FSDP does with CPU offload: a weight comes to the device, its gradient returns to the CPU."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return torch.empty_like(weight, device=META)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.zeros_like(grad, device="cpu")
+
+
+class OffloadedPolicy(PolicyModel):
+    """Its weights wait on the CPU, and come to the device for each forward, as --learner.offload always has it."""
+
+    def wait_on_the_cpu(self) -> None:
+        for module in self.modules():
+            for name, weight in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(torch.zeros_like(weight, device="cpu")))
+
+    def forward(self, *args):
+        plain = PlainForward(self)
+        weights = {name: Fetched.apply(weight) for name, weight in plain.named_parameters()}
+        return functional_call(plain, weights, args)
+
+
+class PlainForward(nn.Module):
+    def __init__(self, policy: PolicyModel):
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, *args):
+        return PolicyModel.forward(self.policy, *args)
+
+
+def meta_policy(config, is_scoring: bool, dtype: torch.dtype, offload: str) -> PolicyModel:
+    family = AutoModelForSequenceClassification if is_scoring else AutoModelForCausalLM
     with META:
-        hf = family.from_config(AutoConfig.from_pretrained(folder, num_labels=1), dtype=dtype, attn_implementation=NAME)
+        hf = family.from_config(config, dtype=dtype, attn_implementation=NAME)
+    hf.tie_weights()
+    if offload != "always":
+        return PolicyModel(hf, dtype)
+    policy = OffloadedPolicy(hf, dtype)
+    policy.wait_on_the_cpu()
+    return policy
+
+
+def meta_learner(model, algorithm: str, flags: str, dtype=torch.float32, offload: str = "none") -> Learner:
+    """`model`: a folder, or a configuration."""
+    name = ["--model", "m", "--algorithm", algorithm, "--learner.offload", offload]
+    config = parse_config([*name, *FLAGS, *flags.split(), *(SGD if offload == "none" else [])])
+    model = AutoConfig.from_pretrained(model, num_labels=1) if isinstance(model, Path) else model
+    preset = make_algorithm(algorithm, config.algo)
     ranks = dataclasses.replace(init_ranks(60), device=META)
-    return Learner(config, make_algorithm(algorithm, config.algo), PolicyModel(hf, dtype), ranks)
+    has_reference = preset.has_reference or preset.kl_coef > 0
+    reference = meta_policy(model, False, dtype, "none") if has_reference else None
+    critic = Critic(config, meta_policy(model, True, dtype, offload), ranks) if preset.has_critic else None
+    policy = meta_policy(model, preset.is_scoring, dtype, offload)
+    return Learner(config, preset, policy, ranks, reference, critic)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("algorithm", LOSSES)
-def test_an_update_reads_no_value_before_its_end_and_no_tensor_is_elsewhere(tiny_model, algorithm, dtype):
-    learner = meta_learner(tiny_model, algorithm, LOSSES[algorithm], dtype)
+def learn_a_step(learner: Learner) -> None:
+    """Asserts that the device is waited for once an update, and at most twice before the first."""
     samples = ragged_samples(16, shared_prompt=30)
     if learner.algorithm.is_pairs:
         samples = [dataclasses.replace(s, group_id=f"{i // 2:04d}") for i, s in enumerate(samples)]
-    (minibatch,), _ = learner.shard(samples)
-    assert minibatch.batches[0].labels.device == META
-    for batch in minibatch.batches:
-        with torch.no_grad():
-            batch.old_logprobs = batch.ref_logprobs = learner.policy(batch, 0.7)[0]
-        losses, metrics = learner.losses(batch)
-        losses.sum().backward()
-        assert metrics
-    learner.clip_gradients()
-    learner.optimizer.step()
-    assert all(p.grad is not None for p in learner.policy.parameters())
+    minibatches, _ = learner.shard(samples)
+    assert minibatches[0].batches[0].labels.device == META
+    with Reads() as before:
+        learner.annotate(minibatches)
+    assert before.num <= 2
+    with Reads() as reads:
+        metrics = learner.step(minibatches, 0)
+    updates = [metric.value for name, metric in metrics.items() if name.endswith("updates")]
+    assert updates and reads.num == sum(updates)
+    with Reads() as reads, torch.no_grad():
+        assert learner.algorithm.is_rl or learner.evaluate(minibatches)["loss"].count > 0
+    assert reads.num <= 1
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", LOSSES)
+def test_a_step_reads_no_value_before_its_updates_end_and_no_tensor_is_elsewhere(tiny_model, algorithm, dtype, offload):
+    learn_a_step(meta_learner(tiny_model, algorithm, LOSSES[algorithm], dtype, offload))
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_mixture_of_experts_waits_for_no_device_either(family, offload):
+    flags = "--actors.policy.router_aux_loss_coef 0.1 --learner.microbatch_tokens 300"
+    learner = meta_learner(family_config(family), "grpo", flags, torch.bfloat16, offload)
+    watch(learner)
+    assert learner.experts
+    learn_a_step(learner)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,11 +7,15 @@ import asyncio
 import peft
 import pytest
 import torch
-from kit import embedded
+from kit import embedded, metrics, words
+from kit import run as run_command
+from models_table import load_plain, make_family
 from test_engine_contract import LORAS, load, logprobs_of, random_prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rl_core.engines.embedded
+from rl_core.engines.slots import SlotModel, bytes_per_token, choose_model
+from rl_core.host_copies import device_memory
 from rl_core.types import SamplingParams, logit_change
 
 VOCAB_SIZE = 104
@@ -365,6 +369,17 @@ def test_a_decoder_that_computes_something_else_samples_by_its_own_forward(model
     assert_logprobs(model, [prompt, longer, *[other] * 3], [first, second, *others])
 
 
+@pytest.mark.parametrize("name, kind", [("llama", "SlotModel"), ("mamba", "RowModel"), ("llama4", "RowModel")])
+def test_logits_are_not_rounded_to_the_dtype_of_the_model(name, kind, tmp_path):
+    make_family(tmp_path, name)
+    sampler = choose_model(load_plain(tmp_path).bfloat16())
+    assert type(sampler).__name__ == kind
+    with torch.inference_mode(), sampler.borrowed():
+        hidden = sampler.forward(sampler.make_cache(1, 3), slice(0, 1), torch.tensor([[7, 8]]), None, 2)
+        logits = sampler.logits(hidden[:, -1])
+    assert logits.dtype == torch.float32 and torch.dist(logits, logits.bfloat16().float(), torch.inf) > 1e-4
+
+
 def test_closing_cancels_what_runs_and_sleeping_frees_the_cache(model):
     engine = embedded(model)
 
@@ -424,3 +439,54 @@ def test_decode_steps_wait_for_callers_that_score_a_reply_and_ask_again(tiny_mod
 
     asyncio.run(ask_all())
     assert engine.stats["decode_tokens"] > 5.5 * engine.stats["decode_steps"]  # rows of a step, of 8
+
+
+def cache_bytes(engine) -> int:
+    kept = [x for _, _, snapshot in engine._parked.values() for pair in snapshot for x in pair]
+    return engine._cache.num_bytes + sum(x.nbytes for x in kept)
+
+
+def test_the_memory_of_a_token_is_that_of_its_keys_and_values(model):
+    config = model.config
+    heads = config.num_key_value_heads * config.head_dim
+    assert bytes_per_token(SlotModel(model)) == 2 * config.num_hidden_layers * heads * model.dtype.itemsize
+
+
+@pytest.mark.parametrize(("rows", "num_slots"), [(0, 1), (4, 3), (12, 8), (40, 8)])
+def test_slots_and_parked_sessions_fit_in_the_memory_that_the_flag_gives(model, rows, num_slots):
+    """8 slots are wanted, and memory is that of the weights and so many slots."""
+    weights = sum(p.nbytes for p in model.parameters())
+    of_token = bytes_per_token(SlotModel(model))
+    given = weights + (rows * 65 + 0.5) * of_token
+    frac = given / device_memory(torch.device("cpu"))
+    engine = embedded(model, num_slots=8, max_context_tokens=64, memory_frac=frac)
+    assert engine.capacity == num_slots
+    said = f"policy: {num_slots} of 8 slots of 64 tokens fit beside the weights in "
+    assert engine.shortage.startswith(said if num_slots < 8 else "") and bool(engine.shortage) == (num_slots < 8)
+
+    async def speak(turn: int) -> list:
+        calls = [([i + 1] * 30, SamplingParams(max_tokens=4), i, f"s{i}") for i in range(16)]
+        asked = [engine.generate(ids * turn, params, seed=seed, session=s) for ids, params, seed, s in calls]
+        return await asyncio.gather(*asked)
+
+    async def turns() -> None:
+        await speak(1)
+        one_slot = 65 * of_token
+        assert cache_bytes(engine) <= max(given - weights, one_slot) + of_token
+        for i, second in enumerate(await speak(2)):
+            assert_logprobs(model, [[i + 1] * 60], [second])
+
+    asyncio.run(turns())
+
+
+def test_a_run_with_little_memory_has_fewer_slots_and_says_so_in_its_first_lines(tiny_model, tmp_path, capfd):
+    (tmp_path / "env.py").write_text(
+        'def load_tasks(split): return [{"prompt": str(n)} for n in range(8)]\n'
+        "def reward_fn(completion): return sum(map(ord, completion)) % 7\n"
+    )
+    given = ["--model", tiny_model, "--env_path", tmp_path / "env.py"]
+    sizes = "--tasks_per_step 2 --group_size 2 --max_tokens 8 --max_prompt_tokens 16 --num_steps 1"
+    run_command(tmp_path / "run", words(*given, sizes, "--engine_memory_frac 1e-6"))
+    first = capfd.readouterr().out.splitlines()[:4]
+    assert first[3].startswith("policy: 1 of 4 slots of 24 tokens fit beside the weights in ")
+    assert metrics(tmp_path / "run")[0]["rollout/policy/failed"] == 0

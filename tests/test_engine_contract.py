@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -24,7 +25,7 @@ from rl_core.engines.remote import ask, checksum
 from rl_core.engines.sglang import SGLangEngine, make_skeleton
 from rl_core.metrics import Sum
 from rl_core.sampling.engine import EngineDied, EngineSpec
-from rl_core.types import SamplingParams
+from rl_core.types import Completion, SamplingParams
 
 CONTEXT = 512
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
@@ -332,7 +333,8 @@ def test_weights_do_not_change_under_a_running_request(fresh):
 
 
 def test_who_is_cancelled_disturbs_nobody(fresh):
-    prompts, params = random_prompts(12, seed=7), SamplingParams(max_tokens=60, temperature=0)
+    # Long enough that a fast server is not done when some are cancelled.
+    prompts, params = random_prompts(12, seed=7), SamplingParams(max_tokens=400, temperature=0)
 
     async def cancel_some():
         tasks = fresh.start(prompts, params)
@@ -346,7 +348,7 @@ def test_who_is_cancelled_disturbs_nobody(fresh):
     for prompt, completion in zip(prompts, found, strict=True):
         if not isinstance(completion, asyncio.CancelledError):
             fresh.check(prompt, completion)
-            assert len(completion.token_ids) == 60
+            assert len(completion.token_ids) == 400
 
 
 @pytest.mark.parametrize("num_steps", [0, 5])
@@ -380,6 +382,53 @@ def test_paused_requests_go_on_with_newer_weights_after_a_sleep(fresh, num_steps
         before, after = (logprobs_of(model, prompt, completion.token_ids) for model in (old, fresh.hf))
         expected = torch.where(torch.tensor(versions) == fresh.version, after, before)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def continued(completion, num_tokens: int):
+    """Its first tokens, as they were before the others."""
+    first = {name: getattr(completion, name)[:num_tokens] for name in ("token_ids", "logprobs")}
+    return replace(completion, **first, text="", finish_reason="")
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 11])
+def test_what_was_begun_is_continued(fresh, num_tokens):
+    prompts = random_prompts(4, seed=5)
+
+    async def go_on(params, begun):
+        calls = enumerate(zip(prompts, begun, strict=True))
+        return await asyncio.gather(*(fresh.engine.generate(p, params, seed=i, begun=b) for i, (p, b) in calls))
+
+    for params in (GREEDY, replace(GREEDY, temperature=1.0)):
+        whole = fresh.ask(prompts, params)
+        found = fresh.run(go_on(params, [continued(c, num_tokens) for c in whole]))
+        for prompt, completion, before in zip(prompts, found, whole, strict=True):
+            fresh.check(prompt, completion)
+            is_repeated = params is GREEDY or fresh.kind == "embedded"  # SGLang's seeds are its own
+            assert len(completion.token_ids) == 12
+            assert (
+                completion.token_ids[: 12 if is_repeated else num_tokens]
+                == before.token_ids[: 12 if is_repeated else num_tokens]
+            )
+            assert completion.text == fresh.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+
+
+def test_what_is_under_way_has_all_tokens_so_far_when_the_engine_has_caught_up(fresh):
+    prompts = random_prompts(3, seed=6)
+
+    async def look():
+        nothing = {"token_ids": [], "logprobs": [], "text": "", "finish_reason": "", "policy_version": -1}
+        begun = [Completion(**copy.deepcopy(nothing)) for _ in prompts]
+        calls = enumerate(zip(prompts, begun, strict=True))
+        asked = [fresh.loop.create_task(fresh.engine.generate(p, LONG, seed=i, begun=b)) for i, (p, b) in calls]
+        await fresh.has_begun()
+        await fresh.engine.catch_up()
+        return copy.deepcopy(begun), await asyncio.gather(*asked)
+
+    before, after = fresh.run(look())
+    for prompt, early, late in zip(prompts, before, after, strict=True):
+        assert 0 < len(early.token_ids) < LONG.max_tokens == len(late.token_ids)
+        assert late.token_ids[: len(early.token_ids)] == early.token_ids and not early.finish_reason
+        fresh.check(prompt, late)
 
 
 def test_a_pause_keeps_each_requests_adapter_and_its_versions(fresh):

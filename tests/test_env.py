@@ -251,6 +251,40 @@ def test_a_hook_that_raises_is_named_with_the_line_and_its_reply_is_kept(env_of,
     assert talk(failed.messages) == ["u:2+2", "a:first", "u:go on", "a:no json"]
 
 
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "def interact(messages): return [{'role': 'user', 'content': 'on'}]\ndef reward_fn(messages): return messages[3]",
+        "async def rollout(task, actors):\n    await actors['policy'].respond('a')\n    return {}['x']",
+        "def group_reward_fn(trajectories): return trajectories[0].messages[7]",
+    ],
+    ids=["reward", "rollout", "group"],
+)
+def test_a_hook_that_fails_in_a_truncated_episode_says_truncated(env_of, hook):
+    says = "; the episode was truncated: a turn was cut off, as by --max_tokens, and interact() not called after it"
+    [cut] = run(env_of(hook), cast(policy="a long reply"), max_turns=2, max_tokens=5)
+    assert cut.status == "failed" and cut.error.endswith(says)
+    [whole] = run(env_of(hook.replace("[3]", "[9]")), cast(policy="a long reply"), max_turns=2)
+    assert whole.status == "failed" and "truncated" not in whole.error
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "def reward_fn(messages): return float('nan')",
+        "async def rollout(task, actors):\n    reply = await actors['policy'].respond('a')\n"
+        "    scored = reply.trajectory(1.0)\n    scored.reward = float('nan')\n    return [scored]",
+        "def group_reward_fn(trajectories): return [float('nan')]\ndef reward_fn(messages): return 1.0",
+    ],
+    ids=["reward", "rollout", "group"],
+)
+def test_a_reward_of_a_truncated_episode_that_is_no_number_says_truncated(env_of, hook):
+    [cut] = run(env_of(hook), cast(policy="a long reply"), max_tokens=5)
+    assert "must be a finite number" in cut.error and "; the episode was truncated: " in cut.error
+    [whole] = run(env_of(hook), cast(policy="a long reply"))
+    assert "must be a finite number" in whole.error and "truncated" not in whole.error
+
+
 @pytest.mark.parametrize("kind", ["def", "async def"])
 @pytest.mark.parametrize(
     "what", ["SystemExit(3)", "StopIteration", "TimeoutError('mine')", "KeyError('a')", "asyncio.CancelledError"]
@@ -467,7 +501,7 @@ def test_a_bad_file_is_refused(env_of, code, match):
         ("turns = 'bob -> alise'", ["alice", "bob"], r"x\.py: turns: 'alise' is no actor; did you mean 'alice'\?\n"),
         ("turns = ['bob', 'alise']", ["alice", "bob"], r"x\.py: turns: 'alise' is no actor; did you mean 'alice'"),
         ("system_prompts = {'bobb': 'x'}", ["bob"], r"system_prompts: 'bobb' is no actor; did you mean 'bob'"),
-        ("", ["bob", "alice"], r'there are 2 actors, bob, alice, .* add turns = "bob -> alice"'),
+        ("", ["bob", "alice"], r'there are 2 actors, bob, alice, .* add turns = "bob" if .* or turns = "bob -> alice"'),
     ],
 )
 def test_actors_that_cannot_play_are_refused(env_of, code, names, match):

@@ -257,6 +257,56 @@ def test_a_number_is_an_action_of_a_discrete_space():
     assert len(found.turns) == 5 and found.turn_rewards[4] in (-1, 0, 1)
 
 
+STEPS = {"south": (1, 0), "north": (-1, 0), "east": (0, 1), "west": (0, -1)}
+
+
+def shown_taxi(text):
+    """(the cell of each colour, cells of the lanes east of which is no wall) of the text that an actor reads."""
+    lines = re.findall(r"^\|.*\|$", text, re.MULTILINE)
+    places, open_east = {}, set()
+    for y, line in enumerate(lines):
+        parts = re.findall(r"(\[[a-z ]+ .\]|.)([|:])", line[1:])
+        for x, (cell, edge) in enumerate(parts):
+            places |= dict.fromkeys(re.findall("[a-z]+", cell), (y, x))
+            open_east |= {(y, x)} if edge == ":" else set()
+    return places, open_east
+
+
+def way(begin, end, open_east):
+    """The names of the steps from one cell to another, by breadth first."""
+    ways = {begin: []}
+    for cell in (queue := [begin]):
+        for name, (dy, dx) in STEPS.items():
+            y, x = cell[0] + dy, cell[1] + dx
+            is_open = dx == 0 or (cell[0], min(x, cell[1])) in open_east
+            if 0 <= y < 5 and 0 <= x < 5 and is_open and (y, x) not in ways:
+                ways[y, x] = [*ways[cell], name]
+                queue.append((y, x))
+    return ways[end]
+
+
+def test_taxi_is_solved_by_its_text_alone(monkeypatch):
+    monkeypatch.setenv("GYM_ENV", "Taxi-v4")
+    env = env_of("gym_text")
+    row = env.load_tasks("train")[0]
+    assert "one of south, north, east, west, pickup, dropoff" in row["prompt"]
+    first = stage.play(env, "south", row=row, max_turns=1).messages[0]["content"]
+    places, open_east = shown_taxi(first)
+    there = way(places["yellow"], places["blue"], open_east)
+    plan = [*there, "pickup", *way(places["blue"], places["magenta"], open_east), "dropoff"]
+    found = stage.play(env, *plan, row=row, max_turns=40)
+    assert len(plan) == len(found.turns) and found.turn_rewards[-1] == 20
+    assert found.metrics == {"illegal": 0, "solved": 1}
+
+
+def test_a_pole_that_falls_is_not_solved(monkeypatch):
+    monkeypatch.setenv("GYM_ENV", "CartPole-v1")
+    env = env_of("gym_text")
+    fallen = stage.play(env, "left", row=env.load_tasks("eval")[0], max_turns=30)
+    assert 5 < fallen.reward < 30 and fallen.metrics == {"illegal": 0, "solved": 0}
+    assert "one of left, right" in fallen.messages[0]["content"]
+
+
 def test_an_environment_that_breaks_or_hangs_fails_the_episode_with_its_cause(monkeypatch):
     env = env_of("gym_text")
     error = stage.error_of(env, "a", row=LETTERS | {"kwargs": {"breaks": "fire"}})
@@ -321,6 +371,41 @@ def test_tools_over_stdio_are_listed_called_and_refused(mcp):
     eight, unknown, wrong = [m for m in found.messages if m["role"] == "tool"]
     assert eight["content"] == "8" and eight["tool_call_id"] != unknown["tool_call_id"]
     assert "prize" in unknown["content"] and "item" in wrong["content"]
+
+
+GALLERY = """
+from mcp.server import MCPServer
+from mcp.types import BlobResourceContents, EmbeddedResource, ImageContent, ResourceLink, TextContent, TextResourceContents
+
+server = MCPServer("gallery")
+
+@server.tool()
+def look() -> list:
+    text, blob = TextResourceContents(uri="file:///a", text="a note"), BlobResourceContents(uri="file:///b", blob="eA==")
+    return [
+        TextContent(type="text", text="Here:"),
+        ImageContent(type="image", data="eA==", mime_type="image/png"),
+        EmbeddedResource(type="resource", resource=text),
+        EmbeddedResource(type="resource", resource=blob),
+        ResourceLink(type="resource_link", name="plan", uri="file:///c"),
+    ]
+
+server.run("stdio")
+"""
+
+
+def test_the_actor_is_told_what_it_cannot_see(mcp, tmp_path):
+    (tmp_path / "gallery.py").write_text(GALLERY)
+    env = mcp(f"{sys.executable} {tmp_path}/gallery.py")
+    found = stage.play(env, called("look"), "16", row=PRICE, max_tokens=999)
+    [heard] = [m["content"] for m in found.messages if m["role"] == "tool"]
+    assert heard.splitlines() == [
+        "Here:",
+        "[image of type image/png, not shown]",
+        "a note",
+        "[resource file:///b of type None, not shown]",
+        "[resource plan: file:///c]",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -613,7 +698,9 @@ def test_an_action_of_several_fields_is_json_and_what_is_none_costs(openenv):
 def test_an_openenv_server_that_fails_is_the_cause(openenv):
     row = {"prompt": "Go."}
     env, _ = openenv(room=0)
-    assert "failed at 'reset': no room (CAPACITY_REACHED)" in stage.error_of(env, "a", row=row)
+    env.hooks["rollout"].function.__globals__["ROOM_S"] = 0.2
+    error = stage.error_of(env, "a", row=row)
+    assert "failed at 'reset': no room (CAPACITY_REACHED)" in error and "stayed full for 0.2 s" in error
     env, _ = openenv(step_s=0.3)
     assert "failed at 'step': no fuel (EXECUTION_ERROR)" in stage.error_of(env, "raise", row=row)
     assert "closed the connection after 'step'" in stage.error_of(env, "die", row=row)
@@ -622,6 +709,13 @@ def test_an_openenv_server_that_fails_is_the_cause(openenv):
         env.hooks["rollout"].function.__globals__["URL"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
         assert "Timeout" in stage.error_of(env, "a", row=row)
     assert "Cannot connect to host" in stage.error_of(env, "a", row=row)
+
+
+def test_an_episode_waits_until_a_full_server_has_room(openenv):
+    env, server = openenv(room=0)
+    threading.Timer(0.5, lambda: setattr(server, "room", 99)).start()
+    found = stage.play(env, "aa", "a", "a", row={"prompt": "Go."})
+    assert found.reward == 4 and server.sessions > 2
 
 
 def test_three_steps_with_an_openenv_server_learn(tiny_model, openenv, tmp_path, monkeypatch):

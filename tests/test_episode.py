@@ -20,6 +20,7 @@ from rl_core.data.tasks import make_task
 from rl_core.distributed import init_ranks
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.env import load_env
+from rl_core.sampling.outcomes import rollout_metrics
 from rl_core.sampling.rollout import rollout
 
 ALTERNATING = (
@@ -208,6 +209,24 @@ def test_a_cut_turn_ends_the_episode_for_all_and_may_have_a_reward_of_its_own(en
         assert found[0].reward_parts == parts
 
 
+@pytest.mark.parametrize(
+    "code, actors",
+    [
+        ("def reward_fn(): return 1\n", {"bob": "B" * 99}),
+        ("max_turns = 3\ndef interact(): return [{'role': 'user', 'content': 'on'}]\n", {"bob": ["B", "B", "B" * 99]}),
+        ("turns = 'bob -> alice'\ndef reward_fn(): return 1\n", {"bob": "B", "alice": "A" * 99}),
+    ],
+    ids=["one turn", "the third of three", "of another actor"],
+)
+def test_an_episode_is_truncated_where_its_last_allowed_turn_is_cut(env_of, code, actors):
+    found = run(env_of(code), cast(**actors), max_tokens=20)
+    assert [t.status for t in found] == ["truncated"] * len(actors)
+    assert sum(len(t.turns) for t in found) == (3 if "max_turns" in code else len(actors))
+    assert rollout_metrics(found)["truncated_frac"].value == 1
+    whole = run(env_of(code), cast(**dict.fromkeys(actors, "B")), max_tokens=20)
+    assert [t.status for t in whole] == ["ok"] * len(actors)
+
+
 def test_a_view_that_no_longer_fits_ends_the_episode_and_is_no_failure(env_of):
     env = env_of("turns = '(bob -> alice)*9'\ndef reward_fn(messages): return len(messages)")
     found = run(env, cast(limits={"max_context_tokens": 60}, bob="B" * 9, alice="A" * 9), max_tokens=20)
@@ -288,7 +307,10 @@ def test_a_reward_may_ask_another_actor_and_that_leaves_no_trajectory(env_of):
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        ("actors['juge'].respond('x')", r"'juge' is no actor; did you mean 'judge'"),
+        (
+            "actors['juge'].respond('x')",
+            r"'juge' is no actor; did you mean 'judge'.* \(--actors.juge.model PATH adds one\)",
+        ),
         (
             "actors['judge'].respond('x', temprature=1)",
             r"respond\(temprature=\.\.\.\) is unknown; did you mean 'temperature'",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from contextlib import nullcontext
 
 import kit
@@ -14,13 +15,17 @@ import peft
 import pytest
 import torch
 from kit import answer, make_learner, of_ranks, sample
-from models_table import ENV, load_plain, make_family
+from models_table import ENV, FAMILIES, family_config, load_plain, make_family
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.config import parse_config
-from rl_core.learning.loading import local_slices
+from rl_core.learning.loading import local_slices, model_class
+from rl_core.learning.minibatches import active_parameters, pair_work
 from rl_core.learning.model import export_policy
 from rl_core.models import check_model
+from rl_core.options.experts import find_routers
 from rl_core.options.lora import adapter_parameters, adapter_weights
+from rl_core.options.mfu import mfu
 from rl_core.options.padded import choose_forward
 from rl_core.tools.plan import model_size
 from rl_core.tools.tiny_model import character_tokenizer
@@ -310,6 +315,38 @@ def test_adapters_on_experts_are_refused_where_they_cannot_be(family, tiny_model
     with pytest.raises(ValueError, match=why):
         config = parse_config(kit.words("--model", path, sizes, "--actors.policy.lora.targets", flags))
         check_model(config, "policy")
+
+
+@pytest.mark.parametrize("name, billions", [("mixtral", 12.88), ("gpt_oss", 5.13 + 0.58), ("llama", 6.74)])
+def test_active_parameters_are_those_that_are_published(name, billions):
+    """Of Mixtral-8x7B, gpt-oss-120b (whose 5.13 leave out the embedding) and Llama-2-7B, which are the families' defaults."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name))
+    assert active_parameters(model) == pytest.approx(billions * 1e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_of_experts_those_count_that_a_token_goes_to_and_of_layers_those_with_attention(name):
+    config = family_config(name)
+    text = config.get_text_config()
+    with torch.device("meta"):
+        model = model_class(config).from_config(config)
+    of_text = {n: p.numel() for n, p in model.named_parameters() if not re.search("vision|visual|projector", n)}
+    idle = sum(size for n, size in of_text.items() if ".experts." in n) / 2  # two of four are chosen
+    assert (idle > 0) == bool(find_routers(model)[1])
+    assert active_parameters(model) == sum(of_text.values()) - idle
+    layers = {"mamba": 0, "lfm2": 1, "qwen3_next": 1, "qwen3_5": 1}.get(name, 2)
+    width = 4 * (getattr(text, "head_dim", None) or 16)
+    assert pair_work(model) == 2 * width * layers / active_parameters(model)
+
+
+def test_mfu_of_a_mixture_counts_the_work_that_is_done(family):
+    learner = make_learner(family("qwen3_moe"), SFT)
+    _, packing = learner.shard(imitated())
+    found = mfu(learner, packing, 2.0, "NVIDIA H100 80GB HBM3")["mfu"].value
+    work = packing["pack/fill_frac"].total
+    assert found == pytest.approx(6 * active_parameters(learner.policy.hf) * work / (2.0 * 989e12))
+    assert active_parameters(learner.policy.hf) < sum(p.numel() for p in learner.policy.parameters())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from kit import steps
-from models_table import LIMITS, ROWS, load_plain, make_family, try_family
+from models_table import FAMILIES, LIMITS, ROWS, family_config, load_plain, make_family, try_family
 from safetensors.torch import load_file
 
 from rl_core.distributed import init_ranks
@@ -29,10 +29,18 @@ FORWARDS = {
     "gemma2": "packed",  # attention scores and logits are bounded
     "gpt_oss": "packed",  # attention sinks
     "lfm2": "padded",  # convolutions
+    "mamba": "padded",  # no attention
     "falcon": "padded",  # attention that cannot be exchanged
 }
 RUNS = ("sft", "grpo", "lora")
 FROZEN = ("correction_bias", "vision", "visual", "multi_modal_projector")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_configurations_of_the_table_hold_only_what_their_family_has(name):
+    config = family_config(name)
+    for part in (config, config.get_text_config(), getattr(config, "vision_config", config)):
+        assert part.to_dict().keys() <= type(part)().to_dict().keys()
 
 
 @pytest.mark.parametrize("name", FORWARDS)

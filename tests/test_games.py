@@ -281,7 +281,9 @@ def test_two_steps_of_training(name, actors, flags, make_model, tmp_path):
     evaluation = ["--eval_every", "2", "--eval.num_tasks", "6", "--eval.samples", "2"]
     flags |= {"tasks_per_step": 16, "group_size": 8} if name == "tic_tac_toe" else {}
     out = tmp_path / "run"
-    assert main([*models, "--env_path", str(ENVS / f"{name}.py"), *stop, *evaluation, *sizes(out, **flags)]) == 0
+    status = main([*models, "--env_path", str(ENVS / f"{name}.py"), *stop, *evaluation, *sizes(out, **flags)])
+    # Untrained models lose every episode of the other games, from which nothing is learned.
+    assert status == (0 if name == "tic_tac_toe" else 1)
     rows = metrics(out)
     assert not any(value for row in rows for key, value in row.items() if key.endswith("/failed"))
     for actor in actors:

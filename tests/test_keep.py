@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import signal
 
 import pytest
@@ -77,6 +78,16 @@ def test_a_run_that_gives_up_saves_before_and_repeats_the_step(flags_of, tmp_pat
         assert main([*flags, *more, str(out), "--resume"]) == 0
     assert lasting(metrics(parts)) == lasting(metrics(whole))
     assert_same_weights(parts, whole)
+
+
+@pytest.mark.parametrize("more", ["", "--max_staleness 1"])
+def test_a_run_that_was_killed_before_its_export_makes_it_when_it_goes_on(more, flags_of, tmp_path):
+    flags = words(flags_of("pass"), more, "--num_steps 2")
+    out = run(tmp_path / "run", flags)
+    before = weights(out)
+    shutil.rmtree(out / "hf/policy")
+    after = weights(run(out, flags, "--resume"))
+    assert before and all(value.equal(after[name]) for name, value in before.items())
 
 
 def test_a_run_saves_when_the_last_checkpoint_is_old(flags_of, tmp_path):

@@ -196,14 +196,28 @@ def test_minibatches_keep_groups_together_and_use_the_logprobs_from_before_the_f
     assert metrics["clip_frac"].value > 0  # a large step leaves the clip range
 
 
+def clipped_gradients(learner: Learner, weights: list[torch.Tensor], minibatch, norm: float) -> list[torch.Tensor]:
+    """By torch's own clipping, of a learner that gets these weights."""
+    parameters = list(learner.policy.parameters())
+    with torch.no_grad():
+        for parameter, weight in zip(parameters, weights, strict=True):
+            parameter.copy_(weight)
+            parameter.grad = None
+    (batch,) = minibatch.batches
+    (token_losses(learner.algorithm, batch, *learner.forward(batch))[0].sum() / minibatch.denominator).backward()
+    assert torch.nn.utils.clip_grad_norm_(parameters, norm) > 2 * norm
+    return [p.grad for p in parameters]
+
+
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_updates_are_torchs_optimizer_with_scheduled_rates_and_a_clipped_gradient(name, tiny_model):
     flags = ["--optim.name", name, "--optim.lr", "0.08", "--optim.warmup_steps", "3", "--optim.schedule", "linear"]
     flags += ["--optim.betas", "0.8,0.7", "--optim.eps", "1e-5", "--optim.weight_decay", "0.1"]
     flags += ["--optim.max_grad_norm", "0.01", "--learner.minibatches", "2", "--algo.entropy_coef", "0.01"]
     learner, plain = (make_learner(tiny_model, *flags, "--num_steps", "9") for _ in range(2))
-    parameters = list(plain.policy.parameters())
-    matrices, rest = ([p for p in parameters if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
+    own = list(learner.policy.parameters())
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in own]
+    matrices, rest = ([p for p in copies if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     if name == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.8, 0.7), eps=1e-5, foreach=False)
@@ -211,19 +225,29 @@ def test_updates_are_torchs_optimizer_with_scheduled_rates_and_a_clipped_gradien
         optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.8)
     warmup = [0.08 * x / 4 for x in (1, 1.5, 2, 2.5, 3, 3.5)]
     rates = iter([*warmup, 0.08, 0.08 * (1 - 0.5 / 6)])  # two updates in each of four steps
+    seen = []  # at each update: the weights before it and its gradients
+    learner.optimizer.register_step_pre_hook(
+        lambda *_: seen.append(([p.detach().clone() for p in own], [p.grad.clone() for p in own]))
+    )
     for step in range(4):
         samples = ragged_samples(seed=step)
         learner.step(learner.shard(samples)[0], step)
-        for minibatch in plain.shard(samples)[0]:
-            (batch,) = minibatch.batches
-            (token_losses(plain.algorithm, batch, *plain.forward(batch))[0].sum() / minibatch.denominator).backward()
-            assert torch.nn.utils.clip_grad_norm_(parameters, 0.01) > 0.02
-            for group, rate in zip(optimizer.param_groups, [next(rates)] * 2, strict=True):
+        for minibatch, (weights, gradients_) in zip(plain.shard(samples)[0], seen[-2:], strict=True):
+            rate = next(rates)
+            for got, want in zip(gradients_, clipped_gradients(plain, weights, minibatch, 0.01), strict=True):
+                torch.testing.assert_close(got, want, atol=1e-5 * 0.01, rtol=1e-5)
+            # From here on with the learner's gradients: Adam's step is as large for a gradient near zero, whose sign is
+            # rounding, as for any other.
+            for copy, gradient in zip(copies, gradients_, strict=True):
+                copy.grad = gradient
+            for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
-            optimizer.zero_grad()
-    for (n, a), b in zip(learner.policy.named_parameters(), parameters, strict=True):
-        torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-5, msg=lambda m, n=n: f"{n}: {m}")
+    # Of each of 8 updates of at most lr: some ten roundings of 2^-24.
+    for (n, a), b in zip(learner.policy.named_parameters(), copies, strict=True):
+        torch.testing.assert_close(
+            a, b.detach(), atol=8 * 10 * 2**-24 * 0.08, rtol=1e-5, msg=lambda m, n=n: f"{n}: {m}"
+        )
 
 
 def test_all_logprobs_of_the_learner_are_at_the_temperature_of_sampling(tiny_model):

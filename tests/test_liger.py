@@ -17,7 +17,8 @@ from rl_core.config import parse_config
 from rl_core.options.liger import apply_liger, check_liger
 
 needs_liger = pytest.mark.skipif(
-    importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed: pip install .[liger]"
+    importlib.util.find_spec("liger_kernel") is None,
+    reason="liger-kernel is not installed: pip install 'rl_core[liger]'",
 )
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 100}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

@@ -14,9 +14,12 @@ import pytest
 import torch
 from kit import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl_core.learning import logprobs as fused
 from rl_core.learning.logprobs import fused_logprobs
+from rl_core.learning.model import PolicyModel
+from rl_core.types import logit_change
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton"
@@ -309,8 +312,6 @@ def test_logprobs_import_without_triton():
     "kind, sizes", [("phi", {}), ("cohere", {"logit_scale": 0.4}), ("granite", {"logits_scaling": 3.0})]
 )
 def test_a_heads_bias_and_scale_are_applied(kind, sizes):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     sizes |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 2, "vocab_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     hf, ids = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)), torch.arange(3, 12)[None]
@@ -319,9 +320,61 @@ def test_a_heads_bias_and_scale_are_applied(kind, sizes):
     out = hf(input_ids=ids, output_hidden_states=True)
     hidden = out.hidden_states[-1].detach()
     torch.testing.assert_close(fused.logits_of(hf, hidden), out.logits)
-    hidden, weight, cap = fused.head_factors(hf, hidden[0, :-1])
-    got = fused_logprobs(hidden, weight, ids[0, 1:], 1.0, cap)[0]
+    hidden, weight, temperature, cap = fused.head_factors(hf, hidden[0, :-1], 1.0)
+    got = fused_logprobs(hidden, weight, ids[0, 1:], temperature, cap)[0]
     torch.testing.assert_close(got, out.logits[0].log_softmax(-1)[range(8), ids[0, 1:]])
+
+
+@pytest.mark.parametrize(
+    "kind, changes",
+    [
+        ("llama", {}),
+        ("phi", {}),
+        ("granite", {"logits_scaling": 3.0}),
+        ("gemma2", {"final_logit_softcapping": 3.0, "head_dim": 8}),
+    ],
+)
+def test_logits_of_engine_and_learner_are_one_product_of_bf16_factors_in_fp32(kind, changes):
+    sizes = {"hidden_size": 64, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 300, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | changes), dtype=torch.bfloat16)
+    head, (scale, cap) = hf.get_output_embeddings(), logit_change(hf.config)
+    torch.manual_seed(0)
+    torch.nn.init.normal_(head.weight)
+    hidden, labels = torch.randn(9, 64, dtype=torch.bfloat16), torch.arange(9)
+    bias = 0.0
+    if head.bias is not None:
+        bias = torch.nn.init.normal_(head.bias).double()
+    logits = scale * (hidden.double() @ head.weight.double().T + bias)
+    if cap:
+        logits = cap * (logits / cap).tanh()
+    assert torch.dist(logits, logits.bfloat16(), torch.inf) > 4e-3  # what rounding would do
+    close = {"rtol": 0, "atol": 1e-4, "check_dtype": False}
+    torch.testing.assert_close(fused.logits_of(hf, hidden), logits, **close)
+    *factors, temperature, cap = fused.head_factors(hf, hidden, 0.7)
+    expected = (logits / 0.7).log_softmax(-1)[range(9), labels]
+    torch.testing.assert_close(fused_logprobs(*factors, labels, temperature, cap)[0], expected, **close)
+
+
+def test_scores_of_bf16_factors_are_in_fp32():
+    config = AutoConfig.for_model("qwen2", hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_labels=1)
+    hf = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16)
+    torch.nn.init.normal_(hf.score.weight)
+    hidden = torch.randn(9, 64, dtype=torch.bfloat16)
+    expected = hidden.double() @ hf.score.weight[0].double()
+    found, _ = PolicyModel(hf, torch.bfloat16).outputs(hidden, torch.zeros(9), 1.0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4, check_dtype=False)
+
+
+def test_a_bias_of_scores_is_added():
+    config = AutoConfig.for_model("qwen2", hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_labels=1)
+    hf = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16)
+    hf.score = torch.nn.Linear(64, 1, bias=True, dtype=torch.bfloat16)
+    hidden = torch.randn(9, 64, dtype=torch.bfloat16)
+    before = fused.scores_of(hf, hidden)
+    with torch.no_grad():
+        hf.score.bias += 3.0
+    torch.testing.assert_close(fused.scores_of(hf, hidden), before + 3.0, rtol=0, atol=0.02)
 
 
 def test_the_benchmark_measures_each_side_and_writes_json(tmp_path):

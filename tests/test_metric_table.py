@@ -65,7 +65,8 @@ def test_every_metric_of_runs_has_a_row_and_every_row_is_written(places, family,
             words["dir"] = tmp_path if name in ("own", "nan") else folder
             defaults = [] if "--num_steps" in flags else ["--num_steps", "1"]
             flags = [word.format(**words) for word in flags.split(" ")]
-            out = run(tmp_path / name, flags, defaults, ranks=2 if name == "stale" else 1)
+            ranks, status = 2 if name == "stale" else 1, int(name == "nan")
+            out = run(tmp_path / name, flags, defaults, ranks=ranks, status=status)
             written |= {key for line in metrics(out) for key in line if key != "step"}  # metrics() refuses others
     found = {describe(key).name for key in written}
     assert {row.name for row in rows()} - found == ELSEWHERE.keys()

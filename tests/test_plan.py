@@ -6,14 +6,19 @@ import importlib.metadata
 import json
 from pathlib import Path
 
+import kit
 import pytest
 import torch
+from models_table import make_family
+from test_learner import ragged_samples
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from rl_core.build import Run, make_plan
 from rl_core.cli import main
 from rl_core.config import parse_config
-from rl_core.distributed import Mesh, init_ranks
+from rl_core.distributed import Mesh, init_ranks, on_mesh
+from rl_core.learning.model import blocks_of
 from rl_core.tools.plan import block_bytes, describe, engine_bytes, facts, learner_bytes, model_size
 
 ROOT = Path(__file__).parent.parent
@@ -44,6 +49,30 @@ def test_parameters_gradients_and_optimizer_are_those_of_a_learner(flags, adapte
     assert table["weights"] == (held, held) and table["optimizer"] == (moments, moments)
     assert table["gradients"] == (0, sum(p.grad.nbytes for p in trained))
     assert learner_bytes(plan, actor, size, Mesh(dp_shard=2, tp=2))["optimizer"] == (moments / 4, moments / 4)
+
+
+def test_a_reference_is_as_large_as_the_one_that_a_learner_has(flags):
+    plan = make_plan(parse_config([*flags, "--algo.kl_coef", "0.1"]))
+    actor = plan.config.actors["policy"]
+    size, learner = model_size(actor), Run(plan, init_ranks(60)).learners["policy"]
+    held = sum(p.nbytes for p in learner.reference.parameters())
+    assert learner_bytes(plan, actor, size, Mesh())["reference"] == (0, held) and held == 4 * size.total
+    assert learner_bytes(plan, actor, size, Mesh(dp_shard=2, tp=2))["reference"] == (0, held / 4)
+
+
+MESHES = (Mesh(dp_shard=4), Mesh(dp_shard=2, tp=2))
+
+
+def test_gathered_weights_are_about_those_of_an_update_over_four_ranks(make_model, flags):
+    model = make_model(layers=6)
+    plan = make_plan(parse_config([*flags, "--model", str(model)]))
+    actor = plan.config.actors["policy"]
+    size = model_size(actor)
+    for of_rank in kit.of_ranks(4, __file__, "gathered_bytes", model):
+        for mesh, (before, most) in zip(MESHES, of_rank, strict=True):
+            planned = learner_bytes(plan, actor, size, mesh)["gathered weights"]
+            assert before == 0 and planned == (0, pytest.approx(most, rel=0.1))
+    assert learner_bytes(plan, actor, size, Mesh())["gathered weights"] == (0, 0)
 
 
 def test_activations_are_about_those_that_autograd_keeps(flags):
@@ -88,6 +117,13 @@ def test_the_command_prints_parameters_tokens_and_memory_and_starts_nothing(flag
     assert "reference" in describe(facts(make_plan(parse_config([*at, "--tasks_per_step", "1"]))))
 
 
+def test_a_model_without_attention_is_planned_too(flags, tmp_path):
+    make_family(tmp_path / "mamba", "mamba")
+    plan = make_plan(parse_config([*flags, "--model", str(tmp_path / "mamba")]))
+    table = facts(plan)["actors"]["policy"]["bytes_on_one_rank"]
+    assert table["KV cache"]["sample"] == 0 < table["weights"]["sample"]
+
+
 def test_json_holds_what_the_text_says(flags, capsys):
     assert main(["plan", *flags, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -107,7 +143,35 @@ def test_a_run_with_sglang_is_planned_where_it_is_not_installed(flags, monkeypat
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     given = [*flags, "--engine", "sglang", "--engine_args", "--quantization fp8"]
-    with pytest.raises(ValueError, match=r"needs sglang, which is not installed: pip install .\[sglang\]"):
+    with pytest.raises(ValueError, match=r"needs sglang, which is not installed: pip install 'rl_core\[sglang\]'"):
         make_plan(parse_config(given))
     assert main(["plan", *given]) == 0 and "sglang engine, float32" in capsys.readouterr().out
     assert main(["plan", *given[:-1], "--tp-size 2"]) == 1 and "give --engine_tp" in capsys.readouterr().err
+
+
+def gathered_bytes(ranks, model) -> list[list[int]]:
+    """[before, most] bytes of unsharded weights on this rank, before an update and within it, of each mesh."""
+    return [gathered_on(on_mesh(ranks, mesh), model) for mesh in MESHES]
+
+
+def gathered_on(ranks, model) -> list[int]:
+    learner, found = kit.make_learner(model, ranks=ranks), []
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in learner.policy.modules() if isinstance(m, FSDPModule)]
+
+    def note(*_) -> None:
+        held = [tensor for group in groups for p in group.fsdp_params for tensor in p.all_gather_outputs]
+        # The next block's, on their way.
+        results = [group._all_gather_result for group in groups]
+        held += [result.all_gather_output for result in results if result is not None]
+        found.append(sum(tensor.untyped_storage().nbytes() for tensor in held))
+
+    note()
+    for block in blocks_of(learner.policy.hf):
+        block.register_forward_hook(note)
+        block.self_attn.register_full_backward_hook(note)
+    kit.learn(learner, ragged_samples())
+    return [found[0], max(found)]
+
+
+if __name__ == "__main__":
+    kit.answer({"gathered_bytes": gathered_bytes})

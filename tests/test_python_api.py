@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import dataclasses
 import gc
 import importlib.util
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -18,6 +21,7 @@ import torch
 from kit import DATA, DIGITS, ROOT, metrics, run, weights
 
 from rl_core import Config, train
+from rl_core.config import LoraConfig, OptimConfig
 from rl_core.types import RunError
 
 ROWS = [{"prompt": f"{n} and {n * 7 % 10}"} for n in range(8)]
@@ -76,7 +80,7 @@ def test_on_step_ends_the_run_with_a_checkpoint_from_which_it_goes_on(config_of,
     ]
 
 
-def test_an_interrupt_saves_when_the_step_is_done(config_of, tmp_path):
+def test_an_interrupt_saves_when_the_step_is_done(config_of, tmp_path, capsys):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -84,6 +88,9 @@ def test_an_interrupt_saves_when_the_step_is_done(config_of, tmp_path):
     finally:
         signal.signal(signal.SIGINT, before)
     assert list((tmp_path / "run/checkpoints").glob("step_*/manifest.json")) and len(metrics(tmp_path / "run")) < 1000
+    said = capsys.readouterr().out
+    assert re.search(r"^interrupted: step \d+ of 1000 in ", said, re.MULTILINE)
+    assert "  go on: train() again, with Config(resume=True)\n" in said
 
 
 def len_of(completion):
@@ -122,6 +129,21 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
     assert "error:" not in capsys.readouterr().err
 
 
+def test_an_unknown_name_in_python_is_answered_as_on_the_command_line():
+    with pytest.raises(ValueError, match="unknown flag --num_generations; here it is --group_size"):
+        Config(num_generations=8)
+    with pytest.raises(ValueError, match=r"unknown flag --optim.lrr; did you mean 'optim.lr'"):
+        OptimConfig(lrr=1e-6)
+    with pytest.raises(ValueError, match=r"unknown flag --actors.NAME.lora.r; "):
+        LoraConfig(r=16)
+    config = Config()
+    with pytest.raises(ValueError, match=r"unknown flag --optim.learning_rate; here it is --optim.lr"):
+        config.optim.learning_rate = 1e-5
+    config.optim.lr = 1e-5
+    copies = copy.deepcopy(config), pickle.loads(pickle.dumps(config)), dataclasses.replace(config)
+    assert all(made == config and made.optim.lr == 1e-5 for made in copies)
+
+
 def test_a_run_of_no_step_has_no_metrics(config_of):
     result = train(config_of("run", num_steps=0), env=len_of, data=ROWS)
     assert (result.step, result.metrics, result.history) == (0, {}, [])
@@ -137,9 +159,13 @@ def test_train_stays_callable_after_other_imports():
 def test_every_code_block_of_the_page_runs(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "envs", "envs")
+    # An untrained model gets no sum right, and rewards that are all equal end a run with an error.
+    with open("envs/calculator.py", "a") as file:
+        file.write("\n\ndef reward_fn(completion): return len(completion) / 8\n")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.S)
     names = {}
     for block in blocks:
+        block = block.replace("float(answer in completion)", "len(completion) / 8")
         exec(block.replace("Qwen/Qwen3-0.6B", str(tiny_model)), names)
     assert len(blocks) == 4 and len(names["rewards"]) == 4 and names["result"].step == 2
     assert names["model"].num_parameters() > 0 and names["dpo"].step == names["calculator"].step == 2

@@ -27,8 +27,14 @@ LORA = "--model {model} --env_path {dir}/letters.py --actors.policy.lora.rank 4"
 REFUSED = {
     RL: {
         "--model {out}/nothing": "nothing",
+        "--model models/qwen3": "'models/qwen3' is no folder here, and the hub does not give it: ",
         "--model {out}/bare": "chat template ... .chat_template FILE",
+        "--model {out}/mute": "mute has no tokenizer, such as tokenizer.json; copy",
+        "--model {out}/t5": "t5' is an encoder-decoder (t5) ... decoder-only",
+        "--model {out}/roberta": "roberta' is an encoder (roberta) ... decoder-only",
+        "--model {out}/short": "short ... the id 103 ... 103 rows",
         "--out {dir}": "exists ... --resume",
+        "--out {dir}/letters.py --resume": "letters.py is a file; name a folder",
         "--max_prompt_tokens 3": "tokens ... --max_prompt_tokens=3 ... --data.skip_long",
         "--algo.advantage custom": "advantage_fn",
         "--max_turns 3 --max_tokens 2000": "--max_prompt_tokens=40 and 3 turns of --max_tokens=2000 are 6040 ... has 4096",
@@ -45,6 +51,8 @@ REFUSED = {
     },
     TWO: {
         "--env_path {dir}/alicia.py": "alicia ... alice",
+        "--env_path {dir}/letters.py --actors.bob.train false": 'add turns = "alice" if hooks ask the others, as a judge, or '
+        'turns = "alice -> bob"',
         "--actors.judge.api http://127.0.0.1:9/v1 --actors.judge.model m --actors.judge.api_key_env NO_SUCH": "NO_SUCH",
     },
     LORA: {
@@ -58,7 +66,12 @@ SCORES = "def reward_fn(messages, answer): return 1.0\n"
 BAD_FILES = {
     "empty data": (SCORES, "", "rows.jsonl ... empty"),
     "truncated line": (SCORES, ROW + ROW[:-9], "row 2 of ... rows.jsonl"),
-    "a column that no row has": (SCORES.replace("answer", "anwser"), ROW, "anwser ... answer ... env.py"),
+    "a column that no row has": (
+        SCORES.replace("answer", "anwser"),
+        ROW,
+        "env.py ... anwser ... did you mean 'answer'?; read another column by --data.columns anwser=COLUMN",
+    ),
+    "a prompt of null": (SCORES, '{"prompt": null, "answer": "1"}', "row 1 of ... column 'prompt' is null; give text"),
     "a row without the column": (SCORES, ROW + ROW.replace("answer", "other"), "answer ... row 2"),
     "no hook": (SCORES.replace("_", ""), ROW, "rewardfn ... reward_fn"),
     "does not run": ("x = 1 / 0\n", ROW, "env.py ... division by zero"),
@@ -96,8 +109,15 @@ def test_flags_that_cannot_be_are_refused_in_one_line(base, more, folders, tmp_p
         tokenizer.chat_template = None
         tokenizer.save_pretrained(tmp_path / "bare")
         AutoModelForCausalLM.from_pretrained(folders["model"]).save_pretrained(tmp_path / "bare")
+    if "mute" in more:
+        AutoModelForCausalLM.from_pretrained(folders["model"]).save_pretrained(tmp_path / "mute")
     if "other" in more:
         AutoConfig.from_pretrained(folders["model"], vocab_size=77).save_pretrained(tmp_path / "other")
+    for family in ("t5", "roberta"):
+        AutoConfig.for_model(family).save_pretrained(tmp_path / family)
+    if "short" in more:
+        AutoTokenizer.from_pretrained(folders["model"]).save_pretrained(tmp_path / "short")
+        AutoConfig.from_pretrained(folders["model"], vocab_size=103).save_pretrained(tmp_path / "short")
     run = tmp_path / "run"
     error = refusal(words("--out", run, f"{base} {more}".format(**folders, out=tmp_path)), capsys)
     assert all(part in error for part in REFUSED[base][more].format(**folders).split(" ... ")), error
@@ -142,6 +162,15 @@ FLAGS = [
     (MODEL, "--actors.bob.lora.rnk 4", "unknown flag --actors.bob.lora.rnk; did you mean 'actors.bob.lora.rank'"),
     (MODEL, "--critic.gae_lamda 1", "did you mean 'critic.gae_lambda'"),
     (MODEL, "4", "argument '4' has no flag before it; write --name value"),
+    (MODEL, "actor_rollout_ref.rollout.n=8", "n=8' has no flag before it; write --name value; here it is --group_size"),
+    (MODEL, "group_size=8", "'group_size=8' has no flag before it; write --name value; here it is --group_size"),
+    (MODEL, "--learning_rte 1e-6", "unknown flag --learning_rte; did you mean 'optim.lr'"),
+    (
+        MODEL,
+        "--zzzqqq 1",
+        "unknown flag --zzzqqq; no flag has a similar name; sections: actors, envs, data, ",
+    ),
+    (MODEL, "--device cuda", "unknown flag --device; a run takes every GPU that torch sees"),
     (MODEL, "--optim.lr", "--optim.lr has no value"),
     (MODEL, "--optim.lr fast", "--optim.lr=fast must be float"),
     (MODEL, "--algorithm poo", "--algorithm=poo must be one of"),
@@ -184,6 +213,7 @@ FLAGS = [
     (MODEL, f"{DPO} --preference.label_smoothing 0.1 --preference.loss ipo", "needs --preference.loss sigmoid"),
     # older weights
     (MODEL, "--rollout.lagged 0.5,4 --max_staleness 1", "leave out --max_staleness"),
+    (MODEL, "--rollout.fixed_order true --engine sglang", "--rollout.fixed_order=true needs --engine embedded"),
     (MODEL, "--rollout.lagged 0.5,4 --engine_ranks 1", "leave out --max_staleness"),
     (MODEL, "--rollout.lagged 0.5,4 --actors.policy.engine_urls http://127.0.0.1:1", "engine_urls"),
     (BOB, "--rollout.lagged 0.5,4 --actors.alice.share bob", "share and engine_urls"),
@@ -280,7 +310,7 @@ def test_presets_contradict_nothing(preset):
 )
 def test_a_missing_library_is_named_with_its_extra(flags, library, extra, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == library else object())
-    with pytest.raises(ValueError, match=rf"needs {library}, which is not installed: pip install \.\[{extra}\]"):
+    with pytest.raises(ValueError, match=rf"needs {library}, which is not installed: pip install 'rl_core\[{extra}\]'"):
         parse_config([*MODEL, *flags.split()])
 
 
@@ -291,6 +321,7 @@ def test_a_file_of_flags_is_refused_with_its_name(tmp_path):
         "actors: {bob: {lora: {rnk: 4}}}": "did you mean 'actors.bob.lora.rank'",
         "optim: {lr: fast}": "--optim.lr=fast must be float",
         "[1]": "here belong keys with values",
+        "": "here belong keys with values",
         "a: b: c": "mapping values are not allowed here",
     }.items():
         file.write_text(text)

@@ -15,7 +15,7 @@ from test_engine_contract import GREEDY, LONG, load, make_embedded
 from rl_core.engines import remote
 from rl_core.engines.remote import EngineServer, ask, checksum, connect, in_buckets, make_weight_channel
 from rl_core.sampling.engine import DeviceLease, EngineDied
-from rl_core.types import RunError, SamplingParams
+from rl_core.types import Completion, RunError, SamplingParams
 
 NUM_ENGINES = 2
 
@@ -110,6 +110,27 @@ def test_new_weights_reach_all_of_them_while_requests_go_on(served, tiny_model):
     for one in others:
         held = dict(one.named_weights())
         assert all(torch.equal(held[name], value) for name, value in changed(tiny_model, 1.3).items())
+
+
+def test_the_learner_knows_what_was_sampled_so_far_once_it_has_caught_up(served):
+    engine, others = served
+    nothing = {"text": "", "finish_reason": "", "policy_version": -1}
+
+    async def look():
+        begun = [Completion(token_ids=[], logprobs=[], **nothing) for _ in range(4)]
+        asked = (engine.generate([i], LONG, seed=i, begun=b) for i, b in enumerate(begun))
+        tasks = [asyncio.create_task(one) for one in asked]
+        while sum(len(one._active) for one in others) < len(tasks):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await engine.catch_up()
+        early = [(list(b.token_ids), list(b.logprobs)) for b in begun]
+        return early, await asyncio.gather(*tasks)
+
+    early, late = asyncio.run(look())
+    for (token_ids, logprobs), completion in zip(early, late, strict=True):
+        assert token_ids and token_ids == completion.token_ids[: len(token_ids)]
+        assert logprobs == completion.logprobs[: len(logprobs)]
+    assert not engine.begun
 
 
 def test_a_conversation_stays_where_its_keys_and_values_are(served):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,9 @@ def run(tmp_path, make_model, capsys):
         given = ["--env_path", str(tmp_path / "x.py"), "--out", str(tmp_path / "run"), *sizes]
         given += ["--model", str(model)] if model else []
         status = main([*given, "--optim.lr", "1e-3", *flags])
-        return status, tmp_path / "run", capsys.readouterr().err
+        said = capsys.readouterr()
+        train.printed = said.out.splitlines()
+        return status, tmp_path / "run", said.err
 
     return train
 
@@ -103,6 +106,52 @@ def test_where_half_of_the_rows_fail_the_run_stops_after_a_few_steps(run):
     status, out, said = run(FAILS.format(when="n % 2"), "--num_steps", "20", num_rows=80)
     assert status == 1 and "more than --rollout.max_failed_fraction=0.1 of the last" in said
     assert 1 <= len(metrics(out)) <= 5
+    assert said.rstrip().endswith(f"all reasons: rl-core show {out} --reasons")
+
+
+def test_with_few_rows_half_may_fail_for_ever_and_the_last_lines_count_them(run):
+    code = FAILS.format(when="n % 2")
+    status, out, _ = run(code, "--num_steps", "4", num_rows=8)
+    assert status == 0 and f"  16 of 32 episodes failed: rl-core show {out} --reasons" in run.printed
+
+
+def test_an_evaluation_that_fails_too_often_names_the_command_that_shows_its_reasons(run):
+    status, out, said = run(FAILS.format(when="n % 2"), "--num_steps", "1", "--eval_every", "1", num_rows=8)
+    assert status == 1 and "of the last 8 rows (4 failed, 0.8 may)" in said
+    assert said.rstrip().endswith(f"all reasons: rl-core show {out} --reasons --eval")
+
+
+def test_an_evaluation_that_failed_is_made_by_the_run_that_goes_on(run):
+    # Eight calls of the first evaluation and eight of the step; the evaluation behind it fails.
+    code = "calls = []\ndef reward_fn(completion):\n    calls.append(completion)\n    assert len(calls) <= 16\n"
+    flags = ["--num_steps", "2", "--eval_every", "1", "--eval.samples", "0"]
+    status, out, _ = run(code + "    return float(len(completion) % 3)\n", *flags, num_rows=8)
+    assert status == 1
+    [state] = out.glob("checkpoints/step_*/state.json")
+    assert json.loads(state.read_text())["to_evaluate"] is True
+
+
+def test_the_error_for_too_many_failures_names_its_rule():
+    ranks = Ranks(rank=0, size=1, device=None, store=None)
+    groups = [{"task_id": str(n), "env": "x", "group_id": str(n)} for n in range(20)]
+    episodes = [Trajectory(**place, status="failed" if n < 8 else "ok") for n, place in enumerate(groups)]
+    with pytest.raises(RunError) as error:
+        refuse_failures(episodes, {}, 0.1, "the step", ranks)
+    rule = "more than --rollout.max_failed_fraction=0.1 of the last 20 rows, which count as 50 (8 failed, 5 may)"
+    assert rule in str(error.value)
+
+
+def test_a_resumed_run_says_which_environment_file_has_changed(run):
+    code = "def reward_fn(completion): return float(len(completion) % 3)\n"
+    _, out, _ = run(code, "--num_steps", "1")
+    says = f"differs from {out / 'env_code.yaml'}: {out.parent / 'x.py'} has changed since"
+    run(code, "--num_steps", "2", "--resume")
+    assert says not in run.printed
+    run(code + "# another\n", "--num_steps", "3", "--resume")
+    assert run.printed.count(says) == 1
+    (out / "env_code.yaml").unlink()  # as in a folder of an earlier version
+    status, _, _ = run(code, "--num_steps", "4", "--resume")
+    assert status == 0 and not any("has changed since" in line for line in run.printed)
 
 
 def test_seats_of_one_actor_have_baselines_of_their_own(run):
@@ -111,9 +160,9 @@ async def rollout(task, actors):
     first, second = await actors["policy"].respond(task.messages, n=2)
     return [first.trajectory(1.0, seat="first"), second.trajectory(0.0, seat="second")]
 """
-    status, out, _ = run(seats, "--num_steps", "1")
+    status, out, said = run(seats, "--num_steps", "1")
     [row] = metrics(out)
-    assert status == 0 and row["rollout/policy/zero_signal_frac"] == 1
+    assert status == 1 and "none of 1 steps made an update" in said and row["rollout/policy/zero_signal_frac"] == 1
     assert row["learn/policy/skipped_updates"] == 1, "each seat's rewards are all equal: there is nothing to learn"
 
 
@@ -163,9 +212,10 @@ def test_samples_of_an_evaluation_are_drawn_as_eval_sampling_says(run):
 def test_failed_episodes_are_no_part_of_an_evaluation(run):
     code = "def reward_fn(n): return float(n)\n"
     code += "def group_reward_fn(trajectories, n):\n    assert n != 3\n    return [0.5] * len(trajectories)\n"
-    status, out, _ = run(code, "--num_steps", "1", "--eval_every", "1", "--rollout.max_failed_fraction", "1")
+    status, out, said = run(code, "--num_steps", "1", "--eval_every", "1", "--rollout.max_failed_fraction", "1")
     row = metrics(out)[0]
-    assert status == 0 and row["eval/x/greedy_score"] == (0 + 1 + 2) / 3 + 0.5
+    assert "none of 1 steps made an update" in said, "rewards hang on the row alone"
+    assert status == 1 and row["eval/x/greedy_score"] == (0 + 1 + 2) / 3 + 0.5
     assert row["eval/x/greedy_reward/reward_fn"] == 1 and row["eval/x/greedy_reward/group_reward_fn"] == 0.5
 
 

@@ -36,6 +36,13 @@ def test_an_episode_counts_once_however_many_trajectories_it_leaves(env_of):
         run(env, cast(bob="B", alice="A"), rows=rows, max_failed=0.2)
 
 
+@pytest.mark.parametrize("limit", [0.0, 0.5, 1.0])
+def test_a_step_whose_episodes_all_failed_ends_the_run(env_of, limit):
+    env = env_of("def reward_fn(): raise ValueError('no')")
+    with pytest.raises(RunError, match=r"8 of 8 episodes of train/0 failed.*ValueError: no"):
+        run(env, cast(policy="a"), group_size=2, rows=[ROW] * 4, max_failed=limit)
+
+
 def test_256_conversations_at_once_end_whatever_their_hooks_do(env_of):
     env = env_of(
         """
@@ -97,7 +104,7 @@ class MortalEngine(RuleEngine):
         super().__init__(chat, rule, wait_s=0.01)
         self.dies_at, self.stays_dead, self.is_dead, self.num_revived = dies_at, stays_dead, False, 0
 
-    async def generate(self, prompt_ids, params, *, seed, session="", adapter=""):
+    async def generate(self, prompt_ids, params, *, seed, session="", adapter="", begun=None):
         self.is_dead |= len(self.asked) in self.dies_at
         found = await super().generate(prompt_ids, params, seed=seed, session=session)
         if self.is_dead:

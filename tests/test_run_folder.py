@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import re
+import socket
+from pathlib import Path
 
 import pytest
 import yaml
-from kit import words
+from kit import kill_session, start_process, words
 
 from rl_core.learning.checkpoint import checkpoints_in
 from rl_core.run_folder import locked
@@ -39,8 +43,44 @@ def test_a_folder_of_a_run_that_is_going_on_is_refused(flags, tmp_path, capsys):
         assert main([*flags, "--out", str(out), "--resume"]) == 1
     assert f"error: --out {out} belongs to a run that is going on" in capsys.readouterr().err
     assert not (out / "config.yaml").exists()
-    with locked(out), pytest.raises(ValueError, match="belongs to a run that is going on"), locked(out):
+    own = rf"belongs to a run that is going on \(process {os.getpid()} on {re.escape(socket.gethostname())}\); wait"
+    with locked(out), pytest.raises(ValueError, match=own), locked(out):
         pass
+
+
+def test_a_folder_names_the_run_that_has_it_and_none_before(tmp_path):
+    (tmp_path / ".lock").write_text("process 1234567 on the machine of an earlier run")
+    with locked(tmp_path):
+        assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+
+
+@pytest.mark.parametrize(
+    "start", ["os.fork() or time.sleep(600)", "get_context('fork').Process(target=time.sleep, args=[600]).start()"]
+)
+def test_children_that_a_killed_run_has_forked_do_not_hold_its_folder(start, tmp_path):
+    code = f"""
+import os, sys, time
+from multiprocessing import get_context
+from pathlib import Path
+from rl_core.run_folder import locked
+with locked(Path(sys.argv[1])):
+    {start}
+    print("forked", flush=True)
+    time.sleep(600)
+"""
+    process = start_process("-c", code, tmp_path)
+    try:
+        assert process.stdout.readline() == "forked\n", process.stderr.read()
+        with pytest.raises(ValueError, match=rf"process {process.pid} on "), locked(tmp_path):
+            pass
+        [child] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.kill()
+        process.wait()
+        assert Path(f"/proc/{child}/cmdline").read_bytes(), "it lives on"
+        with locked(tmp_path):
+            pass
+    finally:
+        kill_session(process)
 
 
 def test_who_looks_whether_a_run_goes_on_stops_none(tmp_path, monkeypatch):

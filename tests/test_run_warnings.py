@@ -10,6 +10,7 @@ from kit import STOP, words
 
 from rl_core.config import parse_config
 from rl_core.options.run_warnings import RunWarnings
+from rl_core.sampling.env import load_env
 from rl_core.train import main
 
 SIZES = "--max_tokens 6 --tasks_per_step 2 --group_size 2 --optim.lr 0 --rollout.save false"
@@ -131,8 +132,9 @@ def test_a_resumed_run_repeats_no_warning(places, tmp_path, capsys):
         if seen:  # a run that was killed after its checkpoint had told something
             with open(tmp_path / "run/warnings.jsonl", "a") as file:
                 file.write('{"step": 5, "kind": "constant reward"}\n')
-        assert main([*flags, *words(more, "--out", tmp_path / "run")]) == 0
+        assert main([*flags, *words(more, "--out", tmp_path / "run")]) == 1
         said, errors = capsys.readouterr()
+        assert "steps made an update" in errors
         seen.append(
             [line.split(" is 1")[0].split(" has been")[0] for line in errors.splitlines() if "warning: " in line]
         )
@@ -143,3 +145,61 @@ def test_a_resumed_run_repeats_no_warning(places, tmp_path, capsys):
     ]
     kept = [json.loads(line) for line in (tmp_path / "run/warnings.jsonl").read_text().splitlines()]
     assert [(line["step"], line["kind"]) for line in kept] == [(3, "no signal"), (5, "constant reward")]
+
+
+def test_that_most_episodes_of_the_first_step_are_cut_off_is_told_at_once(tmp_path):
+    cut = [row(reward_mean=n, truncated_frac=f) for n, f in enumerate((0.6, 0.1, 0.1, 0.9))]
+    assert told(cut, tmp_path) == [(1, "truncated", "truncated_frac")]
+    half = [row(reward_mean=n, truncated_frac=f) for n, f in enumerate((0.5, 0.9))]
+    assert told(half, tmp_path / "half") == []
+
+
+@pytest.mark.parametrize(
+    ("hook", "says"),
+    [
+        ("", "After such a turn rewards are of"),
+        ("def interact(messages): return None", "turn interact() is not called, and rewards are of"),
+        (
+            "def interact(messages): return None\ndef now():\n    'The time.'\ntools = [now]",
+            "turn interact() is not called, no tool answers, and rewards are of",
+        ),
+    ],
+)
+def test_a_cut_off_turn_is_told_to_miss_only_what_the_environment_has(hook, says, tmp_path):
+    (tmp_path / "e.py").write_text(f"def reward_fn(messages): return 1\n{hook}\n")
+    config = parse_config(words("--model m --env_path e.py --out o --group_size 4"))
+    run = RunWarnings(config, tmp_path, [load_env(str(tmp_path / "e.py"))])
+    [text] = run.step(1, row(truncated_frac=0.9))
+    assert says in text
+
+
+FAILING = """
+def load_tasks(split): return [{"prompt": str(n), "n": n} for n in range(40)]
+async def reward_fn(n):
+    if n % 8 == 3: raise ValueError("no answer")
+    if n % 8 == 5: raise KeyError("unknown")
+    return 1.0 + n
+"""
+
+
+def test_each_reason_of_failed_episodes_is_told_once_with_its_count_also_by_a_run_that_goes_on(
+    places, tmp_path, capsys
+):
+    (tmp_path / "env.py").write_text(FAILING)
+    flags = words("--model", places["model"], "--env_path", tmp_path / "env.py", SIZES, STOP, "--tasks_per_step 8")
+    # It learns from rewards that differ between tasks alone, so that the run does not end with an error.
+    flags += words("--algorithm reinforce_pp --data.shuffle false --rollout.max_failed_fraction 0.9")
+    flags += words("--out", tmp_path / "run")
+    told = []
+    for more in ("--num_steps 3", "--num_steps 5 --resume"):
+        assert main([*flags, *words(more)]) == 0
+        told.append([line for line in capsys.readouterr().err.splitlines() if " failed: " in line])
+    where = tmp_path / "env.py"
+    reasons = [
+        f"reward_fn() failed: {where}:4: ValueError: no answer",
+        f"reward_fn() failed: {where}:5: KeyError: 'unknown'",
+    ]
+    assert told == [[f"warning: step 1: 2 episodes failed: {reason}" for reason in reasons], []]
+    lines = [json.loads(line) for line in (tmp_path / "run/warnings.jsonl").read_text().splitlines()]
+    kept = [(line["step"], line["reason"]) for line in lines if line["kind"] == "failed episodes"]
+    assert kept == [(1, reason) for reason in reasons]

@@ -155,7 +155,7 @@ COMPARED += ("length_p50", "length_p95", "length_max", "pack/tokens")
 def test_two_ranks_do_what_one_does(how, given, tmp_path):
     flags, more = TWO_RANKS[how]
     # Not AdamW, which makes a step of full size out of a gradient that is nothing but rounding.
-    flags = words("--num_steps 2 --optim.name sgd", given(flags), "--optim.lr 0.05")
+    flags = words("--num_steps 4 --optim.name sgd", given(flags), "--optim.lr 0.05")
     one, two = run(tmp_path / "one", flags), run(tmp_path / "two", flags, more, ranks=2)
     assert len(metrics(one)) == len(metrics(two))
     for a, b in zip(metrics(one), metrics(two), strict=True):
@@ -168,17 +168,17 @@ def test_two_ranks_do_what_one_does(how, given, tmp_path):
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
 def test_a_run_goes_on_with_another_number_of_ranks(flags, before, after, given, tmp_path):
     flags = words(given(flags), "--optim.name sgd --optim.lr 0.05")
-    whole = run(tmp_path / "whole", flags, "--num_steps 3")
+    whole = run(tmp_path / "whole", flags, "--num_steps 5")
     parts = run(tmp_path / "parts", flags, "--num_steps 2", ranks=before)
-    run(parts, flags, "--num_steps 3 --resume", ranks=after)
+    run(parts, flags, "--num_steps 5 --resume", ranks=after)
     assert_same_weights(whole, parts, atol=2e-5, rtol=1e-4)
 
 
 def test_a_run_on_split_models_goes_on_with_unsplit_ones(given, tmp_path):
     flags = words(given(f"{PPO} --algo.kl_coef 0.1"), "--optim.name sgd --optim.lr 0.05")
-    whole = run(tmp_path / "whole", flags, "--num_steps 3")
+    whole = run(tmp_path / "whole", flags, "--num_steps 5")
     parts = run(tmp_path / "parts", flags, "--num_steps 2 --tp 2", ranks=2)
-    run(parts, flags, "--num_steps 3 --resume")
+    run(parts, flags, "--num_steps 5 --resume")
     assert_same_weights(whole, parts, atol=2e-5, rtol=1e-4)
 
 
@@ -327,7 +327,8 @@ def test_held_out_sets_have_names_and_epochs_are_steps(places, tmp_path):
     flags = words(
         files, "--env_path", tmp_path / "env.py", "--data.columns answer=solution --num_epochs 1.5 --group_size 2"
     )
-    out = run(tmp_path / "run", flags)
+    # Rewards differ between tasks alone, from which this algorithm learns too.
+    out = run(tmp_path / "run", flags, "--algorithm reinforce_pp")
     assert len(steps(out)) == 4  # 1.5 * 7 / 3 = 3.5
     last = metrics(out)[-1]
     assert (last["eval/gsm8k/greedy_score"], last["eval/aime/greedy_score"], last["eval/aime/avg@4"]) == (1, 4, 4)

@@ -188,6 +188,18 @@ def test_a_bad_request_is_told_what_is_wrong_and_does_not_harm_the_server(body, 
     assert ask(server, {"messages": TALKS[0]})[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("Origin", "https://a.page"), ("Origin", "null"), ("Host", "a.page"), ("Host", "a.page:8001")]
+)
+def test_pages_in_a_browser_get_no_scores(name, value, server):
+    headers = {name: value, "Content-Type": "text/plain"}  # which a page may send without asking first
+    connection = http.client.HTTPConnection(server.removeprefix("http://"), timeout=30)
+    for method, path in (("POST", "/classify"), ("GET", "/health")):
+        connection.request(method, path, json.dumps({"messages": TALKS}), headers)
+        response = connection.getresponse()
+        assert (response.status, list(json.loads(response.read()))) == (403, ["error"])
+
+
 def test_ctrl_c_ends_the_server_and_a_second_one_on_its_port_says_so(reward_model):
     with serving(reward_model) as (url, process):
         port = url.rpartition(":")[2]
@@ -301,14 +313,13 @@ def test_a_server_that_dies_fails_the_episodes_with_the_cause(tiny_model, reward
 
         killer = threading.Thread(target=kill_after_two_steps)
         killer.start()
-        assert train(text, tiny_model, tmp_path, "--num_steps", 8, "--rollout.max_failed_fraction", 1) == 0
+        assert train(text, tiny_model, tmp_path, "--num_steps", 1000, "--rollout.max_failed_fraction", 1) == 1
         killer.join()
         assert train(text, tiny_model, tmp_path / "strict", "--num_steps", 2) != 0
     rows = metrics(tmp_path / "run")
     assert [row["rollout/policy/failed"] for row in rows[:2]] == [0, 0]
-    assert rows[-1]["rollout/policy/failed"] == 16 and rows[-1]["rollout/policy/reward_mean"] is None
-    assert rows[-1]["learn/policy/skipped_updates"] == 1
-    episodes = trajectories(tmp_path / "run/rollouts/step_000008.jsonl.zst")
+    assert len(rows) < 1000
+    episodes = trajectories(max((tmp_path / "run/rollouts").glob("step_*")))
     assert len(episodes) == 16
     assert {(e["status"], e["reward"], f"no scores from {url}" in e["error"]) for e in episodes} == {
         ("failed", None, True)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
+import gpu_check
 import pytest
 import torch
 from demo_data import TASKS, demo_data
-from kit import ROOT, words
+from gpu_check import Stage, earlier_results, prepare, run_all, stages
+from kit import ROOT, metrics, words
 from make_tiny_model import CHARACTERS, bpe_tokenizer, make_tiny_model, read_texts
+
+from rl_core.config import parse_config
+from rl_core.train import main
 
 
 def test_a_tiny_model_loads_and_speaks_in_each_architecture(any_model):
@@ -141,6 +148,56 @@ def test_the_check_of_gpus_says_that_there_is_none(tmp_path):
     assert done.returncode == 1 and done.stderr.startswith("error: torch sees no CUDA device") and not done.stdout
 
 
+def test_the_check_of_gpus_goes_on_where_the_last_call_ended_and_names_what_was_not_reached(tmp_path, capfd):
+    def prints(name: str, end: str = "", limit_s: int = 60, **needs) -> Stage:
+        code = f"open({str(tmp_path / name)!r}, 'a').write('x'); print('{name} ran'); {end}"
+        return Stage(arguments=["-c", code], limit_s=limit_s, **needs)
+
+    plan = {"good": prints("good"), "bad": prints("bad", "raise SystemExit(3)")}
+    plan |= {"slow": prints("slow", "import time; time.sleep(60)", limit_s=1), "long": prints("long", limit_s=480)}
+    plan |= {"pair": prints("pair", num_gpus=2), "server": prints("server", package="sglang")}
+    facts = {"gpus": ["one"], "packages": {}}
+    left = run_all(plan, {}, facts, tmp_path, budget_s=100)
+    assert left.keys() == {"long", "pair", "server"} and left["long"].startswith("no time: may take 480 s")
+    results = earlier_results(tmp_path, [])
+    assert {n: r["status"] for n, r in results.items()} == {"good": "ok", "bad": "exit 3", "slow": "over 1 s"}
+    assert results["good"]["last_line"] == "good ran"
+
+    left = run_all(plan, results, facts, tmp_path, budget_s=600)
+    assert left == {"pair": "needs 2 GPUs", "server": "needs sglang"}
+    assert (tmp_path / "not_reached.txt").read_text() == "pair: needs 2 GPUs\nserver: needs sglang\n"
+    assert all((tmp_path / name).read_text() == "x" for name in ("good", "bad", "slow", "long")), "each once"
+    assert "bad" not in earlier_results(tmp_path, ["bad"]) and "long" in earlier_results(tmp_path, ["bad"])
+
+
+def test_the_stages_of_the_check_of_gpus_are_short_and_their_flags_are_known(tmp_path):
+    plan = stages(tmp_path)
+    assert max(stage.limit_s for stage in plan.values()) <= 480
+    runs = {
+        name: s.arguments[s.arguments.index("rl_core.train") + 1 :]
+        for name, s in plan.items()
+        if "rl_core.train" in s.arguments
+    }
+    configs = {name: parse_config(flags) for name, flags in runs.items()}
+    first = list(plan)[:5]
+    assert first[0] == "sglang" and plan["nccl"].num_gpus == 2 and configs["offload_always"].learner.offload == "always"
+    assert configs["sglang"].attention == "auto" and configs["sglang"].eval_every == configs["sglang"].save_every == 1
+    assert configs["sglang_phase"].learner.offload == "phase" and {*first} < {*runs}
+    for stage in plan.values():
+        assert all(Path(word).exists() for word in stage.arguments if "scripts" in word)
+
+
+def test_a_run_of_the_check_of_gpus_ends_well_without_one(tmp_path, monkeypatch):
+    """The stage itself, with a smaller model."""
+    monkeypatch.setitem(gpu_check.MODEL, "hidden", 64)
+    monkeypatch.setitem(gpu_check.MODEL, "layers", 1)
+    prepare(tmp_path)
+    stage = stages(tmp_path)["offload_always"]
+    assert main(stage.arguments[stage.arguments.index("rl_core.train") + 1 :]) == 0
+    rows = metrics(tmp_path / "runs/offload_always")
+    assert [row["learn/policy/updates"] for row in rows] == [1, 1, 1]
+
+
 @pytest.mark.slow
 def test_bench_async_runs_every_mode(tmp_path):
     out = tmp_path / "async.json"
@@ -163,3 +220,67 @@ def test_bench_sync_measures_each_phase_and_what_is_held(tmp_path):
     assert found["params"] > 3e5 and seconds["all in"] >= seconds["load"] > 0 < seconds["gather"]
     assert held["this process, descriptors"]["at last"] == held["this process, descriptors"]["at first"] > 0
     assert held["this process, MiB"]["at last"] > 100 and "at first" in done.stdout
+
+
+# A virtual environment's python that has no torch, and writes down what pip and uv are asked for. uv reaches what {uv} says.
+PYTHON = """#!/bin/sh
+case "$*" in
+    "-m pip --version") exit 0 ;;
+    "-m uv --version") exit 1 ;;
+    "-m uv "*) echo "$*" >> "{log}"; exit {uv} ;;
+    "-m pip "*) echo "$*" >> "{log}" ;;
+    "-c import torch") exit 1 ;;
+    *) exec "{python}" "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def install(tmp_path):
+    """install(...) -> (what install.sh prints, what pip and uv are asked for) on a machine with or without a GPU, from which
+    builds for CPUs can be reached or not."""
+
+    def run(has_gpu: bool = False, reaches_cpu_builds: bool = True) -> tuple[str, list[str]]:
+        tools, venv, log = tmp_path / "tools", tmp_path / "venv", tmp_path / "pip.log"
+        (venv / "bin").mkdir(parents=True)
+        text = PYTHON.format(log=log, python=sys.executable, uv=int(not reaches_cpu_builds))
+        (venv / "bin/python").write_text(text)
+        tools.mkdir()
+        for name in ("cat", "cksum", "uname", "sh"):
+            (tools / name).symlink_to(shutil.which(name))
+        if has_gpu:
+            (tools / "nvidia-smi").write_text("#!/bin/sh\n")
+        for file in (*(venv / "bin").iterdir(), *tools.glob("nvidia-smi")):
+            file.chmod(0o755)
+        env = {"PATH": str(tools), "VIRTUAL_ENV": str(venv)}
+        script = "set -euo pipefail; extra=view; . scripts/install.sh"
+        bash = [shutil.which("bash"), "-c", script]
+        done = subprocess.run(bash, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, log.read_text().replace(f"{venv}/bin/", "").splitlines()
+
+    return run
+
+
+OURS = "-m pip install -e .[view]"
+BY_UV = ["-m pip install uv", "-m uv pip install --python python --torch-backend cpu torch==2.13.0"]
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has builds for CUDA")
+
+
+@on_linux
+def test_without_a_gpu_torch_is_the_build_for_cpus_and_its_size_is_told(install):
+    said, asked = install()
+    assert asked == [*BY_UV, OURS]
+    assert "no GPU: torch's build for CPUs, a download of about 0.2 GB" in said
+
+
+@on_linux
+def test_where_builds_for_cpus_are_not_reached_torch_is_what_is_at_hand(install):
+    said, asked = install(reaches_cpu_builds=False)
+    assert asked == [*BY_UV, "-m pip install torch==2.13.0", OURS]
+    assert "not reached: torch from the usual index, which may be the build for CUDA, 2 to 5 GB" in said
+
+
+def test_with_a_gpu_torch_is_that_of_the_requirements(install):
+    said, asked = install(has_gpu=True)
+    assert asked == [OURS] and "torch for CUDA, a download of 2 to 5 GB" in said

@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -68,10 +69,12 @@ async def reward_fn(state):
 class Service:
     """A server with its workers."""
 
-    def __init__(self, *args, token: str = "", ca: bytes | None = None):
+    def __init__(self, *args, token: str = "", ca: bytes | None = None, max_files: int = 0):
         command = [sys.executable, "-m", "rl_core.cli", "serve", *map(str, args)]
         env = {k: v for k, v in os.environ.items() if k != TOKEN_VARIABLE} | ({TOKEN_VARIABLE: token} if token else {})
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+        limit = (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))) if max_files else None
+        pipes["preexec_fn"] = limit
         self.process = subprocess.Popen(command, cwd=ROOT, env=env | {"OMP_NUM_THREADS": "1"}, **pipes)
         self.lines: list[str] = []
         threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True).start()
@@ -396,6 +399,15 @@ def test_workers_end_with_their_server(counter):
         worker.wait(timeout=60)
 
 
+@pytest.mark.parametrize("flags", [["--workers", 2], ["--controller"]], ids=["workers", "controller"])
+def test_a_server_that_is_killed_leaves_nothing_in_the_temporary_folder(counter, tmp_path, monkeypatch, flags):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with serving(*([] if "--controller" in flags else [counter]), *flags) as service:
+        service.process.kill()
+        service.process.wait()
+        wait_until(lambda: not list(tmp_path.glob("rl_core_serve_*")), "the folder of the socket is gone")
+
+
 def test_killed_workers_and_controllers_lose_and_double_nothing(tmp_path):
     import asyncio
 
@@ -593,6 +605,42 @@ def test_what_cannot_be_served_is_refused(flags, message, counter, capsys, monke
     assert message in capsys.readouterr().err
 
 
+WITHOUT = """
+import sys
+from rl_core import cli
+missing, *command = sys.argv[1:]
+for name in missing.split(","):
+    sys.modules[name] = None
+sys.exit(cli.main(command))
+"""
+EXTRA = ["grpc", "google.protobuf", "grpc_health.v1", "grpc_reflection.v1alpha", "prometheus_client"]
+
+
+def without(missing: str, *command: object) -> subprocess.CompletedProcess:
+    """rl-core where these packages are not installed."""
+    argv = [sys.executable, "-c", WITHOUT, missing, *map(str, command)]
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("missing", EXTRA)
+def test_a_package_of_the_extra_that_is_missing_is_one_line(missing, counter):
+    done = without(missing, "serve", counter, "--port", 0, "--http_port", 0)
+    assert done.returncode == 1
+    assert re.fullmatch(
+        rf"error: rl-core serve needs gRPC \(.*{re.escape(missing.split('.')[0])}.*\): pip install 'rl_core\[service\]'\n",
+        done.stderr,
+    )
+
+
+def test_help_and_wrong_flags_of_serve_need_no_grpc():
+    done = without(",".join(EXTRA), "serve", "--help")
+    assert done.returncode == 0 and "--http_port" in done.stdout
+    done = without(",".join(EXTRA), "serve", "--controller", "--workers", "0")
+    assert done.stderr == "error: --workers 0 must be above 0\n"
+    done = without(",".join(EXTRA), "info", "--service", "grpc://127.0.0.1:1")
+    assert done.returncode == 1 and done.stderr.startswith("error: rl-core info --service needs gRPC (")
+
+
 def test_a_port_that_is_taken_is_an_error(counter, service, capsys):
     port = service.address.rpartition(":")[2]
     assert cli.main(["serve", str(counter), "--port", port]) == 1
@@ -614,6 +662,46 @@ def test_a_file_that_cannot_be_served_is_refused_before_an_address_is_told(text,
     assert cli.main(["serve", str(tmp_path / "typo.py"), "--port", "0", "--workers", "1"]) == 1
     out, err = capfd.readouterr()
     assert error in err and out == ""
+
+
+# --- clients that die
+
+HOLDS = """
+import asyncio, sys, time
+from rl_core.sampling.env import load_env
+from rl_core.types import Task
+
+async def begin(env):
+    hook, asked = env.hooks["start"], [{"role": "user", "content": "count"}]
+    task = Task(id="train/0", env="counter", row={"prompt": "count"}, messages=asked)
+    return [await hook(task, dict.fromkeys(hook.ours) | {"task": task}) for _ in range(2)]
+
+held = asyncio.run(begin(load_env(sys.argv[1])))
+print(*(session.name for session in held), flush=True)
+time.sleep(600)
+"""
+
+
+def test_sessions_of_a_client_that_was_killed_expire_and_give_their_room_back(counter):
+    """It holds all the room that there is, and renews its sessions while it lives."""
+    with serving(counter, "--port", 0, "--workers", 1, "--capacity", 2, "--idle_s", 1) as service:
+        command = [sys.executable, "-c", HOLDS, f"grpc://{service.address}/counter"]
+        client = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        try:
+            names = client.stdout.readline().split()
+        finally:
+            client.kill()
+            client.communicate()
+        assert service.start() not in names  # it waited for room
+        code, told = service.refused("interact", session=names[0], number=1, said=said())
+        assert code == StatusCode.FAILED_PRECONDITION
+        assert f"session {names[0]} has ended (expired): nothing was heard of it for 1 s" in told
+
+        def num_expired() -> int:
+            [worker] = service.workers()
+            return worker.loads[0].ended["expired"]
+
+        wait_until(lambda: num_expired() >= 2, "both have expired")
 
 
 # --- its end

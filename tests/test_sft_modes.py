@@ -307,6 +307,21 @@ def test_what_rollouts_cannot_be(rollouts, tiny_model, tmp_path, capsys):
     assert "which are for --algorithm sft" in capsys.readouterr().err
 
 
+def test_tools_of_a_row_may_be_json_text():
+    chat = Chat(make_tokenizer(), "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + CHATML)
+    schema = {"type": "function", "function": {"name": "add", "description": "a sum", "parameters": {"type": "object"}}}
+    row = {"messages": [user("1 and 2"), said("3")]}
+    [plain] = imitation_samples(chat, row)
+    [listed] = imitation_samples(chat, row | {"tools": [schema]})
+    [texted] = imitation_samples(chat, row | {"tools": json.dumps([schema])})
+    assert list(texted.token_ids) == list(listed.token_ids) != list(plain.token_ids)
+    for wrong in ("no JSON", json.dumps(schema), [1]):
+        with pytest.raises(
+            ValueError, match=r"^column 'tools' must be a list of JSON schemas, or such a list as JSON text"
+        ):
+            imitation_samples(chat, row | {"tools": wrong})
+
+
 def test_a_row_is_tokenized_once_however_often_it_is_drawn(tiny_model, tmp_path, monkeypatch):
     rows = [{"messages": [user(f"number {n}"), said("yes")]} for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from glob import glob
 from pathlib import Path
@@ -34,7 +35,7 @@ from rl_core.models import adapter_of
 from rl_core.options.lora import adapter_weights, is_served
 from rl_core.sampling.engine import EngineDied
 from rl_core.train import main
-from rl_core.types import SamplingParams
+from rl_core.types import Completion, SamplingParams
 
 ENV = ROOT / "envs/sort_digits.py"
 
@@ -44,6 +45,8 @@ class Standin:
 
     def __init__(self):
         self.answers, self.held, self.label, self.requests = [([5], {"type": "length"})], {}, "default", []
+        self.deaths, self.counts = set(), Counter()  # (path, number of the request to it) at which it dies
+        self.wait_for: dict[str, threading.Event] = {}  # path -> what its answers wait for
         self.adapters, self.loop, started = {}, asyncio.new_event_loop(), threading.Event()
         threading.Thread(target=self.serve, args=(started,), daemon=True).start()
         assert started.wait(60)
@@ -62,6 +65,12 @@ class Standin:
     async def answer(self, request) -> web.Response:
         path, body = request.match_info["path"], await request.json() if request.can_read_body else {}
         self.requests.append((path, body))
+        self.counts[path] += 1
+        if (path, self.counts[path]) in self.deaths:
+            self.held, self.label = {}, "default"  # as somebody starts it anew, at once
+            request.transport.close()
+        while path in self.wait_for and not self.wait_for[path].is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
         if path == "generate":
             tokens, reason, *logprob = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
             meta = {"finish_reason": reason, "output_token_logprobs": [[*(logprob or [-0.5]), t] for t in tokens]}
@@ -216,7 +225,111 @@ def test_which_actors_send_their_adapter_to_sglang(tiny_model, tmp_path):
     assert adapter(lora, model=tmp_path / "gemma3") == ""
 
 
+DIGITS = """
+def load_tasks(split):
+    return [{"prompt": str(n)} for n in range(16)]
+
+def reward_fn(completion):
+    return ord(completion) % 7
+"""
+
+
+def test_a_run_goes_on_whoever_meets_the_death_of_its_server(tiny_model, standin, tmp_path):
+    """The canary's four requests come before the eight of a step's episodes."""
+    canary, episode = ("generate", 14), ("generate", 33)
+    standin.deaths = {canary, episode, ("update_weights_from_disk", 4), ("flush_cache", 3)}
+    standin.answers = [([24 + n % 10], {"type": "length"}) for n in range(200)]
+    (tmp_path / "env.py").write_text(DIGITS)
+    url = ["--actors.policy.engine_urls", standin.url, "--canary_tolerance", 1000, "--num_steps", 4]
+    sizes = ["--tasks_per_step", 4, "--group_size", 2, "--max_tokens", 8, "--max_prompt_tokens", 16, "--save_every", 4]
+    given = ["--model", tiny_model, "--env_path", tmp_path / "env.py", *url, *sizes]
+    assert main([str(f) for f in (*given, "--out", tmp_path / "run")]) == 0
+    asked = [body["input_ids"] for path, body in standin.requests if path == "generate"]
+    assert asked[canary[1] - 1] in asked[:4] and asked[episode[1] - 1] not in asked[:4]
+    assert all(standin.counts[path] >= number for path, number in standin.deaths)
+    rows = metrics(tmp_path / "run")
+    assert len(rows) == 4 and {row["rollout/policy/failed"] for row in rows} == {0}
+    assert sum(row["rollout/policy/engine_restarts"] for row in rows) >= 3
+    assert is_same(standin.held, load_file(tmp_path / "run/hf/policy/model.safetensors")), "the newest weights"
+
+
+@pytest.mark.parametrize("deaths", [{("abort_request", 1)}, {("generate", 1)}])
+def test_a_death_in_a_pause_is_no_error_of_the_pause(make, standin, deaths):
+    standin.deaths, engine = deaths, make()
+    standin.answers = [([5], {"type": "abort"}), ([6], {"type": "length"})]
+
+    async def main():
+        await engine.wake()
+        request = asyncio.create_task(engine.generate([1, 2], GREEDY, seed=0))
+        while not engine._num_asked:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await engine.pause()
+        await engine.sleep()
+        reviving = asyncio.create_task(engine.wake())
+        await asyncio.sleep(0.05)
+        assert engine.server.is_alive == reviving.done() is False, "it waits, while a learner may have the device"
+        await engine.resume()
+        await reviving
+        [found] = await asyncio.gather(request, return_exceptions=True)
+        assert isinstance(found, EngineDied) or found.token_ids[-1] == 6
+        assert (await engine.generate([1, 2], GREEDY, seed=0)).token_ids == [6]
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_ranks_that_catch_up_at_once_all_wait_for_the_tokens_so_far(make, standin):
+    """Each learner asks for the tokens of its own requests, which one pause of the server gives to all."""
+    held, engine = threading.Event(), make()
+    standin.answers = [([5], {"type": "abort"}), ([6], {"type": "length"})]
+    standin.wait_for["generate"] = held
+    begun = Completion(token_ids=[], logprobs=[], text="", finish_reason="", policy_version=-1)
+
+    async def catch_up() -> list[int]:
+        await engine.catch_up()
+        return list(begun.token_ids)
+
+    async def main():
+        await engine.wake()
+        request = asyncio.create_task(engine.generate([1, 2], GREEDY, seed=0, begun=begun))
+        while not standin.counts["generate"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        asking = [asyncio.create_task(catch_up()) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        held.set()
+        known = await asyncio.gather(*asking)
+        assert [tokens[:1] for tokens in known] == [[5], [5]]
+        assert (await request).token_ids == [5, 6]
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 # The server's process, its port and its folders
+
+
+def test_a_dead_server_is_started_by_wake_with_the_newest_weights_and_by_no_update(tiny_model, own_server, tmp_path):
+    """A learner has the device while weights are sent, so that a new server would take a share of the rest."""
+    engine = SGLangEngine(spec_of(tiny_model, tmp_path / "engine.log", make_skeleton(str(tiny_model)), None))
+
+    async def main():
+        for path in ("release_memory_occupation", "update_weights_from_disk", "resume_memory_occupation"):
+            await engine.wake()
+            number = engine.server.num_starts
+            own_server.dies_of(path)
+            await engine.sleep()
+            assert engine.server.is_alive != (path == "release_memory_occupation")
+            await engine.update(weights_of(engine, number).items(), number)
+            assert engine.server.num_starts == number and not engine.server.is_alive, path
+            await engine.sleep()
+        await engine.wake()
+        assert own_server.lines()[-1].split()[1:] == ["update_weights_from_disk", str(engine._weights)]
+        found = await engine.take_metrics()
+        assert found == {"rollout/policy/engine_restarts": Sum(3)}
+        assert (await engine.generate([1, 2], replace(GREEDY, max_tokens=1), seed=0)).policy_version == engine.version
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 120))
+    finally:
+        asyncio.run(engine.close())
 
 
 def test_nobody_else_gets_a_servers_port_before_it_listens(tiny_model, tmp_path):
@@ -299,6 +412,13 @@ def test_the_servers_own_flags_reach_it_and_those_that_are_ours_are_refused(tiny
         spec, args="", device=torch.device("cuda"), adapters={"bob": {"r": 4, "target_modules": ["q_proj"]}}
     )
     assert {arg for arg in server_args(on_gpu) if arg.startswith("--")} <= OWN_FLAGS.keys()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_server_of_our_own_is_told_to_compute_logits_in_fp32(device, tiny_model, tmp_path):
+    """As the learner does; real servers of other tests may be left out where SGLang is not installed."""
+    spec = spec_of(tiny_model, tmp_path / "log", make_skeleton(str(tiny_model)), None)
+    assert "--enable-fp32-lm-head" in server_args(replace(spec, device=torch.device(device)))
 
 
 def test_a_running_server_that_does_not_answer_is_named(tiny_model, sort_data, tmp_path, capfd):
@@ -436,7 +556,6 @@ def children_of(pid: int | str, *more: str) -> list[str]:
     return subprocess.run(["pgrep", "-P", str(pid), *more], capture_output=True, text=True).stdout.split()
 
 
-@pytest.mark.slow
 @needs_sglang
 @pytest.mark.parametrize("ranks", [["1"], ["2", "--engine_ranks", "1"]], ids=["in step", "rank of its own"])
 def test_a_server_that_is_killed_in_a_rollout_loses_no_group(ranks, warm_model, sort_data, tmp_path):
@@ -450,7 +569,6 @@ def test_a_server_that_is_killed_in_a_rollout_loses_no_group(ranks, warm_model, 
     rows_of_run_with_a_death([*command, *given], tmp_path / "run", kill)
 
 
-@pytest.mark.slow
 @needs_sglang
 def test_a_server_that_runs_already_gets_the_weights_again_if_it_is_started_anew(
     warm_model, sort_data, tmp_path, monkeypatch

@@ -101,7 +101,7 @@ def test_each_learns_as_if_it_were_alone(flags, talk, tiny_model, tmp_path):
     own = words("--actors.bob.model", tiny_model, "--actors.bob.lora.rank 4 --actors.alice.model", tiny_model)
     alone = make_run(tmp_path / "alone", own, talk[talk.index("--actors.alice.lora.rank") :], flags)
     for runs in (shared, alone):
-        for step in range(2):
+        for step in range(4):
             for learner in runs.learners.values():
                 learner.step(learner.shard(ragged_samples())[0], step)
     for name in ("bob", "alice"):

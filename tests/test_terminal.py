@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import os
 import pty
+import re
 import sys
 import threading
 import time
 from contextlib import suppress
+from datetime import timedelta
 
 import pytest
 from kit import wait_until, words
 
-from rl_core.options.terminal import cut, progress_line
+from rl_core.options.run_end import before_and_after
+from rl_core.options.terminal import TimeLeft, cut, progress_line
 from rl_core.train import main
 
 
@@ -33,13 +36,13 @@ def flags_of(places, tmp_path):
 
 
 def test_a_run_begins_with_what_was_loaded_and_libraries_are_quiet(flags_of, places, tmp_path, capfd):
-    assert main(flags_of("float(len(completion))", "--num_steps 1 --actors.policy.lora.rank 2")) == 0
+    assert main(flags_of("sum(map(ord, completion)) / 1000", "--num_steps 1 --actors.policy.lora.rank 2")) == 0
     said, errors = capfd.readouterr()
     model, work, place, *_ = said.splitlines()
     assert (
         model.startswith(f"policy: {places['model']} (") and "k parameters, " in model and model.endswith("k trained)")
     )
-    assert work == "grpo: 8 rows; 1 steps of 2 tasks x 2 episodes"
+    assert work == "grpo: 8 rows; 1 step of 2 tasks x 2 episodes"
     assert place == f"1 x CPU, embedded engine; begins at step 0, in {tmp_path / 'run'}"
     assert "Loading weights" not in errors and "Writing model shards" not in errors and "\x1b" not in said
 
@@ -59,7 +62,7 @@ def test_a_panel_stands_below_the_lines_on_a_terminal(flags_of, monkeypatch):
         monkeypatch.setattr(sys, "stdout", terminal)
         slow = "await __import__('asyncio').sleep(0.5) or 1.0"  # longer than the panel's period
         assert (
-            main(flags_of(slow, "--num_steps 3 --save_every 1 --eval_every 3 --eval.num_tasks 2 --eval.samples 0")) == 0
+            main(flags_of(slow, "--num_steps 3 --save_every 1 --eval_every 3 --eval.num_tasks 2 --eval.samples 0")) == 1
         )
         assert sys.stdout is terminal
         terminal.write("the end")
@@ -110,7 +113,7 @@ def test_short_steps_give_a_line_a_second_and_the_last_is_told(flags_of, capsys)
 def test_episodes_of_an_evaluation_are_printed_short(flags_of, capsys):
     more = "--eval_every 1 --log_samples 5 --eval.samples 0"
     prompt = "'7 ' * 100 + chr(27) + ' 7' * 100"
-    assert main(flags_of("{'length': len(completion), 'right': 0.5}", more, "--num_steps 1", prompt=prompt)) == 0
+    assert main(flags_of("{'sum': sum(map(ord, completion)), 'right': 0.5}", more, "--num_steps 1", prompt=prompt)) == 0
     said = capsys.readouterr().out.splitlines()
     shown = [line for line in said if line.startswith("-- eval/")]
     assert len(shown) == 2 * 5 and ", right 0.5), truncated" in shown[0] and "reward" in shown[0], shown
@@ -118,3 +121,51 @@ def test_episodes_of_an_evaluation_are_printed_short(flags_of, capsys):
     assert len(prompts) == 10 and all(len(line) < 350 and "[...]" in line for line in prompts)
     assert len([line for line in said if line.startswith("   assistant: ")]) == 10
     assert cut("\x1b[2J 7\n7") == r"\x1b[2J 7 7"
+
+
+def test_the_time_left_is_that_of_usual_steps_and_of_the_evaluations_that_come():
+    left = TimeLeft(num_steps=10, eval_every=4)
+    for seconds in (99.0, 100.0, 1000.0):
+        left.note_evaluation(0, seconds)
+    for seconds in (60.0, 2.0, 2.0):
+        left.note_step(seconds)
+    assert left.after(3) == timedelta(seconds=7 * 2 + 3 * 100)  # The evaluations are after steps 4, 8 and 10.
+    assert left.after(4) == timedelta(seconds=6 * 2 + 3 * 100)
+    left.note_evaluation(4, 100.0)
+    assert left.after(4) == timedelta(seconds=6 * 2 + 2 * 100)
+    assert left.after(10) == timedelta(seconds=100)
+    assert TimeLeft(8, 4).num_evaluations(1) == 2 and TimeLeft(3, 4).num_evaluations(1) == 1
+    assert TimeLeft(8, 0).num_evaluations(1) == 0
+
+
+def test_a_run_ends_with_its_time_its_scores_before_and_after_and_how_to_look_at_it(flags_of, tmp_path, capsys):
+    assert main(flags_of("float(len(completion))", "--num_steps 4 --eval_every 4 --eval.samples 0")) == 0
+    said = capsys.readouterr().out.splitlines()
+    place = next(n for n, line in enumerate(said) if line.startswith("done: "))
+    assert re.fullmatch(r"done: step 4 of 4 in \d+:\d\d:\d\d", said[place])
+    [score, look] = said[place + 1 :]
+    assert re.fullmatch(r"  env/greedy_score [\d.]+ -> [\d.]+", score)
+    assert look == f"  look at it: rl-core view {tmp_path / 'run'}"
+
+
+@pytest.mark.parametrize(("name", "number", "at_once"), [("SIGTERM", 15, "Ctrl-C"), ("SIGINT", 2, "Ctrl-C again")])
+def test_a_run_that_a_signal_ended_says_how_it_goes_on(name, number, at_once, flags_of, capfd):
+    # Of all hooks one alone, as Ctrl-C twice ends the process.
+    seen = "vars(__import__('sys')).setdefault('signals_of_this_test', set())"
+    once = f"({number} in {seen} or {seen}.add({number}) or __import__('os').kill(__import__('os').getpid(), {number}))"
+    assert main(flags_of(f"1.0 if {once} else 1.0", "--num_steps 40")) == 128 + number
+    out, errors = capfd.readouterr()
+    assert f"{name}: saves when this step is done, and ends; {at_once} ends at once\n" in errors
+    said = out.splitlines()
+    assert re.fullmatch(rf"ended by {name}: step 1 of 40 in \d+:\d\d:\d\d", said[-3])
+    assert said[-1] == "  go on: the same command with --resume"
+
+
+def test_what_a_run_measured_before_and_after_is_its_evaluations_or_means_of_its_steps():
+    steps = [{"step": n, "rollout/bob/reward_mean": float(n), "learn/bob/loss": 0.5} for n in range(1, 6)]
+    assert before_and_after(steps) == ["bob/reward 1.5 -> 4.5 (means of 2 steps)"]
+    evaluations = [{"step": n, "eval/sort/avg@4": value} for n, value in ((0, 0.25), (5, 0.75))]
+    assert before_and_after([evaluations[0], *steps, evaluations[1]]) == ["sort/avg@4 0.25 -> 0.75"]
+    losses = [{"step": n, "learn/bob/loss": value} for n, value in ((1, 2.0), (2, None), (3, 1.0))]
+    assert before_and_after(losses) == ["bob/loss 2 -> 1"]
+    assert before_and_after(evaluations[:1]) == [] == before_and_after([])

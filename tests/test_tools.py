@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 from kit import ROOT, metrics
@@ -15,6 +16,7 @@ from rl_core.data.rows import write_trajectories
 from rl_core.sandbox.isolation import LEVELS
 from rl_core.tools.info import extras
 from rl_core.tools.peers import OURS
+from rl_core.tools.view.data import axis_range, is_constant
 from rl_core.types import Trajectory
 
 # Flags of others
@@ -141,6 +143,22 @@ def test_show_prints_a_conversation_role_by_role(run, capsys, monkeypatch):
     assert "  reason: x.py:5: it broke\\x07\n" in capsys.readouterr().out
 
 
+def test_show_counts_why_episodes_failed_over_all_steps(run, capsys):
+    more = [episode(13, n, None, status="failed", error=f"r() failed for task train/{n}: x.py:2: no") for n in range(3)]
+    write_trajectories(run / "rollouts/step_000013.jsonl.zst", more)
+    assert main(["show", str(run), "--reasons"]) == 0
+    table = [
+        "5 of 13 episodes failed",
+        "  failed  steps        reason",
+        "       3  13           r() failed: x.py:2: no",
+    ]
+    assert capsys.readouterr().out.splitlines() == [*table, "       2  1 to 12      x.py:5: it broke\\x07"]
+    assert main(["show", str(run), "--reasons", "--step", "12"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "1 of 5 episodes failed"
+    assert main(["show", str(run), "--reasons", "--eval"]) == 0
+    assert capsys.readouterr().out == "0 of 1 episodes failed\n"
+
+
 @pytest.mark.parametrize("flags, says", [
     ("--step 3", "steps with step episodes: 1, 12"), ("--actor bob", "none among bob's episodes of the newest step; --step N"),
     ("--eval --failed --step 12", "none failed among episodes of step 12"),
@@ -148,6 +166,14 @@ def test_show_prints_a_conversation_role_by_role(run, capsys, monkeypatch):
 def test_show_says_what_there_is(run, capsys, flags, says):
     assert main(["show", str(run), *flags.split()]) == 1
     assert says in capsys.readouterr().err
+
+
+def test_show_and_view_name_the_runs_in_a_folder_that_is_none(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("first/run/rollouts").mkdir(parents=True)
+    for command in ("show", "view"):
+        assert main([command, "first"]) == 1
+        assert capsys.readouterr().err == "error: no run in first; first/run is one\n"
 
 
 def test_show_of_what_is_no_run_is_one_line(tmp_path, capsys):
@@ -191,6 +217,44 @@ def test_plot_draws_a_panel_for_each_kind_of_metric(tmp_path, capsys):
     assert found["loss"]["bob"] == [(1, 1), (2, 2)]
     assert main(["plot", str(tmp_path)]) == 0
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_reads_a_run_whose_last_line_is_cut_short(tmp_path):
+    from rl_core.tools.plot import curves_of
+
+    lines = [json.dumps({"step": step, "rollout/bob/reward_mean": step / 4}) for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines)[:-9])
+    assert curves_of(tmp_path)["reward"]["bob"] == [(1, 0.25), (2, 0.5)]
+    assert main(["plot", str(tmp_path)]) == 0
+
+
+def test_plot_leaves_out_charts_that_are_constant_but_for_rounding(tmp_path, capsys):
+    def write(**values) -> None:
+        rows = [{"step": step, **{name: value(step) for name, value in values.items()}} for step in (1, 2, 3)]
+        text = "".join(json.dumps({name.replace("__", "/"): v for name, v in row.items()}) + "\n" for row in rows)
+        (tmp_path / "metrics.jsonl").write_text(text)
+
+    noise = {
+        "learn__bob__loss": lambda step: 1e-9 * (-1) ** step,
+        "rollout__bob__length_mean": lambda step: 7 + 1e-8 * step,
+    }
+    write(rollout__bob__reward_mean=lambda step: step / 4, **noise)
+    assert main(["plot", str(tmp_path), "--out", str(tmp_path / "x.svg")]) == 0
+    assert "constant, and so left out: loss -1e-09, length (tokens) 7\n" in capsys.readouterr().out
+    drawn = (tmp_path / "x.svg").read_text()
+    assert "<!-- reward -->" in drawn and "<!-- loss -->" not in drawn and "<!-- length (tokens) -->" not in drawn
+    write(**noise)
+    assert main(["plot", str(tmp_path), "--out", str(tmp_path / "x.svg")]) == 0
+    assert "left out" not in capsys.readouterr().out and "<!-- loss -->" in (tmp_path / "x.svg").read_text()
+
+
+def test_an_axis_goes_at_least_over_a_hundredth_of_its_values():
+    assert axis_range([100.0, 100.5]) == pytest.approx((99.7475, 100.7525))
+    assert axis_range([100.0, 101.1]) is None and axis_range([-1.0, 1.0]) is None
+    low, high = axis_range([1e-6] * 3)
+    assert 0.9e-6 < low < 1e-6 < high < 1.1e-6
+    assert axis_range([0.0]) == (0, 1) and axis_range([1e-10, -1e-10]) == (-0.5e-8, 0.5e-8)
+    assert is_constant([0.3, 0.1 + 0.2]) and not is_constant([0.3, 0.30001])
 
 
 def test_plot_draws_two_runs_of_one_name(tmp_path):

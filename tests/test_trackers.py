@@ -211,7 +211,7 @@ def test_a_tracker_that_raises_or_hangs_is_a_line_and_no_more(trackers, timeout_
             "no_such_module:Notes",
             "--trackers no_such_module:Notes: ModuleNotFoundError: No module named 'no_such_module'",
         ),
-        ("tensorboard,mlflow", "--trackers mlflow is not installed: pip install .[trackers]"),
+        ("tensorboard,mlflow", "--trackers mlflow is not installed: pip install 'rl_core[trackers]'"),
     ],
 )
 def test_a_tracker_that_cannot_be_is_refused_before_a_model_loads(trackers, says, flags, tmp_path, capfd, monkeypatch):

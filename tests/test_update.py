@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kit import gradient, learn, make_learner, sample
+from kit import STOP, gradient, learn, make_learner, run, sample, steps, trajectories, words
 from transformers import AutoModelForCausalLM
 
 from rl_core.types import TrainingSample
@@ -119,6 +119,59 @@ def test_a_step_is_what_the_formulas_say(name, tiny_model):
             torch.testing.assert_close(weight, model.get_parameter(key), atol=3e-5, rtol=1e-3)
     all_updates = sum(map(len, case.rates))
     assert made == all_updates if not case.target_kl else 2 < made < all_updates, "the target is to be met on the way"
+
+
+def gradients_of_updates(learner, samples: list[TrainingSample]) -> list[list[torch.Tensor]]:
+    """Of each optimizer step of one step, unclipped."""
+    found = []
+    parameters = [weight for _, weight in learner.policy.hf.named_parameters()]
+    learner.optimizer.register_step_pre_hook(lambda *_: found.append([p.grad.clone() for p in parameters]))
+    learn(learner, samples)
+    return found
+
+
+MANY = "--learner.minibatches 2 --learner.epochs 2 --learner.microbatch_tokens 220"
+
+
+@pytest.mark.parametrize("more", ["", "--learner.microbatch_tokens 220", "--learner.minibatches 2", MANY])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_an_update_divides_the_sum_of_losses_once(aggregation, more, tiny_model):
+    """Whatever the number of its microbatches, of minibatches and of epochs."""
+    stays = "--optim.name sgd --optim.lr 1e-20 --optim.max_grad_norm 0 --max_turns 3 --algo.aggregation"
+    learner, samples = make_learner(tiny_model, stays, aggregation, more), make_samples(1, 40)
+    halves = [samples[:20], samples[20:]] if "minibatches" in more else [samples]
+    if "microbatch" in more:
+        assert min(len(m.batches) for m in learner.shard(samples)[0]) > 1
+    got = gradients_of_updates(learner, samples)
+    assert len(got) == len(halves) * (2 if "epochs" in more else 1)
+    for update, gradients in enumerate(got):
+        part = halves[update % len(halves)]
+        model, total = AutoModelForCausalLM.from_pretrained(tiny_model), 0.0
+        num_tokens = sum(int(s.loss_mask.sum()) for s in part)
+        for s in part:
+            advantage = float(s.advantages.max() + s.advantages.min())
+            said = logprobs(model, s, 1.0)
+            divisors = {"token": num_tokens, "sequence": len(part) * len(said), "constant": len(part) * 60 * 3}
+            total = total - advantage * said.sum() / divisors[aggregation]
+        total.backward()
+        wanted = [weight.grad for _, weight in model.named_parameters()]
+        # A sum over some hundred tokens in fp32, of terms that are as large as the largest gradient.
+        tolerance = 1e-5 * max(w.abs().max().item() for w in wanted)
+        for value, want in zip(gradients, wanted, strict=True):
+            torch.testing.assert_close(value, want, atol=tolerance, rtol=1e-4)
+
+
+def test_dr_grpos_constant_counts_the_tokens_of_all_turns_that_the_environment_allows(places, tmp_path):
+    flags = words("--model {model} --env_path {dir}/ask.py --algorithm dr_grpo --num_steps 1".format(**places), STOP)
+    out = run(tmp_path / "run", flags, "--max_tokens 10 --max_prompt_tokens 24 --tasks_per_step 4 --group_size 4")
+    found, total = trajectories(out / "rollouts/step_000001.jsonl.zst"), 0.0
+    assert max(len(t["turns"]) for t in found) == 3
+    for t in found:
+        rewards = [other["reward"] for other in found if other["group_id"] == t["group_id"]]
+        num_tokens = sum(len(turn["completion"]["token_ids"]) for turn in t["turns"])
+        total -= (t["reward"] - sum(rewards) / 4) * num_tokens
+    [row] = steps(out)
+    assert row["learn/policy/loss"] == pytest.approx(total / (16 * 10 * 3), rel=1e-4) and abs(total) > 0.1
 
 
 def test_weight_decay_is_of_matrices_alone(tiny_model):

@@ -87,6 +87,16 @@ def test_an_advantage_is_over_the_episodes_of_one_actor_seat_environment_and_ste
     assert values == [[-1.5] * 3, [1.5] * 3, *[None] * 5]  # failed, alone in their groups, held out
 
 
+def test_an_advantage_is_over_the_episodes_of_its_own_group_alone(run):
+    rewards = {"train/0/0": (1.0, 4.0), "train/0/1": (10.0, 12.0), "train/0/2": (7.0, 7.0)}
+    rows = [trajectory(n, group_id=group, reward=r) for group, own in rewards.items() for n, r in enumerate(own)]
+    write_step(run.path, 2, rows)
+    run.refresh()
+    own = matching(run.entries, step=2)
+    values = [shown_episode(run, e)["turns"][0]["values"]["advantage"][0] for e in own]
+    assert values == [-1.5, 1.5, -1.0, 1.0, 0.0, 0.0]
+
+
 def test_each_token_has_its_own_logprob_and_version(run, tiny_model):
     done = Completion(
         token_ids=[20, 21, 22, 23], logprobs=[-0.1, -0.2, -0.3, -0.4], text="", finish_reason="stop",

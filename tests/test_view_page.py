@@ -12,6 +12,7 @@ import shutil
 import threading
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import pytest
 import yaml
@@ -20,7 +21,7 @@ from view_parts import HOSTILE, has_reader, said, trajectory, write_metrics, wri
 
 from rl_core.data.rows import write_trajectories
 from rl_core.tools.view import main, server
-from rl_core.tools.view.data import RunFolder
+from rl_core.tools.view.data import RunFolder, axis_range
 from rl_core.tools.view.server import Viewer
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -145,6 +146,16 @@ def picture(page, folder: Path, name: str) -> None:
     page.screenshot(path=folder / f"{name}.png")
 
 
+def test_the_mean_reward_of_the_list_is_over_episodes(serve, page_of, tmp_path):
+    several = [trajectory(0, reward=1.0) for _ in range(3)]
+    others = [trajectory(1, reward=0.0), trajectory(2, reward=0.5)]
+    write_step(tmp_path, 1, [*several, *others])
+    write_metrics(tmp_path, [{"step": 1}])
+    page = page_of(serve(tmp_path))
+    page.get_by_role("link", name="Conversations").click()
+    count(page, "5 of 5 trajectories, mean reward 0.5")
+
+
 def test_a_finished_run_loads_and_its_conversations_are_filtered_and_opened(game, serve, page_of, tmp_path):
     page = page_of(serve(game))
     page.wait_for_selector("[data-title=evaluation] .u-legend")
@@ -174,6 +185,19 @@ def test_a_finished_run_loads_and_its_conversations_are_filtered_and_opened(game
     page.get_by_label("Failure reason").fill("")
     page.get_by_label("Search in texts").fill("HIGH 1")
     count(page, "2 of 32")
+
+
+def test_a_table_says_why_episodes_failed_and_lists_them(game, serve, page_of):
+    found = episodes(3)
+    for t in found[:4]:
+        t.status, t.error, t.reward = "failed", f"reward_fn() failed for task {t.task_id}: <b>no</b>", None
+    write_trajectories(game / "rollouts/step_000003.jsonl.zst", found)
+    page = page_of(serve(game) + "#talks")
+    has(page, "#why summary", "Why 5 of 24 episodes failed")
+    page.locator("#why summary").click()
+    assert shown(page, "#why tbody tr") == ["3\t1 to 3\tthe hook took too long", "2\t3\treward_fn() failed: <b>no</b>"]
+    page.get_by_role("button", name="reward_fn() failed: <b>no</b>").click()
+    count(page, "4 of 48")
 
 
 def test_each_filter_and_order_does_what_it_says(tmp_path, serve, page_of, monkeypatch):
@@ -207,6 +231,47 @@ def test_each_filter_and_order_does_what_it_says(tmp_path, serve, page_of, monke
     page.get_by_role("button", name="Group of 2").wait_for()  # and not that of step 2, of the same name
     write_trajectories(tmp_path / "b/rollouts/step_000001.jsonl.zst", [trajectory(0)])  # it was resumed
     count(page, "5 of 5 ")
+
+
+def test_each_conversation_of_an_episode_has_its_address_and_stays_open_when_steps_come(tmp_path, serve, page_of):
+    (tmp_path / "r/rollouts").mkdir(parents=True)
+    conversations = [trajectory(0, reward=reward) for reward in (0.25, 0.5, 0.75)]
+    write_trajectories(tmp_path / "r/rollouts/step_000005.jsonl.zst", conversations)
+    page = page_of(serve(tmp_path / "r") + "#talks")
+    page.locator("#list button", has_text="0.5").click()
+    page.locator("#reader .facts", has_text="reward 0.5").wait_for()
+    address = re.search("#.*", page.url)[0]
+    page.evaluate("show()")  # as when new steps come
+    assert re.search("#.*", page.url)[0] == address
+    other = page_of(serve(tmp_path / "r") + address)
+    other.locator("#reader .facts", has_text="reward 0.5").wait_for()
+
+
+def test_an_address_opens_the_same_conversation_after_new_steps_and_in_another_viewer(game, serve, page_of):
+    page = page_of(serve(game) + "#talks")
+    page.locator("#talks form [name=step]").fill("1")
+    page.locator("#list button", has_text="high 2").last.click()
+    page.locator("#reader h2").wait_for()
+    address = re.search("#.*", page.url)[0]
+    wanted = {"run": str(game), "step": "1", "kind": "train", "index": "2", "actor": "ann"}
+    assert wanted.items() <= dict(parse_qsl(address.partition("?")[2])).items()
+    headline, place = shown(page, "#reader h2"), "#reader .facts"
+    facts = page.locator(place).inner_text()
+    write_trajectories(game / "rollouts/step_000003.jsonl.zst", episodes(3))
+    other = page_of(serve(game) + address)
+    other.locator("#reader h2").wait_for()
+    assert shown(other, "#reader h2") == headline and other.locator(place).inner_text() == facts
+    assert re.search("#.*", other.url)[0] == address
+    # A resumed run writes the step anew, with one episode less.
+    write_trajectories(game / "rollouts/step_000001.jsonl.zst", episodes(1)[2:])
+    count(other, "46 of 46")
+    assert re.search("#.*", other.url)[0] == address and shown(other, "#reader h2") == headline
+
+
+def test_an_address_of_what_is_not_there_is_told(game, serve, page_of):
+    page = page_of(serve(game) + "#talks?step=7&actor=ann")
+    page.get_by_text("The conversation of this address is not here.").wait_for()
+    assert page.locator("#reader h2").count() == 0
 
 
 def test_several_actors_are_one_chat_and_a_group_stands_side_by_side(game, serve, page_of, tmp_path):
@@ -448,6 +513,22 @@ def test_new_points_leave_the_zoom_and_the_curves_that_are_hidden(game, serve, p
     wait_until(lambda: range_of() == [1, 15], "the new step")
 
 
+def test_a_curve_that_hardly_changes_is_a_flat_line(tmp_path, serve, page_of):
+    curves = {
+        "reward": ("rollout/ann/reward_mean", [100.0, 100.25, 100.5]),
+        "learning rate": ("learn/ann/lr", [1e-6, 1e-6, 1e-6]),
+        "loss": ("learn/ann/loss", [1e-10, -1e-10, 0.0]),
+        "clip fraction": ("learn/ann/clip_frac", [0.0, 0.0, 0.0]),
+    }
+    write_metrics(tmp_path, [{"step": n, **{name: v[n] for name, v in curves.values()}} for n in range(3)])
+    page = page_of(serve(tmp_path))
+    for title, (_, values) in curves.items():
+        area = f'[data-title="{title}"] [role=img]'
+        page.locator(area).wait_for()
+        low, high = page.evaluate(f"(({{min, max}}) => [min, max])(document.querySelector('{area}').uplot.scales.y)")
+        assert (low, high) == pytest.approx(axis_range(values), rel=1e-9), title
+
+
 def test_runs_are_overlaid_smoothed_on_log_axes_and_their_settings_compared(game, tmp_path, serve, page_of):
     odd = {"learn/ann/clip_frac": 0.0, "learn/ann/lr": 1e300}
     rows = [{"step": step, "rollout/ann/reward_mean": float(step == 24)} | odd for step in range(3, 25)]
@@ -474,6 +555,7 @@ def test_runs_are_overlaid_smoothed_on_log_axes_and_their_settings_compared(game
     page.get_by_label("Find").first.fill("grad_norm")
     assert page.locator("#curves > .charts .chart:visible h2").all_inner_texts() == ["gradient norm"]
     page.get_by_role("link", name="Configuration").click()
+    page.locator("#config tbody tr").first.wait_for()
     assert sorted(shown(page, "#config tbody tr")) == ["lr\t\t0.5", "seed\t0\t1"]
     page.get_by_label("only differences").uncheck()
     assert len(shown(page, "#config tbody tr")) == 4

@@ -89,6 +89,19 @@ def test_curves_are_those_of_the_metrics_and_grow_with_the_run(made, tmp_path):
     seen(out, look)
 
 
+def test_a_curve_that_hardly_changes_is_a_flat_line(tmp_path):
+    values = [100.0, 100.25, 100.0]
+    lines = [{"step": step, "rollout/bob/reward_mean": value} for step, value in enumerate(values)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    async def look(app, pilot) -> None:
+        [line] = app.query(Sparkline)
+        assert list(line.data) == [100.0] * 3
+        assert any("100 to 100  (100 .. 100.2)" in str(label.render()) for label in app.query(Label))
+
+    seen(tmp_path, look)
+
+
 def test_the_table_is_filtered_and_searched(made):
     async def look(app, pilot) -> None:
         assert [row[0] for row in table_of(app)] == ["3"] * 8 + ["2"] * 8 + ["1"] * 8 and len(metrics(made)) == 3
@@ -213,4 +226,4 @@ def test_a_run_beside_one_whose_folder_is_gone_grows_on(made, tmp_path):
 def test_without_textual_the_extra_is_named(made, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "textual", None)  # as if it were not installed
     assert main(["view", str(made), "--tui"]) == 1
-    assert "pip install .[view]" in capsys.readouterr().err
+    assert "pip install 'rl_core[view]'" in capsys.readouterr().err

@@ -18,11 +18,13 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from rl_core.data.pretrained import load_pretrained
 from rl_core.rules import nearest
 from rl_core.types import Completion, Message, Turn, option
 
 _MARK = "\ufdd0"  # Unicode keeps these two for internal use: templates and tokenizers have no rule for them
 PROBE = "\ufdd1"
+TOKENIZER_FILE = re.compile("token|vocab|merges|spiece|tekken")
 TOOL_CALLS = "rl_core.options.tool_calls"
 _NOT_USER_TEXT = ("role", "type")  # templates compare these values, or put them into a token's name
 
@@ -50,6 +52,7 @@ class Chat:
         stops = (tokenizer.eos_token_id, self.end_token_id)
         self.stop_token_ids = tuple(dict.fromkeys(i for i in stops if i is not None))
         self._newest: tuple[Any, str, list[int]] | None = None
+        self._checked_tools: set[str] = set()  # JSON of lists of tools whose calls are read back
         added = tokenizer.added_tokens_decoder.items()
         self.special_ids = {token.content: i for i, token in added if token.special or i == self.end_token_id}
         longest_first = sorted(self.special_ids, key=len, reverse=True)
@@ -139,6 +142,14 @@ class Chat:
             rendered = self.render(messages, tools)
             self._newest = (copy.deepcopy(asked), rendered, self.encode(rendered))
         return self._newest[1:]
+
+    def check_tools(self, tools: list, where: str) -> None:
+        """Raises ValueError if a call of one of them, as the template writes it, is not read back. Asked once for the same
+        tools. `where`: who gives them."""
+        key = json.dumps(tools, default=str)
+        if key not in self._checked_tools:
+            option(f"{TOOL_CALLS}:check_tools")(tools, self, where)
+            self._checked_tools.add(key)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text without special tokens, and without a final stop token that is not flagged special."""
@@ -271,7 +282,14 @@ def load_chat(path: str, chat_template: str | None = None, variables: dict[str, 
         if not Path(chat_template).is_file():
             raise ValueError(f"chat_template={chat_template!r} is neither a file nor a Jinja template; check the path")
         chat_template = Path(chat_template).read_text(encoding="utf-8")
-    return Chat(AutoTokenizer.from_pretrained(path, trust_remote_code=False), chat_template, variables)
+    folder = Path(path)
+    # For some families transformers makes a tokenizer without a vocabulary from nothing.
+    if folder.is_dir() and not any(TOKENIZER_FILE.search(file.name) for file in folder.iterdir()):
+        raise ValueError(
+            f"model {path} has no tokenizer, such as tokenizer.json; copy the tokenizer's files of the model that it was "
+            "made from into the folder"
+        )
+    return Chat(load_pretrained(AutoTokenizer, path), chat_template, variables)
 
 
 def unmarked(text: str) -> str:

@@ -8,9 +8,11 @@ import gzip
 import itertools
 import json
 import os
+import shutil
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,10 +117,47 @@ def write_tokenizers(folder: Path, chats: Mapping[str, Chat]) -> None:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """The file is complete, or as it was before."""
+    """The file is complete, or as it was before, after a crash of the machine too."""
     beside = file.with_name(f".{file.name}.tmp")
     beside.write_text(text)
+    flush_to_disk(beside)
     os.replace(beside, file)
+
+
+def rename_into_place(beside: Path, folder: Path) -> None:
+    """`beside` becomes `folder`, which is complete, or as it was before, after a crash of the machine too. A crash between the
+    two renames leaves what was before as `.NAME.old`."""
+    for path in beside.rglob("*"):
+        flush_to_disk(path)
+    flush_to_disk(beside)
+    before = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(before, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, before)
+    os.rename(beside, folder)
+    flush_to_disk(folder.parent)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Returns once the disk has the content of a file, or the names in a folder."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError) if path.is_dir() else nullcontext():  # some file systems flush no folders
+            os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object of a file that a run has written. Raises ValueError with its name if it holds none."""
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: it is empty or no JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} is damaged: it must hold a JSON object")
+    return found
 
 
 def write_trajectories(file: Path, trajectories: list[Trajectory]) -> None:
@@ -169,13 +208,24 @@ def read_json(path: Path) -> Iterator[Row]:
 def parse_rows(text: bytes, place: str, is_array: bool = False) -> Iterator[Row]:
     try:
         found = json.loads(text.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place}: {encoding_rule(error.object)}") from None
     except ValueError as error:
+        if b"\0" in text:  # which no JSON holds
+            raise ValueError(f"{place}: {encoding_rule(text)}") from None
         hint = ", or one object a line? Then name it .jsonl" if is_array else "?"
         raise ValueError(f"{place}: not JSON: {error}. Is it cut short{hint}") from None
     for row in found if is_array and isinstance(found, list) else [found]:
         if not isinstance(row, dict):
             raise ValueError(f"{place}: a row must be a JSON object, this is {json.dumps(row)[:40]}")
         yield row
+
+
+def encoding_rule(data: bytes) -> str:
+    """What is told of bytes that are no UTF-8. Every second byte of English in UTF-16 is 0."""
+    is_utf_16 = b"\0" in data or data.startswith((b"\xff\xfe", b"\xfe\xff"))
+    name, of = ("UTF-16", "UTF-16") if is_utf_16 else ("not UTF-8, maybe Latin-1", "LATIN1")
+    return f"it is {name}; rows must be UTF-8: iconv -f {of} -t UTF-8 FILE > NEW_FILE"
 
 
 def read_bytes(path: Path) -> bytes:

@@ -41,13 +41,17 @@ def row_place(task_id: str, origin: str) -> str:
 
 
 def first_column(row: dict[str, Any], names: Sequence[str]) -> str | None:
-    return next((name for name in names if row.get(name) is not None), None)
+    """The first of these columns that holds something; else the first that is there."""
+    there = [name for name in names if name in row]
+    return next((name for name in there if row[name] is not None), there[0] if there else None)
 
 
 def column_messages(row: dict[str, Any], column: str, role: str = "user") -> list[Message]:
     """A column's messages; text, but in `messages`, is one message of `role`. ShareGPT's {"from", "value"} is a message too, and
     `input` the rest of `instruction`. Raises ValueError if there are none, and as check_messages."""
-    if row.get(column) is None:
+    if column in row and row[column] is None:
+        raise ValueError(f"column {column!r} is null; give text or messages, or leave the row out")
+    if column not in row:
         near = nearest(column, [name for name, value in row.items() if value is not None])
         raise ValueError(f"it needs a column {column!r}; {near}; read another by --data.columns {column}=NAME")
     value, more = row[column], row.get("input") if column == "instruction" else None

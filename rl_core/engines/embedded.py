@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from rl_core.engines.adapters import AdapterTable
-from rl_core.engines.slots import Snapshot, choose_model, sample
-from rl_core.host_copies import HostCopies
+from rl_core.engines.slots import Snapshot, bytes_per_token, choose_model, sample, share_cache
+from rl_core.host_copies import HostCopies, device_memory
 from rl_core.metrics import Metric
 from rl_core.sampling.engine import EngineSpec, check_request, note_version
 from rl_core.sampling.weights import load_weights
@@ -34,6 +34,7 @@ REFILL_STEPS = 8  # waiting requests are admitted at the latest this many decode
 # meanwhile. A step that does not wait for them runs half empty.
 LOOP_ROUNDS = 12
 RECORDER = "rl_core.options.router_replay:Recorder"
+RANDOM_BITS = 24  # of each token's draw
 NO_LIMITS = (0, 1.0, 0.0)  # top_k, top_p, min_p
 
 
@@ -75,6 +76,10 @@ class EmbeddedEngine:
             raise ValueError(
                 f"{type(model).__name__} is sampled row by row, which has no adapters of several actors; leave share"
             )
+        self.shortage = ""  # why it has fewer slots than it was to have
+        self._parked_room = 0  # tokens
+        if self._slots.is_batched:
+            self._fit_memory(spec)
         self._recorder = option(RECORDER)(model) if spec.records_experts else None
         self._waiting: deque[Request] = deque()
         self._active: list[Request] = []  # the i-th has row i
@@ -88,20 +93,43 @@ class EmbeddedEngine:
         self._drop_cache()
         self._copies.to_host(self._own)
 
+    def _fit_memory(self, spec: EngineSpec) -> None:
+        """Takes as many slots, and parks as much, as fits in its part of the device beside the weights."""
+        total = spec.memory_frac * device_memory(self.model.device)
+        weights = sum(parameter.nbytes for parameter in self.model.parameters())
+        room = max(0.0, total - weights) / bytes_per_token(self._slots)
+        self.capacity, self._parked_room = share_cache(spec.num_slots, self.max_context_tokens, room)
+        if self.capacity < spec.num_slots:
+            self.shortage = (
+                f"{spec.name}: {self.capacity} of {spec.num_slots} slots of {self.max_context_tokens} tokens fit beside the "
+                f"weights in {total / 2**30:.3g} GiB (--engine_memory_frac); other requests wait"
+            )
+
     async def generate(
-        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = "", adapter: str = ""
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        session: str = "",
+        adapter: str = "",
+        begun: Completion | None = None,
     ) -> Completion:
         """One completion; see Engine."""
         check_request(prompt_ids, params, self.max_context_tokens, self.tokenizer)
         assert not adapter or adapter in self.adapter_versions, adapter
+        said = begun or Completion(token_ids=[], logprobs=[], text="", finish_reason="", policy_version=self.version)
+        random_bits = random.Random(seed).getrandbits
+        for _ in said.token_ids:
+            random_bits(RANDOM_BITS)
         request = Request(
-            ids=list(prompt_ids),
+            ids=[*prompt_ids, *said.token_ids],
             end=min(len(prompt_ids) + params.max_tokens, self.max_context_tokens),
-            said=Completion(token_ids=[], logprobs=[], text="", finish_reason="", policy_version=self.version),
+            said=said,
             params=params,
             session=session,
             adapter=adapter,
-            random_bits=random.Random(seed).getrandbits,
+            random_bits=random_bits,
             future=asyncio.get_running_loop().create_future(),
         )
         self._waiting.append(request)
@@ -155,6 +183,8 @@ class EmbeddedEngine:
         self._is_paused = False
         if self._waiting:
             self._start_running()
+
+    async def catch_up(self) -> None: ...  # a completion gets each token when it is sampled
 
     async def take_metrics(self) -> dict[str, Metric]:
         return {}
@@ -301,7 +331,7 @@ class EmbeddedEngine:
         rows = [
             [r.ids[-1] for r in requests],
             [len(r.ids) - 1 for r in requests],
-            [r.random_bits(24) * 2.0**-24 for r in requests],
+            [r.random_bits(RANDOM_BITS) * 2.0**-RANDOM_BITS for r in requests],
             [p.temperature == 0 for p in params],
         ]
         if any(limit != NO_LIMITS for limit in limits):
@@ -357,11 +387,13 @@ class EmbeddedEngine:
         """Keeps a conversation's keys and values beside the slots, which other requests need meanwhile."""
         ids = request.ids[:-1]
         self._parked.pop(request.session, None)  # the newest comes last
-        self._parked[request.session] = request.adapter, ids, self._cache.snapshot(request.row, len(ids))
-        limit = self.capacity * self.max_context_tokens
-        # As many conversations as slots always fit; counting tokens at each turn takes time.
-        while len(self._parked) > self.capacity and sum(len(ids) for _, ids, _ in self._parked.values()) > limit:
+        # Counting tokens at each turn takes time.
+        while (len(self._parked) + 1) * self.max_context_tokens > self._parked_room and self._parked:
+            if sum(len(kept) for _, kept, _ in self._parked.values()) + len(ids) <= self._parked_room:
+                break
             del self._parked[next(iter(self._parked))]
+        if len(ids) <= self._parked_room:
+            self._parked[request.session] = request.adapter, ids, self._cache.snapshot(request.row, len(ids))
 
     def _leave(self, request: Request) -> None:
         """Frees a request's row, and moves the last row into it."""

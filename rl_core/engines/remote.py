@@ -30,6 +30,7 @@ from torch import Tensor
 from rl_core.distributed import Ranks
 from rl_core.metrics import KINDS, Mean, Metric, add_metrics
 from rl_core.sampling.engine import DeviceLease, Engine, EngineDied
+from rl_core.sampling.under_way import completion_from
 from rl_core.types import Completion, RunError, SamplingParams
 
 BUCKET_BYTES = 512 << 20
@@ -121,6 +122,7 @@ class EngineServer:
         self.engines, self.lease, self.ranks, self.token = engines, lease, ranks, secrets.token_hex(16)
         self.channel, self.stopped = make_weight_channel(ranks, timeout_s), asyncio.Event()
         self.num_open, self.idle_s, self.asked_at = 0, 0.0, time.monotonic()
+        self.begun: dict[str, Completion] = {}  # under way, by the key that the learner gave it
         self.counted_at = self.asked_at
 
     @property
@@ -156,18 +158,28 @@ class EngineServer:
     def of_device(self, engine: Engine) -> contextlib.AbstractAsyncContextManager[None]:
         return self.lease.of(engine) if self.lease else contextlib.nullcontext()
 
-    async def do_generate(self, engine: Engine, params: dict, ended: list[str], **request) -> dict:
+    async def do_generate(
+        self, engine: Engine, params: dict, ended: list[str], key: str, begun: dict | None, **request
+    ) -> dict:
         for session in ended:
             engine.end_session(session)
         self.count_idle()
         self.num_open += 1
+        if begun is not None:
+            self.begun[key] = request["begun"] = completion_from(begun)
         try:
             params = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
             async with self.of_device(engine):
                 return dataclasses.asdict(await engine.generate(params=SamplingParams(**params), **request))
         finally:
+            self.begun.pop(key, None)
             self.count_idle()
             self.num_open -= 1
+
+    async def do_catch_up(self, engine: Engine, keys: list[str]) -> dict[str, dict]:
+        """What was sampled so far, by the keys of requests."""
+        await engine.catch_up()
+        return {key: dataclasses.asdict(self.begun[key]) for key in keys if key in self.begun}
 
     async def do_pause(self, engine: Engine | None) -> None:
         for one in self.all_engines:
@@ -255,26 +267,48 @@ class RemoteEngine:
     timeout_s: float
     version: int = 0
     places: dict[str, Server] = field(default_factory=dict)  # of sessions
+    begun: dict[str, Completion] = field(default_factory=dict)  # under way, by a key that the server is told
 
     @property
     def sampling(self) -> list[Server]:
         return [server for server in self.servers if server.capacity]
 
     async def generate(
-        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = "", adapter: str = ""
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        session: str = "",
+        adapter: str = "",
+        begun: Completion | None = None,
     ) -> Completion:
         server = self.places.get(session) or min(self.sampling, key=lambda s: s.num_open / s.capacity)
         if session:
             self.places[session] = server
         ended, server.ended = server.ended, []
+        key, known = secrets.token_hex(8), begun and dataclasses.asdict(begun)
+        if begun is not None:
+            self.begun[key] = begun
         server.num_open += 1
         try:
             request = {"prompt_ids": list(prompt_ids), "seed": seed, "session": session, "adapter": adapter}
-            how = {"params": dataclasses.asdict(params), "ended": ended}
+            how = {"params": dataclasses.asdict(params), "ended": ended, "key": key, "begun": known}
             found = await server.ask(f"{self.name}/generate", **request, **how)
         finally:
+            self.begun.pop(key, None)
             server.num_open -= 1
-        return Completion(**found | {"newer_versions": [tuple(pair) for pair in found["newer_versions"]]})
+        return completion_from(found)
+
+    async def catch_up(self) -> None:
+        """See Engine. Each server tells what it has sampled so far."""
+        keys = list(self.begun)
+        asked = (server.ask(f"{self.name}/catch_up", keys=keys) for server in self.sampling if keys)
+        for told in await asyncio.gather(*asked):
+            for key in told.keys() & self.begun.keys():
+                begun, found = self.begun[key], completion_from(told[key])
+                for name in Completion.__slots__:
+                    setattr(begun, name, getattr(found, name))
 
     def end_session(self, session: str) -> None:
         if server := self.places.pop(session, None):

@@ -16,8 +16,9 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from rl_core.data.pretrained import from_config
 from rl_core.engines.remote import ask, in_buckets
 from rl_core.engines.sglang_server import Server, numbers
+from rl_core.host_copies import release_cached_memory
 from rl_core.learning.loading import load_model_config, model_class
 from rl_core.learning.model import checkpoint_weights
 from rl_core.metrics import Metric, Sum
@@ -46,7 +49,7 @@ def make_skeleton(path: str) -> nn.Module:
     """The model on "meta", with shapes alone."""
     config = load_model_config(path)
     with torch.device("meta"):
-        return model_class(config).from_config(config)
+        return from_config(model_class(config), config)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,14 +80,18 @@ class SGLangEngine:
         self._aborts: set[asyncio.Task] = set()
 
     async def wake(self) -> None:
-        """Starts the server, or a new one with the same weights if it died, and takes the memory that sleep freed."""
+        """Starts the server, or a new one with the same weights if it died, and takes the memory that sleep freed. While the
+        engine is paused a learner may have the device: a caller who found the server dead then waits for `resume`."""
+        await self._may_run.wait()
         await self._be_awake(restarts=True)
 
     async def _be_awake(self, tags: Iterable[str] = MEMORY, restarts: bool = False) -> None:
         async with self._changing:
             if not self._is_started or (restarts and not self.server.is_alive):
+                release_cached_memory()
                 await self._start()
             if found := sorted(self._asleep.intersection(tags)):
+                release_cached_memory()
                 await self._ask("resume_memory_occupation", {"tags": found})
                 self._asleep.difference_update(found)
 
@@ -99,16 +106,25 @@ class SGLangEngine:
         self._is_started = True
 
     async def generate(
-        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = "", adapter: str = ""
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        session: str = "",
+        adapter: str = "",
+        begun: Completion | None = None,
     ) -> Completion:
         spec = self.spec
         check_request(prompt_ids, params, spec.max_context_tokens, spec.tokenizer)
         assert not adapter or adapter in self._slots, adapter
         max_tokens = min(params.max_tokens, spec.max_context_tokens - len(prompt_ids))
-        done = Completion(token_ids=[], logprobs=[], text="", finish_reason="", policy_version=self.version)
+        nothing = Completion(token_ids=[], logprobs=[], text="", finish_reason="", policy_version=self.version)
+        done = begun or nothing
         while not done.finish_reason:
             await self._may_run.wait()
-            await self._be_awake()
+            # Tokens that were sampled before a pause are not lost with a server that died in it.
+            await self._be_awake(restarts=bool(done.token_ids))
             # A pause may have come meanwhile; nothing is awaited from here to the request.
             if self._may_run.is_set():
                 await self._extend(done, prompt_ids, params, max_tokens, adapter)
@@ -168,11 +184,10 @@ class SGLangEngine:
     def end_session(self, session: str) -> None: ...  # SGLang finds shared prefixes itself and drops the oldest
 
     async def update(self, weights: Iterable[tuple[str, Tensor]] | None, version: int, *, adapter: str = "") -> None:
-        """See Engine. Names and shapes are checked first: SGLang ignores unknown names and dies of wrong shapes."""
+        """See Engine. Names and shapes are checked first: SGLang ignores unknown names and dies of wrong shapes. A server that
+        is dead, or dies of this, gets the weights when wake() starts it again."""
         assert weights is not None, "the server has weights of its own"
         self._check_idle()
-        # Sleeping does not free the slots of adapters.
-        await self._be_awake(() if adapter else ["weights"], restarts=True)
         if adapter:
             await self._send_adapter(adapter, weights, version)
         else:
@@ -186,6 +201,10 @@ class SGLangEngine:
         named = checkpoint_weights(self.spec.module, coming)  # SGLang reads published checkpoints
         buckets = enumerate(in_buckets(on_host(named, self.spec.dtype)))
         self._weights = self.files.write((f"{n:05d}.safetensors", safetensors.torch.save(part)) for n, part in buckets)
+        await self._unless_dead(self._renew_weights)
+
+    async def _renew_weights(self) -> None:
+        await self._be_awake(["weights"], restarts=True)
         await self._load_weights()
         await self._flush()
 
@@ -198,12 +217,17 @@ class SGLangEngine:
         config, old = self.spec.adapters[actor], self._slots.get(actor)
         arrived = [*arriving_adapter(actor, weights, config["r"], self._linear, old.arrived if old else set())]
         folder = self.files.write(adapter_files(arrived, config, self._linear, self.spec.dtype), f"{actor}_")
-        await self._load_adapter(folder)
+        await self._unless_dead(partial(self._add_adapter, folder))
         self._slots[actor] = AdapterSlot(version=version, folder=folder, arrived={full for full, *_ in arrived})
         if old is not None:
             self.files.remove(old.folder)
             if not old.was_aborted or numbers(importlib.metadata.version("sglang")) >= FORGETS_ABORTED:
-                await self._ask("unload_lora_adapter", {"lora_name": old.folder.name})
+                unload = partial(self._ask, "unload_lora_adapter", {"lora_name": old.folder.name})
+                await self._unless_dead(unload)
+
+    async def _add_adapter(self, folder: Path) -> None:
+        await self._be_awake((), restarts=True)  # sleeping does not free the slots of adapters
+        await self._load_adapter(folder)
 
     async def _load_adapter(self, folder: Path) -> None:
         await self._ask("load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)})
@@ -215,23 +239,44 @@ class SGLangEngine:
     async def sleep(self) -> None:
         """See Engine. A server that somebody else runs keeps its memory."""
         self._check_idle()
-        if not self.server.is_own or not self.server.is_alive or self._asleep == set(MEMORY):
+        if self.server.is_own:
+            await self._unless_dead(self._release)
+
+    async def _release(self) -> None:
+        if self._asleep == set(MEMORY):
             return
         await self._flush()  # also waits for cancelled requests: SGLang dies of a release beside requests
         async with self._changing:
             await self._ask("release_memory_occupation", {"tags": sorted(set(MEMORY) - self._asleep)})
             self._asleep = set(MEMORY)
 
+    async def _unless_dead(self, work: Callable[[], Awaitable[object]]) -> None:
+        """Does what a dead server does not need, or does when it is started again. So only those who sample, or wait for the
+        engine to be awake, meet its death. The run's own server is not started here: a learner may have the device, and the
+        server would take a share of what is left."""
+        if self.server.is_own and not self.server.is_alive:
+            return
+        with contextlib.suppress(EngineDied):
+            await work()
+
     async def pause(self) -> None:
         """See Engine. Requests are aborted at the server. After `resume` they are sent again with their tokens. Meanwhile the
         server may sleep, restart and get weights."""
         self._may_run.clear()
-        while self._num_asked and self.server.is_alive:
-            await self._ask("abort_request", {"abort_all": True})
+        # Whoever paused first may resume while others wait here; by then each request has given its tokens.
+        while self._num_asked and self.server.is_alive and not self._may_run.is_set():
+            await self._unless_dead(partial(self._ask, "abort_request", {"abort_all": True}))
             await asyncio.sleep(0.02)  # a request may have been on its way
 
     async def resume(self) -> None:
         self._may_run.set()
+
+    async def catch_up(self) -> None:
+        """See Engine. Requests are sent again with their tokens. Several learners may ask at once."""
+        was_running = self._may_run.is_set()
+        await self.pause()
+        if was_running:
+            await self.resume()
 
     async def take_metrics(self) -> dict[str, Metric]:
         """See Engine."""
@@ -263,12 +308,13 @@ class SGLangEngine:
         """The answer's JSON, {} if it is a text. Raises RuntimeError if the server refuses."""
         if not self.server.is_alive:
             raise self.server.died("has died")
+        number = self.server.num_starts
         try:
             status, content = await ask(f"{self.server.url}/{path}", body, self.server.key, timeout_s)
         except asyncio.TimeoutError:
-            raise self.server.died(f"did not answer /{path} within {timeout_s:g} s") from None
+            raise await self.server.lost(number, f"did not answer /{path} within {timeout_s:g} s") from None
         except aiohttp.ClientError as error:
-            raise await self.server.gone(error) from None
+            raise await self.server.lost(number, f"does not answer ({type(error).__name__}: {error})") from None
         found = json.loads(content) if content.startswith(b"{") else {}
         if status != 200 or found.get("success") is False:  # SGLang reports some refusals with status 200
             raise RuntimeError(f"{self.server} refused /{path} with {status}: {content[:500]!r}")

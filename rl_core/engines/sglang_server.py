@@ -28,6 +28,7 @@ from rl_core.sampling.engine import EngineDied, EngineSpec
 OLDEST = (0, 5, 17)
 PROGRESS_S = 30.0
 LOG_LINES = 12  # quoted when a server dies
+DYING_POLLS = 50  # of 0.1 s, from a closed connection to the end of the process
 PR_SET_PDEATHSIG = 1
 # Flags of the server that --engine_args may not have, and ours that set them.
 OWN_FLAGS = {
@@ -37,6 +38,7 @@ OWN_FLAGS = {
     **{"--mem-fraction-static": "--engine_memory_frac", "--max-lora-rank": "--actors.NAME.lora.rank"},
     **{"--lora-target-modules": "--actors.NAME.lora.targets", "--base-gpu-id": "CUDA_VISIBLE_DEVICES"},
     **dict.fromkeys(("--host", "--port", "--api-key", "--device", "--log-level-http", "--skip-server-warmup"), ""),
+    "--enable-fp32-lm-head": "",
     **dict.fromkeys(
         ("--enable-memory-saver", "--enable-weights-cpu-backup", "--enable-lora", "--max-loras-per-batch"), ""
     ),
@@ -60,7 +62,9 @@ def check_sglang(args: str = "", may_lack: bool = False) -> None:
     except importlib.metadata.PackageNotFoundError:
         if may_lack:
             return
-        raise ValueError("--engine=sglang needs sglang, which is not installed: pip install .[sglang]") from None
+        raise ValueError(
+            "--engine=sglang needs sglang, which is not installed: pip install 'rl_core[sglang]'"
+        ) from None
     if numbers(version) < OLDEST:
         raise ValueError(f"--engine=sglang needs sglang >= {'.'.join(map(str, OLDEST))}, {version} is installed")
 
@@ -74,6 +78,7 @@ class Server:
 
     def __init__(self, spec: EngineSpec):
         self.spec, self.is_own, self.process, self._answered = spec, not spec.url, None, False
+        self.num_starts = 0
         self.url, self.key = spec.url.rstrip("/"), os.environ.get("SGLANG_API_KEY", "")
         if self.is_own:
             # Bound, and not listening: the child listens on this port, and nobody else gets it before or after.
@@ -91,6 +96,7 @@ class Server:
 
     async def start(self) -> None:
         """Returns once it answers. Raises EngineDied if it ended or does not answer in time."""
+        self.num_starts += 1
         if self.is_own:
             self._launch()
         began, told_s, limit_s = time.monotonic(), 0.0, self.spec.start_timeout_s
@@ -142,15 +148,18 @@ class Server:
         code, log = self.process and self.process.poll(), f"the end of {self.spec.log}:\n{self._log_end(LOG_LINES)}"
         return EngineDied(f"{self} {what}" + (f" (exit status {code}); {log}" if self.process else ""))
 
-    async def gone(self, error: Exception) -> EngineDied:
-        """The error to raise after it closed a connection without an answer."""
-        if not self.is_own:
-            self._answered = self._answered and await self._answers()  # somebody may have started it anew
-        for _ in range(50 if self.is_own else 0):
-            if not self.is_alive:
-                return self.died("has died")
-            await asyncio.sleep(0.1)
-        return self.died(f"does not answer ({type(error).__name__}: {error})")
+    async def lost(self, number: int, what: str) -> EngineDied:
+        """The error to raise after it gave no answer, which counts as its death. `number`: of the start before the request;
+        a later one is another server."""
+        for _ in range(DYING_POLLS):
+            if not self.is_own or not self.is_alive or self.num_starts != number:
+                break
+            await asyncio.sleep(0.1)  # its process is about to end, with an exit status to tell
+        if self.num_starts != number:
+            return EngineDied(f"{self} {what} and was started again meanwhile")
+        error = self.died(what if self.is_alive or not self.is_own else "has died")
+        self.stop()
+        return error
 
     def stop(self) -> None:
         """Kills it and its children, unless somebody else runs it."""
@@ -167,6 +176,8 @@ def server_args(spec: EngineSpec) -> list[str]:
     args += f"--max-running-requests {max(spec.num_slots, spec.tp)} --log-level-http warning "
     # Its warm-up request may come after its first answer; the server dies if it is put to sleep then.
     args += "--skip-server-warmup "
+    # Logits that are rounded to bf16 are no longer the learner's.
+    args += "--enable-fp32-lm-head "
     if spec.adapters:
         configs = spec.adapters.values()
         targets = sorted({name for config in configs for name in config["target_modules"]})

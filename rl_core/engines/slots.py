@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ATTENTION = "rl_core_slots"
+SLOTS_FRAC = 0.75  # of the cache's memory at most, where it does not hold all slots and as many parked sessions
 
 Snapshot = list[tuple[Tensor, Tensor]]  # per layer, keys and values [K, L, D] of one row
 
@@ -42,6 +43,10 @@ class SlotCache:
                 x.new_zeros(self.num_slots, x.shape[1], self.max_tokens + 1, x.shape[3]) for x in (key, value)
             )
         return self.layers[index]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(cache.nbytes for pair in self.layers.values() for cache in pair)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         for pair in self.layers.values():
@@ -213,14 +218,17 @@ class SlotModel:
 
 def choose_model(model: PreTrainedModel) -> Any:
     """A SlotModel, if it computes what the model does; else a RowModel, which is slower. Raises ValueError if neither does."""
-    slots, rows = SlotModel(model), option("rl_core.options.padded:RowModel")(model)
-    if not option("rl_core.options.padded:own_layers")(model) and not problem_of(slots, rows):
-        return slots
-    if problem := problem_of(rows, rows):
-        raise ValueError(
-            f"{type(model).__name__} does not sample token by token as it reads: {problem}; use another engine"
-        )
-    return rows
+    own = option("rl_core.options.padded:OwnHeadModel")(model)
+    samplers = [option("rl_core.options.padded:RowModel")(model), own]
+    if not option("rl_core.options.padded:own_layers")(model):
+        samplers = [SlotModel(model), *samplers]
+    for sampler in samplers:
+        problem = problem_of(sampler, own)
+        if not problem:
+            return sampler
+    raise ValueError(
+        f"{type(model).__name__} does not sample token by token as it reads: {problem}; use another engine"
+    )
 
 
 @torch.inference_mode()
@@ -239,6 +247,25 @@ def problem_of(sampler: Any, own: Any) -> str:
         return str(problem).splitlines()[0]
     tolerance = (1e-3 if model.dtype == torch.float32 else 0.1) * expected.abs().max()
     return f"its logits differ by {error:.2g}" if error > tolerance else ""  # where weights are NaN, both are
+
+
+@torch.inference_mode()
+def bytes_per_token(slots: SlotModel) -> float:
+    """What the cache keeps of a token, in all layers."""
+    cache = slots.make_cache(1, 1)
+    with slots.borrowed():
+        slots.forward(cache, slice(0, 1), torch.zeros(1, 1, dtype=torch.long, device=slots.model.device), None, 1)
+    return cache.num_bytes / (cache.max_tokens + 1)
+
+
+def share_cache(wanted: int, max_tokens: int, room: float) -> tuple[int, int]:
+    """(slots, tokens of parked sessions) in a cache with room for so many tokens. Slots come first; sessions that are not
+    parked are prefilled again."""
+    row = max_tokens + 1
+    if 2 * wanted * row <= room:
+        return wanted, wanted * row  # no more conversations are open than there are slots
+    num_slots = max(1, min(wanted, int(SLOTS_FRAC * room) // row))
+    return num_slots, max(0, int(room) - num_slots * row)
 
 
 def sample(logits: Tensor, numbers: Tensor) -> Tensor:

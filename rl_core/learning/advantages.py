@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from rl_core.data.episodes import by_episode, episode_rewards, has_spread
 from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.learning.algorithms import Algorithm, group_advantages, mean_and_std, overlong_penalty
 from rl_core.types import TrainingSample, Trajectory
-
-
-def baseline_groups(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
-    """Those that did not fail, by what shares a baseline: (env, group, actor, seat)."""
-    groups: dict[tuple, list[Trajectory]] = {}
-    for t in trajectories:
-        if t.status != "failed":
-            groups.setdefault((t.env, t.group_id, t.actor, t.seat), []).append(t)
-    return list(groups.values())
 
 
 def group_results(
@@ -30,14 +22,19 @@ def group_results(
             groups.setdefault(t.group_id, []).append(t)
     results = []
     for group_id, group in groups.items():
-        passed, total = sum(t.reward >= pass_reward for t in group), sum(t.reward for t in group)
-        results.append((group_id, group[0].env, group[0].task_id, passed / len(group), total / len(group)))
+        rewards = episode_rewards(group)
+        passed = sum(reward >= pass_reward for reward in rewards)
+        means = passed / len(rewards), sum(rewards) / len(rewards)
+        results.append((group_id, group[0].env, group[0].task_id, *means))
     return [tuple(result[1:]) for result in sorted(r for part in all_gather_json(results, ranks) for r in part)]
 
 
 def has_signal(group: list[Trajectory], algorithm: Algorithm) -> bool:
     """Whether the episodes' rewards differ, or, where each turn has an advantage of its own, the returns of their turns."""
-    return len({tuple(turn_returns(t, 0.0, algorithm.turn_discount)) for t in group}) > 1
+    returns = [turn_returns(t, 0.0, algorithm.turn_discount) for t in group]
+    if len({len(values) for values in returns}) > 1:
+        return True
+    return any(has_spread(values) for values in zip(*returns, strict=True))
 
 
 def samples_of(
@@ -73,14 +70,33 @@ def turn_advantages(
     algorithm: Algorithm,
     advantage_fn: Callable[[list[float]], list[float]] | None,
 ) -> list[list[float]]:
-    """Of each trajectory's turns: all have that of the episode's reward, or with a turn_discount each that of its own
+    """Of each trajectory's turns: all have that of the trajectory's reward, or with a turn_discount each that of its own
     return, over the returns of all turns of the group."""
     returns = [turn_returns(t, p, algorithm.turn_discount) for t, p in zip(group, penalties, strict=True)]
-    flat = iter(group_advantages([r for values in returns for r in values], algorithm.advantage, advantage_fn))
-    advantages = [[next(flat) for _ in values] for values in returns]
+    numbers, shares = episode_shares(group)
+    kind = algorithm.advantage
     if algorithm.turn_discount is None:
-        return [values * len(t.turns) for t, values in zip(group, advantages, strict=True)]
-    return advantages
+        rewards = [values[0] for values in returns]
+        advantages = group_advantages(rewards, kind, advantage_fn, numbers, shares)
+        return [[a] * len(t.turns) for t, a in zip(group, advantages, strict=True)]
+    flat, numbers_of_turns, shares_of_turns = [], [], []
+    for values, number, share in zip(returns, numbers, shares, strict=True):
+        flat += values
+        numbers_of_turns += [number] * len(values)
+        shares_of_turns += [share] * len(values)
+    if kind == "custom":
+        advantages = iter(advantage_fn(flat))
+    else:
+        advantages = iter(group_advantages(flat, kind, None, numbers_of_turns, shares_of_turns))
+    return [[next(advantages) for _ in values] for values in returns]
+
+
+def episode_shares(group: list[Trajectory]) -> tuple[list[int], list[float]]:
+    """[G] the number of each conversation's episode in the group, and what it weighs: all of an episode weigh 1 together."""
+    episodes = by_episode(group)
+    of_trajectory = {id(t): number for number, episode in enumerate(episodes) for t in episode}
+    numbers = [of_trajectory[id(t)] for t in group]
+    return numbers, [1 / len(episodes[number]) for number in numbers]
 
 
 def turn_returns(t: Trajectory, penalty: float, discount: float | None) -> list[float]:

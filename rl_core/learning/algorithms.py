@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rl_core.config import AlgoConfig, OptimConfig
+from rl_core.data.episodes import NO_SPREAD, has_spread
 from rl_core.types import PackedBatch
 
 
@@ -106,30 +107,49 @@ def make_algorithm(preset: str, parts: AlgoConfig) -> Algorithm:
 
 
 def group_advantages(
-    rewards: list[float], kind: str, advantage_fn: Callable[[list[float]], list[float]] | None = None
+    rewards: list[float],
+    kind: str,
+    advantage_fn: Callable[[list[float]], list[float]] | None = None,
+    episodes: list[int] | None = None,
+    weights: list[float] | None = None,
 ) -> list[float]:
-    """[G] rewards -> [G] advantages; all but none, gae and custom are exactly 0 in a group whose rewards are all equal.
-    group_mean: R - mean(R). group_norm: that over the population's standard deviation; group_norm_unbiased: over the
-    sample's. rloo: R - mean of the others' (Kool et al. 2019; arXiv:2402.14740). none: R itself; gae the same, from
-    which the learner subtracts the critic's estimate. custom: what advantage_fn says."""
-    values = torch.tensor(rewards, dtype=torch.float64)
+    """[G] rewards -> [G] advantages; all but none, gae and custom are exactly 0 in a group whose rewards differ by rounding
+    alone. group_mean: R - mean(R). group_norm: that over the population's standard deviation; group_norm_unbiased: over
+    the sample's. rloo: R - mean of the others' (Kool et al. 2019; arXiv:2402.14740). none: R itself; gae the same, from
+    which the learner subtracts the critic's estimate. custom: what advantage_fn says of the episodes' rewards.
+    `episodes`: [G] from 0, of which episode each reward is, and `weights`: [G] its part of that. By default, and in a group
+    of one episode, each reward is an episode."""
     if kind in ("none", "gae"):
-        return values.tolist()
+        return [float(reward) for reward in rewards]
+    if episodes is None or len(set(episodes)) == 1:
+        episodes, weights = list(range(len(rewards))), [1.0] * len(rewards)
+    values, shares = torch.tensor(rewards, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
+    of_episode = torch.tensor(episodes)
+    per_episode = values.new_zeros(max(episodes, default=-1) + 1)
+    sums = per_episode.index_add(0, of_episode, shares * values)
     if kind == "custom":
-        return advantage_fn(rewards)
-    if len(set(rewards)) <= 1:
+        advantages = advantage_fn(sums.tolist())
+        return [advantages[number] for number in episodes]
+    if not has_spread(rewards):
         return [0.0] * len(rewards)
-    centred, n = values - values.mean(), len(rewards)
-    scales = {"group_mean": 1.0, "rloo": (n - 1) / n}
-    scale = scales.get(kind) or values.std(correction=int(kind == "group_norm_unbiased"))
-    return (centred / scale).tolist()
+    total, count = sums.sum(), shares.sum()
+    if kind == "rloo":
+        counts = per_episode.index_add(0, of_episode, shares)
+        baselines = (total - sums) / (count - counts)
+        return (values - baselines[of_episode]).tolist()
+    centred = values - total / count
+    if kind == "group_mean":
+        return centred.tolist()
+    degrees = count - int(kind == "group_norm_unbiased")
+    deviation = ((shares * centred**2).sum() / degrees).sqrt()
+    return (centred / deviation).tolist()
 
 
 def mean_and_std(total: float, squares: float, count: float) -> tuple[float, float]:
-    """Of a population whose sum, sum of squares and number are given; the deviation is exactly 0 if all are equal."""
+    """Of a population whose sum, sum of squares and number are given; the deviation is exactly 0 if it is rounding."""
     mean = total / count
     deviation = max(squares / count - mean**2, 0.0) ** 0.5
-    return mean, 0.0 if deviation <= 1e-7 * max(abs(mean), 1e-30) else deviation
+    return mean, deviation if deviation > NO_SPREAD * max(abs(mean), 1.0) else 0.0
 
 
 def overlong_penalty(length: int, max_tokens: int, buffer: int) -> float:

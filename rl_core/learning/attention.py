@@ -25,8 +25,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -40,11 +39,15 @@ from transformers import AttentionInterface
 from rl_core.types import option
 
 NAME = "rl_core_packed"
-# --attention: what computes a segment, and the library that it needs.
+# --attention: what computes a segment.
 KERNELS = {
-    "torch": ("rl_core.options.attention_kernels:TORCH", "torch"),
-    "flash_attn": ("rl_core.options.attention_kernels:FLASH_ATTN", "flash_attn.flash_attn_interface"),
-    "ring_flash_attn": ("rl_core.options.attention_kernels:RING_FLASH_ATTN", "ring_flash_attn"),
+    "torch": "rl_core.options.attention_kernels:TORCH",
+    "flash_attn": "rl_core.options.attention_kernels:FLASH_ATTN",
+    "ring_flash_attn": "rl_core.options.attention_kernels:RING_FLASH_ATTN",
+}
+LIBRARIES = {  # functions that they call
+    "flash_attn": "flash_attn.flash_attn_interface:_flash_attn_varlen_backward",
+    "ring_flash_attn": "ring_flash_attn:zigzag_ring_flash_attn_varlen_func",
 }
 
 Rows = slice | Tensor  # which tokens
@@ -63,18 +66,28 @@ class Kernel:
 
 
 def find_kernel(name: str, device: torch.device) -> Kernel:
-    """Raises ValueError if its library does not import here. "auto": flash-attn's on a GPU where it is installed."""
+    """Raises ValueError if its library does not import here. "auto": flash-attn's on a GPU where it imports, else torch's."""
     if name == "auto":
-        name = "flash_attn" if device.type == "cuda" and find_spec("flash_attn") else "torch"
-    place, library = KERNELS[name]
-    try:
-        import_module(library)
-    except Exception as error:  # whatever a library does when it is imported
+        has_flash_attn = device.type == "cuda" and not import_error("flash_attn")
+        name = "flash_attn" if has_flash_attn else "torch"
+    if error := import_error(name):
         raise ValueError(
-            f"--attention={name} needs {library.partition('.')[0]}, which does not import here "
-            f"({type(error).__name__}: {error}); install it, or leave --attention at auto"
-        ) from None
-    return option(place)
+            f"--attention={name} needs {name}, which does not import here ({error}); "
+            "install it, or leave --attention at auto"
+        )
+    return option(KERNELS[name])
+
+
+@cache  # Each batch asks, and a library that fails to import would be searched for each time.
+def import_error(name: str) -> str:
+    """Why the kernel's library does not import; "" if it does. A folder of the library's name is not the library:
+    flash-attn-4, which SGLang requires, has none of flash-attn 2's functions."""
+    try:
+        if name in LIBRARIES:
+            option(LIBRARIES[name])
+    except Exception as error:  # whatever a library does when it is imported
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 class Segments:

@@ -15,7 +15,7 @@ from rl_core.config import Config, OptimConfig
 from rl_core.data.packing import PackBudget
 from rl_core.distributed import Ranks, all_gather_json, local, unsharded
 from rl_core.learning.algorithms import Algorithm, kl_estimate, kl_penalised, learning_rate, mean_and_std, token_losses
-from rl_core.learning.minibatches import Minibatch, shard_samples
+from rl_core.learning.minibatches import Minibatch, pair_work, shard_samples
 from rl_core.learning.model import PolicyModel, engine_weights, named_weights, reads_in_place
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics, count_once
 from rl_core.types import PackedBatch, RunError, TrainingSample, option
@@ -52,6 +52,7 @@ class Learner:
         self.updates_per_step = config.learner.minibatches * config.learner.epochs
         tokens, mesh = config.learner.microbatch_tokens * ranks.mesh.cp, ranks.mesh
         self.budget = PackBudget(max_tokens=tokens, num_ranks=mesh.dp, cp=mesh.cp, pair_work=pair_work(policy.hf))
+        self.num_updates = 0  # since the run began, before it was resumed too
         self.nonfinite_in_a_row = 0
         self.experts: Any = None  # an options.experts.Experts, where the model has some
 
@@ -111,7 +112,9 @@ class Learner:
         """One optimizer step per minibatch and epoch, until one's KL to the start of the step exceeds the target. A
         minibatch that carries no signal changes nothing."""
         metrics: dict[str, Metric] = {}
-        with self.state_on_device():
+        with ExitStack() as states:
+            for learner in self.trained("").values():
+                states.enter_context(learner.state_on_device())
             for number in range(self.updates_per_step):
                 minibatch, at = minibatches[number % len(minibatches)], step + number / self.updates_per_step
                 has_work, is_done = bool(minibatch.batches and minibatch.denominator), False
@@ -155,6 +158,7 @@ class Learner:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
+            self.num_updates += 1
             once = count_once(self.ranks)
             add_metrics(metrics, {"grad_norm": Mean(grad_norm), "lr": Mean(lr), "updates": once})
         for _, parameter in self.trained_parameters():
@@ -234,6 +238,12 @@ class Learner:
             stack.enter_context(learner.policy.on_device())
         return stack
 
+    def leave_device(self) -> None:
+        """CPU-offloads, if --learner.offload says so, what was made or loaded on the device."""
+        for learner in self.trained("").values():
+            with learner.policy.on_device(), learner.state_on_device():
+                pass  # each context CPU-offloads at its end
+
     def trained(self, name: str) -> dict[str, Learner]:
         """All that learns here, by the names that a checkpoint gives it."""
         return {name: self} | ({f"{name}_critic": self.critic.learner} if self.critic else {})
@@ -254,17 +264,30 @@ class Learner:
 
 
 def fetched(parts: list[dict[str, Metric]], *more: Tensor) -> tuple:
-    """The sum of the parts, whose numbers may be on the device, and further numbers: all in one transfer from it."""
+    """The sum of the parts, whose numbers may be on the device, and further numbers: all in one transfer from each device
+    that has some. With --learner.offload always the gradient's norm is on the CPU."""
     places = [(m, "total" if isinstance(m, Mean) else "value") for part in parts for m in part.values()]
     places = [place for place in places if isinstance(getattr(*place), Tensor)]
     tensors = [getattr(*place) for place in places] + list(more)
-    numbers = torch.stack([t.double() for t in tensors]).tolist() if tensors else []
+    numbers = numbers_of(tensors)
     for place, number in zip(places, numbers, strict=False):
         setattr(*place, number)
     metrics: dict[str, Metric] = {}
     for part in parts:
         add_metrics(metrics, part)
     return metrics, *numbers[len(places) :]
+
+
+def numbers_of(tensors: list[Tensor]) -> list[float]:
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(index)
+    numbers = [math.nan] * len(tensors)
+    for indices in by_device.values():
+        values = torch.stack([tensors[index].double() for index in indices]).tolist()
+        for index, value in zip(indices, values, strict=True):
+            numbers[index] = value
+    return numbers
 
 
 def make_optimizer(named: Iterator[tuple[str, nn.Parameter]], config: OptimConfig) -> torch.optim.Optimizer:
@@ -283,10 +306,3 @@ def parameter_groups(named: Iterator[tuple[str, Tensor]], weight_decay: float) -
     for name, p in named:
         kinds.setdefault((p.ndim > 1, getattr(p, "device_mesh", None)), []).append((name, p))
     return [{"params": part, "weight_decay": weight_decay * is_matrix} for (is_matrix, _), part in kinds.items()]
-
-
-def pair_work(hf: nn.Module) -> float:
-    """What it costs a token to see one other in attention, as a share of the token's matrix products."""
-    text = hf.config.get_text_config()
-    width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    return 2 * width * text.num_hidden_layers / sum(p.numel() for p in hf.parameters())

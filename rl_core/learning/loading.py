@@ -22,7 +22,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     PretrainedConfig,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from rl_core.data.pretrained import load_pretrained
 from rl_core.learning import attention
 
 # A classifier is made from a language model: its head is new, and the language model's is left out.
@@ -33,10 +35,28 @@ def load_model_config(path: str) -> PretrainedConfig:
     """The model's config.json, read before any weight. Raises ValueError for a folder without one."""
     check_model_folder(path)
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = load_pretrained(AutoConfig, path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model {path!r} cannot be loaded: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        if Path(path).is_dir():
+            raise ValueError(f"model {path!r} cannot be loaded: {reason}") from None
+        # "org/name" may mean a folder too, of which transformers says nothing.
+        near = nearest_folder(Path(path))
+        raise ValueError(f"model {path!r} is no folder here, and the hub does not give it: {reason}{near}") from None
+    check_is_decoder(config, path)
     return config
+
+
+def check_is_decoder(config: PretrainedConfig, path: str) -> None:
+    """Raises ValueError for a model that cannot continue a text: an encoder, or an encoder with a decoder."""
+    family = config.model_type
+    kind = None
+    if config.is_encoder_decoder:
+        kind = "an encoder-decoder"
+    elif family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        kind = "an encoder"
+    if kind:
+        raise ValueError(f"model {path!r} is {kind} ({family}); take a decoder-only language model, such as Qwen3")
 
 
 def check_model_folder(name: str) -> None:
@@ -44,9 +64,7 @@ def check_model_folder(name: str) -> None:
     path = Path(name)  # without the ./ of the name
     is_relative = name.startswith(("./", "../", "~")) or len(path.parts) > 2
     if not path.exists() and (path.is_absolute() or is_relative):
-        names = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, names, n=1)
-        raise ValueError(f"model {path}: no such folder" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
+        raise ValueError(f"model {path}: no such folder{nearest_folder(path)}")
     if (path / "config.json").exists():
         return
     for mark, what, hf in (
@@ -59,6 +77,13 @@ def check_model_folder(name: str) -> None:
     if (path / "adapter_config.json").exists():
         merged = path.with_name(path.name.removesuffix("_adapter"))
         raise ValueError(f"model {path} is an adapter; name a whole model, such as the merged one in {merged}")
+
+
+def nearest_folder(path: Path) -> str:
+    """`; did you mean models/qwen3?`, or nothing if no folder beside it has a name like that."""
+    names = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
 def model_class(config: PretrainedConfig) -> type:
@@ -76,10 +101,10 @@ def load_hf_model(
     family, more = (
         (AutoModelForSequenceClassification, {"num_labels": 1})
         if is_scoring
-        else (model_class(AutoConfig.from_pretrained(path)), {})
+        else (model_class(load_pretrained(AutoConfig, path)), {})
     )
     try:
-        model, info = family.from_pretrained(path, dtype=dtype, ignore_mismatched_sizes=True, **how, **more)
+        model, info = load_pretrained(family, path, dtype=dtype, ignore_mismatched_sizes=True, **how, **more)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         purpose = "score" if is_scoring else "be loaded"
         raise ValueError(f"model {path!r} cannot {purpose}: {str(error).splitlines()[0]}") from None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.functional import linear
 
 from rl_core.types import logit_change
 
@@ -55,19 +56,33 @@ def fused_logprobs(
 
 
 def logits_of(hf: nn.Module, hidden: Tensor) -> Tensor:
-    """[..., V] in fp32 from hidden states [..., D], as fused_logprobs computes them tile by tile."""
-    scale, cap = logit_change(hf.config)
-    return capped_(hf.get_output_embeddings()(hidden).float() * scale, cap)
+    """[..., V] in fp32 from hidden states [..., D], by the product of fused_logprobs: the head's own forward would round them
+    to its dtype, by up to 0.1 nats in bf16."""
+    head, (scale, cap) = hf.get_output_embeddings(), logit_change(hf.config)
+    logits = product(hidden.reshape(-1, hidden.shape[-1]), head.weight.T)
+    if getattr(head, "bias", None) is not None:
+        logits += head.bias
+    if scale != 1.0:
+        logits *= scale
+    return capped_(logits, cap).view(*hidden.shape[:-1], -1)
 
 
-def head_factors(hf: nn.Module, hidden_MD: Tensor) -> tuple[Tensor, Tensor, float | None]:
-    """(hidden, weight, cap) for fused_logprobs. A bias is one more column of the weight."""
+def head_factors(hf: nn.Module, hidden_MD: Tensor, temperature: float) -> tuple[Tensor, Tensor, float, float | None]:
+    """(hidden, weight, temperature, cap) for fused_logprobs. A bias is one more column of the weight. A scale divides
+    temperature and cap, because hidden states times it would be rounded."""
     head, (scale, cap) = hf.get_output_embeddings(), logit_change(hf.config)
     weight = head.weight
     if getattr(head, "bias", None) is not None:
         hidden_MD = torch.cat([hidden_MD, torch.ones_like(hidden_MD[:, :1])], 1)
         weight = torch.cat([weight, head.bias[:, None]], 1)
-    return hidden_MD if scale == 1.0 else hidden_MD * scale, weight, cap
+    return hidden_MD, weight, temperature / scale, None if cap is None else cap / scale
+
+
+def scores_of(hf: nn.Module, hidden_MD: Tensor) -> Tensor:
+    """[M] in fp32, a classifier's scores of hidden states. Its one row of weights is raised, not the score rounded."""
+    dtype = sum_dtype(hidden_MD)
+    bias = None if hf.score.bias is None else hf.score.bias.to(dtype)
+    return linear(hidden_MD.to(dtype), hf.score.weight.to(dtype), bias)[:, 0]
 
 
 def capped_(logits: Tensor, cap: float | None) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_core.config import Config
 from rl_core.data.packing import (
@@ -21,6 +21,7 @@ from rl_core.data.packing import (
 )
 from rl_core.distributed import Ranks, all_gather_json, exchange
 from rl_core.learning.algorithms import Algorithm, loss_denominator
+from rl_core.learning.model import backbone
 from rl_core.metrics import Mean, Metric, Sum, add_metrics
 from rl_core.types import PER_TOKEN, PackedBatch, SequenceShard, TrainingSample
 
@@ -96,6 +97,47 @@ def move_samples(samples: list[TrainingSample], trainer: dict[Entry, int], ranks
             columns = piece.view(len(PER_TOKEN), -1).numpy()
             found[e] = TrainingSample(**dict(zip(PER_TOKEN, columns, strict=True)))
     return found
+
+
+def pair_work(hf: nn.Module) -> float:
+    """What it costs a token to see one other in attention, as a share of the token's matrix products. 0 where no layer has
+    attention."""
+    text = hf.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if not heads:
+        return 0.0
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    layers = sum(kind == "hybrid" or (kind.endswith("attention") and kind != "linear_attention") for kind in kinds)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return 2 * heads * head_dim * layers / active_parameters(hf)
+
+
+def active_parameters(hf: nn.Module) -> float:
+    """Parameters that a token of text meets: those of the language model and its head, of each layer's experts the share
+    that its router chooses."""
+    text = backbone(hf)
+    head = hf.score if hasattr(hf, "score") else hf.get_output_embeddings()
+    parameters = [*text.parameters()]
+    if head is not None:
+        parameters += head.parameters()
+    met = {id(p): num_weights(p) for p in parameters}  # a tied weight once
+    return sum(met.values()) - sum(idle_weights(block) for block in text.modules())
+
+
+def idle_weights(block: nn.Module) -> float:
+    """Weights of the experts of a block that a token does not go to."""
+    experts = getattr(block, "experts", None)
+    if not isinstance(experts, nn.Module):
+        return 0.0
+    for router in block.children():
+        if router is not experts and hasattr(router, "top_k") and hasattr(router, "num_experts"):
+            return (1 - router.top_k / router.num_experts) * sum(map(num_weights, experts.parameters()))
+    return 0.0
+
+
+def num_weights(parameter: Tensor) -> int:
+    in_one = 2 if parameter.dtype == torch.uint8 else 1  # QLoRA's 4 bits, two in a byte
+    return parameter.numel() * in_one
 
 
 def to_device(batch: PackedBatch | SequenceShard, device: torch.device) -> PackedBatch | SequenceShard:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,11 +21,13 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl_core.config import LearnerConfig, LoraConfig
-from rl_core.distributed import Ranks, local, unsharded
+from rl_core.data.pretrained import load_pretrained
+from rl_core.data.rows import rename_into_place
+from rl_core.distributed import Ranks, all_gather_json, local, unsharded
 from rl_core.learning.attention import AttentionPlan, find_kernel
 from rl_core.learning.loading import fill_weights, load_hf_model, load_model_config, take_weights
-from rl_core.learning.logprobs import fused_logprobs, head_factors
-from rl_core.types import PackedBatch, option
+from rl_core.learning.logprobs import fused_logprobs, head_factors, scores_of
+from rl_core.types import PackedBatch, RunError, option
 
 if TYPE_CHECKING:
     import peft
@@ -66,9 +67,9 @@ class PolicyModel(nn.Module):
     def outputs(self, hidden_MD: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """What forward() gives of the hidden states before the trained tokens."""
         if self.is_scoring:
-            scores = self.hf.score(hidden_MD)[:, 0].float()
+            scores = scores_of(self.hf, hidden_MD)
             return scores, torch.zeros_like(scores)
-        hidden_MD, weight, cap = head_factors(self.hf, hidden_MD)
+        hidden_MD, weight, temperature, cap = head_factors(self.hf, hidden_MD, temperature)
         return fused_logprobs(hidden_MD, weight, labels, temperature, cap)
 
     @property
@@ -112,7 +113,8 @@ def do_nothing(*_) -> None:
 def backbone(hf: nn.Module) -> nn.Module:
     """What gives hidden states; of a multimodal model the part for text."""
     inner = getattr(hf.base_model, "language_model", hf.base_model).base_model
-    return hf.model if inner is hf else inner
+    has_head = inner.get_output_embeddings() is not None  # as Llama 4's part for text has
+    return inner.model if inner is hf or has_head else inner
 
 
 def blocks_of(hf: nn.Module) -> nn.ModuleList:
@@ -226,9 +228,9 @@ def compile_blocks(policy: PolicyModel) -> None:
 def end_token_ids(path: str) -> list[int]:
     """Tokens that a model's generation_config.json, or else its config.json, names as ends of a turn; some have several."""
     try:
-        generation = GenerationConfig.from_pretrained(path)
+        generation = load_pretrained(GenerationConfig, path)
     except OSError:
-        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(path))
+        generation = GenerationConfig.from_model_config(load_pretrained(AutoConfig, path))
     ids = generation.eos_token_id
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
@@ -256,6 +258,10 @@ def named_weights(
     """(transformers' name, unsharded tensor) of each parameter, in `dtype` or its own, the adapter merged; a tied weight
     comes once. Then each buffer that a checkpoint has. Every rank must exhaust it."""
     assert policy.is_on_device, "the weights are CPU-offloaded: enter learner.on_device()"
+    if policy.is_sharded:
+        # After a forward without a backward some parameters are still gathered. Their memory goes when state_dict() is called
+        # below, and who collects the weights in buckets would hold tensors without memory.
+        policy.reshard()
     if policy.adapters:
         yield from option(f"{LORA}:merged_weights")(policy.hf, adapter, dtype)
     else:
@@ -280,13 +286,19 @@ def checkpoint_weights(hf: nn.Module, named: Iterable[tuple[str, Tensor]]) -> It
 
 def export_policy(policy: PolicyModel, tokenizer: Any, folder: Path, ranks: Ranks, adapter: str = "") -> None:
     """A Hugging Face folder that from_pretrained loads, in the dtype that the model came in, the adapter merged; the adapter
-    also on its own in FOLDER_adapter. An old export stays until the new one is complete."""
-    if policy.adapters:
-        option(f"{LORA}:export_adapter")(policy, adapter, folder.with_name(folder.name + "_adapter"), ranks)
+    also on its own in FOLDER_adapter. An old export stays until the new one is complete. Raises RunError on all ranks, and
+    leaves it as it was, if a weight is not finite in that dtype."""
     weights = {}
+    broken = []
+    buffers = dict(policy.hf.named_buffers())  # a mask may be infinite
     for name, value in named_weights(policy, adapter, policy.export_dtype):
         if ranks.rank == 0:
+            if name not in buffers and not value.isfinite().all():
+                broken.append(name)
             weights[name] = value.to("cpu")
+    refuse_nonfinite(all_gather_json(broken, ranks)[0], f"{folder} stays as it was")
+    if policy.adapters:
+        option(f"{LORA}:export_adapter")(policy, adapter, folder.with_name(folder.name + "_adapter"), ranks)
     if ranks.rank == 0:
         config = copy.deepcopy(policy.hf.config)
         if hasattr(config, "quantization_config"):
@@ -302,6 +314,16 @@ def export_policy(policy: PolicyModel, tokenizer: Any, folder: Path, ranks: Rank
             tokenizer.save_pretrained(beside)
 
 
+def refuse_nonfinite(names: list[str], what_stays: str) -> None:
+    """Raises RunError if there are such weights."""
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise RunError(
+            f"weights are NaN or infinite ({names[0]}{more}): {what_stays}; go on from the newest checkpoint by --resume, "
+            "with a lower --optim.lr"
+        )
+
+
 @contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
     """A new folder that takes the place of `folder` once it is complete."""
@@ -309,8 +331,7 @@ def replaced(folder: Path) -> Iterator[Path]:
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     yield beside
-    shutil.rmtree(folder, ignore_errors=True)
-    os.rename(beside, folder)
+    rename_into_place(beside, folder)
 
 
 class FromShards(torch.autograd.Function):

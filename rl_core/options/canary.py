@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -12,8 +11,9 @@ from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.learning.learner import Learner
 from rl_core.metrics import Max, Metric
-from rl_core.sampling.actor import Actor
-from rl_core.types import RunError, SamplingParams, TrainingSample, Turn, counter_seed
+from rl_core.sampling.actor import Actor, revived
+from rl_core.sampling.hooks import wait_for_all
+from rl_core.types import Completion, RunError, SamplingParams, TrainingSample, Turn, counter_seed
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 4
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.5}  # nats; kernels of engine and learner round differently
@@ -45,8 +45,11 @@ class Canary:
         prompts = [[counter_seed("canary", i, j) % num_ids for j in range(size)] for i in range(num)]
         limit = min(NEW_TOKENS, actor.max_context_tokens - size)
         params = SamplingParams(max_tokens=limit, temperature=learner.temperature)
-        await actor.wake()  # its engine may have died since the last episode
-        said = await asyncio.gather(*(actor.generate(prompt, params, i) for i, prompt in enumerate(prompts)))
+
+        async def speak() -> list[Completion]:
+            return await wait_for_all([actor.generate(prompt, params, i) for i, prompt in enumerate(prompts)])
+
+        said = await revived(speak, [actor], "the canary")
         turns = [Turn(new_ids=p, is_fresh=True, completion=c) for p, c in zip(prompts, said, strict=True)]
         return [sample for turn in turns for sample in samples_from_turns([turn], 1.0)]
 

@@ -5,6 +5,7 @@ A row is a conversation, or an episode that a run wrote; an episode keeps its sa
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from rl_core.data.chat import PROBE, Chat, TokenStream, shared_length, text_after, unmarked
 from rl_core.data.rows import is_trajectory
 from rl_core.data.samples import samples_from_turns
-from rl_core.data.tasks import column_messages, first_column
+from rl_core.data.tasks import column_messages, first_column, shorten
 from rl_core.types import Completion, Message, TrainingSample, Turn
 
 
@@ -24,7 +25,7 @@ def imitation_samples(
     """Samples of a row {"messages"} or {"prompt", "response"} (strings or lists of messages), in any form of docs/runs.md, or
     of an episode that a run wrote. Advantages are the two weights. A token of weight 0 is not trained. A column `tools` is
     given to the template. Raises ValueError if a row cannot be imitated."""
-    messages, tools, heard = imitation_messages(row), row.get("tools") or None, None
+    messages, tools, heard = imitation_messages(row), row_tools(row), None
     if is_trajectory(row) and row["tokenizer"] == chat.fingerprint:
         turns = [imitated_turn(ids, new_ids, is_fresh) for new_ids, is_fresh, ids in row["turns"]]
     else:
@@ -46,6 +47,23 @@ def imitated_turn(token_ids: list[int], new_ids: list[int], is_fresh: bool, text
     ids = list(token_ids)
     said = Completion(token_ids=ids, logprobs=[0.0] * len(ids), text=text, finish_reason="stop", policy_version=0)
     return Turn(new_ids=list(new_ids), is_fresh=is_fresh, completion=said)
+
+
+def row_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The tools in a row's column `tools`: a list of JSON schemas, or the text of one, since the rows of a table must have equal
+    keys. Raises ValueError for anything else."""
+    given = row.get("tools") or None
+    tools = given
+    if isinstance(given, str):
+        try:
+            tools = json.loads(given)
+        except ValueError:
+            tools = given
+    if tools and not (isinstance(tools, (list, tuple)) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError(
+            f"column 'tools' must be a list of JSON schemas, or such a list as JSON text; is {shorten(given)}"
+        )
+    return tools or None
 
 
 def imitation_messages(row: dict[str, Any]) -> list[Message]:

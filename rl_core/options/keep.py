@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from rl_core.data.rows import write_whole
+from rl_core.data.rows import read_object, write_whole
 from rl_core.metrics import Max, Metric
 from rl_core.types import RunError
 
@@ -32,14 +32,16 @@ class Keeper:
         self.saved_at, self.saved_step, self.is_due = time.monotonic(), -1, False
         self.received = self.signal = 0  # the signal that this rank got; that all ranks know of
         self.before: dict[int, object] = {}
+        self.sees_others = False
         # A loss is best where it is lowest.
         self.sign = -1 if best and best.endswith("loss") else 1
         self.best = None
         with suppress(FileNotFoundError):
-            self.best = json.loads((folder / "best.json").read_text()).get(best)
+            self.best = read_object(folder / "best.json").get(best)
 
     def listen(self) -> None:
         """From now on a signal is for the end of the step. Two of them, one of which is Ctrl-C, end this process."""
+        self.sees_others = not has_lost_a_neighbour()  # Not where each rank has a parent of its own, such as a wrapper.
         if threading.current_thread() is threading.main_thread():
             self.before = {number: signal.signal(number, self._receive) for number in SIGNALS}
 
@@ -57,8 +59,11 @@ class Keeper:
         self.received = number
         if self.is_writer:
             name = signal.Signals(number).name
-            os.write(2, f"\n{name}: saves when this step is done, and ends; Ctrl-C ends at once\n".encode())
-        threading.Thread(target=self._watch, daemon=True).start()
+            again = " again" if number == signal.SIGINT else ""
+            text = f"\n{name}: saves when this step is done, and ends; Ctrl-C{again} ends at once\n"
+            os.write(2, text.encode())
+        if self.sees_others:
+            threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         """Ends this rank if another one has ended: then there is nothing to wait for."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from rl_core.config import LoraConfig
+from rl_core.data.pretrained import from_config
 from rl_core.distributed import Ranks, unsharded
 from rl_core.learning.loading import load_model_config, local_slices, model_class
 from rl_core.learning.model import PolicyModel, backbone, replaced
@@ -59,7 +60,7 @@ def check_lora(lora: LoraConfig, model_config: PretrainedConfig) -> None:
 def on_meta(model_config: PretrainedConfig, **how) -> nn.Module:
     """The model's shapes alone."""
     with torch.device("meta"):
-        return model_class(model_config).from_config(model_config, **how)
+        return from_config(model_class(model_config), model_config, **how)
 
 
 def experts_of(model: nn.Module) -> str:

@@ -54,14 +54,15 @@ SECTIONS: dict[str, list[tuple]] = {
          "rises over tens of steps; before the first it is neither the lowest nor the highest that is possible"),
         (EPISODES + "reward/PART", "mean of one part of the reward, times its weight; the parts add up to the reward",
          "reward", "moves; a part that is only a help (format, length) stays smaller than the one that is meant"),
-        (EPISODES + "zero_signal_frac", "fraction of groups whose episodes all have the same reward: nothing is learned "
+        (EPISODES + "zero_signal_frac", "fraction of groups whose rewards are all equal up to rounding: nothing is learned "
          "from them where the baseline is the group's (all but ppo and reinforce_pp)", "fraction",
          "below 0.7; at 1 tasks are too easy, too hard, or the reward is constant", 0.7),
-        (EPISODES + "length_mean", "sampled tokens of an episode, mean", "tokens",
+        (EPISODES + "length_mean", "sampled tokens of an episode, mean; where it returned several conversations, their mean "
+         "counts", "tokens",
          "far below the limit; growth without a higher reward is padding"),
         (EPISODES + "length_p50", "median of sampled tokens per episode", "tokens"),
         (EPISODES + "length_p95", "95th percentile of sampled tokens per episode", "tokens", "below the limit"),
-        (EPISODES + "length_max", "most sampled tokens of an episode", "tokens"),
+        (EPISODES + "length_max", "most sampled tokens of a conversation", "tokens"),
         (EPISODES + "turns_mean", "turns that the actor spoke in an episode, mean", "turns"),
         (EPISODES + "truncated_frac", "fraction of episodes that hit a length limit: --max_tokens in a turn, or the context",
          "fraction", "below 0.2, and falling", 0.2),
@@ -138,7 +139,8 @@ SECTIONS: dict[str, list[tuple]] = {
         (LEARNING + "critic_clip_frac", "ppo: fraction of tokens where --critic.value_clip decides", "fraction", "below 0.2"),
         (LEARNING + "critic_{grad_norm,lr,updates,nonfinite_updates}", "ppo: the same of the critic's own updates", "as above"),
         (LEARNING + "mfu", "on GPUs whose peak is known, in bfloat16: model FLOPs of learning, attention included, over the "
-         "peak; recomputed activations do not count", "fraction", "0.3 to 0.5 for dense models of some billion parameters"),
+         "peak; recomputed activations do not count, nor experts that a token does not go to", "fraction",
+         "0.3 to 0.5 for dense models of some billion parameters"),
     ],
     "Held-out tasks": [
         (HELD_OUT + "greedy_score", "mean reward at temperature 0", "reward", "rises with the training reward"),

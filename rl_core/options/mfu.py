@@ -3,9 +3,8 @@ appendix B)."""
 
 from __future__ import annotations
 
-import torch
-
 from rl_core.learning.learner import Learner
+from rl_core.learning.minibatches import active_parameters
 from rl_core.metrics import Mean, Metric
 
 # Dense bfloat16 of a GPU, by words of torch's name for it, the longer first.
@@ -26,7 +25,7 @@ def mfu(learner: Learner, packing: dict[str, Metric], seconds: float, device: st
     peak = peak_flops(device)
     if peak is None or learner.config.learner.dtype == "float32":
         return {}
-    parameters = sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in learner.policy.hf.parameters())
+    parameters = active_parameters(learner.policy.hf)
     work = packing["pack/fill_frac"].total  # of all ranks, in tokens that see no other
     forwards = (learner.algorithm.is_rl and learner.updates_per_step > 1) + (learner.reference is not None)
     backward = 2 if learner.adapter else 4  # frozen weights have no gradient

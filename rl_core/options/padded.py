@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from rl_core.distributed import Ranks
 from rl_core.engines.slots import evaluating
 from rl_core.learning import attention
-from rl_core.learning.model import PolicyModel, packed_outputs
+from rl_core.learning.logprobs import logits_of
+from rl_core.learning.model import PolicyModel, backbone, packed_outputs
 from rl_core.types import PackedBatch
 
 PACKABLE = {"full_attention", "sliding_attention"}
@@ -155,14 +156,14 @@ class RowCaches:
 
 
 class RowModel:
-    """A causal language model that samples by its own forward, row by row. In place of hidden states are logits."""
+    """A causal language model that samples by its own layers, row by row."""
 
     make_cache = RowCaches
     is_batched = False  # each prompt is forwarded in one piece, and no cache outlives its request
 
     def __init__(self, model: nn.Module):
-        self.model = model
-        arguments = inspect.signature(model.forward).parameters
+        self.model, self.decoder = model, backbone(model)
+        arguments = inspect.signature(self.decoder.forward).parameters
         self.cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
 
     @contextmanager
@@ -186,15 +187,30 @@ class RowModel:
         length: int,
         sizes: Tensor | None = None,
     ) -> Tensor:
-        """[n, S, V] logits, those of each row's last token everywhere."""
+        """[n, S, hidden size], the hidden states of each row's last token everywhere."""
         sizes = [tokens.shape[1]] * len(tokens) if sizes is None else sizes.tolist()
-        logits = []
+        found = []
         for row, ids, size in zip(range(rows.start, rows.stop), tokens, sizes, strict=True):
             kept = None if starts is None else cache.rows[row]
-            out = self.model(input_ids=ids[None, :size], use_cache=True, **{self.cache_name: kept})
-            cache.rows[row] = out[self.cache_name]
-            logits.append(out.logits[0, -1].float())
-        return torch.stack(logits)[:, None].expand(-1, tokens.shape[1], -1)
+            last, cache.rows[row] = self.read(input_ids=ids[None, :size], use_cache=True, **{self.cache_name: kept})
+            found.append(last)
+        return torch.stack(found)[:, None].expand(-1, tokens.shape[1], -1)
+
+    def read(self, **inputs: Any) -> tuple[Tensor, Any]:
+        """([hidden size] of the last token, the cache)"""
+        out = self.decoder(**inputs)
+        return out.last_hidden_state[0, -1], out[self.cache_name]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return logits_of(self.model, hidden)
+
+
+class OwnHeadModel(RowModel):
+    """A RowModel whose head computes what no other does. In place of hidden states are logits, in the model's dtype."""
+
+    def read(self, **inputs: Any) -> tuple[Tensor, Any]:
+        out = self.model(**inputs)
+        return out.logits[0, -1].float(), out[self.cache_name]
 
     def logits(self, logits: Tensor) -> Tensor:
         return logits

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_core.data.chat import Chat, shared_length
 from rl_core.data.tasks import PROMPT_COLUMNS, column_messages, first_column, shorten
-from rl_core.options.imitation import imitation_samples
+from rl_core.options.imitation import imitation_samples, row_tools
 from rl_core.types import Message, TrainingSample
 
 PAIR = ("chosen", "rejected")
@@ -20,7 +20,7 @@ def reply_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
     context = [{**m, "train": False} for m in context]
     samples = []
     for side, reply in zip(PAIR, replies, strict=True):
-        found = imitation_samples(chat, {"messages": context + reply, "tools": row.get("tools")})
+        found = imitation_samples(chat, {"messages": context + reply, "tools": row_tools(row)})
         if len(found) != 1:
             raise ValueError(
                 f"the chat template rewrites earlier turns of column {side!r}, so that its tokens are {len(found)} "
@@ -35,7 +35,7 @@ def scored_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
     classifier reads the same tokens. A dummy last token stands for the score: the hidden state of the conversation's last
     token "predicts" it. Everything after the common beginning is trained."""
     context, *replies = pair_messages(row)
-    tools, pad = row.get("tools") or None, chat.tokenizer.pad_token_id
+    tools, pad = row_tools(row), chat.tokenizer.pad_token_id
     ids = [chat.prompt_ids(context + reply, tools, add_generation_prompt=False) for reply in replies]
     if pad is not None and any(i[-1:] == [pad] for i in ids):
         raise ValueError(

@@ -18,16 +18,18 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
 from rl_core.data.chat import load_chat
+from rl_core.data.pretrained import load_pretrained
 from rl_core.data.tasks import check_messages
 from rl_core.types import Message
 
+LOCAL = {"localhost", "127.0.0.1", "::1"}
 MAX_PAUSE_S = 5.0  # between two attempts at a server
 
 
@@ -78,6 +80,8 @@ class RewardModel:
     def forward(self, conversations: list[list[int]]) -> list[float]:
         import torch
 
+        from rl_core.learning.logprobs import scores_of
+
         rows = [torch.tensor(ids, device=self.device) for ids in conversations]
         last = torch.tensor([len(ids) - 1 for ids in conversations], device=self.device)
         input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -85,7 +89,7 @@ class RewardModel:
         # The classifier's own forward finds the end by a padding token, in which a conversation may end.
         with torch.inference_mode():
             hidden = self.model.base_model(input_ids=input_ids, attention_mask=mask, use_cache=False).last_hidden_state
-            return self.model.score(hidden[torch.arange(len(rows), device=self.device), last].float())[:, 0].tolist()
+            return scores_of(self.model, hidden[torch.arange(len(rows), device=self.device), last]).tolist()
 
 
 def load_classifier(path: str, device: Any) -> Any:
@@ -93,10 +97,10 @@ def load_classifier(path: str, device: Any) -> Any:
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    how = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
+    how = {"use_safetensors": True, "output_loading_info": True}
     dtype = torch.float32 if device.type == "cpu" else "auto"
     try:
-        model, found = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, **how)
+        model, found = load_pretrained(AutoModelForSequenceClassification, path, dtype=dtype, **how)
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"model {path!r} cannot score: {str(error).splitlines()[0]}") from None
     missing = sorted(found["missing_keys"])
@@ -134,6 +138,23 @@ async def remote_scores(
                 raise ConnectionError(f"no scores from {url} within {timeout_s:g} s ({reason}); is the server up?")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+
+def page_check(host: str) -> Callable:
+    """Refuses what pages in a browser ask, of any site: they would have the model of whoever runs the server work for them.
+    A page whose name is made to resolve to this machine has another Host than a loopback address."""
+    is_local = host in LOCAL
+
+    @web.middleware
+    async def check(request: web.Request, handler: Callable) -> web.StreamResponse:
+        if "Origin" in request.headers:
+            return web.json_response({"error": "pages in a browser may not ask"}, status=403)
+        if is_local and request.url.host not in LOCAL:
+            error = f"Host {request.host} is not {host}; listen on all interfaces with --host 0.0.0.0"
+            return web.json_response({"error": error}, status=403)
+        return await handler(request)
+
+    return check
 
 
 class ScoreServer:
@@ -184,7 +205,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch_tokens", type=int, default=16384, help="tokens of one forward, with padding [16384]")
     parser.add_argument("--max_request_mib", type=float, default=16, help="a larger request is refused [16]")
     args = parser.parse_args(argv)
-    app = web.Application(client_max_size=int(args.max_request_mib * 2**20))
+    size = int(args.max_request_mib * 2**20)
+    app = web.Application(client_max_size=size, middlewares=[page_check(args.host)])
     ready = f"scores of {args.model} at http://{args.host}:{args.port}"
     try:
         server = ScoreServer(RewardModel(args.model, args.device, batch_tokens=args.batch_tokens))

@@ -1,6 +1,7 @@
 """What is going wrong in a run, in plain words and with what to try: told once when it begins, and kept in warnings.jsonl.
 
-A warning depends on the lines of metrics.jsonl alone. So a resumed run reads them again, and repeats none.
+A warning depends on the lines of metrics.jsonl alone, but for the reasons of failed episodes, which warnings.jsonl keeps. So a
+resumed run reads both again, and repeats none.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import math
 import re
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rl_core.config import Config
 from rl_core.data.rows import write_whole
@@ -19,11 +22,18 @@ from rl_core.learning.algorithms import make_algorithm
 from rl_core.options.metric_table import describe
 from rl_core.rules import BASELINES
 
+if TYPE_CHECKING:
+    from rl_core.sampling.env import Env
+
 SHORT, LONG = 5, 20  # steps over which a value is judged, and a tendency
 AGAIN = 10  # steps without it before a warning is told again
 COLLAPSE = 0.1  # of its start that is left of the entropy
 DOMINATES = 0.98  # of the reward
+MOST = 0.5  # of the episodes of the first step
 OFF_POLICY = 10.0  # times the bound of the mismatch, where older weights sample
+
+FAILED = "failed episodes"  # the kind of what failures() tells
+MAX_REASONS = 50  # of one run; the viewer and rl-core show have all
 
 Row = dict[str, float]
 
@@ -32,11 +42,22 @@ def bound(metric: str) -> float:
     return describe(metric).above
 
 
+def unanswered(envs: Collection[Env]) -> str:
+    """What these environments leave out after a turn that was cut off: `interact() is not called, and `."""
+    text = ""
+    if any("interact" in env.hooks for env in envs):
+        text += "interact() is not called, "
+    if any(env.tools for env in envs):
+        text += "no tool answers, "
+    return text and f"{text}and "
+
+
 class RunWarnings:
     """Of the run in the folder `out`, after the steps that its metrics.jsonl has."""
 
-    def __init__(self, config: Config, out: Path):
+    def __init__(self, config: Config, out: Path, envs: Collection[Env] = ()):
         self.config, self.file = config, out / "warnings.jsonl"
+        self.unanswered = unanswered(envs)
         algorithm = make_algorithm(config.algorithm, config.algo)
         # Others learn from groups of equal rewards too: from the batch, a critic, or the turns' own rewards.
         self.compares_groups = algorithm.advantage in BASELINES and algorithm.turn_discount is None
@@ -45,11 +66,43 @@ class RunWarnings:
         self.range: dict[str, list[float]] = {}  # reward -> lowest, highest, number of steps
         self.now: dict[str, tuple[int, str]] = {}  # warning -> the last step at which it held, its text
         before, metrics = [], out / "metrics.jsonl"
+        last_step = -1
         for row in map(json.loads, metrics.read_text().splitlines()) if metrics.exists() else ():
+            last_step = row["step"]
             if "time/step_s" in row:  # no evaluation
                 before += self.look(row["step"], row)
-        if before or self.file.exists():
+        self.reasons: set[str] = set()
+        if self.file.exists():
+            before += self.told_failures(last_step)
+            before.sort(key=lambda line: json.loads(line)["step"])
             write_whole(self.file, "".join(before))
+        elif before:
+            write_whole(self.file, "".join(before))
+
+    def told_failures(self, last_step: int) -> list[str]:
+        """Lines of warnings.jsonl that failures() wrote until this step, whose reasons are known from now on."""
+        kept = []
+        for line in self.file.read_text().splitlines(keepends=True):
+            with suppress(json.JSONDecodeError):  # cut short by a kill
+                told = json.loads(line)
+                if told["kind"] == FAILED and told["step"] <= last_step:
+                    self.reasons.add(told["reason"])
+                    kept.append(line)
+        return kept
+
+    def failures(self, step: int, reasons: dict[str, int]) -> list[str]:
+        """A warning for each reason for which no episode had failed. `reasons`: reason -> episodes that failed for it."""
+        texts = []
+        for reason, num in reasons.items():
+            if reason in self.reasons or len(self.reasons) >= MAX_REASONS:
+                continue
+            self.reasons.add(reason)
+            text = f"{num} episode{'s' if num > 1 else ''} failed: {reason}"
+            texts.append(text)
+            line = {"step": step, "kind": FAILED, "metric": "failed", "text": text, "reason": reason}
+            with open(self.file, "a") as file:
+                file.write(json.dumps(line) + "\n")
+        return texts
 
     def step(self, step: int, values: Row) -> list[str]:
         """The warnings that begin with this step. `values`: its metrics."""
@@ -93,6 +146,14 @@ class RunWarnings:
 
     def of_episodes(self, place: str) -> Iterator[tuple[str, str, str]]:
         name = f"{place}truncated_frac"
+        first = self.values(name, 1)
+        if len(self.first) == 1 and first and first[0] > MOST:
+            yield (
+                "truncated", name,
+                f"{name} is {first[0]:.2f} in the first step: most turns are cut off in their middle. After such a turn "
+                f"{self.unanswered}rewards are of what there is by then; try a larger "
+                "--max_tokens, or truncated_reward in the environment, and read what is said (rl-core show)",
+            )  # fmt: skip
         values = self.values(name, SHORT)
         if values and statistics.fmean(values) > bound(name):
             yield (

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rl_core.data.rows import JSON, ROLLOUTS, check_exists, suffix_of
+from rl_core.data.rows import JSON, ROLLOUTS, check_exists, encoding_rule, suffix_of
 from rl_core.rules import nearest
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -92,4 +92,6 @@ def from_datasets(source: str, load: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(datasets, load)(*args, **kwargs)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = error.__cause__ or error
+        if isinstance(cause, UnicodeDecodeError):
+            raise ValueError(f"{source}: {encoding_rule(cause.object)}") from None
         raise ValueError(f"{source}: {type(cause).__name__}: {' '.join(str(cause).split())}") from None

@@ -8,8 +8,10 @@ import os
 import re
 import sys
 import time
+from collections import deque
 from contextlib import suppress
 from datetime import timedelta
+from statistics import median
 from typing import Any
 
 import huggingface_hub
@@ -28,6 +30,7 @@ from rl_core.types import Trajectory
 
 REFRESH_PER_S = 4
 CHARS = 300  # of a message that is shown
+LAST_STEPS = 20  # whose median says how long a step takes
 
 
 def quiet() -> None:
@@ -38,6 +41,11 @@ def quiet() -> None:
         huggingface_hub.utils.enable_progress_bars()
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # hooks have deadlines of their own
+
+
+def counted(num: int, thing: str) -> str:
+    """`1 row`, `1,000 rows`."""
+    return f"{num:,} {thing}" + ("" if num == 1 else "s")
 
 
 def loaded(run: Any) -> str:
@@ -56,16 +64,18 @@ def loaded(run: Any) -> str:
         models.append(text + ("" if learner is not None else f" ({actor.api})" if actor.api else " (frozen)"))
     rows = sum(len(source) for source in plan.train.sources)
     held_out = sum(len(source) for source in plan.eval.values())
-    work = f"{config.algorithm}: {rows:,} rows" + (f", {held_out:,} held out" if held_out else "")
-    each = f" x {config.group_size} episodes" if config.is_rl else ""
-    work += f"; {config.num_steps} steps of {config.tasks_per_step} {'tasks' if each else 'rows'}{each}"
+    work = f"{config.algorithm}: {counted(rows, 'row')}" + (f", {held_out:,} held out" if held_out else "")
+    each = f" x {counted(config.group_size, 'episode')}" if config.is_rl else ""
+    of_step = counted(config.tasks_per_step, "task" if config.is_rl else "row")
+    work += f"; {counted(config.num_steps, 'step')} of {of_step}{each}"
     is_gpu, size = ranks.device.type == "cuda", ranks.size + ranks.engine_ranks
     device = torch.cuda.get_device_name(ranks.device) if is_gpu else "CPU"
     mesh = {name: getattr(ranks.mesh, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")}
     mesh |= {"engine_ranks": ranks.engine_ranks}
     split = " ".join(f"{name} {n}" for name, n in mesh.items() if n > 1)
     devices = f"{size} x {device}" + (f" ({split})" if split else "") + (f", {config.engine} engine" if each else "")
-    return "\n".join([", ".join(models), work, f"{devices}; {run.beginning}"])
+    short_of = [engine.shortage for engine in run.all_engines if getattr(engine, "shortage", "")]
+    return "\n".join([", ".join(models), work, f"{devices}; {run.beginning}", *short_of])
 
 
 def short(n: float) -> str:
@@ -88,9 +98,13 @@ class Terminal:
     def __init__(self, run: Any):
         self.run, self.live, self.phase, self.values = run, None, "start", {}
         self.started = self.began = time.monotonic()  # the run, the phase
+        self.step_done: int = run.start
+        self.time_left = TimeLeft(run.config.num_steps, run.config.eval_every)
         self.said_at = -math.inf
         run.log.say(loaded(run))
-        self.warnings = RunWarnings(run.config, run.out) if run.ranks.is_writer else None
+        self.warnings = None
+        if run.ranks.is_writer:
+            self.warnings = RunWarnings(run.config, run.out, run.plan.envs.values())
         if run.ranks.is_writer and sys.stdout.isatty():
             self.live = Live(get_renderable=self.panel, refresh_per_second=REFRESH_PER_S, transient=True)
             self.live.start()
@@ -117,13 +131,16 @@ class Terminal:
             if speed := self.values.get(f"time/{name}_tokens_per_s"):
                 rest.append(f"{name} {short(speed)} tokens/s")
         if step > run.start:
-            rest.append(f"ETA {self.time_left(step)}")
+            rest.append(f"ETA {self.time_left.after(step)}")
         told = [text for _, text in list(self.warnings.now.values())]
         lines = (Text(f"! {text}", style="yellow", no_wrap=True, overflow="ellipsis") for text in told)
         return Group(table, Text("  ".join(rest)), *lines)
 
     def show(self, phase: str) -> None:
-        self.phase, self.began = phase, time.monotonic()
+        now = time.monotonic()
+        if self.phase == "eval":
+            self.time_left.note_evaluation(self.step_done, now - self.began)
+        self.phase, self.began = phase, now
 
     def episodes(self, found: list[Trajectory]) -> None:
         """Some of them, spread evenly."""
@@ -136,18 +153,57 @@ class Terminal:
             for message in t.messages:
                 self.run.log.say(f"   {message['role']}: {cut(message.get('content'))}")
 
-    def time_left(self, step: int) -> timedelta:
-        of_a_step = (time.monotonic() - self.started) / (step - self.run.start)
-        return timedelta(seconds=int(of_a_step * (self.run.config.num_steps - step)))
-
     def step(self, step: int, values: dict[str, float]) -> None:
         """A line, at most one a second, and what is off in this step."""
         self.values, num_steps = values | {"step": step}, self.run.config.num_steps
+        self.step_done = step
+        self.time_left.note_step(values["time/step_s"])
         if time.monotonic() > self.said_at + 1 or step == num_steps:
             self.said_at = time.monotonic()
-            self.run.log.say(f"{progress_line(step, num_steps, values)}  ETA {self.time_left(step)}")
-        for text in self.warnings.step(step, values) if self.warnings else ():
-            print(f"warning: step {step}: {text}", file=sys.stderr, flush=True)
+            self.run.log.say(f"{progress_line(step, num_steps, values)}  ETA {self.time_left.after(step)}")
+        if self.warnings:
+            self.warn(step, self.warnings.step(step, values))
+
+    def failures(self, step: int, reasons: dict[str, int]) -> None:
+        """Tells each reason once. `reasons`: reason -> episodes of the step, or of its evaluation, that failed for it."""
+        if self.warnings:
+            self.warn(step, self.warnings.failures(step, reasons))
+
+    def warn(self, step: int, texts: list[str]) -> None:
+        for text in texts:
+            print(f"warning: step {step}: {printable(text)}", file=sys.stderr, flush=True)
+
+
+class TimeLeft:
+    """Of the steps and evaluations that come, by the median of those that were. Start-up and saving do not count."""
+
+    def __init__(self, num_steps: int, eval_every: int):
+        self.num_steps, self.eval_every = num_steps, eval_every
+        self.step_times: deque[float] = deque(maxlen=LAST_STEPS)
+        self.eval_times: list[float] = []
+        self.evaluated_step = -1
+
+    def note_step(self, seconds: float) -> None:
+        self.step_times.append(seconds)
+
+    def note_evaluation(self, step: int, seconds: float) -> None:
+        self.evaluated_step = step
+        self.eval_times.append(seconds)
+
+    def after(self, step: int) -> timedelta:
+        """When this step is done, and maybe its evaluation."""
+        seconds = median(self.step_times) * (self.num_steps - step)
+        if self.eval_times:
+            first = step + 1 if self.evaluated_step == step else step
+            seconds += median(self.eval_times) * self.num_evaluations(first)
+        return timedelta(seconds=int(seconds))
+
+    def num_evaluations(self, first: int) -> int:
+        """Steps from `first` on that an evaluation follows: every so many, and the last."""
+        if not self.eval_every:
+            return 0
+        due = {*range(self.eval_every, self.num_steps + 1, self.eval_every), self.num_steps}
+        return sum(step >= first for step in due)
 
 
 def progress_line(step: int, num_steps: int, values: dict[str, float]) -> str:

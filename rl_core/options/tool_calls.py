@@ -6,18 +6,24 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from rl_core.data.chat import Chat, text_after
+from rl_core.data.chat import Chat, shared_length, text_after, unmarked
 from rl_core.options.imitation import said_text
 from rl_core.types import Completion, Message
 
 # An argument as XML: Qwen's, MiniMax's and GLM's.
 ARGUMENT = r'<(?:parameter=|parameter name="|arg_key>)(?P<key>[^<>"]+)(?:"?>|</arg_key>\s*<arg_value>)'
 ARGUMENT += r"(?P<value>(?:(?!</?(?:parameter|arg_value)\b).)*)</(?:parameter|arg_value)>"
+# LFM2: a list of Python calls.
+PYTHON_CALLS = (
+    r"<\|tool_call_start\|>",
+    r"<\|tool_call_start\|>\s*(?P<python>\[.*?\])\s*<\|tool_call_end\|>",
+)
 # What the template's text holds -> (how a call begins, one call). JSON without a name holds the name, or is a list of calls.
 FORMATS = {
     # Qwen 3.5, Qwen3-Coder, Nemotron 3
@@ -51,6 +57,13 @@ FORMATS = {
         r'\A\s*(?:<\|python_tag\|>|\{\s*"name")',
         r"\A\s*(?:<\|python_tag\|>)?\s*(?P<json>\{.*\})\s*(?:<\|eom_id\|>)?\Z",
     ),
+    # Gemma 4: its strings stand between tokens of their own
+    "<|tool_call>": (
+        r"<\|tool_call>",
+        r"<\|tool_call>\s*call:(?P<name>[^\s{]+)(?P<gemma>\{.*?\})\s*<tool_call\|>(?:<\|tool_response>)?",
+    ),
+    "<|tool_call_start|>": PYTHON_CALLS,
+    "<|tool_list_start|>": PYTHON_CALLS,  # the first LFM2's template, which writes no calls itself
     # Hermes, Qwen 2.5 and 3; templates that know no calls too
     "": (r"<tool_call>", r"<tool_call>\s*(?P<json>\{.*?\})\s*</tool_call>"),
 }
@@ -64,7 +77,7 @@ def read_reply(
     ids = completion.token_ids
     ids = ids[:-1] if ids and ids[-1] in chat.stop_token_ids else ids
     text = chat.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    begins, one_call = next(f for marker, f in FORMATS.items() if marker in str(chat.chat_template))
+    begins, one_call = FORMATS[marker_of(chat)]
     matches = [*re.finditer(one_call, text, re.DOTALL)]
     if not matches or len(matches) != len(re.findall(begins, text)):
         return None, re.search(begins, text) is not None
@@ -83,6 +96,11 @@ def read_reply(
     return {"role": "assistant", "content": chat.special_token.sub("", rest).strip(), "tool_calls": calls}, False
 
 
+def marker_of(chat: Chat) -> str:
+    """The key of FORMATS by which calls of this chat are read."""
+    return next(marker for marker in FORMATS if marker in str(chat.chat_template))
+
+
 def calls_of(match: re.Match, tools: Sequence[dict]) -> list[dict[str, Any]]:
     """[{"name", "arguments"}]. Raises ValueError, TypeError or LookupError."""
     name, xml = (match.groupdict().get(part) for part in ("name", "xml"))
@@ -90,6 +108,10 @@ def calls_of(match: re.Match, tools: Sequence[dict]) -> list[dict[str, Any]]:
         known = {f["name"]: f.get("parameters", {}).get("properties", {}) for f in (tool["function"] for tool in tools)}
         pairs = [(pair["key"].strip(), pair["value"]) for pair in re.finditer(ARGUMENT, xml, re.DOTALL)]
         return [{"name": name, "arguments": {k: typed_value(v, known.get(name, {}).get(k, {})) for k, v in pairs}}]
+    if match.groupdict().get("python"):
+        return python_calls(match["python"])
+    if match.groupdict().get("gemma"):
+        return [{"name": name, "arguments": json.loads(json_of_gemma(match["gemma"]))}]
     value = json.loads(match["json"])
     found = []
     for call in [{"name": name, "arguments": value}] if name else value if isinstance(value, list) else [value]:
@@ -113,6 +135,112 @@ def typed_value(text: str, schema: dict[str, Any]) -> Any:
         return {"True": True, "False": False, "None": None}.get(text.strip(), text)
 
 
+def are_shown(messages: list[Message], rendered: str) -> bool:
+    """Whether a rendering holds their text: some templates leave out a tool's result that follows no call."""
+    rendered = unmarked(rendered)
+    for message in messages:
+        content = message.get("content") or ""
+        parts = [{"text": content}] if isinstance(content, str) else content
+        for part in parts:
+            if part.get("text", "").strip() not in rendered:
+                return False
+    return True
+
+
+def python_calls(text: str) -> list[dict[str, Any]]:
+    """[{"name", "arguments"}] of "[f(x='a'), g(n=3)]". Raises ValueError or TypeError for anything but calls with
+    keywords and values of JSON."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+        return [python_call(node) for node in tree.elts]
+    except (SyntaxError, AttributeError, MemoryError, RecursionError) as error:
+        raise ValueError(text) from error
+
+
+def python_call(node: ast.Call) -> dict[str, Any]:
+    if node.args:
+        raise ValueError("an argument without a name")
+    arguments = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("arguments without names")
+        value = ast.literal_eval(JsonNames().visit(keyword.value))
+        # Raises TypeError for literals that JSON does not have: templates and services could not write them.
+        arguments[keyword.arg] = json.loads(json.dumps(value))
+    return {"name": ast.unparse(node.func), "arguments": arguments}
+
+
+class JsonNames(ast.NodeTransformer):
+    """JSON's names as Python's constants: templates write dictionaries in the one, single values in the other."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        values = {"true": True, "false": False, "null": None}
+        return ast.Constant(values[node.id]) if node.id in values else node
+
+
+def json_of_gemma(text: str) -> str:
+    """{city:<|"|>Rome<|"|>,days:3} as JSON."""
+    pieces = text.split('<|"|>')
+    for i, piece in enumerate(pieces):
+        if i % 2:
+            pieces[i] = json.dumps(piece)
+            continue
+        piece = re.sub(r"([{,]\s*)([\w.-]+)\s*:", r'\1"\2":', piece)
+        pieces[i] = re.sub(r"(?<=[:\[,])None\b", "null", piece)
+    return "".join(pieces)
+
+
+def check_tools(tools: Sequence[dict], chat: Chat, where: str) -> None:
+    """Raises ValueError if a call of one of the tools, as the chat's template writes it, is not read back."""
+    user = [{"role": "user", "content": "x"}]
+    if chat.render(user, tools) == chat.render(user):
+        return  # A template that says nothing of tools leaves it to the environment's messages.
+    for function in (tool["function"] for tool in tools if "function" in tool):
+        arguments = sample_arguments(function)
+        call = {"name": function["name"], "arguments": arguments}
+        written = written_call(chat, user, call, tools)
+        if call["name"] not in written:
+            continue  # The template writes no calls: nothing says in which form it expects them.
+        ids = chat.encode(written)
+        read = Completion(token_ids=ids, logprobs=[0.0] * len(ids), text="", finish_reason="stop", policy_version=0)
+        message, _ = read_reply(chat, read, 0, tools)
+        if message is None or [each["function"] for each in message["tool_calls"]] != [call]:
+            text = unmarked(written).strip()
+            raise ValueError(
+                f"{where}: tools: the chat template of {chat.tokenizer.name_or_path} writes a call of {call['name']}() as "
+                f"{text!r}, which is not read back; take a model whose calls are read (docs/environments.md#tools), or "
+                "give another template with --actors.NAME.chat_template FILE"
+            )
+
+
+def written_call(chat: Chat, before: list[Message], call: dict[str, Any], tools: Sequence[dict]) -> str:
+    """Marked text of an assistant's turn with this call, as the template renders it."""
+    calls = [{"id": "call00000", "type": "function", "function": call}]
+    messages = [*before, {"role": "assistant", "content": "", "tool_calls": calls}]
+    prompt = chat.render(before, tools)
+    try:
+        return said_text(chat, prompt, messages, tools)[0]
+    except ValueError:
+        # Some templates put something else than their generation prompt before a turn of the history.
+        whole = chat.render(messages, tools, add_generation_prompt=False)
+        return whole[shared_length(prompt, whole) :]
+
+
+def sample_arguments(function: dict[str, Any]) -> dict[str, Any]:
+    """An argument of the right type for each of a tool's parameters."""
+    text = "7 9"  # Part of no special token, so that the rendering has no marks in it.
+    samples = {"integer": 3, "number": 1.5, "boolean": True, "array": [text], "object": {"k": text}, "null": None}
+    arguments = {}
+    for name, schema in (function.get("parameters") or {}).get("properties", {}).items():
+        schema = schema if isinstance(schema, dict) else {}  # `true` allows anything
+        types = schema.get("type", "string")
+        first = types[0] if isinstance(types, list) else types
+        arguments[name] = text if "string" in types else samples.get(first, text)
+        if schema.get("enum"):
+            arguments[name] = schema["enum"][0]
+    return arguments
+
+
 def in_stream(
     chat: Chat, prompt: str, before: list[Message], reply: Message, text: str, after: list[Message], tools: list
 ) -> tuple[str, Message]:
@@ -120,7 +248,8 @@ def in_stream(
     word, where the template takes that; else its calls."""
     said = chat.assistant_message(text)
     try:
-        if text_after(chat.render([*before, said, *after], tools), prompt, text) is not None:
+        suffix = text_after(chat.render([*before, said, *after], tools), prompt, text)
+        if suffix is not None and are_shown(after, suffix):
             return text, said
     except ValueError:
         pass

@@ -131,7 +131,7 @@ def check_trackers(names: str) -> None:
             raise ValueError(f"--trackers {name}: {type(error).__name__}: {error}") from error
         if not is_there:
             known = f"is not known; {nearest(name, TRACKERS)}; your own is MODULE:CLASS"
-            missing = "is not installed: pip install .[trackers]"
+            missing = "is not installed: pip install 'rl_core[trackers]'"
             raise ValueError(f"--trackers {name} {missing if name in TRACKERS else known}")
 
 

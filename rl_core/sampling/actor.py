@@ -6,20 +6,26 @@ import copy
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 from zlib import crc32
 
 from rl_core.data.chat import TOOL_CALLS, Chat, TokenStream
 from rl_core.data.tasks import check_messages
 from rl_core.rules import nearest
-from rl_core.sampling.engine import DeviceLease, Engine
+from rl_core.sampling.engine import DeviceLease, Engine, EngineDied
 from rl_core.sampling.hooks import finite_parts, wait_for_all
-from rl_core.types import Completion, Message, SamplingParams, Trajectory, counter_seed, option
+from rl_core.sampling.under_way import EpisodeUnderWay
+from rl_core.types import Completion, Message, RunError, SamplingParams, Trajectory, counter_seed, option
 
 # The learner assumes how a trainable actor samples: a reply that overrides one of these is not trained.
 DRAWING = ("temperature", "top_p", "top_k", "min_p")
+MAX_REVIVALS = 3  # times that one piece of work may lose an engine
+
+Result = TypeVar("Result")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,6 +47,7 @@ class Actor:
     seed: int = 0
     session: str = ""
     max_turns: int = 0  # 0: unknown
+    under_way: EpisodeUnderWay | None = None  # for checkpoints
     num_replies: Counter[str] = field(default_factory=Counter)  # by what respond() was asked
     conversations: list[Conversation] = field(default_factory=list)
 
@@ -52,12 +59,22 @@ class Actor:
     def engines(self) -> list[Engine]:
         return [engine for engine in (self.engine, self.older) if engine is not None]
 
-    async def generate(self, prompt_ids: list[int], params: SamplingParams, seed: int, session: str = "") -> Completion:
-        """One completion. Which engine gives it depends on the seed alone."""
+    async def generate(
+        self, prompt_ids: list[int], params: SamplingParams, seed: int, session: str = "", turn: str = ""
+    ) -> Completion:
+        """One completion. Which engine gives it depends on the seed alone. `turn` names it in the episode."""
         is_older = self.older is not None and counter_seed("lagged", seed) < self.older_frac * 2**32
         engine = self.older if is_older else self.engine
-        async with self.device(engine):
-            return await engine.generate(prompt_ids, params, seed=seed, session=session, adapter=self.adapter)
+        is_alone = self.under_way is not None and self.under_way.gate is not None
+        same = {"seed": seed, "session": "" if is_alone else session, "adapter": self.adapter}
+
+        async def sample(params: SamplingParams, **begun: Completion) -> Completion:
+            async with self.device(engine):
+                return await engine.generate(prompt_ids, params, **same, **begun)
+
+        if self.under_way is None or not turn:
+            return await sample(params)
+        return await self.under_way.complete(turn, prompt_ids, params, sample)
 
     async def wake(self) -> None:
         """Engines that died start again."""
@@ -104,17 +121,42 @@ class Actor:
         return replies[0] if n is None else replies
 
 
+async def revived(work: Callable[[], Awaitable[Result]], actors: Iterable[Any], where: str) -> Result:
+    """What `work` returns. Whoever samples calls this: if an engine dies meanwhile, it is started again, and the work is done
+    again. Raises RunError if that does not help; it says `where`."""
+    for _ in range(MAX_REVIVALS):
+        try:
+            return await work()
+        except EngineDied as error:
+            last = error
+        try:
+            for actor in actors:
+                if isinstance(actor, Actor):  # an endpoint elsewhere has no engine
+                    await actor.wake()
+        except EngineDied as error:
+            raise RunError(f"an engine died and cannot be started again: {error}") from error
+    raise RunError(f"an engine died {MAX_REVIVALS} times in {where}: {last}") from last
+
+
 class Cast(dict[str, Actor]):
     """The actors of one episode by name, as hooks get them."""
 
     def __init__(
-        self, actors: Mapping[str, Actor], params: SamplingParams, seed: int, session: str, max_turns: int = 0
+        self,
+        actors: Mapping[str, Actor],
+        params: SamplingParams,
+        seed: int,
+        session: str,
+        max_turns: int = 0,
+        under_way: EpisodeUnderWay | None = None,
     ):
         for name, actor in actors.items():
             self[name] = actor.in_episode(params, seed, f"{session}/{name}", max_turns)
+            self[name].under_way = under_way
 
     def __missing__(self, name: str) -> Actor:
-        raise KeyError(f"{name!r} is no actor; {nearest(str(name), sorted(self))} (--actors adds one)")
+        known = nearest(str(name), sorted(self))
+        raise KeyError(f"{name!r} is no actor; {known} (--actors.{name}.model PATH adds one)")
 
     def close(self) -> None:
         """Engines free what they keep for the episode."""
@@ -133,6 +175,8 @@ class Conversation:
         self.params = replace(speaker.params, **sampling) if sampling else speaker.params
         self.overridden = [name for name in DRAWING if name in sampling]
         self.history, self.turns, self.text = list(messages), [], ""  # text: the actor's last
+        if tools and speaker.chat:
+            speaker.chat.check_tools(tools, f"actor {speaker.name}")
         self.stream = speaker.chat and TokenStream(speaker.chat, self.history, tools)
         self.calls: Message | None = None  # the last turn as a message, if it called tools
         self.metrics: dict[str, float] = {"tool_parse_failed": 0.0} if tools and self.stream else {}
@@ -184,7 +228,7 @@ class Conversation:
     async def _speak(self) -> None:
         actor, seed = self.speaker, counter_seed(self.speaker.seed, self.session, self.num_replies)
         if self.stream is None:
-            reply, completion = await actor.engine.chat(self.history, self.tools, self.params, seed)
+            reply, completion = await self._chat(seed)
         else:
             completion = await self._sample(seed)
             reply = {"role": "assistant", "content": completion.text}
@@ -198,6 +242,18 @@ class Conversation:
         self.text, self.truncated = completion.text, completion.finish_reason == "length"
         self.num_replies += 1
 
+    @property
+    def turn_name(self) -> str:
+        """Of the next turn, unique in the run."""
+        return f"{self.session}#{self.num_replies}"
+
+    async def _chat(self, seed: int) -> tuple[Message, Completion]:
+        actor, asked = self.speaker, [self.history, self.tools, self.params]
+        ask = partial(actor.engine.chat, *asked, seed)
+        if actor.under_way is None:
+            return await ask()
+        return await actor.under_way.chat(self.turn_name, asked, ask)
+
     async def _sample(self, seed: int) -> Completion:
         actor, prompt_ids = self.speaker, self.stream.prompt_ids
         max_new_tokens = actor.max_context_tokens - len(prompt_ids)
@@ -208,7 +264,8 @@ class Conversation:
             )
         limits = {"max_tokens": min(max_new_tokens, self.params.max_tokens), "stop_token_ids": actor.stop_token_ids}
         is_last = len(self.turns) + 1 == actor.max_turns  # nothing is kept for a turn that will not come
-        return await actor.generate(prompt_ids, replace(self.params, **limits), seed, "" if is_last else self.session)
+        params, session = replace(self.params, **limits), "" if is_last else self.session
+        return await actor.generate(prompt_ids, params, seed, session, self.turn_name)
 
     def fork(self) -> Conversation:
         """A second conversation with the same tokens so far, which continues with its own seeds."""

@@ -30,10 +30,18 @@ class Engine(Protocol):
     capacity: int  # requests that it decodes at once
 
     async def generate(
-        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = "", adapter: str = ""
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        session: str = "",
+        adapter: str = "",
+        begun: Completion | None = None,
     ) -> Completion:
         """One completion. `session` names a conversation whose next prompt extends this one. `adapter` names a LoRA adapter;
-        the completion has the version of the adapter. Raises ValueError for an impossible request, EngineDied."""
+        the completion has the version of the adapter. `begun` is continued in place: it has the first tokens, or none.
+        Raises ValueError for an impossible request, EngineDied."""
 
     def end_session(self, session: str) -> None: ...  # frees what is kept for its next turn; an unknown name is ignored
 
@@ -48,6 +56,9 @@ class Engine(Protocol):
     async def wake(self) -> None: ...  # takes the memory again; after EngineDied starts again with the same weights
     async def pause(self) -> None: ...  # stops between two tokens; requests keep theirs, and new ones wait
     async def resume(self) -> None: ...  # continues with the newest weights; each further token has their version
+    async def catch_up(
+        self,
+    ) -> None: ...  # what generate() was given as `begun` has all tokens that were sampled so far
     async def take_metrics(self) -> dict[str, Metric]: ...  # since the last call, by their names in metrics.jsonl
     async def close(self) -> None: ...  # ends what runs and frees everything
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import difflib
 import functools
+import hashlib
 import importlib.util
 import inspect
 import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +39,8 @@ ARGUMENTS = {
 }
 FUNCTIONS = (*ARGUMENTS, "reward_fn", "group_reward_fn", "load_tasks", "advantage_fn")
 REWARDS = {"reward_fn": (1.0, False), "group_reward_fn": (1.0, True)}  # those without a mark: weight, whether batched
+# Hashes of the files that an episode's sessions at a service began with, the newest last. Two workers may hold two files.
+SESSION_CODES: ContextVar[list[str]] = ContextVar("SESSION_CODES")
 UNUSED_BY_ROLLOUT = {"start", "interact", "turns", "system_prompts", "name_prefix", "truncated_reward"}
 # Setting -> (whether a value is good, what it must be).
 SETTINGS = {
@@ -73,6 +77,7 @@ class Env:
     system_prompts: dict[str, Any]  # actor -> SystemPrompt
     name_prefix: bool
     truncated_reward: float | None
+    code: Callable[[], str]  # hash of the file; of a served one, which may change, the last that was heard
 
     @property
     def group_rewards(self) -> list[Hook]:
@@ -89,6 +94,7 @@ class Env:
             for what, names, ours in wanted:
                 for name in sorted(names - row.keys()):
                     hint = "it needs start(task)" if name == "state" else nearest(name, sorted({*ours, *row}))
+                    hint += f"; read another column by --data.columns {name}=COLUMN" if origin else ""
                     raise ValueError(
                         f"{self.path}: {what} names {name!r}, which is neither one of its arguments nor a column of "
                         f"{row_place(f'{split}/{index}', origin)}; {hint}"
@@ -103,7 +109,8 @@ class Env:
         elif self.turns is None and len(names) > 1 and "rollout" not in self.hooks:
             raise ValueError(
                 f"{self.path}: there are {len(names)} actors, {', '.join(names)}, and nothing says whose turn it is; add "
-                f'turns = "{" -> ".join(names)}", or write async def rollout(task, actors)'
+                f'turns = "{names[0]}" if hooks ask the others, as a judge, or turns = "{" -> ".join(names)}", or write '
+                "async def rollout(task, actors)"
             )
 
     def check_name(self, name: str, names: Iterable[str], where: str) -> None:
@@ -186,7 +193,14 @@ def load_env(
         system_prompts=option("rl_core.options.system_prompts:load_prompts")(prompts, path) if prompts else {},
         name_prefix=has.get("name_prefix", False),
         truncated_reward=has.get("truncated_reward"),
+        code=module.heard_code if "://" in path else functools.partial(str, hash_of(module)),
     )
+
+
+def hash_of(module: ModuleType) -> str:
+    """The first 12 hex digits of the file's SHA-256; "" for a module without a file."""
+    file = Path(getattr(module, "__file__", None) or "")
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.is_file() else ""
 
 
 def parse_turns(turns: str, path: str, names: Sequence[str] = ()) -> tuple:

@@ -9,7 +9,16 @@ from typing import Any
 from rl_core.data.tasks import shorten
 from rl_core.sampling.actor import Cast, Conversation, without_thoughts
 from rl_core.sampling.env import Env, is_list
-from rl_core.sampling.hooks import Hook, add_parts, finite, finite_parts, read_answer, wait_for_all
+from rl_core.sampling.hooks import (
+    Hook,
+    add_parts,
+    finite,
+    finite_parts,
+    plain,
+    read_answer,
+    saying_truncated,
+    wait_for_all,
+)
 from rl_core.types import Message, Task, Trajectory
 
 # Between two turns of one actor: many chat templates, and many servers, refuse two assistants in a row.
@@ -20,7 +29,8 @@ async def play(env: Env, task: Task, actors: Cast) -> list[Trajectory]:
     """The trajectories of one episode: of each trainable actor that spoke; if none is trainable, of each actor that spoke."""
     if "rollout" in env.hooks:
         returned = await env.hooks["rollout"](task, {"task": task, "actors": actors})
-        return checked(returned, env, task, actors)
+        with saying_truncated({"actors": actors}):
+            return checked(returned, env, task, actors)
     episode, only = Episode(env, task, actors), next(iter(actors)) if len(actors) == 1 else ""
     if "start" in env.hooks:
         episode.state = await episode.call(env.hooks["start"], only)
@@ -154,7 +164,8 @@ class Episode:
         calls = [(hook, name) for hook in single for name in (names if hook.is_per_actor else [""])]
         values = await wait_for_all([self.call(hook, name) for hook, name in calls])
         for (hook, name), value in zip(calls, values, strict=True):
-            parts = finite_parts(value, hook.name, f"{hook.path}: what {hook.name}() returned")
+            with saying_truncated({"trajectories": self.trajectories.values()}):
+                parts = finite_parts(value, hook.name, f"{hook.path}: what {hook.name}() returned")
             for t in [self.trajectories[scored] for scored in ([name] if name else names)]:
                 add_parts(t.reward_parts, t.metrics, hook, parts, self.actors)
         if not self.env.rewards:
@@ -188,6 +199,9 @@ def checked(returned: Any, env: Env, task: Task, actors: Cast) -> list[Trajector
         t.reward = finite(t.reward, f"the reward of {what}")
         if t.turn_rewards and len(t.turn_rewards) != len(t.turns):
             raise ValueError(f"{what} has {len(t.turn_rewards)} turn_rewards for {len(t.turns)} turns")
+        # Records and checkpoints are JSON.
+        t.turn_rewards = [plain(value) for value in t.turn_rewards]
+        t.metrics = {name: plain(value) for name, value in t.metrics.items()}
         t.task_id, t.env = task.id, task.env
     return list(returned)
 
@@ -217,4 +231,5 @@ async def group_values(hook: Hook, task: Task, group: Sequence[Trajectory], acto
         raise ValueError(
             f"{what} is {shorten(values)}; it must be a list of {len(group)} numbers, one for each trajectory"
         )
-    return [finite(value, f"a number in {what}") for value in values]
+    with saying_truncated(given):
+        return [finite(value, f"a number in {what}") for value in values]

@@ -12,11 +12,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, MutableMapping
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from types import FrameType
 from typing import Any
 
 from rl_core.data.tasks import check_messages, shorten
@@ -26,6 +28,7 @@ BEAT_S = 0.05  # the event loop wakes up at least so often
 BLOCKED_S = 1.0  # an async hook that blocks the event loop for so long is named
 # Few: hooks that compute share one interpreter lock with the engine. Those that wait can be async.
 MAX_THREADS = 16
+TRUNCATED = "; the episode was truncated: a turn was cut off, as by --max_tokens, and interact() not called after it"
 SHARED = ("actors", "state")  # arguments that hooks get themselves; of all others they get copies
 
 
@@ -79,7 +82,12 @@ class Hook:
 
     async def __call__(self, task: Task, given: Mapping[str, Any]) -> Any:
         """What the function returns. `given`: at least our arguments. Raises HookError, or TimeoutError after timeout_s."""
-        clock, causes = LoopClock.of_running_loop(), []
+        clock = LoopClock.of_running_loop()
+        with clock.noting(self):
+            return await self._call(task, given, clock)
+
+    async def _call(self, task: Task, given: Mapping[str, Any], clock: LoopClock) -> Any:
+        causes: list[str] = []
         LAST_ERROR.set(causes)
         if self.is_async:
             clock.watch(self.path)
@@ -99,11 +107,14 @@ class Hook:
                 + "; make it faster or raise --rollout.hook_timeout_s"
             ) from None
         if error is not None:
-            raise HookError(f"{self.name}() failed for task {task.id}: {describe_error(error, self.path)}") from error
+            text = f"{self.name}() failed for task {task.id}: {describe_error(error, self.path)}"
+            if is_truncated(given):
+                text += TRUNCATED
+            raise HookError(text) from error
         return result
 
-    async def _in_time(self, awaitable: Awaitable) -> Outcome:
-        running = asyncio.ensure_future(awaitable)
+    async def _in_time(self, awaitable: Coroutine) -> Outcome:
+        running = asyncio.create_task(awaitable, name=f"{self.name}() of {self.path}")
         try:
             # Not wait_for, which waits for ever for a coroutine that ignores its cancellation.
             await asyncio.wait({running}, timeout=self.timeout_s)
@@ -113,6 +124,30 @@ class Hook:
         if not is_done:
             raise DeadlineError
         return (None, RuntimeError("it was cancelled")) if running.cancelled() else running.result()
+
+
+def is_truncated(given: Mapping[str, Any]) -> bool:
+    """Whether a turn that a hook could know of was cut off."""
+    known = given.get("trajectories", [])
+    if given.get("trajectory") is not None:  # a service gets it only for hooks that name it
+        known = [given["trajectory"]]
+    actors = given.get("actors")
+    conversations = []
+    if isinstance(actors, Mapping):
+        for actor in actors.values():
+            conversations += getattr(actor, "conversations", ())
+    return any(t.status == "truncated" for t in known) or any(c.truncated for c in conversations)
+
+
+@contextmanager
+def saying_truncated(given: Mapping[str, Any]) -> Iterator[None]:
+    """Where what a hook returned is read: its error says so too if the episode was cut off."""
+    try:
+        yield
+    except ValueError as error:
+        if not is_truncated(given):
+            raise
+        raise ValueError(f"{error}{TRUNCATED}") from error
 
 
 async def outcome(awaitable: Awaitable) -> Outcome:
@@ -173,6 +208,8 @@ class LoopClock:
         self.loop, self.real, self.held_s, self.last_s = loop, loop.time, 0.0, loop.time()
         self.jobs, self.num_jobs, self.num_threads = SimpleQueue(), 0, 0  # of sync hooks
         self.loop_thread, self.watched = threading.get_ident(), set()
+        self.calls: Counter[str] = Counter()  # of hooks that run
+        self.watchdog: Any = None  # an options.watchdog.Watchdog
         self.close_loop, loop.time, loop.close = loop.close, self, self._close
         self._beat()
 
@@ -220,20 +257,42 @@ class LoopClock:
     def _beat(self) -> None:
         self.loop.call_later(BEAT_S, self._beat)
 
+    @contextmanager
+    def noting(self, hook: Hook) -> Iterator[None]:
+        name = f"{hook.name}() of {hook.path}"
+        self._count(name, 1)
+        try:
+            yield
+        finally:
+            self._count(name, -1)
+
+    def _count(self, name: str, n: int) -> None:
+        self.calls[name] += n
+        if self.watchdog is not None:
+            self.watchdog.look()
+
+    def running(self) -> list[str]:
+        """Names of the hooks that run."""
+        return sorted(name for name, num in list(self.calls.items()) if num)
+
     def watch(self, path: str) -> None:
         """From now on a function of this file that blocks the loop's thread for BLOCKED_S is named on stderr, once."""
         if not self.watched:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         self.watched.add(path)
 
+    def frames_that_block(self) -> list[FrameType]:
+        """Frames of watched files, the innermost first, that have blocked the loop's thread for BLOCKED_S."""
+        frame = sys._current_frames().get(self.loop_thread)
+        if frame is None or self.real() - self.last_s < BLOCKED_S:
+            return []
+        return [f for f, _ in traceback.walk_stack(frame) if f.f_code.co_filename in self.watched]
+
     def _watch(self) -> None:
         told: set[str] = set()
         while not self.loop.is_closed():
             time.sleep(BLOCKED_S / 4)
-            frame = sys._current_frames().get(self.loop_thread)
-            if frame is None or self.real() - self.last_s < BLOCKED_S:
-                continue
-            inside = [f for f, _ in traceback.walk_stack(frame) if f.f_code.co_filename in self.watched]
+            inside = self.frames_that_block()
             if inside and (name := inside[-1].f_code.co_name) not in told:
                 told.add(name)
                 print(
@@ -266,10 +325,15 @@ def describe_error(error: BaseException, path: str) -> str:
     return f"{place}{type(error).__name__}: {' '.join(str(error).split())}"
 
 
+def plain(value: Any) -> Any:
+    """A scalar of numpy or torch as a number of Python, which JSON can hold; anything else as it is."""
+    return value.item() if hasattr(value, "item") else value
+
+
 def finite(value: Any, what: str) -> float:
     """A Python float of a bool, an int, a float, or a scalar of numpy or torch."""
     with suppress(ValueError, RuntimeError, OverflowError):  # an array of several numbers, or an int too large
-        number = value.item() if hasattr(value, "item") else value
+        number = plain(value)
         if isinstance(number, numbers.Real) and math.isfinite(number):
             return float(number)
     raise ValueError(f"{what} is {shorten(value)}; a reward must be a finite number, or a dict of them")

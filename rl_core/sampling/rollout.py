@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_core.config import Config, RolloutConfig
-from rl_core.sampling.actor import Actor, Cast
+from rl_core.sampling.actor import Actor, Cast, revived
 from rl_core.sampling.engine import EngineDied
-from rl_core.sampling.env import Env
+from rl_core.sampling.env import SESSION_CODES, Env
 from rl_core.sampling.episode import play, score_group
 from rl_core.sampling.hooks import LoopClock
+from rl_core.sampling.under_way import SCORING, GroupUnderWay
 from rl_core.types import RunError, SamplingParams, Task, Trajectory, counter_seed
 
 if TYPE_CHECKING:
     from rl_core.distributed import Ranks
 
-MAX_REVIVALS = 3  # times that one group may lose an engine
 POLL_S = 0.05  # between looks at other ranks, while groups of this rank are running
+FIXED_POLL_S = 0.002  # the same at this rank's groups, where the order is fixed
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,6 +39,7 @@ class Group:
     label: str = ""  # begins its id instead of `batch`, which all evaluations have in common, and so their seeds
     position: int = 0  # of the task in the order of the training data
     version: int = -1  # of the weights by which it began
+    under_way: GroupUnderWay | None = None  # for checkpoints
     trajectories: list[Trajectory] = field(default_factory=list)
 
     @property
@@ -49,7 +52,11 @@ class Group:
 
     def cast(self, env: Env, actors: Mapping[str, Actor], seed: int, name: int | str) -> Cast:
         """The actors in one episode, or in what scores the group."""
-        return Cast(actors, self.params, seed, f"{self.batch}/{self.number:06d}/{name}", env.max_turns)
+        session = f"{self.batch}/{self.number:06d}/{name}"
+        episode = self.under_way and self.under_way.episode(name)
+        if episode:
+            episode.begin()
+        return Cast(actors, self.params, seed, session, env.max_turns, episode)
 
 
 def make_group(config: Config, task: Task, drawn: dict[str, float], **place) -> Group:
@@ -64,18 +71,13 @@ async def run_group(
 ) -> list[Trajectory]:
     """The trajectories of one group. If an engine dies it is started again, and the group is done again. Raises RunError if
     that does not help."""
-    for _ in range(MAX_REVIVALS):
-        try:
-            return await play_group(envs[group.task.env], actors, config, group)
-        except EngineDied as error:
-            last = error
-        try:
-            for actor in actors.values():
-                if isinstance(actor, Actor):  # an endpoint elsewhere has no engine
-                    await actor.wake()
-        except EngineDied as error:
-            raise RunError(f"an engine died and cannot be started again: {error}") from error
-    raise RunError(f"an engine died {MAX_REVIVALS} times in one group of {group.batch}: {last}") from last
+    env = envs[group.task.env]
+    play = partial(play_group, env, actors, config, group)
+    trajectories = await revived(play, actors.values(), f"one group of {group.batch}")
+    for trajectory in trajectories:
+        # An episode that began no session, or ended in a run that noted none.
+        trajectory.env_code = trajectory.env_code or env.code()
+    return trajectories
 
 
 async def play_group(env: Env, actors: Mapping[str, Actor], config: RolloutConfig, group: Group) -> list[Trajectory]:
@@ -90,7 +92,7 @@ async def play_group(env: Env, actors: Mapping[str, Actor], config: RolloutConfi
             raise died
         trajectories = [t for episode in ended for t in episode]
         if env.group_rewards:
-            cast = group.cast(env, actors, counter_seed(seed, "group"), "group")
+            cast = group.cast(env, actors, counter_seed(seed, "group"), SCORING)
             try:
                 await asyncio.wait_for(score_group(env, task, trajectories, cast), config.episode_timeout_s)
             finally:
@@ -110,16 +112,23 @@ async def run_episode(
 ) -> list[Trajectory]:
     """One attempt at one task. What goes wrong in it ends here, as a failed trajectory of every actor, with its reason, but
     for the death of an engine, which is no fault of the episode: EngineDied."""
+    if group.under_way and (ended := group.under_way.ended(index)):
+        return ended
     cast = group.cast(env, actors, group.seed_of(task.id, index), index)
+    codes: list[str] = []
+    SESSION_CODES.set(codes)
     LoopClock.of_running_loop()  # a save or an update of the weights is not the episode's time
     try:
         trajectories = await asyncio.wait_for(play(env, task, cast), config.episode_timeout_s)
     except Exception as error:
-        return failures(cast, group, index, reason_of(error, "the episode", config))
+        trajectories = failures(cast, group, index, reason_of(error, "the episode", config))
     finally:
         cast.close()
     for trajectory in trajectories:
         trajectory.group_id, trajectory.index = group.id, index
+        trajectory.env_code = codes[-1] if codes else env.code()
+    if group.under_way:
+        group.under_way.episode(index).end(trajectories)
     return trajectories
 
 
@@ -157,9 +166,17 @@ class RolloutWorker:
     """
 
     def __init__(
-        self, run: Callable[[Group], Awaitable[list[Trajectory]]], ranks: Ranks, width: int, name: str, timeout_s: float
+        self,
+        run: Callable[[Group], Awaitable[list[Trajectory]]],
+        ranks: Ranks,
+        width: int,
+        name: str,
+        timeout_s: float,
+        order: Any = None,
     ):
+        """`order`: an options.fixed_order.FixedOrder. None: groups are collected as they are complete."""
         self.run, self.ranks, self.width, self.name, self.timeout_s = run, ranks, width, name, timeout_s
+        self.order = order
         self.version = 0  # of the weights by which groups begin
         self.pending: dict[int, Group] = {}  # submitted and not collected, on any rank
         self.running: dict[int, asyncio.Task] = {}  # on this rank
@@ -168,6 +185,20 @@ class RolloutWorker:
             None  # this rank's next group, which begins once it is submitted and a slot is free
         )
         self.num_submitted = self.num_collected = self.num_collects = 0
+        self.go_on(0, 0)
+
+    def go_on(self, num_collected: int, num_begun: int) -> None:
+        """Numbers groups as the run before did, which collected so many and had begun so many others. Ranks take these in
+        turn: each has read what was under way in its own. Groups after them are drawn."""
+        self.first = self.num_submitted = self.num_collected = num_collected
+        self.first_drawn = num_collected + num_begun
+        own = num_collected + (self.ranks.rank - num_collected) % self.ranks.size
+        end = self.first_drawn if self.order is None else sys.maxsize
+        self.assigned = iter(range(own, end, self.ranks.size))
+
+    def is_own(self, number: int) -> bool:
+        """Whether this rank takes the group, if it was under way when a run ended."""
+        return number % self.ranks.size == self.ranks.rank
 
     def submit(self, groups: Iterable[Group]) -> None:
         """Every rank must submit the same groups."""
@@ -179,16 +210,24 @@ class RolloutWorker:
     def _fill(self) -> None:
         while len(self.running) < self.width:
             if self.next_number is None:
-                self.next_number = self._count("drawn", 1) - 1
+                self.next_number = next(self.assigned, None)
+            if self.next_number is None:
+                self.next_number = self.first_drawn + self._count("drawn", 1) - 1
             if self.next_number >= self.num_submitted:
                 return
-            self.pending[self.next_number].version = self.version
+            group = self.pending[self.next_number]
+            if group.version < 0:  # no run before this one has begun it
+                group.version = self.version
+            if self.order is not None:
+                self.order.admit(group, self.next_number)
             self.running[self.next_number] = asyncio.create_task(self._run(self.next_number))
             self.next_number = None
 
     async def _run(self, number: int) -> None:
         group = self.pending[number]
-        group.trajectories = await self.run(group)
+        if not group.trajectories:  # a run before this one may have played it
+            group.trajectories = await self.run(group)
+        group.under_way = None
         del self.running[number]
         self.done.append(number)
         self._count("finished", 1)
@@ -200,16 +239,29 @@ class RolloutWorker:
         must call it. Raises RunError if an engine cannot go on, or other ranks do not."""
         from rl_core.distributed import all_gather_json  # imports torch, which rl-core check does without
 
-        while any(self.pending[n].version <= (self.version if oldest is None else oldest) for n in self.running):
+        if self.order is not None:
+            await self._collect_in_order(set(sorted(self.pending)[:num_groups]))
+        while self.order is None and self._has_old(self.version if oldest is None else oldest):
             await self._has_finished(None)
         await self._meet(num_groups)
-        by_rank = all_gather_json([(self.pending[n].version, n) for n in self.done], self.ranks)
+        ages = {n: self.pending[n].version if self.order is None else 0 for n in self.done}
+        by_rank = all_gather_json([(ages[n], n) for n in self.done], self.ranks)
         numbers = [n for _, n in sorted(tuple(pair) for pairs in by_rank for pair in pairs)[:num_groups]]
         self.num_collected += num_groups
         groups = {n: self.pending.pop(n) for n in numbers}
         collected_here = [groups[n] for n in self.done if n in groups]
         self.done = [n for n in self.done if n not in groups]
         return collected_here
+
+    def _has_old(self, version: int) -> bool:
+        return any(self.pending[n].version <= version for n in self.running)
+
+    async def _collect_in_order(self, due: set[int]) -> None:
+        """Waits until these groups are done, and all others of this rank wait for the next time."""
+        self.order.open(due)
+        while due & self.running.keys() or not all(self.order.is_at_rest(self.pending[n]) for n in self.running):
+            await self._has_finished(FIXED_POLL_S)
+        self.order.close()
 
     async def _meet(self, num_groups: int) -> None:
         """Waits until all ranks are here and have finished so many groups that are not collected."""
@@ -243,7 +295,7 @@ class RolloutWorker:
 
     def num_ready(self) -> int:
         """Groups that are complete, on all ranks, and not collected."""
-        return self._count("finished", 0) - self.num_collected
+        return self._count("finished", 0) - (self.num_collected - self.first)
 
     def _count(self, name: str, n: int) -> int:
         return self.ranks.add(f"{self.name}/{name}", n)

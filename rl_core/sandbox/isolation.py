@@ -54,23 +54,37 @@ NAMESPACES = {
     "net": 0x40000000,
 }
 RDONLY, NOSUID, NODEV, BIND, REC, PRIVATE = 1, 2, 4, 0x1000, 0x4000, 0x40000
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS = 1, 4, 8, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS = 1, 4, 8
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 READ_SEARCH = 1 << 2  # CAP_DAC_READ_SEARCH
-MOUNT_SETATTR, PIVOT_ROOT, CAPSET = (442, 155, 126) if os.uname().machine == "x86_64" else (442, 41, 91)
+# mount_setattr, pivot_root, capset. What is not listed has the kernel's generic numbers, as aarch64.
+NUMBERS = {"x86_64": (442, 155, 126), "generic": (442, 41, 91)}
+MOUNT_SETATTR, PIVOT_ROOT, CAPSET = NUMBERS.get(os.uname().machine, NUMBERS["generic"])
 # Refused with EPERM by seccomp. A program has no use for them; each has been, or helps, a way out or a way to hold memory.
 DENIED = """
-socket ptrace process_vm_readv process_vm_writev process_madvise kcmp pidfd_getfd pidfd_open unshare setns mount
-umount2 pivot_root chroot open_tree move_mount fsopen fsconfig fsmount fspick mount_setattr open_by_handle_at
+socket connect bind listen
+ptrace process_vm_readv process_vm_writev process_madvise kcmp pidfd_getfd pidfd_open unshare setns mount
+umount2 pivot_root chroot open_tree open_tree_attr move_mount fsopen fsconfig fsmount fspick mount_setattr open_by_handle_at
 name_to_handle_at keyctl add_key request_key bpf perf_event_open userfaultfd io_uring_setup io_uring_enter
-io_uring_register memfd_create memfd_secret shmget msgget semget mq_open fanotify_init kexec_load kexec_file_load
+io_uring_register memfd_create memfd_secret fanotify_init kexec_load kexec_file_load
+shmget shmat shmctl msgget msgsnd msgrcv msgctl semget semop semtimedop semctl mq_open mq_unlink
 init_module finit_module delete_module swapon swapoff reboot acct quotactl syslog iopl ioperm modify_ldt settimeofday
 clock_settime clock_adjtime adjtimex personality lookup_dcookie vhangup sethostname setdomainname
 """.split()  # noqa: SIM905
 # Landlock does not know them, and the host's files may be of the same user. Done in name only, so that copies of files succeed.
 METADATA = """
 chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes utimensat futimesat
-setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
+setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr setxattrat removexattrat file_setattr
 """.split()  # noqa: SIM905
+# Of these a libseccomp that is older than the kernel does not know the names. Their numbers are the same on all machines.
+NEW = {
+    "memfd_secret": 447,
+    "fchmodat2": 452,
+    "setxattrat": 463,
+    "removexattrat": 466,
+    "open_tree_attr": 467,
+    "file_setattr": 469,
+}
 # Landlock keeps signals inside from its sixth version on, Linux 6.12.
 SIGNALS = ["kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal"]
 # Of any process of the same user, where there is no pid namespace; of a program itself the first argument is 0.
@@ -78,6 +92,11 @@ OF_OTHERS = ["prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setp
 PRIORITIES = ["setpriority", "ioprio_set"]
 # Which argument holds the flags. MSG_OOB between unix sockets has been a way into the kernel, CVE-2025-38236.
 FLAGS_OF = {"sendto": 3, "recvfrom": 3, "sendmsg": 2, "recvmsg": 2, "sendmmsg": 3, "recvmmsg": 3}
+# Sockets of these types reach any Unix socket of the host by its address, which sendmsg holds in memory where no filter sees it.
+# Of streams and SOCK_SEQPACKET a pair speaks with its other end alone. The kernel takes SOCK_RAW for SOCK_DGRAM.
+ADDRESSED, SOCKET_TYPE = [int(socket.SOCK_DGRAM), int(socket.SOCK_RAW)], 0xF
+# A descriptor's owner gets signals of the descriptor's, any that the program names: a way around SIGNALS.
+SET_OWNER = {"fcntl": [8, 15], "ioctl": [0x8901, 0x8902]}  # F_SETOWN, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP
 OWN_GROUP = ["setsid", "setpgid"]  # without pid namespaces the process group is what ends a program's children
 
 
@@ -237,18 +256,24 @@ def make_filter(level: str) -> Any:
     more = [] if alone else OWN_GROUP + PRIORITIES + ([] if landlock_version() >= 6 else SIGNALS)
     for name in DENIED + more:
         with suppress(OSError, ValueError):  # unknown on this machine, so it cannot be called by that name
-            made.add_rule(seccomp.ERRNO(errno.EPERM), name)
+            made.add_rule(seccomp.ERRNO(errno.EPERM), NEW.get(name, name))
     for name in METADATA if level == "landlock" else []:
         with suppress(OSError, ValueError):
-            made.add_rule(seccomp.ERRNO(0), name)
+            made.add_rule(seccomp.ERRNO(0), NEW.get(name, name))
     for name in [] if alone else OF_OTHERS:
         made.add_rule(seccomp.ERRNO(errno.EPERM), name, seccomp.Arg(0, seccomp.NE, 0))
     low = 0xFFFFFFFF  # of the register the kernel reads these bits alone
     made.add_rule(seccomp.ERRNO(errno.EPERM), "prctl", seccomp.Arg(0, seccomp.MASKED_EQ, low, PR_SET_PDEATHSIG))
     made.add_rule(seccomp.ERRNO(errno.EPERM), "socketpair", seccomp.Arg(0, seccomp.NE, socket.AF_UNIX))
+    for kind in ADDRESSED:
+        refused = seccomp.Arg(1, seccomp.MASKED_EQ, SOCKET_TYPE, kind)
+        made.add_rule(seccomp.ERRNO(errno.EPERM), "socketpair", refused)
     urgent = int(socket.MSG_OOB)
     for name, flags in FLAGS_OF.items():
         made.add_rule(seccomp.ERRNO(errno.EPERM), name, seccomp.Arg(flags, seccomp.MASKED_EQ, urgent, urgent))
+    for name, commands in SET_OWNER.items():
+        for command in commands:
+            made.add_rule(seccomp.ERRNO(errno.EPERM), name, seccomp.Arg(1, seccomp.MASKED_EQ, low, command))
     for flag in (*NAMESPACES.values(), 0x2000000):
         made.add_rule(seccomp.ERRNO(errno.EPERM), "clone", seccomp.Arg(0, seccomp.MASKED_EQ, flag, flag))
     made.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags lie in memory; libraries then use clone

@@ -69,6 +69,11 @@ class Sandbox:
         self.workers = self.workers or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         self._slots = weakref.WeakKeyDictionary()  # event loop -> its semaphore
 
+    @property
+    def has_seccomp(self) -> bool:
+        """Whether system calls of programs are filtered, once it has started. Needs pyseccomp where the level sees it."""
+        return self._pool.has_seccomp
+
     def start(self) -> str:
         """The level of isolation, after starting the warm process. Raises RuntimeError where there is none."""
         return self._pool.start()

@@ -80,6 +80,8 @@ def supervise(wanted: dict[str, Any], fds: list[int], level: str, confinement: t
     """Runs one program in a process of its own, ends it and all that it started, and says how it went. `fds`: status, job,
     stdout, stderr, and the socket to the other side of a test."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Processes whose parents have ended become this one's children, so that is_alone() sees them.
+    isolation.LIBC.prctl(isolation.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     status = socket.socket(fileno=os.dup(fds[0]))
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)  # hidden from here on, where programs have namespaces
     try:
@@ -110,7 +112,7 @@ def supervise(wanted: dict[str, Any], fds: list[int], level: str, confinement: t
 
 def wait_for(pid: int, status: socket.socket, timeout_s: float, max_wait: float, proc: int) -> bool:
     """Has the process run out of time? It is ended then, and when the owner closes the socket or is gone. Seconds that it waited
-    for a core do not count, up to `max_wait` times its own."""
+    for a core do not count, up to `max_wait` times its own, unless it shares cores with processes and threads of its own."""
     process, waiting, began = os.pidfd_open(pid), select.poll(), time.monotonic()
     waiting.register(process, select.POLLIN)
     waiting.register(status, select.POLLIN)
@@ -124,12 +126,33 @@ def wait_for(pid: int, status: socket.socket, timeout_s: float, max_wait: float,
 
 
 def waited_s(pid: int, proc: int) -> float:
-    """Seconds that the process was ready and had no core; 0 where the kernel does not count them."""
+    """Seconds that the process was ready and had no core. 0 where the kernel does not count them, and for a process that may have
+    waited for its own children or threads."""
     try:
-        with open(os.open(f"{pid}/schedstat", os.O_RDONLY, dir_fd=proc), encoding="ascii") as file:
-            return int(file.read().split()[1]) / 1e9
+        if not is_alone(pid, proc):
+            return 0.0
+        return int(read(proc, f"{pid}/schedstat").split()[1]) / 1e9
     except (OSError, IndexError):
         return 0.0
+
+
+def is_alone(pid: int, proc: int) -> bool:
+    """Whether a child of this process has one thread, and neither has nor had children. Raises OSError where the kernel does not
+    list children."""
+    ours = os.getpid()
+    if read(proc, f"{pid}/task/{pid}/children").split():
+        return False
+    if read(proc, f"{ours}/task/{ours}/children").split() != [str(pid)]:
+        return False
+    fields = read(proc, f"{pid}/stat").rpartition(")")[2].split()
+    faults_of_children, num_threads = int(fields[8]), int(fields[17])
+    return faults_of_children == 0 and num_threads == 1
+
+
+def read(proc: int, name: str) -> str:
+    """A file below /proc."""
+    with open(os.open(name, os.O_RDONLY, dir_fd=proc), encoding="utf-8", errors="replace") as file:
+        return file.read()
 
 
 def become_program(

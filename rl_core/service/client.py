@@ -6,18 +6,20 @@ import asyncio
 import inspect
 import os
 import secrets
+import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 from rl_core.sampling.actor import Cast
-from rl_core.sampling.env import OF_GROUP
+from rl_core.sampling.env import OF_GROUP, SESSION_CODES
+from rl_core.service import needing_grpc
 from rl_core.types import Task, Trajectory
 
-try:
+with needing_grpc("--env_path grpc://..."):
     from grpc import StatusCode
 
     from rl_core.service import environments_pb2 as pb
@@ -25,8 +27,6 @@ try:
     from rl_core.service.connection import Connection
     from rl_core.service.speakers import Speakers, plain_turn
     from rl_core.service.wire import VERB_OF, ServiceError, from_json, to_json
-except ModuleNotFoundError as error:
-    raise ValueError(f"--env_path grpc://... needs gRPC ({error}): pip install 'rl_core[service]'") from None
 
 # Until an answer: room for a session, or a thread of the worker for a hook, is waited for. Hooks have a deadline of their own.
 ANSWER_S = 600.0
@@ -43,6 +43,23 @@ class Served:
     name: str
     connection: Connection
     is_replaying: bool  # whether a session that is lost is played again
+    code: str = ""  # hash of the file, as the last session began with
+    codes: set[str] = field(default_factory=set)  # all that were heard
+
+    def hear_code(self, code: str) -> None:
+        """Tells on stderr that a worker loaded another file: rewards may not compare. Told once of each file, for
+        workers with the old one and with the new one may serve side by side."""
+        if code and self.code and code not in self.codes:
+            print(
+                f"warning: {self.url}: the environment's file has changed while the run goes on: "
+                f"a newly started worker loaded another one (env_code {self.code} -> {code} in rollouts/), "
+                "and rewards of the two may not compare",
+                file=sys.stderr,
+                flush=True,
+            )
+        if code:
+            self.code = code
+            self.codes.add(code)
 
     async def ask(self, hook: str, task_id: str, **verb: Any) -> Any:
         """The verb's reply. Raises ServiceError, which reads as if the hook had failed here."""
@@ -79,6 +96,9 @@ class Session:
         served, task_id = self.served, self.start.task_id
         self.start.key = secrets.token_hex(8)
         reply = await served.ask(hook, task_id, start=self.start)
+        served.hear_code(reply.code)
+        if reply.code:
+            SESSION_CODES.get([]).append(reply.code)
         served.connection.end(**self.kept)
         lost, self.kept["session"] = self.kept["session"], reply.session
         served.connection.hold(reply.session, reply.idle_s)
@@ -218,6 +238,8 @@ def load_module(url: str) -> ModuleType:
     except OSError as error:
         raise ValueError(f"{url.partition('?')[0]}: {error}") from None
     module = ModuleType(f"rl_core_env_{served.name}")
+    served.hear_code(described.code)
+    module.heard_code = lambda: served.code
     module.max_turns = described.max_turns
     hooks = {hook.name: hook for hook in described.hooks}
     if described.tools:

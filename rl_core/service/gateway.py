@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import math
 import os
 import ssl
 from collections import Counter
@@ -16,6 +18,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from rl_core.service import environments_pb2 as pb
+from rl_core.service.door import FIRST_S, Door, Refusals, Visitor, make_log
 from rl_core.service.hub import Hub
 from rl_core.service.security import Access
 from rl_core.service.wire import CODES, MAX_REQUEST, REQUESTS, ServiceError, failed, from_json, wrong
@@ -33,6 +36,7 @@ HTTP = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
+SHORT = 1 << 16  # bytes of a body that is read though its request is refused
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
@@ -42,27 +46,58 @@ async def open_http(hub: Hub, access: Access, args: argparse.Namespace, stack: A
     if access.cert:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(args.tls_cert, args.tls_key)
-    runner = web.AppRunner(make_app(hub, access, metrics), access_log=None, handler_cancellation=True)
+    refusals, loop = Refusals(), asyncio.get_running_loop()
+    door = Door(refusals)
+    loop.set_exception_handler(refusals.handle)
+    stack.callback(loop.set_exception_handler, None)
+    runner = web.AppRunner(make_app(hub, access, metrics, door), handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
+    # Bodies are not inflated: those of strangers would be, before anybody asks for the token.
+    how = {"loop": loop, "auto_decompress": False, "access_log": None, "logger": make_log(refusals)}
     host = args.host.strip("[]")
+    tls = {"ssl": context, "ssl_handshake_timeout": FIRST_S} if context else {}
     try:
-        await web.TCPSite(runner, host, args.http_port, ssl_context=context, shutdown_timeout=1.0).start()
+        server = await loop.create_server(lambda: Visitor(runner.server, door, **how), host, args.http_port, **tls)
     except OSError as error:
         raise ValueError(
             f"--http_port {args.http_port} of {host}: {os.strerror(error.errno)}; --http_port 0 finds one"
         ) from None
-    return runner.addresses[0][1]
+    stack.callback(server.close)
+    return server.sockets[0].getsockname()[1]
 
 
-def make_app(hub: Hub, access: Access, metrics: Metrics) -> web.Application:
+def check_admission(access: Access, request: web.Request) -> None:
+    """Raises ServiceError for whom no body is read."""
+    if "Origin" in request.headers:  # a page of any site would reach a service of this machine without a token
+        raise ServiceError(StatusCode.PERMISSION_DENIED, "pages in a browser may not ask")
+    if not access.is_right(request.headers.get("Authorization", "")):
+        raise ServiceError(StatusCode.UNAUTHENTICATED, "the token is missing or wrong: Authorization: Bearer TOKEN")
+
+
+async def turn_away(request: web.Request, response: web.Response) -> None:
+    """Ends the connection of a request that is not admitted. The rest of a short body is read, so that its sender hears why."""
+    response.force_close()
+    is_short = not request.body_exists or (request.content_length or math.inf) <= SHORT
+    if not is_short:
+        await response.prepare(request)
+        await response.write_eof()
+        request.protocol.force_close()
+
+
+def as_response(reply: pb.Reply) -> web.Response:
+    """Of a reply that is an error."""
+    code = CODES[reply.code].name
+    return web.json_response({"code": code, "message": reply.error}, status=HTTP.get(code, 500))
+
+
+def make_app(hub: Hub, access: Access, metrics: Metrics, door: Door) -> web.Application:
     """POST /v1/start, /v1/interact ...; GET /metrics, which needs no token."""
 
     async def answer(verb: str, request: web.Request) -> pb.Reply:
-        if "Origin" in request.headers:  # a page of any site would reach a service of this machine without a token
-            raise ServiceError(StatusCode.PERMISSION_DENIED, "pages in a browser may not ask")
-        if not access.is_right(request.headers.get("Authorization", "")):
-            raise ServiceError(StatusCode.UNAUTHENTICATED, "the token is missing or wrong: Authorization: Bearer TOKEN")
+        encoding = request.headers.get("Content-Encoding", "identity")
+        if encoding != "identity":
+            raise wrong(f"Content-Encoding: {encoding[:40]} is not read; send the body as it is")
         if verb not in REQUESTS:
             raise ServiceError(StatusCode.NOT_FOUND, f"there is no verb {verb[:40]!r}; there are {', '.join(REQUESTS)}")
         try:
@@ -77,12 +112,19 @@ def make_app(hub: Hub, access: Access, metrics: Metrics) -> web.Application:
     async def post(request: web.Request) -> web.Response:
         verb = request.match_info["verb"]
         try:
+            check_admission(access, request)
+        except ServiceError as error:
+            door.refusals.tell(f"requests: {error.message}")
+            response = as_response(failed(0, error))
+            await turn_away(request, response)
+            return response
+        door.admit(request.protocol)
+        try:
             reply = await answer(verb, request)
         except ServiceError as error:
             reply = failed(0, error)
         if reply.code:
-            code = CODES[reply.code].name
-            return web.json_response({"code": code, "message": reply.error}, status=HTTP.get(code, 500))
+            return as_response(reply)
         text = json_format.MessageToJson(
             getattr(reply, verb),
             preserving_proto_field_name=True,
@@ -92,7 +134,9 @@ def make_app(hub: Hub, access: Access, metrics: Metrics) -> web.Application:
         return web.Response(text=text, content_type="application/json")
 
     async def get_metrics(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(metrics.registry), content_type="text/plain")
+        response = web.Response(body=generate_latest(metrics.registry), content_type="text/plain")
+        response.force_close()
+        return response
 
     app = web.Application(client_max_size=MAX_REQUEST)
     app.add_routes([web.post("/v1/{verb}", post), web.get("/metrics", get_metrics)])

@@ -37,6 +37,7 @@ class LocalEnv:
         env, path = self.env, self.path
         described = pb.Environment(name=env.name, max_turns=env.max_turns, name_prefix=env.name_prefix)
         described.tools = to_json(env.tools, f"{path}: tools") if env.tools else ""
+        described.code = env.code()
         described.turns = env.turns if isinstance(env.turns, str) else ""
         if has.get("system_prompts"):
             described.system_prompts = to_json(has["system_prompts"], f"{path}: system_prompts")

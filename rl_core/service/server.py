@@ -17,8 +17,9 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from rl_core.service.flags import TOKEN_VARIABLE
 from rl_core.service.hub import Hub
-from rl_core.service.security import TOKEN_VARIABLE, Access, Admission
+from rl_core.service.security import Access, Admission
 from rl_core.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS, HUB, UNUSABLE
 from rl_core.types import option
 
@@ -106,8 +107,11 @@ async def open_hub(args: argparse.Namespace, access: Access, stack: AsyncExitSta
         raise ValueError(
             f"cannot listen on {address}: the port is taken, or the host not ours; --port 0 finds one"
         ) from None
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rl_core_serve_"))
-    server.add_insecure_port(join := f"unix:{folder}/hub")
+    join = ""
+    if args.envs:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rl_core_serve_"))
+        join = f"unix:{folder}/hub"
+        server.add_insecure_port(join)
     await server.start()
     stack.push_async_callback(server.stop, 1.0)
     for task in (hub.watch(), tell_health(hub, servicer)):

@@ -56,7 +56,8 @@ class Session:
             given = {"messages": self.messages, "prompt": self.task.messages, "task": self.task, "actors": self.cast}
             self.state = await self.run(self.env.hooks["start"], given | {"actor": only})
         tools = to_json(self.env.tools, f"{self.env.path}: tools") if self.env.tools else ""
-        return pb.StartReply(messages=to_json(self.task.messages, "the task's messages"), tools=tools)
+        messages = to_json(self.task.messages, "the task's messages")
+        return pb.StartReply(messages=messages, tools=tools, code=self.env.code())
 
     def alone(self, work: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
         """The work, beside which nothing else may run."""

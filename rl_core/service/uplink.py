@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -113,8 +115,11 @@ class Uplink:
                 yield message
 
     def _check_parent(self) -> None:
-        """A worker does not outlive the server that started it."""
+        """A worker does not outlive the server that started it, nor does the folder of the socket between them."""
         if self.parent and os.getppid() != self.parent:
+            kind, _, socket = self.address.partition(":")
+            if kind == "unix":
+                shutil.rmtree(Path(socket).parent, ignore_errors=True)
             os._exit(1)
 
 

@@ -23,9 +23,10 @@ from grpc import StatusCode
 from rl_core import __version__
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.containers import ContainedEnv, ContainedSession, container_settings, find_runtime
+from rl_core.service.flags import add_flags
 from rl_core.service.hosted import LocalEnv
 from rl_core.service.joining import join_all
-from rl_core.service.security import Access, add_flags
+from rl_core.service.security import Access
 from rl_core.service.session import ENDED, Numbered, Session, has_ended
 from rl_core.service.uplink import Uplink
 from rl_core.service.wire import UNUSABLE, ServiceError, failed, wrong

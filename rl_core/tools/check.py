@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import io
 import json
+import re
 from collections import defaultdict
 from contextlib import nullcontext, redirect_stdout
 from itertools import islice
@@ -17,6 +18,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import RolloutConfig, typed
+from rl_core.data.episodes import by_episode, episode_means, episode_rewards
 from rl_core.rules import printable, split
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
     """Prints the report on one environment, and gives it as data."""
     from rl_core.data.chat import load_chat
     from rl_core.engines.scripted import plain_chat
+    from rl_core.options.watchdog import run_hooks
     from rl_core.sampling.env import load_env
 
     env = load_env(path, hook_timeout_s=options.hook_timeout_s)
@@ -56,14 +59,16 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
     env.check_actors(names)
     tasks = load_tasks(env, options)
     chat = load_chat(options.model) if options.model else plain_chat()
-    found = asyncio.run(play_all(env, chat, tasks, names, options.reply))
+    playing = play_all(env, chat, tasks, names, options.reply)
+    found = run_hooks(playing, options.hook_timeout_s, "raise --hook_timeout_s")
     shown = next(iter(found.values()))
     tokens = describe_tokens(chat, [t for t in shown if t.task_id == shown[0].task_id and t.index == 0])
     say("tokens", tokens)
     outcomes = outcomes_of(found)
     say("episodes", describe_episodes(outcomes))
-    normal = [t for kind in NORMAL for t in found.get(kind, ())]
-    failed = sum(t.status == "failed" for t in normal)
+    say("truncated", describe_truncated(env, found["cut"][0]))
+    normal = [episode for kind in NORMAL for episode in by_episode(found.get(kind, ()))]
+    failed = sum(episode[0].status == "failed" for episode in normal)
     said = [f"{failed} of {len(normal)} normal episodes failed" if failed else "every normal episode was scored"]
     if "right" not in found:
         said.append("no right reply was tried, as no hook reads a column such as answer: give one by --reply TEXT")
@@ -199,13 +204,27 @@ def outcomes_of(found: dict[str, list[Trajectory]]) -> list[dict[str, Any]]:
             groups[kind, t.actor, t.status, t.error.replace(t.task_id, "")].append(t)
     outcomes = []
     for (kind, actor, status, _), own in groups.items():
-        outcome = {"reply": kind, "actor": actor, "status": status, "error": own[0].error, "episodes": len(own)}
+        num_episodes = len(by_episode(own))
+        outcome = {"reply": kind, "actor": actor, "status": status, "error": in_own_flags(own[0].error)}
+        outcome["episodes"] = num_episodes
         if status != "failed":
+            outcome["turns"] = fmean(episode_means(own, lambda t: len(t.turns)))
+            outcome["reward"] = fmean(episode_rewards(own))
             names = dict.fromkeys(name for t in own for name in t.reward_parts)
-            outcome |= {"turns": fmean(len(t.turns) for t in own), "reward": fmean(t.reward for t in own)}
-            outcome["parts"] = {name: fmean(t.reward_parts.get(name, 0) for t in own) for name in names}
+            outcome["parts"] = {name: fmean(part_means(own, name)) for name in names}
         outcomes.append(outcome)
     return outcomes
+
+
+def in_own_flags(error: str) -> str:
+    """An error that names flags of a run, with those that `rl-core check` takes."""
+    error = error.replace("--rollout.hook_timeout_s", "--hook_timeout_s")
+    return re.sub(r"--actors\..*?\.model PATH adds", "--actors adds", error)
+
+
+def part_means(trajectories: list[Trajectory], part: str) -> list[float]:
+    """[episodes] the mean of one part of the reward, 0 where a conversation lacks it."""
+    return episode_means(trajectories, lambda t: t.reward_parts.get(part, 0.0))
 
 
 def describe_episodes(outcomes: list[dict[str, Any]]) -> list[str]:
@@ -217,6 +236,23 @@ def describe_episodes(outcomes: list[dict[str, Any]]) -> list[str]:
             parts = ", ".join(f"{name} {value:.4g}" for name, value in o["parts"].items())
             why = "truncated: " * (o["status"] == "truncated") + parts
         lines.append(f"{o['reply']:<8} {o['actor']:<10} {o['episodes']:>8} {turns:>5} {reward:>9}  {why}")
+    return lines
+
+
+def describe_truncated(env: Env, cut: Trajectory) -> list[str]:
+    """What hooks see of an episode whose turn was cut off."""
+    if "rollout" in env.hooks:
+        lines = ["a reply that is cut off, as by --max_tokens, has truncated = True; rollout() goes on"]
+    else:
+        lines = ["a turn that is cut off, as by --max_tokens, ends the episode, with status truncated"]
+    if "interact" in env.hooks:
+        lines.append("interact() is not called after it: no tool answers, and no message comes")
+    if env.truncated_reward is not None:
+        lines.append(f"truncated_reward = {env.truncated_reward:g} is the reward, other rewards are not called")
+    elif env.rewards:
+        said = [message.get("content") for message in cut.messages if message["role"] == "assistant"]
+        shown = short(repr(said[-1])) if said else "nothing"
+        lines.append(f"rewards are of what was said by then: {shown}")
     return lines
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -30,13 +29,18 @@ def main(argv: list[str]) -> int:
         "--num_tasks", type=int, default=0, help="tasks that are played, in whole files; 0: each once [0]"
     )
     options, config = read_flags(parser, argv, "collected")
+    # After the flags: it imports what --help need not wait for.
+    from rl_core.options.watchdog import run_hooks
+
     config = replace(config, out=options.out)
-    asyncio.run(collect(config, options.models[0], options.num_tasks, options.min_reward))
+    collecting = collect(config, options.models[0], options.num_tasks, options.min_reward)
+    run_hooks(collecting, config.rollout.hook_timeout_s)
     return 0
 
 
 async def collect(config: Config, model: str, num_tasks: int, min_reward: float | None) -> None:
     """Plays what is missing in OUT/rollouts. Raises ValueError if that was played with other flags."""
+    from rl_core.data.episodes import by_episode, episode_rewards
     from rl_core.data.rows import write_tokenizers, write_trajectories
     from rl_core.learning.algorithms import make_algorithm
     from rl_core.run_folder import keep_config, locked
@@ -72,8 +76,10 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
                 done = [t for t in own if t.status != "failed"]
                 good = [t for t in done if min_reward is None or t.reward >= min_reward]
                 (write_trajectories if has_tokens else write_messages)(file, good)
-                mean = f"reward {sum(t.reward for t in done) / max(1, len(done)):.4g}"
-                print(f"{number + 1}/{num_files}  kept {len(good)} of {len(own)}  {mean}  {file}", flush=True)
+                rewards = episode_rewards(done)
+                mean = f"reward {sum(rewards) / max(1, len(rewards)):.4g}"
+                kept = f"kept {len(by_episode(good))} of {len(by_episode(own))}"
+                print(f"{number + 1}/{num_files}  {kept}  {mean}  {file}", flush=True)
 
 
 def write_messages(file: Path, trajectories: list[Trajectory]) -> None:

@@ -8,7 +8,6 @@ tasks, a normal approximation in which a task is one observation, however many s
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
 import statistics
@@ -44,7 +43,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     with tempfile.TemporaryDirectory() as folder:
         options, config = read_flags(parser, argv, folder)
-        found = {model: asyncio.run(evaluate(config, model, ks(config, options.k))) for model in options.models}
+        # After the flags: it imports what --help need not wait for.
+        from rl_core.options.watchdog import run_hooks
+
+        found, timeout_s = {}, config.rollout.hook_timeout_s
+        for model in options.models:
+            found[model] = run_hooks(evaluate(config, model, ks(config, options.k)), timeout_s)
     text = json.dumps(found, indent=2, default=lambda score: {f: getattr(score, f) for f in score.__slots__})
     print(text if options.json else table(found))
     if options.out:
@@ -87,21 +91,22 @@ async def evaluate(config: Config, model: str, ks: list[int]) -> Scores:
 def scores(
     greedy: list[Trajectory], sampled: list[Trajectory], ks: list[int], n: int, pass_reward: float
 ) -> dict[str, Score]:
-    from rl_core.learning.advantages import baseline_groups
+    from rl_core.data.episodes import baseline_groups, by_episode, episode_rewards
 
-    rewards = [[t.reward for t in group] for group in baseline_groups(greedy)]
-    found = {"greedy_score": mean([statistics.fmean(r) for r in rewards])}
-    found["greedy_pass"] = mean([float(max(r) >= pass_reward) for r in rewards])
+    tasks = [episode_rewards(group) for group in baseline_groups(greedy)]
+    found = {"greedy_score": mean([statistics.fmean(rewards) for rewards in tasks])}
+    found["greedy_pass"] = mean([float(max(rewards) >= pass_reward) for rewards in tasks])
     if sampled:
-        rewards = [[t.reward for t in group] for group in baseline_groups(sampled)]
-        found[f"avg@{n}"] = mean([statistics.fmean(r) for r in rewards])
-        passed = [(len(r), sum(reward >= pass_reward for reward in r)) for r in rewards]
+        tasks = [episode_rewards(group) for group in baseline_groups(sampled)]
+        found[f"avg@{n}"] = mean([statistics.fmean(rewards) for rewards in tasks])
+        passed = [(len(rewards), sum(r >= pass_reward for r in rewards)) for rewards in tasks]
         for k in ks:  # a task of which too many samples failed has no pass@k
             found[f"pass@{k}"] = mean([pass_at_k(total, right, k) for total, right in passed if total >= k])
-    done = [t for t in (*greedy, *sampled) if t.status != "failed"]
-    found["tokens"] = mean([t.num_tokens for t in done])
-    found["truncated"] = mean([float(t.status == "truncated") for t in done])
-    found["failed"] = mean([float(t.status == "failed") for t in (*greedy, *sampled)])
+    episodes = [*by_episode(greedy), *by_episode(sampled)]
+    done = [episode for episode in episodes if episode[0].status != "failed"]
+    found["tokens"] = mean([statistics.fmean(t.num_tokens for t in episode) for episode in done])
+    found["truncated"] = mean([statistics.fmean(t.status == "truncated" for t in episode) for episode in done])
+    found["failed"] = mean([float(episode[0].status == "failed") for episode in episodes])
     for name in ("tokens", "truncated", "failed"):
         found[name].ci95 = None  # their observations are episodes, which depend on each other
     return found

@@ -11,14 +11,16 @@ from rl_core.config import NAMED, Config, known_flags
 from rl_core.rules import nearest
 
 USAGE = "usage: torchrun --nproc_per_node N -m rl_core.train --model PATH --env_path FILE --out FOLDER [--flag value]"
+TRAIN = "usage: rl-core train [--nproc_per_node N] --model PATH --env_path FILE --out FOLDER [--flag value]"
+PLAN = "usage: rl-core plan [--json] --model PATH --env_path FILE [--flag value]"
 
 
-def help_page(section: str = "") -> str:
+def help_page(section: str = "", usage: str = "") -> str:
     """One section's flags with their help and defaults; without a name, the general flags and the list of sections."""
     sections = {f.name: f for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type) or f.name in NAMED}
     if section and section not in sections:
         raise ValueError(f"--help {section}: no such section; {nearest(section, sections)}")
-    lines, width = [USAGE], min(shutil.get_terminal_size().columns, 120)
+    lines, width = [usage or USAGE], min(shutil.get_terminal_size().columns, 120)
     for name, (value, f) in known_flags().items():
         if name.rpartition(".")[0].partition(".")[0] != section:
             continue

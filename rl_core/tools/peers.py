@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 from typing import Any
 
@@ -78,6 +79,12 @@ OURS = {
     "resume": "resume_from_checkpoint load_checkpoint",
 }
 
+# What no flag of ours says.
+ELSEWHERE = {
+    "a run takes every GPU that torch sees, else the CPU: CUDA_VISIBLE_DEVICES=0 or '' chooses": "device no_cuda use_cpu"
+    " n_gpus_per_node num_gpus gpus",
+}
+
 
 def unknown(name: str, value: Any, known: Iterable[str]) -> str:
     """What an unknown flag is answered with: our name of it, `--group_size` for `num_generations`, or the nearest one. A value
@@ -85,7 +92,39 @@ def unknown(name: str, value: Any, known: Iterable[str]) -> str:
     while isinstance(value, dict) and value:
         key, value = next(iter(value.items()))
         name = f"{name}.{key}"
+    return f"unknown flag --{name}; {answer(name, known)}"
+
+
+def without_dashes(argument: str, known: Iterable[str]) -> str:
+    """What an argument is answered with that is no flag and no flag's value, such as verl's a.b.c=8."""
+    name, equals, _ = argument.partition("=")
+    hint = f"; {answer(name, known)}" if equals else ""
+    return f"argument {argument!r} has no flag before it; write --name value{hint}"
+
+
+def answer(name: str, known: Iterable[str]) -> str:
+    known = list(known)
+    if name in known:
+        return f"here it is --{name}"
     parts = name.replace("-", "_").lower().split(".")
-    spelled = ["_".join(parts[i:]) for i in range(len(parts))]  # rollout_n before n
-    found = next((own for word in spelled for own, theirs in OURS.items() if word in theirs.split()), None)
-    return f"unknown flag --{name}; " + (f"here it is --{found}" if found else nearest(name, known))
+    for word in ("_".join(parts[i:]) for i in range(len(parts))):  # rollout_n before n
+        for own, theirs in OURS.items():
+            if word in theirs.split():
+                return f"here it is --{own}"
+        for rule, theirs in ELSEWHERE.items():
+            if word in theirs.split():
+                return rule
+    meant = misspelled(parts[-1])
+    if meant and not difflib.get_close_matches(name, known, n=1, cutoff=0.85):
+        return f"did you mean {meant!r}?"
+    if difflib.get_close_matches(name, known, n=1, cutoff=0.5):
+        return nearest(name, known)
+    sections = dict.fromkeys(flag.partition(".")[0] for flag in known if "." in flag)
+    return f"no flag has a similar name; sections: {', '.join(sections)}; --help SECTION lists one, --help all"
+
+
+def misspelled(word: str) -> str | None:
+    """Our flag of which another trainer's name is nearly `word`: optim.lr of learning_rte."""
+    names = {theirs: own for own, words in OURS.items() for theirs in words.split()}
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.85)
+    return names[close[0]] if close else None

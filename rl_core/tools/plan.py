@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import ActorConfig, parse_config
+from rl_core.tools.help import PLAN
 
 if TYPE_CHECKING:
     from rl_core.build import Plan
@@ -44,7 +45,7 @@ class Size:
 def main(argv: list[str]) -> int:
     """Prints the plan of a run with these flags, or with --json as JSON. It makes no folder, and needs no SGLang."""
     with tempfile.TemporaryDirectory() as out:
-        config = parse_config([*(arg for arg in argv if arg != "--json"), "--out", out])
+        config = parse_config([*(arg for arg in argv if arg != "--json"), "--out", out], PLAN)
         from rl_core.build import make_plan
 
         found = facts(make_plan(config, is_planned=True))
@@ -62,7 +63,8 @@ def model_size(actor: ActorConfig) -> Size:
     hf = load_model_config(actor.model)
     model = on_meta(hf)
     text = hf.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", 0)  # Mamba has none
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
     linear = {n: m for n, m in model.base_model.named_modules() if isinstance(m, torch.nn.Linear)}
     wanted = [t.strip() for t in actor.lora.targets.split(",")]
     adapted = [m for n, m in linear.items() if "all-linear" in wanted or n.rpartition(".")[2] in wanted]
@@ -76,8 +78,8 @@ def model_size(actor: ActorConfig) -> Size:
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        queries=text.num_attention_heads * head_dim,
-        keys=(getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_dim,
+        queries=heads * head_dim,
+        keys=(getattr(text, "num_key_value_heads", None) or heads) * head_dim,
         vocabulary=text.vocab_size,
     )
 
@@ -99,11 +101,13 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     # Recomputed: the input of each block is kept, and all of one block.
     kept = size.layers * w * size.hidden + block if learner.activations == "recompute" else size.layers * block
     logits = 2 * min(LOGPROB_TILE_BYTES, 4 * tokens * size.vocabulary)
+    # Of matrices a rank gathers its tp-th part, of the block that is computed and of the next.
+    gathered = w * (size.total - size.linear + 2 * size.linear / size.layers) / mesh.tp
     found: Table = {
         "weights": (weights * while_sampling, weights * while_learning),
         "optimizer": (moments * while_sampling, moments * while_learning),
         "gradients": (0.0, 4 * trained / shards * while_learning),
-        "gathered weights": (0.0, w * (size.total - size.linear + 2 * size.linear / size.layers) * (shards > 1)),
+        "gathered weights": (0.0, gathered * (shards > 1)),
         "activations": (0.0, tokens * (kept + 2 * (4 + w) * size.hidden)),
         "logprobs": (0.0, logits + 4 * size.vocabulary * size.hidden / mesh.tp),
     }

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from rl_core.config import RL, Config, LoraConfig, parse_config
 from rl_core.rules import URL
 
@@ -51,10 +49,12 @@ def read_flags(parser: argparse.ArgumentParser, argv: list[str], out: str) -> tu
 
 def flags_of_run(model: str) -> list[str] | None:
     """--config of the reinforcement learning that made a model; None if there is none."""
+    from rl_core.run_folder import read_config
+
     for folder in (Path(model), Path(model).parent.parent):
         path = folder / "config.yaml"
         if path.is_file() and (folder / "hf").is_dir():
-            return ["--config", str(path)] if yaml.safe_load(path.read_text())["algorithm"] in RL else None
+            return ["--config", str(path)] if read_config(path).get("algorithm") in RL else None
     return None
 
 

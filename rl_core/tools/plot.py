@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import Any
 
+Curves = dict[str, list[tuple[int, float]]]  # name -> points (step, value)
 # Title of a panel -> which metrics it shows; their last group is left out of the legend.
 PANELS = {
     "reward": r"rollout/([^/]+)/reward_mean",
@@ -29,17 +29,23 @@ def main(argv: list[str]) -> int:
             of_run = f"{run} " if len(options.runs) > 1 else ""
             curves.setdefault(title, {}).update({of_run + name: points for name, points in found.items()})
     file = Path(options.out or Path(options.runs[0]) / "curves.png")
-    draw(curves, file)
+    flat = {title: found for title, found in curves.items() if is_flat(found)}
+    draw({title: found for title, found in curves.items() if title not in flat} or curves, file)
     print(f"wrote {file}")
+    if 0 < len(flat) < len(curves):
+        print(f"constant, and so left out: {', '.join(map(last_values, flat, flat.values()))}")
     return 0
 
 
-def curves_of(run: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Panel -> curve -> its points (step, value). Raises ValueError if the run has no metrics."""
-    from rl_core.data.rows import read_json
+def curves_of(run: Path) -> dict[str, Curves]:
+    """Panel -> curve -> its points (step, value). A last line that is being written, or that a killed run left cut short, is
+    left out. Raises ValueError if the run has no metrics."""
+    from rl_core.tools.view.data import RunFolder
 
-    curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for row in read_json(run / "metrics.jsonl"):
+    folder = RunFolder(run)
+    folder.read_metrics()
+    curves: dict[str, Curves] = {}
+    for row in folder.rows:
         for title, pattern in PANELS.items():
             for name, value in row.items():
                 if value is not None and (match := re.fullmatch(pattern, name)):
@@ -49,14 +55,31 @@ def curves_of(run: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
     return {title: curves[title] for title in PANELS if title in curves}
 
 
-def draw(curves: dict[str, Any], file: Path) -> None:
+def is_flat(curves: Curves) -> bool:
+    """Whether a panel has more than one step, and none of its curves changes."""
+    from rl_core.tools.view.data import is_constant
+
+    longest = max(len(points) for points in curves.values())
+    return longest > 1 and all(is_constant(value for _, value in points) for points in curves.values())
+
+
+def last_values(title: str, curves: Curves) -> str:
+    values = {f"{points[-1][1]:.4g}" for points in curves.values()}
+    return f"{title} {' and '.join(sorted(values))}"
+
+
+def draw(curves: dict[str, Curves], file: Path) -> None:
     from matplotlib.figure import Figure
+
+    from rl_core.tools.view.data import axis_range
 
     figure = Figure(figsize=(12, 3.2 * -(-len(curves) // 3)), layout="constrained")
     for number, (title, found) in enumerate(curves.items(), 1):
         axes = figure.add_subplot(-(-len(curves) // 3), 3, number, title=title, xlabel="step")
         for name, points in found.items():
             axes.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 20 else "")
+        if flat := axis_range(value for points in found.values() for _, value in points):
+            axes.set_ylim(*flat)
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.savefig(file, dpi=120)

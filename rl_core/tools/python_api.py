@@ -6,7 +6,6 @@ result = train(Config(model="Qwen/Qwen3-0.6B", out="runs/first"), env=reward_fn,
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import threading
@@ -65,7 +64,7 @@ def train(
 
     # A thread has no event loop yet, unlike the caller in a notebook.
     with ThreadPoolExecutor(1, "rl_core") as pool:
-        running = pool.submit(run_here, config, module, after_step)
+        running = pool.submit(run_here, config, module, after_step, stop)
         try:
             running.result()
         except KeyboardInterrupt:
@@ -120,10 +119,14 @@ def with_rows(config: Config, module: ModuleType | None, rows: dict[str, Rows]) 
     return copy
 
 
-def run_here(config: Config, module: ModuleType | None, on_step: OnStep) -> None:
+def run_here(config: Config, module: ModuleType | None, on_step: OnStep, stop: threading.Event) -> None:
+    """The run itself. `stop`: it was interrupted."""
     from rl_core.build import Run, make_plan
     from rl_core.distributed import close_ranks, init_ranks
     from rl_core.models import is_sharded
+    from rl_core.options.run_end import tell_end
+    from rl_core.options.watchdog import run_hooks
+    from rl_core.phases import refuse_standstill
     from rl_core.run_folder import locked
     from rl_core.tools.view.report import write_at_end
     from rl_core.train import run_rank
@@ -133,10 +136,13 @@ def run_here(config: Config, module: ModuleType | None, on_step: OnStep) -> None
     try:
         with locked(Path(config.out)):
             run = Run(plan, ranks, on_step)
-            asyncio.run(run_rank(run))
+            run_hooks(run_rank(run))
     finally:
         close_ranks(ranks)
+    ended = "interrupted" if stop.is_set() else "ended by on_step"
+    tell_end(run, ended, go_on="train() again, with Config(resume=True)")
     write_at_end(run)
+    refuse_standstill(run)
 
 
 def read_result(config: Config) -> TrainResult:

@@ -11,6 +11,11 @@ from pathlib import Path
 from rl_core.sandbox import Limits, Sandbox
 from rl_core.sandbox.isolation import LEVELS
 
+FILTERED = ("bubblewrap", "namespaces", "landlock")  # levels that seccomp is a part of
+WITHOUT_SECCOMP = (
+    "without seccomp: system calls are not filtered, because pyseccomp is not installed where the level sees it "
+)
+WITHOUT_SECCOMP += "(not by PYTHONPATH or a .pth file); pip install 'rl_core[sandbox]' into the run's Python"
 SUFFIXES = {".py": "python", ".sh": "bash", ".cpp": "cpp", ".cc": "cpp"}
 
 
@@ -31,7 +36,10 @@ def main(argv: list[str]) -> int:
     sandbox = Sandbox(level=args.level, unsafe=args.unsafe_code == "true")
     try:
         if args.command == "level":
-            print(f"{(level := sandbox.start())}: {LEVELS[level]}")
+            level = sandbox.start()
+            print(f"{level}: {LEVELS[level]}")
+            if not sandbox.has_seccomp and level in FILTERED:
+                print(WITHOUT_SECCOMP)
             return 0
         sandbox.limits.memory_mib = args.memory_mib
         language = args.language or SUFFIXES.get(args.file.suffix, "python")

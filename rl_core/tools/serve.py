@@ -6,29 +6,26 @@ import argparse
 import asyncio
 from pathlib import Path
 
-EXTRA = "rl-core serve needs gRPC: pip install 'rl_core[service]'"
-
 
 def main(argv: list[str]) -> int:
-    try:
-        import grpc  # noqa: F401
-    except ImportError:
-        raise ValueError(EXTRA) from None
-    from rl_core.service.security import Access
-
     args = read_flags(argv)
     from rl_core.data.rows import check_exists
+    from rl_core.service import needing_grpc
     from rl_core.types import option
 
     for path in args.envs:
         check_exists(Path(path).expanduser())
-    serve = option("rl_core.service.server:serve")
-    return asyncio.run(serve(args, Access.of(args)))
+    with needing_grpc("rl-core serve"):
+        serve = option("rl_core.service.server:serve")
+        access = option("rl_core.service.security:Access").of(args)
+        if args.http_port is not None:
+            option("rl_core.service.gateway:open_http")
+    return asyncio.run(serve(args, access))
 
 
 def read_flags(argv: list[str]) -> argparse.Namespace:
     """Raises ValueError for flags that contradict each other."""
-    from rl_core.service.security import add_flags  # the worker would load numpy
+    from rl_core.service.flags import add_flags
 
     parser = argparse.ArgumentParser(prog="rl-core serve", description=__doc__, allow_abbrev=False)
     add_flags(parser)

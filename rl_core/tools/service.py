@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import grpc
-from google.protobuf import json_format
+from rl_core.service import needing_grpc
 
-from rl_core.service import environments_pb2 as pb
-from rl_core.service.address import access_to, read_url
-from rl_core.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS
+with needing_grpc("rl-core info --service"):
+    import grpc
+    from google.protobuf import json_format
+
+    from rl_core.service import environments_pb2 as pb
+    from rl_core.service.address import access_to, read_url
+    from rl_core.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS
 
 
 def service(url: str, as_json: bool) -> str:

@@ -26,10 +26,14 @@ def main(argv: list[str]) -> int:
     which.add_argument("--worst", action="store_true", help="lowest rewards first")
     which.add_argument("--best", action="store_true", help="highest rewards first")
     which.add_argument("--failed", action="store_true", help="only what failed, with the reason")
+    which.add_argument("--reasons", action="store_true", help="a table of why episodes failed, in all steps or --step")
     parser.add_argument("--actor", help="only this actor's")
     parser.add_argument("--num", type=int, default=3, help="how many [3]")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line, tokens included")
     options = parser.parse_args(argv)
+    if options.reasons:
+        print(reasons(options), flush=True)
+        return 0
     for row in chosen(read(options), options):
         print(json.dumps(row) if options.json else described(row), flush=True)
     return 0
@@ -37,8 +41,12 @@ def main(argv: list[str]) -> int:
 
 def files_of(run: Path, step: int | None, is_eval: bool) -> list[Path]:
     """The files of one step's episodes. Raises ValueError with the steps that there are."""
+    from rl_core.tools.view.data import check_inner_runs, is_run
+
     if not run.is_dir():
         return [run]
+    if not is_run(run):
+        check_inner_runs(run)
     kind = "eval" if is_eval else "step"
     found = sorted((run / "rollouts").glob(f"{kind}_*.jsonl*"))
     steps = [int(re.match(rf"{kind}_(\d+)", file.name)[1]) for file in found]
@@ -50,6 +58,35 @@ def files_of(run: Path, step: int | None, is_eval: bool) -> list[Path]:
         named = f" --step {step}" if step is not None else ""
         raise ValueError(f"{run}{named}: no episodes in {run / 'rollouts'}; steps with {kind} episodes: {listed}")
     return files
+
+
+def reasons(options: argparse.Namespace) -> str:
+    """How many episodes failed for which reason, and in which steps."""
+    from rl_core.data.episodes import failure_reason
+    from rl_core.tools.view.data import RunFolder
+
+    run = RunFolder(options.run)
+    run.refresh()
+    episodes: set[tuple] = set()
+    failed: dict[str, dict[tuple, int]] = {}  # reason -> episode -> step
+    for e in run.entries:
+        is_asked = (
+            (e.kind != "train") == options.eval and options.step in (None, e.step) and options.actor in (None, e.actor)
+        )
+        if is_asked:
+            episode = (e.kind, e.step, e.env, e.group, e.index)
+            episodes.add(episode)
+            if e.status == "failed":
+                failed.setdefault(failure_reason(e.error, e.task), {})[episode] = e.step
+    num_failed = len({episode for found in failed.values() for episode in found})
+    lines = [f"{num_failed} of {len(episodes)} episodes failed"]
+    if failed:
+        lines.append(f"{'failed':>8}  {'steps':<12} reason")
+    for reason, found in sorted(failed.items(), key=lambda pair: -len(pair[1])):
+        first, last = min(found.values()), max(found.values())
+        steps = str(first) if first == last else f"{first} to {last}"
+        lines.append(f"{len(found):>8}  {steps:<12} {printable(reason)}")
+    return "\n".join(lines)
 
 
 def read(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

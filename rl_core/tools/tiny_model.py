@@ -61,6 +61,8 @@ def make_tiny_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+    from rl_core.data.pretrained import from_config
+
     if hidden % heads or hidden // heads % 2:
         nearest = 2 * heads * max(1, hidden // heads // 2)
         raise ValueError(f"hidden={hidden} must be an even multiple of heads={heads}; try {nearest}")
@@ -85,7 +87,7 @@ def make_tiny_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
+        model = from_config(AutoModelForCausalLM, config)
     model.generation_config = GenerationConfig(**ends, do_sample=True)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)

@@ -9,6 +9,7 @@ import signal
 import sys
 
 from rl_core.config import parse_config
+from rl_core.tools.help import TRAIN
 
 
 def main(argv: list[str]) -> int:
@@ -16,7 +17,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--nproc_per_node", "--nproc-per-node", type=int)
     given, flags = parser.parse_known_args(argv)
-    parse_config(flags)  # a mistake in a flag is told once, and before any rank starts
+    parse_config(flags, TRAIN)  # a mistake in a flag is told once, and before any rank starts
     if (num_ranks := given.nproc_per_node) is None:
         import torch
 

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         return 0
     if options.tui:
         if find_spec("textual") is None:
-            raise ValueError("--tui needs textual, which is not installed: pip install .[view]")
+            raise ValueError("--tui needs textual, which is not installed: pip install 'rl_core[view]'")
         from rl_core.tools.view.tui import Viewer
 
         Viewer(runs).run()

@@ -51,6 +51,11 @@ PANELS = {
 }
 
 
+LEAST_RANGE_FRAC = 0.01  # of the values on an axis: a smaller change is a flat line, whatever its digits do
+NEAR_ZERO = 1e-6  # where values are as small as rounding, it is relative to this
+CONSTANT_FRAC = 1e-6  # a curve that changes less is constant but for rounding
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Entry:
     """A trajectory in the index. Its line is `size` bytes from `start` of the unpacked file."""
@@ -74,6 +79,20 @@ class Entry:
     preview: str  # the beginning of its last reply
 
 
+def is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("metrics.jsonl", "config.yaml", "rollouts"))
+
+
+def check_inner_runs(folder: Path) -> None:
+    """Raises ValueError that names the runs in a folder which is none itself, if there are any."""
+    if not folder.is_dir():
+        return
+    runs = [str(path) for path in sorted(folder.iterdir()) if is_run(path)]
+    if runs:
+        verb = "is one" if len(runs) == 1 else "are some"
+        raise ValueError(f"no run in {folder}; {', '.join(runs[:5])} {verb}")
+
+
 class RunFolder:
     """A run's folder, which may still grow: refresh() reads what is new. Raises ValueError if there is no run."""
 
@@ -83,7 +102,8 @@ class RunFolder:
             from rl_core.data.rows import check_exists
 
             check_exists(self.path)
-        if not any((self.path / name).exists() for name in ("metrics.jsonl", "config.yaml", "rollouts")):
+        if not is_run(self.path):
+            check_inner_runs(self.path)
             raise ValueError(
                 f"{self.path}: no folder of a run; it has neither metrics.jsonl nor config.yaml nor rollouts/"
             )
@@ -218,6 +238,25 @@ def rows_of(lines: bytes) -> list[dict[str, Any]]:
         with suppress(ValueError):
             found.append(json.loads(line))
     return found
+
+
+def axis_range(values: Iterable[float]) -> tuple[float, float] | None:
+    """From where to where an axis goes on which these values are a flat line; None if they are not."""
+    values = list(values)
+    low, high = min(values), max(values)
+    least = LEAST_RANGE_FRAC * max(abs(low), abs(high), NEAR_ZERO)
+    if high - low >= least:
+        return None
+    if low == high == 0:
+        return 0.0, 1.0
+    middle = (low + high) / 2
+    return middle - least / 2, middle + least / 2
+
+
+def is_constant(values: Iterable[float]) -> bool:
+    values = list(values)
+    low, high = min(values), max(values)
+    return high - low <= max(CONSTANT_FRAC * max(abs(low), abs(high)), LEAST_RANGE_FRAC * NEAR_ZERO)
 
 
 def panels_of(names: Iterable[str]) -> dict[str, dict[str, str]]:

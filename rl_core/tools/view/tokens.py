@@ -56,8 +56,13 @@ def advantage_of(run: RunFolder, entry: Entry) -> float | None:
     if entry.reward is None or entry.kind != "train":
         return None
     same = {name: getattr(entry, name) for name in ("kind", "step", "env", "group", "actor", "seat")}
-    rewards = [e.reward for e in matching(run.entries, **same) if e.reward is not None]
-    return entry.reward - fmean(rewards) if len(rewards) > 1 else None
+    group = [e for e in matching(run.entries, **same) if e.reward is not None]
+    if len(group) == 1:
+        return None
+    episodes: dict[int, list[float]] = {}
+    for e in group:
+        episodes.setdefault(e.index, []).append(e.reward)
+    return entry.reward - fmean(fmean(rewards) for rewards in episodes.values())
 
 
 def texts(tokenizer: Tokenizer | None, ids: list[int]) -> list[str] | None:

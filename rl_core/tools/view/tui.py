@@ -19,7 +19,7 @@ from textual.widgets import DataTable, Footer, Input, Label, Sparkline, Static, 
 from textual.worker import get_current_worker
 
 from rl_core.rules import printable
-from rl_core.tools.view.data import Entry, RunFolder, matching, panels_of, texts_of
+from rl_core.tools.view.data import Entry, RunFolder, axis_range, matching, panels_of, texts_of
 from rl_core.tools.view.tokens import shown_episode
 
 KEYS = ("step", "kind", "env", "task", "group", "actor", "status", "seat", "index", "reason", "reward")
@@ -79,6 +79,8 @@ class Curves(VerticalScroll):
                         found.append(
                             Label(f"  {safe(of)}  {ends}  ({min(values):.4g} .. {max(values):.4g})", markup=False)
                         )
+                        if axis_range(values):  # a sparkline fills its height with the smallest change
+                            values = [values[-1]] * len(values)
                         found.append(
                             Sparkline(values, summary_function=lambda part: sum(part) / len(part), name=metric)
                         )

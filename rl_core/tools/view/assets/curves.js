@@ -1,6 +1,7 @@
 // Curves, by uPlot.
 const DASHES = [[undefined, "solid"], [[7, 4], "dashed"], [[2, 3], "dotted"], [[12, 3, 2, 3], "dashed"]]; // on the canvas, in the legend
 const HEIGHT = 190;
+const [LEAST_RANGE_FRAC, NEAR_ZERO] = [0.01, 1e-6]; // as in data.py
 const plots = new Map(); // title of a panel -> { plot, key, area, logx }
 
 function settings() {
@@ -98,7 +99,6 @@ function plotOptions(box, curves, steps, how, hidden) {
     if (how.smooth && change.show !== undefined && i % 2 === 0) u.setSeries(i - 1, { show: change.show });
   };
   const rangeX = (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]);
-  const rangeY = (u, low, high) => (low === high ? [low && low - 1, (low ?? 0) + 1] : uPlot.rangeNum(low, high, 0.08, true));
   return {
     ...sizeOf(box),
     scales: {
@@ -111,6 +111,13 @@ function plotOptions(box, curves, steps, how, hidden) {
     cursor: { sync: { key: "steps" }, y: false },
     hooks: { setCursor: [rest], ready: [rest], setData: [rest], setSeries: [hideRaw] },
   };
+}
+
+// Smaller changes than LEAST_RANGE_FRAC of the values are a flat line, whatever their digits do.
+function rangeY(u, low, high) {
+  if (!low && !high) return [0, 1]; // zeros, or no value
+  const least = LEAST_RANGE_FRAC * Math.max(Math.abs(low), Math.abs(high), NEAR_ZERO), middle = (low + high) / 2;
+  return high - low < least ? [middle - least / 2, middle + least / 2] : uPlot.rangeNum(low, high, 0.08, true);
 }
 
 function moveCursor(event) {

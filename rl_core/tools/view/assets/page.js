@@ -15,13 +15,14 @@ function showConfig() {
 const setCurrent = (node, is) => (is ? node.setAttribute("aria-current", "true") : node.removeAttribute("aria-current"));
 const VIEWS = { curves: showCurves, talks: showList, config: showConfig };
 function show() {
-  const [view, run, n] = location.hash.slice(1).split("/"), name = VIEWS[view] ? view : "curves";
+  const [view, query] = location.hash.slice(1).split("?"), name = VIEWS[view] ? view : "curves";
   for (const key of Object.keys(VIEWS)) $(`#${key}`).hidden = key !== name;
   for (const link of $$("nav a")) setCurrent(link, link.getAttribute("href") === `#${name}`);
   $("#tip").hidden = true;
   VIEWS[name]();
-  const asked = n !== undefined && runs[run]?.entries[n];
+  const asked = query && entryAt(query);
   if (asked && asked !== current) read(asked);
+  if (query && !asked && runs.every((run) => run.isComplete)) note("The conversation of this address is not here.");
 }
 
 addEventListener("hashchange", show);

@@ -63,10 +63,7 @@ async function refresh(run) {
   const state = () => [run.revision, run.numRows, run.entries.length, run.warnings.length, run.isLive].join();
   const before = state();
   if (found.revision !== run.revision) {
-    if (run.revision >= 0) { // what is read stays; its number is another's now
-      history.replaceState(null, "", location.hash.split("/")[0] || "#curves");
-      setTimeout(search);
-    }
+    if (run.revision >= 0) setTimeout(search); // what is read stays until it is found again
     Object.assign(run, { steps: new Map(), entries: [] });
   }
   for (const [step, ...values] of found.rows) {

@@ -12,7 +12,22 @@ let matches = null; // of the search
 let mode = "all"; // of an episode's actors, "one" of them, or the "group" of episodes
 const filter = (name) => $(`#talks form [name=${name}]`);
 const nameOf = (e) => (e.seat ? `${e.actor} as ${e.seat}` : e.actor);
-const keyOf = (e) => `${e.run.n}/${e.n}`;
+const keyOf = (e) => `${e.run.n}/${e.n}`; // as long as the page is open
+// What finds a trajectory again, however many have come since and in whatever order they were read.
+const ADDRESS = ["step", "kind", "env", "task", "group", "index", "actor", "seat"];
+
+function addressOf(e) {
+  const values = ADDRESS.filter((name) => e[name] !== "").map((name) => [name, e[name]]);
+  const at = e.run.entries.filter((other) => ADDRESS.every((name) => other[name] === e[name])).indexOf(e);
+  if (at > 0) values.push(["conversation", at + 1]); // of an episode that returned several of this actor
+  return `#talks?${new URLSearchParams([["run", e.run.name], ...values])}`;
+}
+
+function entryAt(query) {
+  const { conversation = 1, ...wanted } = Object.fromEntries(new URLSearchParams(query));
+  const is = (e) => ([name, value]) => (name === "run" ? e.run.name : String(e[name])) === value;
+  return runs.flatMap((run) => run.entries).filter((e) => Object.entries(wanted).every(is(e)))[conversation - 1];
+}
 
 function fillFilters() {
   const all = runs.flatMap((run) => run.entries);
@@ -36,7 +51,8 @@ function chosen() {
   const lower = (text) => text.toLowerCase();
   const tests = [
     ...["kind", "env", "actor", "status"].filter((name) => at[name]).map((name) => (e) => e[name] === at[name]),
-    ...["task", "group", "error"].filter((name) => at[name]).map((name) => (e) => lower(e[name]).includes(lower(at[name]))),
+    ...["task", "group"].filter((name) => at[name]).map((name) => (e) => lower(e[name]).includes(lower(at[name]))),
+    at.error && ((e) => lower(`${e.error}\n${reasonOf(e)}`).includes(lower(at.error))),
     at.run !== "" && ((e) => e.run.n === +at.run),
     at.step !== "" && ((e) => e.step === +at.step),
     at.low !== "" && ((e) => e.reward !== null && e.reward >= +at.low),
@@ -46,10 +62,46 @@ function chosen() {
   return runs.flatMap((run) => run.entries).filter((e) => tests.every((test) => test(e))).sort(SORTS[at.sort]);
 }
 
+// Of each episode the mean over its conversations.
+function episodeRewards(entries) {
+  const episodes = new Map();
+  for (const e of entries.filter((entry) => entry.reward !== null)) {
+    const key = JSON.stringify([e.run.n, e.kind, e.step, e.env, e.group, e.index, e.actor, e.seat]);
+    episodes.set(key, [...(episodes.get(key) ?? []), e.reward]);
+  }
+  return [...episodes.values()].map((rewards) => rewards.reduce((a, b) => a + b) / rewards.length);
+}
+
+// Why an episode failed, in the same words for all tasks.
+const reasonOf = (e) => e.error.replace(` for task ${e.task}`, "");
+const numberOf = (e) => JSON.stringify([e.run.n, e.kind, e.step, e.env, e.group, e.index]);
+
+// A row for each reason: how many episodes failed for it, and in which steps. A click lists them.
+function showReasons() {
+  const all = runs.flatMap((run) => run.entries), failed = all.filter((e) => e.status === "failed"), found = new Map();
+  for (const e of failed) {
+    const row = found.get(reasonOf(e)) ?? { episodes: new Set(), first: e.step, last: e.step };
+    row.episodes.add(numberOf(e));
+    Object.assign(row, { first: Math.min(row.first, e.step), last: Math.max(row.last, e.step) });
+    found.set(reasonOf(e), row);
+  }
+  const list = (reason) => { filter("status").value = "failed"; filter("error").value = reason; showList(); };
+  const rows = [...found].sort(([, a], [, b]) => b.episodes.size - a.episodes.size).map(([reason, { episodes, first, last }]) =>
+    el("tr", {}, el("td", {}, String(episodes.size)), el("td", {}, first === last ? String(first) : `${first} to ${last}`),
+      el("td", {}, button(reason, () => list(reason)))));
+  $("#why").hidden = !rows.length;
+  $("#why summary").textContent = `Why ${new Set(failed.map(numberOf)).size} of ${new Set(all.map(numberOf)).size} episodes failed`;
+  if (rows.length !== $("#why tbody").children.length || $("#why").dataset.num !== String(all.length)) {
+    $("#why").dataset.num = all.length;
+    $("#why tbody").replaceChildren(...rows);
+  }
+}
+
 function showList() {
   fillFilters();
+  showReasons();
   listed = chosen();
-  const rewards = listed.map((e) => e.reward).filter((reward) => reward !== null);
+  const rewards = episodeRewards(listed);
   const total = runs.reduce((sum, run) => sum + run.entries.length, 0);
   const mean = rewards.length ? `, mean reward ${short(rewards.reduce((a, b) => a + b, 0) / rewards.length)}` : "";
   $("#count").textContent = total ? `${short(listed.length)} of ${short(total)} trajectories${mean}`
@@ -103,7 +155,7 @@ let reads = 0;
 async function read(e) {
   const own = ++reads;
   current = e;
-  history.replaceState(null, "", `#talks/${keyOf(e)}`);
+  history.replaceState(null, "", addressOf(e));
   $("#talks").classList.add("reading");
   for (const node of $$("#list button")) setCurrent(node, node.dataset.key === keyOf(e));
   const isNear = (other) => ["kind", "step", "env", "group"].every((name) => e[name] === other[name]);

@@ -1,0 +1,56 @@
+"""Trajectories as episodes. What compares or counts weighs an episode of an (env, task, actor, seat) as one, however many
+conversations it returned."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rl_core.types import Trajectory
+
+NO_SPREAD = 1e-6  # Rewards that differ by at most this times max(1, |mean|) differ by rounding alone.
+
+
+def baseline_groups(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
+    """Those that did not fail, by what shares a baseline: (env, group, actor, seat)."""
+    groups: dict[tuple, list[Trajectory]] = {}
+    for t in trajectories:
+        if t.status != "failed":
+            groups.setdefault((t.env, t.group_id, t.actor, t.seat), []).append(t)
+    return list(groups.values())
+
+
+def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
+    """The conversations of each episode of an (env, group, actor, seat), in the order of their first."""
+    episodes: dict[tuple, list[Trajectory]] = {}
+    for t in trajectories:
+        # rl-core check has several tasks in one group.
+        key = (t.env, t.task_id, t.group_id, t.index, t.actor, t.seat)
+        episodes.setdefault(key, []).append(t)
+    return list(episodes.values())
+
+
+def failure_reason(error: str, task_id: str) -> str:
+    """Why an episode failed, in the same words for all tasks."""
+    return error.replace(f" for task {task_id}", "")
+
+
+def episode_means(trajectories: Iterable[Trajectory], value: Callable[[Trajectory], float]) -> list[float]:
+    """[episodes] the mean of value(t) over the conversations of each."""
+    # Unlike a sum that is divided, statistics.mean gives equal values back exactly.
+    return [statistics.mean(value(t) for t in episode) for episode in by_episode(trajectories)]
+
+
+def episode_rewards(trajectories: Iterable[Trajectory]) -> list[float]:
+    """[episodes] the reward of each: the mean over its conversations."""
+    return episode_means(trajectories, lambda t: t.reward)
+
+
+def has_spread(values: Sequence[float]) -> bool:
+    """Whether the values differ by more than rounding."""
+    if not values:
+        return False
+    mean = sum(values) / len(values)
+    return max(values) - min(values) > NO_SPREAD * max(1.0, abs(mean))

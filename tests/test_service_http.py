@@ -1,0 +1,222 @@
+"""The HTTP port of rl-core serve under attack: what strangers send is not inflated, read on, waited for or told at length."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import json
+import re
+import resource
+import socket
+import subprocess
+import sys
+import zlib
+from contextlib import AsyncExitStack, ExitStack
+
+import pytest
+from kit import ROOT
+from test_service import COUNTER, Service, post
+
+from rl_core.service import door
+from rl_core.service.door import Refusals
+from rl_core.service.gateway import open_http
+from rl_core.service.hub import Hub
+from rl_core.service.security import Access
+
+TOKEN = "correct-horse-battery"
+HEAD = "POST /v1/workers HTTP/1.1\r\nHost: x\r\n"
+RIGHT = f"{HEAD}Authorization: Bearer {TOKEN}\r\n"
+BOMB = gzip.compress(bytes(32 << 20))
+
+
+def with_port(play, monkeypatch, *, most: int = 1000, first_s: float = 60.0):
+    """What play(port) returns, beside a hub without workers. most, first_s: bounds of connections without the token."""
+    monkeypatch.setattr(door, "MAX_STRANGERS", most)
+    monkeypatch.setattr(door, "FIRST_S", first_s)
+
+    async def serve():
+        args = argparse.Namespace(host="127.0.0.1", http_port=0)
+        async with AsyncExitStack() as stack:
+            return await play(await open_http(Hub(), Access(token=TOKEN), args, stack))
+
+    return asyncio.run(serve())
+
+
+async def say(port: int, head: str, body: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head.encode() + body)
+    return reader, writer
+
+
+async def ask(port: int, head: str, body: bytes = b"{}") -> tuple[int, str]:
+    """Status and text of a reply."""
+    reader, writer = await say(port, f"{head}Content-Length: {len(body)}\r\n\r\n", body)
+    found = await hear(reader)
+    writer.close()
+    return found
+
+
+async def hear(reader: asyncio.StreamReader) -> tuple[int, str]:
+    head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)).decode()
+    length = re.search(r"Content-Length: (\d+)", head)[1]
+    return int(head.split()[1]), (await reader.readexactly(int(length))).decode()
+
+
+def test_a_body_with_an_encoding_is_refused_and_never_inflated(monkeypatch):
+    inflated = []
+    decompress = zlib.decompressobj
+    monkeypatch.setattr(zlib, "decompressobj", lambda *args, **more: inflated.append(args) or decompress(*args, **more))
+
+    async def play(port: int):
+        encoded = "Content-Encoding: gzip\r\n"
+        assert (await ask(port, RIGHT))[0] == 200
+        stranger, known = await ask(port, HEAD + encoded, BOMB), await ask(port, RIGHT + encoded, BOMB)
+        assert (stranger[0], known[0]) == (401, 400)
+        assert "Content-Encoding: gzip is not read; send the body as it is" in known[1]
+
+    with_port(play, monkeypatch)
+    assert not inflated
+
+
+def test_nothing_is_read_on_after_a_401(monkeypatch):
+    """A stranger who keeps sending fills the buffers of two sockets, and no more."""
+    most = 64 << 20
+
+    async def play(port: int) -> int:
+        reader, writer = await say(port, f"{HEAD}Content-Length: {4 * most}\r\n\r\n")
+        assert b" 401 " in await asyncio.wait_for(reader.readline(), 60)
+        num_sent = 0
+        try:
+            while num_sent < most:
+                writer.write(bytes(1 << 20))
+                await asyncio.wait_for(writer.drain(), 60)
+                num_sent += 1 << 20
+        except ConnectionError:
+            pass
+        writer.transport.abort()
+        return num_sent
+
+    assert with_port(play, monkeypatch) < most
+
+
+def test_a_short_request_without_the_token_hears_why(monkeypatch):
+    async def play(port: int) -> tuple[int, str]:
+        return await ask(port, HEAD, b"x" * 9999)
+
+    status, text = with_port(play, monkeypatch)
+    assert (status, json.loads(text)["code"]) == (401, "UNAUTHENTICATED")
+
+
+@pytest.mark.parametrize("begun", ["", HEAD, f"{RIGHT}\r\n"[:-4]])
+def test_a_connection_that_does_not_show_the_token_in_time_is_ended(begun, monkeypatch, capsys):
+    async def play(port: int) -> bytes:
+        reader, _ = await say(port, begun)
+        try:
+            return await asyncio.wait_for(reader.read(), 60)
+        except ConnectionError:
+            return b""
+
+    assert with_port(play, monkeypatch, first_s=0.1) == b""
+    assert capsys.readouterr().err == "HTTP: refused connections that had not shown the token after 0.1 s\n"
+
+
+def test_a_connection_that_has_shown_the_token_may_wait(monkeypatch):
+    async def play(port: int) -> list[int]:
+        reader, writer = await say(port, f"{RIGHT}Content-Length: 2\r\n\r\n", b"{}")
+        first, _ = await hear(reader)
+        late, _ = await say(port, HEAD)
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await asyncio.wait_for(late.readexactly(1), 60)  # ended later than the first one would have been
+        writer.write(f"{RIGHT}Content-Length: 2\r\n\r\n{{}}".encode())
+        second, _ = await hear(reader)
+        return [first, second]
+
+    assert with_port(play, monkeypatch, first_s=0.2) == [200, 200]
+
+
+def test_the_oldest_of_too_many_connections_without_the_token_is_ended(monkeypatch, capsys):
+    async def play(port: int) -> tuple[int, int]:
+        opened = [await say(port, "") for _ in range(20)]
+        status, _ = await ask(port, RIGHT)
+        readers = [asyncio.ensure_future(reader.read()) for reader, _ in opened]
+        ended, still = await asyncio.wait(readers, timeout=1)
+        for task in (*ended, *still):
+            task.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+        return status, len(still)
+
+    status, num_open = with_port(play, monkeypatch, most=8)
+    assert (status, num_open) == (200, 7)  # one more gave way to the connection with the token
+    assert capsys.readouterr().err == "HTTP: refused connections beside 8 others that have not shown the token\n"
+
+
+def test_each_kind_of_refusal_is_told_once_a_minute(capsys):
+    now = [0.0]
+    refusals = Refusals(clock=lambda: now[0])
+    for now[0] in (0, 1, 59, 60, 61, 200):
+        refusals.tell("a")
+    refusals.tell("b")
+    told = ["HTTP: refused a", "HTTP: refused a (3 times)", "HTTP: refused a (2 times)", "HTTP: refused b"]
+    assert capsys.readouterr().err.splitlines() == told
+
+
+def test_what_is_no_http_is_told_in_one_line(monkeypatch, capsys):
+    async def play(port: int) -> None:
+        for _ in range(5):
+            reader, writer = await say(port, "GET /metrics HTTP/1.1\r\nno header\r\n\r\n")
+            await asyncio.wait_for(reader.read(), 60)
+            writer.close()
+
+    with_port(play, monkeypatch)
+    assert capsys.readouterr().err == "HTTP: refused what is no HTTP\n"
+
+
+def test_connections_that_no_file_is_left_for_are_told_in_one_line(monkeypatch, capsys):
+    async def play(port: int) -> None:
+        error = OSError(24, "Too many open files")
+        for _ in range(5):
+            told = {"message": "socket.accept() out of system resource", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(told)
+
+    with_port(play, monkeypatch)
+    line = "HTTP: refused connections: this process has no open files left (ulimit -n)\n"
+    assert capsys.readouterr().err == line
+
+
+def test_the_soft_limit_of_open_files_is_raised():
+    code = "import resource; from rl_core.service.door import raise_open_files; print(raise_open_files())\n"
+    code += "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    for hard in (300, 1 << 17):
+        if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < hard:
+            continue
+        limits = (100, hard)
+        told = subprocess.run(
+            [sys.executable, "-c", code],
+            preexec_fn=lambda limits=limits: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=ROOT,
+        )
+        assert told.stdout.split() == [str(min(hard, 1 << 16))] * 2
+
+
+def test_half_open_connections_neither_stop_a_service_nor_fill_its_log(tmp_path, monkeypatch):
+    """More of them than the service may have files."""
+    path = tmp_path / "counter.py"
+    path.write_text(COUNTER)
+    limit = 400
+    service = Service(path, "--port", 0, "--http_port", 0, "--workers", 1, token=TOKEN, max_files=limit)
+    try:
+        service.workers()
+        host, _, port = service.http.removeprefix("http://").rpartition(":")
+        with ExitStack() as stack:
+            for _ in range(limit + 100):
+                stack.enter_context(socket.create_connection((host, int(port)), 60))
+            assert post(service, "workers", {})[0] == 200
+            assert service.interact(service.start(), 1) == "1"
+        assert len(service.lines) < 10, service.text()
+        assert "HTTP: refused connections beside 100 others" in service.text()
+    finally:
+        service.close()

@@ -1,0 +1,120 @@
+"""Which rows a run trains and evaluates on: of each split its own, up to the limit, and to the last one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from kit import run, trajectories, words
+
+from rl_core.cli import main
+from rl_core.data.chat import load_chat
+
+SPLITS = """
+def load_tasks(split):
+    return [{"prompt": f"{split} {n}"} for n in range(%d)]
+
+async def reward_fn(completion):
+    return len(set(completion)) / 8
+"""
+SIZES = "--num_steps 1 --tasks_per_step 2 --group_size 2 --max_prompt_tokens 40 --max_tokens 4"
+# A data set in the cache of `datasets`, as a download from the hub leaves it there, and the texts of each of its splits.
+HUB = """
+import json, sys
+from datasets import DatasetInfo, Features, Value
+from datasets.arrow_writer import ArrowWriter
+from pathlib import Path
+
+folder = Path(sys.argv[1]) / "org___name/default/0.0.0/0123456789abcdef"
+folder.mkdir(parents=True)
+features, splits = Features({"prompt": Value("string")}), {}
+for split in ("train", "test", "validation"):
+    with ArrowWriter(features=features, path=str(folder / f"name-{split}.arrow")) as writer:
+        for n in range(3):
+            writer.write({"prompt": f"{split} {n}"})
+        num_rows, num_bytes = writer.finalize()
+    splits[split] = {"name": split, "num_bytes": num_bytes, "num_examples": num_rows, "dataset_name": "name"}
+same = {"builder_name": "parquet", "dataset_name": "name", "config_name": "default", "version": "0.0.0"}
+DatasetInfo(features=features, splits=splits, **same).write_to_directory(str(folder))
+
+from rl_core.data.rows import load_rows
+
+asked = {"train": ("org/name", "train"), "test": ("org/name", "test"), "validation": ("org/name@validation", "train")}
+print(json.dumps({name: [row["prompt"] for row in load_rows(*how)] for name, how in asked.items()}))
+"""
+
+
+def prompts(out, pattern: str) -> set[str]:
+    """What was asked in the episodes of these files."""
+    files = sorted((out / "rollouts").glob(pattern))
+    return {row["messages"][0]["content"].split()[0] for file in files for row in trajectories(file)}
+
+
+@pytest.mark.parametrize("source", ["load_tasks", "folder"])
+def test_a_run_trains_on_the_training_split_and_evaluates_on_the_other(source, tiny_model, tmp_path):
+    env, flags = SPLITS % 4, ""
+    if source == "folder":
+        env = env[env.index("async") :]
+        for split in ("train", "test"):
+            rows = [json.dumps({"prompt": f"{split} {n}"}) for n in range(4)]
+            (tmp_path / f"my_{split}.jsonl").write_text("\n".join(rows))
+        flags = f"--data.train {tmp_path} --data.eval {tmp_path}"
+    (tmp_path / "env.py").write_text(env)
+    evaluated = "--eval_every 1 --eval.samples 2"
+    out = run(tmp_path / "run", "--model", tiny_model, SIZES, evaluated, flags, "--env_path", tmp_path / "env.py")
+    assert prompts(out, "step_*") == {"train"}
+    assert prompts(out, "eval_*") == {"eval" if source == "load_tasks" else "test"}
+
+
+def test_a_split_of_the_hub_gives_its_own_rows(tmp_path):
+    environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", HUB, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert rows == {split: [f"{split} {n}" for n in range(3)] for split in ("train", "test", "validation")}
+
+
+def test_a_row_of_exactly_the_limit_is_kept_and_one_of_a_token_more_is_left_out(tiny_model, tmp_path):
+    texts = ["train " + "7" * n for n in (5, 6, 7, 6)]
+    chat = load_chat(str(tiny_model))
+    limit = len(chat.prompt_ids([{"role": "user", "content": texts[1]}]))
+    (tmp_path / "env.py").write_text("async def reward_fn(completion):\n    return len(set(completion)) / 8\n")
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
+    flags = f"--num_steps 1 --tasks_per_step 3 --group_size 2 --max_prompt_tokens {limit} --max_tokens 4"
+    data = ["--data.skip_long true --data.train", tmp_path / "rows.jsonl", "--env_path", tmp_path / "env.py"]
+    out = run(tmp_path / "run", "--model", tiny_model, flags, *data)
+    [file] = (out / "rollouts").glob("step_*")
+    asked = sorted(row["messages"][0]["content"] for row in trajectories(file))
+    assert asked == sorted([texts[0], texts[1], texts[3]] * 2)
+
+
+def test_a_row_to_be_imitated_of_exactly_the_limit_is_kept(tiny_model, tmp_path):
+    chat = load_chat(str(tiny_model))
+    rows = []
+    for n in (3, 4, 5):
+        talk = [{"role": "user", "content": "7"}, {"role": "assistant", "content": "1" * n}]
+        rows.append({"messages": talk})
+    # The template's text behind the last end token is not imitated.
+    limit = len(chat.prompt_ids(rows[1]["messages"][:1])) + 4 + 1
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = f"--algorithm sft --num_steps 1 --tasks_per_step 2 --max_prompt_tokens {limit - 8} --max_tokens 8"
+    data = ["--data.skip_long true --data.train", tmp_path / "rows.jsonl"]
+    out = run(tmp_path / "run", "--model", tiny_model, flags, *data)
+    [row] = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    assert row["pack/tokens"] == limit + limit - 1
+
+
+def test_the_last_shorter_file_of_collected_episodes_is_written(tiny_model, tmp_path):
+    (tmp_path / "env.py").write_text(SPLITS % 5)
+    flags = words("--env_path", tmp_path / "env.py", SIZES, "--out", tmp_path / "out")
+    flags = [flag for flag in flags if flag not in ("--num_steps", "1")]
+    assert main(["collect", str(tiny_model), *flags]) == 0
+    tasks = [
+        {row["task_id"] for row in trajectories(file)} for file in sorted((tmp_path / "out/rollouts").glob("step_*"))
+    ]
+    assert [len(found) for found in tasks] == [2, 2, 1]
+    assert len(set().union(*tasks)) == 5

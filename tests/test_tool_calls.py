@@ -1,0 +1,103 @@
+"""Whether what a chat template writes as a call is read back, asked before a model loads."""
+
+from __future__ import annotations
+
+import pytest
+import stage
+from test_chat import TEMPLATES, TOOLS, make_tokenizer, tool_chat, user
+from transformers import AutoTokenizer
+
+from rl_core.build import make_plan
+from rl_core.cli import main
+from rl_core.config import parse_config
+from rl_core.data.chat import Chat
+from rl_core.options.tool_calls import check_tools, python_calls
+from rl_core.sampling.env import load_env
+
+KINDS = ("string", "integer", "number", "boolean", "array", "object", ["integer", "null"])
+PARAMETERS = {f"p{n}": {"type": kind, "description": "a"} for n, kind in enumerate(KINDS)}
+PARAMETERS["unit"] = {"type": "string", "enum": ["C", "F"], "description": "b"}
+ALL_TYPES = [
+    {
+        "type": "function",
+        "function": {"name": "look", "description": "Looks.", "parameters": {"properties": PARAMETERS}},
+    }
+]
+# Its calls are written in one way and read in another.
+FOREIGN = (
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.role + ': ' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '@' + c.function.name + '!' }}{% endfor %}{{ '</s>' }}{% endfor %}ai: "
+)
+
+
+def takes_tools(template: str) -> bool:
+    chat = Chat(make_tokenizer(), template)
+    return chat.render([user("x")], TOOLS) != chat.render([user("x")])
+
+
+def test_calls_of_every_template_that_takes_tools_come_back_or_are_refused():
+    refused, num_checked = set(), 0
+    for path in TEMPLATES:
+        if not takes_tools(path.read_text()):
+            continue
+        num_checked += 1
+        for tools in (TOOLS, ALL_TYPES):
+            try:
+                check_tools(tools, tool_chat(path.stem), "env.py")
+            except ValueError as error:
+                assert "not read back" in str(error) and "--actors.NAME.chat_template" in str(error)
+                refused.add(path.stem)
+    assert num_checked > 25
+    assert refused == {"muse_glimmer", "muse_glimmer_training"}
+
+
+def test_arguments_of_python_calls_are_values_of_json():
+    text = "[f(x=(1, 2), y={'a': true}, z=None)]"
+    assert python_calls(text) == [{"name": "f", "arguments": {"x": [1, 2], "y": {"a": True}, "z": None}}]
+    for argument in ("**{'a': 1}", "x=b'a'", "x={1, 2}", "x=1j", "x=...", "1"):
+        with pytest.raises((ValueError, TypeError)):
+            python_calls(f"[f({argument})]")
+
+
+def test_a_template_that_says_nothing_of_tools_is_left_to_the_environment():
+    without_tools = FOREIGN.replace("tools or []", "[]")
+    check_tools(TOOLS, Chat(make_tokenizer(), without_tools), "env.py")
+
+
+def test_tools_that_a_rollout_gives_are_refused_where_their_calls_are_not_read(tmp_path):
+    (tmp_path / "env.py").write_text(
+        f"_TOOLS = {TOOLS!r}\nasync def rollout(task, actors):\n"
+        "    reply = await actors['policy'].respond(task.messages, tools=_TOOLS)\n    return [reply.trajectory(1.0)]\n"
+    )
+    env = load_env(str(tmp_path / "env.py"))
+    [failed] = stage.run(env, stage.cast(policy="hello", template=FOREIGN))
+    assert "actor policy: tools: the chat template of" in failed.error
+    assert stage.play(env, "hello").reward == 1.0
+
+
+def test_tools_of_a_template_whose_calls_are_not_read_are_refused_before_a_model_loads(tiny_model, tmp_path, capsys):
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "model")
+    (tmp_path / "foreign.jinja").write_text(FOREIGN)
+    (tmp_path / "env.py").write_text(f"tools = {TOOLS!r}\ndef reward_fn(messages): return 1.0\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n')
+    flags = f"--env_path {tmp_path}/env.py --data.train {tmp_path}/rows.jsonl --out {tmp_path}/run"
+    template = f"--actors.policy.model {tiny_model} --actors.policy.chat_template {tmp_path}/foreign.jinja"
+    assert main(["train", *flags.split(), *template.split()]) == 1
+    error = capsys.readouterr().err
+    assert "env.py: tools: the chat template of" in error and "@weather!" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_judge_that_gets_no_tools_may_have_any_template(tiny_model, tmp_path):
+    (tmp_path / "foreign.jinja").write_text(FOREIGN)
+    code = (
+        f"tools = {TOOLS!r}\ndef reward_fn(messages): return 1.0\ndef load_tasks(split): return [{{'prompt': '1'}}]\n"
+    )
+    env = tmp_path / "env.py"
+    judge = f"--actors.judge.model {tiny_model} --actors.judge.train false --actors.judge.chat_template {tmp_path}/foreign.jinja"
+    flags = f"--actors.policy.model {tiny_model} {judge} --env_path {env} --out {tmp_path}/run"
+    env.write_text(f'turns = "policy"\n{code}')
+    assert set(make_plan(parse_config(flags.split())).chats) == {"policy", "judge"}
+    env.write_text(f'turns = "policy -> judge"\n{code}')
+    with pytest.raises(ValueError, match="not read back"):
+        make_plan(parse_config(flags.split()))

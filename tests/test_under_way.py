@@ -1,0 +1,232 @@
+"""What a checkpoint keeps of episodes that have not ended: the run that goes on samples nothing a second time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from kit import metrics, run, trajectories, words
+from stage import ROW, RuleEngine, actor, chat_of, make_groups, saying
+from test_async import UNEVEN
+from test_engine_contract import needs_sglang
+from test_runs import assert_same_weights, lasting
+
+from rl_core.config import RolloutConfig
+from rl_core.data.rows import jsonable
+from rl_core.data.tasks import make_task
+from rl_core.sampling.kept_groups import group_row, read_groups, restore
+from rl_core.sampling.rollout import run_group
+from rl_core.sampling.under_way import EpisodeUnderWay, GroupUnderWay
+from rl_core.types import Completion, SamplingParams
+
+
+@pytest.fixture
+def flags(tmp_path, tiny_model):
+    (tmp_path / "uneven.py").write_text(UNEVEN)
+    given = words("--model", tiny_model, "--env_path", tmp_path / "uneven.py", "--data.shuffle false --max_tokens 8")
+    sizes = "--max_prompt_tokens 16 --tasks_per_step 4 --group_size 4 --optim.lr 1e-3 --max_staleness 2"
+    return words(given, sizes, "--num_steps 6 --save_every 2 --keep_checkpoints 0")
+
+
+def back_to_step_2(out: Path) -> Path:
+    for step in (4, 6):
+        shutil.rmtree(out / f"checkpoints/step_{step:06d}")
+    return out / "checkpoints/step_000002"
+
+
+def turns_of(group: dict) -> dict[tuple[str, int], list[list[dict]]]:
+    """(group, episode) -> completions of each of its conversations that were under way, in the order of turns."""
+    ended = [*group["trajectories"], *(t for e in group["episodes"].values() for t in e["trajectories"] or ())]
+    found = {(t["group_id"], t["index"]): [turn["completion"] for turn in t["turns"]] for t in ended}
+    for episode in group["episodes"].values():
+        for turn, answer in episode["answers"].items():
+            batch, number, step, index, *_ = turn.split("/")
+            found.setdefault((f"{batch}/{number}/{step}", int(index)), []).append(answer["completion"])
+    return found
+
+
+def is_start(kept: dict, whole: dict) -> bool:
+    names, num = ("token_ids", "logprobs"), len(kept["token_ids"])
+    return all(kept[name] == whole[name][:num] for name in names) and (
+        not num or kept["policy_version"] == whole["policy_version"]
+    )
+
+
+RUNS = [(1, ""), (2, ""), (2, "--engine_ranks 1"), pytest.param(1, "--engine sglang", marks=needs_sglang)]
+
+
+@pytest.mark.parametrize("ranks, more", RUNS)
+def test_what_was_sampled_before_a_checkpoint_is_in_the_run_that_goes_on(ranks, more, flags, tmp_path):
+    more = f"{more} --max_tokens 60"
+    out = run(tmp_path / "run", flags, more, ranks=ranks)
+    checkpoint = back_to_step_2(out)
+    kept = read_groups(checkpoint, range(99), 0).values()
+    found = {key: turns for group in kept for key, turns in turns_of(group).items()}
+    completions = [completion for turns in found.values() for completion in turns]
+    assert sum(bool(c["finish_reason"]) for c in completions) > 4
+    assert any(c["token_ids"] and not c["finish_reason"] for c in completions), "turns that were cut off in the middle"
+    run(out, flags, more, "--resume", ranks=ranks)
+    played = {}
+    for file in sorted((out / "rollouts").glob("step_*")):
+        played |= {(t["group_id"], t["index"]): [turn["completion"] for turn in t["turns"]] for t in trajectories(file)}
+    for key, turns in found.items():
+        assert all(is_start(*pair) for pair in zip(turns, played[key], strict=False)), key
+
+
+def test_a_checkpoint_without_what_was_under_way_has_its_tasks_played_again(flags, tmp_path):
+    out = run(tmp_path / "run", flags, "--rollout.fixed_order true")
+    checkpoint = back_to_step_2(out)
+    [file] = checkpoint.glob("under_way*")
+    file.unlink()
+    manifest, state = (json.loads((checkpoint / f"{name}.json").read_text()) for name in ("manifest", "state"))
+    del manifest["files"][file.name], state["collected"]
+    text = json.dumps(state)
+    manifest["files"]["state.json"] = {"bytes": len(text)}
+    (checkpoint / "state.json").write_text(text)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    run(out, flags, "--resume")
+    tasks = [t["task_id"] for step in range(1, 7) for t in trajectories(out / f"rollouts/step_{step:06d}.jsonl.zst")]
+    assert sorted(tasks) == sorted(f"train/{n}" for n in range(24) for _ in range(4))
+
+
+def test_a_fixed_order_mixes_versions_and_repeats_bit_for_bit(flags, tmp_path):
+    flags = words(flags, "--rollout.fixed_order true --num_steps 5")
+    one, two = (run(tmp_path / name, flags) for name in ("one", "two"))  # its hooks run in threads
+    assert lasting(metrics(one)) == lasting(metrics(two))
+    assert_same_weights(one, two)
+    done = [
+        turn["completion"]
+        for file in (one / "rollouts").glob("step*")
+        for t in trajectories(file)
+        for turn in t["turns"]
+    ]
+    assert sum(bool(c["newer_versions"]) for c in done) > 4, "turns that one version began and the next ended"
+
+
+ASKING = """
+max_turns = 3
+scored = []
+
+async def interact(messages):
+    return [{"role": "user", "content": f"{len(messages)}?"}]
+
+async def reward_fn(messages):
+    scored.append(messages)
+    return 1.0
+"""
+
+
+def new_group(env):
+    [group] = make_groups([make_task(dict(ROW), 0, env.name, "train")], 4)
+    group.under_way = GroupUnderWay()
+    return group
+
+
+class Limited(RuleEngine):
+    """Answers after a while, so that some episodes end before others; after `limit` requests it answers none."""
+
+    limit: int | None = None
+    has_limit = False
+
+    async def generate(self, prompt_ids, params, *, seed, session="", adapter="", begun=None):
+        if len(self.asked) == self.limit:
+            self.has_limit = True
+            await asyncio.Event().wait()
+        return await super().generate(prompt_ids, params, seed=seed, session=session)
+
+
+def test_a_group_that_goes_on_asks_only_what_nobody_has_answered(env_of):
+    env, engine = env_of(ASKING), Limited(chat_of(), saying(["a", "b", "c"]), 0.01)
+    actors, scored = {"policy": actor("policy", engine)}, env.rewards[0].function.__globals__["scored"]
+
+    def play(group):
+        return run_group({env.name: env}, actors, RolloutConfig(), group)
+
+    whole = asyncio.run(play(new_group(env)))
+    num_turns = len(engine.asked)
+
+    async def until(num_answers: int) -> dict:
+        """The group's row once so many turns were answered, and others wait."""
+        engine.asked.clear()
+        engine.limit = num_answers
+        group = new_group(env)
+        task = asyncio.create_task(play(group))
+        while not engine.has_limit:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        row = json.loads(json.dumps(group_row(group), default=jsonable))
+        task.cancel()
+        engine.limit, engine.has_limit = None, False
+        return row
+
+    num_ended = 0
+    for num_answers in range(1, num_turns, 2):
+        row = asyncio.run(until(num_answers))
+        known = [a for e in row["episodes"].values() for a in e["answers"].values() if a["completion"]["finish_reason"]]
+        ended = [t for e in row["episodes"].values() for t in e["trajectories"] or ()]
+        engine.asked.clear(), scored.clear()
+        group = new_group(env)
+        restore(group, row)
+        again = asyncio.run(play(group))
+        assert [t.turns for t in again] == [t.turns for t in whole]
+        assert [t.reward for t in again] == [t.reward for t in whole]
+        assert len(engine.asked) == num_turns - len(known) - sum(len(t["turns"]) for t in ended)
+        assert len(scored) == 4 - len(ended), "hooks of an episode that has ended are not called again"
+        num_ended += len(ended)
+    assert num_ended
+
+
+def test_who_asks_otherwise_than_before_is_answered_anew():
+    async def sample(params, begun):
+        begun.token_ids.append(len(begun.token_ids))
+        begun.finish_reason = "stop"
+        return begun
+
+    async def ask():
+        return {"role": "assistant", "content": "hi"}, Completion(
+            token_ids=[], logprobs=[], text="hi", finish_reason="stop", policy_version=-1
+        )
+
+    async def talk():
+        episode, params = EpisodeUnderWay(), SamplingParams(max_tokens=9)
+        first = await episode.complete("s#0", [1, 2], params, sample)
+        twin = await episode.complete("s#0", [1, 2], params, sample)
+        assert twin is not first, "two conversations of one label are two"
+        episode.begin()
+        assert await episode.complete("s#0", [1, 2], params, None) is first
+        assert await episode.complete("s#0", [1, 2], params, None) is twin
+        episode.begin()
+        assert (await episode.complete("s#0", [1, 3], params, sample)) is not first
+        said = await episode.chat("s#1", ["a"], ask)
+        episode.begin()
+        assert await episode.chat("s#1", ["a"], None) == said
+        episode.begin()
+        with pytest.raises(TypeError):
+            await episode.chat("s#1", ["b"], None)
+
+    asyncio.run(talk())
+
+
+SCALARS = """
+import numpy
+import torch
+
+async def rollout(task, actors):
+    reply = await actors["policy"].respond("x")
+    found = reply.trajectory(torch.tensor(0.5), metrics={"a": numpy.float32(0.25), "b": torch.tensor(2)})
+    found.turn_rewards = [numpy.float32(0.5)]
+    return [found]
+"""
+
+
+def test_numbers_of_numpy_and_torch_are_the_same_after_a_checkpoint(env_of):
+    env, engine = env_of(SCALARS), RuleEngine(chat_of(), saying(["a"]))
+    group = new_group(env)
+    actors = {"policy": actor("policy", engine)}
+    group.trajectories = asyncio.run(run_group({env.name: env}, actors, RolloutConfig(), group))
+    again = new_group(env)
+    restore(again, json.loads(json.dumps(group_row(group), default=jsonable)))
+    assert again.trajectories == group.trajectories
+    assert again.trajectories[0].metrics == {"a": 0.25, "b": 2}

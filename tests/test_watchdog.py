@@ -1,0 +1,204 @@
+"""How a process ends in which hooks run: in bounded time, and with a status of its own unless the run came to its end."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from kit import ROOT, kill_session, metrics, run_ranks, start_process, words
+from torch.distributed import TCPStore
+
+from rl_core.distributed import Ranks
+from rl_core.options.watchdog import Neighbours, run_hooks
+from rl_core.sampling.hooks import Hook, LoopClock
+
+SIZES = "--data.shuffle false --max_tokens 4 --tasks_per_step 2 --group_size 2 --num_steps 6 --save_minutes 0 --save_every 100"
+ROWS = 'import asyncio, ctypes, os, re, threading, time\ndef load_tasks(split): return [{"prompt": str(n)} for n in range(64)]\n'
+SLOW_PATTERN = 're.match(r"(a+)+$", "a" * 40 + "b")'
+
+
+@pytest.fixture
+def command(tiny_model, tmp_path):
+    """command(the reward function, *flags) -> arguments of a run with it, in tmp_path/run."""
+
+    def of(code: str, *flags) -> list[str]:
+        (tmp_path / "env.py").write_text(ROWS + code)
+        given = words("--model", tiny_model, "--env_path", tmp_path / "env.py", "--out", tmp_path / "run")
+        return ["-m", "rl_core.train", *given, *words(SIZES, *flags)]
+
+    return of
+
+
+def ended(*args) -> subprocess.CompletedProcess:
+    """What a process of its own said, which must end by itself."""
+    process = start_process(*args)
+    try:
+        stdout, stderr = process.communicate(timeout=90)
+    finally:
+        kill_session(process)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+HOLDING = f"""
+import asyncio, re, sys, time
+from rl_core.options.watchdog import Watchdog, run_hooks
+from rl_core.sampling.hooks import Hook, LoopClock
+from rl_core.types import Task
+
+def slow_fn():
+    {SLOW_PATTERN}
+
+async def spinning_fn():
+    while True:
+        pass
+
+def patient_fn():
+    time.sleep(2.5)
+
+async def main():
+    Watchdog(LoopClock.of_running_loop(), 1.5)
+    function = globals()[sys.argv[1]]
+    hook = Hook(name=sys.argv[1], function=function, path=__file__, timeout_s=100.0, ours=frozenset())
+    await hook(Task(id="t", env="x", row={{}}, messages=[]), {{}})
+    sys.setswitchinterval(1000)  # what follows keeps the lock, and no hook is running
+    deadline = time.monotonic() + 2.5
+    while time.monotonic() < deadline:
+        pass
+    print("done", flush=True)
+
+run_hooks(main())
+"""
+
+
+@pytest.mark.parametrize("name", ["slow_fn", "spinning_fn"])
+def test_a_hook_that_lets_nothing_else_run_ends_the_process_with_its_name_and_stack(tmp_path, name):
+    (tmp_path / "holding.py").write_text(HOLDING)
+    done = ended(tmp_path / "holding.py", name)
+    assert (done.returncode, done.stdout) == (70, ""), done.stderr
+    assert re.search(rf'File ".*holding.py", line \d+ in {name}', done.stderr)
+    assert f"error: for 1.5 s nothing could run but {name}() of " in done.stderr.splitlines()[-1]
+
+
+def test_hooks_that_wait_and_work_without_hooks_may_take_long(tmp_path):
+    (tmp_path / "holding.py").write_text(HOLDING)
+    done = ended(tmp_path / "holding.py", "patient_fn")
+    assert done.returncode == 0 and "done" in done.stdout, done.stderr
+
+
+def test_a_run_ends_that_a_hook_holds(command, tmp_path):
+    code = f"def reward_fn(completion):\n    if os.path.exists('{tmp_path}/run/metrics.jsonl'): {SLOW_PATTERN}\n    return 1"
+    done = run_ranks(1, *command(code, "--rollout.hook_timeout_s 0.5"), check=False)
+    assert done.returncode == 70 and len(metrics(tmp_path / "run")) == 1, done.stderr
+    assert "in reward_fn" in done.stderr and f"but reward_fn() of {tmp_path}/env.py" in done.stderr
+    assert "or raise --rollout.hook_timeout_s; --resume goes on from the newest checkpoint" in done.stderr
+
+
+def test_a_run_that_is_done_ends_whatever_its_hooks_left_running(command, tmp_path):
+    code = """
+async def reward_fn(task):
+    if task.id == "train/0":
+        threading.Thread(target=time.sleep, args=(1000,), name="sleeper").start()
+        while True:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                pass
+    return int.from_bytes(os.urandom(4), "big")
+"""
+    done = ended(*command(code, "--num_steps 1 --rollout.hook_timeout_s 0.5 --rollout.max_failed_fraction 0.9"))
+    assert done.returncode == 0 and "saved step 1" in done.stdout, done.stderr
+    assert f"left behind: reward_fn() of {tmp_path}/env.py" in done.stderr
+    assert "without waiting for what hooks started: sleeper" in done.stderr
+
+
+def test_os_exit_in_a_hook_fails_its_episode_and_a_forked_process_may_call_it(command, tmp_path):
+    code = """
+def reward_fn(task):
+    if task.id == "train/1": os._exit(0)
+    process = os.fork()
+    if process == 0: os._exit(3)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+"""
+    # It learns from rewards that are all equal too.
+    done = run_ranks(1, *command(code, "--rollout.max_failed_fraction 0.9 --algorithm reinforce_pp"))
+    assert done.returncode == 0
+    rows = metrics(tmp_path / "run")
+    assert [row["rollout/policy/failed"] for row in rows] == [2, 0, 0, 0, 0, 0]
+    assert {row["rollout/policy/reward_mean"] for row in rows} == {3.0}
+
+
+def test_a_rank_that_ends_in_the_middle_with_status_0_ends_the_others(command):
+    code = """
+def reward_fn():
+    if os.environ["RANK"] == "1": ctypes.CDLL(None)._exit(0)
+    time.sleep(1000)
+"""
+    done = run_ranks(2, *command(code, "--timeout_s 600 --rollout.hook_timeout_s 600"), check=False, timeout_s=60)
+    assert done.returncode == 1
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "a rank of this machine has ended in the middle of the run" in line
+
+
+def test_what_runs_hooks_runs_them_with_bounded_ends():
+    """asyncio.run() waits for ever for a task that ignores its cancellation."""
+    runs_no_hooks = {"env.py", "serve.py", "sandbox.py", "worker.py", "contained.py", "client.py", "view/__init__.py"}
+    for file in (ROOT / "rl_core").rglob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        if any(ast.unparse(call.func) == "asyncio.run" for call in calls):
+            assert runs_no_hooks & {file.name, f"{file.parent.name}/{file.name}"}, Path(file).relative_to(ROOT)
+
+
+WRAPPED = """
+import os, signal, threading, time, torch
+from pathlib import Path
+from rl_core.distributed import Ranks
+from rl_core.options import watchdog
+from rl_core.options.keep import Keeper
+
+watchdog.BEAT_S = watchdog.LOST_S = 0.01
+os.environ["LOCAL_WORLD_SIZE"] = "2"
+neighbours = watchdog.Neighbours(Ranks(rank=0, size=2, device=torch.device("cpu")))
+keeper = Keeper(Path(), 30.0, None, is_writer=False)
+keeper.listen()
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0.5)
+neighbours.close()
+keeper.close()
+print("done", flush=True)
+"""
+
+
+def test_a_rank_with_a_parent_of_its_own_misses_nobody(tmp_path):
+    """As under `torchrun --no-python wrapper.sh`, whose shell has one child. It does not end, and saves after a signal."""
+    (tmp_path / "rank.py").write_text(WRAPPED)
+    (tmp_path / "wrapper.py").write_text(
+        "import subprocess, sys\nsys.exit(subprocess.run([sys.executable, sys.argv[1]]).returncode)\n"
+    )
+    done = ended(tmp_path / "wrapper.py", tmp_path / "rank.py")
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+def test_a_store_that_is_gone_hides_no_error_of_the_end():
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    neighbours = Neighbours(Ranks(rank=1, size=2, device=torch.device("cpu"), store=client))
+    del server
+    for _ in range(2):  # the first message to a closed socket may still be sent
+        neighbours.close()
+    with pytest.raises(RuntimeError):
+        client.set("x", "1")
+
+
+def test_what_a_hook_left_behind_does_when_it_ends_touches_no_timer_that_is_gone():
+    async def main() -> LoopClock:
+        return LoopClock.of_running_loop()
+
+    clock = run_hooks(main(), 1.0)
+    hook = Hook(name="late_fn", function=len, path="env.py", timeout_s=1.0, ours=frozenset())
+    assert clock.watchdog is None
+    with clock.noting(hook):
+        assert clock.running() == ["late_fn() of env.py"]
