@@ -10,7 +10,9 @@ ROOT = Path(__file__).parent
 
 def version() -> str:
     # Read, not imported: the package's dependencies are not installed yet.
-    return re.search(r'^__version__ = "(.+)"$', (ROOT / "rl_core/__init__.py").read_text(), re.MULTILINE)[1]
+    return re.search(
+        r'^__version__ = "(.+)"$', (ROOT / "rl_core/__init__.py").read_text(), re.MULTILINE
+    )[1]
 
 
 def long_description() -> str:
@@ -28,9 +30,15 @@ EXTRAS = {
     "ring": ["ring_flash_attn>=0.1.8"],
     # Of single environments in envs/: search, games, MCP servers, gymnasium.
     "envs": ["bm25s>=0.3", "chess>=1.11", "mcp>=2.3,<3", "gymnasium>=1.2"],
-    "sandbox": ["py-landlock>=0.1.1", "pyseccomp>=0.1.2"],  # pure Python; the second needs the system's libseccomp
+    # Pure Python; the second needs the system's libseccomp.
+    "sandbox": ["py-landlock>=0.1.1", "pyseccomp>=0.1.2"],
 }
-EXTRAS["service"] = ["grpcio>=1.76", "protobuf>=6.31", "grpcio-health-checking>=1.76", "grpcio-reflection>=1.76"]
+EXTRAS["service"] = [
+    "grpcio>=1.76",
+    "protobuf>=6.31",
+    "grpcio-health-checking>=1.76",
+    "grpcio-reflection>=1.76",
+]
 EXTRAS["service"] += ["prometheus-client>=0.20"]
 # MLflow without its server; SQLAlchemy and Alembic for its database in a file.
 EXTRAS["trackers"] = ["wandb>=0.31", "tensorboard>=2.21", "trackio>=0.43", "pandas>=2.2"]
@@ -38,7 +46,8 @@ EXTRAS["trackers"] += ["mlflow-skinny>=3.17", "sqlalchemy>=2.0", "alembic>=1.13"
 # Each SGLang asks for one torch and one transformers exactly: docs/engines.md.
 EXTRAS["sglang"] = ["sglang>=0.5.17"]
 EXTRAS["view"] = ["textual>=8"]  # rl-core view --tui
-EXTRAS["docs"] = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1.0", "ruff"]  # the last formats signatures
+# The last formats signatures.
+EXTRAS["docs"] = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1.0", "ruff"]
 EXTRAS["test"] = [
     *EXTRAS["api"],
     *EXTRAS["math"],
@@ -57,8 +66,11 @@ EXTRAS["test"] = [
     "ruff",
     "trl==1.16.0",
 ]
-# torch for CUDA brings its own; elsewhere its interpreter and compiler test the kernels without a GPU.
-EXTRAS["test"] += [f"{name}; platform_system == 'Linux'" for name in ("triton>=3.3", *EXTRAS["liger"])]
+# torch for CUDA brings its own; elsewhere its interpreter and compiler test the kernels without a
+# GPU.
+EXTRAS["test"] += [
+    f"{name}; platform_system == 'Linux'" for name in ("triton>=3.3", *EXTRAS["liger"])
+]
 
 setup(
     name="rl_core",

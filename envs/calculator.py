@@ -1,4 +1,5 @@
-"""A tool in two turns: asked `37*8`, the model writes `<call>37*8</call>`, the tool says `296`, it answers `296`."""
+"""A tool in two turns: asked `37*8`, the model writes `<call>37*8</call>`, the tool says `296`, it
+answers `296`."""
 
 import operator
 import random
@@ -13,7 +14,9 @@ def load_tasks(split):
     pairs = [(a, b) for a in range(10, 100) for b in range(2, 10)]
     random.Random(0).shuffle(pairs)
     chosen = pairs[NUM_EVAL:] if split == "train" else pairs[:NUM_EVAL]
-    return [{"messages": [{"role": "user", "content": f"{a}*{b}"}], "answer": a * b} for a, b in chosen]
+    return [
+        {"messages": [{"role": "user", "content": f"{a}*{b}"}], "answer": a * b} for a, b in chosen
+    ]
 
 
 def calculate(text):

@@ -1,16 +1,21 @@
-"""Chess of one actor against itself, or of two against each other; evaluated against a player who moves at random.
+"""Chess of one actor against itself, or of two against each other; evaluated against a player who
+moves at random.
 
-    rl-core train --env_path envs/chess_game.py --model Qwen/Qwen3-0.6B --out runs/chess --group_size 8 --max_tokens 64 \
+    rl-core train --env_path envs/chess_game.py --model Qwen/Qwen3-0.6B --out runs/chess
+    --group_size 8 --max_tokens 64 \
         --max_prompt_tokens 2048
-    rl-core train --env_path envs/chess_game.py --actors.ann.model A --actors.ben.model B --out runs/duel ...
+    rl-core train --env_path envs/chess_game.py --actors.ann.model A --actors.ben.model B --out
+    runs/duel ...
 
-Who is to move sees the position (FEN) and its legal moves, and replies with one alone, as Nf3 or g1f3. Reward: `result`, 1 for a
-win, 0.5 for a draw, 0 for a defeat; and `legal`, LEGAL times the share of the player's moves that were legal, which pays before a
-win does. An illegal move, or a reply that is cut off, loses. After MAX_PLIES more material gives up to 0.25 more than a draw.
-Seats white and black have a baseline each.
+Who is to move sees the position (FEN) and its legal moves, and replies with one alone, as Nf3 or
+g1f3. Reward: `result`, 1 for a win, 0.5 for a draw, 0 for a defeat; and `legal`, LEGAL times the
+share of the player's moves that were legal, which pays before a win does. An illegal move, or a
+reply that is cut off, loses. After MAX_PLIES more material gives up to 0.25 more than a draw. Seats
+white and black have a baseline each.
 
-Positions are made up, at three levels: a mate in one; queen against king; the middle of a random game. The position says to which
-split it belongs. Rows of your own: a prompt and `fen`. The first actor by name moves first. Needs a GPU, not run.
+Positions are made up, at three levels: a mate in one; queen against king; the middle of a random
+game. The position says to which split it belongs. Rows of your own: a prompt and `fen`. The first
+actor by name moves first. Needs a GPU, not run.
 """
 
 import random
@@ -23,22 +28,36 @@ except ImportError:
     raise ImportError("chess is missing: pip install 'rl_core[envs]'") from None
 
 RULES = "Chess. Reply with one legal move alone, such as Nf3 or g1f3."
-SEATS, LEGAL, MAX_PLIES, PER_LEVEL = ("black", "white"), 0.2, 40, 150  # black is False in python-chess
-VALUES = {chess.PAWN: 1, chess.KNIGHT: 3, chess.BISHOP: 3, chess.ROOK: 5, chess.QUEEN: 9, chess.KING: 0}
-max_turns = 20  # of one seat; with --max_prompt_tokens it says how long a game's conversation may be
+# Black is False in python-chess.
+SEATS, LEGAL, MAX_PLIES, PER_LEVEL = ("black", "white"), 0.2, 40, 150
+VALUES = {
+    chess.PAWN: 1,
+    chess.KNIGHT: 3,
+    chess.BISHOP: 3,
+    chess.ROOK: 5,
+    chess.QUEEN: 9,
+    chess.KING: 0,
+}
+# Of one seat; with --max_prompt_tokens it says how long a game's conversation may be.
+max_turns = 20
 
 
 def position(level, rng):
     """A board that is not at its end, or None."""
     board = chess.Board() if level == 3 else chess.Board(None)
-    for square, symbol in zip(rng.sample(range(64), 4), ("KQkR", "KQk", "")[level - 1], strict=False):
+    for square, symbol in zip(
+        rng.sample(range(64), 4), ("KQkR", "KQk", "")[level - 1], strict=False
+    ):
         board.set_piece_at(square, chess.Piece.from_symbol(symbol))
     for _ in range(rng.randrange(4, 20) if level == 3 else 0):
         board.push(rng.choice([*board.legal_moves] or [chess.Move.null()]))
     if not board.is_valid() or board.is_game_over():
         return None
     return (
-        board if level > 1 or any(board.san(m)[-1] == "#" for m in board.legal_moves if board.gives_check(m)) else None
+        board
+        if level > 1
+        or any(board.san(m)[-1] == "#" for m in board.legal_moves if board.gives_check(m))
+        else None
     )
 
 
@@ -50,7 +69,11 @@ def load_tasks(split):
             if board := position(level, rng):
                 row = {"prompt": RULES, "fen": board.fen(), "level": level, "opponent": opponent}
                 rows[row["fen"]] = row
-    return [row for fen, row in rows.items() if (zlib.crc32(fen.encode()) % 10 == 0) == (split == "eval")]
+    return [
+        row
+        for fen, row in rows.items()
+        if (zlib.crc32(fen.encode()) % 10 == 0) == (split == "eval")
+    ]
 
 
 def move_of(text, board):
@@ -81,7 +104,8 @@ def results(board, illegal):
 
 
 async def play(task, players):
-    """(board at the end, seat -> last reply, seat -> its legal moves, who moved illegally). `players`: None moves at random."""
+    """(board at the end, seat -> last reply, seat -> its legal moves, who moved illegally).
+    `players`: None moves at random."""
     board, replies, legal, illegal = chess.Board(task.row["fen"]), {}, dict.fromkeys(SEATS, 0), None
     while len(board.move_stack) < MAX_PLIES and not board.outcome(claim_draw=True):
         seat = SEATS[board.turn]
@@ -103,7 +127,9 @@ async def rollout(task, actors):
     """The first actor by name moves first; alone, it plays the other seat too."""
     names, turn = sorted(actors), chess.Board(task.row["fen"]).turn
     if len(names) > 2:
-        raise ValueError(f"chess is for one or two actors, there are {len(names)}: {', '.join(names)}")
+        raise ValueError(
+            f"chess is for one or two actors, there are {len(names)}: {', '.join(names)}"
+        )
     seat, other, suffix, found = SEATS[turn], SEATS[not turn], "", []
     games = [{seat: actors[names[0]], other: actors[names[-1]]}]
     if task.row.get("opponent") == "random":
@@ -112,7 +138,13 @@ async def rollout(task, actors):
         board, replies, legal, illegal = await play(task, players)
         for place, reply in replies.items():
             white, tried = results(board, illegal), legal[place] + (illegal == place)
-            parts = {"result": white if place == "white" else 1 - white, "legal": LEGAL * legal[place] / tried}
-            metrics = {f"illegal{suffix}": float(illegal == place), f"moves{suffix}": float(legal[place])}
+            parts = {
+                "result": white if place == "white" else 1 - white,
+                "legal": LEGAL * legal[place] / tried,
+            }
+            metrics = {
+                f"illegal{suffix}": float(illegal == place),
+                f"moves{suffix}": float(legal[place]),
+            }
             found.append(reply.trajectory(parts, seat=place, metrics=metrics))
     return found

@@ -1,11 +1,14 @@
-"""Write a Python function. The reward is the share of its tests that pass, 0 to 1, in a sandbox (docs/sandbox.md).
+"""Write a Python function. The reward is the share of its tests that pass, 0 to 1, in a sandbox
+(docs/sandbox.md).
 
     rl-core train --env_path envs/code.py --data.train humaneval.jsonl --model M --out runs/code
 
-The last fenced block of a reply is its program, otherwise all of it. Rows as in HumanEval (`prompt`, `test`, `entry_point`; a
-program without that function continues the prompt) or MBPP (`test_list`, and `test_setup_code`, `test_imports`; the problem as
-`prompt`, or `--data.columns prompt=text`). Without rows: one-line functions of levels 1 to 3, as `add 3, multiply by 2` ->
-`def f(x): return (x+3)*2`. A hash of the prompt says which tenth is held out. Curve on a CPU: docs/curves.md.
+The last fenced block of a reply is its program, otherwise all of it. Rows as in HumanEval
+(`prompt`, `test`, `entry_point`; a program without that function continues the prompt) or MBPP
+(`test_list`, and `test_setup_code`, `test_imports`; the problem as `prompt`, or `--data.columns
+prompt=text`). Without rows: one-line functions of levels 1 to 3, as `add 3, multiply by 2` -> `def
+f(x): return (x+3)*2`. A hash of the prompt says which tenth is held out. Curve on a CPU:
+docs/curves.md.
 """
 
 import random
@@ -23,7 +26,10 @@ def load_tasks(split):
     rng, rows = random.Random(0), {}
     for level, count in ((1, 900), (2, 600), (3, 600)):
         for _ in range(count):
-            steps = [(rng.choice(list(OPERATIONS)), rng.randint(2, 99 if level == 1 else 9)) for _ in range(level)]
+            steps = [
+                (rng.choice(list(OPERATIONS)), rng.randint(2, 99 if level == 1 else 9))
+                for _ in range(level)
+            ]
             asked, term = ", ".join(f"{name} {number}" for name, number in steps), "x"
             for name, number in steps:
                 term = OPERATIONS[name].format(term, number)
@@ -34,7 +40,11 @@ def load_tasks(split):
                 "test_list": tests,
                 "level": level,
             }
-    return [row for asked, row in rows.items() if (zlib.crc32(asked.encode()) % 10 == 0) == (split != "train")]
+    return [
+        row
+        for asked, row in rows.items()
+        if (zlib.crc32(asked.encode()) % 10 == 0) == (split != "train")
+    ]
 
 
 async def reward_fn(completion, prompt, task):

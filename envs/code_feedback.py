@@ -1,12 +1,14 @@
 """Write a Python function in up to four turns: what failed comes back, in three lines at most.
 
-    rl-core train --env_path envs/code_feedback.py --data.train mbpp.jsonl --data.columns prompt=text --model M --out runs/fix
+    rl-core train --env_path envs/code_feedback.py --data.train mbpp.jsonl --data.columns
+    prompt=text --model M --out runs/fix
 
-The reward is the share of tests that the last program passes, minus 0.05 for every turn after the first, in a sandbox
-(docs/sandbox.md). Rows as in envs/code.py; no reward for what the first half of the tests shows: feedback is of these, and the
-reward counts the others alone where there are at least four. Without rows: lines through points, `f(1) is 5` -> `def f(x): return
-3*x+2`, which one point does not decide. A hash of the prompt says which tenth is held out. Needs a GPU, not run: only by scripted
-actors.
+The reward is the share of tests that the last program passes, minus 0.05 for every turn after the
+first, in a sandbox (docs/sandbox.md). Rows as in envs/code.py; no reward for what the first half of
+the tests shows: feedback is of these, and the reward counts the others alone where there are at
+least four. Without rows: lines through points, `f(1) is 5` -> `def f(x): return 3*x+2`, which one
+point does not decide. A hash of the prompt says which tenth is held out. Needs a GPU, not run: only
+by scripted actors.
 """
 
 import zlib
@@ -25,7 +27,9 @@ def load_tasks(split):
         asked = f"f({a % 3 + 1}) is {a * (a % 3 + 1) + b}. f is a*x+b with b from 2 to 29."
         tests = [f"assert f({x}) == {a * x + b}" for x in (0, 1, 5, -3)]
         rows.append({"prompt": f"{asked} ({a * 7 + b * 3} is 7*a+3*b)", "test_list": tests})
-    return [row for row in rows if (zlib.crc32(row["prompt"].encode()) % 10 == 0) == (split != "train")]
+    return [
+        row for row in rows if (zlib.crc32(row["prompt"].encode()) % 10 == 0) == (split != "train")
+    ]
 
 
 async def run(text, row, shown):
@@ -43,7 +47,9 @@ async def interact(messages, task):
     lines = [line for line in found.failures if line][:2]
     if not lines:
         return None
-    said = "\n".join([f"{sum(found.passed)} of {len(found.passed)} tests passed: {found.status}.", *lines])
+    said = "\n".join(
+        [f"{sum(found.passed)} of {len(found.passed)} tests passed: {found.status}.", *lines]
+    )
     return [{"role": "user", "content": said}]
 
 

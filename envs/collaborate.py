@@ -1,11 +1,12 @@
 """Any number of actors work on one problem, each in turn, and who speaks last answers it for all.
 
     rl-core train --env_path envs/collaborate.py --data.train problems.jsonl --out runs/team \
-        --actors.ann.model A --actors.ben.model B --actors.cleo.api https://host/v1 --actors.cleo.model C
+        --actors.ann.model A --actors.ben.model B --actors.cleo.api https://host/v1
+        --actors.cleo.model C
 
-Rows: {"prompt": "How many ...?", "answer": "12"}; without --data.train, sums of three numbers. They speak
-in the order of the flags, twice each, or once if they are more than four. All who learn share the reward: 1 if the last reply
-is the answer and nothing else.
+Rows: {"prompt": "How many ...?", "answer": "12"}; without --data.train, sums of three numbers. They
+speak in the order of the flags, twice each, or once if they are more than four. All who learn share
+the reward: 1 if the last reply is the answer and nothing else.
 """
 
 import random
@@ -31,7 +32,9 @@ def turns(actors):
 
 def interact(messages, task):
     num_spoken = sum(message["role"] == "assistant" for message in messages)
-    return [{"role": "user", "content": ANSWER}] if num_spoken == len(task.info["turns"]) - 1 else None
+    return (
+        [{"role": "user", "content": ANSWER}] if num_spoken == len(task.info["turns"]) - 1 else None
+    )
 
 
 def reward_fn(messages, answer):

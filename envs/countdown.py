@@ -1,9 +1,11 @@
-"""Countdown, as in TinyZero (github.com/Jiayi-Pan/TinyZero): make a number of others by + - * / and brackets, each used once.
+"""Countdown, as in TinyZero (github.com/Jiayi-Pan/TinyZero): make a number of others by + - * / and
+brackets, each used once.
 
     rl-core train --env_path envs/countdown.py --model M --out runs/countdown --max_tokens 1024
 
-Rows: {"prompt", "nums": [3, 5, 7], "target": 26}; without --data.train, 2, 3 or 4 numbers (levels 1 to 3). Reward: 0.1 for a
-sum in <answer>...</answer> that uses each number once, 1 if it gives the target. Curve on a CPU: docs/curves.md.
+Rows: {"prompt", "nums": [3, 5, 7], "target": 26}; without --data.train, 2, 3 or 4 numbers (levels 1
+to 3). Reward: 0.1 for a sum in <answer>...</answer> that uses each number once, 1 if it gives the
+target. Curve on a CPU: docs/curves.md.
 """
 
 import ast
@@ -13,12 +15,21 @@ import re
 import zlib
 from fractions import Fraction
 
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-HOW = "Make {} of {}, each once, with + - * / and brackets. Think, then write <answer>...</answer>, the sum alone."
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+HOW = (
+    "Make {} of {}, each once, with + - * / and brackets. Think, then write <answer>...</answer>, "
+    "the sum alone."
+)
 
 
 def load_tasks(split):
-    """Every target, from 1 to 99, is the value of a random sum. A hash of numbers and target says which tenth is held out."""
+    """Every target, from 1 to 99, is the value of a random sum. A hash of numbers and target says
+    which tenth is held out."""
     rng, found = random.Random(0), {}
     for level in (1, 2, 3):
         for _ in range(3000):
@@ -29,13 +40,24 @@ def load_tasks(split):
             nums = sorted(nums)
             if target.denominator == 1 and 0 < target < 100:
                 prompt = HOW.format(target, ", ".join(map(str, nums)))
-                found[f"{nums}{target}"] = {"prompt": prompt, "nums": nums, "target": int(target), "level": level}
-    return [row for key, row in found.items() if (zlib.crc32(key.encode()) % 10 == 0) == (split != "train")]
+                found[f"{nums}{target}"] = {
+                    "prompt": prompt,
+                    "nums": nums,
+                    "target": int(target),
+                    "level": level,
+                }
+    return [
+        row
+        for key, row in found.items()
+        if (zlib.crc32(key.encode()) % 10 == 0) == (split != "train")
+    ]
 
 
 def value(text, nums):
     """What the sum gives, exactly; None if it is no sum of these numbers, each once."""
-    if not re.fullmatch(r"[0-9+*/() -]{1,200}", text) or sorted(map(int, re.findall("[0-9]+", text))) != sorted(nums):
+    if not re.fullmatch(r"[0-9+*/() -]{1,200}", text) or sorted(
+        map(int, re.findall("[0-9]+", text))
+    ) != sorted(nums):
         return None
     try:
         return reckoned(ast.parse(text.strip(), mode="eval").body)

@@ -1,17 +1,21 @@
 """Any gymnasium environment that can be read as text: FrozenLake by default.
 
-    rl-core train --env_path envs/gym_text.py --model Qwen/Qwen3-0.6B --out runs/lake --max_prompt_tokens 512 --max_tokens 16
+    rl-core train --env_path envs/gym_text.py --model Qwen/Qwen3-0.6B --out runs/lake
+    --max_prompt_tokens 512 --max_tokens 16
     GYM_ENV=my_package:MyEnv-v0 rl-core train --env_path envs/gym_text.py ...
 
-The actor sees what `render()` gives with render_mode "ansi", else the observation. What a terminal highlights stands in brackets,
-with its colour: [blue B]. It replies with an action alone: a name or a number of a Discrete space, or any text of a Text space.
-Another reply costs ILLEGAL and changes nothing. The reward is the sum of the environment's own, each for its turn. Metrics:
-`illegal`, and `solved`: the environment's reward_threshold was reached, or its last step earned the most, and more than 0.
+The actor sees what `render()` gives with render_mode "ansi", else the observation. What a terminal
+highlights stands in brackets, with its colour: [blue B]. It replies with an action alone: a name or
+a number of a Discrete space, or any text of a Text space. Another reply costs ILLEGAL and changes
+nothing. The reward is the sum of the environment's own, each for its turn. Metrics: `illegal`, and
+`solved`: the environment's reward_threshold was reached, or its last step earned the most, and more
+than 0.
 
-Rows: a prompt, `gym_env` (what gymnasium.make takes), and optionally `kwargs`, `seed`, `actions` (names). Without --data.train:
-FrozenLake on maps of 3x3 to 5x5, where the map says to which split it belongs; for another $GYM_ENV seeds 100 to 1,099, and 0 to
-99 to evaluate, with what is KNOWN of it in the prompt. An error in the environment fails the episode, with its cause, as does a
-call that takes longer than STEP_S. Needs a GPU, not run.
+Rows: a prompt, `gym_env` (what gymnasium.make takes), and optionally `kwargs`, `seed`, `actions`
+(names). Without --data.train: FrozenLake on maps of 3x3 to 5x5, where the map says to which split
+it belongs; for another $GYM_ENV seeds 100 to 1,099, and 0 to 99 to evaluate, with what is KNOWN of
+it in the prompt. An error in the environment fails the episode, with its cause, as does a call that
+takes longer than STEP_S. Needs a GPU, not run.
 """
 
 import math
@@ -30,15 +34,24 @@ GYM_ENV, ILLEGAL, STEP_S = os.environ.get("GYM_ENV", "FrozenLake-v1"), -0.05, 60
 LAKE = "Walk from S over the ice F to the goal G, around the holes H. You are in []."
 COLOURS = ["gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white"]
 HIGHLIGHT = "41"  # A red background: gymnasium marks the player's place so.
-TAXI = "Blue marks the passenger, magenta the destination, yellow the empty taxi, green the taxi with the passenger. "
+TAXI = (
+    "Blue marks the passenger, magenta the destination, yellow the empty taxi, green the taxi with "
+    "the passenger. "
+)
 TAXI += "| is a wall. Pick up the passenger and drop them at the destination."
 # Environment -> the names of its actions, what its text means.
 KNOWN = {
     "FrozenLake": (["left", "down", "right", "up"], LAKE),
     "Taxi": (["south", "north", "east", "west", "pickup", "dropoff"], TAXI),
     "CliffWalking": (["up", "right", "down", "left"], "You are x. Walk to T, around the cliff C."),
-    "Blackjack": (["stick", "hit"], "You see your sum, the dealer's card, and whether you have a usable ace."),
-    "CartPole": (["left", "right"], "You see the cart's position and velocity, and the pole's angle and its velocity."),
+    "Blackjack": (
+        ["stick", "hit"],
+        "You see your sum, the dealer's card, and whether you have a usable ace.",
+    ),
+    "CartPole": (
+        ["left", "right"],
+        "You see the cart's position and velocity, and the pole's angle and its velocity.",
+    ),
 }
 max_turns = 16
 
@@ -48,10 +61,16 @@ def load_tasks(split):
     said = f"one of {', '.join(names)}" if names else "the next action alone"
     same = {"prompt": f"{meaning} Reply with {said}.", "gym_env": GYM_ENV, "actions": names}
     if GYM_ENV != "FrozenLake-v1":
-        return [same | {"seed": seed} for seed in (range(100, 1100) if split == "train" else range(100))]
+        return [
+            same | {"seed": seed} for seed in (range(100, 1100) if split == "train" else range(100))
+        ]
     from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-    maps = {tuple(generate_random_map(n, p=0.75, seed=seed)): None for n in (3, 4, 5) for seed in range(300)}
+    maps = {
+        tuple(generate_random_map(n, p=0.75, seed=seed)): None
+        for n in (3, 4, 5)
+        for seed in range(300)
+    }
     chosen = [m for m in maps if (zlib.crc32("".join(m).encode()) % 10 == 0) == (split == "eval")]
     return [same | {"kwargs": {"desc": list(m), "is_slippery": False}} for m in chosen]
 
@@ -72,11 +91,15 @@ def make(row):
 def shown(env, observation):
     if env.render_mode != "ansi":
         return str(observation)
-    return re.sub(r"((?:\x1b\[[1-9][\d;]*m)+)(.*?)(?:\x1b\[0m)+", in_brackets, env.render()).strip("\n")
+    return re.sub(r"((?:\x1b\[[1-9][\d;]*m)+)(.*?)(?:\x1b\[0m)+", in_brackets, env.render()).strip(
+        "\n"
+    )
 
 
 def in_brackets(match):
-    colours = [COLOURS[int(code) % 10] for code in re.findall(r"[34]\d", match[1]) if code != HIGHLIGHT]
+    colours = [
+        COLOURS[int(code) % 10] for code in re.findall(r"[34]\d", match[1]) if code != HIGHLIGHT
+    ]
     return f"[{' '.join([*colours, match[2]])}]"
 
 
@@ -98,9 +121,13 @@ def action_of(text, space, names):
 async def in_time(function, *args, **kwargs):
     """Its result. It runs in a thread, so that it holds up no other episode."""
     try:
-        result, error = await LoopClock.of_running_loop().in_thread(lambda: function(*args, **kwargs), STEP_S)
+        result, error = await LoopClock.of_running_loop().in_thread(
+            lambda: function(*args, **kwargs), STEP_S
+        )
     except DeadlineError:
-        raise TimeoutError(f"{function.__name__}() of the environment took longer than {STEP_S:g} s") from None
+        raise TimeoutError(
+            f"{function.__name__}() of the environment took longer than {STEP_S:g} s"
+        ) from None
     if error is not None:
         raise error
     return result
@@ -120,7 +147,8 @@ async def rollout(task, actors):
         while len(rewards) < actor.max_turns and not is_done:
             reply = await (reply or actor).respond(said)
             if reply.truncated:
-                rewards += [ILLEGAL] if reply.text else []  # without text the context was full before it spoke
+                # Without text the context was full before it spoke.
+                rewards += [ILLEGAL] if reply.text else []
                 break
             action = action_of(reply.answer, env.action_space, names)
             if action is None:
@@ -137,5 +165,6 @@ async def rollout(task, actors):
         await in_time(env.close)
     metrics = {"illegal": float(illegal), "solved": float(is_done and is_solved(env, earned))}
     trajectory = reply.trajectory(sum(rewards), metrics=metrics)
-    trajectory.turn_rewards = [*rewards, 0.0][: len(trajectory.turns)]  # none for an actor without tokens
+    # None for an actor without tokens.
+    trajectory.turn_rewards = [*rewards, 0.0][: len(trajectory.turns)]
     return [trajectory]

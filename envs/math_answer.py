@@ -1,10 +1,13 @@
-"""Mathematics with one answer, as in GSM8K, MATH and AIME: 1 if the reply's final answer equals the reference's, else 0.
+"""Mathematics with one answer, as in GSM8K, MATH and AIME: 1 if the reply's final answer equals the
+reference's, else 0.
 
-    rl-core train --env_path envs/math_answer.py --data.train openai/gsm8k:main --model M --out runs/gsm8k
+    rl-core train --env_path envs/math_answer.py --data.train openai/gsm8k:main --model M --out
+    runs/gsm8k
 
-Final is what stands after the last `####`, else in `\\boxed{}`, else the last expression (`pip install 'rl_core[math]'`). Rows
-need `answer` (a number, a formula, or a solution that ends in `#### number`) and their problem as `messages`, `prompt`,
-`question` or `problem`. Without rows: sums of three levels. Curve on a CPU: docs/curves.md.
+Final is what stands after the last `####`, else in `\\boxed{}`, else the last expression (`pip
+install 'rl_core[math]'`). Rows need `answer` (a number, a formula, or a solution that ends in `####
+number`) and their problem as `messages`, `prompt`, `question` or `problem`. Without rows: sums of
+three levels. Curve on a CPU: docs/curves.md.
 """
 
 import random
@@ -14,13 +17,18 @@ from rl_core.rewards import maths
 
 
 def load_tasks(split):
-    """Sums of two numbers (level 1), with a product (2), with brackets (3). A hash of the sum says which tenth is held out."""
+    """Sums of two numbers (level 1), with a product (2), with brackets (3). A hash of the sum says
+    which tenth is held out."""
     rng, forms, found = random.Random(0), ("{}+{}", "{}+{}*{}", "({}+{})*{}-{}"), {}
     for level, form in enumerate(forms, 1):
         for _ in range(1000):
             asked = form.format(*(rng.randint(1, 20) for _ in range(form.count("{}"))))
             found[asked] = {"prompt": f"What is {asked}?", "answer": eval(asked), "level": level}
-    return [row for asked, row in found.items() if (zlib.crc32(asked.encode()) % 10 == 0) == (split != "train")]
+    return [
+        row
+        for asked, row in found.items()
+        if (zlib.crc32(asked.encode()) % 10 == 0) == (split != "train")
+    ]
 
 
 def reward_fn(messages, answer):

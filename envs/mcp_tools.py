@@ -1,16 +1,21 @@
-"""The tools of any MCP server, called by the actor. Reward: 1 if its last reply is the answer and nothing else.
+"""The tools of any MCP server, called by the actor. Reward: 1 if its last reply is the answer and
+nothing else.
 
-    rl-core train --env_path envs/mcp_tools.py --model Qwen/Qwen3-0.6B --out runs/shop --max_prompt_tokens 1024 --max_tokens 256
-    MCP_SERVER='npx -y some-server' MCP_PASS=SOME_API_KEY rl-core train --env_path envs/mcp_tools.py --data.train rows.jsonl ...
+    rl-core train --env_path envs/mcp_tools.py --model Qwen/Qwen3-0.6B --out runs/shop
+    --max_prompt_tokens 1024 --max_tokens 256
+    MCP_SERVER='npx -y some-server' MCP_PASS=SOME_API_KEY rl-core train --env_path envs/mcp_tools.py
+    --data.train rows.jsonl ...
 
-$MCP_SERVER is a command that speaks over stdio, started for each episode, or the URL of a server (streamable HTTP), where each
-episode has a session: better for many at once. By default it is the shop at the end of this file, which `python envs/mcp_tools.py
-8000` serves at http://127.0.0.1:8000/mcp. A command sees HOME, PATH and the like, and the variables that $MCP_PASS names, with
-commas between. $MCP_TOKEN goes to a URL as a bearer token. Records hold neither.
+$MCP_SERVER is a command that speaks over stdio, started for each episode, or the URL of a server
+(streamable HTTP), where each episode has a session: better for many at once. By default it is the
+shop at the end of this file, which `python envs/mcp_tools.py 8000` serves at
+http://127.0.0.1:8000/mcp. A command sees HOME, PATH and the like, and the variables that $MCP_PASS
+names, with commas between. $MCP_TOKEN goes to a URL as a bearer token. Records hold neither.
 
-Rows: a prompt and `answer`. Tools count towards --max_prompt_tokens. The actor reads text, and the text of resources. Of an
-image, audio or another resource it reads that there is one. What a tool refuses is told to the actor (metric `refused`).
-A server that cannot be reached, dies, or takes longer than CALL_S fails the episode, with the cause. Needs a GPU, not run.
+Rows: a prompt and `answer`. Tools count towards --max_prompt_tokens. The actor reads text, and the
+text of resources. Of an image, audio or another resource it reads that there is one. What a tool
+refuses is told to the actor (metric `refused`). A server that cannot be reached, dies, or takes
+longer than CALL_S fails the episode, with the cause. Needs a GPU, not run.
 """
 
 import json
@@ -30,26 +35,42 @@ except ImportError:
     raise ImportError("mcp is missing: pip install 'rl_core[envs]'") from None
 
 SERVER = os.environ.get("MCP_SERVER") or shlex.join([sys.executable, os.path.abspath(__file__)])
-PASSED = {name: os.environ[name] for name in os.environ.get("MCP_PASS", "").split(",") if name in os.environ}
+PASSED = {
+    name: os.environ[name]
+    for name in os.environ.get("MCP_PASS", "").split(",")
+    if name in os.environ
+}
 CALL_S, NUM_EVAL, max_turns, TOKEN = 60.0, 50, 6, os.environ.get("MCP_TOKEN")
-NAMES = random.Random(0).sample([f"{a}{b}{c}o" for a in "bdfgklmnprstvz" for b in "aeiou" for c in "klmnrst"], 400)
+NAMES = random.Random(0).sample(
+    [f"{a}{b}{c}o" for a in "bdfgklmnprstvz" for b in "aeiou" for c in "klmnrst"], 400
+)
 PRICES = {item: random.Random(item).randrange(2, 100) for item in NAMES}
 
 
 def load_tasks(split):
     goods = NAMES[NUM_EVAL:] if split == "train" else NAMES[:NUM_EVAL]
     asked = "What do {} {}s cost? Reply with the number alone."
-    return [{"prompt": asked.format(n, item), "answer": str(n * PRICES[item])} for item in goods for n in (1, 2, 5)]
+    return [
+        {"prompt": asked.format(n, item), "answer": str(n * PRICES[item])}
+        for item in goods
+        for n in (1, 2, 5)
+    ]
 
 
 async def connect(stack, log):
     """A client of a new session, which ends with the stack."""
     if "://" in SERVER:
-        http = httpx2.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"} if TOKEN else {}, timeout=CALL_S)
-        transport = streamable_http_client(SERVER, http_client=await stack.enter_async_context(http))
+        http = httpx2.AsyncClient(
+            headers={"Authorization": f"Bearer {TOKEN}"} if TOKEN else {}, timeout=CALL_S
+        )
+        transport = streamable_http_client(
+            SERVER, http_client=await stack.enter_async_context(http)
+        )
     else:
         command, *args = shlex.split(SERVER)
-        transport = stdio_client(StdioServerParameters(command=command, args=args, env=PASSED), errlog=log)
+        transport = stdio_client(
+            StdioServerParameters(command=command, args=args, env=PASSED), errlog=log
+        )
     return await stack.enter_async_context(Client(transport, read_timeout_seconds=CALL_S))
 
 
@@ -81,13 +102,19 @@ def text_of(part):
         return f"[resource {part.name}: {part.uri}]"
     if part.type == "resource":
         resource = part.resource
-        return getattr(resource, "text", None) or f"[resource {resource.uri} of type {resource.mime_type}, not shown]"
+        return (
+            getattr(resource, "text", None)
+            or f"[resource {resource.uri} of type {resource.mime_type}, not shown]"
+        )
     return f"[{part.type} of type {part.mime_type}, not shown]"
 
 
 async def play(client, task, actor):
     known = [(t.name, t.description, t.input_schema) for t in (await client.list_tools()).tools]
-    tools = [{"type": "function", "function": {"name": n, "description": d, "parameters": p}} for n, d, p in known]
+    tools = [
+        {"type": "function", "function": {"name": n, "description": d, "parameters": p}}
+        for n, d, p in known
+    ]
     reply, refused = await actor.respond(task.messages, tools=tools), []
     for _ in range(actor.max_turns - 1):
         calls = reply.messages[-1].get("tool_calls")
@@ -95,9 +122,15 @@ async def play(client, task, actor):
             break
         answers = [(each["id"], *await call(client, each["function"])) for each in calls]
         refused += [is_refused for *_, is_refused in answers]
-        await reply.respond([{"role": "tool", "content": text, "tool_call_id": id} for id, text, _ in answers])
+        await reply.respond(
+            [{"role": "tool", "content": text, "tool_call_id": id} for id, text, _ in answers]
+        )
     right = reply.answer.strip() == str(task.row["answer"]).strip()
-    return [reply.trajectory(float(right), metrics={"called": float(len(refused)), "refused": float(sum(refused))})]
+    return [
+        reply.trajectory(
+            float(right), metrics={"called": float(len(refused)), "refused": float(sum(refused))}
+        )
+    ]
 
 
 async def rollout(task, actors):
@@ -116,7 +149,9 @@ async def rollout(task, actors):
             while getattr(error, "exceptions", None):  # a task group's
                 error = error.exceptions[0]
             log.seek(0)
-            cause = f"{type(error).__name__}: {error}; {log.read()[-300:].strip()}".removesuffix("; ")
+            cause = f"{type(error).__name__}: {error}; {log.read()[-300:].strip()}".removesuffix(
+                "; "
+            )
             failed = ConnectionError(f"the MCP server failed: {public(cause)}")
     raise failed
 

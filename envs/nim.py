@@ -1,11 +1,15 @@
-"""Nim with one heap, of one actor against itself or of two against each other; evaluated against a player who moves at random.
+"""Nim with one heap, of one actor against itself or of two against each other; evaluated against a
+player who moves at random.
 
-    rl-core train --env_path envs/nim.py --model M --out runs/nim --group_size 8 --max_tokens 4 --max_prompt_tokens 128 \
+    rl-core train --env_path envs/nim.py --model M --out runs/nim --group_size 8 --max_tokens 4
+    --max_prompt_tokens 128 \
         --eval_every 50
-    rl-core train --env_path envs/nim.py --actors.ann.model A --actors.ben.model B --out runs/duel ...
+    rl-core train --env_path envs/nim.py --actors.ann.model A --actors.ben.model B --out runs/duel
+    ...
 
-Players take 1, 2 or 3 stones in turn, and who takes the last one wins: 1, else 0. A reply that is not such a number, or more
-than there is, is a defeat. Who leaves a multiple of four can win whatever the other does. Each seat has its own baseline.
+Players take 1, 2 or 3 stones in turn, and who takes the last one wins: 1, else 0. A reply that is
+not such a number, or more than there is, is a defeat. Who leaves a multiple of four can win
+whatever the other does. Each seat has its own baseline.
 """
 
 import re
@@ -18,13 +22,17 @@ max_turns = 5  # of one seat; with --max_prompt_tokens it says how long a game's
 
 
 def load_tasks(split):
-    """Training: against a learner, from heaps of 1 to 9. Evaluation: against the random player, from heaps of 5 to 9."""
+    """Training: against a learner, from heaps of 1 to 9. Evaluation: against the random player,
+    from heaps of 5 to 9."""
     if split == "eval":
         heaps = [(5 + n // 2 % 5, SEATS[n % 2]) for n in range(NUM_EVAL)]
     else:
         heaps = [(stones, seat) for stones in range(1, 10) for seat in SEATS]
     opponent = "random" if split == "eval" else "actor"
-    return [{"prompt": RULES, "opponent": opponent, "stones": stones, "seat": seat} for stones, seat in heaps]
+    return [
+        {"prompt": RULES, "opponent": opponent, "stones": stones, "seat": seat}
+        for stones, seat in heaps
+    ]
 
 
 def random_move(task_id, stones):
@@ -33,8 +41,8 @@ def random_move(task_id, stones):
 
 
 async def play(task, players):
-    """One game. `players`: seat -> actor, or None for the random player. Gives each seat's last reply, who won, and who lost
-    by an illegal move."""
+    """One game. `players`: seat -> actor, or None for the random player. Gives each seat's last
+    reply, who won, and who lost by an illegal move."""
     stones, seat, other, replies = task.row["stones"], *SEATS, {}
     while True:
         if players[seat] is None:
@@ -59,7 +67,9 @@ async def rollout(task, actors):
     names, seat = sorted(actors), task.row["seat"]
     other = SEATS[seat == "first"]
     if len(names) > 2:
-        raise ValueError(f"nim is for one or two actors, there are {len(names)}: {', '.join(names)}")
+        raise ValueError(
+            f"nim is for one or two actors, there are {len(names)}: {', '.join(names)}"
+        )
     against_random = task.row["opponent"] == "random"
     games = [{seat: actors[names[0]], other: actors[names[-1]]}]
     if against_random:
@@ -69,5 +79,7 @@ async def rollout(task, actors):
         replies, won, illegal = await play(task, players)
         for place, reply in replies.items():
             metrics = {f"illegal{'_random' if against_random else ''}": float(place == illegal)}
-            found.append(reply.trajectory({"won": float(place == won)}, seat=place, metrics=metrics))
+            found.append(
+                reply.trajectory({"won": float(place == won)}, seat=place, metrics=metrics)
+            )
     return found

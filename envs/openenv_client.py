@@ -1,17 +1,21 @@
-"""An environment behind an OpenEnv server: https://github.com/meta-pytorch/OpenEnv, by its WebSocket protocol.
+"""An environment behind an OpenEnv server: https://github.com/meta-pytorch/OpenEnv, by its
+WebSocket protocol.
 
-    OPENENV_URL=http://127.0.0.1:8000 rl-core train --env_path envs/openenv_client.py --model Qwen/Qwen3-0.6B --out runs/openenv \
+    OPENENV_URL=http://127.0.0.1:8000 rl-core train --env_path envs/openenv_client.py --model
+    Qwen/Qwen3-0.6B --out runs/openenv \
         --max_prompt_tokens 1024 --max_tokens 256 --rollout.max_concurrent 8
 
-Each episode is a session: a reset with the row's `reset` (such as {"seed": 3}), then a step for each reply. A reply is the action
-as a JSON object; where actions have one field, its value alone will do. The actor sees observations as JSON, or the text of their
-only field. A reply that is no action costs ILLEGAL. The reward is the sum of the server's, each for its turn. Metrics: `illegal`,
+Each episode is a session: a reset with the row's `reset` (such as {"seed": 3}), then a step for
+each reply. A reply is the action as a JSON object; where actions have one field, its value alone
+will do. The actor sees observations as JSON, or the text of their only field. A reply that is no
+action costs ILLEGAL. The reward is the sum of the server's, each for its turn. Metrics: `illegal`,
 and `steps`, the `step_count` of the server's state.
 
-Rows: a prompt, and optionally `reset`. Without --data.train: seeds 100 to 1,099, and 0 to 99 to evaluate. A server holds a few
-sessions (its max_concurrent_envs). An episode waits up to ROOM_S for a free one; --rollout.max_concurrent within them spares the
-wait. If the server cannot be reached, stays full, raises, or takes longer than STEP_S, the episode fails with the cause.
-$OPENENV_TOKEN is sent as a bearer token. Tried with openenv-core 0.3. Needs a GPU, not run.
+Rows: a prompt, and optionally `reset`. Without --data.train: seeds 100 to 1,099, and 0 to 99 to
+evaluate. A server holds a few sessions (its max_concurrent_envs). An episode waits up to ROOM_S for
+a free one; --rollout.max_concurrent within them spares the wait. If the server cannot be reached,
+stays full, raises, or takes longer than STEP_S, the episode fails with the cause. $OPENENV_TOKEN is
+sent as a bearer token. Tried with openenv-core 0.3. Needs a GPU, not run.
 """
 
 import asyncio
@@ -22,13 +26,18 @@ import time
 
 import aiohttp
 
-URL, TOKEN = os.environ.get("OPENENV_URL", "http://127.0.0.1:8000").rstrip("/"), os.environ.get("OPENENV_TOKEN")
+URL, TOKEN = (
+    os.environ.get("OPENENV_URL", "http://127.0.0.1:8000").rstrip("/"),
+    os.environ.get("OPENENV_TOKEN"),
+)
 ILLEGAL, STEP_S, ROOM_S, MAX_BYTES, max_turns = -0.05, 60.0, 600.0, 100 << 20, 8
 
 
 def load_tasks(split):
     seeds = range(100, 1100) if split == "train" else range(100)
-    return [{"prompt": "Reply with your next action alone.", "reset": {"seed": seed}} for seed in seeds]
+    return [
+        {"prompt": "Reply with your next action alone.", "reset": {"seed": seed}} for seed in seeds
+    ]
 
 
 class Refused(Exception):
@@ -45,7 +54,9 @@ async def ask(socket, kind, data=None):
     try:
         message = await socket.receive(STEP_S)
     except asyncio.TimeoutError:
-        raise TimeoutError(f"the OpenEnv server did not answer to {kind!r} within {STEP_S:g} s") from None
+        raise TimeoutError(
+            f"the OpenEnv server did not answer to {kind!r} within {STEP_S:g} s"
+        ) from None
     if message.type is not aiohttp.WSMsgType.TEXT:
         raise ConnectionError(f"the OpenEnv server closed the connection after {kind!r}")
     answer = message.json()
@@ -56,13 +67,19 @@ async def ask(socket, kind, data=None):
             why = Full
         elif error.get("code") == "VALIDATION_ERROR" and kind == "step":
             why = Refused
-        raise why(f"the OpenEnv server failed at {kind!r}: {error.get('message')} ({error.get('code')})")
+        raise why(
+            f"the OpenEnv server failed at {kind!r}: {error.get('message')} ({error.get('code')})"
+        )
     return answer["data"]
 
 
 def fields_of(schema):
     """Name -> type of an action's fields, without those that every action has."""
-    found = {name: about.get("type") for name, about in schema["properties"].items() if name != "metadata"}
+    found = {
+        name: about.get("type")
+        for name, about in schema["properties"].items()
+        if name != "metadata"
+    }
     required = [name for name in schema.get("required", ()) if name in found]
     return {name: found[name] for name in required or found}
 
@@ -89,7 +106,9 @@ async def rollout(task, actors):
     [actor] = actors.values()
     headers = {"Authorization": f"Bearer {TOKEN}"} if TOKEN else {}
     limit = aiohttp.ClientTimeout(total=None, connect=STEP_S, sock_read=STEP_S)
-    async with aiohttp.ClientSession(headers=headers, raise_for_status=True, timeout=limit) as session:
+    async with aiohttp.ClientSession(
+        headers=headers, raise_for_status=True, timeout=limit
+    ) as session:
         async with session.get(f"{URL}/schema") as reply:
             fields = fields_of((await reply.json())["action"])
         give_up = time.monotonic() + ROOM_S
@@ -107,12 +126,16 @@ async def rollout(task, actors):
 async def play(socket, data, fields, task, actor):
     last = task.messages[-1]
     said = "" if len(fields) == 1 else f"Actions are JSON objects with {json.dumps(fields)}.\n\n"
-    said = [*task.messages[:-1], last | {"content": f"{last['content']}\n\n{said}{shown(data['observation'])}"}]
+    said = [
+        *task.messages[:-1],
+        last | {"content": f"{last['content']}\n\n{said}{shown(data['observation'])}"},
+    ]
     reply, rewards, illegal = None, [], 0
     while len(rewards) < actor.max_turns and not data.get("done"):
         reply = await (reply or actor).respond(said)
         if reply.truncated:
-            rewards += [ILLEGAL] if reply.text else []  # without text the context was full before it spoke
+            # Without text the context was full before it spoke.
+            rewards += [ILLEGAL] if reply.text else []
             break
         try:
             data = await ask(socket, "step", action_of(reply.answer, fields))
@@ -125,6 +148,9 @@ async def play(socket, data, fields, task, actor):
         raise ValueError("the OpenEnv server said that the episode ended when it began")
     steps = (await ask(socket, "state")).get("step_count") or 0
     await socket.send_json({"type": "close"})
-    trajectory = reply.trajectory(sum(rewards), metrics={"steps": float(steps), "illegal": float(illegal)})
-    trajectory.turn_rewards = [*rewards, 0.0][: len(trajectory.turns)]  # none for an actor without tokens
+    trajectory = reply.trajectory(
+        sum(rewards), metrics={"steps": float(steps), "illegal": float(illegal)}
+    )
+    # None for an actor without tokens.
+    trajectory.turn_rewards = [*rewards, 0.0][: len(trajectory.turns)]
     return trajectory

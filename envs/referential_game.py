@@ -1,11 +1,14 @@
-"""Two models agree on a code: Bob alone sees an object and sends two digits, Alice alone sees three objects and picks his.
+"""Two models agree on a code: Bob alone sees an object and sends two digits, Alice alone sees three
+objects and picks his.
 
-    python scripts/demo_data.py --task referential --out data/referential    # bob.jsonl, alice.jsonl to warm them up
-    rl-core train --env_path envs/referential_game.py --actors.bob.model BOB --actors.alice.model ALICE --out runs/game \
+    python scripts/demo_data.py --task referential --out data/referential    # bob.jsonl,
+    alice.jsonl to warm them up
+    rl-core train --env_path envs/referential_game.py --actors.bob.model BOB --actors.alice.model
+    ALICE --out runs/game \
         --group_size 8 --max_tokens 4 --max_prompt_tokens 64 --algo.entropy_coef 0.01
 
-Both earn 1 if he sent two digits and nothing else, and she picks the object that he saw. docs/actors.md has all commands and
-what they gave.
+Both earn 1 if he sent two digits and nothing else, and she picks the object that he saw.
+docs/actors.md has all commands and what they gave.
 """
 
 import random

@@ -1,5 +1,5 @@
-"""A reward model scores the conversation: one of `--algorithm rm`, served at $REWARD_MODEL_URL (docs/rewards.md):
-python -m rl_core.options.reward_model --model runs/rm/hf/policy --port 8001
+"""A reward model scores the conversation: one of `--algorithm rm`, served at $REWARD_MODEL_URL
+(docs/rewards.md): python -m rl_core.options.reward_model --model runs/rm/hf/policy --port 8001
 """
 
 import os

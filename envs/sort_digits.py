@@ -10,7 +10,9 @@ def load_tasks(split):
     prompts = ["".join(digits) for digits in itertools.permutations("0123456789", 5)]
     random.Random(0).shuffle(prompts)
     chosen = prompts[NUM_EVAL:] if split == "train" else prompts[:NUM_EVAL]
-    return [{"messages": [{"role": "user", "content": p}], "answer": "".join(sorted(p))} for p in chosen]
+    return [
+        {"messages": [{"role": "user", "content": p}], "answer": "".join(sorted(p))} for p in chosen
+    ]
 
 
 def reward_fn(messages, answer):

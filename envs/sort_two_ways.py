@@ -1,9 +1,12 @@
-"""Two actors are shown the same five digits: `up` sorts them up, `down` down. The reward is the share of right positions.
+"""Two actors are shown the same five digits: `up` sorts them up, `down` down. The reward is the
+share of right positions.
 
-    rl-core train --env_path envs/sort_two_ways.py --actors.up.model MODEL --actors.up.lora.rank 16 --actors.down.share up \
+    rl-core train --env_path envs/sort_two_ways.py --actors.up.model MODEL --actors.up.lora.rank 16
+    --actors.down.share up \
         --out runs/two_ways --max_tokens 8 --max_prompt_tokens 16
 
-An episode is of one of them, as the row says. Nothing but their adapters tells them apart. docs/actors.md has what they learned.
+An episode is of one of them, as the row says. Nothing but their adapters tells them apart.
+docs/actors.md has what they learned.
 """
 
 import itertools

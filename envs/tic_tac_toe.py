@@ -1,11 +1,14 @@
-"""Tic-tac-toe of one actor against itself, or of two against each other; evaluated against a player who moves at random.
+"""Tic-tac-toe of one actor against itself, or of two against each other; evaluated against a player
+who moves at random.
 
     rl-core train --env_path envs/tic_tac_toe.py --model M --out runs/self_play --group_size 8 \
         --max_tokens 8 --max_prompt_tokens 512 --eval_every 50 --eval.pass_reward 0.5
-    rl-core train --env_path envs/tic_tac_toe.py --actors.ann.model A --actors.ben.model B --out runs/duel ...
+    rl-core train --env_path envs/tic_tac_toe.py --actors.ann.model A --actors.ben.model B --out
+    runs/duel ...
 
-A win is 1, a draw 0.5, a defeat 0, and a reply that is not the number of a free cell is a defeat. Seats x and o have a baseline
-each. With --eval.pass_reward 0.5 the evaluation's `pass` is how often the random player did not win.
+A win is 1, a draw 0.5, a defeat 0, and a reply that is not the number of a free cell is a defeat.
+Seats x and o have a baseline each. With --eval.pass_reward 0.5 the evaluation's `pass` is how often
+the random player did not win.
 """
 
 import random
@@ -20,11 +23,18 @@ max_turns = 5  # of one seat; with --max_prompt_tokens it says how long a game's
 
 
 def load_tasks(split):
-    """Training: against a learner, from every board with up to two stones. Evaluation: against the random player."""
+    """Training: against a learner, from every board with up to two stones. Evaluation: against the
+    random player."""
     if split == "eval":
         seats = [SEATS[n % 2] for n in range(NUM_EVAL)]
-        return [{"prompt": RULES, "opponent": "random", "opening": "", "seat": seat} for seat in seats]
-    openings = ["", *"123456789", *(f"{a}{b}" for a in range(1, 10) for b in range(1, 10) if a != b)]
+        return [
+            {"prompt": RULES, "opponent": "random", "opening": "", "seat": seat} for seat in seats
+        ]
+    openings = [
+        "",
+        *"123456789",
+        *(f"{a}{b}" for a in range(1, 10) for b in range(1, 10) if a != b),
+    ]
     return [
         {"prompt": RULES, "opponent": "actor", "opening": opening, "seat": seat}
         for opening in openings
@@ -47,7 +57,8 @@ def shown(board):
 
 
 def move_of(text, board):
-    """The cell, from 0 on, that a reply means; None if it is not the number of a free one and nothing else."""
+    """The cell, from 0 on, that a reply means; None if it is not the number of a free one and
+    nothing else."""
     number = re.fullmatch(r"\s*([1-9])\s*", text)
     cell = int(number[1]) - 1 if number else None
     return cell if cell in free_cells(board) else None
@@ -55,12 +66,14 @@ def move_of(text, board):
 
 def random_move(task_id, board):
     """Hangs on task and board alone, so that a run can be repeated."""
-    return random.Random(zlib.crc32(f"{task_id}/{''.join(board)}".encode())).choice(free_cells(board))
+    return random.Random(zlib.crc32(f"{task_id}/{''.join(board)}".encode())).choice(
+        free_cells(board)
+    )
 
 
 async def play(task, players):
-    """One game. `players`: seat -> actor, or None for the random player. Gives each seat's last reply, who won (None: a draw),
-    and who lost by an illegal move."""
+    """One game. `players`: seat -> actor, or None for the random player. Gives each seat's last
+    reply, who won (None: a draw), and who lost by an illegal move."""
     board, replies = ["."] * 9, {}
     for cell in task.row["opening"]:
         board[int(cell) - 1] = turn_of(board)
@@ -72,7 +85,9 @@ async def play(task, players):
             if seat in replies:
                 await replies[seat].respond(shown(board))
             else:
-                replies[seat] = await players[seat].respond(f"{task.row['prompt']} You are {seat}.\n\n{shown(board)}")
+                replies[seat] = await players[seat].respond(
+                    f"{task.row['prompt']} You are {seat}.\n\n{shown(board)}"
+                )
             cell = None if replies[seat].truncated else move_of(replies[seat].answer, board)
         if cell is None:
             return replies, "o" if seat == "x" else "x", seat
@@ -89,7 +104,9 @@ async def rollout(task, actors):
     names, seat = sorted(actors), task.row["seat"]
     other = "o" if seat == "x" else "x"
     if len(names) > 2:
-        raise ValueError(f"tic-tac-toe is for one or two actors, there are {len(names)}: {', '.join(names)}")
+        raise ValueError(
+            f"tic-tac-toe is for one or two actors, there are {len(names)}: {', '.join(names)}"
+        )
     if task.row["opponent"] == "random":
         games = [{seat: actors[name], other: None} for name in names]
     else:
@@ -100,6 +117,9 @@ async def rollout(task, actors):
         for place, reply in replies.items():
             result = 0.5 if won is None else float(place == won)
             against = "_random" if None in players.values() else ""
-            metrics = {f"won{against}": float(place == won), f"illegal{against}": float(place == illegal)}
+            metrics = {
+                f"won{against}": float(place == won),
+                f"illegal{against}": float(place == illegal),
+            }
             found.append(reply.trajectory({"result": result}, seat=place, metrics=metrics))
     return found

@@ -1,14 +1,19 @@
-"""Questions that tools answer: a calculator, a search, files in a private folder, and Python in the sandbox.
+"""Questions that tools answer: a calculator, a search, files in a private folder, and Python in the
+sandbox.
 
-    rl-core train --env_path envs/tool_use.py --model Qwen/Qwen3-0.6B --out runs/tools --max_prompt_tokens 1024 --max_tokens 512
+    rl-core train --env_path envs/tool_use.py --model Qwen/Qwen3-0.6B --out runs/tools
+    --max_prompt_tokens 1024 --max_tokens 512
 
-Calls are read as the model's chat template writes them. Reward: 1 if the last number of the last reply is the answer; 0 for a
-reply that is cut off. Metrics: `called`, and `refused`, calls that were wrong and got an error to read.
+Calls are read as the model's chat template writes them. Reward: 1 if the last number of the last
+reply is the answer; 0 for a reply that is cut off. Metrics: `called`, and `refused`, calls that
+were wrong and got an error to read.
 
-Without --data.train the questions are made up, of four kinds (column `kind`) at three levels (`level`): calc, arithmetic; price,
-of one to three things that no model knows; file, adding up numbers in a file; code, counting that takes a program. The question
-says to which split it belongs. Rows of your own: a prompt, `answer`, and optionally `files` (name -> text) for the folder, which
-one episode has for itself. Python sees a copy of it (docs/sandbox.md). Curve on a CPU: docs/curves.md.
+Without --data.train the questions are made up, of four kinds (column `kind`) at three levels
+(`level`): calc, arithmetic; price, of one to three things that no model knows; file, adding up
+numbers in a file; code, counting that takes a program. The question says to which split it belongs.
+Rows of your own: a prompt, `answer`, and optionally `files` (name -> text) for the folder, which
+one episode has for itself. Python sees a copy of it (docs/sandbox.md). Curve on a CPU:
+docs/curves.md.
 """
 
 import inspect
@@ -30,7 +35,9 @@ except ImportError:
     raise ImportError("bm25s is missing: pip install 'rl_core[envs]'") from None
 
 NAMES = [f"{a}{b}{c}o" for a in "bdfgklmnprstvz" for b in "aeiou" for c in "klmnrst"]
-PRICES = {name: random.Random(name).randrange(2, 100) for name in random.Random(0).sample(NAMES, 300)}
+PRICES = {
+    name: random.Random(name).randrange(2, 100) for name in random.Random(0).sample(NAMES, 300)
+}
 CORPUS = [f"One {name} costs {price} crowns." for name, price in PRICES.items()]
 INDEX, SANDBOX = bm25s.BM25(corpus=CORPUS), Sandbox()
 INDEX.index(bm25s.tokenize(CORPUS, show_progress=False), show_progress=False)
@@ -39,7 +46,9 @@ max_turns, truncated_reward = 6, 0.0
 
 def calculator(desk, expression):
     """Works out an expression of numbers, + - * / // % and parentheses."""
-    if not re.fullmatch(r"[-0-9+*/%(). ]{1,200}", expression) or re.search(r"\*\*|[0-9)] *\(", expression):
+    if not re.fullmatch(r"[-0-9+*/%(). ]{1,200}", expression) or re.search(
+        r"\*\*|[0-9)] *\(", expression
+    ):
         raise ValueError("an expression has numbers, + - * / // % and parentheses alone")
     found = eval(expression)  # of digits and these signs: nothing that takes long, and no name
     return int(found) if found == int(found) else found
@@ -49,7 +58,10 @@ def search(desk, query):
     """Finds what is known about things."""
     words = bm25s.tokenize(query[:200], show_progress=False)
     [found], [scores] = INDEX.retrieve(words, k=3, show_progress=False)
-    return "\n".join(text for text, score in zip(found, scores, strict=True) if score > 0) or "Nothing was found."
+    return (
+        "\n".join(text for text, score in zip(found, scores, strict=True) if score > 0)
+        or "Nothing was found."
+    )
 
 
 def read_file(desk, name):
@@ -71,7 +83,9 @@ async def python(desk, code):
     """Runs a Python program and gives what it prints."""
     copies = f"for _ in {desk.files()!r}.items(): open(_[0], 'w').write(_[1])\n"
     done = await SANDBOX.run(copies + code, timeout_s=5)
-    return done.stdout if done.status == "ok" else f"{done.status}\n{done.stdout}{done.stderr[-500:]}"
+    return (
+        done.stdout if done.status == "ok" else f"{done.status}\n{done.stdout}{done.stderr[-500:]}"
+    )
 
 
 class Desk:
@@ -89,8 +103,15 @@ class Desk:
 
 def schema(tool):
     names = [*inspect.signature(tool).parameters][1:]
-    given = {"type": "object", "properties": {name: {"type": "string"} for name in names}, "required": names}
-    return {"type": "function", "function": {"name": tool.__name__, "description": tool.__doc__, "parameters": given}}
+    given = {
+        "type": "object",
+        "properties": {name: {"type": "string"} for name in names},
+        "required": names,
+    }
+    return {
+        "type": "function",
+        "function": {"name": tool.__name__, "description": tool.__doc__, "parameters": given},
+    }
 
 
 TOOLS = {tool.__name__: tool for tool in (calculator, search, read_file, write_file, python)}
@@ -98,27 +119,53 @@ tools = [schema(tool) for tool in TOOLS.values()]
 
 
 def question(kind, level, rng):
-    a, b, c, d = rng.randrange(11, 100), rng.randrange(2, 10), rng.randrange(2, 100), rng.randrange(2, 10)
+    a, b, c, d = (
+        rng.randrange(11, 100),
+        rng.randrange(2, 10),
+        rng.randrange(2, 100),
+        rng.randrange(2, 10),
+    )
     if kind == "calc":
-        asked = ((f"{a}*{b}", a * b), (f"{a}*{b}+{c}", a * b + c), (f"({a}*{b}+{c})*{d}", (a * b + c) * d))[level - 1]
+        asked = (
+            (f"{a}*{b}", a * b),
+            (f"{a}*{b}+{c}", a * b + c),
+            (f"({a}*{b}+{c})*{d}", (a * b + c) * d),
+        )[level - 1]
         return {"prompt": f"{asked[0]}?", "answer": asked[1]}
     if kind == "price":
         names = rng.sample([*PRICES], level)
-        return {"prompt": f"Price of one {' and one '.join(names)}?", "answer": sum(PRICES[name] for name in names)}
+        return {
+            "prompt": f"Price of one {' and one '.join(names)}?",
+            "answer": sum(PRICES[name] for name in names),
+        }
     if kind == "file":
         name, numbers = f"{rng.choice(NAMES)}.txt", [rng.randrange(2, 100) for _ in range(2**level)]
-        return {"prompt": f"Sum of {name}?", "answer": sum(numbers), "files": {name: "\n".join(map(str, numbers))}}
+        return {
+            "prompt": f"Sum of {name}?",
+            "answer": sum(numbers),
+            "files": {name: "\n".join(map(str, numbers))},
+        }
     found = [n for n in range(1, a * 4**level + 1) if n % b == 0 or str(d) in str(n)]
-    return {"prompt": f"How many numbers from 1 to {a * 4**level} divide by {b} or hold a {d}?", "answer": len(found)}
+    return {
+        "prompt": f"How many numbers from 1 to {a * 4**level} divide by {b} or hold a {d}?",
+        "answer": len(found),
+    }
 
 
 def load_tasks(split):
     rng, rows = random.Random(0), {}
     for number in range(2400):
-        place = {"kind": ("calc", "price", "file", "code")[number % 4], "level": number // 4 % 3 + 1}
+        place = {
+            "kind": ("calc", "price", "file", "code")[number % 4],
+            "level": number // 4 % 3 + 1,
+        }
         row = {"files": {}} | question(*place.values(), rng) | place
         rows[row["prompt"]] = row
-    return [row for asked, row in rows.items() if (zlib.crc32(asked.encode()) % 10 == 0) == (split == "eval")]
+    return [
+        row
+        for asked, row in rows.items()
+        if (zlib.crc32(asked.encode()) % 10 == 0) == (split == "eval")
+    ]
 
 
 def start(task):
@@ -137,14 +184,21 @@ async def use(desk, name, given):
 
 async def interact(messages, state):
     calls = messages[-1].get("tool_calls") or []
-    said = [(call["id"], *await use(state, call["function"]["name"], call["function"]["arguments"])) for call in calls]
+    said = [
+        (call["id"], *await use(state, call["function"]["name"], call["function"]["arguments"]))
+        for call in calls
+    ]
     state.refused += [is_refused for *_, is_refused in said]
     return [{"role": "tool", "content": text, "tool_call_id": id} for id, text, _ in said]
 
 
 def reward_fn(messages, answer):
     numbers = re.findall(r"-?[0-9]+(?:\.[0-9]+)?", messages[-1]["content"].replace(",", ""))
-    return float(not messages[-1].get("tool_calls") and numbers[-1:] != [] and float(numbers[-1]) == float(answer))
+    return float(
+        not messages[-1].get("tool_calls")
+        and numbers[-1:] != []
+        and float(numbers[-1]) == float(answer)
+    )
 
 
 @reward(weight=0)

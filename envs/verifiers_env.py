@@ -1,14 +1,19 @@
-"""Any installed environment of the `verifiers` library (0.1.x): https://github.com/PrimeIntellect-ai/verifiers.
+"""Any installed environment of the `verifiers` library (0.1.x):
+https://github.com/PrimeIntellect-ai/verifiers.
 
     pip install verifiers==0.1.10 && pip install my-environment
-    VERIFIERS_ENV=my-environment VERIFIERS_ARGS='{"num_train_examples": 100}' rl-core train --env_path envs/verifiers_env.py \
-        --model Qwen/Qwen3-0.6B --out runs/verifiers --max_prompt_tokens 1024 --max_tokens 512 --max_turns 8
+    VERIFIERS_ENV=my-environment VERIFIERS_ARGS='{"num_train_examples": 100}' rl-core train
+    --env_path envs/verifiers_env.py \
+        --model Qwen/Qwen3-0.6B --out runs/verifiers --max_prompt_tokens 1024 --max_tokens 512
+        --max_turns 8
 
-Rows, turns, tools and reward are the environment's: its data sets, its rollout(), its rubric, whose parts are metrics. To it the
-actor is an OpenAI client. Where a request begins with the conversation so far, that is continued, and sampled tokens stay as they
-are; else a conversation begins anew. Each is trained with the same reward. Its sampling arguments do not count: --sampling does.
-An error in it fails the episode, with the cause, but for reward functions that raise: the library logs them and counts 0. Rubrics
-that score whole groups are not supported. What was run with verifiers 0.1.10: docs/environments.md. Needs a GPU, not run.
+Rows, turns, tools and reward are the environment's: its data sets, its rollout(), its rubric, whose
+parts are metrics. To it the actor is an OpenAI client. Where a request begins with the conversation
+so far, that is continued, and sampled tokens stay as they are; else a conversation begins anew.
+Each is trained with the same reward. Its sampling arguments do not count: --sampling does. An error
+in it fails the episode, with the cause, but for reward functions that raise: the library logs them
+and counts 0. Rubrics that score whole groups are not supported. What was run with verifiers 0.1.10:
+docs/environments.md. Needs a GPU, not run.
 """
 
 import json
@@ -38,7 +43,8 @@ class ContextFull(Exception):
 
 
 class Client:
-    """What the environment takes for an OpenAI client. `replies`: the conversations of this episode."""
+    """What the environment takes for an OpenAI client. `replies`: the conversations of this
+    episode."""
 
     def __init__(self, actor):
         self.actor, self.replies, self.seen = actor, [], []
@@ -56,9 +62,17 @@ class Client:
             raise ContextFull("the context is full")
         said = reply.messages[-1]
         text, calls = said["content"] or "", said.get("tool_calls") or []
-        self.seen = [*same, ("assistant", text or " " * (not calls))]  # the library refuses a reply that is empty
-        calls = [{**c, "function": {**c["function"], "arguments": as_text(c["function"]["arguments"])}} for c in calls]
-        message = {"role": "assistant", "content": text or " " * (not calls), "tool_calls": calls or None}
+        # The library refuses a reply that is empty.
+        self.seen = [*same, ("assistant", text or " " * (not calls))]
+        calls = [
+            {**c, "function": {**c["function"], "arguments": as_text(c["function"]["arguments"])}}
+            for c in calls
+        ]
+        message = {
+            "role": "assistant",
+            "content": text or " " * (not calls),
+            "tool_calls": calls or None,
+        }
         finish = "length" if reply.truncated else "tool_calls" if calls else "stop"
         choice = {"index": 0, "message": message, "finish_reason": finish}
         about = {"id": "x", "object": "chat.completion", "created": 0, "model": model or "actor"}
@@ -77,5 +91,8 @@ async def rollout(task, actors):
     if error is not None and not isinstance(error.__cause__, ContextFull):
         raise error
     await ENV.rubric.score_rollout(state)
-    reward, metrics = float(state["reward"]), {name: float(value) for name, value in state["metrics"].items()}
+    reward, metrics = (
+        float(state["reward"]),
+        {name: float(value) for name, value in state["metrics"].items()},
+    )
     return [reply.trajectory(reward, metrics=metrics) for reply in client.replies]

@@ -9,21 +9,27 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
-    """Config, imported when it is asked for. `train` is a module that can be called (rl_core/tools/python_api.py)."""
+    """Config, imported when it is asked for. `train` is a module that can be called
+    (rl_core/tools/python_api.py)."""
     if name == "Config":
         return import_module("rl_core.config").Config
     raise AttributeError(f"module 'rl_core' has no attribute {name!r}")
 
 
 def reward(function=None, *, weight: float = 1.0, batched: bool = False):
-    """The function of an environment file, marked as one of its rewards: `@reward` or `@reward(weight=0.5)`.
+    """The function of an environment file, marked as one of its rewards: `@reward` or
+    `@reward(weight=0.5)`.
 
-    What it returns is multiplied by `weight`; with a weight of 0 it is only logged. A batched one is called once for a
-    group, with `trajectories`, and returns a list of one number for each.
+    What it returns is multiplied by `weight`; with a weight of 0 it is only logged. A batched one
+    is called once for a group, with `trajectories`, and returns a list of one number for each.
     """
     if function is None:
         return lambda function: reward(function, weight=weight, batched=batched)
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not abs(weight) < float("inf"):
+    if (
+        isinstance(weight, bool)
+        or not isinstance(weight, (int, float))
+        or not abs(weight) < float("inf")
+    ):
         raise ValueError(f"@reward(weight={weight!r}): a weight is a finite number, such as 0.5")
     function.reward_mark = (float(weight), bool(batched))
     return function

@@ -1,4 +1,5 @@
-"""Flags -> a checked plan -> a run with its models. All that can be refused is refused before a model loads."""
+"""Flags -> a checked plan -> a run with its models. All that can be refused is refused before a
+model loads."""
 
 from __future__ import annotations
 
@@ -49,9 +50,15 @@ KEEPER = "rl_core.options.keep:Keeper"
 FIXED_ORDER = "rl_core.options.fixed_order:FixedOrder"
 CANARY = "rl_core.options.canary:Canary"
 OLDER_POLICY = "rl_core.options.older_policy:OlderPolicy"
-TRACKERS, CHECK_TRACKERS = "rl_core.options.trackers:Trackers", "rl_core.options.trackers:check_trackers"
+TRACKERS, CHECK_TRACKERS = (
+    "rl_core.options.trackers:Trackers",
+    "rl_core.options.trackers:check_trackers",
+)
 LIGER = "rl_core.options.liger:apply_liger"
-REMOTE_ENGINES, ENGINE_SERVER = "rl_core.engines.remote:connect", "rl_core.engines.remote:EngineServer"
+REMOTE_ENGINES, ENGINE_SERVER = (
+    "rl_core.engines.remote:connect",
+    "rl_core.engines.remote:EngineServer",
+)
 
 
 @dataclass(kw_only=True)
@@ -71,14 +78,16 @@ class Plan:
 
 
 def make_plan(config: Config, module: ModuleType | None = None, is_planned: bool = False) -> Plan:
-    """Everything that can be refused before a model loads. `module`: instead of --env_path's file. `is_planned`: the run is for
-    another machine. Raises ValueError."""
+    """Everything that can be refused before a model loads. `module`: instead of --env_path's file.
+    `is_planned`: the run is for another machine. Raises ValueError."""
     option(QUIET)()
     out = Path(config.out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; name a folder that does not exist yet")
     if out.exists() and not config.resume and any(out.iterdir()):
-        raise ValueError(f"--out {out} exists already; go on with it by --resume, or name another folder")
+        raise ValueError(
+            f"--out {out} exists already; go on with it by --resume, or name another folder"
+        )
     if config.trackers:
         option(CHECK_TRACKERS)(config.trackers)
     config, envs = load_envs(config, module)
@@ -88,7 +97,11 @@ def make_plan(config: Config, module: ModuleType | None = None, is_planned: bool
     size = int(os.environ.get("WORLD_SIZE", 1))
     mesh = make_mesh(size, **{name: getattr(config, name) for name in MESH_FLAGS})
     config = models.choose_engine(config, config.engine_ranks or size, is_planned)
-    chats = {name: models.check_model(config, name) for name, actor in config.actors.items() if not actor.api}
+    chats = {
+        name: models.check_model(config, name)
+        for name, actor in config.actors.items()
+        if not actor.api
+    }
     if algorithm.is_rl:
         check_tools(config, envs, chats)
     imitated = None if algorithm.is_rl else option(IMITATED)(config, chats[config.trained[0]])
@@ -106,15 +119,19 @@ def make_plan(config: Config, module: ModuleType | None = None, is_planned: bool
         train=train,
         eval=evals,
         chats=chats,
-        endpoints={name: models.make_api_actor(config, name) for name, actor in config.actors.items() if actor.api},
+        endpoints={
+            name: models.make_api_actor(config, name)
+            for name, actor in config.actors.items()
+            if actor.api
+        },
         imitated=imitated,
         curriculum=option(CURRICULUM)(train, envs) if is_weighted else None,
     )
 
 
 def check_tools(config: Config, envs: dict[str, Env], chats: dict[str, Chat]) -> None:
-    """Raises ValueError if calls of an actor that gets an environment's tools are not read. Others, such as a judge that hooks
-    ask, get none."""
+    """Raises ValueError if calls of an actor that gets an environment's tools are not read. Others,
+    such as a judge that hooks ask, get none."""
     for env in envs.values():
         speakers = env.speakers(list(config.actors))
         if speakers is None:
@@ -125,23 +142,37 @@ def check_tools(config: Config, envs: dict[str, Env], chats: dict[str, Chat]) ->
 
 
 def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
-    """The preset with the parts that were set, and those that advantage_fn and older weights ask for."""
+    """The preset with the parts that were set, and those that advantage_fn and older weights ask
+    for."""
     algorithm = make_algorithm(config.algorithm, config.algo)
     has_advantage_fn = bool(envs) and all(env.advantage_fn for env in envs.values())
-    if has_advantage_fn and config.algo.advantage is None and algorithm.is_rl and not algorithm.has_critic:
+    if (
+        has_advantage_fn
+        and config.algo.advantage is None
+        and algorithm.is_rl
+        and not algorithm.has_critic
+    ):
         algorithm = replace(algorithm, advantage="custom")
     check_algorithm(algorithm, config, has_advantage_fn)
     if (config.max_staleness or config.rollout.lagged[0]) and config.algo.correction is None:
-        algorithm = replace(algorithm, correction="tis")  # weights each token by how likely the newer policy makes it
+        # Weights each token by how likely the newer policy makes it.
+        algorithm = replace(algorithm, correction="tis")
     return algorithm
 
 
 class Run:
-    """A run with its models. Learners learn, engines sample, both by the name of their actor. Where rows are imitated there are
-    no engines and no actors; a rank that only samples has no learners."""
+    """A run with its models. Learners learn, engines sample, both by the name of their actor. Where
+    rows are imitated there are no engines and no actors; a rank that only samples has no
+    learners."""
 
-    def __init__(self, plan: Plan, ranks: Ranks, on_step: Callable[[int, dict[str, float]], Any] | None = None):
-        """Loads the models and makes all that lives as long as the run. `on_step(step, metrics)` ends it by returning False."""
+    def __init__(
+        self,
+        plan: Plan,
+        ranks: Ranks,
+        on_step: Callable[[int, dict[str, float]], Any] | None = None,
+    ):
+        """Loads the models and makes all that lives as long as the run. `on_step(step, metrics)`
+        ends it by returning False."""
         self.on_step = on_step or (lambda step, metrics: None)
         config, out = plan.config, Path(plan.config.out)
         self.plan, self.config, self.out, self.ranks = plan, config, out, ranks
@@ -150,11 +181,17 @@ class Run:
         if ranks.is_writer:
             prepare_folder(plan, out)
         found = newest_intact(out / "checkpoints", ranks) if config.resume else None
-        self.learners = {} if ranks.is_engine else models.make_learners(config, plan.algorithm, ranks)
+        self.learners = (
+            {} if ranks.is_engine else models.make_learners(config, plan.algorithm, ranks)
+        )
         state = {"step": 0, "position": 0, "to_evaluate": True}
         if found:
             state = load_checkpoint(found, self.learners, is_verified=True)
-        text = f"goes on from step {state['step']}" if found else f"no checkpoint in {out}: begins at step 0"
+        text = (
+            f"goes on from step {state['step']}"
+            if found
+            else f"no checkpoint in {out}: begins at step 0"
+        )
         if state["step"] >= config.num_steps > 0:
             text = f"nothing is left to do, --num_steps={config.num_steps} are done; raise it"
         self.beginning = f"--resume: {text}" if config.resume else f"begins at step 0, in {out}"
@@ -164,15 +201,21 @@ class Run:
         is_evaluated_again = bool(state["to_evaluate"] and config.eval_every)
         self.log = RunLog(out, ranks, state["step"], is_evaluated_again)
         self.trackers = option(TRACKERS)(config) if config.trackers and ranks.is_writer else None
-        self.keeper = option(KEEPER)(out / "best", config.save_minutes, config.keep_best, ranks.is_writer)
+        self.keeper = option(KEEPER)(
+            out / "best", config.save_minutes, config.keep_best, ranks.is_writer
+        )
         self.start: int = state["step"]
         self.to_evaluate: bool = state["to_evaluate"]  # before the first step
-        self.updates_before = {name: learner.num_updates for name, learner in trained_learners(self.learners).items()}
+        self.updates_before = {
+            name: learner.num_updates for name, learner in trained_learners(self.learners).items()
+        }
         self.position: int = state["position"]  # of the next training task in the order of the data
-        self.pending: list[int] = state.get("pending", [])  # positions before it of which no step has learned yet
+        # Positions before it of which no step has learned yet.
+        self.pending: list[int] = state.get("pending", [])
         self.metrics: dict[str, Metric] = {}  # of the step under way
         self.failed_rows: dict[tuple[str, str], float] = {}  # see refuse_failures
-        self.tallies = {"train": Counter(), "eval": Counter()}  # episodes of this process, and those that failed
+        # Episodes of this process, and those that failed.
+        self.tallies = {"train": Counter(), "eval": Counter()}
         self.writing: asyncio.Future | None = None  # the file of rollouts under way
         self.make_samplers()
         self.kept_groups = self.go_on(found, state) if found and not ranks.is_engine else {}
@@ -187,7 +230,8 @@ class Run:
         return read_groups(checkpoint, own, oldest)
 
     def make_samplers(self) -> None:
-        """Engines, and what samples with them. Where ranks only sample, the others have engines that ask them."""
+        """Engines, and what samples with them. Where ranks only sample, the others have engines
+        that ask them."""
         plan, config, learners, ranks = self.plan, self.config, self.learners, self.ranks
         chats, dtype = plan.chats if plan.algorithm.is_rl else {}, models.compute_dtype(config)
         is_elsewhere, self.older = ranks.engine_ranks > 0 and not ranks.is_engine, None
@@ -196,18 +240,28 @@ class Run:
         self.engines = {} if is_elsewhere else models.make_engines(config, chats, learners, ranks)
         if config.rollout.lagged[0]:
             self.older = option(OLDER_POLICY)(
-                engines={name: models.make_engine(config, name, chats[name], None, ranks, "_older") for name in config.trained},
-                learners=learners, every=config.rollout.lagged[1], dtype=dtype,
+                engines={
+                    name: models.make_engine(config, name, chats[name], None, ranks, "_older")
+                    for name in config.trained
+                },
+                learners=learners,
+                every=config.rollout.lagged[1],
+                dtype=dtype,
                 folder=self.out / "older" if ranks.is_writer else None,
-            )  # fmt: skip
+            )
         if config.learner.kernels == "liger":
-            # Last, since what is loaded after it is of Liger's classes, which lack options of some models.
+            # Last, since what is loaded after it is of Liger's classes, which lack options of some
+            # models.
             held = [model.hf for learner in learners.values() for model in learner.models()]
-            option(LIGER)(held + [engine.model for engine in self.all_engines if hasattr(engine, "model")])
+            option(LIGER)(
+                held + [engine.model for engine in self.all_engines if hasattr(engine, "model")]
+            )
         if is_elsewhere:
             self.engines = option(REMOTE_ENGINES)(list(chats), ranks, dtype, config.timeout_s)
         self.server = (
-            option(ENGINE_SERVER)(self.engines, self.lease, ranks, config.timeout_s) if ranks.is_engine else None
+            option(ENGINE_SERVER)(self.engines, self.lease, ranks, config.timeout_s)
+            if ranks.is_engine
+            else None
         )
         self.actors = make_actors(plan, self.engines, self.older, self.lease)
         ahead = config.tasks_per_step * (1 + config.max_staleness)
@@ -221,9 +275,13 @@ class Run:
         if plan.algorithm.is_rl and config.canary_tolerance != 0:
             readers = {name for name, learner in learners.items() if models.is_read(learner)}
             self.canary = option(CANARY)(
-                learners=learners, actors=self.actors, readers=readers, ranks=ranks, dtype=dtype,
+                learners=learners,
+                actors=self.actors,
+                readers=readers,
+                ranks=ranks,
+                dtype=dtype,
                 tolerance=config.canary_tolerance,
-            )  # fmt: skip
+            )
 
     @property
     def all_engines(self) -> list[Engine]:
@@ -275,7 +333,9 @@ def prepare_folder(plan: Plan, out: Path) -> None:
         write_tokenizers(out / "rollouts", plan.chats)
 
 
-def make_actors(plan: Plan, engines: dict[str, Engine | None], older: Any, lease: DeviceLease | None) -> dict[str, Any]:
+def make_actors(
+    plan: Plan, engines: dict[str, Engine | None], older: Any, lease: DeviceLease | None
+) -> dict[str, Any]:
     config, actors = plan.config, dict(plan.endpoints)
     for name, engine in engines.items():
         own, chat = config.actors[name], plan.chats[name]

@@ -1,6 +1,7 @@
 """rl-core: one command for what a shell is asked for most. `python -m rl_core.cli` is the same.
 
-Each command is tools/COMMAND.py, imported when it is asked for: --help and an unknown command answer at once.
+Each command is tools/COMMAND.py, imported when it is asked for: --help and an unknown command
+answer at once.
 """
 
 from __future__ import annotations
@@ -13,19 +14,44 @@ from importlib import import_module
 from rl_core import __version__
 
 COMMANDS = {
-    "init": "write an environment, ten rows, a config and a tiny model that run as they are on a CPU",
-    "train": "train on this machine: torchrun with one rank per GPU, or --nproc_per_node N; all other flags go to the run",
-    "check": "try environments out without a model: what they read, what is trained, what replies earn, how they fail",
-    "plan": "print data, tokens of a step, parameters and memory of a run with these flags, on WORLD_SIZE ranks",
-    "eval": "score models (folders, hub names, OpenAI endpoints) in environments: greedy, avg@k, pass@k, side by side",
+    "init": (
+        "write an environment, ten rows, a config and a tiny model that run as they are on a CPU"
+    ),
+    "train": (
+        "train on this machine: torchrun with one rank per GPU, or --nproc_per_node N; all other "
+        "flags go to the run"
+    ),
+    "check": (
+        "try environments out without a model: what they read, what is trained, what replies earn, "
+        "how they fail"
+    ),
+    "plan": (
+        "print data, tokens of a step, parameters and memory of a run with these flags, on "
+        "WORLD_SIZE ranks"
+    ),
+    "eval": (
+        "score models (folders, hub names, OpenAI endpoints) in environments: greedy, avg@k, "
+        "pass@k, side by side"
+    ),
     "collect": "sample episodes that SFT reads, above a reward if wanted; goes on where it stopped",
     "show": "print conversations of a run with reward, status and reason",
     "plot": "draw a run's curves as a PNG",
     "serve": "host environments over gRPC, for runs on other machines",
-    "replay": "learn a recorded step again without engines, also with another algorithm; compare with what was recorded",
-    "view": "show curves, conversations and tokens of runs in a browser; live runs update; --report writes one file",
-    "sandbox": "run a program as environments run what models write; say how this machine closes it in",
-    "info": "print versions, devices, extras, algorithms and environments; what a metric is: info metrics NAME",
+    "replay": (
+        "learn a recorded step again without engines, also with another algorithm; compare with "
+        "what was recorded"
+    ),
+    "view": (
+        "show curves, conversations and tokens of runs in a browser; live runs update; --report "
+        "writes one file"
+    ),
+    "sandbox": (
+        "run a program as environments run what models write; say how this machine closes it in"
+    ),
+    "info": (
+        "print versions, devices, extras, algorithms and environments; what a metric is: info "
+        "metrics NAME"
+    ),
 }
 
 
@@ -34,7 +60,8 @@ class UsageError(Exception):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status of a command: 0, 1 for a user's mistake, 2 for a wrong command line, 130 for Ctrl-C."""
+    """The exit status of a command: 0, 1 for a user's mistake, 2 for a wrong command line, 130 for
+    Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     command, *rest = argv or [""]
     try:
@@ -50,7 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         from rl_core.types import RunError
 
-        if not isinstance(error, (ValueError, OSError, RunError, argparse.ArgumentError, UsageError)):
+        if not isinstance(
+            error, (ValueError, OSError, RunError, argparse.ArgumentError, UsageError)
+        ):
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, (argparse.ArgumentError, UsageError)) else 1

@@ -1,6 +1,8 @@
-"""Every flag with its default, range and help, and how a command line and YAML become a checked Config. Imports nothing heavy.
+"""Every flag with its default, range and help, and how a command line and YAML become a checked
+Config. Imports nothing heavy.
 
-config = parse_config(["--model", "m", "--data.train", "rows.jsonl", "--env_path", "envs/x.py", "--out", "runs/x"])
+config = parse_config(["--model", "m", "--data.train", "rows.jsonl", "--env_path", "envs/x.py",
+"--out", "runs/x"])
 """
 
 import dataclasses
@@ -18,27 +20,34 @@ from rl_core.rules import check, flags_in, split
 
 NAMED = ("actors", "envs")  # sections that hold one section for each name that the user gives
 RL = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo")
-ADVANTAGE = Literal["group_mean", "group_norm", "group_norm_unbiased", "rloo", "gae", "none", "custom"]
+ADVANTAGE = Literal[
+    "group_mean", "group_norm", "group_norm_unbiased", "rloo", "gae", "none", "custom"
+]
 DRAWN = Literal["temperature", "top_p", "top_k", "min_p"]
 HELP = "rl_core.tools.help"  # what --help prints; the spine imports no tool
 PEERS = "rl_core.tools.peers"  # names that other trainers give our flags
 
 
 def flag(default: Any, help: str, *, at_least=None, above=None, at_most=None, only=()) -> Any:
-    """A field with its help line and range. A type as default makes a section, a list or a dict. Setting the flag for an
-    algorithm that is not among `only` is refused."""
+    """A field with its help line and range. A type as default makes a section, a list or a dict.
+    Setting the flag for an algorithm that is not among `only` is refused."""
     rule = {"help": help, "at_least": at_least, "above": above, "at_most": at_most, "only": only}
-    return field(**{"default_factory" if isinstance(default, type) else "default": default}, metadata=rule)
+    return field(
+        **{"default_factory" if isinstance(default, type) else "default": default}, metadata=rule
+    )
 
 
 def section(prefix: str = "") -> Any:
-    """Marks a class of flags, which begin with `prefix`. In Python an unknown name is answered as on the command line."""
+    """Marks a class of flags, which begin with `prefix`. In Python an unknown name is answered as
+    on the command line."""
 
     def marked(cls: type) -> type:
         def refuse_unknown(names: Iterable[str], value: Any = None) -> None:
             for name in names:
                 if not hasattr(cls, name) and name not in cls.__dataclass_fields__:
-                    raise ValueError(import_module(PEERS).unknown(f"{prefix}{name}", value, known_flags()))
+                    raise ValueError(
+                        import_module(PEERS).unknown(f"{prefix}{name}", value, known_flags())
+                    )
 
         def new(kind: type, *args: Any, **given: Any) -> Any:
             refuse_unknown(given)
@@ -57,27 +66,49 @@ def section(prefix: str = "") -> Any:
 @section("actors.NAME.lora.")
 @dataclass(kw_only=True)
 class LoraConfig:
-    rank: int = flag(0, "LoRA: rank of the adapters beside a frozen model; 0 trains the whole model", at_least=0)
+    rank: int = flag(
+        0, "LoRA: rank of the adapters beside a frozen model; 0 trains the whole model", at_least=0
+    )
     alpha: float = flag(32.0, "LoRA: the adapters' product is scaled by alpha / rank", above=0)
-    targets: str = flag("all-linear", "LoRA: modules with an adapter, by last name: q_proj,v_proj; experts too")
+    targets: str = flag(
+        "all-linear", "LoRA: modules with an adapter, by last name: q_proj,v_proj; experts too"
+    )
     quantize: Literal["none", "nf4"] = flag("none", "QLoRA: nf4 keeps the frozen model in 4 bits")
 
 
 @section("actors.NAME.")
 @dataclass(kw_only=True)
 class ActorConfig:
-    model: str | None = flag(None, "folder or hub name of its model; with api, the model's name there")
+    model: str | None = flag(
+        None, "folder or hub name of its model; with api, the model's name there"
+    )
     train: bool | None = flag(None, "whether it learns; default: yes, unless it has an api")
-    api: str | None = flag(None, "URL of an OpenAI-compatible endpoint, such as http://host:8000/v1")
-    api_key_env: str = flag("OPENAI_API_KEY", "environment variable that holds the endpoint's key; '': none")
-    engine_urls: str | None = flag(None, "SGLang servers that run already: http://a:30000,http://b:30000")
-    max_tokens: int | None = flag(None, "max new tokens of one of its turns; default: --max_tokens", at_least=1)
+    api: str | None = flag(
+        None, "URL of an OpenAI-compatible endpoint, such as http://host:8000/v1"
+    )
+    api_key_env: str = flag(
+        "OPENAI_API_KEY", "environment variable that holds the endpoint's key; '': none"
+    )
+    engine_urls: str | None = flag(
+        None, "SGLang servers that run already: http://a:30000,http://b:30000"
+    )
+    max_tokens: int | None = flag(
+        None, "max new tokens of one of its turns; default: --max_tokens", at_least=1
+    )
     lr: float | None = flag(None, "its peak learning rate; default: --optim.lr", at_least=0)
-    router_aux_loss_coef: float = flag(0.0, "mixture of experts: load balancing loss, 0.001 is usual", at_least=0)
-    router_replay: bool = flag(False, "mixture of experts: the learner routes as the engine did (R3)", only=RL)
+    router_aux_loss_coef: float = flag(
+        0.0, "mixture of experts: load balancing loss, 0.001 is usual", at_least=0
+    )
+    router_replay: bool = flag(
+        False, "mixture of experts: the learner routes as the engine did (R3)", only=RL
+    )
     share: str | None = flag(None, "actor with LoRA whose base model and engine this one uses too")
-    chat_template: str | None = flag(None, "file with a Jinja chat template, instead of the tokenizer's")
-    chat_template_kwargs: dict[str, Any] = flag(dict, "as --chat_template_kwargs, for its own template")
+    chat_template: str | None = flag(
+        None, "file with a Jinja chat template, instead of the tokenizer's"
+    )
+    chat_template_kwargs: dict[str, Any] = flag(
+        dict, "as --chat_template_kwargs, for its own template"
+    )
     lora: LoraConfig = flag(LoraConfig, "adapters")
 
     @property
@@ -96,19 +127,29 @@ class EnvConfig:
     weight: float = flag(1.0, "its share of a step's tasks; 0: it is only evaluated", at_least=0)
     train: str | None = flag(None, "its training rows; default: its load_tasks")
     eval: str | None = flag(None, "its held-out rows, several sets too; default: its load_tasks")
-    max_tokens: int | None = flag(None, "max new tokens of a turn here; default: --max_tokens", at_least=1)
-    max_turns: int | None = flag(None, "turns of an episode here; default: the file's max_turns, 1 or 8", at_least=1)
+    max_tokens: int | None = flag(
+        None, "max new tokens of a turn here; default: --max_tokens", at_least=1
+    )
+    max_turns: int | None = flag(
+        None, "turns of an episode here; default: the file's max_turns, 1 or 8", at_least=1
+    )
 
 
 @section("data.")
 @dataclass(kw_only=True)
 class DataConfig:
-    train: str | None = flag(None, "training rows: files, folders, globs, hub datasets a/b:config@split")
+    train: str | None = flag(
+        None, "training rows: files, folders, globs, hub datasets a/b:config@split"
+    )
     eval: str | None = flag(None, "held-out rows; several sets: gsm8k=a.jsonl,aime=b.jsonl")
-    columns: dict[str, str] = flag(dict, "other names of columns: answer=solution reads solution as answer")
+    columns: dict[str, str] = flag(
+        dict, "other names of columns: answer=solution reads solution as answer"
+    )
     shuffle: bool = flag(True, "a new order each epoch, drawn from the seed")
     skip_long: bool = flag(False, "leave out rows that are too long, instead of refusing the file")
-    min_reward: float | None = flag(None, "sft on rollouts: only episodes with this reward", only=("sft",))
+    min_reward: float | None = flag(
+        None, "sft on rollouts: only episodes with this reward", only=("sft",)
+    )
 
 
 @section("sampling.")
@@ -121,14 +162,24 @@ class SamplingConfig:
 @section("optim.")
 @dataclass(kw_only=True)
 class OptimConfig:
-    name: Literal["adamw", "adamw8bit", "sgd"] = flag("adamw", "optimizer; adamw8bit is that of bitsandbytes")
+    name: Literal["adamw", "adamw8bit", "sgd"] = flag(
+        "adamw", "optimizer; adamw8bit is that of bitsandbytes"
+    )
     lr: float = flag(1e-6, "peak learning rate", at_least=0)
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = flag("constant", "learning rate after the warmup")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = flag(
+        "constant", "learning rate after the warmup"
+    )
     warmup_steps: int = flag(0, "steps over which the learning rate rises from 0", at_least=0)
-    min_lr_frac: float = flag(0.0, "where linear, cosine and wsd end, as a fraction of lr", at_least=0, at_most=1)
-    betas: tuple[float, float] = flag((0.9, 0.95), "AdamW; the first is SGD's momentum", at_least=0, at_most=1)
+    min_lr_frac: float = flag(
+        0.0, "where linear, cosine and wsd end, as a fraction of lr", at_least=0, at_most=1
+    )
+    betas: tuple[float, float] = flag(
+        (0.9, 0.95), "AdamW; the first is SGD's momentum", at_least=0, at_most=1
+    )
     eps: float = flag(1e-8, "AdamW's epsilon", at_least=0)
-    weight_decay: float = flag(0.0, "weight decay of matrices; biases and norms have none", at_least=0)
+    weight_decay: float = flag(
+        0.0, "weight decay of matrices; biases and norms have none", at_least=0
+    )
     max_grad_norm: float = flag(1.0, "clip the gradient to this norm; 0 is off", at_least=0)
 
 
@@ -137,10 +188,18 @@ class OptimConfig:
 class AlgoConfig:
     """Parts of the algorithm. None keeps what the preset of --algorithm says."""
 
-    advantage: ADVANTAGE | None = flag(None, "baseline over the group; gae: a critic's; custom: advantage_fn")
-    normalize: Literal["none", "batch", "env"] | None = flag(None, "whiten advantages over a batch or env")
-    objective: Literal["clip", "gspo", "cispo"] | None = flag(None, "importance ratio: clip (PPO), GSPO or CISPO")
-    clip_low: float | None = flag(None, "PPO clip range: lower bound 1 - clip_low", at_least=0, at_most=1)
+    advantage: ADVANTAGE | None = flag(
+        None, "baseline over the group; gae: a critic's; custom: advantage_fn"
+    )
+    normalize: Literal["none", "batch", "env"] | None = flag(
+        None, "whiten advantages over a batch or env"
+    )
+    objective: Literal["clip", "gspo", "cispo"] | None = flag(
+        None, "importance ratio: clip (PPO), GSPO or CISPO"
+    )
+    clip_low: float | None = flag(
+        None, "PPO clip range: lower bound 1 - clip_low", at_least=0, at_most=1
+    )
     clip_high: float | None = flag(None, "PPO clip range: upper bound 1 + clip_high", at_least=0)
     dual_clip: float | None = flag(None, "dual clip of negative advantages; 0 is off", at_least=0)
     aggregation: Literal["token", "sequence", "constant"] | None = flag(
@@ -148,28 +207,44 @@ class AlgoConfig:
     )
     kl: Literal["k1", "k2", "k3"] | None = flag(None, "estimator of the KL to the reference model")
     kl_in: Literal["reward", "loss", "advantage"] | None = flag(None, "where the KL penalty goes")
-    kl_coef: float | None = flag(None, "weight of the KL penalty (beta); 0: no reference model", at_least=0)
+    kl_coef: float | None = flag(
+        None, "weight of the KL penalty (beta); 0: no reference model", at_least=0
+    )
     entropy_coef: float | None = flag(None, "weight of the entropy bonus; 0 is off")
     correction: Literal["none", "tis", "mask", "sequence_mask"] | None = flag(
         None, "importance sampling correction of off-policy tokens: truncated, or masked (IcePop)"
     )
-    correction_range: tuple[float, float] | None = flag(None, "its bounds, such as 0.5,2", at_least=0)
-    overlong: Literal["none", "mask", "soft"] | None = flag(None, "truncated: mask, or DAPO's penalty")
-    overlong_buffer: int | None = flag(None, "last tokens with soft penalty; 0: a fifth", at_least=0)
-    refill_rounds: int | None = flag(None, "dynamic sampling: refill zero-signal groups", at_least=0)
-    turn_discount: float | None = flag(None, "advantage per turn, with this discount", at_least=0, at_most=1)
+    correction_range: tuple[float, float] | None = flag(
+        None, "its bounds, such as 0.5,2", at_least=0
+    )
+    overlong: Literal["none", "mask", "soft"] | None = flag(
+        None, "truncated: mask, or DAPO's penalty"
+    )
+    overlong_buffer: int | None = flag(
+        None, "last tokens with soft penalty; 0: a fifth", at_least=0
+    )
+    refill_rounds: int | None = flag(
+        None, "dynamic sampling: refill zero-signal groups", at_least=0
+    )
+    turn_discount: float | None = flag(
+        None, "advantage per turn, with this discount", at_least=0, at_most=1
+    )
     target_kl: float | None = flag(None, "early stop of a step above this KL; 0 is off", at_least=0)
 
 
 @section("critic.")
 @dataclass(kw_only=True)
 class CriticConfig:
-    model: str | None = flag(None, "value model to start from, a reward model too; default: the actor's")
+    model: str | None = flag(
+        None, "value model to start from, a reward model too; default: the actor's"
+    )
     lr: float = flag(1e-5, "its peak learning rate; --optim has the rest", at_least=0)
     warmup_steps: int = flag(0, "steps in which only the critic learns", at_least=0)
     value_clip: float = flag(0.2, "clip range of values; 0 is off", at_least=0)
     gamma: float = flag(1.0, "discount of rewards per token", at_least=0, at_most=1)
-    gae_lambda: float = flag(0.95, "GAE's lambda: 0 trusts the critic, 1 the rewards", at_least=0, at_most=1)
+    gae_lambda: float = flag(
+        0.95, "GAE's lambda: 0 trusts the critic, 1 the rewards", at_least=0, at_most=1
+    )
 
 
 @section("preference.")
@@ -185,35 +260,57 @@ class PreferenceConfig:
 @section("sft.")
 @dataclass(kw_only=True)
 class SftConfig:
-    weights: tuple[float, float] = flag((1.0, 0.0), "loss weights: assistant, others (world model)", at_least=0)
+    weights: tuple[float, float] = flag(
+        (1.0, 0.0), "loss weights: assistant, others (world model)", at_least=0
+    )
 
 
 @section("learner.")
 @dataclass(kw_only=True)
 class LearnerConfig:
-    minibatches: int = flag(1, "optimizer steps of one step, each on its share of the tasks", at_least=1)
+    minibatches: int = flag(
+        1, "optimizer steps of one step, each on its share of the tasks", at_least=1
+    )
     epochs: int = flag(1, "passes over the episodes of a step", at_least=1)
-    microbatch_tokens: int = flag(8192, "tokens of one forward and backward on a rank, packed", at_least=1)
-    activations: Literal["keep", "recompute", "offload"] = flag("keep", "recompute: gradient checkpointing")
-    kernels: Literal["default", "compile", "liger"] = flag("default", "torch.compile, or Liger's kernels")
+    microbatch_tokens: int = flag(
+        8192, "tokens of one forward and backward on a rank, packed", at_least=1
+    )
+    activations: Literal["keep", "recompute", "offload"] = flag(
+        "keep", "recompute: gradient checkpointing"
+    )
+    kernels: Literal["default", "compile", "liger"] = flag(
+        "default", "torch.compile, or Liger's kernels"
+    )
     offload: Literal["none", "phase", "always"] = flag("none", "CPU offload; phase: while sampling")
-    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "mixed precision; auto: bfloat16 on a GPU")
+    dtype: Literal["auto", "float32", "bfloat16"] = flag(
+        "auto", "mixed precision; auto: bfloat16 on a GPU"
+    )
 
 
 @section("rollout.")
 @dataclass(kw_only=True)
 class RolloutConfig:
-    max_concurrent: int = flag(256, "concurrent episodes, requests to an api and engine slots of one rank", at_least=1)
+    max_concurrent: int = flag(
+        256, "concurrent episodes, requests to an api and engine slots of one rank", at_least=1
+    )
     hook_timeout_s: float = flag(60.0, "timeout of one call of a hook (reward, interact)", above=0)
     episode_timeout_s: float = flag(600.0, "timeout of one episode", above=0)
-    engines_awake: Literal["auto", "all", "one"] = flag("auto", "colocate: all, or one while others sleep")
+    engines_awake: Literal["auto", "all", "one"] = flag(
+        "auto", "colocate: all, or one while others sleep"
+    )
     max_failed_fraction: float = flag(
-        0.1, "the run stops when more of its last 200 rows (at least 50) fail, or a whole step", at_least=0, at_most=1
+        0.1,
+        "the run stops when more of its last 200 rows (at least 50) fail, or a whole step",
+        at_least=0,
+        at_most=1,
     )
     save: bool = flag(True, "write every trajectory to rollouts/")
     fixed_order: bool = flag(False, "tests: asynchronous runs that repeat bit for bit; slow")
     lagged: tuple[float, int] = flag(
-        (0.0, 4), "off-policy: share of turns by older weights, steps to renew", at_least=(0, 2), at_most=(1, None)
+        (0.0, 4),
+        "off-policy: share of turns by older weights, steps to renew",
+        at_least=(0, 2),
+        at_most=(1, None),
     )
 
 
@@ -222,55 +319,91 @@ class RolloutConfig:
 class EvalConfig:
     num_tasks: int = flag(0, "held-out tasks that are evaluated; 0: all", at_least=0)
     samples: int = flag(4, "k of avg@k and pass@k; 0: greedy alone", at_least=0)
-    sampling: dict[DRAWN, float] = flag(dict, "of the k samples, such as temperature=0.6,top_p=0.95,top_k=20")
+    sampling: dict[DRAWN, float] = flag(
+        dict, "of the k samples, such as temperature=0.6,top_p=0.95,top_k=20"
+    )
     pass_reward: float = flag(1.0, "an episode passes with at least this reward")
 
 
 @section()
 @dataclass(kw_only=True)
 class Config:
-    algorithm: Literal[(*RL, "sft", "dpo", "rm")] = flag("grpo", "preset; --algo.* changes single parts")
+    algorithm: Literal[(*RL, "sft", "dpo", "rm")] = flag(
+        "grpo", "preset; --algo.* changes single parts"
+    )
     model: str | None = flag(None, "short for --actors.policy.model")
-    env_path: str | None = flag(None, "Python file with reward_fn and other hooks; several: a.py,b.py")
+    env_path: str | None = flag(
+        None, "Python file with reward_fn and other hooks; several: a.py,b.py"
+    )
     out: str | None = flag(None, "output folder of the run; new, unless --resume")
     tasks_per_step: int = flag(16, "tasks (sft, dpo, rm: rows) of one step", at_least=1)
     group_size: int = flag(8, "episodes (generations) of each task", at_least=1)
     num_steps: int | None = flag(None, "steps of the whole run; default: 100", at_least=0)
-    num_epochs: float | None = flag(None, "instead of num_steps: passes over the training rows", above=0)
+    num_epochs: float | None = flag(
+        None, "instead of num_steps: passes over the training rows", above=0
+    )
     max_tokens: int = flag(256, "max new tokens of one turn", at_least=1)
     max_prompt_tokens: int = flag(512, "max tokens of the first prompt", at_least=1)
-    max_turns: int | None = flag(None, "turns of an episode; default: the environment's max_turns, 1 or 8", at_least=1)
-    eval_every: int = flag(0, "evaluate every so many steps, at the start and the end; 0: never", at_least=0)
-    save_every: int = flag(0, "checkpoint every so many steps; 0: by the clock and at the end", at_least=0)
+    max_turns: int | None = flag(
+        None, "turns of an episode; default: the environment's max_turns, 1 or 8", at_least=1
+    )
+    eval_every: int = flag(
+        0, "evaluate every so many steps, at the start and the end; 0: never", at_least=0
+    )
+    save_every: int = flag(
+        0, "checkpoint every so many steps; 0: by the clock and at the end", at_least=0
+    )
     save_minutes: float = flag(30.0, "checkpoint when the last one is so old; 0: off", at_least=0)
     keep_checkpoints: int = flag(2, "newest checkpoints that are kept; 0: all", at_least=0)
-    keep_best: str | None = flag(None, "export the best by this metric of an evaluation: greedy_score")
-    push_to_hub: str | None = flag(None, "ORG/NAME on the Hugging Face hub that gets the model at the end")
+    keep_best: str | None = flag(
+        None, "export the best by this metric of an evaluation: greedy_score"
+    )
+    push_to_hub: str | None = flag(
+        None, "ORG/NAME on the Hugging Face hub that gets the model at the end"
+    )
     seed: int = flag(0, "random seed of everything that is drawn")
     resume: bool = flag(False, "go on from the newest checkpoint in --out")
-    chat_template_kwargs: dict[str, Any] = flag(dict, 'what templates read: {"enable_thinking": false}')
-    engine: Literal["auto", "sglang", "embedded"] = flag("auto", "inference engine; auto: sglang on a GPU")
+    chat_template_kwargs: dict[str, Any] = flag(
+        dict, 'what templates read: {"enable_thinking": false}'
+    )
+    engine: Literal["auto", "sglang", "embedded"] = flag(
+        "auto", "inference engine; auto: sglang on a GPU"
+    )
     engine_tp: int = flag(1, "sglang: tensor parallel ranks of one engine", at_least=1)
     engine_args: str = flag("", "sglang: more flags of its server: '--quantization fp8'")
     engine_memory_frac: float = flag(
         0.6, "fraction of GPU memory for weights and KV cache of engines", above=0, at_most=0.99
     )
     engine_ranks: int = flag(0, "asynchronous: last ranks that only sample", at_least=0, only=RL)
-    max_staleness: int = flag(0, "asynchronous: versions by which samples may be off-policy", at_least=0, only=RL)
+    max_staleness: int = flag(
+        0, "asynchronous: versions by which samples may be off-policy", at_least=0, only=RL
+    )
     attention: Literal["auto", "torch", "flash_attn", "ring_flash_attn"] = flag(
         "auto", "varlen attention kernel; auto: flash_attn if it imports, else torch's"
     )
-    dp_replicate: int = flag(1, "HSDP: copies of the weights, each sharded (FSDP) over the other ranks", at_least=1)
-    cp: int = flag(1, "context parallel: ranks that split each sequence (ring attention)", at_least=1)
+    dp_replicate: int = flag(
+        1, "HSDP: copies of the weights, each sharded (FSDP) over the other ranks", at_least=1
+    )
+    cp: int = flag(
+        1, "context parallel: ranks that split each sequence (ring attention)", at_least=1
+    )
     tp: int = flag(1, "tensor parallel: ranks that split each matrix", at_least=1)
-    trackers: str | None = flag(None, "experiment trackers: wandb, tensorboard, trackio, mlflow; several: wandb,mlflow")
-    run_name: str | None = flag(None, "project/group/name in trackers; default: the last folders of --out")
+    trackers: str | None = flag(
+        None, "experiment trackers: wandb, tensorboard, trackio, mlflow; several: wandb,mlflow"
+    )
+    run_name: str | None = flag(
+        None, "project/group/name in trackers; default: the last folders of --out"
+    )
     log_samples: int = flag(0, "print so many episodes of each evaluation", at_least=0)
     profile_step: int = flag(0, "write torch.profiler's trace of this step; 0: none", at_least=0)
-    canary_tolerance: float | None = flag(None, "largest logprob mismatch of engine and learner; 0: off", at_least=0)
+    canary_tolerance: float | None = flag(
+        None, "largest logprob mismatch of engine and learner; 0: off", at_least=0
+    )
     timeout_s: float = flag(600.0, "seconds that a rank waits for the others", above=0)
     actors: dict[str, ActorConfig] = flag(dict, "who speaks: --actors.NAME.model PATH")
-    envs: dict[str, EnvConfig] = flag(dict, "each of several environments, by its file's name: --envs.NAME.weight 2")
+    envs: dict[str, EnvConfig] = flag(
+        dict, "each of several environments, by its file's name: --envs.NAME.weight 2"
+    )
     data: DataConfig = flag(DataConfig, "the rows")
     sampling: SamplingConfig = flag(SamplingConfig, "how tokens are drawn")
     rollout: RolloutConfig = flag(RolloutConfig, "episodes, deadlines, failures")
@@ -300,12 +433,18 @@ class Config:
     def sharers(self) -> dict[str, list[str]]:
         """Name of each actor whose model others share -> the others."""
         owners = dict.fromkeys(actor.share for actor in self.actors.values() if actor.share)
-        return {owner: [name for name, actor in self.actors.items() if actor.share == owner] for owner in owners}
+        return {
+            owner: [name for name, actor in self.actors.items() if actor.share == owner]
+            for owner in owners
+        }
 
     @property
     def env_paths(self) -> dict[str, str]:
         """Name -> file of each environment."""
-        return {os.path.splitext(os.path.basename(path.partition("?")[0]))[0]: path for path in split(self.env_path)}
+        return {
+            os.path.splitext(os.path.basename(path.partition("?")[0]))[0]: path
+            for path in split(self.env_path)
+        }
 
     def env(self, name: str) -> EnvConfig:
         return self.envs.get(name) or EnvConfig()
@@ -316,18 +455,21 @@ class Config:
 
     @property
     def max_context_tokens(self) -> int:
-        """Tokens of a whole episode: first prompt, turns, and what the environment says in between."""
+        """Tokens of a whole episode: first prompt, turns, and what the environment says in
+        between."""
         return self.max_prompt_tokens + self.max_tokens * self.turn_limit
 
 
 def known_flags() -> dict[str, tuple[Any, dataclasses.Field]]:
-    """Name -> (default, field) of every flag, with NAME for the name of an actor or an environment."""
+    """Name -> (default, field) of every flag, with NAME for the name of an actor or an
+    environment."""
     every = Config(actors={"NAME": ActorConfig()}, envs={"NAME": EnvConfig()})
     return {name: (default, f) for name, default, f in flags_in(every)}
 
 
 def parse_config(argv: list[str], usage: str = "") -> Config:
-    """The checked configuration of a command line. Raises ValueError with the value, the rule and the fix. Prints and exits on
+    """The checked configuration of a command line. Raises ValueError with the value, the rule and
+    the fix. Prints and exits on
     --help, which begins with the usage of rl_core.train or another command's."""
     for arg, after in zip(argv, [*argv[1:], "--"], strict=False):
         if arg in ("--help", "-h"):
@@ -337,14 +479,17 @@ def parse_config(argv: list[str], usage: str = "") -> Config:
 
 
 def read_config(argv: list[str]) -> Config:
-    """What a command line says; its flags override the files of --config. Raises ValueError for unknown names and wrong types."""
+    """What a command line says; its flags override the files of --config. Raises ValueError for
+    unknown names and wrong types."""
     config, given = Config(), given_flags(argv)
     for path in (value for name, value in given if name == "config"):
         try:
             with open(path) as file:
                 fill(config, yaml.safe_load(file))
         except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ValueError(f"--config {path}: {getattr(error, 'strerror', None) or error}") from None
+            raise ValueError(
+                f"--config {path}: {getattr(error, 'strerror', None) or error}"
+            ) from None
     for name, value in given:
         for part in reversed(name.split(".")):
             value = {part: value}
@@ -353,7 +498,8 @@ def read_config(argv: list[str]) -> Config:
 
 
 def checked(config: Config) -> Config:
-    """The same, with what is given in short in its place. Raises ValueError with the value, the rule and the fix."""
+    """The same, with what is given in short in its place. Raises ValueError with the value, the
+    rule and the fix."""
     share_models(config)
     if config.num_steps is None and config.num_epochs is None:
         config.num_steps = 100
@@ -376,7 +522,8 @@ def given_flags(argv: list[str]) -> list[tuple[str, Any]]:
 
 
 def fill(section: Any, given: Any, prefix: str = "") -> None:
-    """Sets flags of a section from keys and values, as YAML holds them. Raises ValueError for unknown names and wrong types."""
+    """Sets flags of a section from keys and values, as YAML holds them. Raises ValueError for
+    unknown names and wrong types."""
     if not isinstance(given, dict):
         raise ValueError(f"--{prefix}KEY: here belong keys with values, not {given!r}")
     kinds = {f.name: f.type for f in dataclasses.fields(section)}
@@ -390,13 +537,18 @@ def fill(section: Any, given: Any, prefix: str = "") -> None:
             fill(getattr(section, key), value or {}, f"{name}.")
         elif key in NAMED and isinstance(value, dict):
             for own, part in value.items():
-                fill(getattr(section, key).setdefault(str(own), get_args(kind)[1]()), part or {}, f"{name}.{own}.")
+                fill(
+                    getattr(section, key).setdefault(str(own), get_args(kind)[1]()),
+                    part or {},
+                    f"{name}.{own}.",
+                )
         else:
             setattr(section, key, typed(name, value, kind))
 
 
 def typed(name: str, value: Any, kind: Any) -> Any:
-    """A flag's value from YAML, or from the text of a command line. Raises ValueError if it is of another type."""
+    """A flag's value from YAML, or from the text of a command line. Raises ValueError if it is of
+    another type."""
     if type(None) in get_args(kind):
         if value in (None, "null"):
             return None
@@ -422,12 +574,16 @@ def convert(value: Any, kind: Any) -> Any:
         pairs = value
         if is_text:
             is_json = value.startswith("{")
-            pairs = json.loads(value) if is_json else dict(pair.split("=") for pair in value.split(","))
+            pairs = (
+                json.loads(value) if is_json else dict(pair.split("=") for pair in value.split(","))
+            )
         return {convert(key, parts[0]): convert(v, parts[1]) for key, v in pairs.items()}
     if kind is Any:
         return {"true": True, "false": False}.get(value.lower(), value) if is_text else value
     if kind is str and isinstance(value, (list, dict)):  # YAML's form of a,b and x=a,y=b
-        return ",".join(value if isinstance(value, list) else [f"{name}={part}" for name, part in value.items()])
+        return ",".join(
+            value if isinstance(value, list) else [f"{name}={part}" for name, part in value.items()]
+        )
     if kind is bool:
         return {"true": True, "false": False}[str(value).lower()]
     if type(value) not in (str, int, kind):
@@ -436,7 +592,8 @@ def convert(value: Any, kind: Any) -> Any:
 
 
 def share_models(config: Config) -> None:
-    """--model is the actor policy's. An actor that shares a model takes the owner's, and its LoRA where it has none."""
+    """--model is the actor policy's. An actor that shares a model takes the owner's, and its LoRA
+    where it has none."""
     if config.model is not None:
         config.actors.setdefault("policy", ActorConfig()).model = config.model
     for actor in config.actors.values():
@@ -457,5 +614,7 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted name -> value."""
     found = {}
     for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        found |= (
+            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
     return found

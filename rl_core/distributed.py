@@ -25,7 +25,8 @@ from rl_core.types import RunError
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Mesh:
     """How many ways each kind of work is divided; neighbours in rank divide the innermost:
-    rank = ((replica * dp_shard + shard) * cp + chunk) * tp + slice. Ranks beyond its size only sample."""
+    rank = ((replica * dp_shard + shard) * cp + chunk) * tp + slice. Ranks beyond its size only
+    sample."""
 
     dp_replicate: int = 1  # copies of the weights, each split over dp_shard * cp ranks (HSDP)
     dp_shard: int = 1  # data parallel ranks of one copy
@@ -45,18 +46,22 @@ class Mesh:
 MESH_FLAGS = ("dp_replicate", "cp", "tp", "engine_ranks")
 
 
-def make_mesh(num_ranks: int, dp_replicate: int = 1, cp: int = 1, tp: int = 1, engine_ranks: int = 0) -> Mesh:
-    """The mesh of all ranks but those that only sample; dp_shard is what the others leave. Raises ValueError if they do not
-    divide it."""
+def make_mesh(
+    num_ranks: int, dp_replicate: int = 1, cp: int = 1, tp: int = 1, engine_ranks: int = 0
+) -> Mesh:
+    """The mesh of all ranks but those that only sample; dp_shard is what the others leave. Raises
+    ValueError if they do not divide it."""
     size, others = num_ranks - engine_ranks, dp_replicate * cp * tp
     if size < 1:
         raise ValueError(
-            f"--engine_ranks={engine_ranks} must leave at least one of {num_ranks} rank{'s' * (num_ranks > 1)} to learn; "
+            f"--engine_ranks={engine_ranks} must leave at least one of {num_ranks} "
+            f"rank{'s' * (num_ranks > 1)} to learn; "
             "raise --nproc_per_node, or lower it"
         )
     if size % others:
         raise ValueError(
-            f"--dp_replicate {dp_replicate} * --cp {cp} * --tp {tp} must divide the {size} ranks; lower one"
+            f"--dp_replicate {dp_replicate} * --cp {cp} * --tp {tp} must divide the {size} ranks; "
+            "lower one"
         )
     return Mesh(dp_replicate=dp_replicate, dp_shard=size // others, cp=cp, tp=tp)
 
@@ -67,8 +72,10 @@ class Ranks:
     size: int
     device: torch.device  # of this rank's model
     mesh: Mesh = Mesh()
-    weights_mesh: DeviceMesh | None = None  # dp_replicate, dp_shard * cp, tp; None where weights are not sharded
-    cp_group: dist.ProcessGroup | None = None  # ranks that hold parts of the same sequences; None if that is this one
+    # Dp_replicate, dp_shard * cp, tp; None where weights are not sharded.
+    weights_mesh: DeviceMesh | None = None
+    # Ranks that hold parts of the same sequences; None if that is this one.
+    cp_group: dist.ProcessGroup | None = None
     engine_ranks: int = 0  # how many ranks only sample; 0: each rank does both
     is_engine: bool = False  # this is one of them
     store: dist.Store = dataclasses.field(default_factory=dist.HashStore)  # shared by all ranks
@@ -102,10 +109,13 @@ class Ranks:
 
 
 def init_ranks(timeout_s: float, mesh: Mesh | None = None, is_sharded: bool = False) -> Ranks:
-    """This process's place, from the variables that torchrun sets; starts the process group if there are several, or if
-    one alone is to hold its weights as shards, which is what mixed precision asks for. Without a mesh all are data parallel.
-    Ranks beyond the mesh only sample: they and those that learn are each a process group of their own, numbered from 0."""
-    size, rank, local = (int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
+    """This process's place, from the variables that torchrun sets; starts the process group if
+    there are several, or if one alone is to hold its weights as shards, which is what mixed
+    precision asks for. Without a mesh all are data parallel. Ranks beyond the mesh only sample:
+    they and those that learn are each a process group of their own, numbered from 0."""
+    size, rank, local = (
+        int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
+    )
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -120,21 +130,37 @@ def init_ranks(timeout_s: float, mesh: Mesh | None = None, is_sharded: bool = Fa
         if shared.add("present", 1) == size:
             shared.set("all_present", b"1")
         shared.wait(["all_present"])  # every rank has checked its flags and the folder
-        name, rank, size = ("engines", rank - learn, engine_ranks) if is_engine else (name, rank, learn)
+        name, rank, size = (
+            ("engines", rank - learn, engine_ranks) if is_engine else (name, rank, learn)
+        )
         mesh = Mesh(dp_shard=size) if is_engine else mesh
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.PrefixStore(name, store), rank=rank, world_size=size, timeout=timeout)
-    ranks = Ranks(rank=rank, size=size, device=device, store=shared, engine_ranks=engine_ranks, is_engine=is_engine)
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(name, store), rank=rank, world_size=size, timeout=timeout
+    )
+    ranks = Ranks(
+        rank=rank,
+        size=size,
+        device=device,
+        store=shared,
+        engine_ranks=engine_ranks,
+        is_engine=is_engine,
+    )
     return on_mesh(ranks, mesh)
 
 
 def on_mesh(ranks: Ranks, mesh: Mesh) -> Ranks:
     """The same ranks, divided so. Every rank must call it."""
     kind = ranks.device.type
-    shape, names = (mesh.dp_replicate, mesh.dp_shard * mesh.cp, mesh.tp), ("dp_replicate", "dp_shard_cp", "tp")
+    shape, names = (
+        (mesh.dp_replicate, mesh.dp_shard * mesh.cp, mesh.tp),
+        ("dp_replicate", "dp_shard_cp", "tp"),
+    )
     weights, cp_group = init_device_mesh(kind, shape, mesh_dim_names=names), None
     if mesh.cp > 1:
-        work = init_device_mesh(kind, (mesh.dp, mesh.cp, mesh.tp), mesh_dim_names=("dp", "cp", "tp"))
+        work = init_device_mesh(
+            kind, (mesh.dp, mesh.cp, mesh.tp), mesh_dim_names=("dp", "cp", "tp")
+        )
         cp_group = work.get_group("cp")
     return dataclasses.replace(ranks, mesh=mesh, weights_mesh=weights, cp_group=cp_group)
 
@@ -145,19 +171,23 @@ def close_ranks(ranks: Ranks) -> None:
         dist.destroy_process_group()
 
 
-LOST = re.compile(r"timed out|timeout|connection (was )?(closed|reset|refused)|broken pipe|aborted", re.IGNORECASE)
+LOST = re.compile(
+    r"timed out|timeout|connection (was )?(closed|reset|refused)|broken pipe|aborted", re.IGNORECASE
+)
 
 
 @contextmanager
 def explain_timeouts(phase: str, ranks: Ranks, timeout_s: float):
-    """Raises RunError, with the phase of the step in it, where another rank did not come in time or is gone."""
+    """Raises RunError, with the phase of the step in it, where another rank did not come in time or
+    is gone."""
     try:
         yield
     except RuntimeError as error:
         if ranks.size == 1 or not LOST.search(str(error)):
             raise
         raise RunError(
-            f"rank {ranks.rank} waited in the phase {phase!r} for another rank, which is gone or did not come within "
+            f"rank {ranks.rank} waited in the phase {phase!r} for another rank, which is gone or "
+            "did not come within "
             f"--timeout_s={timeout_s:g}: {str(error).splitlines()[0]}"
         ) from error
 
@@ -182,13 +212,17 @@ def barrier(ranks: Ranks) -> None:
         dist.all_reduce(torch.zeros(1))  # on the CPU, where no device is waited for
 
 
-def exchange(outgoing: list[torch.Tensor], incoming_sizes: list[int], ranks: Ranks) -> list[torch.Tensor]:
-    """What every rank sent to this one. outgoing[r]: 1-D tensor on the host for rank r, of one dtype on all; incoming_sizes[r]:
-    how many numbers rank r sends here."""
+def exchange(
+    outgoing: list[torch.Tensor], incoming_sizes: list[int], ranks: Ranks
+) -> list[torch.Tensor]:
+    """What every rank sent to this one. outgoing[r]: 1-D tensor on the host for rank r, of one
+    dtype on all; incoming_sizes[r]: how many numbers rank r sends here."""
     if ranks.size == 1:
         return outgoing
     incoming = torch.empty(sum(incoming_sizes), dtype=outgoing[0].dtype)
-    dist.all_to_all_single(incoming, torch.cat(outgoing), incoming_sizes, [len(part) for part in outgoing])
+    dist.all_to_all_single(
+        incoming, torch.cat(outgoing), incoming_sizes, [len(part) for part in outgoing]
+    )
     return list(incoming.split(incoming_sizes))
 
 

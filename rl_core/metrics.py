@@ -70,7 +70,9 @@ def add_metrics(into: dict[str, Metric], more: dict[str, Metric], prefix: str = 
 def reduce_metrics(metrics: dict[str, Metric], ranks: Ranks) -> dict[str, float]:
     """Name -> value over all ranks; a rank may lack names that others have."""
     values = {name: [getattr(m, f.name) for f in fields(m)] for name, m in metrics.items()}
-    values = {name: [v if isinstance(v, list) else float(v) for v in values[name]] for name in metrics}
+    values = {
+        name: [v if isinstance(v, list) else float(v) for v in values[name]] for name in metrics
+    }
     typed = {name: [type(m).__name__, *values[name]] for name, m in metrics.items()}
     merged: dict[str, Metric] = {}
     for part in all_gather_json(typed, ranks):

@@ -1,4 +1,5 @@
-"""Learners and engines: a learner for each trained actor, an engine for each actor or shared model."""
+"""Learners and engines: a learner for each trained actor, an engine for each actor or shared
+model."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from rl_core.distributed import Ranks
 from rl_core.learning.algorithms import Algorithm
 from rl_core.learning.learner import Learner
 from rl_core.learning.loading import load_hf_model, load_model_config
-from rl_core.learning.model import PolicyModel, make_policy, make_reference, named_weights, reads_in_place
+from rl_core.learning.model import (
+    PolicyModel,
+    make_policy,
+    make_reference,
+    named_weights,
+    reads_in_place,
+)
 from rl_core.rules import check
 from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.sampling.weights import load_weights
@@ -29,12 +36,13 @@ ENGINES = {
 }
 CHECK_TP = "rl_core.options.tensor_parallel:check_tensor_parallel"
 EXPERTS, LORA, LIGER = "rl_core.options.experts", "rl_core.options.lora", "rl_core.options.liger"
-HERE = (None, "127.0.0.1", "localhost", "::1")  # hosts of servers that see this machine's shared memory
+# Hosts of servers that see this machine's shared memory.
+HERE = (None, "127.0.0.1", "localhost", "::1")
 
 
 def choose_engine(config: Config, num_ranks: int, is_planned: bool = False) -> Config:
-    """--engine auto becomes what it stands for here. Raises ValueError if that cannot be done, here or, if it is only planned,
-    anywhere."""
+    """--engine auto becomes what it stands for here. Raises ValueError if that cannot be done, here
+    or, if it is only planned, anywhere."""
     if config.engine == "auto":
         has_sglang = torch.cuda.is_available() and importlib.util.find_spec("sglang") is not None
         in_4_bits = any(config.actors[owner].lora.quantize != "none" for owner in config.sharers)
@@ -42,23 +50,29 @@ def choose_engine(config: Config, num_ranks: int, is_planned: bool = False) -> C
         check(config)
     if config.engine == "sglang":
         option("rl_core.engines.sglang_server:check_sglang")(config.engine_args, is_planned)
-    servers = {f"--actors.{name}.engine_urls": len(actor.servers) for name, actor in config.actors.items()}
+    servers = {
+        f"--actors.{name}.engine_urls": len(actor.servers) for name, actor in config.actors.items()
+    }
     for flag, n in ({"--engine_tp": config.engine_tp} | servers).items():
         if n and num_ranks % n:
             fits = max(d for d in range(1, n) if num_ranks % d == 0)
-            raise ValueError(f"{flag} ({n}) must divide the {num_ranks} ranks that sample; try {fits}")
+            raise ValueError(
+                f"{flag} ({n}) must divide the {num_ranks} ranks that sample; try {fits}"
+            )
     return config
 
 
 def check_model(config: Config, name: str) -> Chat:
-    """The chat template of an actor whose model is here. Raises ValueError if it cannot do what is asked of it."""
+    """The chat template of an actor whose model is here. Raises ValueError if it cannot do what is
+    asked of it."""
     actor = config.actors[name]
     model_config = load_model_config(actor.model)
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if positions and config.max_context_tokens > positions:
         raise ValueError(
             f"--max_prompt_tokens={config.max_prompt_tokens} and {config.turn_limit} turns of "
-            f"--max_tokens={config.max_tokens} are {config.max_context_tokens} tokens, and {actor.model} "
+            f"--max_tokens={config.max_tokens} are {config.max_context_tokens} tokens, and "
+            f"{actor.model} "
             f"has {positions} positions (max_position_embeddings); lower them"
         )
     if actor.router_aux_loss_coef or actor.router_replay:
@@ -74,23 +88,29 @@ def check_model(config: Config, name: str) -> Chat:
         critic_vocab, vocab = (c.get_text_config().vocab_size for c in (own, model_config))
         if critic_vocab != vocab:
             raise ValueError(
-                f"--critic.model={critic} has a vocabulary of {critic_vocab} tokens, that of {name} has {vocab}: a critic "
+                f"--critic.model={critic} has a vocabulary of {critic_vocab} tokens, that of "
+                f"{name} has {vocab}: a critic "
                 "reads the actor's tokens; take a model of the same family"
             )
-    chat = load_chat(actor.model, actor.chat_template, config.chat_template_kwargs | actor.chat_template_kwargs)
+    chat = load_chat(
+        actor.model, actor.chat_template, config.chat_template_kwargs | actor.chat_template_kwargs
+    )
     check_vocabulary(chat, model_config.get_text_config().vocab_size, actor.model)
     return chat
 
 
 def check_vocabulary(chat: Chat, num_rows: int, path: str) -> None:
-    """Raises ValueError if text, the template or an end of turn can give an id that the embedding has no row for."""
+    """Raises ValueError if text, the template or an end of turn can give an id that the embedding
+    has no row for."""
     written = {*chat.prompt_ids([{"role": "user", "content": "x"}]), *chat.stop_token_ids}
     for token, token_id in chat.tokenizer.get_vocab().items():
-        # Special tokens that are not written in a text's conversation, such as an image's, may lack a row.
+        # Special tokens that are not written in a text's conversation, such as an image's, may lack
+        # a row.
         is_used = token not in chat.special_ids or token_id in written
         if token_id >= num_rows and is_used:
             raise ValueError(
-                f"model {path}: its tokenizer gives {token!r} the id {token_id}, and its embedding has {num_rows} rows; "
+                f"model {path}: its tokenizer gives {token!r} the id {token_id}, and its embedding "
+                f"has {num_rows} rows; "
                 "take the tokenizer that belongs to the model, or resize the embedding"
             )
 
@@ -107,13 +127,18 @@ def is_sharded(config: Config) -> bool:
 
 
 def make_learners(config: Config, algorithm: Algorithm, ranks: Ranks) -> dict[str, Learner]:
-    """The learner of each actor that is trained. Those that share a model train an adapter of it each. Each model computes
-    packed batches, or rows of its own if those differ."""
+    """The learner of each actor that is trained. Those that share a model train an adapter of it
+    each. Each model computes packed batches, or rows of its own if those differ."""
     learners = {}
-    for name in sorted(config.trained, key=lambda name: bool(config.actors[name].share)):  # owners first
+    # Owners first.
+    for name in sorted(config.trained, key=lambda name: bool(config.actors[name].share)):
         owner = config.actors[name].share
-        learners[name] = make_learner(config, algorithm, name, ranks, owner and learners[owner].policy)
-    for model in {id(model): model for learner in learners.values() for model in learner.models()}.values():
+        learners[name] = make_learner(
+            config, algorithm, name, ranks, owner and learners[owner].policy
+        )
+    for model in {
+        id(model): model for learner in learners.values() for model in learner.models()
+    }.values():
         option("rl_core.options.padded:choose_forward")(model, ranks)
     return {name: learners[name] for name in config.trained}
 
@@ -121,8 +146,9 @@ def make_learners(config: Config, algorithm: Algorithm, ranks: Ranks) -> dict[st
 def make_learner(
     config: Config, algorithm: Algorithm, name: str, ranks: Ranks, shared: PolicyModel | None = None
 ) -> Learner:
-    """The learner of an actor, with an optimizer that has not stepped yet, and with the reference and the critic that the
-    algorithm asks for. Both start as the model at the start of the run. `shared`: the model of which it trains an adapter."""
+    """The learner of an actor, with an optimizer that has not stepped yet, and with the reference
+    and the critic that the algorithm asks for. Both start as the model at the start of the run.
+    `shared`: the model of which it trains an adapter."""
     actor, policy, dtype = config.actors[name], shared, compute_dtype(config)
     if actor.lr is not None:
         config = replace(config, optim=replace(config.optim, lr=actor.lr))
@@ -135,44 +161,65 @@ def make_learner(
         policy.sends_adapters = bool(adapter_of(config, name))
     reference = None
     if algorithm.needs_reference:
-        reference = policy if policy.adapters else make_reference(actor.model, dtype, ranks, config.attention)
+        reference = (
+            policy
+            if policy.adapters
+            else make_reference(actor.model, dtype, ranks, config.attention)
+        )
     critic = make_critic(config, actor.model, ranks, name) if algorithm.has_critic else None
     adapter = f"of_{name}" if shared is not None else None
-    learner = Learner(config, algorithm, policy, ranks, reference, critic, name=name, adapter=adapter)
+    learner = Learner(
+        config, algorithm, policy, ranks, reference, critic, name=name, adapter=adapter
+    )
     option(f"{EXPERTS}:watch")(learner)
     return learner
 
 
 def make_critic(config: Config, path: str, ranks: Ranks, name: str = "policy") -> Any:
-    """An unsharded or sharded model as the policy is: --critic.model, or the one at `path` with a value of 0 everywhere."""
+    """An unsharded or sharded model as the policy is: --critic.model, or the one at `path` with a
+    value of 0 everywhere."""
     how = {"is_scoring": True, "attention": config.attention}
-    model = make_policy(config.critic.model or path, compute_dtype(config), ranks, config.learner, **how)
+    model = make_policy(
+        config.critic.model or path, compute_dtype(config), ranks, config.learner, **how
+    )
     return option("rl_core.options.critic:Critic")(config, model, ranks, name)
 
 
 def is_read(learner: Learner) -> bool:
     """Whether this actor's engine samples with the learner's own tensors."""
-    is_here = learner.config.engine_of(learner.name) == "embedded" and not learner.ranks.engine_ranks
+    is_here = (
+        learner.config.engine_of(learner.name) == "embedded" and not learner.ranks.engine_ranks
+    )
     return is_here and reads_in_place(learner.policy)
 
 
 def num_engines(config: Config) -> int:
     """Models that have an engine of their own on this device."""
-    return len({a.share or name for name, a in config.actors.items() if not (a.api or a.engine_urls)})
+    return len(
+        {a.share or name for name, a in config.actors.items() if not (a.api or a.engine_urls)}
+    )
 
 
 def takes_turns(config: Config) -> bool:
-    """Whether one engine of a device is awake at a time. Otherwise they divide --engine_memory_frac."""
+    """Whether one engine of a device is awake at a time. Otherwise they divide
+    --engine_memory_frac."""
     awake = config.rollout.engines_awake
-    return num_engines(config) > 1 and (awake == "one" or (awake == "auto" and config.engine == "sglang"))
+    return num_engines(config) > 1 and (
+        awake == "one" or (awake == "auto" and config.engine == "sglang")
+    )
 
 
 def adapter_of(config: Config, name: str) -> str:
-    """The adapter with which an actor samples beside its engine's weights: where several share a model, and at a SGLang server
-    of this run. "": the engine has its weights merged."""
+    """The adapter with which an actor samples beside its engine's weights: where several share a
+    model, and at a SGLang server of this run. "": the engine has its weights merged."""
     actor = config.actors[name]
     is_beside = actor.share or name in config.sharers
-    if actor.lora.rank and not is_beside and config.engine_of(name) == "sglang" and not actor.servers:
+    if (
+        actor.lora.rank
+        and not is_beside
+        and config.engine_of(name) == "sglang"
+        and not actor.servers
+    ):
         is_beside = option(f"{LORA}:is_served")(actor.model, actor.lora)
     return name if actor.is_trained and is_beside else ""
 
@@ -180,11 +227,13 @@ def adapter_of(config: Config, name: str) -> str:
 def make_engines(
     config: Config, chats: dict[str, Chat], learners: dict[str, Learner], ranks: Ranks
 ) -> dict[str, Engine | None]:
-    """Each actor's engine in this process. Actors that share a model have one. None: another rank's engine has this one's
-    device."""
+    """Each actor's engine in this process. Actors that share a model have one. None: another rank's
+    engine has this one's device."""
     owners = {name: config.actors[name].share or name for name in chats}
     names = dict.fromkeys(owners.values())
-    made = {name: make_engine(config, name, chats[name], learners.get(name), ranks) for name in names}
+    made = {
+        name: make_engine(config, name, chats[name], learners.get(name), ranks) for name in names
+    }
     return {name: made[owner] for name, owner in owners.items()}
 
 
@@ -193,7 +242,8 @@ def make_engine(
 ) -> Engine | None:
     """`learner`: whose weights it may read. `role`: which of several engines of the actor."""
     actor, module = config.actors[name], make_module(config, name, learner, ranks)
-    # The first of each --engine_tp neighbours, or of those that share a server that runs already, has the engine.
+    # The first of each --engine_tp neighbours, or of those that share a server that runs already,
+    # has the engine.
     stride = ranks.size // len(actor.servers) if actor.servers else config.engine_tp
     if ranks.rank % stride:
         return None
@@ -201,7 +251,10 @@ def make_engine(
     # A rank has at most its share at once, of all that may be under way.
     groups = -(-config.tasks_per_step * (1 + config.max_staleness) * stride // ranks.size)
     adapters = [n for n in [name, *config.sharers.get(name, [])] if adapter_of(config, n)]
-    loras = {n: option(f"{LORA}:peft_config")(config.actors[n].lora, module, actor.model) for n in adapters}
+    loras = {
+        n: option(f"{LORA}:peft_config")(config.actors[n].lora, module, actor.model)
+        for n in adapters
+    }
     num_awake = 1 if takes_turns(config) else max(1, num_engines(config))
     has_two = config.rollout.lagged[0] > 0 and actor.is_trained
     spec = EngineSpec(
@@ -209,7 +262,9 @@ def make_engine(
         model=actor.model,
         module=module,
         tokenizer=chat.tokenizer,
-        num_slots=1 if config.rollout.fixed_order else min(config.rollout.max_concurrent, groups * config.group_size),
+        num_slots=1
+        if config.rollout.fixed_order
+        else min(config.rollout.max_concurrent, groups * config.group_size),
         max_context_tokens=config.max_context_tokens,
         dtype=compute_dtype(config),
         device=ranks.device,
@@ -229,15 +284,20 @@ def make_engine(
 
 
 def make_module(config: Config, name: str, learner: Learner | None, ranks: Ranks) -> nn.Module:
-    """What an engine samples with: the learner's own model where it is unsharded, or its weights where several actors share
-    them, else a copy in the dtype of compute. Of SGLang's the shapes alone."""
+    """What an engine samples with: the learner's own model where it is unsharded, or its weights
+    where several actors share them, else a copy in the dtype of compute. Of SGLang's the shapes
+    alone."""
     path, policy = config.actors[name].model, learner and learner.policy
     if config.engine_of(name) == "sglang":
         return option("rl_core.engines.sglang:make_skeleton")(path)
     if learner and is_read(learner):
         return option(f"{LORA}:second_model")(policy.hf) if policy.sends_adapters else policy.hf
     module = load_hf_model(path, compute_dtype(config), ranks.device)
-    if policy is not None and policy.sends_adapters and hasattr(policy.hf.config, "quantization_config"):
+    if (
+        policy is not None
+        and policy.sends_adapters
+        and hasattr(policy.hf.config, "quantization_config")
+    ):
         load_weights(module, named_weights(policy))  # what its adapters learn beside
     return module
 

@@ -1,4 +1,5 @@
-"""The parts of a step: rollouts, samples, learning, new weights for engines; evaluation and saving between steps."""
+"""The parts of a step: rollouts, samples, learning, new weights for engines; evaluation and saving
+between steps."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ from rl_core.models import is_read
 from rl_core.run_folder import naming
 from rl_core.sampling import kept_groups
 from rl_core.sampling.actor import Actor
-from rl_core.sampling.outcomes import held_out_metrics, lag_metrics, part_metrics, refuse_failures, rollout_metrics
+from rl_core.sampling.outcomes import (
+    held_out_metrics,
+    lag_metrics,
+    part_metrics,
+    refuse_failures,
+    rollout_metrics,
+)
 from rl_core.sampling.rollout import Group, in_order, make_group, rollout
 from rl_core.sampling.under_way import GroupUnderWay
 from rl_core.types import RunError, Task, TrainingSample, Trajectory, option
@@ -42,10 +49,12 @@ async def start(run: Run) -> None:
     for learner in run.learners.values():
         learner.leave_device()
     hand_over(run)
-    for engine in run.all_engines:  # one starts while no other has memory, which it would take for its own
+    # One starts while no other has memory, which it would take for its own.
+    for engine in run.all_engines:
         await engine.wake()
         await engine.sleep()
-    barrier(run.ranks)  # an engine elsewhere that receives the first learner's weights answers nobody's wake()
+    # An engine elsewhere that receives the first learner's weights answers nobody's wake()
+    barrier(run.ranks)
     for name, learner in run.learners.items():
         async with on_device(run, learner):
             await sync_engine(run, name, run.start)
@@ -64,8 +73,8 @@ async def resume(run: Run, version: int) -> None:
 
 
 async def finish(run: Run) -> None:
-    """Checks the engines' weights after the last update, which no next step checks. Exports what a run before this one saved,
-    if no step was left: it may have been killed between the two."""
+    """Checks the engines' weights after the last update, which no next step checks. Exports what a
+    run before this one saved, if no step was left: it may have been killed between the two."""
     if run.canary:
         await run.canary.sample()
         for name, learner in run.learners.items():
@@ -92,7 +101,9 @@ def profiled(run: Run, step: int) -> AbstractContextManager:
     if step != run.config.profile_step:
         return nullcontext()
     file = run.out / f"trace_step_{step:06d}_rank_{run.ranks.rank}.json"
-    return torch.profiler.profile(on_trace_ready=lambda profile: profile.export_chrome_trace(str(file)))
+    return torch.profiler.profile(
+        on_trace_ready=lambda profile: profile.export_chrome_trace(str(file))
+    )
 
 
 def draw_groups(run: Run, num_groups: int) -> list[Group]:
@@ -102,8 +113,16 @@ def draw_groups(run: Run, num_groups: int) -> list[Group]:
     first, run.position = run.position, run.position + num_groups - len(left)
     for position in (*left, *range(first, run.position)):
         step, number = divmod(position, config.tasks_per_step)
-        place = {"batch": f"train/{step:06d}", "number": number, "position": position, "size": config.group_size}
-        kept, drawn = run.kept_groups.pop(position, None), {"temperature": config.sampling.temperature}
+        place = {
+            "batch": f"train/{step:06d}",
+            "number": number,
+            "position": position,
+            "size": config.group_size,
+        }
+        kept, drawn = (
+            run.kept_groups.pop(position, None),
+            {"temperature": config.sampling.temperature},
+        )
         begun = kept and begun_task(run, kept)
         task = begun or run.plan.train.task(position)
         group = make_group(config, task, drawn, **place)
@@ -116,8 +135,8 @@ def draw_groups(run: Run, num_groups: int) -> list[Group]:
 
 
 def begun_task(run: Run, kept: dict) -> Task | None:
-    """The task of a group that was under way: a curriculum draws another for the same position by now. None if the data no
-    longer have it."""
+    """The task of a group that was under way: a curriculum draws another for the same position by
+    now. None if the data no longer have it."""
     row = int(kept["task"].rpartition("/")[2])
     for source in run.plan.train.sources:
         if source.env == kept["env"] and row < len(source.rows):
@@ -129,7 +148,9 @@ def num_to_begin(run: Run, step: int) -> int:
     """Groups of a step and of max_staleness further steps may have begun."""
     config = run.config
     first = step if step == run.start else step + config.max_staleness
-    return config.tasks_per_step * max(0, min(step + config.max_staleness + 1, config.num_steps) - first)
+    return config.tasks_per_step * max(
+        0, min(step + config.max_staleness + 1, config.num_steps) - first
+    )
 
 
 async def sample(run: Run, step: int) -> dict[str, list[TrainingSample]]:
@@ -144,7 +165,9 @@ async def sample(run: Run, step: int) -> dict[str, list[TrainingSample]]:
     trajectories = await collect(run, step)
     await sleep_engines(run)
     await write(run, f"step_{step + 1:06d}", trajectories)
-    reasons = await refuse_or_save(run, step, trajectories, run.failed_rows, f"step {step + 1}", place)
+    reasons = await refuse_or_save(
+        run, step, trajectories, run.failed_rows, f"step {step + 1}", place
+    )
     run.terminal.failures(step + 1, reasons)
     if plan.curriculum:
         results = group_results(trajectories, run.learners, config.eval.pass_reward, run.ranks)
@@ -153,7 +176,9 @@ async def sample(run: Run, step: int) -> dict[str, list[TrainingSample]]:
     return training_samples(plan, trajectories, run.ranks)
 
 
-def training_samples(plan: Plan, trajectories: list[Trajectory], ranks: Ranks) -> dict[str, list[TrainingSample]]:
+def training_samples(
+    plan: Plan, trajectories: list[Trajectory], ranks: Ranks
+) -> dict[str, list[TrainingSample]]:
     """This rank's samples of these episodes, of each actor that learns. Every rank must call it."""
     samples, advantage_fns = {}, {name: env.advantage_fn for name, env in plan.envs.items()}
     for name in plan.config.trained:
@@ -175,8 +200,8 @@ def imitated_samples(run: Run) -> dict[str, list[TrainingSample]]:
 
 
 async def collect(run: Run, step: int) -> list[Trajectory]:
-    """This rank's trajectories of a step. With refilling, further groups replace those without signal (DAPO's dynamic
-    sampling, arXiv:2503.14476, section 3.2); these are returned too."""
+    """This rank's trajectories of a step. With refilling, further groups replace those without
+    signal (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2); these are returned too."""
     config, algorithm, collected = run.config, run.plan.algorithm, []
     missing = config.tasks_per_step
     for number in range(algorithm.refill_rounds + 1):
@@ -186,11 +211,19 @@ async def collect(run: Run, step: int) -> list[Trajectory]:
         collected += groups
         if config.max_staleness:
             ages = [step - group.version for group in groups]
-            run.note("rollout/", {"staleness": Mean(sum(ages), len(ages)), "staleness_max": Max(max(ages, default=0))})
+            run.note(
+                "rollout/",
+                {
+                    "staleness": Mean(sum(ages), len(ages)),
+                    "staleness_max": Max(max(ages, default=0)),
+                },
+            )
         if algorithm.refill_rounds:
             learned = [t for t in in_order(collected) if t.actor in config.trained]
             groups = baseline_groups(learned)
-            with_signal = len({group[0].group_id for group in groups if has_signal(group, algorithm)})
+            with_signal = len(
+                {group[0].group_id for group in groups if has_signal(group, algorithm)}
+            )
             missing = max(0, config.tasks_per_step - sum(all_gather_json(with_signal, run.ranks)))
             if not missing:
                 break
@@ -215,20 +248,26 @@ async def note_rollouts(run: Run, step: int, trajectories: list[Trajectory]) -> 
     envs = run.plan.envs
     for name in run.learners:
         own = [t for t in trajectories if t.actor == name]
-        run.note(f"rollout/{name}/", rollout_metrics(own) | (lag_metrics(own, step) if run.older else {}))
+        run.note(
+            f"rollout/{name}/", rollout_metrics(own) | (lag_metrics(own, step) if run.older else {})
+        )
         for env in envs if len(envs) > 1 else ():
             run.note(f"rollout/{name}/{env}/", rollout_metrics([t for t in own if t.env == env]))
     for name, actor in run.plan.endpoints.items():
         run.note(f"rollout/{name}/", actor.take_metrics())
     if lease := run.lease:
-        run.note("rollout/", {"engine_switches": Sum(lease.num_switches), "engine_switch_s": Sum(lease.switch_s)})
+        run.note(
+            "rollout/",
+            {"engine_switches": Sum(lease.num_switches), "engine_switch_s": Sum(lease.switch_s)},
+        )
         lease.num_switches, lease.switch_s = 0, 0.0
     for engine in run.all_engines:
         run.note("", await engine.take_metrics())
 
 
 async def learn(run: Run, name: str, samples: list[TrainingSample], step: int) -> None:
-    """One step of a learner. Where engines are elsewhere it runs in a thread, so that conversations go on."""
+    """One step of a learner. Where engines are elsewhere it runs in a thread, so that conversations
+    go on."""
     if run.canary:
         run.note(f"learn/{name}/", await run.canary.check(name))
     if run.ranks.engine_ranks:
@@ -246,11 +285,15 @@ def learn_here(run: Run, name: str, samples: list[TrainingSample], step: int) ->
     run.note(prefix, learner.step(minibatches, step))
     run.note("", packing)
     if run.ranks.device.type == "cuda":
-        run.note(prefix, option(MFU)(learner, packing, time.monotonic() - began, torch.cuda.get_device_name()))
+        run.note(
+            prefix,
+            option(MFU)(learner, packing, time.monotonic() - began, torch.cuda.get_device_name()),
+        )
 
 
 async def sync_engine(run: Run, name: str, version: int) -> None:
-    """The engine gets the learner's weights. One that reads them in place only drops what it computed with the old."""
+    """The engine gets the learner's weights. One that reads them in place only drops what it
+    computed with the old."""
     if name not in run.engines:
         return
     hand_over(run)  # an engine takes memory for its weights now
@@ -269,8 +312,9 @@ async def sync_engine(run: Run, name: str, version: int) -> None:
 
 @asynccontextmanager
 async def learners_lease(run: Run) -> AsyncIterator[None]:
-    """A context in which learners may have the devices: engines sleep, on all ranks. Engines stay asleep afterwards; where
-    episodes go on during an update, resume() ends their pause. Every rank must enter it."""
+    """A context in which learners may have the devices: engines sleep, on all ranks. Engines stay
+    asleep afterwards; where episodes go on during an update, resume() ends their pause. Every rank
+    must enter it."""
     await sleep_engines(run)
     yield
     hand_over(run)
@@ -293,7 +337,8 @@ def hand_over(run: Run) -> None:
 
 
 async def sleep_engines(run: Run) -> None:
-    """Every rank must call it: when it returns no engine has a device, those that hold several ranks' devices included."""
+    """Every rank must call it: when it returns no engine has a device, those that hold several
+    ranks' devices included."""
     for engine in run.all_engines:
         if run.config.max_staleness:
             await engine.pause()
@@ -308,28 +353,39 @@ def note_speed(run: Run) -> None:
     for phase, names in (("generate", spoken), ("learn", ["pack/tokens"])):
         tokens = sum(run.metrics[name].value for name in names if name in run.metrics)
         if tokens:
-            run.note("time/", {f"{phase}_tokens_per_s": Sum(tokens / run.metrics[f"time/{phase}_s"].value)})
+            run.note(
+                "time/",
+                {f"{phase}_tokens_per_s": Sum(tokens / run.metrics[f"time/{phase}_s"].value)},
+            )
     if run.ranks.engine_ranks:
         waited = run.metrics["time/generate_s"].value, run.metrics["time/step_s"].value
         run.note("time/", {"learners_idle_frac": Mean(*waited)})
 
 
 async def evaluate(run: Run, step: int) -> dict[str, float]:
-    """Metrics of held-out tasks: the greedy score, avg@k and pass@k; of rows to be imitated, their loss."""
+    """Metrics of held-out tasks: the greedy score, avg@k and pass@k; of rows to be imitated, their
+    loss."""
     run.metrics, config = {}, run.config.eval
     with run.timed("eval"):
         for name, source in run.plan.eval.items():
             tasks = list(islice(source, config.num_tasks or None))
             if run.plan.imitated:
                 own = tasks[run.ranks.rank :: run.ranks.size]
-                await evaluate_rows(run, own, "eval/" if source.split == "eval" else f"eval/{name}/")
+                await evaluate_rows(
+                    run, own, "eval/" if source.split == "eval" else f"eval/{name}/"
+                )
                 continue
             await evaluate_tasks(run, step, name, tasks, "greedy", 1)
             if config.samples:
                 await evaluate_tasks(run, step, name, tasks, "sampled", config.samples)
     values = run.write_metrics(step)
-    is_shown = re.compile(r"eval/(?!.*/(greedy|sampled)_(?!(score|pass)$))")  # others are in the file alone
-    shown = [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in values.items() if is_shown.match(name)]
+    # Others are in the file alone.
+    is_shown = re.compile(r"eval/(?!.*/(greedy|sampled)_(?!(score|pass)$))")
+    shown = [
+        f"{name.removeprefix('eval/')} {value:.4g}"
+        for name, value in values.items()
+        if is_shown.match(name)
+    ]
     run.log.say("  ".join([f"eval at step {step}", *shown]))
     if run.config.keep_best and run.keeper.is_best(values):
         await export(run, run.out / "best")
@@ -346,19 +402,31 @@ async def evaluate_rows(run: Run, tasks: list[Task], prefix: str) -> None:
         run.note(prefix, learner.evaluate(minibatches))
 
 
-async def evaluate_tasks(run: Run, step: int, source: str, tasks: list[Task], label: str, count: int) -> None:
+async def evaluate_tasks(
+    run: Run, step: int, source: str, tasks: list[Task], label: str, count: int
+) -> None:
     config, plan = run.config, run.plan
     drawn = config.eval.sampling if label == "sampled" else {"temperature": 0.0}
     name = f"eval/{step:06d}/{label}" + (f"/{source}" if len(plan.eval) > 1 else "")
     place = {"batch": f"eval/{source}", "label": name, "size": count}
-    groups = [make_group(config, task, drawn, number=number, **place) for number, task in enumerate(tasks)]
-    newest = {n: replace(a, older=None) if isinstance(a, Actor) else a for n, a in run.actors.items()}
-    trajectories = await rollout(plan.envs, newest, groups, config.rollout, run.ranks, config.timeout_s)
+    groups = [
+        make_group(config, task, drawn, number=number, **place) for number, task in enumerate(tasks)
+    ]
+    newest = {
+        n: replace(a, older=None) if isinstance(a, Actor) else a for n, a in run.actors.items()
+    }
+    trajectories = await rollout(
+        plan.envs, newest, groups, config.rollout, run.ranks, config.timeout_s
+    )
     await write(run, name.replace("/", "_"), trajectories)
     run.terminal.episodes(trajectories if label == "greedy" else [])
-    reasons = await refuse_or_save(run, step, trajectories, {}, name, place_in_data(run), min_rows=1)
+    reasons = await refuse_or_save(
+        run, step, trajectories, {}, name, place_in_data(run), min_rows=1
+    )
     run.terminal.failures(step, reasons)
-    score, passed = (f"avg@{count}", f"pass@{count}") if label == "sampled" else ("greedy_score", "greedy_pass")
+    score, passed = (
+        (f"avg@{count}", f"pass@{count}") if label == "sampled" else ("greedy_score", "greedy_pass")
+    )
     for actor in config.trained:
         own = [t for t in trajectories if t.actor == actor and t.status != "failed"]
         found = {f"{label}_{name}": value for name, value in part_metrics(own).items()}
@@ -377,7 +445,8 @@ def place_in_data(run: Run) -> dict[str, int | list[int]]:
 async def refuse_or_save(
     run: Run, step: int, trajectories: list, rows: dict, name: str, place: dict, **limits
 ) -> dict[str, int]:
-    """Reason -> how many episodes failed for it. Saves what was learned before too many failures end the run."""
+    """Reason -> how many episodes failed for it. Saves what was learned before too many failures
+    end the run."""
     limit = run.config.rollout.max_failed_fraction
     kind = "eval" if name.startswith("eval/") else "train"
     limits["tally"] = run.tallies[kind]
@@ -395,29 +464,35 @@ async def refuse_or_save(
 
 
 def refuse_ruined(run: Run) -> None:
-    """Raises RunError before the last save if no update was finite since this process began: the weights, which are no
-    other ones, may be ruined, and must not take the place of what was exported before."""
+    """Raises RunError before the last save if no update was finite since this process began: the
+    weights, which are no other ones, may be ruined, and must not take the place of what was
+    exported before."""
     for name, learner in trained_learners(run.learners).items():
         if learner.nonfinite_in_a_row and learner.num_updates == run.updates_before[name]:
             raise RunError(
-                f"every update of {name} was skipped, because its loss or gradient was NaN or infinite: its weights may be "
+                f"every update of {name} was skipped, because its loss or gradient was NaN or "
+                "infinite: its weights may be "
                 "ruined, and nothing is saved; go on from an earlier checkpoint or model"
             )
 
 
 def refuse_standstill(run: Run) -> None:
-    """Raises RunError after the last save if nothing was learned from the first step to the last."""
+    """Raises RunError after the last save if nothing was learned from the first step to the
+    last."""
     trained = trained_learners(run.learners).values()
     is_last = run.keeper.saved_step == run.config.num_steps
     if trained and is_last and not any(learner.num_updates for learner in trained):
         raise RunError(
-            f"none of {run.config.num_steps} steps made an update, because no samples carried a signal: the model is as it "
-            "was; look at the rewards by rl-core show, or train longer by --resume with a higher --num_steps"
+            f"none of {run.config.num_steps} steps made an update, because no samples carried a "
+            "signal: the model is as it "
+            "was; look at the rewards by rl-core show, or train longer by --resume with a higher "
+            "--num_steps"
         )
 
 
 async def save(run: Run, step: int, place: dict | None = None) -> None:
-    """A checkpoint of all that learns, and each model as a Hugging Face folder. `place`: in the data, if it is not this."""
+    """A checkpoint of all that learns, and each model as a Hugging Face folder. `place`: in the
+    data, if it is not this."""
     if step == run.keeper.saved_step:
         return
     run.terminal.show("save")
@@ -440,7 +515,8 @@ async def save(run: Run, step: int, place: dict | None = None) -> None:
 
 
 async def files_under_way(run: Run) -> list[Path]:
-    """What was sampled for later steps. Each rank writes its own file, and rank 0 copies them all into the checkpoint."""
+    """What was sampled for later steps. Each rank writes its own file, and rank 0 copies them all
+    into the checkpoint."""
     worker, folder = run.worker, run.out / UNDER_WAY
     if not run.config.max_staleness or not worker.pending:
         return []
@@ -450,7 +526,9 @@ async def files_under_way(run: Run) -> list[Path]:
     files = [folder / f"{kept_groups.FILE}{rank:05d}.jsonl.zst" for rank in range(run.ranks.size)]
     own = files[run.ranks.rank]
     with naming(own):
-        kept_groups.write_groups(own, [worker.pending[number] for number in (*worker.done, *worker.running)])
+        kept_groups.write_groups(
+            own, [worker.pending[number] for number in (*worker.done, *worker.running)]
+        )
     return files
 
 
@@ -458,4 +536,10 @@ async def export(run: Run, folder: Path) -> None:
     for name, learner in run.learners.items():
         async with on_device(run, learner):
             with naming(folder / name):
-                export_policy(learner.policy, run.plan.chats[name].tokenizer, folder / name, run.ranks, learner.adapter)
+                export_policy(
+                    learner.policy,
+                    run.plan.chats[name].tokenizer,
+                    folder / name,
+                    run.ranks,
+                    learner.adapter,
+                )

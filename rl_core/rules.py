@@ -1,4 +1,5 @@
-"""What flags must be: ranges, which stand beside each flag, and tables of contradictions. Checking changes nothing."""
+"""What flags must be: ranges, which stand beside each flag, and tables of contradictions. Checking
+changes nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ from typing import Any
 
 URL = r"https?://[^/\s]+/?"
 BASELINES = ("group_mean", "group_norm", "group_norm_unbiased", "rloo")
-OUTSIDE = {"at_least": lambda v, b: v < b, "above": lambda v, b: v <= b, "at_most": lambda v, b: v > b}
+OUTSIDE = {
+    "at_least": lambda v, b: v < b,
+    "above": lambda v, b: v <= b,
+    "at_most": lambda v, b: v > b,
+}
 Rules = Iterator[tuple[Any, str]]  # (is it broken?, message); rules before it hold
 
 
@@ -59,7 +64,8 @@ def check(c: Any) -> None:
 
 
 def check_algorithm(algorithm: Any, config: Any, has_advantage_fn: bool = False) -> None:
-    """Raises ValueError for parts of an algorithm that contradict each other, or that would do nothing."""
+    """Raises ValueError for parts of an algorithm that contradict each other, or that would do
+    nothing."""
     if config.is_rl:
         refuse(of_algorithm(config, algorithm, has_advantage_fn))
 
@@ -80,7 +86,9 @@ def of_value(value: Any, f: dataclasses.Field, algorithm: str, of_section: tuple
     for word, is_outside in OUTSIDE.items():
         bound = f.metadata[word]
         bounds = bound if isinstance(bound, tuple) else (bound,) * len(values)
-        is_wrong = any(None not in pair and is_outside(*pair) for pair in zip(values, bounds, strict=True))
+        is_wrong = any(
+            None not in pair and is_outside(*pair) for pair in zip(values, bounds, strict=True)
+        )
         yield is_wrong, f" must be {word.replace('_', ' ')} {bound}"
 
 
@@ -89,23 +97,40 @@ def of_run(c: Any) -> Rules:
     yield not c.actors, "--model is missing: a folder or hub name, such as --model Qwen/Qwen3-0.6B"
     yield not c.trained, "none of the actors learns; leave out --actors.NAME.train=false for one"
     steps, epochs = c.num_steps, c.num_epochs
-    yield None not in (steps, epochs), f"--num_steps={steps} and --num_epochs={epochs} say the same; leave one out"
+    yield (
+        None not in (steps, epochs),
+        f"--num_steps={steps} and --num_epochs={epochs} say the same; leave one out",
+    )
     yield c.is_rl and not c.env_path, "--env_path is missing: a Python file with a reward_fn"
-    yield not c.is_rl and len(c.actors) > 1, f"--algorithm {c.algorithm} trains one actor; give one model"
+    yield (
+        not c.is_rl and len(c.actors) > 1,
+        f"--algorithm {c.algorithm} trains one actor; give one model",
+    )
     size, learner = c.tasks_per_step, c.learner
-    yield size % learner.minibatches, f"--learner.minibatches={learner.minibatches} must divide --tasks_per_step={size}"
+    yield (
+        size % learner.minibatches,
+        f"--learner.minibatches={learner.minibatches} must divide --tasks_per_step={size}",
+    )
     longest = -(-c.max_context_tokens * (2 if c.algorithm in ("dpo", "rm") else 1) // c.cp)
     yield (
         longest > learner.microbatch_tokens,
-        f"--learner.microbatch_tokens={learner.microbatch_tokens} must hold a whole episode (or pair) of {longest} tokens, "
+        f"--learner.microbatch_tokens={learner.microbatch_tokens} must hold a whole episode (or "
+        f"pair) of {longest} tokens, "
         "max_prompt_tokens + turns * max_tokens over cp; raise it, or lower these",
     )
-    yield learner.kernels == "compile" and c.tp > 1, "--learner.kernels=compile has no --tp; leave one out"
+    yield (
+        learner.kernels == "compile" and c.tp > 1,
+        "--learner.kernels=compile has no --tp; leave one out",
+    )
     yield (
         learner.offload == "always" and c.optim.name == "adamw8bit",
-        "--optim.name=adamw8bit saves device memory, where --learner.offload=always keeps nothing; take adamw",
+        "--optim.name=adamw8bit saves device memory, where --learner.offload=always keeps nothing; "
+        "take adamw",
     )
-    yield c.keep_best and not c.eval_every, f"--keep_best={c.keep_best} needs evaluations: give --eval_every"
+    yield (
+        c.keep_best and not c.eval_every,
+        f"--keep_best={c.keep_best} needs evaluations: give --eval_every",
+    )
     for name in ("engine_tp", "engine_args"):
         is_set = getattr(c, name) not in (1, "") and c.engine == "embedded"
         yield is_set, f"--{name}={getattr(c, name)} needs --engine sglang"
@@ -116,30 +141,50 @@ def of_run(c: Any) -> Rules:
     )
     yield (
         c.rollout.lagged[0]
-        and (c.max_staleness or c.engine_ranks or c.sharers or any(a.engine_urls for a in c.actors.values())),
-        "--rollout.lagged needs a second engine: leave out --max_staleness, --engine_ranks, share and engine_urls",
+        and (
+            c.max_staleness
+            or c.engine_ranks
+            or c.sharers
+            or any(a.engine_urls for a in c.actors.values())
+        ),
+        "--rollout.lagged needs a second engine: leave out --max_staleness, --engine_ranks, share "
+        "and engine_urls",
     )
     yield (
-        c.rollout.fixed_order and (c.engine == "sglang" or any(a.engine_urls for a in c.actors.values())),
-        "--rollout.fixed_order=true needs --engine embedded: the order in which SGLang samples is its own",
+        c.rollout.fixed_order
+        and (c.engine == "sglang" or any(a.engine_urls for a in c.actors.values())),
+        "--rollout.fixed_order=true needs --engine embedded: the order in which SGLang samples is "
+        "its own",
     )
     for is_needed, given, library, extra in (
         (c.optim.name == "adamw8bit", "--optim.name=adamw8bit", "bitsandbytes", "bnb"),
-        (any(a.lora.quantize == "nf4" for a in c.actors.values()), "lora.quantize=nf4", "bitsandbytes", "bnb"),
+        (
+            any(a.lora.quantize == "nf4" for a in c.actors.values()),
+            "lora.quantize=nf4",
+            "bitsandbytes",
+            "bnb",
+        ),
         (learner.kernels == "liger", "--learner.kernels=liger", "liger_kernel", "liger"),
         (any(a.api for a in c.actors.values()), "--actors.NAME.api", "openai", "api"),
     ):
         is_missing = is_needed and importlib.util.find_spec(library) is None
-        yield is_missing, f"{given} needs {library}, which is not installed: pip install 'rl_core[{extra}]'"
+        yield (
+            is_missing,
+            f"{given} needs {library}, which is not installed: pip install 'rl_core[{extra}]'",
+        )
     paths = c.env_paths
-    yield len(paths) < len(split(c.env_path)), f"--env_path={c.env_path}: two files have one name; rename one"
+    yield (
+        len(paths) < len(split(c.env_path)),
+        f"--env_path={c.env_path}: two files have one name; rename one",
+    )
     yield (
         paths and not any(c.env(name).weight for name in paths),
         "every environment has --envs.NAME.weight 0, so that none is trained in; raise one",
     )
     yield (
         len(paths) > 1 and (c.data.train or c.data.eval),
-        "--data.train and --data.eval are for one environment; give --envs.NAME.train and --envs.NAME.eval",
+        "--data.train and --data.eval are for one environment; give --envs.NAME.train and "
+        "--envs.NAME.eval",
     )
 
 
@@ -156,26 +201,44 @@ def of_env(c: Any, name: str, env: Any) -> Rules:
 def of_actor(c: Any, name: str, a: Any) -> Rules:
     lora, servers = a.lora, a.servers
     yield too_many_tokens(c, a)
-    yield not re.fullmatch(r"[A-Za-z][\w-]*", name), ": a name is a letter, then letters, digits, '_' and '-'"
+    yield (
+        not re.fullmatch(r"[A-Za-z][\w-]*", name),
+        ": a name is a letter, then letters, digits, '_' and '-'",
+    )
     if a.share:
         others = {other: part for other, part in c.actors.items() if other != name}
-        yield a.share not in others, f".share={a.share} is no other actor; {nearest(a.share, others)}"
+        yield (
+            a.share not in others,
+            f".share={a.share} is no other actor; {nearest(a.share, others)}",
+        )
         yield from of_sharer(c, a, others[a.share])
     yield not a.model, ".model is missing: a folder or hub name, or the endpoint's model"
-    yield a.api and a.train, f".api={a.api} and train=true: an endpoint cannot learn; drop one of them"
-    yield (lora.rank or a.lr) and not a.is_trained, ": lora.rank and lr are of an actor that learns; leave them out"
+    yield (
+        a.api and a.train,
+        f".api={a.api} and train=true: an endpoint cannot learn; drop one of them",
+    )
+    yield (
+        (lora.rank or a.lr) and not a.is_trained,
+        ": lora.rank and lr are of an actor that learns; leave them out",
+    )
     yield (
         not lora.rank and lora != type(lora)(),
         f".lora.rank is missing beside other flags of adapters; give --actors.{name}.lora.rank 16",
     )
-    yield lora.rank and c.algorithm == "rm", ".lora.rank: --algorithm rm trains the whole model; leave it out"
     yield (
-        lora.quantize != "none" and (c.learner.kernels == "compile" or c.learner.offload == "always"),
-        f".lora.quantize={lora.quantize} has no --learner.kernels=compile and no --learner.offload=always; leave one out",
+        lora.rank and c.algorithm == "rm",
+        ".lora.rank: --algorithm rm trains the whole model; leave it out",
+    )
+    yield (
+        lora.quantize != "none"
+        and (c.learner.kernels == "compile" or c.learner.offload == "always"),
+        f".lora.quantize={lora.quantize} has no --learner.kernels=compile and no "
+        "--learner.offload=always; leave one out",
     )
     yield (
         servers and not (c.is_rl and a.is_trained),
-        f".engine_urls is for an actor that learns by RL; a frozen one is an endpoint: --actors.{name}.api URL/v1",
+        ".engine_urls is for an actor that learns by RL; a frozen one is an endpoint: "
+        f"--actors.{name}.api URL/v1",
     )
     yield (
         len(set(servers)) < len(servers) or not all(re.fullmatch(URL, url) for url in servers),
@@ -187,21 +250,25 @@ def of_sharer(c: Any, a: Any, owner: Any) -> Rules:
     what, quantize = f".share={a.share}", owner.lora.quantize
     yield (
         owner.share or not owner.is_trained or not owner.lora.rank,
-        f"{what}: what is shared is a frozen model beside adapters; give --actors.{a.share}.lora.rank 16",
+        f"{what}: what is shared is a frozen model beside adapters; give "
+        f"--actors.{a.share}.lora.rank 16",
     )
     has_experts = any("experts" in split(actor.lora.targets) for actor in (a, owner))
     yield (
         has_experts,
-        f"{what}: engines apply no adapters on experts of several actors; leave experts out of lora.targets",
+        f"{what}: engines apply no adapters on experts of several actors; leave experts out of "
+        "lora.targets",
     )
     has_own = a.api or a.engine_urls or owner.engine_urls or a.model != owner.model
     yield (
         has_own or (a.is_trained and a.lora.quantize != quantize),
-        f"{what} takes the model and engine of {a.share}; leave out model, lora.quantize, api and engine_urls",
+        f"{what} takes the model and engine of {a.share}; leave out model, lora.quantize, api and "
+        "engine_urls",
     )
     yield (
         quantize != "none" and (c.engine == "sglang" or c.engine_ranks),
-        f"{what}: only an embedded engine reads a shared model in 4 bits; take --engine embedded, no --engine_ranks",
+        f"{what}: only an embedded engine reads a shared model in 4 bits; take --engine embedded, "
+        "no --engine_ranks",
     )
 
 
@@ -210,7 +277,8 @@ def of_algorithm(c: Any, a: Any, has_advantage_fn: bool) -> Rules:
     given = {name for name, value in vars(c.algo).items() if value is not None}
     yield (
         has_advantage_fn and a.has_critic and "advantage" not in given,
-        f"{c.env_path} defines advantage_fn, which --algorithm {c.algorithm} would not call: its advantages come from a "
+        f"{c.env_path} defines advantage_fn, which --algorithm {c.algorithm} would not call: its "
+        "advantages come from a "
         "critic; set --algo.advantage gae to keep the critic, or take --algorithm grpo",
     )
     yield (
@@ -219,28 +287,52 @@ def of_algorithm(c: Any, a: Any, has_advantage_fn: bool) -> Rules:
     )
     yield (
         c.group_size < 2 and (a.advantage in BASELINES or a.refill_rounds),
-        f"--group_size={c.group_size}: a baseline and refill_rounds compare episodes of a group; take at least 2, or "
+        f"--group_size={c.group_size}: a baseline and refill_rounds compare episodes of a group; "
+        "take at least 2, or "
         "--algo.advantage none or gae",
     )
     yield (
         c.critic != type(c.critic)() and not a.has_critic,
-        f"--critic.* has no meaning for the advantage {a.advantage}; leave it out, or take --algorithm ppo",
+        f"--critic.* has no meaning for the advantage {a.advantage}; leave it out, or take "
+        "--algorithm ppo",
     )
-    of_samples = a.objective == "gspo" or a.refill_rounds or a.normalize == "env" or a.turn_discount is not None
+    of_samples = (
+        a.objective == "gspo"
+        or a.refill_rounds
+        or a.normalize == "env"
+        or a.turn_discount is not None
+    )
     yield (
         a.has_critic and of_samples,
-        "--algo.advantage=gae: a critic learns from every token; leave out objective gspo, refill_rounds, normalize env "
+        "--algo.advantage=gae: a critic learns from every token; leave out objective gspo, "
+        "refill_rounds, normalize env "
         "and turn_discount",
     )
-    yield a.objective == "cispo" and a.dual_clip, "--algo.objective=cispo has no --algo.dual_clip; take objective clip"
-    yield 0 < a.dual_clip <= 1, f"--algo.dual_clip={a.dual_clip} must be above 1; 0 is off, 3 is usual"
-    yield given & {"kl", "kl_in"} and not a.kl_coef, "--algo.kl and kl_in need --algo.kl_coef above 0"
+    yield (
+        a.objective == "cispo" and a.dual_clip,
+        "--algo.objective=cispo has no --algo.dual_clip; take objective clip",
+    )
+    yield (
+        0 < a.dual_clip <= 1,
+        f"--algo.dual_clip={a.dual_clip} must be above 1; 0 is off, 3 is usual",
+    )
+    yield (
+        given & {"kl", "kl_in"} and not a.kl_coef,
+        "--algo.kl and kl_in need --algo.kl_coef above 0",
+    )
     low, high = bounds = a.correction_range
-    yield low >= high, f"--algo.correction_range={bounds} must be two bounds, the lower first; 0.5,2 is usual"
+    yield (
+        low >= high,
+        f"--algo.correction_range={bounds} must be two bounds, the lower first; 0.5,2 is usual",
+    )
     is_unused = "correction_range" in given and a.correction == "none"
     yield is_unused, "--algo.correction_range needs --algo.correction"
-    yield a.overlong_buffer and a.overlong != "soft", "--algo.overlong_buffer needs --algo.overlong soft"
+    yield (
+        a.overlong_buffer and a.overlong != "soft",
+        "--algo.overlong_buffer needs --algo.overlong soft",
+    )
     yield (
         a.target_kl and c.learner.minibatches * c.learner.epochs == 1,
-        f"--algo.target_kl={a.target_kl} skips later updates of a step: raise --learner.minibatches or --learner.epochs",
+        f"--algo.target_kl={a.target_kl} skips later updates of a step: raise "
+        "--learner.minibatches or --learner.epochs",
     )

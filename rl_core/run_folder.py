@@ -27,7 +27,8 @@ MAY_DIFFER = ("resume", "out", "num_steps")
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Holds the folder until the run ends, however it ends. Raises ValueError if another run has it."""
+    """Holds the folder until the run ends, however it ends. Raises ValueError if another run has
+    it."""
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "a+") as file:
         for wait_s in (0.1, 0.0):  # who looks whether a run goes on holds it for an instant
@@ -39,7 +40,8 @@ def locked(out: Path) -> Iterator[None]:
             file.seek(0)
             holder = file.read().strip() or "process unknown"
             raise ValueError(
-                f"--out {out} belongs to a run that is going on ({holder}); wait for it, or name another folder"
+                f"--out {out} belongs to a run that is going on ({holder}); wait for it, or name "
+                "another folder"
             )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -49,8 +51,8 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def close_in_children(file: IO) -> None:
-    """A process that a hook forks may outlive the run, and must not hold its lock. The kernel frees a lock once every copy
-    of the open file is closed."""
+    """A process that a hook forks may outlive the run, and must not hold its lock. The kernel frees
+    a lock once every copy of the open file is closed."""
     held = weakref.ref(file)
 
     def close() -> None:
@@ -61,7 +63,8 @@ def close_in_children(file: IO) -> None:
 
 
 def keep_config(out: Path, config: Config) -> list[str]:
-    """Writes config.yaml, or leaves that of the first run. Gives the settings that differ from it, as `name was -> is`."""
+    """Writes config.yaml, or leaves that of the first run. Gives the settings that differ from it,
+    as `name was -> is`."""
     path = out / "config.yaml"
     if not path.exists():
         write_whole(path, to_yaml(config))
@@ -72,8 +75,9 @@ def keep_config(out: Path, config: Config) -> list[str]:
 
 
 def keep_codes(out: Path, codes: dict[str, str]) -> list[str]:
-    """Writes env_code.yaml, the hash of each environment's file, or leaves that of the first run. Gives the files that have
-    changed since. A folder that an earlier version wrote has none: it gets one."""
+    """Writes env_code.yaml, the hash of each environment's file, or leaves that of the first run.
+    Gives the files that have changed since. A folder that an earlier version wrote has none: it
+    gets one."""
     path = out / "env_code.yaml"
     if not codes:  # a run without an environment
         return []
@@ -91,7 +95,10 @@ def read_config(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError):
         found = None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged: it is empty or no YAML of flags; remove it, and --resume writes it anew")
+        raise ValueError(
+            f"{path} is damaged: it is empty or no YAML of flags; remove it, and --resume writes "
+            "it anew"
+        )
     return found
 
 
@@ -132,8 +139,8 @@ class RunLog:
 
 
 def keep_lines_until(path: Path, step: int, is_evaluated_again: bool) -> None:
-    """Drops what a run wrote after the checkpoint that it goes on from, the evaluation of that step if it is made again, and
-    lines that are none, such as one cut short by the run's end."""
+    """Drops what a run wrote after the checkpoint that it goes on from, the evaluation of that step
+    if it is made again, and lines that are none, such as one cut short by the run's end."""
     kept = []
     for line in path.read_text(errors="replace").splitlines(keepends=True):
         try:

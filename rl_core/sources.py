@@ -1,4 +1,5 @@
-"""Environments of a run, and the tasks that it trains and evaluates on. Wrong ones are refused here."""
+"""Environments of a run, and the tasks that it trains and evaluates on. Wrong ones are refused
+here."""
 
 from __future__ import annotations
 
@@ -19,17 +20,22 @@ RENAMED = "rl_core.options.renamed_columns:RenamedColumns"
 
 
 def load_envs(config: Config, module: ModuleType | None = None) -> tuple[Config, dict[str, Env]]:
-    """(the configuration with --max_turns filled in, environments by the names of their files). The flags' limits hold, then a
-    file's own. `module`: instead of a file. Raises ValueError if an actor that should learn can speak in none that is trained
-    in."""
+    """(the configuration with --max_turns filled in, environments by the names of their files). The
+    flags' limits hold, then a file's own. `module`: instead of a file. Raises ValueError if an
+    actor that should learn can speak in none that is trained in."""
     envs = {}
     for name, path in config.env_paths.items():
-        given, timeout_s = config.env(name).max_turns or config.max_turns, config.rollout.hook_timeout_s
+        given, timeout_s = (
+            config.env(name).max_turns or config.max_turns,
+            config.rollout.hook_timeout_s,
+        )
         envs[name] = load_env(path, hook_timeout_s=timeout_s, max_turns=given, module=module)
         others = [other for other in config.actors if other not in config.trained]
         envs[name].check_actors([*config.trained, *others])
     if envs:
-        sections = {name: replace(config.env(name), max_turns=env.max_turns) for name, env in envs.items()}
+        sections = {
+            name: replace(config.env(name), max_turns=env.max_turns) for name, env in envs.items()
+        }
         limit = max(env.max_turns for env in envs.values())
         config = replace(config, max_turns=limit, envs=sections if len(envs) > 1 else config.envs)
         check(config)
@@ -39,19 +45,27 @@ def load_envs(config: Config, module: ModuleType | None = None) -> tuple[Config,
         if all(names is not None and name not in names for names in spoken):
             raise ValueError(
                 f"--actors.{name} would never speak, so that it cannot learn: `turns` of "
-                f"{', '.join(env.path for env in trained_in)} does not name it; name it there, or give "
+                f"{', '.join(env.path for env in trained_in)} does not name it; name it there, or "
+                "give "
                 f"--actors.{name}.train false"
             )
     if len({env.advantage_fn is None for env in envs.values()}) > 1:
-        raise ValueError(f"of {config.env_path} some define advantage_fn and some do not; let all do, or none")
+        raise ValueError(
+            f"of {config.env_path} some define advantage_fn and some do not; let all do, or none"
+        )
     return config, envs
 
 
 def train_tasks(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> TaskSource:
     weights = {name: config.env(name).weight for name in envs or ["data"]}
-    paths = {name: config.env(name).train or config.data.train for name, weight in weights.items() if weight}
+    paths = {
+        name: config.env(name).train or config.data.train
+        for name, weight in weights.items()
+        if weight
+    }
     sources = {
-        name: load_source(config, envs.get(name), name, "train", path, algorithm) for name, path in paths.items()
+        name: load_source(config, envs.get(name), name, "train", path, algorithm)
+        for name, path in paths.items()
     }
     for name in (name for name, source in sources.items() if source is None):
         flag = "--data.train" if len(weights) == 1 else f"--envs.{name}.train"
@@ -61,23 +75,29 @@ def train_tasks(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> T
     return found[0] if len(found) == 1 else option(MIX)(found, [weights[name] for name in sources])
 
 
-def eval_sources(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> dict[str, TaskSource]:
+def eval_sources(
+    config: Config, envs: dict[str, Env], algorithm: Algorithm
+) -> dict[str, TaskSource]:
     """Held-out tasks by the name of their environment, or of their own set."""
     found = {}
     for name in envs or ["data"]:
         for own, path in named_sets(config.env(name).eval or config.data.eval).items():
-            source = load_source(config, envs.get(name), name, f"eval/{own}" if own else "eval", path, algorithm)
+            source = load_source(
+                config, envs.get(name), name, f"eval/{own}" if own else "eval", path, algorithm
+            )
             if source is not None:
                 found[f"{name}/{own}" if own and len(envs) > 1 else own or name] = source
     if not found:
         raise ValueError(
-            "--eval_every asks for evaluation, but there is no --data.eval and no load_tasks in the environment"
+            "--eval_every asks for evaluation, but there is no --data.eval and no load_tasks in "
+            "the environment"
         )
     return found
 
 
 def named_sets(value: str | None) -> dict[str, str | None]:
-    """Name -> sources of each held-out set in "gsm8k=a.jsonl,aime=b.jsonl,c.jsonl"; sources before the first name have ""."""
+    """Name -> sources of each held-out set in "gsm8k=a.jsonl,aime=b.jsonl,c.jsonl"; sources before
+    the first name have ""."""
     name, found = "", {}
     for part in split(value):
         if given := re.fullmatch(r"([A-Za-z][\w-]*)=(.+)", part):
@@ -94,7 +114,9 @@ def load_source(
         min_reward = config.data.min_reward if is_train else None
         rows = load_rows(path, "train" if is_train else "test", min_reward, config.trained[0])
         if config.algorithm != "sft" and is_trajectory(rows[0]):
-            raise ValueError(f"{path} holds a run's episodes, which are for --algorithm sft; name rows")
+            raise ValueError(
+                f"{path} holds a run's episodes, which are for --algorithm sft; name rows"
+            )
     elif env and env.load_tasks:
         rows = env.load_tasks(part)
     else:
@@ -103,5 +125,9 @@ def load_source(
         rows = option(RENAMED)(rows, config.data.columns, path, is_strict=len(config.env_paths) < 2)
     if env and algorithm.is_rl:
         env.check_columns(rows, path or "", part)
-    how = {"seed": config.seed, "shuffle": config.data.shuffle and is_train, "is_pairs": algorithm.is_pairs}
+    how = {
+        "seed": config.seed,
+        "shuffle": config.data.shuffle and is_train,
+        "is_pairs": algorithm.is_pairs,
+    }
     return TaskSource(rows, env=name, split=part, origin=path or "", **how)

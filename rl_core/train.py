@@ -1,4 +1,5 @@
-"""torchrun --nproc_per_node N -m rl_core.train: the loop, and the command, which reads the flags and builds the run.
+"""torchrun --nproc_per_node N -m rl_core.train: the loop, and the command, which reads the flags
+and builds the run.
 
 Whatever loads slowly is imported inside functions: --help and an error in a flag answer at once.
 """
@@ -64,7 +65,9 @@ async def run_rank(run: Run) -> None:
     from rl_core import phases
 
     gc.collect()
-    gc.freeze()  # rows and modules live as long as the run; looking through them again and again costs tenths of a second
+    # Rows and modules live as long as the run; looking through them again and again costs tenths of
+    # a second.
+    gc.freeze()
     neighbours = option(f"{WATCHDOG}:Neighbours")(run.ranks)
     try:
         if run.server is None:
@@ -75,7 +78,9 @@ async def run_rank(run: Run) -> None:
     finally:
         neighbours.close()
         await phases.close(run)
-        gc.unfreeze()  # in a notebook the models would stay; libraries would report leaks at the end of the process
+        # In a notebook the models would stay; libraries would report leaks at the end of the
+        # process.
+        gc.unfreeze()
 
 
 def is_due(done: int, every: int, num_steps: int) -> bool:
@@ -83,8 +88,8 @@ def is_due(done: int, every: int, num_steps: int) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status; 128 + its number after a signal. A user's mistake is one line; RL_CORE_DEBUG=1 shows where it was
-    found."""
+    """The exit status; 128 + its number after a signal. A user's mistake is one line;
+    RL_CORE_DEBUG=1 shows where it was found."""
     option(f"{TORCHRUN}:end_with_launcher")()
     with option(f"{WATCHDOG}:refusing_exits")():
         status = run_command(argv)
@@ -96,7 +101,9 @@ def run_command(argv: list[str] | None) -> int:
     ranks: Ranks | None = None
     try:
         config = parse_config(sys.argv[1:] if argv is None else argv)
-        gc.disable()  # until modules and rows are there: to look for garbage in them again and again would take a second
+        # Until modules and rows are there: to look for garbage in them again and again would take a
+        # second.
+        gc.disable()
         from rl_core.build import Run, make_plan
         from rl_core.distributed import barrier, close_ranks, explain_timeouts, init_ranks
         from rl_core.models import is_sharded
@@ -111,8 +118,12 @@ def run_command(argv: list[str] | None) -> int:
             barrier(ranks)  # every rank has seen that the folder is free
             with locked(Path(config.out)) if ranks.is_writer else nullcontext():
                 run = Run(plan, ranks)
-                advice = "raise --rollout.hook_timeout_s; --resume goes on from the newest checkpoint"
-                option(f"{WATCHDOG}:run_hooks")(run_rank(run), config.rollout.hook_timeout_s, advice)
+                advice = (
+                    "raise --rollout.hook_timeout_s; --resume goes on from the newest checkpoint"
+                )
+                option(f"{WATCHDOG}:run_hooks")(
+                    run_rank(run), config.rollout.hook_timeout_s, advice
+                )
             close_ranks(ranks)
         if ranks.is_writer:
             option("rl_core.options.run_end:tell_end")(run)
@@ -130,7 +141,8 @@ def run_command(argv: list[str] | None) -> int:
 
 
 class CallableModule(ModuleType):
-    """`from rl_core import train` gives this module, which is called as the function of tools/python_api.py."""
+    """`from rl_core import train` gives this module, which is called as the function of
+    tools/python_api.py."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return option("rl_core.tools.python_api:train")(*args, **kwargs)

@@ -1,4 +1,5 @@
-"""What flows through the code, with shapes. L tokens of one sequence, T tokens of a packed batch, N sequences in it."""
+"""What flows through the code, with shapes. L tokens of one sequence, T tokens of a packed batch, N
+sequences in it."""
 
 from __future__ import annotations
 
@@ -13,20 +14,28 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-Message = dict[str, Any]  # {"role": "user", "content": "..."} and whatever else the chat template reads
+# {"role": "user", "content": "..."} and whatever else the chat template reads.
+Message = dict[str, Any]
 
 
-# Keys of a model's config.json that change logits after the product with the head's weight: by which power of the value they
-# are multiplied, and what bounds them to (-value, value) by a tanh.
+# Keys of a model's config.json that change logits after the product with the head's weight: by
+# which power of the value they are multiplied, and what bounds them to (-value, value) by a tanh.
 LOGIT_SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "output_multiplier": 1}
-LOGIT_SCALES |= {"logits_scaling": -1, "logits_mup_width_multiplier": -1, "mup_width_multiplier": -1}
+LOGIT_SCALES |= {
+    "logits_scaling": -1,
+    "logits_mup_width_multiplier": -1,
+    "mup_width_multiplier": -1,
+}
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 
 def logit_change(config: Any) -> tuple[float, float | None]:
-    """(scale, cap) by a transformers configuration: logits are cap * tanh(scale * head(hidden) / cap); None: without tanh."""
+    """(scale, cap) by a transformers configuration: logits are cap * tanh(scale * head(hidden) /
+    cap); None: without tanh."""
     text = config.get_text_config()
-    scale = math.prod((getattr(text, key, None) or 1.0) ** power for key, power in LOGIT_SCALES.items())
+    scale = math.prod(
+        (getattr(text, key, None) or 1.0) ** power for key, power in LOGIT_SCALES.items()
+    )
     return scale, next((cap for key in LOGIT_CAPS if (cap := getattr(text, key, None))), None)
 
 
@@ -35,13 +44,15 @@ class RunError(Exception):
 
 
 def option(path: str) -> Any:
-    """What `path`, "module:attribute", names. Its module is imported now, so that a run pays only for what it asks for."""
+    """What `path`, "module:attribute", names. Its module is imported now, so that a run pays only
+    for what it asks for."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def counter_seed(*parts: int | str) -> int:
-    """A seed in [0, 2^32) from counters such as (run seed, step, task id, index): crc32 of them joined by '/'."""
+    """A seed in [0, 2^32) from counters such as (run seed, step, task id, index): crc32 of them
+    joined by '/'."""
     return zlib.crc32("/".join(map(str, parts)).encode())
 
 
@@ -62,7 +73,8 @@ class SamplingParams:
     top_p: float = 1.0  # 1 is off
     top_k: int = 0  # 0 is off
     min_p: float = 0.0  # 0 is off
-    stop: tuple[str, ...] = ()  # strings that end the completion; they stay in its tokens and its text
+    # Strings that end the completion; they stay in its tokens and its text.
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # tokens that end it; they stay in its tokens
 
 
@@ -73,8 +85,10 @@ class Completion:
     text: str  # decoded without special tokens
     finish_reason: str  # "stop" or "length"
     policy_version: int  # of the weights that sampled its first token
-    newer_versions: list[tuple[int, int]] = field(default_factory=list)  # (index, version): from this token on
-    experts: Any = field(default=None, repr=False)  # [prompt + L - 1, routers, top_k] int16 of all tokens but the last
+    # (index, version): from this token on.
+    newer_versions: list[tuple[int, int]] = field(default_factory=list)
+    # [prompt + L - 1, routers, top_k] int16 of all tokens but the last.
+    experts: Any = field(default=None, repr=False)
 
     @property
     def policy_versions(self) -> list[int]:
@@ -87,8 +101,10 @@ class Completion:
 
 @dataclass(kw_only=True, slots=True)
 class Turn:
-    new_ids: list[int]  # what the actor saw since its last turn; the whole prompt if the turn is fresh
-    is_fresh: bool  # the token stream begins here: the first turn, or the chat template rewrote history
+    # What the actor saw since its last turn; the whole prompt if the turn is fresh.
+    new_ids: list[int]
+    # The token stream begins here: the first turn, or the chat template rewrote history.
+    is_fresh: bool
     completion: Completion
 
     def __deepcopy__(self, memo: dict) -> Turn:
@@ -108,10 +124,12 @@ class Trajectory:
     seat: str = ""
     messages: list[Message] = field(default_factory=list)  # as the hooks see them
     turns: list[Turn] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)  # of the turns in the whole conversation; none if rollout() made it
+    # Of the turns in the whole conversation; none if rollout() made it.
+    places: list[int] = field(default_factory=list)
     reward: float | None = None  # None: not scored, because the episode failed
     reward_parts: dict[str, float] = field(default_factory=dict)
-    turn_rewards: list[float] = field(default_factory=list)  # none, or one for each turn, with `reward` as sum
+    # None, or one for each turn, with `reward` as sum.
+    turn_rewards: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     status: str = "ok"  # "ok", "truncated" (a turn or the episode hit a length limit) or "failed"
     error: str = ""  # why it failed
@@ -137,7 +155,8 @@ class TrainingSample:
     """One sequence to learn from. Lists given for its arrays become arrays."""
 
     token_ids: np.ndarray  # [L] int64
-    loss_mask: np.ndarray  # [L] bool, True where the token was sampled by the actor (or is to be imitated)
+    # [L] bool, True where the token was sampled by the actor (or is to be imitated)
+    loss_mask: np.ndarray
     rollout_logprobs: np.ndarray  # [L] fp32 nats, 0 where loss_mask is False
     policy_versions: np.ndarray  # [L] int64, -1 where loss_mask is False
     advantages: np.ndarray  # [L] fp32, 0 where loss_mask is False
@@ -154,30 +173,36 @@ class TrainingSample:
 
 @dataclass(kw_only=True, slots=True)
 class SequenceShard:
-    """What one of `cp` ranks computes of a packed batch. Each sequence is padded to 2 cp chunks of equal length, of which
-    rank r holds numbers r and 2 cp - 1 - r: all ranks have the same number of tokens and, causal, the same work."""
+    """What one of `cp` ranks computes of a packed batch. Each sequence is padded to 2 cp chunks of
+    equal length, of which rank r holds numbers r and 2 cp - 1 - r: all ranks have the same number
+    of tokens and, causal, the same work."""
 
     tokens: Tensor  # [T / cp] int64, which tokens of the batch this rank holds
     cu_seqlens: Tensor  # [N+1] int32 on the host, where each sequence's part starts
     sources: Tensor  # [m] int64, index into this rank's tokens
     trained: Tensor  # [m] int64, which of the batch's M trained tokens these predict
     counts: list[int]  # [cp] m of every rank
-    places: Tensor  # [M] int64, where each of the batch's stands among all ranks' trained tokens, rank by rank
+    # [M] int64, where each of the batch's stands among all ranks' trained tokens, rank by rank.
+    places: Tensor
 
 
 @dataclass(kw_only=True, slots=True)
 class PackedBatch:
-    """One microbatch: N pieces of token sequences end to end, nothing padded. A piece is a whole sequence, a prompt that
-    several samples share, or what follows such a prompt in one of them. The M trained tokens are listed on their own:
-    packing.py shifts once, so that nobody else has to."""
+    """One microbatch: N pieces of token sequences end to end, nothing padded. A piece is a whole
+    sequence, a prompt that several samples share, or what follows such a prompt in one of them. The
+    M trained tokens are listed on their own: packing.py shifts once, so that nobody else has to."""
 
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, place in the sequence
-    cu_seqlens: Tensor  # [N+1] int32 on the host, starts of pieces; shared prompts and whole sequences come first
-    parents: list[int]  # [N] the piece that holds the prompt of this one, -1 if it begins a sequence
-    sources: Tensor  # [M] int64, index into T of the token before, whose hidden state predicts this one
+    # [N+1] int32 on the host, starts of pieces; shared prompts and whole sequences come first.
+    cu_seqlens: Tensor
+    # [N] the piece that holds the prompt of this one, -1 if it begins a sequence.
+    parents: list[int]
+    # [M] int64, index into T of the token before, whose hidden state predicts this one.
+    sources: Tensor
     labels: Tensor  # [M] int64, the trained tokens
-    sequences: Tensor  # [M] int64, which sample each is of, numbered from 0; a sample's stand together in their order
+    # [M] int64, which sample each is of, numbered from 0; a sample's stand together in their order.
+    sequences: Tensor
     order: Tensor  # [sequences] int64, which of the samples that were packed each is
     rollout_logprobs: Tensor  # [M] fp32
     advantages: Tensor  # [M] fp32
@@ -187,4 +212,5 @@ class PackedBatch:
     values: Tensor | None = None  # [M] fp32, reward to come, by the critic before its first update
     returns: Tensor | None = None  # [M] fp32, what it should have expected
     shard: SequenceShard | None = None  # this rank's part; None: all of it
-    experts: Tensor | None = None  # [T, routers, top_k] int16, those of its samples; -1: the learner chooses
+    # [T, routers, top_k] int16, those of its samples; -1: the learner chooses.
+    experts: Tensor | None = None

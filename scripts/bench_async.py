@@ -1,11 +1,12 @@
-"""How long a run takes when its environment is slow: synchronously, with groups that go on from step to step,
-and with a rank that only samples.
+"""How long a run takes when its environment is slow: synchronously, with groups that go on from
+step to step, and with a rank that only samples.
 
     python scripts/bench_async.py [--steps 20] [--turn_s 0.1] [--out result.json]
 
-The same 0.1 M parameter model, tasks, steps and two ranks in each run; every turn of an episode waits for turn_s seconds, and an
-episode has one to six turns. Seconds are those of the steps after the first, during which the ranks also warm up; `speed` is
-against the synchronous run. One torch thread a rank.
+The same 0.1 M parameter model, tasks, steps and two ranks in each run; every turn of an episode
+waits for turn_s seconds, and an episode has one to six turns. Seconds are those of the steps after
+the first, during which the ranks also warm up; `speed` is against the synchronous run. One torch
+thread a rank.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def reward_fn(messages):
     return float(sum(map(ord, messages[-1]["content"])) % 7)
 """
 COMMAND = (
-    "-m torch.distributed.run --standalone --nproc_per_node=2 -m rl_core.train --max_tokens 8 --max_prompt_tokens 16 "
+    "-m torch.distributed.run --standalone --nproc_per_node=2 -m rl_core.train --max_tokens 8 "
+    "--max_prompt_tokens 16 "
     "--tasks_per_step 8 --group_size 4 --rollout.save false"
 )
 RUNS = {
@@ -68,12 +70,19 @@ def measure(flags: list[str], model: Path, env: Path, folder: Path, steps: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--turn_s", type=float, default=0.1, help="seconds that the environment takes for a turn")
+    parser.add_argument(
+        "--turn_s", type=float, default=0.1, help="seconds that the environment takes for a turn"
+    )
     parser.add_argument("--out", type=Path, help="write the lines as JSON")
     args = parser.parse_args()
-    print(f"{'run':<32} {'seconds':>8} {'speed':>6} {'staleness':>10} {'learners idle':>14} {'engines idle':>13}")
+    print(
+        f"{'run':<32} {'seconds':>8} {'speed':>6} {'staleness':>10} {'learners idle':>14} "
+        f"{'engines idle':>13}"
+    )
     lines: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
         model, env = Path(folder) / "model", Path(folder) / "slow.py"
@@ -87,7 +96,9 @@ def main() -> None:
             times = f"{r['seconds']:>8.2f} {r['speed']:>6.2f}"
             print(f"{name:<32} {times} {stale:>10} {idle[0]:>14} {idle[1]:>13}", flush=True)
     if args.out:
-        args.out.write_text(json.dumps({"steps": args.steps, "turn_s": args.turn_s, "runs": lines}, indent=2))
+        args.out.write_text(
+            json.dumps({"steps": args.steps, "turn_s": args.turn_s, "runs": lines}, indent=2)
+        )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
-"""rl_core and TRL side by side on a CPU: the same model, prompts, lengths and number of samples, one torch thread each.
+"""rl_core and TRL side by side on a CPU: the same model, prompts, lengths and number of samples,
+one torch thread each.
 
-    python scripts/bench_cpu.py                         GRPO on short and ragged completions, SFT on ragged rows
-    python scripts/bench_cpu.py --only grpo_ragged      one of them; --quick for a smoke run, --out result.json
+    python scripts/bench_cpu.py                         GRPO on short and ragged completions, SFT on
+    ragged rows
+    python scripts/bench_cpu.py --only grpo_ragged      one of them; --quick for a smoke run, --out
+    result.json
     python scripts/bench_cpu.py --only sft_file --sft_file gsm8k_train.jsonl.gz
-                                                        SFT of 3M parameters on rows {"question", "answer"}
+                                                        SFT of 3M parameters on rows {"question",
+                                                        "answer"}
 
-Each side runs in a process of its own, after the other. What counts is the CPU time of that process (all threads, user
-and system), since wall time depends on what else the machine does. Lengths are forced: every completion is as long as a
-counter says, so that both sides sample equally many tokens. Each side gets several settings and counts by its best.
+Each side runs in a process of its own, after the other. What counts is the CPU time of that process
+(all threads, user and system), since wall time depends on what else the machine does. Lengths are
+forced: every completion is as long as a counter says, so that both sides sample equally many
+tokens. Each side gets several settings and counts by its best.
 """
 
 from __future__ import annotations
@@ -41,18 +46,26 @@ def run_here(work: Work, side: str, setting: str, model: str) -> Measured:
 def run_apart(work: Work, side: str, setting: str, model: str) -> Measured:
     """The same in a process of its own."""
     job = json.dumps({"work": asdict(work), "side": side, "setting": setting, "model": model})
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
     env["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(Path(__file__).resolve()), "--job", job]
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"{side} {setting} on {work.name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+        sys.exit(
+            f"{side} {setting} on {work.name} ended with "
+            f"{done.returncode}:\n{done.stdout}\n{done.stderr}"
+        )
     return Measured(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def summary(work: Work, side: str, setting: str, m: Measured) -> dict:
-    """One line of the table: CPU per step is the median of the steps after the warm-up, rates are over all of those."""
+    """One line of the table: CPU per step is the median of the steps after the warm-up, rates are
+    over all of those."""
     kept = slice(work.warmup, None)
     cpu, generate = sum(m.cpu_s[kept]), sum(m.generate_cpu_s[kept])
     generated, learned = sum(m.generated_tokens[kept]), sum(m.learned_tokens[kept])
@@ -73,12 +86,18 @@ def summary(work: Work, side: str, setting: str, m: Measured) -> dict:
 
 
 def speedups(lines: list[dict]) -> dict[str, float]:
-    """How many times less CPU rl_core needs than TRL, each at its best: per step for GRPO, per token for SFT."""
+    """How many times less CPU rl_core needs than TRL, each at its best: per step for GRPO, per
+    token for SFT."""
     found = {}
     for name in dict.fromkeys(line["work"] for line in lines):
-        ours, trl = ([x for x in lines if x["work"] == name and x["side"] == side] for side in ("rl_core", "trl"))
+        ours, trl = (
+            [x for x in lines if x["work"] == name and x["side"] == side]
+            for side in ("rl_core", "trl")
+        )
         if ours and trl and WORKS[name].algorithm == "grpo":
-            found[name] = min(x["cpu_s_per_step"] for x in trl) / min(x["cpu_s_per_step"] for x in ours)
+            found[name] = min(x["cpu_s_per_step"] for x in trl) / min(
+                x["cpu_s_per_step"] for x in ours
+            )
         elif ours and trl:
             rate = "learn_tokens_per_cpu_s"
             found[name] = max(x[rate] for x in ours) / max(x[rate] for x in trl)
@@ -99,23 +118,43 @@ COLUMNS = {
 def table(lines: list[dict]) -> str:
     rows = [["work", "side", *COLUMNS, "warm-up CPU s"]]
     for line in lines:
-        cells = [form.format(line[key]) if line[key] is not None else "-" for key, form in COLUMNS.values()]
+        cells = [
+            form.format(line[key]) if line[key] is not None else "-"
+            for key, form in COLUMNS.values()
+        ]
         side = line["side"] + (f" ({line['setting']})" if line["setting"] else "")
-        rows.append([line["work"], side, *cells, " ".join(f"{s:.2f}" for s in line["warmup_cpu_s"])])
+        rows.append(
+            [line["work"], side, *cells, " ".join(f"{s:.2f}" for s in line["warmup_cpu_s"])]
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
     return "\n".join(line.rstrip() for line in lines)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=WORKS, nargs="+", help="what to measure; default: all that can be")
-    parser.add_argument("--sft_file", type=Path, help='.jsonl or .jsonl.gz with rows {"question", "answer"}')
-    parser.add_argument("--sides", choices=["rl_core", "trl"], nargs="+", default=["rl_core", "trl"])
-    parser.add_argument("--hidden", type=int, help="width of the model; 128 with 3 layers is 0.6M parameters")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", choices=WORKS, nargs="+", help="what to measure; default: all that can be"
+    )
+    parser.add_argument(
+        "--sft_file", type=Path, help='.jsonl or .jsonl.gz with rows {"question", "answer"}'
+    )
+    parser.add_argument(
+        "--sides", choices=["rl_core", "trl"], nargs="+", default=["rl_core", "trl"]
+    )
+    parser.add_argument(
+        "--hidden", type=int, help="width of the model; 128 with 3 layers is 0.6M parameters"
+    )
     parser.add_argument("--layers", type=int)
     parser.add_argument("--steps", type=int, help="that count, after 2 of warm-up")
-    parser.add_argument("--quick", action="store_true", help="2 steps after 1 of warm-up: does it run at all?")
+    parser.add_argument(
+        "--quick", action="store_true", help="2 steps after 1 of warm-up: does it run at all?"
+    )
     parser.add_argument("--out", type=Path, help="JSON file with every figure")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -131,7 +170,9 @@ def chosen_works(args: argparse.Namespace) -> list[Work]:
     changes = {name: value for name, value in changes.items() if value is not None}
     names = args.only or [name for name in WORKS if name != "sft_file" or args.sft_file]
     works = [replace(WORKS[name], **changes) for name in names]
-    return [replace(w, file=str(args.sft_file.resolve())) if w.name == "sft_file" else w for w in works]
+    return [
+        replace(w, file=str(args.sft_file.resolve())) if w.name == "sft_file" else w for w in works
+    ]
 
 
 def compare(work: Work, sides: list[str]) -> list[dict]:
@@ -160,7 +201,10 @@ def main() -> None:
     print(table(lines))
     for name, times in found.items():
         unit = "step" if WORKS[name].algorithm == "grpo" else "token"
-        print(f"{name}: rl_core needs {times:.2f} times less CPU per {unit} than TRL, each in its best setting")
+        print(
+            f"{name}: rl_core needs {times:.2f} times less CPU per {unit} than TRL, each in its "
+            "best setting"
+        )
     if args.out:
         args.out.write_text(json.dumps({"speedups": found, "lines": lines}, indent=1))
 

@@ -1,13 +1,16 @@
-"""Speed and memory of one learner's update: tokens per second, model FLOPs utilisation, peak memory, offload and reload.
+"""Speed and memory of one learner's update: tokens per second, model FLOPs utilisation, peak
+memory, offload and reload.
 
-    python scripts/bench_learner.py                                  GPU: Qwen3 0.6B, 1.7B, 4B at 8k, 16k, 64k tokens
+    python scripts/bench_learner.py                                  GPU: Qwen3 0.6B, 1.7B, 4B at
+    8k, 16k, 64k tokens
     python scripts/bench_learner.py --sizes tiny --lengths 512       a smoke run, on a CPU too
     torchrun --nproc_per_node 2 scripts/bench_learner.py --sizes tiny --lengths 512 --cp 2
 
-Weights are drawn at random, so nothing is downloaded. A step trains on --tokens tokens in documents of one length, GRPO's
-loss on all but the first 32 of each. FLOPs are counted for the documents as they are: 6 for each weight of a matrix and
-token, and attention over what a causal mask leaves, 6 H D (L + 1) a token and layer; recomputed ones do not count.
-Utilisation is of --peak_tflops, or of what a product of two 8192 x 8192 bf16 matrices reaches here.
+Weights are drawn at random, so nothing is downloaded. A step trains on --tokens tokens in documents
+of one length, GRPO's loss on all but the first 32 of each. FLOPs are counted for the documents as
+they are: 6 for each weight of a matrix and token, and attention over what a causal mask leaves, 6 H
+D (L + 1) a token and layer; recomputed ones do not count. Utilisation is of --peak_tflops, or of
+what a product of two 8192 x 8192 bf16 matrices reaches here.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from rl_core.learning.model import PolicyModel, shard_policy
 from rl_core.types import TrainingSample
 
 PROMPT = 32
-# Blocks, hidden size, MLP, heads of queries and keys, tied: config.json of Qwen3; heads of 128, 151,936 vocabulary ids.
+# Blocks, hidden size, MLP, heads of queries and keys, tied: config.json of Qwen3; heads of 128,
+# 151,936 vocabulary ids.
 QWEN3 = {
     "0.6B": (28, 1024, 3072, 16, 8, True),
     "1.7B": (28, 2048, 6144, 16, 8, True),
@@ -42,17 +46,41 @@ QWEN3 = {
 def model_config(size: str) -> Qwen3Config:
     if size != "tiny":
         layers, hidden, mlp, heads, kv_heads, is_tied = QWEN3[size]
-        widths = {"hidden_size": hidden, "intermediate_size": mlp, "head_dim": 128, "vocab_size": 151_936}
-        heads = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "tie_word_embeddings": is_tied}
+        widths = {
+            "hidden_size": hidden,
+            "intermediate_size": mlp,
+            "head_dim": 128,
+            "vocab_size": 151_936,
+        }
+        heads = {
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "tie_word_embeddings": is_tied,
+        }
         return Qwen3Config(num_hidden_layers=layers, dtype="bfloat16", **widths, **heads)
     return Qwen3Config(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        intermediate_size=192, vocab_size=512, tie_word_embeddings=True,
-    )  # fmt: skip
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=192,
+        vocab_size=512,
+        tie_word_embeddings=True,
+    )
 
 
 def make_learner(size: str, length: int, args: argparse.Namespace, ranks: Ranks) -> Learner:
-    flags = ["--model", size, "--env_path", "none", "--out", "none", "--max_prompt_tokens", str(PROMPT)]
+    flags = [
+        "--model",
+        size,
+        "--env_path",
+        "none",
+        "--out",
+        "none",
+        "--max_prompt_tokens",
+        str(PROMPT),
+    ]
     flags += ["--max_tokens", str(length - PROMPT), "--cp", str(args.cp), "--optim.lr", "1e-6"]
     microbatch = max(args.microbatch_tokens, -(-length // args.cp))
     config = parse_config([*flags, "--learner.microbatch_tokens", str(microbatch)])
@@ -73,11 +101,20 @@ def make_learner(size: str, length: int, args: argparse.Namespace, ranks: Ranks)
 
 def documents(length: int, num: int, vocabulary: int, seed: int) -> list[TrainingSample]:
     draw, mask = random.Random(seed), [0] * PROMPT + [1] * (length - PROMPT)
-    same = {"loss_mask": mask, "rollout_logprobs": [-1.0 * m for m in mask], "policy_versions": [m - 1 for m in mask]}
+    same = {
+        "loss_mask": mask,
+        "rollout_logprobs": [-1.0 * m for m in mask],
+        "policy_versions": [m - 1 for m in mask],
+    }
     found = []
     for i in range(num):
-        ids, advantages = [draw.randrange(vocabulary) for _ in mask], [draw.choice([-1.0, 1.0])] * length
-        found.append(TrainingSample(token_ids=ids, advantages=advantages, group_id=f"{i:04d}", **same))
+        ids, advantages = (
+            [draw.randrange(vocabulary) for _ in mask],
+            [draw.choice([-1.0, 1.0])] * length,
+        )
+        found.append(
+            TrainingSample(token_ids=ids, advantages=advantages, group_id=f"{i:04d}", **same)
+        )
     return found
 
 
@@ -88,7 +125,8 @@ def update_flops(config: Qwen3Config, length: int, num: int) -> float:
     block = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * config.intermediate_size
     tokens, trained = length - 1, length - PROMPT
     products = 6 * (block * layers * tokens + hidden * config.vocab_size * trained)
-    # Forward 2 products of 2 FLOPs for each pair of tokens, half of which the mask leaves; backward twice that.
+    # Forward 2 products of 2 FLOPs for each pair of tokens, half of which the mask leaves; backward
+    # twice that.
     return num * (products + layers * heads * head_dim * 6 * tokens * (tokens + 1))
 
 
@@ -103,7 +141,8 @@ def peak_tflops(device: torch.device) -> float:
 
 
 def moves_s(learner: Learner, device: torch.device) -> dict:
-    """Seconds of moving weights to the host and back, and the bus's rate for as many bytes in pinned memory."""
+    """Seconds of moving weights to the host and back, and the bus's rate for as many bytes in
+    pinned memory."""
     if device.type != "cuda":
         return {}
     num_bytes = sum(getattr(p, "_local_tensor", p).nbytes for p in learner.policy.parameters())
@@ -136,22 +175,38 @@ def measure(size: str, length: int, args: argparse.Namespace, ranks: Ranks, peak
     seconds = min(times[1:])
     flops = update_flops(model_config(size), length, num) / ranks.size
     return {
-        "size": size, "length": length, "documents": num, "step_s": seconds,
-        "tokens_per_s_and_rank": num * length / seconds / ranks.size, "tflops": flops / seconds / 1e12,
-        "mfu": flops / seconds / 1e12 / peak, "peak_gib": held_mib(device.type) / 1024, **moves_s(learner, device),
-    }  # fmt: skip
+        "size": size,
+        "length": length,
+        "documents": num,
+        "step_s": seconds,
+        "tokens_per_s_and_rank": num * length / seconds / ranks.size,
+        "tflops": flops / seconds / 1e12,
+        "mfu": flops / seconds / 1e12 / peak,
+        "peak_gib": held_mib(device.type) / 1024,
+        **moves_s(learner, device),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=["tiny", *QWEN3], default=["0.6B", "1.7B", "4B"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sizes", nargs="+", choices=["tiny", *QWEN3], default=["0.6B", "1.7B", "4B"]
+    )
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 16384, 65536])
-    parser.add_argument("--tokens", type=int, default=65536, help="of a step, on one data parallel rank")
+    parser.add_argument(
+        "--tokens", type=int, default=65536, help="of a step, on one data parallel rank"
+    )
     parser.add_argument("--microbatch_tokens", type=int, default=16384)
     parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True, help="of activations")
-    parser.add_argument("--peak_tflops", type=float, help="of the device, such as 989 for an H100's bf16")
+    parser.add_argument(
+        "--recompute", action=argparse.BooleanOptionalAction, default=True, help="of activations"
+    )
+    parser.add_argument(
+        "--peak_tflops", type=float, help="of the device, such as 989 for an H100's bf16"
+    )
     parser.add_argument("--out", type=Path, help="write the lines as JSON")
     args = parser.parse_args()
     mesh = make_mesh(int(os.environ.get("WORLD_SIZE", 1)), cp=args.cp)
@@ -161,7 +216,8 @@ def main() -> None:
     peak, lines = args.peak_tflops or peak_tflops(ranks.device), []
     if ranks.rank == 0:
         print(
-            f"{'size':>5} {'length':>7} {'s/step':>8} {'tokens/s':>9} {'TFLOP/s':>8} {'MFU':>6} {'peak GiB':>9}  moves"
+            f"{'size':>5} {'length':>7} {'s/step':>8} {'tokens/s':>9} {'TFLOP/s':>8} {'MFU':>6} "
+            f"{'peak GiB':>9}  moves"
         )
     for size in args.sizes:
         for length in args.lengths:
@@ -175,7 +231,9 @@ def main() -> None:
             if ranks.rank == 0:
                 print(row(line), flush=True)
     if args.out and ranks.rank == 0:
-        args.out.write_text(json.dumps({"peak_tflops": peak, "ranks": ranks.size, "lines": lines}, indent=2))
+        args.out.write_text(
+            json.dumps({"peak_tflops": peak, "ranks": ranks.size, "lines": lines}, indent=2)
+        )
     close_ranks(ranks)
 
 
@@ -183,7 +241,10 @@ def row(line: dict) -> str:
     start = f"{line['size']:>5} {line['length']:>7} "
     if "error" in line:
         return start + line["error"]
-    text = f"{line['step_s']:8.3f} {line['tokens_per_s_and_rank']:9.0f} {line['tflops']:8.2f} {line['mfu']:6.1%} "
+    text = (
+        f"{line['step_s']:8.3f} {line['tokens_per_s_and_rank']:9.0f} {line['tflops']:8.2f} "
+        f"{line['mfu']:6.1%} "
+    )
     moves = "  ".join(f"{k} {line[k]:.2f}" for k in ("offload_s", "reload_s", "bus_s") if k in line)
     return f"{start}{text}{line['peak_gib']:9.2f}  {moves}"
 

@@ -1,12 +1,14 @@
 """Time and peak memory of logprobs and entropy from hidden states and a head, forward and backward.
 
     python scripts/bench_logprobs.py                           one CPU thread, fp32
-    python scripts/bench_logprobs.py --device cuda             bf16, with the Triton kernels and torch.compile beside them
+    python scripts/bench_logprobs.py --device cuda             bf16, with the Triton kernels and
+    torch.compile beside them
     python scripts/bench_logprobs.py --only fused --shapes 2048x32000x256 --out result.json
 
-`plain` is log_softmax over all logits, `trl` TRL's selective_log_softmax over them, `tiles` on a GPU our torch path. Each runs in
-a process of its own, the best of three counts, in CPU seconds on a CPU. Memory is the most that was held beside inputs
-and gradients. The floor is three products of M x V x D (logits, both gradients) at the rate of one such product.
+`plain` is log_softmax over all logits, `trl` TRL's selective_log_softmax over them, `tiles` on a
+GPU our torch path. Each runs in a process of its own, the best of three counts, in CPU seconds on a
+CPU. Memory is the most that was held beside inputs and gradients. The floor is three products of M
+x V x D (logits, both gradients) at the rate of one such product.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ import torch
 from rl_core.learning import logprobs as ours
 
 SHAPES = {
-    "cpu": ["3000x104x128", "512x32000x256", "2048x32000x256", "4096x50000x256", "1024x152064x1024"],
+    "cpu": [
+        "3000x104x128",
+        "512x32000x256",
+        "2048x32000x256",
+        "4096x50000x256",
+        "1024x152064x1024",
+    ],
     "cuda": ["8192x32000x2048", "8192x152064x2048", "8192x152064x4096", "32768x152064x4096"],
 }
 TEMPERATURE = 0.9
@@ -79,7 +87,11 @@ def make_inputs(num_tokens: int, num_words: int, width: int, device: str):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     hidden = torch.randn(num_tokens, width, device=device, dtype=dtype)
     weight = torch.randn(num_words, width, device=device, dtype=dtype).div_(width**0.5)
-    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(num_words, (num_tokens,), device=device)
+    return (
+        hidden.requires_grad_(),
+        weight.requires_grad_(),
+        torch.randint(num_words, (num_tokens,), device=device),
+    )
 
 
 def run_once(function, hidden, weight, labels, device: str) -> tuple[float, float]:
@@ -93,7 +105,8 @@ def run_once(function, hidden, weight, labels, device: str) -> tuple[float, floa
 
 
 def product_s(hidden, weight, device: str) -> float:
-    """Of hidden @ weight.T, over at most 1,024 tokens so that nothing large is made, per all tokens."""
+    """Of hidden @ weight.T, over at most 1,024 tokens so that nothing large is made, per all
+    tokens."""
     some, times = hidden.detach()[:1024], []
     for _ in range(8):
         start = clock_s(device)
@@ -122,7 +135,9 @@ def run_apart(*arguments) -> dict:
     """What a process of its own prints as its last line; {"error"} if it fails."""
     done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True)
     if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]}
+        return {
+            "error": (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
+        }
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -134,7 +149,9 @@ def shown(line: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=SHAPES, default="cpu")
     parser.add_argument("--shapes", nargs="+", metavar="MxVxD", help="tokens x vocabulary x hidden")
     parser.add_argument("--only", nargs="+", choices=CUDA_SIDES, metavar="SIDE")
@@ -147,10 +164,15 @@ def main() -> None:
         print(json.dumps(measure(sides[0], shapes[0], args.device)))
         return
     lines = []
-    print(f"{'MxVxD':>18} {'side':>9} {'forward ms':>11} {'backward ms':>12} {'x floor':>8} {'peak MiB':>9}")
+    print(
+        f"{'MxVxD':>18} {'side':>9} {'forward ms':>11} {'backward ms':>12} {'x floor':>8} "
+        f"{'peak MiB':>9}"
+    )
     for shape in shapes:
         for side in sides:
-            line = run_apart(__file__, "--one", "--device", args.device, "--shapes", shape, "--only", side)
+            line = run_apart(
+                __file__, "--one", "--device", args.device, "--shapes", shape, "--only", side
+            )
             lines.append({"side": side, "shape": shape} | line)
             print(f"{shape:>18} {side:>9} {shown(line)}", flush=True)
     if args.out:

@@ -1,13 +1,16 @@
-"""Peak memory, and time, of logprobs, entropies and their backward pass over length and vocabulary, in fp32 on a CPU.
+"""Peak memory, and time, of logprobs, entropies and their backward pass over length and vocabulary,
+in fp32 on a CPU.
 
-    python scripts/bench_memory.py --out result.json           three lengths, two vocabularies; minutes
+    python scripts/bench_memory.py --out result.json           three lengths, two vocabularies;
+    minutes
     python scripts/bench_memory.py --lengths 1024 --vocabularies 32000 --sides naive ours
     python scripts/bench_memory.py --device cuda               bf16, on a GPU
 
-`naive` is log_softmax over all logits, `selective` TRL's selective_log_softmax and entropy_from_logits over them, `trl`
-the chunked head that TRL's GRPO trainer puts on its model, `ours` fused_logprobs. The gradient is that of the logprobs;
-entropies are figures. Each cell runs once, in a process of its own, and is left out if this machine has not the memory
-for it. The peak is resident memory (on a GPU allocated memory) above that before, less the two gradients, [M, D] and
+`naive` is log_softmax over all logits, `selective` TRL's selective_log_softmax and
+entropy_from_logits over them, `trl` the chunked head that TRL's GRPO trainer puts on its model,
+`ours` fused_logprobs. The gradient is that of the logprobs; entropies are figures. Each cell runs
+once, in a process of its own, and is left out if this machine has not the memory for it. The peak
+is resident memory (on a GPU allocated memory) above that before, less the two gradients, [M, D] and
 [V, D], which are the result. Time is CPU seconds of one thread, on a GPU seconds.
 """
 
@@ -41,7 +44,8 @@ def trl(hidden, weight, labels, temperature):
 
 
 SIDES = {"naive": plain, "selective": selective, "trl": trl, "ours": fused_logprobs}
-# The logits of which a side holds copies at once, and about how many in fp32; ours is bounded by a GiB.
+# The logits of which a side holds copies at once, and about how many in fp32; ours is bounded by a
+# GiB.
 COPIES = {"naive": (10**9, 10**9, 4), "selective": (10**9, 10**9, 4), "trl": (4096, 32_768, 9)}
 
 
@@ -63,7 +67,8 @@ def free_bytes(device: str) -> int:
 
 
 def reset_peak(device: str) -> int:
-    """Bytes that are held at this moment, which is the peak from here on; where that cannot be set, the peak so far."""
+    """Bytes that are held at this moment, which is the peak from here on; where that cannot be set,
+    the peak so far."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
@@ -77,10 +82,14 @@ def peak_bytes(device: str) -> int:
         return torch.cuda.max_memory_allocated()
     if STATUS.exists():
         return 1024 * int(STATUS.read_text().split("VmHWM:")[1].split()[0])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
-def measure(side: str, num_tokens: int, num_words: int, width: int, device: str, most_gib: float | None) -> dict:
+def measure(
+    side: str, num_tokens: int, num_words: int, width: int, device: str, most_gib: float | None
+) -> dict:
     """One cell: peak_mib and seconds, or need_gib and most_gib where it does not fit."""
     need_gib = need_bytes(side, num_tokens, num_words, width) / 2**30
     most_gib = most_gib or 0.9 * free_bytes(device) / 2**30
@@ -89,7 +98,8 @@ def measure(side: str, num_tokens: int, num_words: int, width: int, device: str,
     torch.set_num_threads(1)
     torch.manual_seed(0)
     function = SIDES[side]
-    function(*make_inputs(4, 8, 16, device), TEMPERATURE)[0].mean().backward()  # libraries load here
+    # Libraries load here.
+    function(*make_inputs(4, 8, 16, device), TEMPERATURE)[0].mean().backward()
     hidden, weight, labels = make_inputs(num_tokens, num_words, width, device)
     before, start = reset_peak(device), clock_s(device)
     logprobs, entropies = function(hidden, weight, labels, TEMPERATURE)
@@ -109,14 +119,26 @@ def shown(cell: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="M", help="trained tokens")
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=LENGTHS, metavar="M", help="trained tokens"
+    )
     parser.add_argument("--vocabularies", nargs="+", type=int, default=VOCABULARIES, metavar="V")
     parser.add_argument(
-        "--width", type=int, default=WIDTH, metavar="D", help="of hidden states; hardly changes the peak"
+        "--width",
+        type=int,
+        default=WIDTH,
+        metavar="D",
+        help="of hidden states; hardly changes the peak",
     )
-    parser.add_argument("--most_gib", type=float, help="leave out cells that need more; default: 90 %% of what is free")
+    parser.add_argument(
+        "--most_gib",
+        type=float,
+        help="leave out cells that need more; default: 90 %% of what is free",
+    )
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--out", type=Path, help="write the cells as JSON")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
@@ -131,12 +153,27 @@ def main() -> None:
         for num_words in args.vocabularies:
             for side in args.sides:
                 cell = {"side": side, "tokens": num_tokens, "vocabulary": num_words}
-                flags = ["--sides", side, "--lengths", num_tokens, "--vocabularies", num_words, "--device", args.device]
-                flags += ["--width", args.width, *(["--most_gib", args.most_gib] if args.most_gib else [])]
+                flags = [
+                    "--sides",
+                    side,
+                    "--lengths",
+                    num_tokens,
+                    "--vocabularies",
+                    num_words,
+                    "--device",
+                    args.device,
+                ]
+                flags += [
+                    "--width",
+                    args.width,
+                    *(["--most_gib", args.most_gib] if args.most_gib else []),
+                ]
                 cells.append(cell | run_apart(__file__, "--one", *flags))
                 print(f"{num_tokens:7} {num_words:10} {side:>9} {shown(cells[-1])}", flush=True)
     if args.out:
-        args.out.write_text(json.dumps({"device": args.device, "width": args.width, "cells": cells}, indent=2))
+        args.out.write_text(
+            json.dumps({"device": args.device, "width": args.width, "cells": cells}, indent=2)
+        )
 
 
 if __name__ == "__main__":

@@ -88,7 +88,10 @@ def run_ours(work: Work, setting: dict, model: str) -> Measured:
 def flags(work: Work, setting: dict, model: str, folder: Path) -> list[str]:
     is_rl = work.algorithm == "grpo"
     if is_rl:
-        rows = [{"messages": [bench_work.says("user", prompt)]} for prompt in bench_work.rl_prompts(work)]
+        rows = [
+            {"messages": [bench_work.says("user", prompt)]}
+            for prompt in bench_work.rl_prompts(work)
+        ]
     else:
         rows = [
             {"messages": [bench_work.says("user", p), bench_work.says("assistant", r)]}

@@ -1,6 +1,8 @@
-"""What a tested program costs in the sandbox, at each level that works here, and what many at once do to memory.
+"""What a tested program costs in the sandbox, at each level that works here, and what many at once
+do to memory.
 
-    python scripts/bench_sandbox.py                       # 300 programs a level, then 1,000 at once; a minute or two
+    python scripts/bench_sandbox.py                       # 300 programs a level, then 1,000 at
+    once; a minute or two
     python scripts/bench_sandbox.py --at_once 20000 --out out.json
 
 CPU is that of every process: this one's part, the warm one, supervisors, programs and their tests.
@@ -39,13 +41,17 @@ def resident_mib(sandbox: Sandbox) -> float:
 
 
 async def run_programs(sandbox: Sandbox, num: int) -> tuple[int, float]:
-    """(how many of so many programs, submitted at once, gave the right results, their CPU seconds)."""
+    """(how many of so many programs, submitted at once, gave the right results, their CPU
+    seconds)."""
     right, wrong = "assert f(1) == {}", "assert f(1) == 0"
     runs = [
-        sandbox.run(f"def f(x): return x + {n}", tests=[right.format(n + 1), wrong], timeout_s=60) for n in range(num)
+        sandbox.run(f"def f(x): return x + {n}", tests=[right.format(n + 1), wrong], timeout_s=60)
+        for n in range(num)
     ]
     results = await asyncio.gather(*runs)
-    return sum(r.passed == [True, False] for r in results), sum(r.cpu_s + r.supervisor_s for r in results)
+    return sum(r.passed == [True, False] for r in results), sum(
+        r.cpu_s + r.supervisor_s for r in results
+    )
 
 
 def measure(level: str, num: int) -> dict[str, float | str]:
@@ -67,7 +73,9 @@ def measure(level: str, num: int) -> dict[str, float | str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num", type=int, default=300, help="programs at each level")
-    parser.add_argument("--at_once", type=int, default=1000, help="programs at once at the strongest level")
+    parser.add_argument(
+        "--at_once", type=int, default=1000, help="programs at once at the strongest level"
+    )
     parser.add_argument("--out", type=Path, help="a file for the figures")
     args = parser.parse_args()
     rows = [measure(level, args.num) for level in LEVELS]
@@ -76,11 +84,16 @@ def main() -> None:
     for row in rows:
         print(
             "  ".join(
-                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
+                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                for name, value in row.items()
             )
         )
     if args.out:
-        machine = {"cores": os.cpu_count(), "machine": platform.machine(), "kernel": platform.release()}
+        machine = {
+            "cores": os.cpu_count(),
+            "machine": platform.machine(),
+            "kernel": platform.release(),
+        }
         args.out.write_text(json.dumps({**machine, "rows": rows}, indent=1) + "\n")
 
 

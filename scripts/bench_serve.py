@@ -1,11 +1,14 @@
-"""What `rl-core serve` costs with many sessions, and what a killed worker and a killed controller do to them.
+"""What `rl-core serve` costs with many sessions, and what a killed worker and a killed controller
+do to them.
 
-    python scripts/bench_serve.py                          # 100, 1,000 and 10,000 sessions, then the kills: about two minutes
+    python scripts/bench_serve.py                          # 100, 1,000 and 10,000 sessions, then
+    the kills: about two minutes
     python scripts/bench_serve.py --sessions 300 --seconds 3 --out out.json
     python scripts/bench_serve.py --sessions 10000 --ranks 200            # over 200 connections
 
-The client runs on the same machine. Each interaction says 1 KB; the environment counts those of its session, and the client
-checks every count. CPU is that of the server's processes; the client's own is another column.
+The client runs on the same machine. Each interaction says 1 KB; the environment counts those of its
+session, and the client checks every count. CPU is that of the server's processes; the client's own
+is another column.
 """
 
 from __future__ import annotations
@@ -51,7 +54,9 @@ def start_server(*args: Any) -> tuple[subprocess.Popen, str]:
     """(its process, its address), once it has a worker; "" for one that joins a controller."""
     command = [sys.executable, "-m", "rl_core.cli", "serve", *map(str, args)]
     root = Path(__file__).parent.parent
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=root, start_new_session=True
+    )
     for line in process.stdout:
         if line.startswith("serving on"):
             return process, line.split()[-1]
@@ -61,8 +66,8 @@ def start_server(*args: Any) -> tuple[subprocess.Popen, str]:
 
 
 class Client:
-    """One stream to a server, on a connection of its own. When it breaks, another is opened, and what was not answered
-    is sent again."""
+    """One stream to a server, on a connection of its own. When it breaks, another is opened, and
+    what was not answered is sent again."""
 
     def __init__(self, address: str):
         self.address, self.last_id = address, 0
@@ -72,7 +77,10 @@ class Client:
 
     def ask(self, **verb: Any) -> asyncio.Future:
         self.last_id += 1
-        request, future = pb.Request(id=self.last_id, **verb), asyncio.get_running_loop().create_future()
+        request, future = (
+            pb.Request(id=self.last_id, **verb),
+            asyncio.get_running_loop().create_future(),
+        )
         self.waiting[request.id] = request, future
         self.out.append(request)
         self.filled.set()
@@ -134,8 +142,12 @@ class Load:
     async def open(self, num: int, env: str) -> None:
         row = json.dumps({"prompt": "count"})
         starts = [pb.StartRequest(env=env, key=f"{os.getpid()}/{n}", row=row) for n in range(num)]
-        replies = await asyncio.gather(*(self.ask(n, start=start) for n, start in enumerate(starts)))
-        assert not any(reply.code for reply in replies), next(reply for reply in replies if reply.code)
+        replies = await asyncio.gather(
+            *(self.ask(n, start=start) for n, start in enumerate(starts))
+        )
+        assert not any(reply.code for reply in replies), next(
+            reply for reply in replies if reply.code
+        )
         self.names, self.numbers = [reply.start.session for reply in replies], [0] * num
 
     async def interact(self, n: int) -> None:
@@ -151,7 +163,8 @@ class Load:
             self.wrong += 1
 
     async def run(self, per_s: float, seconds: float, at: dict[float, Any] | None = None) -> None:
-        """So many interactions a second, over all sessions in turn; at[s] is called after s seconds."""
+        """So many interactions a second, over all sessions in turn; at[s] is called after s
+        seconds."""
         began_s, sent, turn, at = time.perf_counter(), 0, 0, dict(at or {})
         tasks: set[asyncio.Task] = set()
         while (now_s := time.perf_counter() - began_s) < seconds:
@@ -168,14 +181,19 @@ class Load:
 
     async def counts(self) -> list[float | None]:
         """What the environment counted in each session; None for lost ones."""
-        asked = {n: pb.ScoreRequest(session=name) for n, name in enumerate(self.names) if n not in self.lost}
+        asked = {
+            n: pb.ScoreRequest(session=name)
+            for n, name in enumerate(self.names)
+            if n not in self.lost
+        }
         for n, request in asked.items():
             request.number = self.numbers[n] + 1
         scores = await asyncio.gather(*(self.ask(n, score=request) for n, request in asked.items()))
         replies = dict(zip(asked, scores, strict=True))
         self.lost |= {n: CODES[reply.code].name for n, reply in replies.items() if reply.code}
         return [
-            None if n in self.lost else replies[n].score.scores[0].parts["reward_fn"] for n in range(len(self.names))
+            None if n in self.lost else replies[n].score.scores[0].parts["reward_fn"]
+            for n in range(len(self.names))
         ]
 
     async def close(self) -> None:
@@ -190,9 +208,13 @@ def cpu_s(processes: list[psutil.Process]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-async def measure(path: Path, num: int, per_s: float, seconds: float, num_workers: int, ranks: int) -> dict[str, float]:
+async def measure(
+    path: Path, num: int, per_s: float, seconds: float, num_workers: int, ranks: int
+) -> dict[str, float]:
     capacity = num // num_workers + 100
-    process, address = start_server(path, "--port", 0, "--workers", num_workers, "--capacity", capacity)
+    process, address = start_server(
+        path, "--port", 0, "--workers", num_workers, "--capacity", capacity
+    )
     try:
         load = Load(address, ranks)
         await load.clients[0].workers(num_workers)
@@ -208,23 +230,40 @@ async def measure(path: Path, num: int, per_s: float, seconds: float, num_worker
         wall_s, done = time.perf_counter() - began_s, len(load.seconds)
         cpu, own_cpu = cpu_s(server) - before, cpu_s(own) - own_before
         mib = sum(p.memory_info().rss for p in server) / 2**20
-        right = sum(count == number for count, number in zip(await load.counts(), load.numbers, strict=True))
+        right = sum(
+            count == number for count, number in zip(await load.counts(), load.numbers, strict=True)
+        )
         await load.close()
     finally:
         stop(process)
     times = sorted(load.seconds)
-    row = {"sessions": num, "open_s": open_s, "per_s": done / wall_s, "p50_ms": 1000 * times[len(times) // 2]}
+    row = {
+        "sessions": num,
+        "open_s": open_s,
+        "per_s": done / wall_s,
+        "p50_ms": 1000 * times[len(times) // 2],
+    }
     row |= {"p99_ms": 1000 * times[int(len(times) * 0.99)], "cpu_ms_each": 1000 * cpu / done}
-    return row | {"client_cpu_ms_each": 1000 * own_cpu / done, "mib": mib, "right": right, "wrong": load.wrong}
+    return row | {
+        "client_cpu_ms_each": 1000 * own_cpu / done,
+        "mib": mib,
+        "right": right,
+        "wrong": load.wrong,
+    }
 
 
-async def kill(path: Path, num: int, per_s: float, seconds: float, num_workers: int) -> dict[str, float]:
-    """Kills a worker after a third of the time, and the controller, which is started again, after two thirds."""
+async def kill(
+    path: Path, num: int, per_s: float, seconds: float, num_workers: int
+) -> dict[str, float]:
+    """Kills a worker after a third of the time, and the controller, which is started again, after
+    two thirds."""
     hub, address = start_server("--controller", "--port", 0, "--heartbeat_s", 2)
     host = None
     try:
         capacity = num // num_workers + 100
-        host, _ = start_server(path, "--join", address, "--workers", num_workers, "--capacity", capacity)
+        host, _ = start_server(
+            path, "--join", address, "--workers", num_workers, "--capacity", capacity
+        )
         load = Load(address, 1)
         workers = await load.clients[0].workers(num_workers)
         await load.open(num, path.stem)
@@ -237,7 +276,9 @@ async def kill(path: Path, num: int, per_s: float, seconds: float, num_workers: 
             nonlocal hub
             hub.kill()
             hub.wait()
-            hub, _ = start_server("--controller", "--port", address.rpartition(":")[2], "--heartbeat_s", 2)
+            hub, _ = start_server(
+                "--controller", "--port", address.rpartition(":")[2], "--heartbeat_s", 2
+            )
 
         await load.run(per_s, seconds, {seconds / 3: kill_worker, 2 * seconds / 3: kill_hub})
         counts = await load.counts()
@@ -247,13 +288,17 @@ async def kill(path: Path, num: int, per_s: float, seconds: float, num_workers: 
         stop(*filter(None, (host, hub)))
     right = sum(count == number for count, number in zip(counts, load.numbers, strict=True))
     row = {"sessions": num, "interactions": len(load.seconds), "of_killed_worker": len(of_killed)}
-    row |= {"lost_of_it": len(of_killed & load.lost.keys()), "lost_of_others": len(load.lost.keys() - of_killed)}
+    row |= {
+        "lost_of_it": len(of_killed & load.lost.keys()),
+        "lost_of_others": len(load.lost.keys() - of_killed),
+    }
     row |= {f"reported_{code}": n for code, n in Counter(load.lost.values()).items()}
     return row | {"right_counts": right, "wrong_replies": load.wrong}
 
 
 def stop(*processes: subprocess.Popen) -> None:
-    """Ends servers with their workers, which a server that is killed leaves to end by themselves."""
+    """Ends servers with their workers, which a server that is killed leaves to end by
+    themselves."""
     for process in processes:
         for child in [process, *psutil.Process(process.pid).children(recursive=True)]:
             child.kill()
@@ -266,23 +311,41 @@ async def measure_all(args: argparse.Namespace) -> list[dict[str, float]]:
         path.write_text(ENV)
         more = args.seconds, args.workers
         rows = [await measure(path, num, args.per_s, *more, args.ranks) for num in args.sessions]
-        return [*rows, await kill(path, max(args.sessions), args.per_s / 2, args.seconds, max(2, args.workers))]
+        return [
+            *rows,
+            await kill(
+                path, max(args.sessions), args.per_s / 2, args.seconds, max(2, args.workers)
+            ),
+        ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sessions", type=int, nargs="*", default=[100, 1_000, 10_000], help="open at once")
-    parser.add_argument("--per_s", type=float, default=2_200, help="interactions a second, over all sessions")
+    parser.add_argument(
+        "--sessions", type=int, nargs="*", default=[100, 1_000, 10_000], help="open at once"
+    )
+    parser.add_argument(
+        "--per_s", type=float, default=2_200, help="interactions a second, over all sessions"
+    )
     parser.add_argument("--seconds", type=float, default=15)
     parser.add_argument("--workers", type=int, default=2, help="worker processes")
-    parser.add_argument("--ranks", type=int, default=1, help="connections that share the sessions, as ranks of runs do")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        help="connections that share the sessions, as ranks of runs do",
+    )
     parser.add_argument("--out", type=Path, help="a file for the figures")
     args = parser.parse_args()
     rows = asyncio.run(measure_all(args))
     for row in rows:
         print("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
     if args.out:
-        machine = {"cores": os.cpu_count(), "machine": platform.machine(), "kernel": platform.release()}
+        machine = {
+            "cores": os.cpu_count(),
+            "machine": platform.machine(),
+            "kernel": platform.release(),
+        }
         args.out.write_text(json.dumps({**machine, "rows": rows}, indent=1) + "\n")
 
 

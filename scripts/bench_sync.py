@@ -1,12 +1,15 @@
-"""What it costs that an engine gets new weights, sleeps and wakes, and whether anything grows when it does so again and again.
+"""What it costs that an engine gets new weights, sleeps and wakes, and whether anything grows when
+it does so again and again.
 
-    python scripts/bench_sync.py                       the embedded engine, and SGLang where it is installed
+    python scripts/bench_sync.py                       the embedded engine, and SGLang where it is
+    installed
     python scripts/bench_sync.py --engine sglang --cycles 50 --model FOLDER --out sync.json
 
-A cycle is an update, waking, four short completions, sleeping. Seconds are medians over cycles, those of an update also per
-billion parameters: gather (whole tensors of the learner's shards), load (into the engine's model), transfer (the rest: casts,
-copies to the host, files, the server's flush), all in. Memory, file descriptors and new entries of /dev/shm are counted after
-each cycle: at first is the median of the second tenth of them, at last that of the last tenth.
+A cycle is an update, waking, four short completions, sleeping. Seconds are medians over cycles,
+those of an update also per billion parameters: gather (whole tensors of the learner's shards), load
+(into the engine's model), transfer (the rest: casts, copies to the host, files, the server's
+flush), all in. Memory, file descriptors and new entries of /dev/shm are counted after each cycle:
+at first is the median of the second tenth of them, at last that of the last tenth.
 """
 
 from __future__ import annotations
@@ -39,7 +42,13 @@ from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.types import SamplingParams
 
 SHORT, PROMPTS = SamplingParams(max_tokens=4), [[8, 9, 10 + i] for i in range(4)]
-LIMITS = {"num_slots": len(PROMPTS), "max_context_tokens": 64, "start_timeout_s": 600, "memory_frac": 0.5, "seed": 0}
+LIMITS = {
+    "num_slots": len(PROMPTS),
+    "max_context_tokens": 64,
+    "start_timeout_s": 600,
+    "memory_frac": 0.5,
+    "seed": 0,
+}
 PHASES = ("gather", "transfer", "load", "all in", "wake", "generate", "sleep")
 SHARED = "/dev/shm"
 
@@ -100,7 +109,9 @@ async def run_cycle(engine: Engine, policy: PolicyModel, clock: Clock, version: 
     with clock.timed("wake"):
         await engine.wake()
     with clock.timed("generate"):
-        said = await asyncio.gather(*(engine.generate(p, SHORT, seed=i) for i, p in enumerate(PROMPTS)))
+        said = await asyncio.gather(
+            *(engine.generate(p, SHORT, seed=i) for i, p in enumerate(PROMPTS))
+        )
     assert all(one.policy_version == version for one in said)
     with clock.timed("sleep"):
         await engine.sleep()
@@ -124,10 +135,13 @@ def held(engine: Engine | None) -> dict[str, float]:
     return found
 
 
-async def measure(kind: str, folder: str, args: argparse.Namespace, ranks: Ranks, out: Path) -> dict:
+async def measure(
+    kind: str, folder: str, args: argparse.Namespace, ranks: Ranks, out: Path
+) -> dict:
     dtype, clock, counts = getattr(torch, args.dtype), Clock(), []
     policy = make_policy(folder, dtype, ranks)
-    if not isinstance(next(policy.hf.parameters()), DTensor):  # of one rank in fp32, which would be read in place
+    # Of one rank in fp32, which would be read in place.
+    if not isinstance(next(policy.hf.parameters()), DTensor):
         shard_policy(policy, dtype, ranks)
     before = held(None)  # without an engine
     engine = make_engine(kind, folder, dtype, ranks, out)
@@ -142,7 +156,10 @@ async def measure(kind: str, folder: str, args: argparse.Namespace, ranks: Ranks
         await engine.close()
     tenth = max(1, args.cycles // 10)
     ends = {"at first": counts[tenth:][:tenth] or counts[:1], "at last": counts[-tenth:]}
-    found = {name: {end: median(c[name] for c in part) for end, part in ends.items()} for name in counts[0]}
+    found = {
+        name: {end: median(c[name] for c in part) for end, part in ends.items()}
+        for name in counts[0]
+    }
     for name, values in found.items():
         values["before"] = before.get(name, 0)
     for cycle in clock.cycles:
@@ -151,7 +168,13 @@ async def measure(kind: str, folder: str, args: argparse.Namespace, ranks: Ranks
         cycle["transfer"] = cycle["all in"] - cycle["gather"] - cycle["load"]
     seconds = {phase: median(cycle[phase] for cycle in clock.cycles) for phase in PHASES}
     params = sum(p.numel() for p in policy.hf.parameters())
-    return {"engine": kind, "params": params, "cycles": args.cycles, "seconds": seconds, "held": found}
+    return {
+        "engine": kind,
+        "params": params,
+        "cycles": args.cycles,
+        "seconds": seconds,
+        "held": found,
+    }
 
 
 def show(found: dict) -> None:
@@ -168,13 +191,19 @@ def show(found: dict) -> None:
 def main() -> None:
     engines = ["embedded", "sglang"] if importlib.util.find_spec("sglang") else ["embedded"]
     has_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", nargs="+", choices=["embedded", "sglang"], default=engines)
     parser.add_argument("--model", help="folder; without it one with random weights is made")
-    parser.add_argument("--hidden", type=int, default=512, help="its width; 512 and 8 layers are 27M parameters")
+    parser.add_argument(
+        "--hidden", type=int, default=512, help="its width; 512 and 8 layers are 27M parameters"
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--cycles", type=int, default=200)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16" if has_gpu else "float32")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="bfloat16" if has_gpu else "float32"
+    )
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     disable_progress_bar()

@@ -40,7 +40,9 @@ class Meter(TrainerCallback):
         step = len(self.measured.cpu_s) - 1
         lengths = [completion_length(self.work, step, i) for i in range(len(input_ids))]
         begin = time.process_time()
-        out = self.generate(input_ids, logits_processor=[EndsAt(input_ids.shape[1], lengths, self.eos)], **kwargs)
+        out = self.generate(
+            input_ids, logits_processor=[EndsAt(input_ids.shape[1], lengths, self.eos)], **kwargs
+        )
         self.measured.generate_cpu_s[-1] += time.process_time() - begin
         self.measured.generated_tokens[-1] += sum(lengths)
         is_end = out[:, input_ids.shape[1] :] == self.eos
@@ -83,22 +85,40 @@ def run_trl(work: Work, setting: dict, folder: str) -> Measured:
         "dataloader_pin_memory": False,
     }
     settings = common | setting
-    num_samples = settings["per_device_train_batch_size"] * settings.get("gradient_accumulation_steps", 1)
+    num_samples = settings["per_device_train_batch_size"] * settings.get(
+        "gradient_accumulation_steps", 1
+    )
     if work.algorithm == "grpo":
         assert num_samples == bench_work.NUM_SAMPLES
-        rows = [{"prompt": [bench_work.says("user", prompt)]} for prompt in bench_work.rl_prompts(work)]
-        settings |= {"beta": 0.0, "num_generations": bench_work.GROUP_SIZE, "max_completion_length": work.longest}
+        rows = [
+            {"prompt": [bench_work.says("user", prompt)]} for prompt in bench_work.rl_prompts(work)
+        ]
+        settings |= {
+            "beta": 0.0,
+            "num_generations": bench_work.GROUP_SIZE,
+            "max_completion_length": work.longest,
+        }
         config = GRPOConfig(**settings, epsilon=0.2, epsilon_high=0.28, shuffle_dataset=False)
         make = partial(GRPOTrainer, reward_funcs=reward)
     else:
         assert settings.get("packing") or num_samples == bench_work.NUM_ROWS
         pairs = bench_work.sft_rows(work)
         rows = [
-            {"prompt": [bench_work.says("user", p)], "completion": [bench_work.says("assistant", r)]} for p, r in pairs
+            {
+                "prompt": [bench_work.says("user", p)],
+                "completion": [bench_work.says("assistant", r)],
+            }
+            for p, r in pairs
         ]
-        config = SFTConfig(**settings, max_length=work.longest if work.file else work.longest_prompt + work.longest)
+        config = SFTConfig(
+            **settings, max_length=work.longest if work.file else work.longest_prompt + work.longest
+        )
         make = SFTTrainer
-    data = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer, "callbacks": [meter]}
+    data = {
+        "train_dataset": Dataset.from_list(rows),
+        "processing_class": tokenizer,
+        "callbacks": [meter],
+    }
     make(model=model, args=config, **data).train()
     return meter.measured
 

@@ -1,7 +1,9 @@
-"""How long the viewer takes for a run of 10,000 trajectories: `python scripts/bench_view.py [--episodes 10000] [--tokens 500]`.
+"""How long the viewer takes for a run of 10,000 trajectories: `python scripts/bench_view.py
+[--episodes 10000] [--tokens 500]`.
 
-Writes such a run (random tokens, 100 steps) into a temporary folder, starts `rl-core view` and opens its page in Debian's
-Chromium, headless. Times are from a request, a click or a key to what a reader sees.
+Writes such a run (random tokens, 100 steps) into a temporary folder, starts `rl-core view` and
+opens its page in Debian's Chromium, headless. Times are from a request, a click or a key to what a
+reader sees.
 """
 
 from __future__ import annotations
@@ -21,8 +23,27 @@ from playwright.sync_api import Page, expect, sync_playwright
 from rl_core.data.rows import write_trajectories
 from rl_core.types import Completion, Trajectory, Turn
 
-QUIET = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync --no-first-run"
-WORDS = ("the", "of", "and", "to", "a", "in", "that", "is", "was", "he", "for", "it", "with", "as", "his")
+QUIET = (
+    "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update "
+    "--disable-sync --no-first-run"
+)
+WORDS = (
+    "the",
+    "of",
+    "and",
+    "to",
+    "a",
+    "in",
+    "that",
+    "is",
+    "was",
+    "he",
+    "for",
+    "it",
+    "with",
+    "as",
+    "his",
+)
 
 
 def write_run(out: Path, num_episodes: int, num_tokens: int, num_steps: int = 100) -> None:
@@ -36,7 +57,9 @@ def write_run(out: Path, num_episodes: int, num_tokens: int, num_steps: int = 10
     (out / "metrics.jsonl").write_text("".join(lines))
     for step in range(1, num_steps + 1):
         file = out / f"rollouts/step_{step:06d}.jsonl.zst"
-        write_trajectories(file, [episode(rng, step, n, num_tokens) for n in range(num_episodes // num_steps)])
+        write_trajectories(
+            file, [episode(rng, step, n, num_tokens) for n in range(num_episodes // num_steps)]
+        )
 
 
 def episode(rng: random.Random, step: int, n: int, num_tokens: int) -> Trajectory:
@@ -46,9 +69,19 @@ def episode(rng: random.Random, step: int, n: int, num_tokens: int) -> Trajector
         logprobs=[-rng.expovariate(2) for _ in range(num_tokens)],
         text=text, finish_reason="stop", policy_version=step - 1,
     )  # fmt: skip
-    turn = Turn(new_ids=[rng.randrange(150_000) for _ in range(100)], is_fresh=True, completion=done)
-    said = [{"role": "user", "content": f"question {n // 8}"}, {"role": "assistant", "content": text}]
-    place = {"task_id": f"train/{n // 8}", "env": "bench", "group_id": f"{step}/{n // 8}", "index": n % 8}
+    turn = Turn(
+        new_ids=[rng.randrange(150_000) for _ in range(100)], is_fresh=True, completion=done
+    )
+    said = [
+        {"role": "user", "content": f"question {n // 8}"},
+        {"role": "assistant", "content": text},
+    ]
+    place = {
+        "task_id": f"train/{n // 8}",
+        "env": "bench",
+        "group_id": f"{step}/{n // 8}",
+        "index": n % 8,
+    }
     return Trajectory(**place, messages=said, turns=[turn], reward=float(rng.random() < 0.5))
 
 
@@ -97,9 +130,13 @@ def main() -> None:
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             address = server.stdout.readline().split()[0]
-            page = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=QUIET.split()).new_page()
+            page = playwright.chromium.launch(
+                executable_path="/usr/bin/chromium", args=QUIET.split()
+            ).new_page()
             times = measure(page, address, args.episodes)
-            cpu = sum(map(int, Path(f"/proc/{server.pid}/stat").read_text().split()[13:15])) / os.sysconf("SC_CLK_TCK")
+            cpu = sum(
+                map(int, Path(f"/proc/{server.pid}/stat").read_text().split()[13:15])
+            ) / os.sysconf("SC_CLK_TCK")
             [peak] = re.findall(r"VmHWM:\s+(\d+)", Path(f"/proc/{server.pid}/status").read_text())
         finally:
             server.terminate()

@@ -1,4 +1,5 @@
-"""What bench_cpu.py measures, the same for both sides: prompts, lengths, rows, rewards, settings."""
+"""What bench_cpu.py measures, the same for both sides: prompts, lengths, rows, rewards,
+settings."""
 
 from __future__ import annotations
 
@@ -51,7 +52,16 @@ WORKS = {
         Work(name="grpo_short", algorithm="grpo", prompt=5, mean=6, longest=6, steps=20),
         Work(name="grpo_ragged", algorithm="grpo", prompt=37, mean=24, longest=96),
         Work(name="sft_ragged", algorithm="sft", prompt=32, mean=64, longest=256, steps=12),
-        Work(name="sft_file", algorithm="sft", longest=512, hidden=192, layers=5, heads=6, vocab_size=4096, steps=6),
+        Work(
+            name="sft_file",
+            algorithm="sft",
+            longest=512,
+            hidden=192,
+            layers=5,
+            heads=6,
+            vocab_size=4096,
+            steps=6,
+        ),
     )
 }
 PACKED = {"packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16}
@@ -63,7 +73,10 @@ TRL_SETTINGS = {
     },
     "sft": {
         "padded, 64 a microbatch": {"per_device_train_batch_size": 64},
-        "padded, 4 a microbatch": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 16},
+        "padded, 4 a microbatch": {
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 16,
+        },
         "packed, 1 row a microbatch": PACKED,
     },
 }
@@ -78,7 +91,8 @@ def letters(work: Work, count: int, *parts: int | str) -> str:
 
 
 def completion_length(work: Work, step: int, index: int) -> int:
-    """Exponential about the mean, between 2 and the longest: many short ones and a tail, as policies sample them."""
+    """Exponential about the mean, between 2 and the longest: many short ones and a tail, as
+    policies sample them."""
     if work.mean == work.longest:
         return work.mean
     drawn = random.Random(counter_seed(work.seed, "length", step, index)).expovariate(1 / work.mean)
@@ -109,7 +123,8 @@ def says(role: str, content: str) -> dict:
 
 
 def reward_of(text: str) -> float:
-    """Any value that differs within nearly every group: no side may skip samples for want of a signal."""
+    """Any value that differs within nearly every group: no side may skip samples for want of a
+    signal."""
     return counter_seed(text) % 1000 / 1000
 
 
@@ -120,15 +135,22 @@ class Measured:
     cpu_s: list[float] = field(default_factory=list)
     generate_cpu_s: list[float] = field(default_factory=list)
     generated_tokens: list[int] = field(default_factory=list)
-    learned_tokens: list[int] = field(default_factory=list)  # real ones in the training forwards, prompts included
-    computed_tokens: list[int] = field(default_factory=list)  # positions of those forwards, padding included
+    # Real ones in the training forwards, prompts included.
+    learned_tokens: list[int] = field(default_factory=list)
+    # Positions of those forwards, padding included.
+    computed_tokens: list[int] = field(default_factory=list)
     start_mib: float = 0.0  # resident once the model is loaded
     peak_mib: float = 0.0
 
     def begin_step(self) -> None:
         if not self.cpu_s:
             self.start_mib = held_mib()
-        for values in (self.generate_cpu_s, self.generated_tokens, self.learned_tokens, self.computed_tokens):
+        for values in (
+            self.generate_cpu_s,
+            self.generated_tokens,
+            self.learned_tokens,
+            self.computed_tokens,
+        ):
             values.append(0)
         self.cpu_s.append(-time.process_time())
 

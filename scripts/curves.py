@@ -1,11 +1,13 @@
-"""Learning curves of environments on a CPU: a tiny model is warmed up on the form of replies, then reinforced, for three seeds.
+"""Learning curves of environments on a CPU: a tiny model is warmed up on the form of replies, then
+reinforced, for three seeds.
 
     python scripts/curves.py guess_number                 # one or several of CURVES; --seeds 0,1,2
     python scripts/curves.py guess_number --out DIR       # instead of docs/curves
 
-The warm-up imitates episodes of an actor with habits: it replies in the right form, and knows little of what is right. What
-the model can do afterwards beyond these habits, the reward taught it. Writes NAME.json and NAME.png, where seeds that were
-measured by the same commands are kept; fails if a seed's held-out score does not rise. The runs lie in runs/curves/NAME_SEED.
+The warm-up imitates episodes of an actor with habits: it replies in the right form, and knows
+little of what is right. What the model can do afterwards beyond these habits, the reward taught it.
+Writes NAME.json and NAME.png, where seeds that were measured by the same commands are kept; fails
+if a seed's held-out score does not rise. The runs lie in runs/curves/NAME_SEED.
 """
 
 from __future__ import annotations
@@ -37,12 +39,16 @@ from rl_core.types import Completion, SamplingParams, counter_seed
 
 ROOT = Path(__file__).resolve().parent.parent
 SFT = "--algorithm sft --tasks_per_step 64 --optim.lr 3e-3 --optim.schedule cosine"
-RL = "--group_size 8 --tasks_per_step 16 --optim.warmup_steps 5 --algo.clip_high 0.28 --rollout.save false --eval.num_tasks 64"
+RL = (
+    "--group_size 8 --tasks_per_step 16 --optim.warmup_steps 5 --algo.clip_high 0.28 "
+    "--rollout.save false --eval.num_tasks 64"
+)
 
 
 @dataclass(kw_only=True)
 class Curve:
-    """How one environment is learned. A habit: (messages as the actor sees them, row, rng) -> text, or a message."""
+    """How one environment is learned. A habit: (messages as the actor sees them, row, rng) -> text,
+    or a message."""
 
     lengths: str  # --max_prompt_tokens and --max_tokens of a turn
     habits: dict[str, Callable[[list[dict], dict, random.Random], Any]]  # by actor
@@ -87,7 +93,8 @@ def draft_or_combine(messages: list[dict], row: dict, rng: random.Random) -> str
 
 
 def question_or_guess(messages: list[dict], row: dict, rng: random.Random) -> str:
-    """A letter of one of the words; then, in half of all cases, a word that the answer allows, else any."""
+    """A letter of one of the words; then, in half of all cases, a word that the answer allows, else
+    any."""
     words = row["words"].split(", ")
     if len(messages) == 2:
         return f"letter {rng.choice(rng.choice(words))}?"
@@ -103,7 +110,8 @@ def yes_or_no(messages: list[dict], row: dict, rng: random.Random) -> str:
 
 
 def use_tools(messages: list[dict], row: dict, rng: random.Random) -> dict | str:
-    """In 35 % of the cases calls the tool that fits, in 25 % the other, else guesses. Then says what the tool said."""
+    """In 35 % of the cases calls the tool that fits, in 25 % the other, else guesses. Then says
+    what the tool said."""
     habit, about = rng.random(), messages[-1]["content"].rstrip("?").split()[-1]
     if messages[-1]["role"] == "tool":
         return (re.findall("[0-9]+", messages[-1]["content"]) or [str(rng.randrange(2, 100))])[0]
@@ -117,11 +125,16 @@ def tool_call(tool: str, /, **arguments: str) -> dict:
     """A message with a call, and its text as the tiny model writes it."""
     function = {"name": tool, "arguments": arguments}
     calls = [{"id": "call", "type": "function", "function": function}]
-    return {"role": "assistant", "content": f"<tool_call>{json.dumps(function)}</tool_call>", "tool_calls": calls}
+    return {
+        "role": "assistant",
+        "content": f"<tool_call>{json.dumps(function)}</tool_call>",
+        "tool_calls": calls,
+    }
 
 
 def one_line(messages: list[dict], row: dict, rng: random.Random) -> str:
-    """A function of one line with any operation, and in six of ten cases the number that was asked for."""
+    """A function of one line with any operation, and in six of ten cases the number that was asked
+    for."""
     number = messages[-1]["content"].split()[-1] if rng.random() < 0.6 else rng.randint(2, 9)
     return f"def f(x): return x{rng.choice('+-*')}{number}"
 
@@ -144,7 +157,10 @@ CURVES = {
     "code": Curve(
         lengths="--max_prompt_tokens 24 --max_tokens 28",
         habits={"policy": one_line},
-        rl="--tasks_per_step 8 --num_steps 50 --optim.lr 1e-3 --eval_every 25 --rollout.hook_timeout_s 600",
+        rl=(
+            "--tasks_per_step 8 --num_steps 50 --optim.lr 1e-3 --eval_every 25 "
+            "--rollout.hook_timeout_s 600"
+        ),
         sft_steps=150,
         num_sft=500,  # each is tested
         chosen=lambda row: row["level"] == 1 and row["prompt"][-2] == " ",  # one digit
@@ -205,11 +221,17 @@ class Habit:
     def __init__(self, say: Callable, row: dict):
         self.say, self.row = say, row
 
-    async def chat(self, messages: list[dict], tools: list | None, params: SamplingParams, seed: int):
+    async def chat(
+        self, messages: list[dict], tools: list | None, params: SamplingParams, seed: int
+    ):
         said = self.say(messages, self.row, random.Random(seed))
         reply = said if isinstance(said, dict) else {"role": "assistant", "content": said}
         done = Completion(
-            token_ids=[], logprobs=[], text=reply["content"] or "", finish_reason="stop", policy_version=0
+            token_ids=[],
+            logprobs=[],
+            text=reply["content"] or "",
+            finish_reason="stop",
+            policy_version=0,
         )
         return reply, done
 
@@ -218,7 +240,11 @@ class Habit:
 
 def rows_of(name: str, split: str) -> list[dict]:
     found = load_env(str(ROOT / f"envs/{name}.py")).load_tasks(split)
-    shorter = (lambda row: {"prompt": CURVES[name].prompt.format(**row)}) if CURVES[name].prompt else lambda row: {}
+    shorter = (
+        (lambda row: {"prompt": CURVES[name].prompt.format(**row)})
+        if CURVES[name].prompt
+        else lambda row: {}
+    )
     return [row | shorter(row) for row in found if CURVES[name].chosen(row)]
 
 
@@ -229,13 +255,24 @@ def habit_rows(name: str, seed: int, num: int, rows: list[dict]) -> list[dict]:
 
     async def play(number: int) -> list:
         row = order.choice(rows)
-        actors = {actor: Actor(name=actor, engine=Habit(say, row), chat=None) for actor, say in curve.habits.items()}
+        actors = {
+            actor: Actor(name=actor, engine=Habit(say, row), chat=None)
+            for actor, say in curve.habits.items()
+        }
         place = {"batch": "habits", "number": number, "size": 1, "seed": seed}
-        group = Group(task=make_task(row, number, name, "train"), params=SamplingParams(max_tokens=1 << 20), **place)
+        group = Group(
+            task=make_task(row, number, name, "train"),
+            params=SamplingParams(max_tokens=1 << 20),
+            **place,
+        )
         return await run_group({env.name: env}, actors, RolloutConfig(), group)
 
     async def play_all() -> list:
-        return [t for first in range(0, num, 256) for t in await gathered(range(first, min(num, first + 256)))]
+        return [
+            t
+            for first in range(0, num, 256)
+            for t in await gathered(range(first, min(num, first + 256)))
+        ]
 
     async def gathered(numbers: range) -> list:
         return [t for found in await asyncio.gather(*map(play, numbers)) for t in found]
@@ -255,7 +292,10 @@ def commands(name: str, seed: int | str) -> list[str]:
     """The two runs, as they are typed."""
     curve, out = CURVES[name], f"runs/curves/{name}_{seed}"
     actors = " ".join(f"--actors.{actor}.model {out}/warm/hf/policy" for actor in curve.habits)
-    warm = f"{SFT} --model {out}/model --data.train {out}/sft.jsonl --out {out}/warm --num_steps {curve.sft_steps}"
+    warm = (
+        f"{SFT} --model {out}/model --data.train {out}/sft.jsonl --out {out}/warm --num_steps "
+        f"{curve.sft_steps}"
+    )
     data = f"--data.train {out}/train.jsonl --data.eval {out}/eval.jsonl"
     learn = f"--env_path envs/{name}.py {actors} {data} --out {out}/rl {RL} {curve.rl}"
     # A row of the warm-up holds a whole conversation, in which every turn is trained.
@@ -288,8 +328,13 @@ def run(command: str) -> None:
 
 
 def measure(name: str, seed: int) -> dict[str, Any]:
-    """What one seed learned: rewards of each step, and scores on held-out tasks by step, for each actor."""
-    out, curve, before = ROOT / f"runs/curves/{name}_{seed}", CURVES[name], resource.getrusage(resource.RUSAGE_CHILDREN)
+    """What one seed learned: rewards of each step, and scores on held-out tasks by step, for each
+    actor."""
+    out, curve, before = (
+        ROOT / f"runs/curves/{name}_{seed}",
+        CURVES[name],
+        resource.getrusage(resource.RUSAGE_CHILDREN),
+    )
     prepare(name, seed, out)
     for command in commands(name, seed):
         run(f"rl_core.train {command}")
@@ -298,7 +343,11 @@ def measure(name: str, seed: int) -> dict[str, Any]:
     spent = sum(getattr(after, kind) - getattr(before, kind) for kind in ("ru_utime", "ru_stime"))
     found: dict[str, Any] = {"date": str(date.today()), "cpu_s": round(spent)}
     for actor in curve.habits:
-        rewards = {row["step"]: round(row[key], 3) for row in steps if (key := f"rollout/{actor}/reward_mean") in row}
+        rewards = {
+            row["step"]: round(row[key], 3)
+            for row in steps
+            if (key := f"rollout/{actor}/reward_mean") in row
+        }
         keys = [f"eval/eval/{actor}/{curve.score}", f"eval/{name}/{actor}/{curve.score}"]
         keys += [f"eval/{name}/{curve.score}", f"eval/eval/{curve.score}"]
         scores = {row["step"]: round(row[key], 3) for row in steps for key in keys if key in row}
@@ -315,12 +364,18 @@ def draw(name: str, seeds: dict[str, Any], file: Path) -> None:
         for actor, style in zip(CURVES[name].habits, ("-", "--", ":"), strict=False):
             reward, held_out = found[actor]["reward"], found[actor]["held_out"]
             means = [
-                sum(reward[max(0, n - 9) : n + 1]) / len(reward[max(0, n - 9) : n + 1]) for n in range(len(reward))
+                sum(reward[max(0, n - 9) : n + 1]) / len(reward[max(0, n - 9) : n + 1])
+                for n in range(len(reward))
             ]
             label = f"{actor}, seed {seed}"
             left.plot(range(1, len(means) + 1), means, style, color=f"C{number}", label=label)
             right.plot(
-                [int(s) for s in held_out], held_out.values(), style, color=f"C{number}", marker="o", label=label
+                [int(s) for s in held_out],
+                held_out.values(),
+                style,
+                color=f"C{number}",
+                marker="o",
+                label=label,
             )
     left.set(title=f"{name}: reward, mean of 10 steps", xlabel="step")
     right.set(title=f"held-out tasks: {CURVES[name].score}", xlabel="step")
@@ -331,7 +386,9 @@ def draw(name: str, seeds: dict[str, Any], file: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="+", choices=CURVES, metavar="NAME", help=", ".join(CURVES))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--out", default=str(ROOT / "docs/curves"))
@@ -339,9 +396,17 @@ def main() -> int:
     out, flat = Path(args.out), []
     out.mkdir(parents=True, exist_ok=True)
     for name in args.names:
-        result = {"environment": name, "commands": commands(name, "SEED"), "score": CURVES[name].score, "seeds": {}}
+        result = {
+            "environment": name,
+            "commands": commands(name, "SEED"),
+            "score": CURVES[name].score,
+            "seeds": {},
+        }
         file = out / f"{name}.json"
-        if file.exists() and (before := json.loads(file.read_text()))["commands"] == result["commands"]:
+        if (
+            file.exists()
+            and (before := json.loads(file.read_text()))["commands"] == result["commands"]
+        ):
             result["seeds"] = before["seeds"]  # measured already
         seeds = result["seeds"]
         for seed in args.seeds.split(","):
@@ -352,7 +417,10 @@ def main() -> int:
             for actor in CURVES[name].habits:
                 first, *_, last = found[actor]["held_out"].values()
                 flat += [(name, seed)] * (last <= first)
-                print(f"{name} seed {seed} {actor}: {first:.2f} to {last:.2f} held out, {found['cpu_s']} CPU s")
+                print(
+                    f"{name} seed {seed} {actor}: {first:.2f} to {last:.2f} held out, "
+                    f"{found['cpu_s']} CPU s"
+                )
     if flat:
         print(f"did not rise: {flat}", file=sys.stderr)
     return 1 if flat else 0

@@ -1,18 +1,25 @@
-"""Writes the data of a demonstration: sft.jsonl to warm a model up, then train.jsonl and eval.jsonl to reinforce.
+"""Writes the data of a demonstration: sft.jsonl to warm a model up, then train.jsonl and eval.jsonl
+to reinforce.
 
     python scripts/demo_data.py --out data/sort --task sort
 
-sort         Sort five distinct digits. SFT shows a random order of them: the form of an answer, right only by chance
+sort         Sort five distinct digits. SFT shows a random order of them: the form of an answer,
+right only by chance
              (1 in 120), so that what the model can do afterwards, reinforcement learning taught it.
-calculator   Multiply with a tool. SFT shows 25 % right calls, 30 % calls with a wrong number and 45 % blind guesses;
+calculator   Multiply with a tool. SFT shows 25 % right calls, 30 % calls with a wrong number and 45
+% blind guesses;
              reinforcement learning finds out which of these habits pays.
-referential  Two actors, one warm-up each: bob.jsonl and alice.jsonl. Bob is shown to send a common code half of the time, and
-             Alice to heed it half of the time that she hears it; else both draw at random. Tasks come from the environment.
-tic_tac_toe  sft.jsonl: both seats of games in which every move is legal and drawn at random; train.jsonl: games against the
+referential  Two actors, one warm-up each: bob.jsonl and alice.jsonl. Bob is shown to send a common
+code half of the time, and
+             Alice to heed it half of the time that she hears it; else both draw at random. Tasks
+             come from the environment.
+tic_tac_toe  sft.jsonl: both seats of games in which every move is legal and drawn at random;
+train.jsonl: games against the
              random player. The environment evaluates, and has tasks of self-play.
 nim          The same of nim.
 
-Prompts come from the load_tasks of the task's environment in envs/; SFT uses only those of its training split.
+Prompts come from the load_tasks of the task's environment in envs/; SFT uses only those of its
+training split.
 """
 
 from __future__ import annotations
@@ -48,27 +55,40 @@ def calculator_demonstration(prompt: str, rng: random.Random) -> list[Message]:
     elif habit >= 0.25:
         b = rng.choice([x for x in range(2, 10) if x != b])
     call, result = f"<call>{a}*{b}</call>", str(a * b)
-    return [_says("user", prompt), _says("assistant", call), _says("tool", result), _says("assistant", result)]
+    return [
+        _says("user", prompt),
+        _says("assistant", call),
+        _says("tool", result),
+        _says("assistant", result),
+    ]
 
 
 def _says(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-TASKS = {"sort": ("sort_digits.py", sort_demonstration), "calculator": ("calculator.py", calculator_demonstration)}
+TASKS = {
+    "sort": ("sort_digits.py", sort_demonstration),
+    "calculator": ("calculator.py", calculator_demonstration),
+}
 GAMES = ("tic_tac_toe", "nim")
 
 
-def demo_data(task: str, seed: int, num_sft: int, num_train: int, num_eval: int) -> dict[str, list[dict]]:
-    """Rows of sft ({"messages"}), train and eval (as the environment gives them). sft and train repeat prompts once all
-    were used, each time in a new order; eval has at most as many rows as the environment holds out."""
+def demo_data(
+    task: str, seed: int, num_sft: int, num_train: int, num_eval: int
+) -> dict[str, list[dict]]:
+    """Rows of sft ({"messages"}), train and eval (as the environment gives them). sft and train
+    repeat prompts once all were used, each time in a new order; eval has at most as many rows as
+    the environment holds out."""
     env, demonstration = TASKS[task]
     load_tasks = runpy.run_path(str(ENVS / env))["load_tasks"]
     train = load_tasks("train")
     rng = random.Random(counter_seed(seed, task, "demonstrations"))
     sft_tasks = itertools.islice(_shuffles(train, seed, task, "sft"), num_sft)
     return {
-        "sft": [{"messages": demonstration(row["messages"][-1]["content"], rng)} for row in sft_tasks],
+        "sft": [
+            {"messages": demonstration(row["messages"][-1]["content"], rng)} for row in sft_tasks
+        ],
         "train": list(itertools.islice(_shuffles(train, seed, task, "train"), num_train)),
         "eval": load_tasks("eval")[:num_eval],
     }
@@ -81,7 +101,9 @@ def game_data(seed: int, num_sft: int) -> dict[str, list[dict]]:
     code = {seen: f"{(37 * n + 11) % 100:02d}" for n, seen in enumerate(objects)}
     rng = random.Random(counter_seed(seed, "referential", "demonstrations"))
     found: dict[str, list[dict]] = {"bob": [], "alice": []}
-    for number, row in enumerate(itertools.islice(_shuffles(env.load_tasks("train"), seed, "sft"), num_sft)):
+    for number, row in enumerate(
+        itertools.islice(_shuffles(env.load_tasks("train"), seed, "sft"), num_sft)
+    ):
         task = make_task(row, number, env.name, "train")
         sent = code[row["object"]] if rng.random() < 0.5 else f"{rng.randrange(100):02d}"
         found["bob"].append({"messages": [*env.opening(task, "bob"), _says("assistant", sent)]})
@@ -117,7 +139,8 @@ class RandomMover:
 
 
 def random_games(game: str, seed: int, num_sft: int, num_train: int) -> dict[str, list[dict]]:
-    """Rows of sft (a seat's conversation in a random game) and train (games against the random player)."""
+    """Rows of sft (a seat's conversation in a random game) and train (games against the random
+    player)."""
     env = runpy.run_path(str(ENVS / f"{game}.py"))
     mover = RandomMover(game, random.Random(counter_seed(seed, game, "demonstrations")))
     starts = [row for row in env["load_tasks"]("train") if not row.get("opening")]
@@ -136,12 +159,18 @@ def _shuffles(rows: list[dict], *seed: int | str) -> Iterator[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument("--task", required=True, choices=[*TASKS, "referential", *GAMES])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num_sft", type=int, default=32000, help="500 steps of 64 see each row once")
-    parser.add_argument("--num_train", type=int, default=3200, help="200 steps of 16 see each row once")
+    parser.add_argument(
+        "--num_sft", type=int, default=32000, help="500 steps of 64 see each row once"
+    )
+    parser.add_argument(
+        "--num_train", type=int, default=3200, help="200 steps of 16 see each row once"
+    )
     parser.add_argument("--num_eval", type=int, default=200)
     args = parser.parse_args()
     out = Path(args.out)
@@ -153,7 +182,9 @@ def main() -> None:
     else:
         data = demo_data(args.task, args.seed, args.num_sft, args.num_train, args.num_eval)
     for name, rows in data.items():
-        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        (out / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+        )
         print(f"wrote {out / name}.jsonl: {len(rows)} rows")
 
 

@@ -12,12 +12,18 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-BESIDE = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
+BESIDE = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+}
 
 
 def on_files(files: Files, config: Any) -> Files:
     for name, page in BESIDE.items():
-        files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
+        files.append(
+            File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8"))
+        )
     for file in sorted((ROOT / "envs").glob("*.py")):
         text = f"# envs/{file.name}\n\n````python\n{file.read_text(encoding='utf-8')}````\n"
         files.append(File.generated(config, f"envs/{file.stem}.md", content=text))

@@ -1,9 +1,10 @@
-"""What would wait for a GPU, or mix devices, found without one: steps of learner and engine on fake CUDA tensors, which have no
-values.
+"""What would wait for a GPU, or mix devices, found without one: steps of learner and engine on fake
+CUDA tensors, which have no values.
 
-Needs a CUDA build of torch and no GPU; scripts/fake_gpu_check.sh makes an environment with one. Prints a line for each check
-and, for one that fails, the line of rl_core where it read a value or met a tensor of another device. The exit status is the
-number of checks that failed. Not run: backward passes (gradients of zeros are put in their place), Triton's kernels, what
+Needs a CUDA build of torch and no GPU; scripts/fake_gpu_check.sh makes an environment with one.
+Prints a line for each check and, for one that fails, the line of rl_core where it read a value or
+met a tensor of another device. The exit status is the number of checks that failed. Not run:
+backward passes (gradients of zeros are put in their place), Triton's kernels, what
 --learner.offload phase moves, several devices.
 """
 
@@ -45,7 +46,12 @@ from rl_core.options.critic import Critic
 from rl_core.options.offload import activations_on_host
 from rl_core.types import PackedBatch, TrainingSample
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 SIZES |= {"intermediate_size": 96, "vocab_size": 512}
 FLAGS = "--model m --env_path e.py --out o --max_prompt_tokens 40 --max_tokens 60 --algorithm"
 
@@ -58,8 +64,14 @@ def samples(shared_prompt: bool) -> list[TrainingSample]:
             prompt = prompt if shared_prompt else [draw.randrange(512) for _ in prompt]
             ids = prompt + [draw.randrange(512) for _ in range(draw.randint(2, 9))]
             mask = [i >= len(prompt) for i in range(len(ids))]
-            values = {"rollout_logprobs": [-1.0] * len(ids), "policy_versions": [0] * len(ids), "advantages": mask}
-            found.append(TrainingSample(token_ids=ids, loss_mask=mask, group_id=str(group), **values))
+            values = {
+                "rollout_logprobs": [-1.0] * len(ids),
+                "policy_versions": [0] * len(ids),
+                "advantages": mask,
+            }
+            found.append(
+                TrainingSample(token_ids=ids, loss_mask=mask, group_id=str(group), **values)
+            )
     return found
 
 
@@ -72,13 +84,21 @@ SAMPLES = {False: samples(True), True: PAIRS}
 def on_gpu(batch: PackedBatch) -> PackedBatch:
     """The batch as learner.to_device() leaves it: cu_seqlens stay on the host."""
     values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-    moved = {n: torch.empty_like(x, device="cuda") for n, x in values.items() if isinstance(x, torch.Tensor)}
+    moved = {
+        n: torch.empty_like(x, device="cuda")
+        for n, x in values.items()
+        if isinstance(x, torch.Tensor)
+    }
     return dataclasses.replace(batch, **{n: x for n, x in moved.items() if n != "cu_seqlens"})
 
 
 def like(value: torch.Tensor) -> torch.Tensor:
     made = torch.empty_like(value, device="cuda")
-    return torch.nn.Parameter(made, value.requires_grad) if isinstance(value, torch.nn.Parameter) else made
+    return (
+        torch.nn.Parameter(made, value.requires_grad)
+        if isinstance(value, torch.nn.Parameter)
+        else made
+    )
 
 
 def make_policy(config=None, is_scoring: bool = False, has_lora: bool = False) -> PolicyModel:
@@ -100,13 +120,17 @@ def learner_forward(shared_prompt: bool = True, **how) -> None:
 
 
 def sliding_forward() -> None:
-    layers = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 6}
+    layers = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "use_sliding_window": True,
+        "sliding_window": 6,
+    }
     learner_forward(config=Qwen2Config(**SIZES, **layers, max_window_layers=1))
 
 
 class Update(TorchFunctionMode):
-    """Inside, a backward pass leaves each weight a gradient where the weight is, and a list of numbers may be read from the
-    device: all are 1. Each such read is counted."""
+    """Inside, a backward pass leaves each weight a gradient where the weight is, and a list of
+    numbers may be read from the device: all are 1. Each such read is counted."""
 
     def __init__(self, learner: Learner):
         super().__init__()
@@ -122,7 +146,8 @@ class Update(TorchFunctionMode):
         super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in (torch.stack, torch.cat):  # Fake tensors take single numbers of the CPU for those of any device.
+        # Fake tensors take single numbers of the CPU for those of any device.
+        if func in (torch.stack, torch.cat):
             devices = {tensor.device.type for tensor in args[0]}
             assert len(devices) == 1, devices
         if func is not torch.Tensor.backward:
@@ -137,7 +162,8 @@ class Update(TorchFunctionMode):
 
 
 class OffloadedPolicy(PolicyModel):
-    """--learner.offload always: its weights wait on the CPU, and come to the device for each forward."""
+    """--learner.offload always: its weights wait on the CPU, and come to the device for each
+    forward."""
 
     def forward(self, *args):
         plain = PlainForward(self)
@@ -179,19 +205,25 @@ def preset_step(name: str, *flags: str, config: PretrainedConfig | None = None) 
     learner = Learner(how, algorithm, policy, on_gpu_ranks, reference, critic)
     # Packing is work of the host, with values.
     with unset_fake_temporarily():
-        minibatches, _ = shard_samples(SAMPLES[algorithm.is_pairs], algorithm, how, learner.budget, on_cpu)
+        minibatches, _ = shard_samples(
+            SAMPLES[algorithm.is_pairs], algorithm, how, learner.budget, on_cpu
+        )
     for minibatch in minibatches:
         minibatch.batches = [on_gpu(batch) for batch in minibatch.batches]
     with Update(learner):
         learner.annotate(minibatches)
     with Update(learner) as update:
         metrics = learner.step(minibatches, 0)
-    assert update.reads == sum(m.value for name, m in metrics.items() if name.endswith("updates")), "waits too often"
+    assert update.reads == sum(
+        m.value for name, m in metrics.items() if name.endswith("updates")
+    ), "waits too often"
 
 
 def engine_step(is_decode: bool) -> None:
     with torch.device("cuda"), torch.no_grad():
-        model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES, head_dim=16), dtype=torch.bfloat16).eval()
+        model = AutoModelForCausalLM.from_config(
+            Qwen3Config(**SIZES, head_dim=16), dtype=torch.bfloat16
+        ).eval()
         slots, cache = SlotModel(model), SlotCache(4, 64)
         tokens, starts = torch.zeros(3, 7, dtype=torch.long), torch.zeros(3, dtype=torch.long)
         with slots.borrowed():
@@ -219,22 +251,37 @@ EXPERTS = {
     "head_dim": 16,
 }
 STEPS = {name: [name] for name in PRESETS} | {
-    "corrections": ["grpo", "--algo.correction", "sequence_mask", "--algo.kl_coef", "0.1", "--learner.epochs", "2"],
+    "corrections": [
+        "grpo",
+        "--algo.correction",
+        "sequence_mask",
+        "--algo.kl_coef",
+        "0.1",
+        "--learner.epochs",
+        "2",
+    ],
     "target KL": ["grpo", "--algo.target_kl", "1", "--learner.minibatches", "2"],
     "SGD": ["sft", "--optim.name", "sgd"],
 }
 for offload in ("none", "always"):
     for name, flags in STEPS.items():
-        CHECKS[f"step, offload {offload}: {name}"] = partial(preset_step, *flags, "--learner.offload", offload)
+        CHECKS[f"step, offload {offload}: {name}"] = partial(
+            preset_step, *flags, "--learner.offload", offload
+        )
     CHECKS[f"step, offload {offload}: mixture of experts"] = partial(
         preset_step, "grpo", "--learner.offload", offload, config=Qwen3MoeConfig(**SIZES, **EXPERTS)
     )
-CHECKS["step: activations offloaded"] = partial(preset_step, "grpo", "--learner.activations", "offload")
+CHECKS["step: activations offloaded"] = partial(
+    preset_step, "grpo", "--learner.activations", "offload"
+)
 
 
 def main() -> int:
     if torch.version.cuda is None:
-        sys.exit("error: this torch is no CUDA build; scripts/fake_gpu_check.sh makes an environment with one")
+        sys.exit(
+            "error: this torch is no CUDA build; scripts/fake_gpu_check.sh makes an environment "
+            "with one"
+        )
     logprobs.triton_kernels = lambda hidden: None  # which need a device
     num_failed = 0
     for name, check in CHECKS.items():
@@ -244,10 +291,22 @@ def main() -> int:
             print(f"ok      {name}", flush=True)
         except Exception as error:
             num_failed += 1
-            ours = [f for f in traceback.extract_tb(error.__traceback__) if "/rl_core/" in f.filename] or [None]
-            where = f"{ours[-1].filename.split('rl_core/')[-1]}:{ours[-1].lineno} {ours[-1].line}" if ours[-1] else ""
-            print(f"FAILED  {name}: {type(error).__name__} at {where}: {str(error).splitlines()[0][:150]}", flush=True)
-    print(f"torch {torch.__version__}: {len(CHECKS) - num_failed} of {len(CHECKS)} wait for no device")
+            ours = [
+                f for f in traceback.extract_tb(error.__traceback__) if "/rl_core/" in f.filename
+            ] or [None]
+            where = (
+                f"{ours[-1].filename.split('rl_core/')[-1]}:{ours[-1].lineno} {ours[-1].line}"
+                if ours[-1]
+                else ""
+            )
+            print(
+                f"FAILED  {name}: {type(error).__name__} at {where}: "
+                f"{str(error).splitlines()[0][:150]}",
+                flush=True,
+            )
+    print(
+        f"torch {torch.__version__}: {len(CHECKS) - num_failed} of {len(CHECKS)} wait for no device"
+    )
     return num_failed
 
 

@@ -1,5 +1,6 @@
-"""From an untrained model to one that sorts digits, cell by cell: `python scripts/first_run.py`, or as a notebook in an editor
-that knows `# %%` (VS Code, Spyder, jupytext). A CPU takes about a minute. `--short` trains a few steps only.
+"""From an untrained model to one that sorts digits, cell by cell: `python scripts/first_run.py`, or
+as a notebook in an editor that knows `# %%` (VS Code, Spyder, jupytext). A CPU takes about a
+minute. `--short` trains a few steps only.
 """
 
 # %% What is used. Tiny models gain nothing from more threads.
@@ -60,9 +61,13 @@ def reward_fn(completion, answer):
     return places / max(5, len(completion))
 
 
-rows = [{"prompt": prompt, "answer": "".join(sorted(prompt))} for prompt in (digits() for _ in range(1100))]
+rows = [
+    {"prompt": prompt, "answer": "".join(sorted(prompt))}
+    for prompt in (digits() for _ in range(1100))
+]
 
-# %% Learn from the reward (GRPO): eight answers to each prompt; those above their group's mean become likelier.
+# %% Learn from the reward (GRPO): eight answers to each prompt; those above their group's mean
+# become likelier.
 result = train(
     Config(
         model=warm.model,
@@ -80,11 +85,17 @@ result = train(
     eval_data=rows[1000:],
 )
 
-# %% Held-out prompts: the mean reward, and the share that is wholly right, before, halfway and after.
+# %% Held-out prompts: the mean reward, and the share that is wholly right, before, halfway and
+# after.
 for line in result.history:
-    found = {name.rpartition("/")[2]: value for name, value in line.items() if name.startswith("eval/")}
+    found = {
+        name.rpartition("/")[2]: value for name, value in line.items() if name.startswith("eval/")
+    }
     if found:
-        print(f"step {line['step']:>3}  score {found['greedy_score']:.2f}  right {found['greedy_pass']:.2f}")
+        print(
+            f"step {line['step']:>3}  score {found['greedy_score']:.2f}  right "
+            f"{found['greedy_pass']:.2f}"
+        )
 
 # %% Curves: OUT/grpo/curves.png. What a metric is: rl-core info metrics NAME.
 rl_core(["plot", str(OUT / "grpo")])

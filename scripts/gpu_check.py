@@ -1,12 +1,17 @@
-"""Every GPU run, test and benchmark of the project in one command: a table on the terminal, JSON and logs in a folder.
+"""Every GPU run, test and benchmark of the project in one command: a table on the terminal, JSON
+and logs in a folder.
 
-    python scripts/gpu_check.py --out gpu_check                     all of it, the most telling first
-    python scripts/gpu_check.py --out gpu_check --budget_s 580      what fits in ten minutes; the next call goes on
-    python scripts/gpu_check.py --out gpu_check --only tests        these stages, also if they are done
+    python scripts/gpu_check.py --out gpu_check                     all of it, the most telling
+    first
+    python scripts/gpu_check.py --out gpu_check --budget_s 580      what fits in ten minutes; the
+    next call goes on
+    python scripts/gpu_check.py --out gpu_check --only tests        these stages, also if they are
+    done
 
-Needs torch, triton, transformers and peft alone; runs with SGLang need that too. Each stage is a process of its own, of at most
-eight minutes. A stage that fails does not stop the others and is not repeated. not_reached.txt names the stages without a
-result, with the reason. The exit status is the number of stages that failed, once none is left for another call.
+Needs torch, triton, transformers and peft alone; runs with SGLang need that too. Each stage is a
+process of its own, of at most eight minutes. A stage that fails does not stop the others and is not
+repeated. not_reached.txt names the stages without a result, with the reason. The exit status is the
+number of stages that failed, once none is left for another call.
 """
 
 from __future__ import annotations
@@ -37,7 +42,8 @@ PACKAGES = [
 ]
 LIMIT_S = 480  # of a stage at most
 GO_ON = 75  # exit status: the budget is used up, the same command goes on
-MODEL = {"hidden": 1024, "layers": 8, "heads": 16}  # random weights; heads of the size that kernels are made for
+# Random weights; heads of the size that kernels are made for.
+MODEL = {"hidden": 1024, "layers": 8, "heads": 16}
 SIZES = "--max_tokens 64 --max_prompt_tokens 64 --tasks_per_step 16 --group_size 8 --num_steps 3"
 # Rewards that differ, so that every step updates.
 ENV = """
@@ -62,8 +68,13 @@ def stages(out: Path) -> dict[str, Stage]:
     """By name, the most telling first."""
 
     def run(name: str, flags: str, num_gpus: int = 1, package: str = "") -> Stage:
-        torchrun = f"-m torch.distributed.run --standalone --nproc_per_node {num_gpus} -m rl_core.train"
-        command = f"{torchrun} --model {out}/model --env_path {out}/env.py --out {out}/runs/{name} {SIZES} {flags}"
+        torchrun = (
+            f"-m torch.distributed.run --standalone --nproc_per_node {num_gpus} -m rl_core.train"
+        )
+        command = (
+            f"{torchrun} --model {out}/model --env_path {out}/env.py --out {out}/runs/{name} "
+            f"{SIZES} {flags}"
+        )
         return Stage(arguments=command.split(), limit_s=300, num_gpus=num_gpus, package=package)
 
     def bench(name: str, flags: str, result: str = "") -> Stage:
@@ -72,15 +83,25 @@ def stages(out: Path) -> dict[str, Stage]:
 
     tests = f"-m pytest -q -m gpu -p no:cacheprovider --junit-xml={out}/tests.xml {ROOT}/tests"
     return {
-        # No flag says how: SGLang, --attention auto beside its flash-attn, bf16; engines sleep for evaluation and saving.
+        # No flag says how: SGLang, --attention auto beside its flash-attn, bf16; engines sleep for
+        # evaluation and saving.
         "sglang": run("sglang", f"--engine sglang {EVALUATED}", package="sglang"),
-        "sglang_phase": run("sglang_phase", f"--engine sglang --learner.offload phase {EVALUATED}", package="sglang"),
+        "sglang_phase": run(
+            "sglang_phase", f"--engine sglang --learner.offload phase {EVALUATED}", package="sglang"
+        ),
         "embedded": run("embedded", f"--engine embedded {EVALUATED}"),
         "offload_always": run("offload_always", "--engine embedded --learner.offload always"),
         "nccl": run("nccl", f"--engine embedded {EVALUATED}", num_gpus=2),
         "tests": Stage(arguments=tests.split()),
-        "offload_ppo": run("offload_ppo", "--engine embedded --learner.offload always --algorithm ppo"),
-        "nccl_sglang": run("nccl_sglang", f"--engine sglang --engine_tp 2 {EVALUATED}", num_gpus=2, package="sglang"),
+        "offload_ppo": run(
+            "offload_ppo", "--engine embedded --learner.offload always --algorithm ppo"
+        ),
+        "nccl_sglang": run(
+            "nccl_sglang",
+            f"--engine sglang --engine_tp 2 {EVALUATED}",
+            num_gpus=2,
+            package="sglang",
+        ),
         "sync": bench("sync", "--cycles 50"),
         "logprobs": bench("logprobs", "--device cuda"),
         "memory": bench("memory", "--device cuda"),
@@ -96,7 +117,11 @@ def machine() -> dict:
     found = {d.name: d.version for d in importlib.metadata.distributions() if d.name in PACKAGES}
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     names = [f"{g.name}, {g.total_memory / (1 << 30):.0f} GiB" for g in gpus]
-    when = {"date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0], "cuda": torch.version.cuda}
+    when = {
+        "date": time.strftime("%Y-%m-%d"),
+        "python": sys.version.split()[0],
+        "cuda": torch.version.cuda,
+    }
     return when | {"gpus": names, "packages": found}
 
 
@@ -111,12 +136,21 @@ def prepare(out: Path) -> None:
 
 
 def run_stage(stage: Stage, log: Path) -> dict:
-    """How it ended. What it prints goes to the terminal and to the log; at the deadline it and its children are killed."""
+    """How it ended. What it prints goes to the terminal and to the log; at the deadline it and its
+    children are killed."""
     began = time.monotonic()
-    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(
+        filter(None, [str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH")])
+    )
     env = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     with open(log, "w") as file:
-        how = {"cwd": ROOT, "env": env, "stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
+        how = {
+            "cwd": ROOT,
+            "env": env,
+            "stdout": file,
+            "stderr": subprocess.STDOUT,
+            "start_new_session": True,
+        }
         process = subprocess.Popen([sys.executable, *stage.arguments], **how)
         try:
             code = process.wait(stage.limit_s)
@@ -130,7 +164,11 @@ def run_stage(stage: Stage, log: Path) -> dict:
     text = log.read_text(errors="replace")
     print(text, flush=True)
     last = (text.strip().splitlines() or ["printed nothing"])[-1]
-    return {"status": status, "seconds": round(time.monotonic() - began, 1), "last_line": last[:200]}
+    return {
+        "status": status,
+        "seconds": round(time.monotonic() - began, 1),
+        "last_line": last[:200],
+    }
 
 
 def lacking(stage: Stage, facts: dict) -> str:
@@ -145,8 +183,8 @@ def lacking(stage: Stage, facts: dict) -> str:
 def run_all(
     wanted: dict[str, Stage], results: dict[str, dict], facts: dict, out: Path, budget_s: float
 ) -> dict[str, str]:
-    """Runs the stages that have no result yet and fit in the budget, and writes all results after each. Returns those that
-    were not reached, with the reason."""
+    """Runs the stages that have no result yet and fit in the budget, and writes all results after
+    each. Returns those that were not reached, with the reason."""
     began, not_reached = time.monotonic(), {}
     for name, stage in wanted.items():
         if name in results:
@@ -161,7 +199,9 @@ def run_all(
         print(f"== {name}", flush=True)
         shutil.rmtree(out / "runs" / name, ignore_errors=True)  # of a call that was killed
         results[name] = run_stage(stage, out / f"{name}.log")
-        (out / "summary.json").write_text(json.dumps({"machine": facts, "stages": results}, indent=2))
+        (out / "summary.json").write_text(
+            json.dumps({"machine": facts, "stages": results}, indent=2)
+        )
     lines = [f"{name}: {reason}\n" for name, reason in not_reached.items()]
     (out / "not_reached.txt").write_text("".join(lines))
     return not_reached
@@ -175,12 +215,21 @@ def earlier_results(out: Path, again: list[str]) -> dict[str, dict]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for JSON and logs")
     parser.add_argument(
-        "--only", nargs="+", default=[], choices=list(stages(Path())), metavar="STAGE", help="of: %(choices)s"
+        "--only",
+        nargs="+",
+        default=[],
+        choices=list(stages(Path())),
+        metavar="STAGE",
+        help="of: %(choices)s",
     )
-    parser.add_argument("--budget_s", type=float, default=7200, help="no stage begins that might end later")
+    parser.add_argument(
+        "--budget_s", type=float, default=7200, help="no stage begins that might end later"
+    )
     args = parser.parse_args()
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,8 @@ Any language with a gRPC library can do the same from rl_core/service/environmen
     rl-core serve envs/calculator.py --port 50051
     python scripts/grpc_client.py --address 127.0.0.1:50051 --env calculator
 
-An agent of your own takes the place of `reply`. A token is read from the variable RL_CORE_SERVICE_TOKEN.
+An agent of your own takes the place of `reply`. A token is read from the variable
+RL_CORE_SERVICE_TOKEN.
 """
 
 import argparse
@@ -60,7 +61,9 @@ def main():
     metadata = [("authorization", f"Bearer {token}")] if token else []
     with grpc.insecure_channel(args.address) as channel:
         stub = services.EnvironmentsStub(channel)
-        tasks = stub.Tasks(pb.TasksRequest(env=args.env, split="train", count=args.episodes), metadata=metadata)
+        tasks = stub.Tasks(
+            pb.TasksRequest(env=args.env, split="train", count=args.episodes), metadata=metadata
+        )
         print(f"{tasks.total} tasks")
         for index in range(len(tasks.rows)):
             messages, parts, reward = play(stub, pb, metadata, args.env, f"train/{index}")

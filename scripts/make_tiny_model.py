@@ -1,10 +1,12 @@
-"""Makes a tiny untrained language model with a tokenizer and a chat template, for laptops, tests and benchmarks.
+"""Makes a tiny untrained language model with a tokenizer and a chat template, for laptops, tests
+and benchmarks.
 
     python scripts/make_tiny_model.py --out models/tiny
-    python scripts/make_tiny_model.py --out models/small --hidden 192 --layers 5 --bpe_text train.jsonl
+    python scripts/make_tiny_model.py --out models/small --hidden 192 --layers 5 --bpe_text
+    train.jsonl
 
-The first has 0.1M parameters and one token per printable ASCII character; the second has 3M and 4096
-byte-level BPE tokens trained on the given text.
+The first has 0.1M parameters and one token per printable ASCII character; the second has 3M and
+4096 byte-level BPE tokens trained on the given text.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rl_core.tools.tiny_model import ARCHITECTURES, CHARACTERS, SPECIALS, make_tiny_model, with_chat_template
+from rl_core.tools.tiny_model import (
+    ARCHITECTURES,
+    CHARACTERS,
+    SPECIALS,
+    make_tiny_model,
+    with_chat_template,
+)
 
 __all__ = ["CHARACTERS", "make_tiny_model"]
 
@@ -34,8 +42,8 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int = 4096):
 
 
 def read_texts(path: str | Path) -> Iterator[str]:
-    """Every text of a file: the string columns of a .jsonl file (messages included), or the lines of any other; .gz is
-    unpacked."""
+    """Every text of a file: the string columns of a .jsonl file (messages included), or the lines
+    of any other; .gz is unpacked."""
     path = Path(path)
     opener = gzip.open if path.suffix == ".gz" else open
     is_jsonl = path.name.removesuffix(".gz").endswith(".jsonl")
@@ -50,14 +58,20 @@ def read_texts(path: str | Path) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument("--hidden", type=int, default=64, help="width")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=4, help="query heads; half as many key and value heads")
+    parser.add_argument(
+        "--heads", type=int, default=4, help="query heads; half as many key and value heads"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
     parser.add_argument("--arch", default="qwen3", choices=ARCHITECTURES)
-    parser.add_argument("--bpe_text", nargs="+", help="train a BPE tokenizer on these .txt, .jsonl or .gz files")
+    parser.add_argument(
+        "--bpe_text", nargs="+", help="train a BPE tokenizer on these .txt, .jsonl or .gz files"
+    )
     parser.add_argument("--vocab_size", type=int, default=4096, help="of that tokenizer")
     args = parser.parse_args()
     from transformers.utils.logging import disable_progress_bar
@@ -65,9 +79,13 @@ def main() -> None:
     disable_progress_bar()  # two bars for a file of half a megabyte
     tokenizer = None
     if args.bpe_text:
-        tokenizer = bpe_tokenizer((text for path in args.bpe_text for text in read_texts(path)), args.vocab_size)
+        tokenizer = bpe_tokenizer(
+            (text for path in args.bpe_text for text in read_texts(path)), args.vocab_size
+        )
     try:
-        make_tiny_model(args.out, args.hidden, args.layers, args.heads, args.seed, args.arch, tokenizer)
+        make_tiny_model(
+            args.out, args.hidden, args.layers, args.heads, args.seed, args.arch, tokenizer
+        )
     except ValueError as error:
         parser.error(str(error))
     print(f"wrote {args.out}")

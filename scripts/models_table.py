@@ -3,8 +3,9 @@
     python scripts/models_table.py --out docs/models.md
     python scripts/models_table.py gemma2 gpt_oss          # prints these rows
 
-Each family is a tiny random model of its own configuration class. One SFT step, two GRPO steps and two GRPO steps with
-adapters are runs of rl_core.train. Numbers in the table are differences in nats.
+Each family is a tiny random model of its own configuration class. One SFT step, two GRPO steps and
+two GRPO steps with adapters are runs of rl_core.train. Numbers in the table are differences in
+nats.
 """
 
 from __future__ import annotations
@@ -30,27 +31,80 @@ from rl_core.learning.loading import model_class
 from rl_core.tools.tiny_model import character_tokenizer
 from rl_core.train import main as train
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "vocab_size": 104}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+SIZES |= {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "vocab_size": 104,
+}
 SIZES |= {"pad_token_id": 0, "bos_token_id": 3, "eos_token_id": 1, "initializer_range": 0.1}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "num_experts": 4}
-EXPERTS |= {"n_routed_experts": 4, "num_local_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1}
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+EXPERTS = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts": 4,
+}
+EXPERTS |= {
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
 LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_ssm": 128, "mamba_d_state": 8, "mamba_n_groups": 1}
-VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_ssm": 128,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 WINDOW = {"sliding_window": 5}
 VISION |= {"image_size": 28, "patch_size": 14, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
 PROJECTOR = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
 CHUNKS = {"attention_chunk_size": 5, "intermediate_size_mlp": 96}
 LAYERS = ["linear_attention", "full_attention"]
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
-PARTIAL_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
-# model type -> what differs from SIZES; dropout, caps and scales are set so that leaving them out would show. What a family's
-# configuration does not have is left out of it.
+PARTIAL_ROPE = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+}
+# model type -> what differs from SIZES; dropout, caps and scales are set so that leaving them out
+# would show. What a family's configuration does not have is left out of it.
 FAMILIES = {
-    **{name: {} for name in ("llama", "qwen2", "qwen3", "gemma", "smollm3", "olmo2", "glm", "glm4", "ernie4_5")},
+    **{
+        name: {}
+        for name in (
+            "llama",
+            "qwen2",
+            "qwen3",
+            "gemma",
+            "smollm3",
+            "olmo2",
+            "glm",
+            "glm4",
+            "ernie4_5",
+        )
+    },
     **{name: {} for name in ("hunyuan_v1_dense", "apertus", "nemotron", "bloom")},
     **dict.fromkeys(("mistral", "ministral", "ministral3", "gemma3_text", "olmo3"), WINDOW),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe"), EXPERTS),
@@ -82,18 +136,39 @@ FAMILIES = {
     "llama4_text": EXPERTS | CHUNKS,
     "gemma3": {"text_config": SIZES, "vision_config": VISION},
     "qwen2_5_vl": {"text_config": SIZES | MROPE, "vision_config": VISION},
-    "qwen3_vl": {"text_config": SIZES | MROPE, "vision_config": VISION | {"deepstack_visual_indexes": [0]}},
-    "qwen3_5": {"text_config": SIZES | LINEAR | MROPE | {"layer_types": LAYERS}, "vision_config": VISION},
-    "mistral3": {"text_config": SIZES | WINDOW | {"model_type": "mistral"}, "vision_config": VISION},
+    "qwen3_vl": {
+        "text_config": SIZES | MROPE,
+        "vision_config": VISION | {"deepstack_visual_indexes": [0]},
+    },
+    "qwen3_5": {
+        "text_config": SIZES | LINEAR | MROPE | {"layer_types": LAYERS},
+        "vision_config": VISION,
+    },
+    "mistral3": {
+        "text_config": SIZES | WINDOW | {"model_type": "mistral"},
+        "vision_config": VISION,
+    },
     "llama4": {"text_config": SIZES | EXPERTS | CHUNKS, "vision_config": VISION | PROJECTOR},
 }
 MARK = "<!-- What follows is written by scripts/models_table.py. -->"
 COLUMNS = ("forward", "SFT", "GRPO", "LoRA", "export", "reload", "engine")
 TALK = [("say", "12 34"), ("again", "5"), ("more", "678 9 0"), ("end", "1")]
-ROWS = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in TALK]
+ROWS = [
+    {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
+    for a, b in TALK
+]
 ENV = 'def load_tasks(split): return [{"prompt": str(n)} for n in range(8)]\n'
 ENV += "def reward_fn(completion): return sum(map(ord, completion)) / 1000\n"
-LIMITS = ["--max_prompt_tokens", 24, "--max_tokens", 12, "--tasks_per_step", 4, "--optim.lr", "1e-2"]
+LIMITS = [
+    "--max_prompt_tokens",
+    24,
+    "--max_tokens",
+    12,
+    "--tasks_per_step",
+    4,
+    "--optim.lr",
+    "1e-2",
+]
 
 
 def family_config(name: str) -> PretrainedConfig:
@@ -105,14 +180,18 @@ def family_config(name: str) -> PretrainedConfig:
 
 
 def known_to(config: PretrainedConfig, sizes: dict) -> dict:
-    """The sizes that configurations of this class have. transformers keeps any others too, and code that reads them would
-    work here and nowhere else."""
-    names = {field.name for field in dataclasses.fields(config)} | {"model_type", *config.attribute_map}
+    """The sizes that configurations of this class have. transformers keeps any others too, and code
+    that reads them would work here and nowhere else."""
+    names = {field.name for field in dataclasses.fields(config)} | {
+        "model_type",
+        *config.attribute_map,
+    }
     return {name: value for name, value in sizes.items() if name in names}
 
 
 def make_family(folder: Path, name: str):
-    """Saves a model of random weights, and gives the tokenizer. Biases and norms are random, so that leaving one out shows."""
+    """Saves a model of random weights, and gives the tokenizer. Biases and norms are random, so
+    that leaving one out shows."""
     torch.manual_seed(0)
     config = family_config(name)
     model = from_config(model_class(config), config)
@@ -137,7 +216,9 @@ def load_plain(folder: Path):
 
 
 def plain_logprobs(model, prompt: list[int], completion: list[int]):
-    logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[
+        0, len(prompt) - 1 : -1
+    ]
     return logits.float().log_softmax(-1)[range(len(completion)), completion]
 
 
@@ -145,19 +226,25 @@ def plain_loss(folder: Path, tokenizer) -> tuple[float, float]:
     """Mean loss over the trained tokens of ROWS, and the norm of its gradient."""
     model, logprobs = load_plain(folder), []
     for row in ROWS:
-        prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True)["input_ids"]
+        prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True)[
+            "input_ids"
+        ]
         ids = tokenizer.apply_chat_template(row["messages"])["input_ids"]
         logprobs.append(plain_logprobs(model, prompt, ids[len(prompt) :]))
     loss = -torch.cat(logprobs).mean()
     loss.backward()
-    return loss.item(), torch.nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None).item()
+    return loss.item(), torch.nn.utils.get_total_norm(
+        p.grad for p in model.parameters() if p.grad is not None
+    ).item()
 
 
 def run(folder: Path, out: str, *flags) -> list[dict]:
     """The metrics of each step. Raises ValueError with the run's last line if it fails."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        code = train([str(x) for x in ("--model", folder / "model", "--out", folder / out, *LIMITS, *flags)])
+        code = train(
+            [str(x) for x in ("--model", folder / "model", "--out", folder / out, *LIMITS, *flags)]
+        )
     lines = said.getvalue().splitlines()
     if code:
         raise ValueError(lines[-1].removeprefix("error: ").replace(f"{folder}/", ""))
@@ -170,17 +257,28 @@ def try_family(folder: Path, name: str) -> tuple[dict[str, str], list[str]]:
     row, reasons, tokenizer = dict.fromkeys(COLUMNS, "-"), [], make_family(folder / "model", name)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / "env.py").write_text(ENV)
-    sft = ["--algorithm", "sft", "--data.train", folder / "rows.jsonl", "--data.eval", folder / "rows.jsonl"]
+    sft = [
+        "--algorithm",
+        "sft",
+        "--data.train",
+        folder / "rows.jsonl",
+        "--data.eval",
+        folder / "rows.jsonl",
+    ]
     grpo = ["--env_path", folder / "env.py", "--group_size", 2, "--num_steps", 2]
 
     def attempt(column: str, difference) -> None:
         try:
             found = difference()
-            row[column] = found if isinstance(found, str) else f"{found:.0e}" if found >= 1e-7 else "0"
+            row[column] = (
+                found if isinstance(found, str) else f"{found:.0e}" if found >= 1e-7 else "0"
+            )
             if not isinstance(found, str) and found > 1e-4:
                 reasons.append(f"{column} differs by {found:.2g}")
         except Exception as error:
-            reason = f"{type(error).__name__}: " * (not isinstance(error, ValueError)) + " ".join(str(error).split())
+            reason = f"{type(error).__name__}: " * (not isinstance(error, ValueError)) + " ".join(
+                str(error).split()
+            )
             reasons.extend([reason] * (reason not in reasons))
             row[column] = "**no**"
 
@@ -197,8 +295,13 @@ def try_family(folder: Path, name: str) -> tuple[dict[str, str], list[str]]:
         with zstandard.open(folder / "grpo/rollouts/step_000001.jsonl.zst", "rt") as lines:
             turns = [turn for line in lines for turn in json.loads(line)["turns"]]
         for turn in turns:
-            ids, logprobs = turn["completion"]["token_ids"], torch.tensor(turn["completion"]["logprobs"])
-            differences.append((plain_logprobs(model, turn["new_ids"], ids) - logprobs).abs().max().item())
+            ids, logprobs = (
+                turn["completion"]["token_ids"],
+                torch.tensor(turn["completion"]["logprobs"]),
+            )
+            differences.append(
+                (plain_logprobs(model, turn["new_ids"], ids) - logprobs).abs().max().item()
+            )
         return max(differences)
 
     def trained() -> float:
@@ -208,8 +311,12 @@ def try_family(folder: Path, name: str) -> tuple[dict[str, str], list[str]]:
         return max(abs(before["eval/loss"] - loss), abs(step["learn/policy/grad_norm"] / norm - 1))
 
     def exported() -> str:
-        before, after = (load_file(folder / name / "model.safetensors") for name in ("model", "sft/hf/policy"))
-        before, after = ({(name, value.shape) for name, value in x.items()} for x in (before, after))
+        before, after = (
+            load_file(folder / name / "model.safetensors") for name in ("model", "sft/hf/policy")
+        )
+        before, after = (
+            {(name, value.shape) for name, value in x.items()} for x in (before, after)
+        )
         if before != after:
             raise ValueError(f"the export differs from the checkpoint in {min(before ^ after)[0]}")
         return "yes"
@@ -230,13 +337,20 @@ def try_family(folder: Path, name: str) -> tuple[dict[str, str], list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", help="model types of transformers; by default all of FAMILIES")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "families", nargs="*", help="model types of transformers; by default all of FAMILIES"
+    )
     parser.add_argument("--out", help="file to write")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    lines = ["| family | " + " | ".join(COLUMNS) + " | what is missing |", "|---" * (len(COLUMNS) + 2) + "|"]
+    lines = [
+        "| family | " + " | ".join(COLUMNS) + " | what is missing |",
+        "|---" * (len(COLUMNS) + 2) + "|",
+    ]
     for name in args.families or FAMILIES:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
             row, reasons = try_family(Path(folder), name)
@@ -245,10 +359,12 @@ def main() -> None:
     if args.out:
         about = Path(args.out).read_text().partition(MARK)[0]
         versions = (
-            f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
+            f"torch {torch.__version__}, transformers {transformers.__version__}, Python "
+            f"{platform.python_version()}"
         )
         lines[:0] = [
-            f"`python scripts/models_table.py --out {args.out}`, {datetime.now(UTC):%Y-%m-%d}, fp32 on a CPU, {versions}.",
+            f"`python scripts/models_table.py --out {args.out}`, {datetime.now(UTC):%Y-%m-%d}, "
+            f"fp32 on a CPU, {versions}.",
             "",
         ]
         Path(args.out).write_text(about + MARK + "\n\n" + "\n".join(lines) + "\n")

@@ -3,7 +3,8 @@
 runs/quickstart/grpo         scripts/quickstart.sh
 runs/quickstart/grpo_seed_1  the same command with --seed 1 and this --out
 runs/game                    docs/actors.md, two models that agree on a code
-runs/duel                    envs/tic_tac_toe.py with two actors, and `rl-core replay runs/duel --step 20 --tokens`
+runs/duel                    envs/tic_tac_toe.py with two actors, and `rl-core replay runs/duel
+--step 20 --tokens`
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from pathlib import Path
 from playwright.sync_api import Browser, Page, sync_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
-QUIET = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync --no-first-run"
+QUIET = (
+    "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update "
+    "--disable-sync --no-first-run"
+)
 
 
 @contextmanager
@@ -38,8 +42,12 @@ def main() -> None:
     out = ROOT / "docs/pictures"
     out.mkdir(exist_ok=True)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=QUIET.split())
-        with viewed(browser, "light", "runs/quickstart/grpo", "runs/quickstart/grpo_seed_1") as page:
+        browser = playwright.chromium.launch(
+            executable_path="/usr/bin/chromium", args=QUIET.split()
+        )
+        with viewed(
+            browser, "light", "runs/quickstart/grpo", "runs/quickstart/grpo_seed_1"
+        ) as page:
             page.get_by_label("Smoothing").fill("0.6")
             page.hover("[data-title=reward] .u-over", position={"x": 150, "y": 60})
             page.screenshot(path=out / "view_curves.png")

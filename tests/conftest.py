@@ -1,5 +1,5 @@
-"""What several test files need: tiny real models, real data, and real ranks. Session fixtures are made once, whichever of
-pytest's workers needs them first."""
+"""What several test files need: tiny real models, real data, and real ranks. Session fixtures are
+made once, whichever of pytest's workers needs them first."""
 
 from __future__ import annotations
 
@@ -17,16 +17,24 @@ from filelock import FileLock
 
 ROOT = Path(__file__).parent.parent
 
-# Set before torch is imported: tiny models gain nothing from more threads, and parallel ranks share the cores.
+# Set before torch is imported: tiny models gain nothing from more threads, and parallel ranks share
+# the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else a page for each tiny model that is loaded
+# Else a page for each tiny model that is loaded.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run long learning runs and benchmarks too")
-    parser.addoption("--golden-write", action="store_true", help="write tests/golden/ anew, of runs that -k chooses")
+    parser.addoption(
+        "--slow", action="store_true", help="run long learning runs and benchmarks too"
+    )
+    parser.addoption(
+        "--golden-write",
+        action="store_true",
+        help="write tests/golden/ anew, of runs that -k chooses",
+    )
 
 
 # Files that take longest begin first, so that no worker is left with one at the end.
@@ -35,7 +43,8 @@ LONG = {f"test_{name}.py": n for n, name in enumerate(LONGEST)}
 
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: LONG.get(item.path.name, len(LONG)))  # stable: the rest keeps its order
+    # Stable: the rest keeps its order.
+    items.sort(key=lambda item: LONG.get(item.path.name, len(LONG)))
     if not config.option.slow:
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
@@ -51,14 +60,17 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish(session):
     """Ranks are forked from a process that is made here, before any test starts a thread."""
-    needs_ranks = "kit" in sys.modules or any("torchrun" in item.fixturenames for item in session.items)
+    needs_ranks = "kit" in sys.modules or any(
+        "torchrun" in item.fixturenames for item in session.items
+    )
     if session.items and needs_ranks and not session.config.option.collectonly:
         import kit
 
         kit.start_server()
 
 
-# Continuous integration names the reasons for which a test may be skipped there. Any other skip fails.
+# Continuous integration names the reasons for which a test may be skipped there. Any other skip
+# fails.
 MAY_SKIP = os.environ.get("RL_CORE_MAY_SKIP")
 
 
@@ -75,7 +87,10 @@ def pytest_make_collect_report(collector):
 def without_skip(report):
     is_skip = report.skipped and not hasattr(report, "wasxfail")
     if MAY_SKIP and is_skip and not re.search(MAY_SKIP, str(report.longrepr)):
-        report.outcome, report.longrepr = "failed", f"skipped where nothing may be: {report.longrepr}"
+        report.outcome, report.longrepr = (
+            "failed",
+            f"skipped where nothing may be: {report.longrepr}",
+        )
     return report
 
 
@@ -88,9 +103,12 @@ def one_torch_thread():
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory):
-    """made_once(name, make) -> the path of that name, which make(path) made for all workers of this session."""
+    """made_once(name, make) -> the path of that name, which make(path) made for all workers of this
+    session."""
     folder = tmp_path_factory.getbasetemp()
-    folder = folder.parent / "made_once" if "PYTEST_XDIST_WORKER" in os.environ else folder / "made_once"
+    folder = (
+        folder.parent / "made_once" if "PYTEST_XDIST_WORKER" in os.environ else folder / "made_once"
+    )
     folder.mkdir(exist_ok=True)
 
     def get(name: str, make: Callable[[Path], object]) -> Path:
@@ -110,7 +128,9 @@ def make_model(made_once):
     """make_model(arch="qwen3", hidden=64, layers=2, heads=4, seed=0) -> folder of such a model."""
     from make_tiny_model import make_tiny_model
 
-    def make(arch: str = "qwen3", hidden: int = 64, layers: int = 2, heads: int = 4, seed: int = 0) -> Path:
+    def make(
+        arch: str = "qwen3", hidden: int = 64, layers: int = 2, heads: int = 4, seed: int = 0
+    ) -> Path:
         name = f"{arch}_{hidden}x{layers}_{heads}_{seed}"
         return made_once(name, lambda out: make_tiny_model(out, hidden, layers, heads, seed, arch))
 
@@ -134,13 +154,16 @@ def data_dir() -> Path:
     """Folder with the GSM8K files; $RL_CORE_TEST_DATA names another place."""
     folder = Path(os.environ.get("RL_CORE_TEST_DATA", ROOT.parent / "shared/data"))
     if not (folder / "gsm8k_train.jsonl.gz").exists():
-        pytest.skip(f"no gsm8k_train.jsonl.gz in {folder}; set RL_CORE_TEST_DATA to a folder that has it")
+        pytest.skip(
+            f"no gsm8k_train.jsonl.gz in {folder}; set RL_CORE_TEST_DATA to a folder that has it"
+        )
     return folder
 
 
 @pytest.fixture(scope="session")
 def sort_data(made_once) -> Path:
-    """Folder with rows of sort_digits: train.jsonl, eval.jsonl, sft.jsonl, and few.jsonl, 64 of the last."""
+    """Folder with rows of sort_digits: train.jsonl, eval.jsonl, sft.jsonl, and few.jsonl, 64 of the
+    last."""
     from demo_data import demo_data
 
     def make(folder: Path) -> None:
@@ -157,8 +180,13 @@ def warm_model(tiny_model, sort_data, made_once) -> Path:
     """The tiny model after 400 steps of SFT on the form of an answer."""
     from kit import run, words
 
-    sft = "--algorithm sft --max_tokens 8 --max_prompt_tokens 16 --tasks_per_step 64 --num_steps 400 --optim.lr 3e-3"
-    flags = words("--model", tiny_model, sft, "--optim.schedule cosine --data.train", sort_data / "sft.jsonl")
+    sft = (
+        "--algorithm sft --max_tokens 8 --max_prompt_tokens 16 --tasks_per_step 64 --num_steps 400 "
+        "--optim.lr 3e-3"
+    )
+    flags = words(
+        "--model", tiny_model, sft, "--optim.schedule cosine --data.train", sort_data / "sft.jsonl"
+    )
     return made_once("warm", lambda out: run(out, flags)) / "hf/policy"
 
 
@@ -172,8 +200,12 @@ def places(make_model, tmp_path_factory) -> dict[str, str]:
         (folder / f"{name}.py").write_text(text)
     for name, rows in DATA.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model, other = make_model(hidden=32, heads=4), make_model(hidden=32, heads=4, arch="llama", seed=1)
-    # bitsandbytes scales blocks of 64 weights; its kernels for CPUs take rows of other widths for rows of whole blocks.
+    model, other = (
+        make_model(hidden=32, heads=4),
+        make_model(hidden=32, heads=4, arch="llama", seed=1),
+    )
+    # bitsandbytes scales blocks of 64 weights; its kernels for CPUs take rows of other widths for
+    # rows of whole blocks.
     wide = make_model(hidden=64)
     return {"dir": str(folder), "model": str(model), "other": str(other), "wide": str(wide)}
 
@@ -207,7 +239,8 @@ def own_server(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def torchrun():
-    """kit.run_ranks, which forks the ranks: torchrun(num_ranks, "file.py" or "-m", *args) -> CompletedProcess."""
+    """kit.run_ranks, which forks the ranks: torchrun(num_ranks, "file.py" or "-m", *args) ->
+    CompletedProcess."""
     from kit import run_ranks
 
     return run_ranks

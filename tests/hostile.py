@@ -1,9 +1,10 @@
-# ruff: noqa: E501
-"""Programs that try to get out, to cheat or to do harm. Each prints ESCAPED if it got what it must not get, or is given tests
-that it must not pass. `python tests/hostile.py` prints the table of docs/sandbox.md.
+"""Programs that try to get out, to cheat or to do harm. Each prints ESCAPED if it got what it must
+not get, or is given tests that it must not pass. `python tests/hostile.py` prints the table of
+docs/sandbox.md.
 
-{port}, {secret_file}, {unix} and {pid} stand for things of the host that they shall not reach: a TCP and UDP port that listens,
-a file that anybody may read, a unix socket, a process. {nap}: seconds that no other process sleeps.
+{port}, {secret_file}, {unix} and {pid} stand for things of the host that they shall not reach: a
+TCP and UDP port that listens, a file that anybody may read, a unix socket, a process. {nap}:
+seconds that no other process sleeps.
 """
 
 from __future__ import annotations
@@ -25,8 +26,14 @@ from rl_core.sandbox import Sandbox
 from rl_core.sandbox.isolation import LEVELS
 
 SECRET = "k7Qx2-expected-value"
-TESTS = [f"assert f(1) == {SECRET!r}", {"call": "f(2)", "expected": [SECRET, 4]}, "assert f(3) == 41", "assert f(4)"]
-# Type of a Unix socket -> the name of the host's socket that it would reach. The kernel takes SOCK_RAW for SOCK_DGRAM.
+TESTS = [
+    f"assert f(1) == {SECRET!r}",
+    {"call": "f(2)", "expected": [SECRET, 4]},
+    "assert f(3) == 41",
+    "assert f(4)",
+]
+# Type of a Unix socket -> the name of the host's socket that it would reach. The kernel takes
+# SOCK_RAW for SOCK_DGRAM.
 UNIX_SOCKETS = {
     "SOCK_STREAM": "unix",
     "SOCK_SEQPACKET": "unix_seqpacket",
@@ -50,7 +57,8 @@ ALL: list[Hostile] = []
 
 
 def add(names: str, *codes: str, **more) -> None:
-    """Programs by their names. What follows a name after `|`: a language, or levels at which it succeeds, or `harms`."""
+    """Programs by their names. What follows a name after `|`: a language, or levels at which it
+    succeeds, or `harms`."""
     for name, code in zip(names.split(","), codes, strict=True):
         name, *marks = (part.strip() for part in name.split("|"))
         made = Hostile(name, code, **more)
@@ -64,28 +72,35 @@ def tries(*lines: str, imports: str = "os, sys, socket, ctypes, subprocess, time
     """A program that prints ESCAPED unless one of its lines raises."""
     body = "\n".join(f"    {line}" for line in "\n".join(lines).split("\n"))
     return (
-        f"import {imports}\nlibc = ctypes.CDLL(None, use_errno=True)\ndef must(result):\n    if result < 0: raise OSError\n"
-        f"    return result\ntry:\n{body}\n    print('ESCAPED')\nexcept Exception as error:\n    print(type(error).__name__)\n"
+        f"import {imports}\nlibc = ctypes.CDLL(None, use_errno=True)\ndef must(result):\n    if "
+        "result < 0: raise OSError\n"
+        f"    return result\ntry:\n{body}\n    print('ESCAPED')\nexcept Exception as error:\n    "
+        "print(type(error).__name__)\n"
     )
 
 
 # What decides a test: __eq__, exits, patches, forged answers.
 CLASS = "class A{base}:\n    def {method}(self, *a): return {value}\ndef f(x): return A()\n"
 add(
-    "eq of an object, eq of an int, eq of a str, eq of a list, bool of an object, iter and len of an object, getattr of an object",
+    "eq of an object, eq of an int, eq of a str, eq of a list, bool of an object, iter and len of "
+    "an object, getattr of an object",
     CLASS.format(base="", method="__eq__", value="True"),
     CLASS.format(base="(int)", method="__eq__", value="True"),
     CLASS.format(base="(str)", method="__eq__", value="True"),
     CLASS.format(base="(list)", method="__eq__", value="True"),
-    "class A:\n    def __bool__(self): return True\n    def __eq__(self, o): return True\ndef f(x): return A()",
-    f"class A:\n    def __iter__(self): return iter([{SECRET!r}])\n    def __len__(self): return 1\ndef f(x): return A()",
+    "class A:\n    def __bool__(self): return True\n    def __eq__(self, o): return True\ndef "
+    "f(x): return A()",
+    f"class A:\n    def __iter__(self): return iter([{SECRET!r}])\n    def __len__(self): return "
+    "1\ndef f(x): return A()",
     "class A:\n    def __getattr__(self, n): return lambda *a: True\ndef f(x): return A()",
     tests=TESTS,
 )
 add(
-    "sys.exit while loading, sys.exit in a call, os._exit while loading, os._exit in a call, exit in atexit, "
+    "sys.exit while loading, sys.exit in a call, os._exit while loading, os._exit in a call, exit "
+    "in atexit, "
     "exit in a thread, abort,"
-    "SIGKILL to itself, exec of true, raise KeyboardInterrupt, closing all files, a segmentation fault, an endless loop in a call",
+    "SIGKILL to itself, exec of true, raise KeyboardInterrupt, closing all files, a segmentation "
+    "fault, an endless loop in a call",
     "import sys; sys.exit(0)",
     "import sys\ndef f(x): sys.exit(0)",
     "import os; os._exit(0)",
@@ -101,47 +116,69 @@ add(
     "def f(x):\n    while True: pass",
     tests=TESTS,
 )
-FIND = "    for o in found:\n        if isinstance(o, str) and o.startswith('k7Qx2-exp'): return o\n"
+FIND = (
+    "    for o in found:\n        if isinstance(o, str) and o.startswith('k7Qx2-exp'): return o\n"
+)
 add(
-    "patching builtins, patching AssertionError, patching the checker, patching the encoder, patching json, "
+    "patching builtins, patching AssertionError, patching the checker, patching the encoder, "
+    "patching json, "
     "names of builtins,"
-    "a module called math, the tests by gc, the tests in frames, the tests in the heap, the tests on disk, "
+    "a module called math, the tests by gc, the tests in frames, the tests in the heap, the tests "
+    "on disk, "
     "the tests in arguments,"
-    "a forged answer, a forged verdict, frames on every file, a signal handler that answers, settrace on the server loop",
-    "import builtins\nfor n in ('isinstance', 'len', 'all', 'type'): setattr(builtins, n, lambda *a: True)\ndef f(x): return 0",
+    "a forged answer, a forged verdict, frames on every file, a signal handler that answers, "
+    "settrace on the server loop",
+    "import builtins\nfor n in ('isinstance', 'len', 'all', 'type'): setattr(builtins, n, lambda "
+    "*a: True)\ndef f(x): return 0",
     "import builtins\nbuiltins.AssertionError = Warning\n__debug__\ndef f(x): raise AssertionError",
     "import rl_core.sandbox.checker as c, rl_core.sandbox.values as v\n"
-    "c.is_same = v.is_same = lambda a, b: True\nc.run_test = lambda *a: {'passed': True}\ndef f(x): return 0",
-    "import rl_core.sandbox.runner as r\nr.encode = lambda v: {'passed': True, 'value': True}\ndef f(x): return 0",
+    "c.is_same = v.is_same = lambda a, b: True\nc.run_test = lambda *a: {'passed': True}\ndef "
+    "f(x): return 0",
+    "import rl_core.sandbox.runner as r\nr.encode = lambda v: {'passed': True, 'value': True}\ndef "
+    "f(x): return 0",
     "import json\njson.dumps = lambda *a, **k: '{\"passed\": true}'\ndef f(x): return 0",
-    "def sorted(*a): return True\ndef isinstance(*a): return True\nrepr = len = abs = sorted\ndef f(x): return 0",
-    "import sys, types\nsys.modules['math'] = math = types.SimpleNamespace(isclose=lambda *a: True)\ndef f(x): return 0",
-    f"import gc\ndef f(x):\n    found = [v for o in gc.get_objects() if isinstance(o, dict) for v in list(o.values())]\n{FIND}",
+    "def sorted(*a): return True\ndef isinstance(*a): return True\nrepr = len = abs = sorted\ndef "
+    "f(x): return 0",
+    "import sys, types\nsys.modules['math'] = math = types.SimpleNamespace(isclose=lambda *a: "
+    "True)\ndef f(x): return 0",
+    "import gc\ndef f(x):\n    found = [v for o in gc.get_objects() if isinstance(o, dict) for v "
+    f"in list(o.values())]\n{FIND}",
     "import sys\ndef f(x):\n    found, frame = [], sys._getframe()\n    while frame:\n"
     f"        found += list(frame.f_locals.values()); frame = frame.f_back\n{FIND}",
-    "import ctypes, re\nlibc = ctypes.CDLL(None)\nlibc.sbrk.restype = ctypes.c_void_p\nend = libc.sbrk(0)\n"
+    "import ctypes, re\nlibc = ctypes.CDLL(None)\nlibc.sbrk.restype = ctypes.c_void_p\nend = "
+    "libc.sbrk(0)\n"
     "def f(x):\n    data = ctypes.string_at(end - 500_000, 500_000)\n"
-    "    found = re.search(b'k7Qx2' + b'-expected-value', data)\n    return found and found[0].decode()",
-    "import os\ndef f(x):\n    for folder, _, files in os.walk('/tmp'):\n        for name in files:\n"
+    "    found = re.search(b'k7Qx2' + b'-expected-value', data)\n    return found and "
+    "found[0].decode()",
+    "import os\ndef f(x):\n    for folder, _, files in os.walk('/tmp'):\n        for name in "
+    "files:\n"
     "            text = open(os.path.join(folder, name), errors='replace').read()\n"
     "            if 'k7Qx2-' in text: return text[text.index('k7Qx2-'):][:20]\n",
     f"import sys\ndef f(x):\n    found = [*sys.argv, *map(str, vars(sys).values())]\n{FIND}",
-    "import socket, json\ns = socket.socket(fileno=4)\ndata = json.dumps({'value': True}).encode()\n"
+    "import socket, json\ns = socket.socket(fileno=4)\ndata = json.dumps({'value': "
+    "True}).encode()\n"
     "for _ in range(9): s.sendall(len(data).to_bytes(4, 'big') + data)",
-    "import socket, json\ns = socket.socket(fileno=3)\ndata = json.dumps({'passed': True, 'status': 'ok', 'reason': ''}).encode()\n"
+    "import socket, json\ns = socket.socket(fileno=3)\ndata = json.dumps({'passed': True, "
+    "'status': 'ok', 'reason': ''}).encode()\n"
     "for _ in range(9): s.sendall(len(data).to_bytes(4, 'big') + data)\ndef f(x): return 0",
-    "import os, json\ndata = json.dumps({'passed': True, 'exit': 0, 'value': True}).encode()\nfor fd in range(64):\n"
-    "    try: os.write(fd, len(data).to_bytes(4, 'big') + data)\n    except OSError: pass\ndef f(x): return 0",
-    "import signal, os\nsignal.signal(signal.SIGALRM, lambda *a: os._exit(0)); signal.setitimer(signal.ITIMER_REAL, .01)\n"
+    "import os, json\ndata = json.dumps({'passed': True, 'exit': 0, 'value': True}).encode()\nfor "
+    "fd in range(64):\n"
+    "    try: os.write(fd, len(data).to_bytes(4, 'big') + data)\n    except OSError: pass\ndef "
+    "f(x): return 0",
+    "import signal, os\nsignal.signal(signal.SIGALRM, lambda *a: os._exit(0)); "
+    "signal.setitimer(signal.ITIMER_REAL, .01)\n"
     "def f(x):\n    while True: pass",
-    "import sys\ndef trace(frame, event, arg):\n    frame.f_locals['answer'] = True\n    return trace\nsys.settrace(trace)\ndef f(x): return 0",
+    "import sys\ndef trace(frame, event, arg):\n    frame.f_locals['answer'] = True\n    return "
+    "trace\nsys.settrace(trace)\ndef f(x): return 0",
     tests=[*TESTS[:3], "assert math.isclose(f(4), 5)", "assert sorted([f(5), 1]) == [1, 2]"],
 )
 REDUCE = "import os\nclass A:\n    def __reduce__(self): return (os.system, ('touch /tmp/out',))\n"
 add(
-    "an object with __reduce__, bytes of a pickle, a value nested 100000 deep, a list that holds itself, "
+    "an object with __reduce__, bytes of a pickle, a value nested 100000 deep, a list that holds "
+    "itself, "
     "300 MB in a value,"
-    "an int of 10 million digits, a frame of garbage, a frame that never ends, a frame of 4 GB, an unknown tag, "
+    "an int of 10 million digits, a frame of garbage, a frame that never ends, a frame of 4 GB, an "
+    "unknown tag, "
     "an unhashable key,"
     "infinity, nan, a generator without end, a coroutine",
     REDUCE + "def f(x): return A()",
@@ -175,19 +212,39 @@ add(
 SEND = "{connect}\ns.send(b'x')"
 for family, create, connect in [
     ("TCP", "socket.socket()", "s.settimeout(.3); s.connect(('127.0.0.1', {port}))"),
-    ("TCP over IPv6", "socket.socket(socket.AF_INET6)", "s.settimeout(.3); s.connect(('::1', {port}))"),
-    ("UDP", "socket.socket(type=socket.SOCK_DGRAM)", "s.connect(('127.0.0.1', {port})); s.send(b'escaped'); s.settimeout(.3); s.recv(9)"),
+    (
+        "TCP over IPv6",
+        "socket.socket(socket.AF_INET6)",
+        "s.settimeout(.3); s.connect(('::1', {port}))",
+    ),
+    (
+        "UDP",
+        "socket.socket(type=socket.SOCK_DGRAM)",
+        "s.connect(('127.0.0.1', {port})); s.send(b'escaped'); s.settimeout(.3); s.recv(9)",
+    ),
     ("a unix socket", "socket.socket(socket.AF_UNIX)", "s.connect({unix!r})"),
-    ("an abstract unix socket", "socket.socket(socket.AF_UNIX)", "s.connect('\\0rl_core_hostile_unix_{port}')"),
-    ("a raw socket", "socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)", "s.connect(('127.0.0.1', 0))"),
+    (
+        "an abstract unix socket",
+        "socket.socket(socket.AF_UNIX)",
+        "s.connect('\\0rl_core_hostile_unix_{port}')",
+    ),
+    (
+        "a raw socket",
+        "socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)",
+        "s.connect(('127.0.0.1', 0))",
+    ),
     ("a packet socket", "socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 3)", "s.bind(('lo', 0))"),
     ("a netlink socket", "socket.socket(16, socket.SOCK_RAW, 9)", "s.bind((0, 0))"),
     ("a vsock socket", "socket.socket(40, socket.SOCK_STREAM)", "s.connect((2, 1024))"),
-    ("a kernel crypto socket", "socket.socket(38, socket.SOCK_SEQPACKET)", "s.bind(('hash', 'sha256'))"),
-]:  # fmt: skip
+    (
+        "a kernel crypto socket",
+        "socket.socket(38, socket.SOCK_SEQPACKET)",
+        "s.bind(('hash', 'sha256'))",
+    ),
+]:
     add(f"network: {family}", tries(f"s = {create}", SEND.format(connect=connect)))
-# Every way to give an address to each type of Unix socket, of its own or of a pair. What comes out of the other end of a pair went
-# to nobody else.
+# Every way to give an address to each type of Unix socket, of its own or of a pair. What comes out
+# of the other end of a pair went to nobody else.
 UNIX = """import socket
 kind, path, abstract = {kind}, {{{at}!r}}, '\\0rl_core_hostile_{at}_{{port}}'
 def came_back(other):
@@ -211,28 +268,36 @@ for to in (path, abstract):
 """
 for kind, at in UNIX_SOCKETS.items():
     alone = "(socket.socket(socket.AF_UNIX, kind), socket.socket(socket.AF_UNIX, kind))"
-    for what, ends in (("a Unix socket", alone), ("a pair of Unix sockets", "socket.socketpair(type=kind)")):
+    for what, ends in (
+        ("a Unix socket", alone),
+        ("a pair of Unix sockets", "socket.socketpair(type=kind)"),
+    ):
         add(f"{what} with addresses: {kind}", UNIX.format(kind=f"socket.{kind}", at=at, ends=ends))
 add(
     "network: DNS, network: curl, network: bash | bash, network: raw system calls",
     tries("socket.getaddrinfo('example.com', 80)"),
     tries(
-        "assert subprocess.run(['curl', '-s', '-m', '1', 'http://127.0.0.1:{port}/'], capture_output=True).returncode in (0, 52, 56)"
+        "assert subprocess.run(['curl', '-s', '-m', '1', 'http://127.0.0.1:{port}/'], "
+        "capture_output=True).returncode in (0, 52, 56)"
     ),
     "(echo x > /dev/tcp/127.0.0.1/{port}) 2>/dev/null && echo ESCAPED",
     tries(
         "s = must(libc.syscall(41, 2, 1, 0))",
-        "a = (2).to_bytes(2, 'little') + ({port}).to_bytes(2, 'big') + bytes([127, 0, 0, 1]) + bytes(8)",
+        "a = (2).to_bytes(2, 'little') + ({port}).to_bytes(2, 'big') + bytes([127, 0, 0, 1]) + "
+        "bytes(8)",
         "must(libc.connect(s, a, 16))",
     ),
 )
 
 # Files, processes and the kernel.
 add(
-    "a file of the host | rlimits, a file of the host by a symlink | rlimits, a file of the host by a hard link,"
-    "/etc/passwd | rlimits, the owner's environment | rlimits, the owner's memory | rlimits, /proc/1/root, "
+    "a file of the host | rlimits, a file of the host by a symlink | rlimits, a file of the host "
+    "by a hard link,"
+    "/etc/passwd | rlimits, the owner's environment | rlimits, the owner's memory | rlimits, "
+    "/proc/1/root, "
     "core_pattern, a cgroup's release_agent, a write into the interpreter, a write into /usr,"
-    "any writable folder | rlimits, a device by mknod, a disk device, kernel memory, the owner's files by handle, secrets in the environment",
+    "any writable folder | rlimits, a device by mknod, a disk device, kernel memory, the owner's "
+    "files by handle, secrets in the environment",
     tries("open({secret_file!r}).read()"),
     tries("os.symlink({secret_file!r}, 'x')", "open('x').read()"),
     tries("os.link({secret_file!r}, 'x')", "open('x').read()"),
@@ -241,12 +306,16 @@ add(
     tries("open('/proc/{pid}/mem', 'rb')"),
     tries("os.listdir('/proc/1/root/')"),
     tries("open('/proc/sys/kernel/core_pattern', 'r+')"),
-    tries("import glob", "[open(p, 'r+') for p in glob.glob('/sys/fs/cgroup/**/release_agent') or 1 / 0]"),
+    tries(
+        "import glob",
+        "[open(p, 'r+') for p in glob.glob('/sys/fs/cgroup/**/release_agent') or 1 / 0]",
+    ),
     tries("open(sys.base_prefix + '/lib/evil.py', 'w')"),
     tries("open('/usr/evil', 'w')"),
     tries(
         "home = os.path.realpath('.')",
-        "import glob; found = [p for n in range(4) for p in glob.glob('/*' * n + '/') if os.access(p, os.W_OK)]",
+        "import glob; found = [p for n in range(4) for p in glob.glob('/*' * n + '/') if "
+        "os.access(p, os.W_OK)]",
         "found = [p for p in found if not os.path.realpath(p).startswith(home)]",
         "found[0]; open(found[0] + '/evil', 'w'); os.unlink(found[0] + '/evil')",
     ),
@@ -261,16 +330,21 @@ add(
     "a signal to everybody | rlimits harms, ptrace of the owner, ptrace of the supervisor,"
     "process_vm_readv, a pidfd of the owner, a new user namespace, clone into a user namespace, "
     "joining a namespace, a mount, chroot,"
-    "setuid 0, a set-user-ID program, regaining capabilities, bpf, perf_event_open, io_uring, userfaultfd, "
+    "setuid 0, a set-user-ID program, regaining capabilities, bpf, perf_event_open, io_uring, "
+    "userfaultfd, "
     "the keyring, kexec,"
-    "a kernel module, reboot, personality, a seccomp listener, raising its limits, the clock, a memfd that is run",
+    "a kernel module, reboot, personality, a seccomp listener, raising its limits, the clock, a "
+    "memfd that is run",
     tries("os.kill({pid}, 9)"),
     tries("1 / os.getppid()", "os.kill(os.getppid(), 9)"),
-    tries("os.kill(-1, 9)", "1 / 0"),  # it succeeds where every signal was refused: host() looks after its victim
+    # It succeeds where every signal was refused: host() looks after its victim.
+    tries("os.kill(-1, 9)", "1 / 0"),
     tries("must(libc.ptrace(16, {pid}, 0, 0))"),
     tries("must(libc.ptrace(16, os.getppid(), 0, 0))"),
-    tries("v = (ctypes.c_size_t * 2)(ctypes.addressof(ctypes.create_string_buffer(8)), 8)",
-          "must(libc.process_vm_readv({pid}, v, 1, v, 1, 0))"),
+    tries(
+        "v = (ctypes.c_size_t * 2)(ctypes.addressof(ctypes.create_string_buffer(8)), 8)",
+        "must(libc.process_vm_readv({pid}, v, 1, v, 1, 0))",
+    ),
     tries("import signal", "signal.pidfd_send_signal(os.pidfd_open({pid}), 9)"),
     tries("must(libc.unshare(0x10000000))"),
     tries("must(libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0))"),
@@ -278,9 +352,14 @@ add(
     tries("must(libc.mount(b'x', b'/tmp', b'tmpfs', 0, None))"),
     tries("os.chroot('/tmp')"),
     tries("os.setresuid(0, 0, 0)"),
-    tries("import shutil", "out = subprocess.run([shutil.which('su') or '/bin/su', '-c', 'id -u'], capture_output=True, text=True)",
-          "1 / (out.stdout.strip() == '0')"),
-    tries("must(libc.syscall(126, (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(*[0xffffffff] * 6)))"),
+    tries(
+        "import shutil",
+        "out = subprocess.run([shutil.which('su') or '/bin/su', '-c', 'id -u'], capture_output=True, text=True)",
+        "1 / (out.stdout.strip() == '0')",
+    ),
+    tries(
+        "must(libc.syscall(126, (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(*[0xffffffff] * 6)))"
+    ),
     tries("must(libc.syscall(321, 0, bytes(128), 128))"),
     tries("must(libc.syscall(298, bytes(128), 0, -1, -1, 0))"),
     tries("must(libc.syscall(425, 4, bytes(120)))"),
@@ -293,32 +372,48 @@ add(
     tries("must(libc.syscall(440, 0, 0, 0, 0, 0)); must(libc.syscall(438, 3, 0, 0))"),
     tries("import resource", "resource.setrlimit(resource.RLIMIT_NPROC, (9999, 9999))"),
     tries("time.clock_settime(0, 0)"),
-    tries("fd = os.memfd_create('x')", "os.write(fd, open('/bin/true', 'rb').read())", "os.execve(fd, ['x'], {})"),
-)  # fmt: skip
+    tries(
+        "fd = os.memfd_create('x')",
+        "os.write(fd, open('/bin/true', 'rb').read())",
+        "os.execve(fd, ['x'], {})",
+    ),
+)
 
 # Using up, and leaving behind.
 SPIN = "while True: {}"
 add(
-    "a fork bomb, a fork bomb in bash | bash, a fork bomb in C++ | cpp, a thread bomb, memory by lists, "
+    "a fork bomb, a fork bomb in bash | bash, a fork bomb in C++ | cpp, a thread bomb, memory by "
+    "lists, "
     "memory by mmap, memory by many processes,"
-    "a big file, a sparse file of 1 TB, many files, many files open, pipes full of data, SysV shared memory, "
+    "a big file, a sparse file of 1 TB, many files, many files open, pipes full of data, SysV "
+    "shared memory, "
     "POSIX shared memory | rlimits harms,"
-    "message queues, a stdout flood, a stderr flood, a flood from yes | bash, a stdout that is never read",
+    "message queues, a stdout flood, a stderr flood, a flood from yes | bash, a stdout that is "
+    "never read",
     "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
     "f() { f | f & }; f; sleep 9",
     "#include <unistd.h>\nint main() { while (1) fork(); }",
-    "import threading, time\nwhile True:\n    try: threading.Thread(target=time.sleep, args=(99,)).start()\n"
+    "import threading, time\nwhile True:\n    try: threading.Thread(target=time.sleep, "
+    "args=(99,)).start()\n"
     "    except RuntimeError: time.sleep(.01)",
     "x = []\nwhile True: x.append(' ' * 10**7)",
-    "import mmap\nx = []\nwhile True: x.append(mmap.mmap(-1, 1 << 26)); x[-1].write(b'x' * (1 << 26))",
-    "import os\nfor _ in range(4): os.fork()\nx = bytearray(300 << 20)\nimport time; time.sleep(99)",
+    "import mmap\nx = []\nwhile True: x.append(mmap.mmap(-1, 1 << 26)); x[-1].write(b'x' * (1 << "
+    "26))",
+    "import os\nfor _ in range(4): os.fork()\nx = bytearray(300 << 20)\nimport time; "
+    "time.sleep(99)",
     tries("f = open('x', 'wb')", "while f.tell() < 1 << 30: f.write(bytes(1 << 20))"),
     tries("f = open('x', 'wb')", "f.truncate(1 << 40)"),
     tries("for n in range(10**9): open(str(n), 'w').close()"),
     tries("x = [open('/dev/null') for _ in range(10_000)]"),
-    tries("for _ in range(2000):\n    r, w = os.pipe(); os.set_blocking(w, False); os.write(w, bytes(60000))"),
+    tries(
+        "for _ in range(2000):\n    r, w = os.pipe(); os.set_blocking(w, False); os.write(w, "
+        "bytes(60000))"
+    ),
     tries("n = must(libc.shmget(0x5ec, 1 << 20, 0o1666))"),
-    tries("from multiprocessing import shared_memory", "shared_memory.SharedMemory('rl_core_hostile', True, 1 << 20)"),
+    tries(
+        "from multiprocessing import shared_memory",
+        "shared_memory.SharedMemory('rl_core_hostile', True, 1 << 20)",
+    ),
     tries("must(libc.syscall(240, b'rl_core_hostile', 0o102, 0o666, None))"),
     SPIN.format("print('x' * 9999)"),
     "import sys\n" + SPIN.format("print('x' * 9999, file=sys.stderr)"),
@@ -326,11 +421,15 @@ add(
     "import sys, time\nprint('x' * 100); sys.stdout.flush(); time.sleep(99)",
 )
 add(
-    "a daemon by two forks, a child in a session of its own, a background process in bash | bash, zombies, "
+    "a daemon by two forks, a child in a session of its own, a background process in bash | bash, "
+    "zombies, "
     "a thread that does not end,"
-    "an endless loop, a sleep, all signals blocked, SIGXCPU and SIGTERM ignored, a regular expression in C,"
-    "a power in C, sum of an endless iterator in C, a lock that is never free, a read of stdin, endless recursion, recursion through C",
-    "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep({nap})\n    os._exit(0)",
+    "an endless loop, a sleep, all signals blocked, SIGXCPU and SIGTERM ignored, a regular "
+    "expression in C,"
+    "a power in C, sum of an endless iterator in C, a lock that is never free, a read of stdin, "
+    "endless recursion, recursion through C",
+    "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: "
+    "time.sleep({nap})\n    os._exit(0)",
     "import subprocess\nsubprocess.Popen(['sleep', '{nap}'], start_new_session=True)",
     "nohup sleep {nap} > /dev/null 2>&1 & disown; exit 0",
     "import os, time\nfor _ in range(10):\n    if os.fork() == 0: os._exit(0)\ntime.sleep(.1)",
@@ -338,14 +437,16 @@ add(
     SPIN.format("pass"),
     "import time; time.sleep({nap})",
     "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\n" + SPIN.format("pass"),
-    "import signal\nfor s in (signal.SIGXCPU, signal.SIGTERM, signal.SIGALRM): signal.signal(s, signal.SIG_IGN)\n" + SPIN.format("pass"),
+    "import signal\nfor s in (signal.SIGXCPU, signal.SIGTERM, signal.SIGALRM): signal.signal(s, "
+    "signal.SIG_IGN)\n" + SPIN.format("pass"),
     "import re; re.match(r'(a+)+$', 'a' * 40 + 'b')",
     "print(len(str(9 ** (9 ** 9) % 7)))",
     "import itertools; sum(itertools.repeat(0))",
     "import threading; a = threading.Lock(); a.acquire(); a.acquire()",
     "import sys; sys.stdin.read(); print('ended')",
     "def f(x): return f(x)\nf(1)",
-    "import ctypes\nlibc = ctypes.CDLL(None)\nC = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)\n"
+    "import ctypes\nlibc = ctypes.CDLL(None)\nC = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, "
+    "ctypes.c_void_p)\n"
     "a = (ctypes.c_int * 2)(2, 1)\ndef g(x, y):\n    libc.qsort(a, 2, 4, C(g)); return 0\ng(0, 0)",
     timeout_s=0.7,
 )  # fmt: skip
@@ -355,10 +456,13 @@ add(
     "C++ that includes /dev/zero, C++ templates without end,"
     "C++ that makes a 10 GB array, C++ that reads out of bounds, C++ that divides by zero",
     '#include "{secret_file}"\nint main() {}',
-    '#include <cstdio>\nextern char d[];\nasm("d: .incbin \\"{secret_file}\\"");\nint main() { puts("ESCAPED"); }',
+    '#include <cstdio>\nextern char d[];\nasm("d: .incbin \\"{secret_file}\\"");\nint main() { '
+    'puts("ESCAPED"); }',
     '#include "/dev/zero"\nint main() {}',
-    "template<int N> struct A { enum { v = A<N + 1>::v + A<N + 2>::v }; };\nint main() { return A<0>::v; }",
-    "#include <vector>\n#include <cstdio>\nint main() { std::vector<char> v(10000000000ull, 1); puts(\"ESCAPED\"); }",
+    "template<int N> struct A { enum { v = A<N + 1>::v + A<N + 2>::v }; };\nint main() { return "
+    "A<0>::v; }",
+    "#include <vector>\n#include <cstdio>\nint main() { std::vector<char> v(10000000000ull, 1); "
+    "puts(\"ESCAPED\"); }",
     "int main() { volatile int *p = (int *)16; return *p; }",
     "int main() { volatile int z = 0; return 7 / z; }",
     language="cpp",
@@ -372,19 +476,25 @@ def out(what):
 out({'value': None})
 """
 add(
-    "StopIteration in a map, members that are equal but of another type, changes of arguments that were not given,"
-    "errors of every kind, objects that it does not have, JSON nested 8 million deep, keys of one hash,"
+    "StopIteration in a map, members that are equal but of another type, changes of arguments that "
+    "were not given,"
+    "errors of every kind, objects that it does not have, JSON nested 8 million deep, keys of one "
+    "hash,"
     "its names as those of the tests",
     "def f(x): raise StopIteration",
     "def f(x): return {(True,)} if x < 3 else {(True,): {1.0}}",
     FRAMES + "for _ in range(9): out({'value': 5, 'changed': {'-1': [6], '0': [6], '1': [6]}})",
-    FRAMES + "for kind in ('SystemExit', 'GeneratorExit', 'StopIteration', 'ExceptionGroup', 'type', '__import__'):\n"
-    "    out({'error': [kind], 'text': 'x'})\nfor kind in ([], 'x', None, 5): out({'error': kind, 'text': 'x'})",
+    FRAMES
+    + "for kind in ('SystemExit', 'GeneratorExit', 'StopIteration', 'ExceptionGroup', 'type', '__import__'):\n"
+    "    out({'error': [kind], 'text': 'x'})\nfor kind in ([], 'x', None, 5): out({'error': kind, "
+    "'text': 'x'})",
     FRAMES
     + "for number in (-1, 0, 1e300, '__class__', None): out({'object': number})\nfor other in (5, [], None, {}): out(other)",
-    FRAMES + "for n in (900, 100_000, 8_000_000, 9, 9): out(b'{\"value\": ' + b'[' * n + b']' * n + b'}')",
+    FRAMES
+    + "for n in (900, 100_000, 8_000_000, 9, 9): out(b'{\"value\": ' + b'[' * n + b']' * n + b'}')",
     "def f(x): return {n * (2 ** 61 - 1): 1 for n in range(40_000)}",
-    "import sys\nsys.modules['tests'] = sys.modules['checker'] = sys.modules['program']\n__name__ = 'tests'\nCASES = []\ndef f(x): return CASES",
+    "import sys\nsys.modules['tests'] = sys.modules['checker'] = sys.modules['program']\n__name__ "
+    "= 'tests'\nCASES = []\ndef f(x): return CASES",
     tests=[
         "CASES = [(1, 2), (3, 4)]\nassert all(map(lambda case: f(case[0]) == case[1], CASES))",
         {"call": "f(1)", "expected": {(1,)}},
@@ -394,29 +504,40 @@ add(
         "assert f(6).x == 1 or f(7)[0]",
     ],
 )
-add("an answer written into its stdin", "import os\nfor fd in (0, 3): os.write(fd, b'two')", tests=[("2", "two")])
 add(
-    "a signal to its process group, the limits of a process of the host, the priority of a process of the host,"
-    "the cores of a process of the host, a terminal that others see | rlimits, 32-bit system calls, x32 system calls,"
+    "an answer written into its stdin",
+    "import os\nfor fd in (0, 3): os.write(fd, b'two')",
+    tests=[("2", "two")],
+)
+add(
+    "a signal to its process group, the limits of a process of the host, the priority of a process "
+    "of the host,"
+    "the cores of a process of the host, a terminal that others see | rlimits, 32-bit system "
+    "calls, x32 system calls,"
     "its parent's death unheeded, an urgent byte, a pair of sockets of another family,"
-    "the mode of a file of the host | rlimits, its output in a cycle of sockets, a folder closed to its owner, folders 3000 deep, C++ that looks for a file of the host | cpp | rlimits",
+    "the mode of a file of the host | rlimits, its output in a cycle of sockets, a folder closed "
+    "to its owner, folders 3000 deep, C++ that looks for a file of the host | cpp | rlimits",
     tries("os.kill(0, 9)", "1 / 0"),  # host() and the other programs suffer if it gets through
     tries("import resource", "resource.prlimit({pid}, resource.RLIMIT_CORE, (0, 0))"),
     tries("os.setpriority(os.PRIO_PROCESS, {pid}, 19)"),
     tries("os.sched_setaffinity({pid}, os.sched_getaffinity(0))"),
     tries("os.openpty()"),
     tries("import mmap", "m = mmap.mmap(-1, 4096, prot=7)",
-          "m.write(bytes.fromhex('53b866010000bb02000000b90100000031d2cd805bc3'))  # socket(2, 1, 0) by int 0x80",
+          "m.write(bytes.fromhex('53b866010000bb02000000b90100000031d2cd805bc3'))  # socket(2, 1, "
+          "0) by int 0x80",
           "must(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))())"),
     tries("must(libc.syscall(0x40000000 + 41, 2, 1, 0))"),
     tries("must(libc.syscall(157, ctypes.c_long((1 << 32) + 1), 0, 0, 0, 0))"),
     tries("a, b = socket.socketpair()", "a.send(b'x', socket.MSG_OOB)"),
     tries("must(libc.socketpair(30, 1, 0, (ctypes.c_int * 2)()))"),
     tries("os.chmod({own_file!r}, 0o777)", "1 / (os.stat({own_file!r}).st_mode & 0o7)"),
-    "import os, socket\na, b = socket.socketpair()\nsocket.send_fds(a, [b'x'], [a.fileno(), b.fileno(), 0, 1, 2, 3])\nos._exit(0)",
-    "import os\nos.mkdir('left_{nap}'); open('left_{nap}/x', 'w').close(); os.chmod('left_{nap}', 0)",
+    "import os, socket\na, b = socket.socketpair()\nsocket.send_fds(a, [b'x'], [a.fileno(), "
+    "b.fileno(), 0, 1, 2, 3])\nos._exit(0)",
+    "import os\nos.mkdir('left_{nap}'); open('left_{nap}/x', 'w').close(); os.chmod('left_{nap}', "
+    "0)",
     "import os\nfor _ in range(3000): os.mkdir('left_{nap}'); os.chdir('left_{nap}')",
-    '#include <cstdio>\n#if __has_include("{secret_file}")\nint main() { puts("ESCAPED"); }\n#else\nint main() {}\n#endif',
+    '#include <cstdio>\n#if __has_include("{secret_file}")\nint main() { puts("ESCAPED"); '
+    '}\n#else\nint main() {}\n#endif',
 )  # fmt: skip
 
 
@@ -465,7 +586,8 @@ def host():
 
 
 def unix_sockets(stack: ExitStack, folder: Path, port: int) -> dict[str, str]:
-    """Sockets of the host of each type, by a path and by an abstract name: what stands for the paths in programs."""
+    """Sockets of the host of each type, by a path and by an abstract name: what stands for the
+    paths in programs."""
     paths = {}
     for kind, at in UNIX_SOCKETS.items():
         if at in paths:
@@ -483,7 +605,8 @@ def unix_sockets(stack: ExitStack, folder: Path, port: int) -> dict[str, str]:
 
 @contextmanager
 def sleeper():
-    """A process of the host, as nobody where the sandbox is nobody too: only isolation protects it."""
+    """A process of the host, as nobody where the sandbox is nobody too: only isolation protects
+    it."""
     who = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
     process = subprocess.Popen(["sleep", "600"], cwd="/", **who)
     try:
@@ -495,7 +618,8 @@ def sleeper():
 
 
 def started(level: str) -> Sandbox:
-    """A sandbox of this level. A machine without it says so, and skips the test unless RL_CORE_SANDBOX_LEVELS names the level."""
+    """A sandbox of this level. A machine without it says so, and skips the test unless
+    RL_CORE_SANDBOX_LEVELS names the level."""
     made = Sandbox(level=level, workers=8)
     must_have = os.environ.get("RL_CORE_SANDBOX_LEVELS", "").split()
     try:
@@ -541,7 +665,10 @@ def table() -> str:
         sandbox.close()
     lines = [f"| program | {' | '.join(LEVELS)} |", "|---|" + "---|" * len(LEVELS)]
     for hostile in ALL:
-        cells = [f"{word}, {status}" for word, status in (columns[level][hostile.name] for level in LEVELS)]
+        cells = [
+            f"{word}, {status}"
+            for word, status in (columns[level][hostile.name] for level in LEVELS)
+        ]
         lines.append(f"| {hostile.name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

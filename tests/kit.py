@@ -1,7 +1,8 @@
 """What many tests need: ranks that start at once, and what a run left in its folder.
 
-Importing torch and rl_core takes seconds, so ranks are forked from a process that has done it. That process is forked
-itself when pytest has collected the tests: then everything is imported, and no test has started a thread yet.
+Importing torch and rl_core takes seconds, so ranks are forked from a process that has done it. That
+process is forked itself when pytest has collected the tests: then everything is imported, and no
+test has started a thread yet.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from typing import Any
 import zstandard
 
 ROOT = Path(__file__).parent.parent
-# Environments and rows of tiny runs. Rewards vary from the first sample on, by what an untrained model says. Hooks are async:
-# those that are not run in threads, whose timing says what an engine computes together, and so how it is rounded.
+# Environments and rows of tiny runs. Rewards vary from the first sample on, by what an untrained
+# model says. Hooks are async: those that are not run in threads, whose timing says what an engine
+# computes together, and so how it is rounded.
 LETTERS = """
 def load_tasks(split):
     return [{"prompt": f"{n} and {n * 7 % 10}"} for n in range(8)]
@@ -41,7 +43,9 @@ def load_tasks(split):
 async def reward_fn(completion):
     return sum(map(ord, completion)) / 1000
 """
-DIGITS = LETTERS.replace("sum(map(ord, completion))", "(300 * completion.count('4') + len(completion))")
+DIGITS = LETTERS.replace(
+    "sum(map(ord, completion))", "(300 * completion.count('4') + len(completion))"
+)
 ASK = LETTERS
 ASK += """
 max_turns = 3
@@ -54,17 +58,32 @@ TALK = LETTERS.replace("(completion):", "(completion, actor):").replace(
 )
 TALK += 'turns = "bob -> alice -> bob"\n'
 ROWS = [
-    {"messages": [{"role": "user", "content": str(n)}, {"role": "assistant", "content": f"it is {n * n}"}]}
+    {
+        "messages": [
+            {"role": "user", "content": str(n)},
+            {"role": "assistant", "content": f"it is {n * n}"},
+        ]
+    }
     for n in range(3, 19)
 ]
-DIALOGS = [{"messages": [*row["messages"], *row["messages"][::-1][1:], *row["messages"][1:]]} for row in ROWS]
+DIALOGS = [
+    {"messages": [*row["messages"], *row["messages"][::-1][1:], *row["messages"][1:]]}
+    for row in ROWS
+]
 PAIRS = [{"prompt": str(n), "chosen": "a" * (n % 4 + 1), "rejected": f"{n} b"} for n in range(16)]
 ENVS = {"letters": LETTERS, "digits": DIGITS, "ask": ASK, "talk": TALK}
 DATA = {"rows": ROWS, "dialogs": DIALOGS, "pairs": PAIRS}
 
 # What is cut short ends its episode, and an untrained model seldom ends a turn.
 STOP = "--sampling.stop " + json.dumps(list(ascii_lowercase), separators=(",", ":"))
-SORT = ["--env_path", str(ROOT / "envs/sort_digits.py"), "--max_tokens", "8", "--max_prompt_tokens", "16"]
+SORT = [
+    "--env_path",
+    str(ROOT / "envs/sort_digits.py"),
+    "--max_tokens",
+    "8",
+    "--max_prompt_tokens",
+    "16",
+]
 GRACE_S = 20.0  # between asking ranks to end and ending them
 MAX_LINES, MAX_COMMAND = 40, 400  # lines of what failed ranks said, characters of their command
 
@@ -89,7 +108,8 @@ class ForkServer:
 
 
 def in_child(run: Callable[[], Any]) -> None:
-    """Never returns: ends the process with the status that run() gives, as the interpreter would."""
+    """Never returns: ends the process with the status that run() gives, as the interpreter
+    would."""
     code = 1
     try:
         atexit._clear()  # what the parent registered is the parent's
@@ -123,7 +143,8 @@ def serve(requests: socket.socket) -> int:
 
 
 def launch(request: dict[str, Any]) -> int:
-    """Forks the ranks, as torchrun does, and waits for them. Writes the exit status where the test looks for it."""
+    """Forks the ranks, as torchrun does, and waits for them. Writes the exit status where the test
+    looks for it."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     redirect(request["out"])
@@ -162,7 +183,8 @@ def redirect(out: str) -> None:
 
 
 def wait_for_ranks(pids: list[int]) -> int:
-    """0 if all ranks end well. After the first that does not, the others are asked to end, and then made to."""
+    """0 if all ranks end well. After the first that does not, the others are asked to end, and then
+    made to."""
     left, code, deadline = set(pids), 0, None
     while left:
         pid, status = os.waitpid(-1, os.WNOHANG if deadline else 0)
@@ -187,13 +209,31 @@ def end_all(pids: set[int], number: int) -> None:
 
 
 def run_rank(request: dict[str, Any], rank: int, port: int) -> int:
-    for number, does in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+    for number, does in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGTERM, signal.SIG_DFL),
+    ):
         signal.signal(number, does)
     size = str(request["ranks"])
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0"}
-    os.environ["TORCHELASTIC_ERROR_FILE"] = str(Path(request["out"]).parent / str(rank) / "error.json")
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+    }
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    os.environ |= {
+        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "GROUP_RANK": "0",
+    }
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(
+        Path(request["out"]).parent / str(rank) / "error.json"
+    )
     try:
         return run_program(*request["args"])
     except Exception:
@@ -248,7 +288,12 @@ server: ForkServer | None = None
 def start_server() -> None:
     global server
     import torch
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2ForCausalLM, Qwen3ForCausalLM  # noqa: F401
+    from transformers import (  # noqa: F401
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+        Qwen2ForCausalLM,
+        Qwen3ForCausalLM,
+    )
 
     import rl_core
 
@@ -269,8 +314,17 @@ class RanksProcess:
         self.args = list(map(str, args))
         self.out = tempfile.mkdtemp(dir=server.folder) + "/ranks"
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""} | env
-        request = {"ranks": num_ranks, "args": self.args, "cwd": str(cwd or os.getcwd()), "env": dict(env)}
+        env = (
+            os.environ
+            | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+            | env
+        )
+        request = {
+            "ranks": num_ranks,
+            "args": self.args,
+            "cwd": str(cwd or os.getcwd()),
+            "env": dict(env),
+        }
         self.pid = server.start(request | {"out": self.out})
 
     def text(self, kind: str) -> str:
@@ -298,11 +352,14 @@ class RanksProcess:
         return f"{self.text('stdout')}\n{self.text('stderr')}"
 
     def why(self) -> str:
-        """The command, and the error of the first rank that failed, or the last lines that they printed."""
+        """The command, and the error of the first rank that failed, or the last lines that they
+        printed."""
         command = " ".join(self.args)[:MAX_COMMAND]
         lines = self.text("failure").splitlines() or self.both().splitlines()
         lines = [line for line in lines if line.strip() and "it/s]" not in line]
-        return "\n".join([command, *lines[-MAX_LINES:], f"All that they printed: {self.out}.stdout, .stderr"])
+        return "\n".join(
+            [command, *lines[-MAX_LINES:], f"All that they printed: {self.out}.stdout, .stderr"]
+        )
 
 
 def run_ranks(
@@ -313,8 +370,8 @@ def run_ranks(
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
-    """Runs a Python file or `-m module` on so many forked ranks with gloo, as torchrun would, and returns their output and
-    status. Fails with the error of the first that did not end well."""
+    """Runs a Python file or `-m module` on so many forked ranks with gloo, as torchrun would, and
+    returns their output and status. Fails with the error of the first that did not end well."""
     __tracebackhide__ = True
     ranks = RanksProcess(num_ranks, args, cwd, env or {})
     code = ranks.wait(timeout_s)
@@ -324,8 +381,8 @@ def run_ranks(
 
 
 def of_ranks(num_ranks: int, file: str, name: str, *args: Any, **how: Any) -> list[Any]:
-    """What a function of a test file returns on each of so many ranks. It gets them, and the arguments as text. `how`: as of
-    run_ranks."""
+    """What a function of a test file returns on each of so many ranks. It gets them, and the
+    arguments as text. `how`: as of run_ranks."""
     __tracebackhide__ = True
     out = Path(tempfile.mkdtemp(dir=server.folder)) / "found.0"
     run_ranks(num_ranks, file, name, out, *args, **how)
@@ -359,16 +416,30 @@ def torchrun(
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-def start_torchrun(num_ranks: int, *args: str | Path, flags: Sequence[str] = ("--standalone",)) -> subprocess.Popen:
+def start_torchrun(
+    num_ranks: int, *args: str | Path, flags: Sequence[str] = ("--standalone",)
+) -> subprocess.Popen:
     """A real torchrun in a session of its own, with pipes for its output, in which Ctrl-C works."""
-    return start_process("-m", "torch.distributed.run", *flags, f"--nproc_per_node={num_ranks}", *args)
+    return start_process(
+        "-m", "torch.distributed.run", *flags, f"--nproc_per_node={num_ranks}", *args
+    )
 
 
 def start_process(*args: str | Path) -> subprocess.Popen:
     """This Python with these arguments."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": path,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONUNBUFFERED": "1",
+    }
+    pipes = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "start_new_session": True,
+    }
     # A suite that was started in the background ignores SIGINT, and so would all that it starts.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -391,17 +462,25 @@ def wait_until(happened: Callable[[], Any], what: str, timeout_s: float = 60) ->
 
 
 def words(*parts: Any) -> list[str]:
-    """Arguments of a command: words("--model", path, "--seed 1"). Strings are split at spaces, items of lists are not."""
+    """Arguments of a command: words("--model", path, "--seed 1"). Strings are split at spaces,
+    items of lists are not."""
     found: list[str] = []
     for part in parts:
-        listed = part.split() if isinstance(part, str) else part if isinstance(part, (list, tuple)) else [part]
+        listed = (
+            part.split()
+            if isinstance(part, str)
+            else part
+            if isinstance(part, (list, tuple))
+            else [part]
+        )
         found += map(str, listed)
     return found
 
 
 def run(out: Path, *flags: Any, ranks: int = 1, status: int = 0) -> Path:
-    """The folder of a run with these flags, which must end well, or here with this status: in this process, or on forked
-    ranks. 1 is that of a run in which nothing was learned, such as one whose episodes all earn the same."""
+    """The folder of a run with these flags, which must end well, or here with this status: in this
+    process, or on forked ranks. 1 is that of a run in which nothing was learned, such as one whose
+    episodes all earn the same."""
     given = [*words(*flags), "--out", str(out)]
     if ranks > 1:
         run_ranks(ranks, "-m", "rl_core.train", *given)
@@ -421,14 +500,21 @@ def weights(out: Path, actor: str = "policy") -> dict[str, Any]:
     """Name -> tensor of an actor's exported weights or adapter."""
     from safetensors.torch import load_file
 
-    return {n: w for file in sorted((out / "hf" / actor).glob("*.safetensors")) for n, w in load_file(file).items()}
+    return {
+        n: w
+        for file in sorted((out / "hf" / actor).glob("*.safetensors"))
+        for n, w in load_file(file).items()
+    }
 
 
 def sample(token_ids: list[int], mask: list[int], advantage: float, group_id: str = "") -> Any:
     """A sample of which the masked tokens are trained, each with this advantage."""
     from rl_core.types import TrainingSample
 
-    values = {"rollout_logprobs": [-4.6 * m for m in mask], "policy_versions": [m - 1 for m in mask]}
+    values = {
+        "rollout_logprobs": [-4.6 * m for m in mask],
+        "policy_versions": [m - 1 for m in mask],
+    }
     values["advantages"] = [advantage * m for m in mask]
     return TrainingSample(token_ids=token_ids, loss_mask=mask, group_id=group_id, **values)
 
@@ -442,7 +528,9 @@ def make_learner(model: Path | str, *flags: Any, ranks: Any = None) -> Any:
 
     sizes = "--env_path x.py --out x --max_prompt_tokens 40 --max_tokens 60"
     config = parse_config(words("--model", model, sizes, *flags))
-    return make(config, make_algorithm(config.algorithm, config.algo), "policy", ranks or init_ranks(60))
+    return make(
+        config, make_algorithm(config.algorithm, config.algo), "policy", ranks or init_ranks(60)
+    )
 
 
 def learn(learner: Any, *steps_of_samples: list, first: int = 0) -> list[dict[str, float]]:
@@ -457,10 +545,12 @@ def learn(learner: Any, *steps_of_samples: list, first: int = 0) -> list[dict[st
 
 
 def gradient(model: Path | str, samples: list, *flags: Any) -> tuple[float, dict[str, Any]]:
-    """The loss of these samples under these flags, and its gradient by the names of the weights: what one step of SGD with
-    rate 1 takes away."""
+    """The loss of these samples under these flags, and its gradient by the names of the weights:
+    what one step of SGD with rate 1 takes away."""
     learner = make_learner(
-        model, "--optim.name sgd --optim.lr 1 --optim.betas 0,0 --optim.eps 0 --optim.max_grad_norm 0", *flags
+        model,
+        "--optim.name sgd --optim.lr 1 --optim.betas 0,0 --optim.eps 0 --optim.max_grad_norm 0",
+        *flags,
     )
     before = {name: weight.clone() for name, weight in learner.named_weights()}
     [row] = learn(learner, samples)
@@ -504,8 +594,20 @@ def engine_spec(module: Any, **more: Any) -> Any:
 
     from rl_core.sampling.engine import EngineSpec
 
-    usual = {"name": "policy", "model": "", "tokenizer": None, "num_slots": 8, "max_context_tokens": 128, "seed": 0}
-    usual |= {"dtype": torch.float32, "device": torch.device("cpu"), "log": Path(), "start_timeout_s": 600}
+    usual = {
+        "name": "policy",
+        "model": "",
+        "tokenizer": None,
+        "num_slots": 8,
+        "max_context_tokens": 128,
+        "seed": 0,
+    }
+    usual |= {
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+        "log": Path(),
+        "start_timeout_s": 600,
+    }
     return EngineSpec(module=module, **{"memory_frac": 0.5} | usual | more)
 
 
@@ -543,7 +645,8 @@ def run_server(port):
 
 
 class OwnServer:
-    """A package named sglang: SGLang's server as a run starts it, which computes nothing, and has a diary of what it is asked."""
+    """A package named sglang: SGLang's server as a run starts it, which computes nothing, and has a
+    diary of what it is asked."""
 
     def __init__(self, folder: Path):
         self.diary, self.packages = folder / "diary", folder / "packages"

@@ -1,7 +1,8 @@
-"""What a default run loads, and which functions its second step enters, as JSON: python tests/one_step.py MODEL ENV OUT
+"""What a default run loads, and which functions its second step enters, as JSON: python
+tests/one_step.py MODEL ENV OUT
 
-A process of its own, because tests import more than a run does. Engines are left out of the step: which of their functions run
-hangs on what is sampled.
+A process of its own, because tests import more than a run does. Engines are left out of the step:
+which of their functions run hangs on what is sampled.
 """
 
 from __future__ import annotations
@@ -51,7 +52,11 @@ def main(model: str, env: str, out: str) -> None:
         max_prompt_tokens=24,
     )
     train(config, on_step=recorder.on_step)
-    files = {getattr(module, "__file__", None) or "" for name, module in sys.modules.items() if name not in NOT_COUNTED}
+    files = {
+        getattr(module, "__file__", None) or ""
+        for name, module in sys.modules.items()
+        if name not in NOT_COUNTED
+    }
     loaded = sorted(file.removeprefix(OURS) for file in files if file.startswith(OURS))
     entered = sorted(place for place in recorder.entered if not place[0].startswith("engines/"))
     print(json.dumps({"loaded": loaded, "entered": entered}))

@@ -22,7 +22,8 @@ ROW = {"messages": [{"role": "user", "content": "2+2"}], "answer": "4", "tests":
 
 
 class RuleEngine:
-    """An engine that says rule(prompt's text, seed) after a wait. It notes every prompt, seed and params."""
+    """An engine that says rule(prompt's text, seed) after a wait. It notes every prompt, seed and
+    params."""
 
     version, capacity = 3, 1024
 
@@ -62,9 +63,11 @@ def actor(name: str, engine: RuleEngine, **limits) -> Actor:
     return Actor(name=name, engine=engine, chat=engine.chat, **more)
 
 
-def cast(wait_s: float = 0.0, template: str | None = None, limits: dict | None = None, **rules) -> dict[str, Actor]:
-    """cast(bob="hi", alice=["first", "second"], judge=(rule, False)) -> actors by name: what each says, always, turn by turn,
-    or by a rule, and whether it learns."""
+def cast(
+    wait_s: float = 0.0, template: str | None = None, limits: dict | None = None, **rules
+) -> dict[str, Actor]:
+    """cast(bob="hi", alice=["first", "second"], judge=(rule, False)) -> actors by name: what each
+    says, always, turn by turn, or by a rule, and whether it learns."""
     actors = {}
     for name, rule in rules.items():
         rule, is_trainable = rule if isinstance(rule, tuple) else (rule, True)
@@ -79,15 +82,36 @@ def saying(text: str | list[str]):
     return lambda prompt, seed: texts[min(prompt.count("<|assistant|>") - 1, len(texts) - 1)]
 
 
-def make_groups(tasks, size: int = 1, batch: str = "train/0", seed: int = 0, **params) -> list[Group]:
-    same = {"batch": batch, "size": size, "seed": seed, "params": SamplingParams(**{"max_tokens": 50} | params)}
+def make_groups(
+    tasks, size: int = 1, batch: str = "train/0", seed: int = 0, **params
+) -> list[Group]:
+    same = {
+        "batch": batch,
+        "size": size,
+        "seed": seed,
+        "params": SamplingParams(**{"max_tokens": 50} | params),
+    }
     return [Group(task=task, number=number, **same) for number, task in enumerate(tasks)]
 
 
-def run(env, actors, *, group_size=1, rows=(ROW,), max_failed=None, timeout_s=30.0, max_turns=None, **more):
+def run(
+    env,
+    actors,
+    *,
+    group_size=1,
+    rows=(ROW,),
+    max_failed=None,
+    timeout_s=30.0,
+    max_turns=None,
+    **more,
+):
     """The trajectories of one group for each row. `more`: as of make_groups."""
     env, ranks = replace(env, max_turns=max_turns or env.max_turns), init_ranks(60)
-    groups = make_groups([make_task(dict(row), i, env.name, "train") for i, row in enumerate(rows)], group_size, **more)
+    groups = make_groups(
+        [make_task(dict(row), i, env.name, "train") for i, row in enumerate(rows)],
+        group_size,
+        **more,
+    )
     config = RolloutConfig(episode_timeout_s=timeout_s)
     trajectories = asyncio.run(rollout({env.name: env}, actors, groups, config, ranks))
     if max_failed is not None:

@@ -1,4 +1,5 @@
-"""Every part of an algorithm against the paper's formula, written here sequence by sequence and token by token."""
+"""Every part of an algorithm against the paper's formula, written here sequence by sequence and
+token by token."""
 
 from __future__ import annotations
 
@@ -53,12 +54,29 @@ NAMES = [" ".join([preset, *flags]) for preset, flags in CASES]
 
 
 DEFAULTS = {
-    "advantage": "group_norm", "normalize": "none", "objective": "clip",
-    "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, "aggregation": "token", "kl": "k3", "kl_in": "loss",
-    "kl_coef": 0.0, "entropy_coef": 0.0, "correction": "none", "correction_range": (0.5, 2.0), "overlong": "none",
-    "overlong_buffer": 0, "refill_rounds": 0, "target_kl": 0.0, "turn_discount": None,
-    "rows": "", "loss": "", "is_scoring": False, "has_reference": False,
-}  # fmt: skip
+    "advantage": "group_norm",
+    "normalize": "none",
+    "objective": "clip",
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "dual_clip": 0.0,
+    "aggregation": "token",
+    "kl": "k3",
+    "kl_in": "loss",
+    "kl_coef": 0.0,
+    "entropy_coef": 0.0,
+    "correction": "none",
+    "correction_range": (0.5, 2.0),
+    "overlong": "none",
+    "overlong_buffer": 0,
+    "refill_rounds": 0,
+    "target_kl": 0.0,
+    "turn_discount": None,
+    "rows": "",
+    "loss": "",
+    "is_scoring": False,
+    "has_reference": False,
+}
 PAIRS, LOSSES = "rl_core.options.pairs", "rl_core.options.preference"
 TABLE = {
     "grpo": {},
@@ -70,8 +88,16 @@ TABLE = {
     "reinforce_pp": {"advantage": "none", "normalize": "batch", "kl": "k1", "kl_in": "reward"},
     "ppo": {"advantage": "gae", "normalize": "batch", "kl": "k1", "kl_in": "reward"},
     "sft": {"rows": "rl_core.options.imitation:imitation_samples"},
-    "dpo": {"rows": f"{PAIRS}:reply_pair", "loss": f"{LOSSES}:losses_of_replies", "has_reference": True},
-    "rm": {"rows": f"{PAIRS}:scored_pair", "loss": f"{LOSSES}:losses_of_scores", "is_scoring": True},
+    "dpo": {
+        "rows": f"{PAIRS}:reply_pair",
+        "loss": f"{LOSSES}:losses_of_replies",
+        "has_reference": True,
+    },
+    "rm": {
+        "rows": f"{PAIRS}:scored_pair",
+        "loss": f"{LOSSES}:losses_of_scores",
+        "is_scoring": True,
+    },
 }
 TABLE |= {name: TABLE[name] | {"aggregation": "pair"} for name in ("dpo", "rm")}
 
@@ -83,7 +109,8 @@ def test_presets_are_the_papers_settings():
 
 
 def make_pair(model_path, preset: str, *flags) -> Learner:
-    """A learner whose reference, if it has one, has other weights; a critic, if it has one, knows something."""
+    """A learner whose reference, if it has one, has other weights; a critic, if it has one, knows
+    something."""
     learner = make_learner(model_path, *flags, algorithm=preset)
     if learner.algorithm.has_critic:
         with_critic(learner)
@@ -95,8 +122,8 @@ def make_pair(model_path, preset: str, *flags) -> Learner:
 
 
 def annotated(learner: Learner, samples: list[TrainingSample]):
-    """The minibatch, with old logprobs and an engine's that differ from the learner's, by an amount that hangs on the
-    token alone: any layout of the batch gets the same."""
+    """The minibatch, with old logprobs and an engine's that differ from the learner's, by an amount
+    that hangs on the token alone: any layout of the batch gets the same."""
     (minibatch,), _ = learner.shard(samples)
     with torch.no_grad():
         own = [learner.policy(b, 1.0)[0] for b in minibatch.batches]
@@ -111,7 +138,10 @@ def annotated(learner: Learner, samples: list[TrainingSample]):
 def learner_gradients(learner: Learner, samples) -> tuple[dict[str, torch.Tensor], float]:
     minibatch, total = annotated(learner, samples), 0.0
     for batch in minibatch.batches:
-        loss = token_losses(learner.algorithm, batch, *learner.policy(batch, 1.0))[0].sum() / minibatch.denominator
+        loss = (
+            token_losses(learner.algorithm, batch, *learner.policy(batch, 1.0))[0].sum()
+            / minibatch.denominator
+        )
         loss.backward()
         total += loss.item()
     found = {n: p.grad.clone() for n, p in learner.policy.hf.named_parameters()}
@@ -139,10 +169,13 @@ def naive_gradients(learner: Learner, samples, longest=60) -> tuple[dict[str, to
         new = torch.stack([logits[i - 1, s.token_ids[i]] for i in at])
         entropy = torch.stack([-(logits[i - 1].exp() * logits[i - 1]).sum() for i in at])
         old, rollout = (
-            new.detach() + torch.tensor([0.5 * math.sin(rate * s.token_ids[i]) for i in at]) for rate in (3, 5)
+            new.detach() + torch.tensor([0.5 * math.sin(rate * s.token_ids[i]) for i in at])
+            for rate in (3, 5)
         )
         ref = (
-            reference_logprobs(learner, torch.tensor(s.token_ids[None]))[0, [i - 1 for i in at]] if a.kl_coef else None
+            reference_logprobs(learner, torch.tensor(s.token_ids[None]))[0, [i - 1 for i in at]]
+            if a.kl_coef
+            else None
         )
         advantages = [s.advantages[i] for i in at]
         if a.kl_coef and a.kl_in != "loss":
@@ -152,7 +185,10 @@ def naive_gradients(learner: Learner, samples, longest=60) -> tuple[dict[str, to
             if not a.has_critic:
                 advantages = [x - a.kl_coef * p for x, p in zip(advantages, penalty, strict=True)]
         if a.has_critic:
-            critic, penalty = learner.config.critic, [a.kl_coef * x for x in kl] if a.kl_coef else [0.0] * len(at)
+            critic, penalty = (
+                learner.config.critic,
+                [a.kl_coef * x for x in kl] if a.kl_coef else [0.0] * len(at),
+            )
             rewards, values = [0.0] * (len(at) - 1) + advantages[-1:], plain_values(learner, s)
             if a.kl_in == "reward":
                 rewards = [r - p for r, p in zip(rewards, penalty, strict=True)]
@@ -165,7 +201,9 @@ def naive_gradients(learner: Learner, samples, longest=60) -> tuple[dict[str, to
         every = [x for *_, advantages in sequences for x in advantages]
         mean = sum(every) / len(every)
         deviation = (sum((x - mean) ** 2 for x in every) / len(every)) ** 0.5
-        sequences = [(*rest, [(x - mean) / deviation for x in advantages]) for *rest, advantages in sequences]
+        sequences = [
+            (*rest, [(x - mean) / deviation for x in advantages]) for *rest, advantages in sequences
+        ]
     total, num_tokens = 0.0, sum(len(s[0]) for s in sequences)
     for new, old, rollout, ref, entropy, advantages in sequences:
         whole_ratio = torch.exp((new - old).sum() / len(new))
@@ -187,17 +225,23 @@ def naive_gradients(learner: Learner, samples, longest=60) -> tuple[dict[str, to
             elif a.correction == "mask":
                 loss = loss * (c if a.correction_range[0] <= c <= a.correction_range[1] else 0.0)
             elif a.correction == "sequence_mask":
-                loss = loss * float(a.correction_range[0] <= whole_correction <= a.correction_range[1])
+                loss = loss * float(
+                    a.correction_range[0] <= whole_correction <= a.correction_range[1]
+                )
             if a.kl_coef and a.kl_in == "loss":
                 d = new[t] - ref[t]
-                loss = loss + a.kl_coef * {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d}[a.kl]
+                loss = (
+                    loss + a.kl_coef * {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d}[a.kl]
+                )
             sequence_loss = sequence_loss + loss - a.entropy_coef * entropy[t]
         total = (
             total
             + sequence_loss
-            / {"token": num_tokens, "sequence": len(advantages) * len(samples), "constant": longest * len(samples)}[
-                a.aggregation
-            ]
+            / {
+                "token": num_tokens,
+                "sequence": len(advantages) * len(samples),
+                "constant": longest * len(samples),
+            }[a.aggregation]
         )
     total.backward()
     found = {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -218,19 +262,34 @@ def test_the_loss_is_the_papers_formula_however_the_batch_is_split(preset, flags
         assert_same(got, want, tolerance=1e-5)
 
 
-def trl_gradients(learner: Learner, model_path, samples, loss_type: str, level: str, delta: float | None, folder):
+def trl_gradients(
+    learner: Learner, model_path, samples, loss_type: str, level: str, delta: float | None, folder
+):
     """The gradient and loss of TRL's GRPOTrainer on one batch made by hand."""
     trl = pytest.importorskip("trl")
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    low, high = (0.02, 0.03) if level == "sequence" else (0.2, 5.0 if loss_type == "cispo" else 0.28)
+    low, high = (
+        (0.02, 0.03) if level == "sequence" else (0.2, 5.0 if loss_type == "cispo" else 0.28)
+    )
     config = trl.GRPOConfig(
-        output_dir=str(folder), loss_type=loss_type, importance_sampling_level=level, epsilon=low, epsilon_high=high,
-        delta=delta, beta=learner.algorithm.kl_coef, max_completion_length=60, num_generations=2,
+        output_dir=str(folder),
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        epsilon=low,
+        epsilon_high=high,
+        delta=delta,
+        beta=learner.algorithm.kl_coef,
+        max_completion_length=60,
+        num_generations=2,
         use_bias_correction_kl=False,  # ours is not weighted by the ratio
-        per_device_train_batch_size=len(samples), gradient_accumulation_steps=1, use_cpu=True, bf16=False, report_to=[],
-    )  # fmt: skip
+        per_device_train_batch_size=len(samples),
+        gradient_accumulation_steps=1,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+    )
     trainer = trl.GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model_path),
         processing_class=AutoTokenizer.from_pretrained(model_path),
@@ -246,16 +305,23 @@ def trl_gradients(learner: Learner, model_path, samples, loss_type: str, level: 
         for rows in zip(*columns, strict=True)
     )
     inputs = {
-        "prompt_ids": ids[:, :1], "prompt_mask": is_token[:, :1], "completion_ids": ids[:, 1:],
-        "completion_mask": is_token[:, 1:], "tool_mask": mask[:, 1:], "num_items_in_batch": mask.sum(),
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": is_token[:, :1],
+        "completion_ids": ids[:, 1:],
+        "completion_mask": is_token[:, 1:],
+        "tool_mask": mask[:, 1:],
+        "num_items_in_batch": mask.sum(),
         "advantages": torch.tensor([max(s.advantages, key=abs) for s in samples]),
-    }  # fmt: skip
+    }
     trainer.model.train()
     with torch.no_grad():
-        own, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, is_token, longest - 1)
+        own, *_ = trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, is_token, longest - 1
+        )
     inputs["old_per_token_logps"] = own + (0.5 * torch.sin(3 * ids[:, 1:].double())).float()
     if learner.reference is not None:
-        inputs["ref_per_token_logps"] = reference_logprobs(learner, ids)  # padding stands last and is masked
+        # Padding stands last and is masked.
+        inputs["ref_per_token_logps"] = reference_logprobs(learner, ids)
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
     return {n: p.grad.clone() for n, p in trainer.model.named_parameters()}, loss.item()
@@ -268,19 +334,35 @@ HIGH = ("--algo.clip_high", "0.28")
     "loss_type, level, delta, beta, preset, flags",
     [
         ("grpo", "token", None, 0.0, "grpo", (*HIGH, "--algo.aggregation", "sequence")),
-        ("grpo", "token", 1.4, 0.3, "grpo", (*HIGH, "--algo.aggregation", "sequence", "--algo.dual_clip", "1.4")),
+        (
+            "grpo",
+            "token",
+            1.4,
+            0.3,
+            "grpo",
+            (*HIGH, "--algo.aggregation", "sequence", "--algo.dual_clip", "1.4"),
+        ),
         ("bnpo", "token", None, 0.3, "grpo", HIGH),
         ("dapo", "token", None, 0.0, "dapo", ()),
         ("dr_grpo", "token", None, 0.0, "dr_grpo", HIGH),
         ("cispo", "token", None, 0.0, "cispo", ()),
-        ("grpo", "sequence", None, 0.0, "gspo", ("--algo.clip_low", "0.02", "--algo.clip_high", "0.03")),
+        (
+            "grpo",
+            "sequence",
+            None,
+            0.0,
+            "gspo",
+            ("--algo.clip_low", "0.02", "--algo.clip_high", "0.03"),
+        ),
     ],
 )
 def test_the_loss_is_trls_where_it_computes_the_same(
     loss_type, level, delta, beta, preset, flags, tiny_model, tmp_path
 ):
     samples = ragged_samples(8)
-    learner = make_pair(tiny_model, preset, *flags, *(["--algo.kl_coef", str(beta)] if beta else []))
+    learner = make_pair(
+        tiny_model, preset, *flags, *(["--algo.kl_coef", str(beta)] if beta else [])
+    )
     want, want_loss = trl_gradients(learner, tiny_model, samples, loss_type, level, delta, tmp_path)
     got, loss = learner_gradients(learner, samples)
     assert loss == pytest.approx(want_loss, rel=1e-5, abs=1e-5)
@@ -310,7 +392,9 @@ def test_advantages_are_the_papers_formulas():
 
 def test_equal_rewards_are_normalised_over_the_batch_to_nothing(tiny_model):
     learner = make_learner(tiny_model, algorithm="reinforce_pp")
-    samples = [dataclasses.replace(s, advantages=[0.1 * m for m in s.loss_mask]) for s in ragged_samples()]
+    samples = [
+        dataclasses.replace(s, advantages=[0.1 * m for m in s.loss_mask]) for s in ragged_samples()
+    ]
     minibatches, _ = learner.shard(samples)
     learner.annotate(minibatches)
     assert not any(b.advantages.any() for m in minibatches for b in m.batches)
@@ -325,11 +409,16 @@ def test_estimators_of_the_kl_have_its_mean():
     near = policy + 0.01 * (ref - policy)
     near = near.log_softmax(0)
     exact = (policy.exp() * (policy - near)).sum()
-    assert (policy.exp() * kl_estimate("k2", policy, near)).sum() == pytest.approx(exact.item(), rel=0.02)
+    assert (policy.exp() * kl_estimate("k2", policy, near)).sum() == pytest.approx(
+        exact.item(), rel=0.02
+    )
 
 
 def test_means_and_sums_over_sequences_stay_inside_them():
-    values, sequences = torch.tensor([1.0, 2.0, 3.0, 10.0, -4.0, 6.0]), torch.tensor([0, 0, 0, 1, 2, 2])
+    values, sequences = (
+        torch.tensor([1.0, 2.0, 3.0, 10.0, -4.0, 6.0]),
+        torch.tensor([0, 0, 0, 1, 2, 2]),
+    )
     assert sequence_mean(values, sequences, 3).tolist() == [2, 2, 2, 10, 1, 1]
     assert sums_to_go(values, sequences).tolist() == [6, 5, 3, 10, 2, 6]
     nothing = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
@@ -345,7 +434,13 @@ def test_the_overlong_penalty_is_dapos():
 
 
 def episode(reward: float, length: int, status="ok") -> Trajectory:
-    done = Completion(token_ids=[9] * length, logprobs=[-1.0] * length, text="", finish_reason="", policy_version=0)
+    done = Completion(
+        token_ids=[9] * length,
+        logprobs=[-1.0] * length,
+        text="",
+        finish_reason="",
+        policy_version=0,
+    )
     turns = [Turn(new_ids=[8, 8], is_fresh=True, completion=done)]
     return Trajectory(task_id="t", env="e", group_id="g", turns=turns, reward=reward, status=status)
 
@@ -353,9 +448,15 @@ def episode(reward: float, length: int, status="ok") -> Trajectory:
 def test_the_overlong_penalty_is_of_an_episodes_longest_turn():
     def advantages(*lengths: int) -> list[float]:
         long = episode(1.0, lengths[0])
-        long.turns = [dataclasses.replace(episode(1.0, n).turns[0], is_fresh=not i) for i, n in enumerate(lengths)]
+        long.turns = [
+            dataclasses.replace(episode(1.0, n).turns[0], is_fresh=not i)
+            for i, n in enumerate(lengths)
+        ]
         row = dataclasses.replace(PRESETS["dr_grpo"], overlong="soft", overlong_buffer=4)
-        return [max(s.advantages, key=abs) for s in samples_of([[long, episode(0.0, 1)]], row, 10, init_ranks(60))]
+        return [
+            max(s.advantages, key=abs)
+            for s in samples_of([[long, episode(0.0, 1)]], row, 10, init_ranks(60))
+        ]
 
     assert advantages(6, 6) == advantages(5) == pytest.approx([0.5, -0.5])
     assert advantages(2, 9) == pytest.approx([0.125, -0.125])
@@ -405,8 +506,28 @@ def advantage_fn(rewards): return {0}
 
 def run_custom(returned: str, tiny_model, folder, *flags) -> int:
     (folder / "env.py").write_text(CUSTOM.format(returned))
-    flags = ["--max_tokens", "6", "--tasks_per_step", "4", "--num_steps", "1", "--group_size", "4", *flags]
-    return main(["--model", str(tiny_model), "--env_path", str(folder / "env.py"), *flags, "--out", str(folder / "o")])
+    flags = [
+        "--max_tokens",
+        "6",
+        "--tasks_per_step",
+        "4",
+        "--num_steps",
+        "1",
+        "--group_size",
+        "4",
+        *flags,
+    ]
+    return main(
+        [
+            "--model",
+            str(tiny_model),
+            "--env_path",
+            str(folder / "env.py"),
+            *flags,
+            "--out",
+            str(folder / "o"),
+        ]
+    )
 
 
 def test_an_environments_own_advantages_are_used(tiny_model, tmp_path, capsys):
@@ -421,12 +542,20 @@ def test_a_preset_part_given_by_flag_overrides_the_environments_advantages(tiny_
 
 @pytest.mark.parametrize(
     "returned, said",
-    [("1 / 0", "ZeroDivisionError"), ("rewards[1:]", "gave 3 values"), ("[float('nan')] * 4", "finite")],
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("rewards[1:]", "gave 3 values"),
+        ("[float('nan')] * 4", "finite"),
+    ],
 )
-def test_wrong_advantages_of_an_environment_stop_the_run_with_its_name(returned, said, tiny_model, tmp_path, capsys):
+def test_wrong_advantages_of_an_environment_stop_the_run_with_its_name(
+    returned, said, tiny_model, tmp_path, capsys
+):
     assert run_custom(returned, tiny_model, tmp_path) == 1
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(error) == 1 and said in error[0] and "env.py" in error[0] and "advantage_fn" in error[0]
+    assert (
+        len(error) == 1 and said in error[0] and "env.py" in error[0] and "advantage_fn" in error[0]
+    )
 
 
 SOME_SIGNAL = """
@@ -436,18 +565,39 @@ def reward_fn(completion, n): return float(len(completion)) + hash(completion) %
 
 
 def test_groups_without_signal_are_refilled(tiny_model, tmp_path):
-    (tmp_path / "env.py").write_text(SOME_SIGNAL.replace("hash(completion)", "sum(map(ord, completion))"))
-    flags = ["--model", str(tiny_model), "--env_path", str(tmp_path / "env.py"), "--max_tokens", "12"]
-    flags += ["--tasks_per_step", "3", "--group_size", "4", "--data.shuffle", "false", "--optim.lr", "1e-3"]
+    (tmp_path / "env.py").write_text(
+        SOME_SIGNAL.replace("hash(completion)", "sum(map(ord, completion))")
+    )
+    flags = [
+        "--model",
+        str(tiny_model),
+        "--env_path",
+        str(tmp_path / "env.py"),
+        "--max_tokens",
+        "12",
+    ]
+    flags += [
+        "--tasks_per_step",
+        "3",
+        "--group_size",
+        "4",
+        "--data.shuffle",
+        "false",
+        "--optim.lr",
+        "1e-3",
+    ]
     flags += ["--algo.refill_rounds", "9"]
     flags += ["--sampling.stop", '["a","b","c","d","e","f","g"]']  # replies of many lengths
     whole = tmp_path / "whole"
     assert main([*flags, "--num_steps", "1", "--out", str(whole)]) == 0
 
-    # Tasks 0, 3 and 6 have a signal: the first three, then replacements for two, until there are three.
+    # Tasks 0, 3 and 6 have a signal: the first three, then replacements for two, until there are
+    # three.
     found = trajectories(whole / "rollouts/step_000001.jsonl.zst")
     drawn = [t["task_id"] for t in found if t["index"] == 0]
-    assert sorted(drawn, key=lambda name: int(name.split("/")[1])) == [f"train/{n}" for n in range(len(drawn))]
+    assert sorted(drawn, key=lambda name: int(name.split("/")[1])) == [
+        f"train/{n}" for n in range(len(drawn))
+    ]
     assert sum(int(name.split("/")[1]) % 3 == 0 for name in drawn) == 3
     state = json.loads((whole / "checkpoints/step_000001/state.json").read_text())
     assert state["position"] == len(drawn) > 3
@@ -460,7 +610,11 @@ def test_groups_without_signal_are_refilled(tiny_model, tmp_path):
         said = sum(len(turn["completion"]["token_ids"]) for turn in t["turns"])
         groups.setdefault(t["group_id"], []).append((t["reward"], said))
     groups = {name: g for name, g in groups.items() if len({reward for reward, _ in g}) > 1}
-    advantages = [a for g in groups.values() for a in group_advantages([reward for reward, _ in g], "group_norm")]
+    advantages = [
+        a
+        for g in groups.values()
+        for a in group_advantages([reward for reward, _ in g], "group_norm")
+    ]
     lengths = [n for g in groups.values() for _, n in g]
     loss = -sum(a * n for a, n in zip(advantages, lengths, strict=True)) / sum(lengths)
     assert row["learn/policy/loss"] == pytest.approx(loss, rel=1e-4) and abs(loss) > 1e-3
@@ -468,8 +622,24 @@ def test_groups_without_signal_are_refilled(tiny_model, tmp_path):
 
 def test_refilling_ends_at_its_cap(tiny_model, tmp_path):
     (tmp_path / "env.py").write_text(SOME_SIGNAL.replace("n % 3 == 0", "n == 1"))
-    flags = ["--model", str(tiny_model), "--env_path", str(tmp_path / "env.py"), "--max_tokens", "8"]
-    flags += ["--tasks_per_step", "3", "--group_size", "4", "--data.shuffle", "false", "--num_steps", "1"]
+    flags = [
+        "--model",
+        str(tiny_model),
+        "--env_path",
+        str(tmp_path / "env.py"),
+        "--max_tokens",
+        "8",
+    ]
+    flags += [
+        "--tasks_per_step",
+        "3",
+        "--group_size",
+        "4",
+        "--data.shuffle",
+        "false",
+        "--num_steps",
+        "1",
+    ]
     assert main([*flags, "--algo.refill_rounds", "2", "--out", str(tmp_path / "run")]) == 0
     row = metrics(tmp_path / "run")[0]
     assert row["rollout/refill_rounds"] == 2 and row["rollout/groups_missing"] == 2
@@ -477,7 +647,9 @@ def test_refilling_ends_at_its_cap(tiny_model, tmp_path):
 
 
 def test_the_reference_is_the_model_at_the_start(warm_model, sort_data, tmp_path):
-    flags = words("--model", warm_model, SORT, "--data.train", sort_data / "train.jsonl", "--tasks_per_step 4")
+    flags = words(
+        "--model", warm_model, SORT, "--data.train", sort_data / "train.jsonl", "--tasks_per_step 4"
+    )
     flags += words("--optim.lr 1e-3 --num_steps 3")
     found = {}
     for coef in ("0.001", "10"):
@@ -492,10 +664,17 @@ def episode_of(rewards: list[float]) -> Trajectory:
     turn = Turn(
         new_ids=[1],
         is_fresh=True,
-        completion=Completion(token_ids=[2, 3], logprobs=[-1.0, -1.0], text="", finish_reason="stop", policy_version=0),
+        completion=Completion(
+            token_ids=[2, 3], logprobs=[-1.0, -1.0], text="", finish_reason="stop", policy_version=0
+        ),
     )
     return Trajectory(
-        task_id="t", env="e", group_id="g", turns=[turn] * len(rewards), reward=sum(rewards), turn_rewards=rewards
+        task_id="t",
+        env="e",
+        group_id="g",
+        turns=[turn] * len(rewards),
+        reward=sum(rewards),
+        turn_rewards=rewards,
     )
 
 
@@ -520,8 +699,14 @@ def test_a_group_has_signal_where_turns_differ_if_turns_have_advantages_of_their
         "only in turns": [episode_of([1.0, 0.0]), episode_of([0.0, 1.0])],
         "in all": [episode_of([1.0, 0.0]), episode_of([0.0, 0.0])],
     }
-    found = {name: (has_signal(group, whole), has_signal(group, turns)) for name, group in groups.items()}
-    assert found == {"equal": (False, False), "only in turns": (False, True), "in all": (True, True)}
+    found = {
+        name: (has_signal(group, whole), has_signal(group, turns)) for name, group in groups.items()
+    }
+    assert found == {
+        "equal": (False, False),
+        "only in turns": (False, True),
+        "in all": (True, True),
+    }
     late, soon = groups["only in turns"]
     late.turn_rewards = soon.turn_rewards = []
     assert not has_signal([late, soon], turns)

@@ -1,4 +1,5 @@
-"""API actors against a real HTTP server: what they ask, what comes of failures, and that their key stays theirs."""
+"""API actors against a real HTTP server: what they ask, what comes of failures, and that their key
+stays theirs."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ GIVE_UP = "give up"  # a step of a script: close the connection without an answe
 def reply(text="hi", finish_reason="stop", **message):
     usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
     said = {"role": "assistant", "content": text, **message}
-    return {"choices": [{"index": 0, "message": said, "finish_reason": finish_reason}], "usage": usage}
+    return {
+        "choices": [{"index": 0, "message": said, "finish_reason": finish_reason}],
+        "usage": usage,
+    }
 
 
 def free_port() -> int:
@@ -43,16 +47,24 @@ def free_port() -> int:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers by its script, whose last step is repeated: (status, body[, headers]), or a function of the handler."""
+    """Answers by its script, whose last step is repeated: (status, body[, headers]), or a function
+    of the handler."""
 
     daemon_threads, request_queue_size = True, 200
 
     def __init__(self, *script):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.script, self.requests, self.lock, self.now, self.most = list(script), [], threading.Lock(), 0, 0
+        self.script, self.requests, self.lock, self.now, self.most = (
+            list(script),
+            [],
+            threading.Lock(),
+            0,
+            0,
+        )
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
-    def handle_error(self, request, client_address): ...  # clients that hang up are part of these tests
+    # Clients that hang up are part of these tests.
+    def handle_error(self, request, client_address): ...
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -82,7 +94,9 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def serving(*script):
     server = Server(*script)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    ).start()
     try:
         yield server
     finally:
@@ -98,16 +112,24 @@ def key(monkeypatch):
 
 def judge(server, **options):
     url = server if isinstance(server, str) else server.url
-    return ApiActor(name="judge", model="m", **{"url": url, "api_key_env": "JUDGE_KEY", "timeout_s": 30} | options)
+    return ApiActor(
+        name="judge",
+        model="m",
+        **{"url": url, "api_key_env": "JUDGE_KEY", "timeout_s": 30} | options,
+    )
 
 
 def ask(actor, num=1, params=None):
     """The outcomes of num replies that are asked for at once."""
 
     async def run():
-        speakers = [actor.in_episode(params or SamplingParams(max_tokens=9), seed) for seed in range(num)]
+        speakers = [
+            actor.in_episode(params or SamplingParams(max_tokens=9), seed) for seed in range(num)
+        ]
         try:
-            return await asyncio.gather(*(s.converse(HELLO).respond() for s in speakers), return_exceptions=True)
+            return await asyncio.gather(
+                *(s.converse(HELLO).respond() for s in speakers), return_exceptions=True
+            )
         finally:
             await actor.close()
 
@@ -124,8 +146,13 @@ def test_a_conversation_of_several_turns_with_tools():
     params = SamplingParams(max_tokens=9, temperature=0.5, top_p=0.9, stop=("END",))
 
     async def talk(actor):
-        conversation = actor.in_episode(params, seed=3, session="s").converse([{**HELLO[0], "train": False}], tools)
-        texts, answer = [(await conversation.respond()).text], [{"role": "tool", "tool_call_id": "c1", "content": "5"}]
+        conversation = actor.in_episode(params, seed=3, session="s").converse(
+            [{**HELLO[0], "train": False}], tools
+        )
+        texts, answer = (
+            [(await conversation.respond()).text],
+            [{"role": "tool", "tool_call_id": "c1", "content": "5"}],
+        )
         other = conversation.fork()
         texts.append((await conversation.respond(answer)).text)
         await other.respond(answer)
@@ -141,7 +168,14 @@ def test_a_conversation_of_several_turns_with_tools():
     assert (path, headers["Authorization"]) == ("/v1/chat/completions", f"Bearer {KEY}")
     seeds = [request.pop("seed") for _, _, request in server.requests]
     assert len(set(seeds)) == 3 and all(0 <= seed < 2**31 for seed in seeds)
-    limits = {"max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "stop": ["END"], "tools": tools, "model": "m"}
+    limits = {
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "stop": ["END"],
+        "tools": tools,
+        "model": "m",
+    }
     assert asked == {"messages": HELLO} | limits  # keys that are not of a message are left out
     heard = [*HELLO, {"role": "assistant", "content": "", "tool_calls": calls}]
     heard.append({"role": "tool", "tool_call_id": "c1", "content": "5"})
@@ -162,7 +196,13 @@ def test_the_same_seed_asks_the_same():
 
 
 def test_keys_of_the_request_are_added_changed_and_left_out():
-    changes = {"max_tokens": None, "max_completion_tokens": 99, "seed": None, "temperature": 0.0, "model": "other"}
+    changes = {
+        "max_tokens": None,
+        "max_completion_tokens": 99,
+        "seed": None,
+        "temperature": 0.0,
+        "model": "other",
+    }
     with serving((200, reply() | {"usage": None})) as server:
         [done] = ask(judge(server, request=changes, api_key_env=""))
     kept = {"max_completion_tokens": 99, "temperature": 0.0, "model": "other"}
@@ -170,7 +210,9 @@ def test_keys_of_the_request_are_added_changed_and_left_out():
     assert KEY not in str(server.requests[0][1]), "an endpoint without a key gets none"
 
 
-@pytest.mark.parametrize("failure", [(429, {}, {"Retry-After": "0.01"}), (503, {"error": "busy"}), GIVE_UP], ids=str)
+@pytest.mark.parametrize(
+    "failure", [(429, {}, {"Retry-After": "0.01"}), (503, {"error": "busy"}), GIVE_UP], ids=str
+)
 def test_what_may_pass_is_asked_again(failure):
     with serving(failure, failure, (200, reply("late"))) as server:
         actor = judge(server)
@@ -182,11 +224,26 @@ def test_what_may_pass_is_asked_again(failure):
 
 
 REFUSAL = {"error": {"message": "top_k is unknown"}}
-BAD = [b'{"choices": [{"mess', b"\xff", {"choices": []}, {"error": "none"}, {"choices": ["hi"]}, reply([1])]
+BAD = [
+    b'{"choices": [{"mess',
+    b"\xff",
+    {"choices": []},
+    {"error": "none"},
+    {"choices": ["hi"]},
+    reply([1]),
+]
 FAILURES = [  # an answer, what it becomes, what the error says, how often it is asked
-    ((502, b"<html>bad gateway</html>", {"Content-Type": "text/html"}), ConnectionError, "bad gateway", 3),
+    (
+        (502, b"<html>bad gateway</html>", {"Content-Type": "text/html"}),
+        ConnectionError,
+        "bad gateway",
+        3,
+    ),
     *(((200, bad), ValueError, "cannot be read", 1) for bad in BAD),
-    *(((status, REFUSAL), ValueError, f"{status}: {json.dumps(REFUSAL)}", 1) for status in (400, 401, 404)),
+    *(
+        ((status, REFUSAL), ValueError, f"{status}: {json.dumps(REFUSAL)}", 1)
+        for status in (400, 401, 404)
+    ),
 ]
 
 
@@ -206,35 +263,52 @@ def test_an_endpoint_that_hangs_or_is_not_there_is_named():
         ends.set()
     [gone] = ask(judge(server, max_retries=1))
     for error in (hangs, gone):
-        assert isinstance(error, ConnectionError) and "is it up?" in str(error) and server.url in str(error), error
+        assert (
+            isinstance(error, ConnectionError)
+            and "is it up?" in str(error)
+            and server.url in str(error)
+        ), error
     assert "no answer" in str(hangs)
 
 
-def test_a_dead_endpoint_is_told_before_a_model_loads_and_any_answer_is_a_life_sign(tmp_path, capfd):
+def test_a_dead_endpoint_is_told_before_a_model_loads_and_any_answer_is_a_life_sign(
+    tmp_path, capfd
+):
     with serving((200, reply())) as server:  # it answers GET with 501
         judge(server).ping()
     assert run_judged(JUDGED, "no/such/model", tmp_path, server) == 1
-    with pytest.raises(ValueError, match=r"no answer to GET /models .*refused.*--actors\.judge\.api"):
+    with pytest.raises(
+        ValueError, match=r"no answer to GET /models .*refused.*--actors\.judge\.api"
+    ):
         judge(server).ping()
 
 
 def test_a_hooks_timeout_quotes_why_the_endpoint_has_not_answered():
     with serving((503, {"error": "busy"})) as server:
-        busy, gone = judge(server, max_retries=1000), judge(f"http://127.0.0.1:{free_port()}/v1", max_retries=1000)
+        busy, gone = (
+            judge(server, max_retries=1000),
+            judge(f"http://127.0.0.1:{free_port()}/v1", max_retries=1000),
+        )
 
         async def reward_fn(endpoint):
-            speaker = {"busy": busy, "gone": gone}[endpoint].in_episode(SamplingParams(max_tokens=9), seed=0)
+            speaker = {"busy": busy, "gone": gone}[endpoint].in_episode(
+                SamplingParams(max_tokens=9), seed=0
+            )
             await speaker.converse(HELLO).respond()
 
         async def asked(endpoint):
-            hook = Hook(name="reward_fn", function=reward_fn, path="x.py", timeout_s=1.0, ours=frozenset())
+            hook = Hook(
+                name="reward_fn", function=reward_fn, path="x.py", timeout_s=1.0, ours=frozenset()
+            )
             await hook(Task(id="train/0", env="x", row={"endpoint": endpoint}, messages=HELLO), {})
 
         for endpoint, cause in (
             ("busy", rf"{server.url} gave '503'; make"),
             ("gone", "gave .no answer .ConnectionRefusedError: "),
         ):
-            with pytest.raises(TimeoutError, match=rf"ran longer than 1 s .* last waited after: .*{cause}"):
+            with pytest.raises(
+                TimeoutError, match=rf"ran longer than 1 s .* last waited after: .*{cause}"
+            ):
                 asyncio.run(asked(endpoint))
 
 
@@ -242,7 +316,9 @@ def test_no_more_requests_are_in_flight_than_allowed_and_a_cancelled_one_gives_i
     ends = threading.Event()
 
     async def run(actor):
-        speak = lambda seed: actor.in_episode(SamplingParams(max_tokens=9), seed).converse(HELLO).respond()  # noqa: E731
+        def speak(seed):
+            return actor.in_episode(SamplingParams(max_tokens=9), seed).converse(HELLO).respond()
+
         hanging = [asyncio.ensure_future(speak(seed)) for seed in range(3)]
         while len(server.requests) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -304,7 +380,10 @@ for url in sys.argv[1:]:
 
 def test_the_key_is_in_nothing_that_a_failing_call_writes(tmp_path):
     scripts = [
-        lambda handler: (401, {"error": {"message": f"Incorrect API key: {handler.headers['Authorization']}"}}),
+        lambda handler: (
+            401,
+            {"error": {"message": f"Incorrect API key: {handler.headers['Authorization']}"}},
+        ),
         lambda handler: (500, f"broken: {handler.headers}".encode()),
         lambda handler: (200, {"error": handler.headers["Authorization"]}),
         GIVE_UP,
@@ -312,8 +391,16 @@ def test_the_key_is_in_nothing_that_a_failing_call_writes(tmp_path):
     env = os.environ | {"JUDGE_KEY": KEY, "OPENAI_LOG": "debug", "PYTHONPATH": str(ROOT)}
     with ExitStack() as stack:
         servers = [stack.enter_context(serving(script)) for script in scripts]
-        command = [sys.executable, "-c", FAILING, *(s.url for s in servers), "http://127.0.0.1:9/v1"]
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        command = [
+            sys.executable,
+            "-c",
+            FAILING,
+            *(s.url for s in servers),
+            "http://127.0.0.1:9/v1",
+        ]
+        done = subprocess.run(
+            command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
     assert done.returncode == 0, done.stderr
     assert "Incorrect API key: Bearer ***" in done.stderr and "DEBUG" in done.stderr
     assert all(KEY in server.requests[0][1]["Authorization"] for server in servers)  # it was sent
@@ -336,9 +423,34 @@ def reward_fn(messages): return float(messages[-2]["content"] == "0.5")
 def run_judged(env, model, folder, server) -> int:
     (folder / "x.py").write_text(env)
     (folder / "rows.jsonl").write_text('{"prompt": "12"}\n' * 4)
-    flags = ["--actors.policy.model", model, "--actors.judge.model", "m", "--actors.judge.api_key_env", "JUDGE_KEY"]
-    flags += ["--env_path", folder / "x.py", "--data.train", folder / "rows.jsonl", "--out", folder / "run"]
-    flags += ["--max_tokens", 8, "--max_prompt_tokens", 64, "--tasks_per_step", 2, "--group_size", 2, "--num_steps", 3]
+    flags = [
+        "--actors.policy.model",
+        model,
+        "--actors.judge.model",
+        "m",
+        "--actors.judge.api_key_env",
+        "JUDGE_KEY",
+    ]
+    flags += [
+        "--env_path",
+        folder / "x.py",
+        "--data.train",
+        folder / "rows.jsonl",
+        "--out",
+        folder / "run",
+    ]
+    flags += [
+        "--max_tokens",
+        8,
+        "--max_prompt_tokens",
+        64,
+        "--tasks_per_step",
+        2,
+        "--group_size",
+        2,
+        "--num_steps",
+        3,
+    ]
     return main([str(flag) for flag in [*flags, "--actors.judge.api", server.url]])
 
 
@@ -362,16 +474,31 @@ def test_a_run_whose_judge_refuses_the_key_stops_and_shows_it_nowhere(tiny_model
     printed = capfd.readouterr()
     assert "Incorrect API key provided: ***" in printed.err and KEY not in printed.out + printed.err
     files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
-    assert {"config.yaml", "metrics.jsonl", "step_000001.jsonl.zst"} <= {file.name for file in files}
+    assert {"config.yaml", "metrics.jsonl", "step_000001.jsonl.zst"} <= {
+        file.name for file in files
+    }
     for file in files:
         data = file.read_bytes()
-        data = zstandard.ZstdDecompressor().decompressobj().decompress(data) if file.suffix == ".zst" else data
+        data = (
+            zstandard.ZstdDecompressor().decompressobj().decompress(data)
+            if file.suffix == ".zst"
+            else data
+        )
         assert KEY.encode() not in data, file
 
 
 def test_an_endpoints_limits_are_flags():
     pytest.importorskip("openai")
-    base = ["--actors.bob.model", "m", "--env_path", "x.py", "--out", "x", "--actors.judge.model", "m"]
+    base = [
+        "--actors.bob.model",
+        "m",
+        "--env_path",
+        "x.py",
+        "--out",
+        "x",
+        "--actors.judge.model",
+        "m",
+    ]
     base += ["--actors.judge.api", "http://127.0.0.1:9/v1", "--actors.judge.api_key_env", ""]
     usual = make_api_actor(parse_config(base), "judge")
     judge = make_api_actor(parse_config([*base, "--actors.judge.max_tokens", "7"]), "judge")

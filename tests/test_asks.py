@@ -1,4 +1,5 @@
-"""Hooks of served environments that ask actors: what a worker asks, and what it makes of the answers."""
+"""Hooks of served environments that ask actors: what a worker asks, and what it makes of the
+answers."""
 
 from __future__ import annotations
 
@@ -32,11 +33,20 @@ async def rollout(task, actors):
     return [*found, fork.trajectory(2, seat="y", metrics={"chars": len(fork.text)}), second.trajectory(1)]
 """
 TURN = {"new_ids": [1, 2], "is_fresh": True}
-TURN["completion"] = {"token_ids": [3], "logprobs": [-0.1], "text": "x", "finish_reason": "stop", "policy_version": 0}
+TURN["completion"] = {
+    "token_ids": [3],
+    "logprobs": [-0.1],
+    "text": "x",
+    "finish_reason": "stop",
+    "policy_version": 0,
+}
 
 
 def spoken(ask: int, text: str = "x", **more) -> pb.Spoken:
-    more = {"messages": json.dumps([{"role": "assistant", "content": text}]), "turn": json.dumps(TURN)} | more
+    more = {
+        "messages": json.dumps([{"role": "assistant", "content": text}]),
+        "turn": json.dumps(TURN),
+    } | more
     return pb.Spoken(ask=ask, **more)
 
 
@@ -64,26 +74,47 @@ def test_a_rollout_is_answered_ask_by_ask_and_gives_its_trajectories(worker_of, 
             (n, "policy", ASK) for n in (1, 2)
         ]
         assert json.loads(asked.openings[0].sampling) == {"max_tokens": 9, "stop": ["!"]}
-        assert [(ask.id, ask.conversation, ask.messages) for ask in asked.asks] == [(1, 1, "[]"), (2, 2, "[]")]
+        assert [(ask.id, ask.conversation, ask.messages) for ask in asked.asks] == [
+            (1, 1, "[]"),
+            (2, 2, "[]"),
+        ]
         listening = asyncio.ensure_future(client.answer(1, spoken(2, "<think>a</think>two")))
         await asyncio.sleep(0)  # it begins
         asked = (await client.answer(1, spoken(1, "one"))).asked
         assert not (await listening).WhichOneof("news")  # another one listens
         [fork], [ask] = asked.openings, asked.asks
-        assert (fork.fork_of, ask.conversation) == (1, 1) and json.loads(ask.messages)[0]["content"] == "more"
+        assert (fork.fork_of, ask.conversation) == (1, 1) and json.loads(ask.messages)[0][
+            "content"
+        ] == "more"
         asked = (await client.answer(1, spoken(ask.id, "end", truncated=True))).asked
         [ask] = asked.asks
-        assert ask.conversation == fork.conversation and json.loads(ask.messages)[0]["content"] == "less"
-        [judge] = (await client.answer(1, pb.Spoken(ask=ask.id, messages="[]", truncated=True))).asked.openings
-        assert (judge.actor, judge.tools) == ("judge", '[{"type":"function"}]') and '"two"' in judge.messages
+        assert (
+            ask.conversation == fork.conversation
+            and json.loads(ask.messages)[0]["content"] == "less"
+        )
+        [judge] = (
+            await client.answer(1, pb.Spoken(ask=ask.id, messages="[]", truncated=True))
+        ).asked.openings
+        assert (judge.actor, judge.tools) == (
+            "judge",
+            '[{"type":"function"}]',
+        ) and '"two"' in judge.messages
         result = (await client.answer(1, spoken(5, "good", turn="", metrics={"t": 1}))).run
         assert result.status == pb.COMPLETED
         one, forked, other = json.loads(result.value)
-        assert (one["reward"], one["reward_parts"], one["turns"]) == (4.5, {"a": 0.5, "b": 4.0}, [1, 3])
+        assert (one["reward"], one["reward_parts"], one["turns"]) == (
+            4.5,
+            {"a": 0.5, "b": 4.0},
+            [1, 3],
+        )
         assert (one["seat"], one["status"], one["metrics"]) == ("x", "truncated", {"m": 4})
         assert [m["content"] for m in one["messages"]] == ["1+1?", "one", "more", "end"]
         # Its context was full.
-        assert (forked["turns"], forked["messages"][-1]["content"], forked["metrics"]) == ([1], "less", {"chars": 0.0})
+        assert (forked["turns"], forked["messages"][-1]["content"], forked["metrics"]) == (
+            [1],
+            "less",
+            {"chars": 0.0},
+        )
         assert (other["turns"], other["actor"]) == ([2], "policy")
         assert (await client.answer(1)).run == result  # once more, to who listened meanwhile
         await client.run(code="ended")
@@ -109,26 +140,47 @@ def test_wrong_and_repeated_answers_do_nothing_twice(worker_of):  # noqa: F811
         await client.answer(9, code="ended")  # asks nothing
         await client.answer(1, spoken(3), code="absent")
         await client.answer(1, spoken(1), spoken(1), code="exists")
-        users, two = '[{"role": "user", "content": "x"}]', json.dumps([{"role": "assistant", "content": "x"}] * 2)
-        for wrong in ({"messages": "{"}, {"messages": users}, {"messages": two}, {"turn": '{"new_ids": []}'}):
+        users, two = (
+            '[{"role": "user", "content": "x"}]',
+            json.dumps([{"role": "assistant", "content": "x"}] * 2),
+        )
+        for wrong in (
+            {"messages": "{"},
+            {"messages": users},
+            {"messages": two},
+            {"turn": '{"new_ids": []}'},
+        ):
             await client.answer(1, spoken(2), spoken(1, **wrong), code="wrong")
         await client.answer(1, spoken(1), spoken(2), number=3, code="ended")  # out of order
         asked = await client.answer(1, spoken(1, "one"), spoken(2, "two"), number=2)
         assert await client.answer(1, spoken(1, "one"), spoken(2, "two"), number=2) == asked
         await client.answer(1, spoken(1, "y"), spoken(2), number=2, code="exists")
         await client.answer(1, spoken(1), number=3, code="exists")
-        assert client.worker.envs["game"].env.hooks["rollout"].function.__globals__["calls"] == ["one"]
+        assert client.worker.envs["game"].env.hooks["rollout"].function.__globals__["calls"] == [
+            "one"
+        ]
         assert asked.asked.asks[0].id == 3
 
     play(worker_of(GAME), script, Player)
 
 
 @pytest.mark.parametrize(
-    "cast", ["", "{", "{}", '["policy"]', '[{"name": "a", "engine": 3}]', '[{"is_trainable": true}]', '[{"params": 3}]']
+    "cast",
+    [
+        "",
+        "{",
+        "{}",
+        '["policy"]',
+        '[{"name": "a", "engine": 3}]',
+        '[{"is_trainable": true}]',
+        '[{"params": 3}]',
+    ],
 )
 def test_a_start_without_actors_is_refused_where_hooks_ask_them(cast, worker_of):  # noqa: F811
     error = asyncio.run(Player(worker_of(GAME)).start(code="wrong", cast=cast))
-    assert ("cast" if cast else 'rollout() of game names actors: a start needs them as "cast": [') in error
+    assert (
+        "cast" if cast else 'rollout() of game names actors: a start needs them as "cast": ['
+    ) in error
 
 
 def test_an_actors_error_is_raised_in_the_hook(worker_of):  # noqa: F811
@@ -149,7 +201,9 @@ def test_an_actors_error_is_raised_in_the_hook(worker_of):  # noqa: F811
         asked = (await client.answer(1, pb.Spoken(ask=3, error="ConnectionError: no answer"))).asked
         assert json.loads(asked.openings[0].messages)[0]["content"] == "ConnectionError no answer"
         error = await client.answer(1, pb.Spoken(ask=4, error="Unwell: of late"), code="unknown")
-        assert error.startswith("rollout() failed for task row/0: ") and error.endswith("game.py:8: Unwell: of late")
+        assert error.startswith("rollout() failed for task row/0: ") and error.endswith(
+            "game.py:8: Unwell: of late"
+        )
 
     play(worker_of(code), script, Player)
 
@@ -169,11 +223,17 @@ def test_a_hooks_deadline_does_not_count_the_time_of_actors(worker_of):  # noqa:
     async def script(client):
         assert (await client.say("a")).asked.asks[0].id == 1
         await asyncio.sleep(2)
-        assert json.loads((await client.answer(1, spoken(1, "late"))).interact.messages)[0]["content"] == "late"
+        assert (
+            json.loads((await client.answer(1, spoken(1, "late"))).interact.messages)[0]["content"]
+            == "late"
+        )
         await client.say("b")
         await client.answer(3, spoken(2, "hang"))
         error = await client.answer(3, code="late")
-        assert "interact() ran longer than 1 s for task row/0, in which it waited for no actor" in error
+        assert (
+            "interact() ran longer than 1 s for task row/0, in which it waited for no actor"
+            in error
+        )
 
     play(worker_of(code, hook_timeout_s=1.0), script, Player)
 
@@ -195,7 +255,10 @@ def test_a_hooks_own_time_is_that_in_which_no_ask_waits_and_once_it_has_returned
     assert asyncio.run(count()) == [1, 1, 1, 1, 3, 3, 7]
 
 
-def test_a_hook_that_gives_up_an_ask_goes_on_and_a_session_that_is_cancelled_ends_it(worker_of, monkeypatch):  # noqa: F811
+def test_a_hook_that_gives_up_an_ask_goes_on_and_a_session_that_is_cancelled_ends_it(
+    worker_of,  # noqa: F811
+    monkeypatch,
+):
     code = """
     import asyncio
 
@@ -249,10 +312,18 @@ def test_start_rewards_and_group_rewards_ask_too(worker_of):  # noqa: F811
         assert len(json.loads((await client.answer(0, spoken(1, "abc"))).start.messages)) == 1
         early = await client.score(hooks=["two"], number=2)
         await client.say("a", "ended")  # the reward is not over
-        assert (await client.answer(2, spoken(early.asked.asks[0].id, "x"))).score.scores[0].reward == 0.5
+        assert (await client.answer(2, spoken(early.asked.asks[0].id, "x"))).score.scores[
+            0
+        ].reward == 0.5
         assert (await client.say("a")).status == pb.COMPLETED
-        first, second = await client.score(hooks=["one"], number=5), await client.score(hooks=["two"])
-        assert [(a.id, a.conversation) for r in (first, second) for a in r.asked.asks] == [(3, 3), (4, 4)]
+        first, second = (
+            await client.score(hooks=["one"], number=5),
+            await client.score(hooks=["two"]),
+        )
+        assert [(a.id, a.conversation) for r in (first, second) for a in r.asked.asks] == [
+            (3, 3),
+            (4, 4),
+        ]
         assert json.loads(second.asked.openings[0].messages)[0]["content"] == "a"
         assert (await client.answer(6, spoken(4, "four"))).score.scores[0].reward == 2.0
         assert (await client.answer(5, spoken(3, "four"))).score.scores[0].reward == 7.0
@@ -262,7 +333,9 @@ def test_start_rewards_and_group_rewards_ask_too(worker_of):  # noqa: F811
         assert await client.cancel() == pb.COMPLETED
         trajectory = {"task_id": "t", "env": "game", "group_id": "g", "seat": "x", "turns": [TURN]}
         given = json.dumps({"trajectories": [trajectory]})
-        await client.ask("wrong", call=pb.CallRequest(env="game", hook="group_reward_fn", given=given))
+        await client.ask(
+            "wrong", call=pb.CallRequest(env="game", hook="group_reward_fn", given=given)
+        )
         assert not (await client.start({"answer": "y"}, no_start=True)).HasField("asked")
         for hook in ("one", "start", "nobody"):
             await client.run(hook, "wrong")
@@ -285,13 +358,19 @@ def test_a_session_whose_asks_nobody_answers_expires(worker_of):  # noqa: F811
 
 
 def test_who_takes_the_place_of_a_lost_session_hears_what_was_said_and_asks_the_same():
-    chosen = ScriptedActor(name="policy", chat=plain_chat(), replies=[f"{n}" for n in range(9)], max_context_tokens=160)
-    speakers = Speakers(Cast({"policy": chosen}, SamplingParams(max_tokens=50), 0, "e"), is_replaying=True)
+    chosen = ScriptedActor(
+        name="policy", chat=plain_chat(), replies=[f"{n}" for n in range(9)], max_context_tokens=160
+    )
+    speakers = Speakers(
+        Cast({"policy": chosen}, SamplingParams(max_tokens=50), 0, "e"), is_replaying=True
+    )
     asks, opened = itertools.count(1), {"actor": "policy", "messages": json.dumps(ASK)}
 
     async def say(conversation: int, text: str = "") -> tuple:
         messages = json.dumps([{"role": "user", "content": text}] if text else [])
-        told = await speakers.speak(pb.Ask(id=next(asks), conversation=conversation, messages=messages))
+        told = await speakers.speak(
+            pb.Ask(id=next(asks), conversation=conversation, messages=messages)
+        )
         return told.text, told.messages != "[]", told.turn != "", told.truncated, told.error
 
     async def play(one: int, two: int, other: int) -> list[tuple]:
@@ -299,7 +378,12 @@ def test_who_takes_the_place_of_a_lost_session_hears_what_was_said_and_asks_the_
         speakers.open(pb.Opening(conversation=one, **opened))
         said = [await say(one)]
         speakers.open(pb.Opening(conversation=two, fork_of=one))
-        said += [await say(one, "more"), await say(two, "less"), await say(one, "x" * 200), await say(two, "and")]
+        said += [
+            await say(one, "more"),
+            await say(two, "less"),
+            await say(one, "x" * 200),
+            await say(two, "and"),
+        ]
         speakers.open(pb.Opening(conversation=other, actor="nobody", messages="[]"))
         return [*said, await say(other)]
 

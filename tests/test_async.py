@@ -79,7 +79,9 @@ def test_no_step_takes_what_is_older_than_allowed_and_every_group_is_taken_once(
 
     taken, ages = asyncio.run(steps())
     assert sorted(taken) == sorted(begun) == list(range(40))
-    assert max(ages) == max_staleness, "what may be older is, where some groups take thirty times as long as others"
+    assert max(ages) == max_staleness, (
+        "what may be older is, where some groups take thirty times as long as others"
+    )
 
 
 def test_an_error_in_a_group_reaches_the_step_and_waiting_for_other_ranks_ends():
@@ -88,14 +90,16 @@ def test_an_error_in_a_group_reaches_the_step_and_waiting_for_other_ranks_ends()
 
     async def collect(timeout_s, others=0):
         worker = worker_of(fails, timeout_s)
-        worker.ranks.add("train/drawn", others)  # another rank has these groups, and is never heard of again
+        # Another rank has these groups, and is never heard of again.
+        worker.ranks.add("train/drawn", others)
         worker.submit(group_of(n) for n in range(4))
         await worker.collect(4)
 
     with pytest.raises(RunError, match="the engine died"):
         asyncio.run(collect(20))
     with pytest.raises(
-        RunError, match=r"rank 0 waited in the phase 'generate' for 4 groups .* 0 are .*--timeout_s=0.2"
+        RunError,
+        match=r"rank 0 waited in the phase 'generate' for 4 groups .* 0 are .*--timeout_s=0.2",
     ):
         asyncio.run(collect(0.2, others=4))
 
@@ -103,8 +107,24 @@ def test_an_error_in_a_group_reaches_the_step_and_waiting_for_other_ranks_ends()
 @pytest.fixture
 def uneven(tmp_path, tiny_model):
     (tmp_path / "uneven.py").write_text(UNEVEN)
-    flags = ["--model", str(tiny_model), "--env_path", str(tmp_path / "uneven.py"), "--data.shuffle", "false"]
-    flags += ["--max_tokens", "8", "--max_prompt_tokens", "16", "--tasks_per_step", "4", "--group_size", "4"]
+    flags = [
+        "--model",
+        str(tiny_model),
+        "--env_path",
+        str(tmp_path / "uneven.py"),
+        "--data.shuffle",
+        "false",
+    ]
+    flags += [
+        "--max_tokens",
+        "8",
+        "--max_prompt_tokens",
+        "16",
+        "--tasks_per_step",
+        "4",
+        "--group_size",
+        "4",
+    ]
     return [*flags, "--optim.lr", "1e-3"]
 
 
@@ -118,8 +138,15 @@ def steps_of(out: Path) -> list[list[dict]]:
 
 def ages_of(out: Path) -> list[int]:
     """Of every turn's tokens, the oldest and the newest."""
-    done = [(n, turn["completion"]) for n, found in enumerate(steps_of(out)) for t in found for turn in t["turns"]]
-    return [n - v for n, c in done for v in [c["policy_version"], *(v for _, v in c["newer_versions"])]]
+    done = [
+        (n, turn["completion"])
+        for n, found in enumerate(steps_of(out))
+        for t in found
+        for turn in t["turns"]
+    ]
+    return [
+        n - v for n, c in done for v in [c["policy_version"], *(v for _, v in c["newer_versions"])]
+    ]
 
 
 def tasks_of(out: Path) -> list[int]:
@@ -160,7 +187,8 @@ async def reward_fn(n):
 
 
 def taken(ranks, num_collected: str, num_begun: str) -> list[list[int]]:
-    """The groups under way that this rank goes on with, and those whose answers it reads from the checkpoint."""
+    """The groups under way that this rank goes on with, and those whose answers it reads from the
+    checkpoint."""
     worker = RolloutWorker(None, ranks, 8, "train", 20.0)
     first, num = int(num_collected), int(num_begun)
     worker.go_on(first, num)
@@ -177,9 +205,15 @@ def test_a_rank_goes_on_with_the_groups_whose_answers_it_has_read(num_collected)
 
 def test_a_step_waits_for_a_group_that_would_be_too_old_for_the_next(tiny_model, tmp_path):
     (tmp_path / "late.py").write_text(LATE)
-    flags = f"--model {tiny_model} --env_path {tmp_path}/late.py --max_tokens 4 --tasks_per_step 2 --group_size 2"
+    flags = (
+        f"--model {tiny_model} --env_path {tmp_path}/late.py --max_tokens 4 --tasks_per_step 2 "
+        "--group_size 2"
+    )
     # Rewards differ between tasks alone, from which this algorithm learns too.
-    flags += " --data.shuffle false --max_staleness 1 --num_steps 6 --optim.lr 0 --algorithm reinforce_pp"
+    flags += (
+        " --data.shuffle false --max_staleness 1 --num_steps 6 --optim.lr 0 --algorithm "
+        "reinforce_pp"
+    )
     assert main([*flags.split(), "--out", str(tmp_path / "run")]) == 0
     assert max(ages_of(tmp_path / "run")) == 1
 
@@ -200,7 +234,9 @@ def test_tasks_under_way_at_a_checkpoint_come_first_when_the_run_resumes(uneven,
 
 def test_two_ranks_share_what_is_under_way(uneven, tmp_path):
     out = tmp_path / "run"
-    run_ranks(2, "-m", "rl_core.train", *uneven, "--max_staleness", "1", "--num_steps", "4", "--out", out)
+    run_ranks(
+        2, "-m", "rl_core.train", *uneven, "--max_staleness", "1", "--num_steps", "4", "--out", out
+    )
     assert max(ages_of(out)) <= 1 and len(list((out / "rollouts").glob("step_000002*"))) == 2
     assert tasks_of(out) == [n for n in range(16) for _ in range(4)]
 
@@ -220,7 +256,17 @@ def test_without_staleness_a_rank_that_only_samples_changes_no_number():
 def test_ranks_that_only_sample_serve_several_learners(uneven, tmp_path):
     out, rows = tmp_path / "run", tmp_path / "eval.jsonl"
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": "1"}], "n": 1}) + "\n")
-    flags = [*uneven, "--max_staleness", "1", "--num_steps", "4", "--eval_every", "4", "--data.eval", rows]
+    flags = [
+        *uneven,
+        "--max_staleness",
+        "1",
+        "--num_steps",
+        "4",
+        "--eval_every",
+        "4",
+        "--data.eval",
+        rows,
+    ]
     run_ranks(4, "-m", "rl_core.train", *flags, "--engine_ranks", "2", "--out", out)
     assert max(ages_of(out)) <= 1
     assert tasks_of(out) == [n for n in range(16) for _ in range(4)]
@@ -231,7 +277,9 @@ def test_ranks_that_only_sample_serve_several_learners(uneven, tmp_path):
 
 
 def test_a_rank_that_only_samples_is_missed_when_it_dies(uneven, tmp_path):
-    dying = UNEVEN.replace("def reward_fn(messages):", "def reward_fn(messages):\n    open(folder + '/scored', 'w')")
+    dying = UNEVEN.replace(
+        "def reward_fn(messages):", "def reward_fn(messages):\n    open(folder + '/scored', 'w')"
+    )
     (tmp_path / "uneven.py").write_text(f"folder = {str(tmp_path)!r}\n{dying}")
     (tmp_path / "die.py").write_text(
         "import os, signal, sys, threading, time\n"
@@ -242,7 +290,15 @@ def test_a_rank_that_only_samples_is_missed_when_it_dies(uneven, tmp_path):
         "if os.environ['RANK'] == '1': threading.Thread(target=die, daemon=True).start()\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    flags = [*uneven, "--num_steps", "100000", "--engine_ranks", "1", "--out", str(tmp_path / "run")]
+    flags = [
+        *uneven,
+        "--num_steps",
+        "100000",
+        "--engine_ranks",
+        "1",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     ranks = RanksProcess(2, [tmp_path / "die.py", *flags], None, {})
     assert ranks.wait(60) in (1, signal.SIGKILL)
 
@@ -260,7 +316,17 @@ def test_a_rank_that_only_samples_may_start_late(uneven, tmp_path):
         "rl_core.build.make_plan = late\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    run_ranks(2, tmp_path / "late.py", *uneven, "--num_steps", "1", "--engine_ranks", "1", "--out", tmp_path / "run")
+    run_ranks(
+        2,
+        tmp_path / "late.py",
+        *uneven,
+        "--num_steps",
+        "1",
+        "--engine_ranks",
+        "1",
+        "--out",
+        tmp_path / "run",
+    )
 
 
 def test_a_profiled_step_is_a_chrome_trace(uneven, tmp_path):

@@ -1,6 +1,8 @@
-"""Packed attention: outputs, gradients, memory and messages, against torch's own attention over each whole document.
+"""Packed attention: outputs, gradients, memory and messages, against torch's own attention over
+each whole document.
 
-Four ranks are started once; they measure everything for groups of 1, 2 and 4, and the tests read their results.
+Four ranks are started once; they measure everything for groups of 1, 2 and 4, and the tests read
+their results.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ FAMILIES = [5, 17, 2, 9, 12, 3, 0, 30, 1, 4], [-1, -1, -1, -1, -1, 2, 3, 3, 4, 4
 
 @dataclass
 class Shard:
-    """What one rank holds of documents of these lengths: local starts, each local token's place, and which token it is."""
+    """What one rank holds of documents of these lengths: local starts, each local token's place,
+    and which token it is."""
 
     cu_seqlens: Tensor
     positions: Tensor  # [T] in its document
@@ -62,7 +65,9 @@ class Shard:
         return part
 
     def plan(self, group=None, device: str = "cpu", kernel: str = "auto"):
-        return AttentionPlan(self.cu_seqlens, [-1] * (len(self.cu_seqlens) - 1), torch.device(device), kernel, group)
+        return AttentionPlan(
+            self.cu_seqlens, [-1] * (len(self.cu_seqlens) - 1), torch.device(device), kernel, group
+        )
 
 
 def shard(lengths: list[int], rank: int, size: int) -> Shard:
@@ -81,10 +86,14 @@ def shard(lengths: list[int], rank: int, size: int) -> Shard:
 def whole_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """[T, H, D]: torch's attention with a mask of [T, T]."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, seen, scale=SCALE, enable_gqa=True)[0].transpose(0, 1)
+    return scaled_dot_product_attention(q, k, v, seen, scale=SCALE, enable_gqa=True)[0].transpose(
+        0, 1
+    )
 
 
-def seen_tokens(lengths: list[int], parents: list[int] | None = None, window: int | None = None) -> Tensor:
+def seen_tokens(
+    lengths: list[int], parents: list[int] | None = None, window: int | None = None
+) -> Tensor:
     """[T, T] bool: which tokens each token of these pieces sees."""
     parents = parents or [-1] * len(lengths)
     prompts = [lengths[p] if p >= 0 else 0 for p in parents]
@@ -95,11 +104,16 @@ def seen_tokens(lengths: list[int], parents: list[int] | None = None, window: in
     return is_related & (distance >= 0) & (distance < (window or len(place) + 1))
 
 
-def make_inputs(lengths: list[int], heads: tuple[int, int], dtype=torch.float64, dim: int = 8) -> list[Tensor]:
+def make_inputs(
+    lengths: list[int], heads: tuple[int, int], dtype=torch.float64, dim: int = 8
+) -> list[Tensor]:
     """q, k, v and the gradient of the output."""
     generator = torch.Generator().manual_seed(sum(lengths) + sum(heads))
     num, groups = heads
-    return [torch.randn(sum(lengths), h, dim, generator=generator).to(dtype) for h in (num, groups, groups, num)]
+    return [
+        torch.randn(sum(lengths), h, dim, generator=generator).to(dtype)
+        for h in (num, groups, groups, num)
+    ]
 
 
 def results(attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
@@ -110,7 +124,9 @@ def results(attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tenso
     return [out.detach(), *torch.autograd.grad(out, qkv, dout)]
 
 
-def reference(inputs: list[Tensor], lengths: list[int], window: int | None = None, parents=None) -> list[Tensor]:
+def reference(
+    inputs: list[Tensor], lengths: list[int], window: int | None = None, parents=None
+) -> list[Tensor]:
     seen = seen_tokens(lengths, parents, window)
     return results(partial(whole_attention, seen=seen), *(x.double() for x in inputs))
 
@@ -120,15 +136,21 @@ def error(mine: Tensor, right: Tensor) -> float:
     return (mine.cpu().double() - right).abs().max().nan_to_num(1e9).item()
 
 
-def ring_errors(inputs: list[Tensor], lengths: list[int], group, window=None, attend=packed_attention) -> dict:
+def ring_errors(
+    inputs: list[Tensor], lengths: list[int], group, window=None, attend=packed_attention
+) -> dict:
     """How far output and gradients of this rank's tokens are off, and what gradient padding has."""
     mine = shard(lengths, group.rank(), group.size())
-    # What stands in padded places may be anything that is finite; only its output's gradient is none.
+    # What stands in padded places may be anything that is finite; only its output's gradient is
+    # none.
     q, k, v, dout = *(mine.of(x, padding=7.0) for x in inputs[:3]), mine.of(inputs[3])
     call = partial(attend, plan=mine.plan(group), scale=SCALE, window=window)
     found = results(call, q, k, v, dout)
     right, real = reference(inputs, lengths, window), mine.is_real
-    worst = {name: error(x[real], mine.of(y)[real]) for name, x, y in zip("oqkv", found, right, strict=True)}
+    worst = {
+        name: error(x[real], mine.of(y)[real])
+        for name, x, y in zip("oqkv", found, right, strict=True)
+    }
     return worst | {"padding": max(x[~real].abs().sum().item() for x in found[1:])}
 
 
@@ -150,9 +172,15 @@ def measure_memory(group) -> dict:
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
-            results(partial(packed_attention, plan=mine.plan(group), scale=SCALE, window=window), *inputs)
+            results(
+                partial(packed_attention, plan=mine.plan(group), scale=SCALE, window=window),
+                *inputs,
+            )
     with MemTracker() as tracker:
-        results(partial(packed_attention, plan=mine.plan(group), scale=SCALE), *[x.clone() for x in inputs])
+        results(
+            partial(packed_attention, plan=mine.plan(group), scale=SCALE),
+            *[x.clone() for x in inputs],
+        )
     peak = next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"]
     return saved | {"peak": peak}
 
@@ -174,13 +202,33 @@ def small_model(arch: str, implementation: str):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    more = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True}
+    more = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+    }
     if arch == "qwen2":
         layers = ["sliding_attention", "full_attention"]
-        more |= {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "layer_types": layers}
+        more |= {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 1,
+            "layer_types": layers,
+        }
     if arch == "deepseek_v3":  # values are narrower than keys
-        more = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 8}
-        more |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 2}
+        more = {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 8,
+        }
+        more |= {
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 6,
+            "first_k_dense_replace": 2,
+        }
     if arch == "gpt_oss":  # sinks
         more |= {
             "num_local_experts": 2,
@@ -194,13 +242,19 @@ def small_model(arch: str, implementation: str):
 
 
 def model_errors(arch: str, group, is_checkpointed: bool) -> dict:
-    """Logits of this rank's tokens, and gradients summed over the group, against one document at a time."""
+    """Logits of this rank's tokens, and gradients summed over the group, against one document at a
+    time."""
     lengths = [n for n in LENGTHS if n]
     generator = torch.Generator().manual_seed(1)
     input_ids = torch.randint(40, (sum(lengths),), generator=generator)
     weights = torch.randn(sum(lengths), 40, generator=generator, dtype=torch.float64)
-    whole, model = small_model(arch, "eager" if arch == "gpt_oss" else "sdpa"), small_model(arch, NAME)
-    logits = torch.cat([whole(input_ids=x[None], use_cache=False).logits[0] for x in input_ids.split(lengths)])
+    whole, model = (
+        small_model(arch, "eager" if arch == "gpt_oss" else "sdpa"),
+        small_model(arch, NAME),
+    )
+    logits = torch.cat(
+        [whole(input_ids=x[None], use_cache=False).logits[0] for x in input_ids.split(lengths)]
+    )
     (logits * weights).sum().backward()
 
     if is_checkpointed:
@@ -237,20 +291,26 @@ def measure(path: str) -> None:
         found[f"exact/one document/{size}"] = ring_errors(make_inputs([30], gqa), [30], group)
         for window in (None, 6):
             inputs = make_inputs(LENGTHS, gqa)
-            found[f"exact/recomputed/{window}/{size}"] = ring_errors(inputs, LENGTHS, group, window, through_checkpoint)
+            found[f"exact/recomputed/{window}/{size}"] = ring_errors(
+                inputs, LENGTHS, group, window, through_checkpoint
+            )
             inputs = make_inputs(LENGTHS, gqa, torch.float32)
             found[f"float32/{window}/{size}"] = ring_errors(inputs, LENGTHS, group, window)
         low = make_inputs([40, 9, 120], gqa, torch.bfloat16)
         found[f"bfloat16/{size}"] = ring_errors(low, [40, 9, 120], group)
         for arch in ARCHITECTURES:
             for is_checkpointed in (False, True):
-                found[f"model/{arch}/{is_checkpointed}/{size}"] = model_errors(arch, group, is_checkpointed)
+                found[f"model/{arch}/{is_checkpointed}/{size}"] = model_errors(
+                    arch, group, is_checkpointed
+                )
         found[f"memory/{size}"] = measure_memory(group)
         found[f"messages/{size}"] = {"left": marker_is_next(group)}
     everyone = [None] * 4
     dist.all_gather_object(everyone, found)
     if dist.get_rank() == 0:
-        worst = {key: {n: max(each[key][n] for each in everyone) for n in found[key]} for key in found}
+        worst = {
+            key: {n: max(each[key][n] for each in everyone) for n in found[key]} for key in found
+        }
         Path(path).write_text(json.dumps(worst))
     dist.destroy_process_group()
 
@@ -268,7 +328,9 @@ def worst(measured: dict, start: str) -> dict[str, float]:
     return found
 
 
-def test_outputs_and_gradients_are_those_of_whole_attention_with_any_ring_window_and_heads(measured):
+def test_outputs_and_gradients_are_those_of_whole_attention_with_any_ring_window_and_heads(
+    measured,
+):
     assert len(worst(measured, "exact/")) == 3 * (3 * 6 + 3)
     assert {key: x for key, x in worst(measured, "exact/").items() if x >= 1e-13} == {}
     assert {key: x for key, x in worst(measured, "float32/").items() if x >= 2e-6} == {}
@@ -296,7 +358,8 @@ def test_what_a_rank_keeps_falls_with_the_number_of_ranks(measured):
     for size in SIZES:
         assert memory[size]["ring"] * size == memory[1]["ring"]
         assert memory[size]["window"] * size == memory[1]["window"]
-    # A quarter, and what is in transit: beside its own, one rank's keys and their gradient, never those of all.
+    # A quarter, and what is in transit: beside its own, one rank's keys and their gradient, never
+    # those of all.
     assert memory[4]["peak"] < 0.38 * memory[1]["peak"], memory
     assert memory[2]["peak"] < 0.68 * memory[1]["peak"], memory
 
@@ -348,13 +411,19 @@ def test_sinks_and_caps_are_those_of_transformers_own_attention(name, window):
         ours = {"sliding_window": window, "attention_plan": family_plan()} if mask is None else {}
         given = [x.detach().requires_grad_() for x in qkv]
         out = attend(module, *given, mask, scaling=1.3, **changes, **ours)[0]
-        found.append([out.detach(), *torch.autograd.grad(out, given + learned, dout.transpose(1, 2))])
+        found.append(
+            [out.detach(), *torch.autograd.grad(out, given + learned, dout.transpose(1, 2))]
+        )
     assert len(found[0]) == 4 + len(learned)
     assert max(map(error, found[1], (x.double() for x in found[0]))) < 1e-4
 
 
 def test_values_narrower_than_keys_are_those_of_the_models_own_attention():
-    whole, model, ids = small_model("deepseek_v3", "sdpa"), small_model("deepseek_v3", NAME), torch.arange(20)[None]
+    whole, model, ids = (
+        small_model("deepseek_v3", "sdpa"),
+        small_model("deepseek_v3", NAME),
+        torch.arange(20)[None],
+    )
     plan = AttentionPlan(torch.tensor([0, 20]), [-1], torch.device("cpu"))
     mine = model(input_ids=ids, use_cache=False, attention_plan=plan).logits
     torch.testing.assert_close(mine, whole(input_ids=ids, use_cache=False).logits)
@@ -372,7 +441,8 @@ def test_pieces_of_ragged_lengths_are_padded_by_a_third_at_most():
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_torch_takes_what_its_flash_kernels_are_given(window):
-    # Shapes only: it needs no GPU to see that arguments and the layout of the log-sum-exp still are what they were.
+    # Shapes only: it needs no GPU to see that arguments and the layout of the log-sum-exp still are
+    # what they were.
     num = sum(FAMILIES[0])
     q, k = (torch.empty(num, h, 16, dtype=torch.bfloat16, device="meta") for h in (4, 2))
     attend = partial(packed_attention, plan=family_plan("meta"), scale=SCALE, window=window)
@@ -400,7 +470,8 @@ def test_dropout_is_refused():
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """install(files) puts a folder flash_attn with these files first on the path; until the end of the test."""
+    """install(files) puts a folder flash_attn with these files first on the path; until the end of
+    the test."""
 
     def make(files: dict[str, str]) -> None:
         for name in ("flash_attn", "flash_attn/cute"):
@@ -431,7 +502,8 @@ FLASH_ATTN_2 = {
         ({}, "TORCH"),  # what the removal of a library leaves
         ({"cute/__init__.py": ""}, "TORCH"),  # flash-attn-4, which SGLang requires
         ({"__init__.py": "import flash_attn_2_cuda"}, "TORCH"),  # built for another torch
-        ({"__init__.py": "", "flash_attn_interface.py": ""}, "TORCH"),  # without the functions that are used
+        # Without the functions that are used.
+        ({"__init__.py": "", "flash_attn_interface.py": ""}, "TORCH"),
         (FLASH_ATTN_2, "FLASH_ATTN"),
     ],
 )
@@ -440,7 +512,9 @@ def test_auto_takes_flash_attn_only_if_what_is_used_of_it_imports(files, kernel,
     assert find_kernel("auto", torch.device("cuda")) is getattr(attention_kernels, kernel)
     assert find_kernel("auto", torch.device("cpu")) is attention_kernels.TORCH
     if kernel == "TORCH":
-        with pytest.raises(ValueError, match="--attention=flash_attn needs flash_attn, which does not import here"):
+        with pytest.raises(
+            ValueError, match="--attention=flash_attn needs flash_attn, which does not import here"
+        ):
             find_kernel("flash_attn", torch.device("cuda"))
 
 
@@ -450,10 +524,21 @@ def test_a_kernel_whose_library_does_not_import_is_refused(name, tiny_model, tmp
 
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "1", "response": "2"}))
-    flags = ["--algorithm", "sft", "--data.train", str(rows), "--out", str(tmp_path / "run"), "--attention", name]
+    flags = [
+        "--algorithm",
+        "sft",
+        "--data.train",
+        str(rows),
+        "--out",
+        str(tmp_path / "run"),
+        "--attention",
+        name,
+    ]
     assert main(["--model", str(tiny_model), *flags]) != 0
     said = capfd.readouterr().err
-    assert f"--attention={name} needs {name}, which does not import here (ModuleNotFoundError" in said
+    assert (
+        f"--attention={name} needs {name}, which does not import here (ModuleNotFoundError" in said
+    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,15 @@ def test_ragged_lengths_have_the_mean_and_the_tail_that_their_work_names():
 def test_both_sides_sample_equally_many_tokens_and_learn_from_all_of_them(tmp_path):
     pytest.importorskip("trl")
     out = tmp_path / "result.json"
-    command = [sys.executable, ROOT / "scripts/bench_cpu.py", "--quick", "--only", "grpo_ragged", "--out", out]
+    command = [
+        sys.executable,
+        ROOT / "scripts/bench_cpu.py",
+        "--quick",
+        "--only",
+        "grpo_ragged",
+        "--out",
+        out,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600)
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())

@@ -14,7 +14,8 @@ from rl_core.train import main
 
 SIZES = ["--tasks_per_step", "4", "--group_size", "4", "--num_steps", "2", "--optim.lr", "1e-2"]
 SIZES += ["--max_tokens", "8", "--max_prompt_tokens", "16"]
-COPY = ["--actors.policy.lora.rank", "4"]  # adapters, so that the engine has merged weights of its own
+# Adapters, so that the engine has merged weights of its own.
+COPY = ["--actors.policy.lora.rank", "4"]
 FULL_COPY = ["--learner.offload", "always"]  # shards of one rank
 BROKEN = "model.layers.1.mlp.up_proj.weight"
 
@@ -27,7 +28,16 @@ def reward_fn(completion): return float(sum(map(ord, completion)) % 97)
 
 def flags_of(path: Path, out: Path, *more: str) -> list[str]:
     (out.parent / "count.py").write_text(COUNT)
-    return ["--model", str(path), "--env_path", str(out.parent / "count.py"), *SIZES, "--out", str(out), *more]
+    return [
+        "--model",
+        str(path),
+        "--env_path",
+        str(out.parent / "count.py"),
+        *SIZES,
+        "--out",
+        str(out),
+        *more,
+    ]
 
 
 def metrics_of(out: Path) -> list[dict]:
@@ -45,12 +55,16 @@ def test_a_healthy_engine_agrees_with_its_learner_after_every_update(tiny_model,
     assert len(found) == 2 and 0 < max(found) < (0.1 if "bfloat16" in how else 1e-4)
 
 
-def test_the_engine_of_each_of_two_ranks_agrees_with_the_sharded_learner(tiny_model, torchrun, tmp_path):
+def test_the_engine_of_each_of_two_ranks_agrees_with_the_sharded_learner(
+    tiny_model, torchrun, tmp_path
+):
     torchrun(2, "-m", "rl_core.train", *flags_of(tiny_model, tmp_path / "run"))
     assert 0 < max(largest(tmp_path / "run")) < 1e-4
 
 
-def test_a_tensor_of_the_engine_that_is_not_the_learners_is_named(tiny_model, tmp_path, monkeypatch, capsys):
+def test_a_tensor_of_the_engine_that_is_not_the_learners_is_named(
+    tiny_model, tmp_path, monkeypatch, capsys
+):
     load = embedded.load_weights
 
     def load_all_but_a_part(model, named_weights):
@@ -60,8 +74,9 @@ def test_a_tensor_of_the_engine_that_is_not_the_learners_is_named(tiny_model, tm
     monkeypatch.setattr(embedded, "load_weights", load_all_but_a_part)
     assert main(flags_of(tiny_model, tmp_path / "run", *COPY)) == 1
     said = capsys.readouterr().err
-    assert f"allows 0.001; on rank 0 these tensors differ most: {BROKEN} (by up to 1)\n" in said and not metrics_of(
-        tmp_path / "run"
+    assert (
+        f"allows 0.001; on rank 0 these tensors differ most: {BROKEN} (by up to 1)\n" in said
+        and not metrics_of(tmp_path / "run")
     )
     assert main(flags_of(tiny_model, tmp_path / "off", *COPY, "--canary_tolerance", "0")) == 0
     assert "learn/policy/canary_max_diff" not in metrics(tmp_path / "off")[0]
@@ -87,17 +102,23 @@ def test_an_engine_that_computes_otherwise_with_the_learners_own_weights_is_foun
 
 def test_logprobs_that_are_no_number_are_a_difference(tiny_model, tmp_path, monkeypatch, capsys):
     fused = model.fused_logprobs
-    monkeypatch.setattr(model, "fused_logprobs", lambda *args: (fused(*args)[0] * float("nan"), fused(*args)[1]))
+    monkeypatch.setattr(
+        model, "fused_logprobs", lambda *args: (fused(*args)[0] * float("nan"), fused(*args)[1])
+    )
     assert main(flags_of(tiny_model, tmp_path / "run")) == 1
     assert "differ by up to nan nats" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("steps", ["1", "2"])
-def test_an_update_that_did_not_arrive_is_found_the_last_one_too(tiny_model, tmp_path, monkeypatch, capsys, steps):
+def test_an_update_that_did_not_arrive_is_found_the_last_one_too(
+    tiny_model, tmp_path, monkeypatch, capsys, steps
+):
     update = EmbeddedEngine.update
 
     async def lose_the_first_of_the_run(self, named_weights, version, adapter=""):
-        await update(self, named_weights if version != 1 else list(named_weights)[:0] or None, version)
+        await update(
+            self, named_weights if version != 1 else list(named_weights)[:0] or None, version
+        )
 
     monkeypatch.setattr(EmbeddedEngine, "update", lose_the_first_of_the_run)
     assert main(flags_of(tiny_model, tmp_path / "run", *COPY, "--num_steps", steps)) == 1

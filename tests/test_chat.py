@@ -17,11 +17,14 @@ from rl_core.types import Completion
 
 # TRL's, so that these tests need no TRL: templates/README.md.
 TEMPLATES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
-TAKE_ONLY_PARTS = {p.read_text() for p in TEMPLATES if p.stem.startswith(("idefics3", "llava_next", "smolvlm"))}
+TAKE_ONLY_PARTS = {
+    p.read_text() for p in TEMPLATES if p.stem.startswith(("idefics3", "llava_next", "smolvlm"))
+}
 EOS = "<|a stop that no template writes|>"
 WORDS = "the quick brown fox answers 42 because it can hello world think tool result"
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 every_template = pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.stem)
@@ -29,7 +32,11 @@ every_template = pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.stem
 
 def special_strings() -> list[str]:
     text = "".join(p.read_text() for p in TEMPLATES)
-    found = set(re.findall(r"<\|[a-zA-Z_/▁]+\|>|<｜[^｜]+｜>|<\|turn>|<turn\|>|<(?:start|end)_of_\w+>|</?s>", text))
+    found = set(
+        re.findall(
+            r"<\|[a-zA-Z_/▁]+\|>|<｜[^｜]+｜>|<\|turn>|<turn\|>|<(?:start|end)_of_\w+>|</?s>", text
+        )
+    )
     return sorted(found | {"<s>", "[INST]", "[/INST]", "[gMASK]", "<sop>", "<bos>", EOS})
 
 
@@ -44,7 +51,8 @@ def make_tokenizer():
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     text = [WORDS, "user assistant system\n\n", *special_strings()]
     tokenizer.train_from_iterator(
-        text * 3, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+        text * 3,
+        trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False),
     )
     tokenizer.add_special_tokens([AddedToken(s, normalized=False) for s in special_strings()])
     tokenizer.add_tokens([AddedToken(s, normalized=False) for s in ("<think>", "</think>")])
@@ -93,14 +101,19 @@ def opening(chat, text):
 
 
 def next_message(chat, messages, text):
-    """A tool's result where the template takes one from a turn without tool calls, else the user's words."""
+    """A tool's result where the template takes one from a turn without tool calls, else the user's
+    words."""
     takes_tools = reads(chat, [*messages, {"role": "tool", "content": "tool words"}], "tool words")
     return {"role": "tool", "content": text} if takes_tools else user(text)
 
 
 def sampled_text(rng):
     kind, answer = rng.randrange(5), words(rng)
-    forms = [f"<think>\n{words(rng)}\n</think>\n\n{answer}", f"{words(rng)}\n</think>\n\n{answer}", f" {answer} \n"]
+    forms = [
+        f"<think>\n{words(rng)}\n</think>\n\n{answer}",
+        f"{words(rng)}\n</think>\n\n{answer}",
+        f" {answer} \n",
+    ]
     return [*forms, answer, answer][kind]
 
 
@@ -129,7 +142,9 @@ def talk(chat, rng, num_turns):
         text = chat.decode(token_ids)
         turns.append(turn_of(stream, token_ids, text, finish_reason, len(turns)))
         messages = [*messages, {"role": "assistant", "content": text}]
-        new = [next_message(chat, messages, words(rng))] if rng.random() < 0.4 else [user(words(rng))]
+        new = (
+            [next_message(chat, messages, words(rng))] if rng.random() < 0.4 else [user(words(rng))]
+        )
         messages = messages + new
         grown.append(stream.append(token_ids, text, new))
         if grown[-1]:
@@ -143,7 +158,11 @@ def talk(chat, rng, num_turns):
 
 
 def turn_of(stream, token_ids, text, finish_reason, version):
-    said = {"token_ids": token_ids, "logprobs": [-0.5 - i for i in range(len(token_ids))], "text": text}
+    said = {
+        "token_ids": token_ids,
+        "logprobs": [-0.5 - i for i in range(len(token_ids))],
+        "text": text,
+    }
     return stream.turn(Completion(**said, finish_reason=finish_reason, policy_version=version))
 
 
@@ -172,7 +191,9 @@ def test_every_template_was_exercised_and_both_kinds_occur():
         if not stream.append(ids, text, [user("because")]):
             cuts.add(path.stem)
     assert {"qwen3", "qwen3_5_think", "deepseekv3", "glm4moe"} <= cuts
-    assert cuts.isdisjoint({"qwen2_5", "llama3", "llama3_1", "gemma3", "phi3", "smolvlm", "qwen3_instruct_2507"})
+    assert cuts.isdisjoint(
+        {"qwen2_5", "llama3", "llama3_1", "gemma3", "phi3", "smolvlm", "qwen3_instruct_2507"}
+    )
     assert 10 < len(cuts) < len(TEMPLATES) - 10
 
 
@@ -194,7 +215,9 @@ def test_user_text_never_becomes_a_special_token(path):
         prompt = chat.tokenizer.decode(stream.prompt_ids)
         assert prompt.count(text) == len(opening_of[text])
         answer_ids = chat.tokenizer.encode("the answer", add_special_tokens=False)
-        reply = next_message(chat, [*opening_of[text], {"role": "assistant", "content": "the answer"}], text)
+        reply = next_message(
+            chat, [*opening_of[text], {"role": "assistant", "content": "the answer"}], text
+        )
         grown.append(stream.append([*answer_ids, end], "the answer", [reply]))
         assert chat.tokenizer.decode(stream.prompt_ids).count(text) == 1 + len(opening_of[text])
     counts = [count_special(chat, s.prompt_ids) for s in streams.values()]
@@ -207,13 +230,20 @@ def test_the_lengths_of_prompts_are_those_of_their_tokens_one_by_one():
     said = ["", "one", "<|im_end|>", "two <bos> words", WORDS, "日本"]
     prompts = [[{"role": "user", "content": text}] * number for number, text in enumerate(said, 1)]
     lengths = chat.prompt_lengths(prompts)
-    assert lengths == [len(chat.prompt_ids(prompt)) for prompt in prompts] and len(set(lengths)) == len(said)
+    assert lengths == [len(chat.prompt_ids(prompt)) for prompt in prompts] and len(
+        set(lengths)
+    ) == len(said)
     assert chat.prompt_lengths([]) == []
 
 
-@pytest.mark.parametrize("content", ["s>", " s> and", "|im_end|>", "<|im_end|", "a <", "im_end", "\ufdd0", "<\ufdd0s>"])
+@pytest.mark.parametrize(
+    "content", ["s>", " s> and", "|im_end|>", "<|im_end|", "a <", "im_end", "\ufdd0", "<\ufdd0s>"]
+)
 def test_a_template_cannot_complete_a_special_token_that_user_text_begins(content):
-    around = "{% for m in messages %}<{{ m.content | trim }}>{{ m.content }}|{{ m.content }}|><s>{% endfor %}"
+    around = (
+        "{% for m in messages %}<{{ m.content | trim }}>{{ m.content }}|{{ m.content }}|><s>{% "
+        "endfor %}"
+    )
     chat = Chat(make_tokenizer(), around)
     ids = chat.prompt_ids([user(content)])
     assert count_special(chat, ids) == 1
@@ -231,9 +261,16 @@ def test_special_tokens_that_swallow_spaces_do_so_beside_hostile_text():
     from tokenizers import AddedToken
 
     tokenizer = make_tokenizer.__wrapped__()
-    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<mask>", lstrip=True, rstrip=True)]})
-    chat = Chat(tokenizer, "{% for m in messages %}{{ m.content }}  <mask>  {{ m.content }}\n{% endfor %}<s>")
-    assert chat.prompt_ids([user("a b")]) == tokenizer.encode("a b  <mask>  a b\n<s>", add_special_tokens=False)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [AddedToken("<mask>", lstrip=True, rstrip=True)]}
+    )
+    chat = Chat(
+        tokenizer,
+        "{% for m in messages %}{{ m.content }}  <mask>  {{ m.content }}\n{% endfor %}<s>",
+    )
+    assert chat.prompt_ids([user("a b")]) == tokenizer.encode(
+        "a b  <mask>  a b\n<s>", add_special_tokens=False
+    )
     hostile = chat.prompt_ids([user("a <s> b")])
     assert count_special(chat, hostile) == 2
     assert tokenizer.decode(hostile) == "a <s> b<mask>a <s> b\n<s>"
@@ -274,7 +311,9 @@ def test_a_turn_that_was_cut_short_is_closed_as_the_template_closes_it(said):
     stream = TokenStream(chat, [user("hello")])
     assert stream.append(chat.encode(said), said, [user("because")])
     between = "<|im_end|>" if said.endswith("\n") else "\n<|im_end|>"
-    assert f"assistant\n{said}{between}\n<|im_start|>user\nbecause" in chat.tokenizer.decode(stream.prompt_ids)
+    assert f"assistant\n{said}{between}\n<|im_start|>user\nbecause" in chat.tokenizer.decode(
+        stream.prompt_ids
+    )
 
 
 def test_thinking_is_kept_apart_where_the_template_reads_it_so():
@@ -282,7 +321,11 @@ def test_thinking_is_kept_apart_where_the_template_reads_it_so():
     stream = TokenStream(chat, [user("hello")])
     said = "the fox\n</think>\n\nthe answer"
     assert stream.append([*chat.encode(said), chat.end_token_id], said, [user("because")])
-    assert stream.messages[1] == {"role": "assistant", "content": "the answer", "reasoning_content": "the fox"}
+    assert stream.messages[1] == {
+        "role": "assistant",
+        "content": "the answer",
+        "reasoning_content": "the fox",
+    }
 
 
 def test_imitation_does_not_open_thinking_twice():
@@ -298,7 +341,9 @@ def sentencepiece_like_tokenizer():
 
     tokenizer = Tokenizer(models.BPE(byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")]
+    )
     text = [WORDS, "[INST] </s> <s>", "user assistant\n\n", "".join(map(chr, range(32, 127)))]
     trainer = trainers.BpeTrainer(
         vocab_size=300, show_progress=False, special_tokens=[f"<0x{i:02X}>" for i in range(256)]
@@ -310,7 +355,8 @@ def sentencepiece_like_tokenizer():
 
 def test_no_space_creeps_in_where_a_tokenizer_puts_one_before_a_text():
     template = (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}</s>{% else %}"
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}</s>{% "
+        "else %}"
         "[INST]{{ m.content }}[/INST]{% endif %}{% endfor %}"
     )
     chat = Chat(sentencepiece_like_tokenizer(), template)
@@ -327,12 +373,17 @@ def test_no_space_creeps_in_where_a_tokenizer_puts_one_before_a_text():
 def test_a_list_of_texts_reads_as_their_string():
     for name in ("qwen2_5", "llama3", "gemma3", "smolvlm"):
         chat = chat_named(name)
-        assert chat.prompt_ids(in_parts([user("hello <s> world")])) == chat.prompt_ids([user("hello <s> world")])
+        assert chat.prompt_ids(in_parts([user("hello <s> world")])) == chat.prompt_ids(
+            [user("hello <s> world")]
+        )
 
 
 def test_special_tokens_strings_in_tools_are_text():
     chat = chat_named("qwen2_5")
-    tool = {"type": "function", "function": {"name": "add", "description": "adds <|im_end|>", "parameters": {}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "add", "description": "adds <|im_end|>", "parameters": {}},
+    }
     ids = chat.prompt_ids([user("hello")], [tool])
     assert "adds <|im_end|>" in chat.tokenizer.decode(ids)
     assert ids.count(chat.end_token_id) == 2
@@ -356,7 +407,9 @@ def test_imitation_trains_what_is_said_and_the_end_token_and_nothing_else():
 
 def test_imitation_leaves_out_messages_that_are_only_context():
     chat = Chat(make_tokenizer(), CHATML)
-    turns = imitation_turns(chat, [user("hello"), answer("the fox", train=False), user("because"), answer("42")])
+    turns = imitation_turns(
+        chat, [user("hello"), answer("the fox", train=False), user("because"), answer("42")]
+    )
     assert [t.completion.text for t in turns] == ["42"]
     assert "the fox<|im_end|>\n" in chat.tokenizer.decode(turns[0].new_ids)
 
@@ -366,18 +419,28 @@ def test_imitated_turns_are_prompted_as_an_engine_would_be(path):
     chat = chat_of(path)
     thought = "<think>\nthe fox\n</think>\n\nthe answer"
     for said in ("the answer", thought):
-        messages = [user("hello"), answer(said), user("because"), answer(said), user("hello"), answer(said)]
+        messages = [
+            user("hello"),
+            answer(said),
+            user("because"),
+            answer(said),
+            user("hello"),
+            answer(said),
+        ]
         turns = imitation_turns(chat, messages)
         assert len(turns) == 3
         for i, (turn, seen) in enumerate(zip(turns, prompts_of(turns), strict=True)):
             prompt = chat.tokenizer.decode(seen)
             reference = chat.tokenizer.decode(reference_ids(chat, messages[: 2 * i + 1]))
-            prompt = prompt.replace("<|return|>", "")  # what was said stays, though history would not show it
+            # What was said stays, though history would not show it.
+            prompt = prompt.replace("<|return|>", "")
             assert without_space(prompt) == without_space(reference)
             assert turn.completion.token_ids[-1] in chat.stop_token_ids
             text = chat.tokenizer.decode(turn.completion.token_ids[:-1])
             assert text.endswith("the answer")
-            assert count_special(chat, turn.completion.token_ids) == 1 or path.stem.startswith(("gptoss", "muse"))
+            assert count_special(chat, turn.completion.token_ids) == 1 or path.stem.startswith(
+                ("gptoss", "muse")
+            )
 
 
 def test_imitation_renders_tool_calls():
@@ -421,62 +484,103 @@ def test_what_a_template_refuses_is_an_error_of_one_line():
 # Tools
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-TOOLS = [{"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": WEATHER}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "The weather.", "parameters": WEATHER},
+    }
+]
 MISTRAL = (  # as strict as theirs
     "{%- set ns = namespace(n=0) %}{{- '<s>' }}{%- for m in messages %}"
     "{%- if m.role == 'user' or (m.role == 'assistant' and m.tool_calls is not defined) %}"
-    "{%- if (m.role == 'user') != (ns.n % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}"
+    "{%- if (m.role == 'user') != (ns.n % 2 == 0) %}{{- raise_exception('roles must alternate') "
+    "}}{%- endif %}"
     "{%- set ns.n = ns.n + 1 %}{%- endif %}"
     "{%- if m.role == 'user' %}{{- '[INST]' + m.content + '[/INST]' }}"
-    "{%- elif m.role == 'tool' %}{%- if m.tool_call_id | length != 9 %}{{- raise_exception('ids have 9') }}{%- endif %}"
+    "{%- elif m.role == 'tool' %}{%- if m.tool_call_id | length != 9 %}{{- raise_exception('ids "
+    "have 9') }}{%- endif %}"
     "{{- '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}"
     "{%- elif m.tool_calls is defined %}{{- '[TOOL_CALLS] [' }}{%- for c in m.tool_calls %}"
-    "{{- c.function | tojson }}{%- if not loop.last %}{{- ', ' }}{%- endif %}{%- endfor %}{{- ']</s>' }}"
+    "{{- c.function | tojson }}{%- if not loop.last %}{{- ', ' }}{%- endif %}{%- endfor %}{{- "
+    "']</s>' }}"
     "{%- else %}{{- m.content + '</s>' }}{%- endif %}{%- endfor %}"
 )
 HERMES = 'Wait.\n<tool_call>\n{{"arguments":  {{"city": "{}"}},"name": "weather"}}\n</tool_call>'
 MINIMAX = (
-    "{%- for m in messages %}{%- if m.role == 'assistant' %}{{- '<|im_start|>ai\n' + m.content }}{%- if m.tool_calls %}"
-    "{{- '\n<minimax:tool_call>\n' }}{%- for c in m.tool_calls %}{{- '<invoke name=\"' + c.function.name + '\">\n' }}"
+    "{%- for m in messages %}{%- if m.role == 'assistant' %}{{- '<|im_start|>ai\n' + m.content "
+    "}}{%- if m.tool_calls %}"
+    "{{- '\n<minimax:tool_call>\n' }}{%- for c in m.tool_calls %}{{- '<invoke name=\"' + "
+    "c.function.name + '\">\n' }}"
     "{%- for k, v in c.function.arguments.items() %}{{- '<parameter name=\"' + k + '\">' }}"
-    "{{- v | tojson if v is not string else v }}{{- '</parameter>\n' }}{%- endfor %}{{- '</invoke>\n' }}{%- endfor %}"
+    "{{- v | tojson if v is not string else v }}{{- '</parameter>\n' }}{%- endfor %}{{- "
+    "'</invoke>\n' }}{%- endfor %}"
     "{{- '</minimax:tool_call>' }}{%- endif %}{{- '<|im_end|>\n' }}"
-    "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- "
+    "endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>ai\n' }}{%- endif %}"
 )
 CODER = "<tool_call>\n<function=weather><parameter=city>{}</parameter></function>\n</tool_call>"
-INVOKE = '<minimax:tool_call><invoke name="weather"><parameter name="city">{}</parameter></invoke></minimax:tool_call>'
+INVOKE = (
+    '<minimax:tool_call><invoke name="weather"><parameter '
+    'name="city">{}</parameter></invoke></minimax:tool_call>'
+)
 GEMMA = '<|tool_call>call:weather{{city:<|"|>{}<|"|>}}<tool_call|>'
 PYTHON = '<|tool_call_start|>[weather(city = "{}")]<|tool_call_end|>'
-# What a model says, in other words than the template's own, its end, and what then stands in the message beside the calls.
+# What a model says, in other words than the template's own, its end, and what then stands in the
+# message beside the calls.
 SAID = {
     "qwen2_5": (HERMES, "<|im_end|>", "Wait."),
     "qwen3": ("<think>\nso\n</think>\n\n" + HERMES, "<|im_end|>", "<think>\nso\n</think>\n\nWait."),
     "qwen3_instruct_2507": (HERMES, "<|im_end|>", "Wait."),
     "llama3_1": ('{{"name":"weather",  "parameters":{{"city":"{}"}}}}', "<|eot_id|>", ""),
     "gptoss": (
-        "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
-        '<|constrain|>json<|message|>{{"city":"{}"}}<|call|>', "", "so",
+        "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>commentary "
+        "to=functions.weather "
+        '<|constrain|>json<|message|>{{"city":"{}"}}<|call|>',
+        "",
+        "so",
     ),
     "mistral": ('[TOOL_CALLS][{{"arguments": {{"city": "{}"}},  "name": "weather"}}]', "</s>", ""),
     "qwen3_5_nothink": ("Wait." + CODER, "<|im_end|>", "Wait."),
-    "glm4moe": ("<tool_call>weather<arg_key>city</arg_key><arg_value>{}</arg_value></tool_call>", "", ""),
+    "glm4moe": (
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>{}</arg_value></tool_call>",
+        "",
+        "",
+    ),
     "minimax": ("Wait." + INVOKE, "<|im_end|>", "Wait."),
     "gemma4": (GEMMA, "<|tool_response>", ""),
     "lfm2": ("Wait." + PYTHON, "<|im_end|>", "Wait."),
     "lfm2_v2": ("Wait." + PYTHON, "<|im_end|>", "Wait."),
-}  # fmt: skip
+}
 BROKEN = {
-    "qwen2_5": ("<tool_call>no JSON</tool_call>", '<tool_call>\n{"name": "x", "arguments": 3}\n</tool_call>', "<tool_call>{"),
+    "qwen2_5": (
+        "<tool_call>no JSON</tool_call>",
+        '<tool_call>\n{"name": "x", "arguments": 3}\n</tool_call>',
+        "<tool_call>{",
+    ),
     "llama3_1": ('{"name": "weather", "parameters": {', '<|python_tag|>weather.call(city="x")'),
     "gptoss": ("<|channel|>commentary to=functions.weather <|message|>nothing<|call|>",),
     "mistral": ("[TOOL_CALLS] nothing", "[TOOL_CALLS][1]", "[TOOL_CALLS][]"),
-    "qwen3_5_nothink": (CODER[:-12], CODER.replace("</parameter>", ""), CODER.replace("</p", "</q"), "<tool_call>{}</tool_call>"),
-    "glm4moe": ("<tool_call>weather<arg_key>city</arg_key></tool_call>", "<tool_call>weather city</tool_call>", "<tool_call>"),
+    "qwen3_5_nothink": (
+        CODER[:-12],
+        CODER.replace("</parameter>", ""),
+        CODER.replace("</p", "</q"),
+        "<tool_call>{}</tool_call>",
+    ),
+    "glm4moe": (
+        "<tool_call>weather<arg_key>city</arg_key></tool_call>",
+        "<tool_call>weather city</tool_call>",
+        "<tool_call>",
+    ),
     "minimax": (INVOKE[:-30], INVOKE.replace("</parameter>", " ")),
     "gemma4": (GEMMA[:-2], GEMMA.replace("city:", "city"), GEMMA.replace("call:", "")),
-    "lfm2": (PYTHON[:-2], PYTHON.replace("city = ", ""), PYTHON.replace('"{}"', "x"), "<|tool_call_start|>[1]<|tool_call_end|>"),
-}  # fmt: skip
+    "lfm2": (
+        PYTHON[:-2],
+        PYTHON.replace("city = ", ""),
+        PYTHON.replace('"{}"', "x"),
+        "<|tool_call_start|>[1]<|tool_call_end|>",
+    ),
+}
 
 
 def tool_chat(name):
@@ -485,7 +589,9 @@ def tool_chat(name):
     if name != "mistral":
         return chat_named(name)
     tokenizer = make_tokenizer.__wrapped__()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]}
+    )
     return Chat(tokenizer, MISTRAL)
 
 
@@ -503,7 +609,10 @@ def test_what_a_model_calls_is_read_and_its_tokens_stay_as_they_were_sampled(nam
         done = completion(ids, chat)
         message, has_failed = read_reply(chat, done, number)
         [call] = message["tool_calls"]
-        assert (call["function"], has_failed) == ({"name": "weather", "arguments": {"city": city}}, False)
+        assert (call["function"], has_failed) == (
+            {"name": "weather", "arguments": {"city": city}},
+            False,
+        )
         assert message["content"] == content
         heard = {"role": "tool", "name": "weather", "content": "42", "tool_call_id": call["id"]}
         assert stream.append(ids, done.text, [heard], message), "history was rewritten"
@@ -512,7 +621,9 @@ def test_what_a_model_calls_is_read_and_its_tokens_stay_as_they_were_sampled(nam
         told = [{"role": "assistant", "content": "", "tool_calls": [call]}, heard]
         full = chat.render([user("hello"), *told], TOOLS)
         assert full.endswith(between := chat.tokenizer.decode(stream.new_ids))
-        assert "42" in between and "weather" not in re.sub("functions.weather|response:weather", "", between)
+        assert "42" in between and "weather" not in re.sub(
+            "functions.weather|response:weather", "", between
+        )
     assert stream.messages[-1] == heard
 
 
@@ -524,20 +635,38 @@ def test_a_call_that_cannot_be_read_is_told_and_other_text_is_none(name):
     assert read_reply(chat, completion(chat.encode("hello world"), chat), 0) == (None, False)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_nothink", "nemotron_3_nano", "glm4moe", "minimax", "gemma4", "lfm2_v2"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_5_nothink", "nemotron_3_nano", "glm4moe", "minimax", "gemma4", "lfm2_v2"]
+)
 def test_calls_with_typed_arguments_are_read_as_the_template_writes_them(name):
     chat, arguments = (
         tool_chat(name),
-        {"s": 'a <b> & "c"\n\n  007', "n": 7, "x": 0.5, "yes": True, "list": [1, "2"], "o": {"k": None}},
+        {
+            "s": 'a <b> & "c"\n\n  007',
+            "n": 7,
+            "x": 0.5,
+            "yes": True,
+            "list": [1, "2"],
+            "o": {"k": None},
+        },
     )
-    types = dict(zip(arguments, ("string", "integer", "number", "boolean", "array", "object"), strict=True))
-    properties = {key: {"type": kind} for key, kind in types.items()} | {"none": {"type": ["integer", "null"]}}
+    types = dict(
+        zip(arguments, ("string", "integer", "number", "boolean", "array", "object"), strict=True)
+    )
+    properties = {key: {"type": kind} for key, kind in types.items()} | {
+        "none": {"type": ["integer", "null"]}
+    }
     tools = [
-        {"type": "function", "function": {"name": n, "parameters": {"properties": properties}}} for n in ("f", "g")
+        {"type": "function", "function": {"name": n, "parameters": {"properties": properties}}}
+        for n in ("f", "g")
     ]
     two = [{"name": "f", "arguments": arguments}, {"name": "g", "arguments": {}}]
     said = [
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call} for call in two]}
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": call} for call in two],
+        }
     ]
     prompt = chat.render([user("hello")], tools)
     text = chat.render([user("hello"), *said], tools, add_generation_prompt=False)
@@ -552,7 +681,11 @@ def test_several_calls_of_one_turn():
         "qwen3": "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in two),
         "mistral": "[TOOL_CALLS]" + json.dumps(two),
     }
-    texts |= {"mistral ": "".join(f"[TOOL_CALLS]{call['name']}[ARGS]{json.dumps(call['arguments'])}" for call in two)}
+    texts |= {
+        "mistral ": "".join(
+            f"[TOOL_CALLS]{call['name']}[ARGS]{json.dumps(call['arguments'])}" for call in two
+        )
+    }
     for name, text in texts.items():
         chat = tool_chat(name.strip())
         message, _ = read_reply(chat, completion(chat.encode(text), chat), 7)
@@ -563,5 +696,7 @@ def test_several_calls_of_one_turn():
 def test_a_template_gets_its_own_variables_and_an_unknown_one_is_refused():
     chat = Chat(make_tokenizer(), chat_named("qwen3").chat_template, {"enable_thinking": False})
     assert chat.render([user("hello")]).endswith("<think>\n\n</think>\n\n")
-    with pytest.raises(ValueError, match="does not read 'enable_thinkin'; did you mean 'enable_thinking'"):
+    with pytest.raises(
+        ValueError, match="does not read 'enable_thinkin'; did you mean 'enable_thinking'"
+    ):
         Chat(make_tokenizer(), chat.chat_template, {"enable_thinkin": False})

@@ -31,7 +31,11 @@ def check(tmp_path, monkeypatch, capsys):
         status = main(["check", str(what), *map(str, flags)])
         printed = capsys.readouterr()
         sections = re.findall(r"== (.*)\n((?:  .*\n|\n(?!==))*)", printed.out)
-        return status, {name: [line[2:] for line in text.splitlines() if line] for name, text in sections}, printed.err
+        return (
+            status,
+            {name: [line[2:] for line in text.splitlines() if line] for name, text in sections},
+            printed.err,
+        )
 
     return run
 
@@ -39,20 +43,30 @@ def check(tmp_path, monkeypatch, capsys):
 def outcomes(report):
     """(kind of reply, actor) -> (episodes, turns, reward, the rest)."""
     rows = [line.split(None, 5) for line in report["episodes"][1:]]
-    return {(kind, actor): (episodes, turns, reward, *rest) for kind, actor, episodes, turns, reward, *rest in rows}
+    return {
+        (kind, actor): (episodes, turns, reward, *rest)
+        for kind, actor, episodes, turns, reward, *rest in rows
+    }
 
 
 def test_check_of_sort_digits(check):
     status, report, _ = check(ENVS / "sort_digits.py")
     assert status == 0 and report["result"] == ["every normal episode was scored"]
     assert "reward_fn(messages, answer)    reads answer" in report["environment"]
-    assert report["data"] == ["load_tasks('train'): 29984 rows with messages, answer; the first 8 are tried"]
+    assert report["data"] == [
+        "load_tasks('train'): 29984 rows with messages, answer; the first 8 are tried"
+    ]
     found = outcomes(report)
     assert found["right", "policy"] == ("8", "1", "1", "reward_fn 1")
     assert found["plain", "policy"] == ("8", "1", "0", "reward_fn 0")
     assert found["cut", "policy"] == ("1", "1", "0", "truncated: reward_fn 0")
     assert {kind for kind, _ in found} == {"right", "plain", "empty", "cut"}
-    assert report["tokens"][-4:] == ["| <|start|>user", "| 92853<|end|>", "| <|start|>assistant", "> 23589<|end|>"]
+    assert report["tokens"][-4:] == [
+        "| <|start|>user",
+        "| 92853<|end|>",
+        "| <|start|>assistant",
+        "> 23589<|end|>",
+    ]
 
 
 def test_check_of_the_calculator_with_a_reply_for_each_turn(check):
@@ -62,14 +76,20 @@ def test_check_of_the_calculator_with_a_reply_for_each_turn(check):
     assert outcomes(report)["right", "policy"] == ("3", "2", "1", "reward_fn 1")
     # What the tool says is not trained, both turns are.
     shown = report["tokens"][-6:]
-    assert shown[0].startswith("> <call>") and shown[2] == "| <|start|>tool" and shown[-1].startswith("> "), shown
+    assert (
+        shown[0].startswith("> <call>")
+        and shown[2] == "| <|start|>tool"
+        and shown[-1].startswith("> ")
+    ), shown
 
 
 def test_the_report_in_the_docs_is_what_is_printed(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", sys.path[:])
     text = (ROOT / "docs/environments.md").read_text()
-    command, report = re.search(r"```console\n\$ rl-core (check .*)\n((?:.*\n)*?)```", text).groups()
+    command, report = re.search(
+        r"```console\n\$ rl-core (check .*)\n((?:.*\n)*?)```", text
+    ).groups()
     assert main(shlex.split(command)) == 0
     assert capsys.readouterr().out == report + "\n"
 
@@ -79,7 +99,10 @@ def test_check_says_what_hooks_see_of_an_episode_that_is_cut_off(check):
     env += "def interact(messages): return None\ndef reward_fn(answer): return 1\n"
     for more, last in (
         ("", "rewards are of what was said by then: 'abc'"),
-        ("truncated_reward = -1", "truncated_reward = -1 is the reward, other rewards are not called"),
+        (
+            "truncated_reward = -1",
+            "truncated_reward = -1 is the reward, other rewards are not called",
+        ),
     ):
         status, report, _ = check(env + more)
         assert status == 0 and report["truncated"] == [
@@ -99,13 +122,18 @@ def test_check_tells_no_prompt_as_what_a_cut_off_actor_said(check):
 def test_check_of_math_answers(check, tmp_path):
     pytest.importorskip("math_verify")
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "3+4?", "answer": "3+4=7\\n#### 7"}\n{"question": "10/2?", "answer": "#### 5"}\n')
+    rows.write_text(
+        '{"question": "3+4?", "answer": "3+4=7\\n#### 7"}\n{"question": "10/2?", "answer": "#### '
+        '5"}\n'
+    )
     own = tmp_path / "own.py"
     own.write_text("def reward_fn(completion): return 0.0")
     status, report, error = check(own)
     assert status == 1 and "name its rows with --data.train" in error
     rows.write_text(rows.read_text().replace("answer", "solution"))
-    status, report, _ = check(ENVS / "math_answer.py", "--data.train", rows, "--data.columns", "answer=solution")
+    status, report, _ = check(
+        ENVS / "math_answer.py", "--data.train", rows, "--data.columns", "answer=solution"
+    )
     found = outcomes(report)
     assert status == 0
     assert [found[kind, "policy"][2] for kind in ("right", "plain", "empty")] == ["1", "0", "0"]
@@ -136,7 +164,9 @@ def test_a_hook_that_breaks_on_a_bad_reply_is_found(check):
 
 
 def test_what_an_error_holds_does_not_reach_the_terminal(check, capsys):
-    Path("y.py").write_text(BREAKS.replace("return 1 /", "raise ValueError('\\x07' + completion) #"))
+    Path("y.py").write_text(
+        BREAKS.replace("return 1 /", "raise ValueError('\\x07' + completion) #")
+    )
     assert main(["check", "y.py"]) == 1
     printed = capsys.readouterr().out
     assert "\\x07" in printed and not [c for c in printed if c != "\n" and not c.isprintable()]
@@ -157,7 +187,10 @@ def test_that_no_right_reply_was_tried_is_told(check):
         def reward_fn(completion, word): return float(word in completion)
     """
     status, report, _ = check(code)
-    told = "no right reply was tried, as no hook reads a column such as answer: give one by --reply TEXT"
+    told = (
+        "no right reply was tried, as no hook reads a column such as answer: give one by --reply "
+        "TEXT"
+    )
     assert status == 0 and report["result"] == ["every normal episode was scored", told]
     assert check(code, "--reply", "{{ word }}")[1]["result"] == ["every normal episode was scored"]
 
@@ -180,7 +213,12 @@ def test_check_of_several_actors(check):
     """)
     assert status == 0
     assert outcomes(report)["right", "bob"] == ("2", "2", "1.5", "reward_fn 1, group_reward_fn 0.5")
-    assert outcomes(report)["right", "alice"] == ("2", "1", "0.5", "reward_fn 0, group_reward_fn 0.5")
+    assert outcomes(report)["right", "alice"] == (
+        "2",
+        "1",
+        "0.5",
+        "reward_fn 0, group_reward_fn 0.5",
+    )
     assert sum("are trained" in line for line in report["tokens"]) == 2
     assert "| You are Bob. s1<|end|>" in report["tokens"]
 
@@ -196,12 +234,20 @@ def test_check_of_a_rollout_of_ones_own(check):
     status, report, _ = check(code, "--actors", "bob,judge")
     assert status == 0 and outcomes(report)["plain", "bob"][:3] == ("1", "1", "1")
     status, report, _ = check(code.replace('"7"}]', '"7"}] * 3'))
-    assert status == 1 and "'bob' is no actor; known: policy (--actors adds one)" in report["episodes"][1]
-    assert [o.split()[::2][:2] for o in report["episodes"][1:]] == [["plain", "3"], ["empty", "1"], ["cut", "1"]]
+    assert (
+        status == 1
+        and "'bob' is no actor; known: policy (--actors adds one)" in report["episodes"][1]
+    )
+    assert [o.split()[::2][:2] for o in report["episodes"][1:]] == [
+        ["plain", "3"],
+        ["empty", "1"],
+        ["cut", "1"],
+    ]
 
 
 def test_several_environments_are_checked_with_their_hooks_side_by_side(check, tmp_path):
-    # Each hook waits until those of all episodes are there: one after the other they would time out.
+    # Each hook waits until those of all episodes are there: one after the other they would time
+    # out.
     Path("all.py").write_text(
         textwrap.dedent("""
         import asyncio
@@ -216,7 +262,9 @@ def test_several_environments_are_checked_with_their_hooks_side_by_side(check, t
     )
     assert check(tmp_path / "all.py", ENVS / "sort_digits.py", "--hook_timeout_s", "5")[0] == 0
     Path("slow.py").write_text(Path("all.py").read_text().replace("8", "9"))
-    status, report, _ = check(ENVS / "sort_digits.py", tmp_path / "slow.py", "--hook_timeout_s", "0.2")
+    status, report, _ = check(
+        ENVS / "sort_digits.py", tmp_path / "slow.py", "--hook_timeout_s", "0.2"
+    )
     assert status == 1 and "ran longer than 0.2 s" in outcomes(report)["plain", "policy"][3]
     assert "or raise --hook_timeout_s" in outcomes(report)["plain", "policy"][3]
 
@@ -231,7 +279,15 @@ def test_check_names_its_own_flag_where_a_hook_holds_the_interpreter(tmp_path):
         "import sys; from rl_core.options import watchdog; from rl_core.cli import main; "
         "watchdog.HELD_MARGIN_S = 0.5; sys.exit(main(sys.argv[1:]))"
     )
-    command = [sys.executable, "-c", code, "check", str(tmp_path / "held.py"), "--hook_timeout_s", "0.2"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "check",
+        str(tmp_path / "held.py"),
+        "--hook_timeout_s",
+        "0.2",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 70, done.stderr
     assert done.stderr.splitlines()[-1].endswith("or raise --hook_timeout_s")
@@ -243,7 +299,19 @@ def test_json_holds_each_environments_outcomes_and_nothing_that_hooks_print(tmp_
         "def reward_fn(completion, answer):\n    print('heard', completion)\n"
         "    return {'same': 1.0} if completion == answer else 1 / 0\n"
     )
-    assert main(["check", str(ENVS / "sort_digits.py"), str(tmp_path / "x.py"), "--num_tasks", "2", "--json"]) == 1
+    assert (
+        main(
+            [
+                "check",
+                str(ENVS / "sort_digits.py"),
+                str(tmp_path / "x.py"),
+                "--num_tasks",
+                "2",
+                "--json",
+            ]
+        )
+        == 1
+    )
     sort, own = json.loads(capsys.readouterr().out)
     assert (sort["normal"], sort["failed"], sort["num_tasks"], own["failed"]) == (4, 0, 2, 1)
     right, plain, *_ = own["episodes"]
@@ -257,5 +325,11 @@ def test_json_holds_each_environments_outcomes_and_nothing_that_hooks_print(tmp_
         "reward": 1,
         "parts": {"same": 1},
     }
-    assert plain["status"] == "failed" and "division by zero" in plain["error"] and "reward" not in plain
-    assert own["columns"] == ["prompt", "answer"] and any(line == "> b<|end|>" for line in own["tokens"])
+    assert (
+        plain["status"] == "failed"
+        and "division by zero" in plain["error"]
+        and "reward" not in plain
+    )
+    assert own["columns"] == ["prompt", "answer"] and any(
+        line == "> b<|end|>" for line in own["tokens"]
+    )

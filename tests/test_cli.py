@@ -1,4 +1,5 @@
-"""The rl-core command: train starts the ranks, check tells what an environment does without any model."""
+"""The rl-core command: train starts the ranks, check tells what an environment does without any
+model."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ HEAVY = ("torch", "transformers", "numpy", "datasets", "aiohttp", "matplotlib", 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_is_quick_since_it_imports_nothing_heavy(command):
-    code = f"import sys; sys.modules |= dict.fromkeys({HEAVY}); from rl_core.cli import main; sys.exit(main())"
+    code = (
+        f"import sys; sys.modules |= dict.fromkeys({HEAVY}); from rl_core.cli import main; "
+        "sys.exit(main())"
+    )
     argv = [sys.executable, "-c", code, *words(command), "--help"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
     own = f"usage: rl-core {command or 'COMMAND'} "
@@ -57,7 +61,11 @@ def test_the_version_is_printed(capsys):
         (2, ["chek"], "unknown command 'chek'; did you mean 'check'?"),
         (2, ["publish"], "unknown command 'publish'; known: init, train, check, plan"),
         (1, ["check", str(ENVS / "sort_digit.py")], "no such file; did you mean 'sort_digits.py'?"),
-        (1, ["check", str(ENVS / "sort_digits.py"), "--actors", "a,b"], "nothing says whose turn it is"),
+        (
+            1,
+            ["check", str(ENVS / "sort_digits.py"), "--actors", "a,b"],
+            "nothing says whose turn it is",
+        ),
         (
             1,
             ["check", str(ENVS / "sort_digits.py"), "--reply", "{{ anser }}"],
@@ -73,7 +81,11 @@ def test_the_version_is_printed(capsys):
         (1, ["train"], "--out is missing"),
         (1, ["train", "--help", "dta"], "no such section; did you mean 'data'?"),
         (1, ["train", "--help", "chat_template_kwargs"], "no such section"),
-        (1, ["train", "--nproc_per_node", "2", "--mdoel", "x"], "unknown flag --mdoel; did you mean 'model'?"),
+        (
+            1,
+            ["train", "--nproc_per_node", "2", "--mdoel", "x"],
+            "unknown flag --mdoel; did you mean 'model'?",
+        ),
     ],
 )
 def test_mistakes_are_one_line_with_the_nearest_name(status, argv, says, capsys):
@@ -83,7 +95,9 @@ def test_mistakes_are_one_line_with_the_nearest_name(status, argv, says, capsys)
 
 
 def test_check_of_an_environment_without_rows_is_one_line(tmp_path, capsys):
-    (tmp_path / "x.py").write_text("def load_tasks(split): return []\ndef reward_fn(messages): return 1.0\n")
+    (tmp_path / "x.py").write_text(
+        "def load_tasks(split): return []\ndef reward_fn(messages): return 1.0\n"
+    )
     assert main(["check", str(tmp_path / "x.py")]) == 1
     assert "error: x: the train data set has no row" in capsys.readouterr().err
 
@@ -98,7 +112,16 @@ def test_without_a_command_the_help_is_shown(capsys):
 
 def train_flags(places, out, *flags) -> list[str]:
     sizes = "--max_tokens 8 --max_prompt_tokens 16 --tasks_per_step 4 --group_size 2"
-    return words("--model", places["model"], "--env_path", places["dir"] + "/letters.py", "--out", out, sizes, *flags)
+    return words(
+        "--model",
+        places["model"],
+        "--env_path",
+        places["dir"] + "/letters.py",
+        "--out",
+        out,
+        sizes,
+        *flags,
+    )
 
 
 def start(*argv) -> subprocess.Popen:
@@ -115,7 +138,11 @@ def test_train_runs_here_with_one_rank(places, tmp_path, monkeypatch):
 def running() -> dict[int, int]:
     """Process id -> its parent's, of all that run."""
     shown = subprocess.run(["ps", "-eo", "pid=,ppid=,stat="], capture_output=True, text=True).stdout
-    return {int(pid): int(parent) for pid, parent, stat in map(str.split, shown.splitlines()) if stat[0] != "Z"}
+    return {
+        int(pid): int(parent)
+        for pid, parent, stat in map(str.split, shown.splitlines())
+        if stat[0] != "Z"
+    }
 
 
 def family_of(pid: int) -> set[int]:
@@ -124,9 +151,17 @@ def family_of(pid: int) -> set[int]:
 
 
 def test_several_ranks_and_ctrl_c_ends_them_all(places, tmp_path):
-    process = start("train", "--nproc_per_node", "2", *train_flags(places, tmp_path / "run", "--num_steps 100000"))
+    process = start(
+        "train",
+        "--nproc_per_node",
+        "2",
+        *train_flags(places, tmp_path / "run", "--num_steps 100000"),
+    )
     try:
-        wait_until(lambda: re.search(r"step +([2-9]|\d\d+)/100000", process.stdout.readline()), "the second step")
+        wait_until(
+            lambda: re.search(r"step +([2-9]|\d\d+)/100000", process.stdout.readline()),
+            "the second step",
+        )
         family = family_of(process.pid)
         assert len(family) >= 3  # the launcher and two ranks
         os.killpg(process.pid, signal.SIGINT)  # what a terminal does
@@ -138,13 +173,18 @@ def test_several_ranks_and_ctrl_c_ends_them_all(places, tmp_path):
 
 
 def test_the_status_of_ranks_that_fail_is_the_commands(places, tmp_path):
-    (tmp_path / "x.py").write_text("def reward_fn(messages): raise RuntimeError('broken on purpose')\n")
+    (tmp_path / "x.py").write_text(
+        "def reward_fn(messages): raise RuntimeError('broken on purpose')\n"
+    )
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n' * 8)
     flags = train_flags(places, tmp_path / "run", "--num_steps 1 --env_path", tmp_path / "x.py")
     process = start("train", "--nproc_per_node=2", *flags, "--data.train", tmp_path / "rows.jsonl")
     said = "".join(process.communicate(timeout=120))
     assert process.returncode == 1 and "broken on purpose" in said, said
-    assert "Traceback" not in said and len([x for x in said.splitlines() if x.startswith("error: ")]) == 1, said
+    assert (
+        "Traceback" not in said
+        and len([x for x in said.splitlines() if x.startswith("error: ")]) == 1
+    ), said
 
 
 # The scripted engine
@@ -156,11 +196,16 @@ def test_the_scripted_engine_says_its_replies_in_order_with_the_end_token():
     params = SamplingParams(max_tokens=99, stop_token_ids=chat.stop_token_ids)
     said = [asyncio.run(engine.generate([1], params, seed=0)) for _ in range(3)]
     assert [c.text for c in said] == ["<|end|> h\u00e9\n", "second", "second"]
-    assert all(c.token_ids.count(chat.end_token_id) == 1 and c.token_ids[-1] == chat.end_token_id for c in said)
+    assert all(
+        c.token_ids.count(chat.end_token_id) == 1 and c.token_ids[-1] == chat.end_token_id
+        for c in said
+    )
     assert all(len(c.token_ids) == len(c.logprobs) and c.finish_reason == "stop" for c in said)
     cut = asyncio.run(engine.generate([1], dataclasses.replace(params, max_tokens=3), seed=0))
     assert (cut.text, cut.finish_reason, len(cut.token_ids)) == ("sec", "length", 3)
-    stopped = asyncio.run(engine.generate([1], dataclasses.replace(params, stop=("co", "n")), seed=0))
+    stopped = asyncio.run(
+        engine.generate([1], dataclasses.replace(params, stop=("co", "n")), seed=0)
+    )
     assert (stopped.text, stopped.finish_reason, len(stopped.token_ids)) == ("seco", "stop", 4)
 
 

@@ -1,4 +1,5 @@
-"""The configuration as a command line and YAML give it: defaults, and each flag at another value."""
+"""The configuration as a command line and YAML give it: defaults, and each flag at another
+value."""
 
 from __future__ import annotations
 
@@ -17,8 +18,12 @@ NAMED = "{actors: {bob: }, envs: {letters: }}"  # a section of each kind that ha
 
 
 def test_the_defaults_are_those_that_were_chosen(request):
-    """A default that is changed on purpose is written anew with --golden-write, and the commit says why."""
-    found = {name: [*value] if isinstance(value, tuple) else value for name, (value, _) in known_flags().items()}
+    """A default that is changed on purpose is written anew with --golden-write, and the commit says
+    why."""
+    found = {
+        name: [*value] if isinstance(value, tuple) else value
+        for name, (value, _) in known_flags().items()
+    }
     if request.config.option.golden_write:
         DEFAULTS.write_text(yaml.safe_dump(found, sort_keys=False))
     assert found == yaml.safe_load(DEFAULTS.read_text())
@@ -61,16 +66,22 @@ def changes(base: list[str], more: list[str]) -> dict[str, Any]:
     before = flat(asdict(read_config(base)))
     after = flat(asdict(read_config([*base, *more])))
     assert before.keys() <= after.keys()
-    return {name: value for name, value in after.items() if name not in before or before[name] != value}
+    return {
+        name: value for name, value in after.items() if name not in before or before[name] != value
+    }
 
 
 @pytest.mark.parametrize("name", known_flags())
-def test_a_flag_at_another_value_changes_itself_alone_on_the_command_line_and_in_yaml(name, tmp_path):
+def test_a_flag_at_another_value_changes_itself_alone_on_the_command_line_and_in_yaml(
+    name, tmp_path
+):
     default, field = known_flags()[name]
     section, _, _ = name.partition(".")
     name = name.replace("NAME", {"actors": "bob", "envs": "letters"}.get(section, ""))
     value = other_value(default, field.type)
-    stored = tuple(value) if isinstance(value, list) and get_origin(field.type) is not list else value
+    stored = (
+        tuple(value) if isinstance(value, list) and get_origin(field.type) is not list else value
+    )
     expected = flat({name: stored})
     named, file, again = (tmp_path / f"{part}.yaml" for part in ("named", "flags", "again"))
     named.write_text(NAMED)
@@ -85,9 +96,12 @@ def test_a_flag_at_another_value_changes_itself_alone_on_the_command_line_and_in
 
 def test_false_null_and_empty_values_of_a_file_count_as_much_as_others(tmp_path):
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
-    first.write_text("{model: m, env_path: e.py, out: x, eval_every: 5, trackers: wandb, sampling: {stop: [a]}}")
+    first.write_text(
+        "{model: m, env_path: e.py, out: x, eval_every: 5, trackers: wandb, sampling: {stop: [a]}}"
+    )
     second.write_text(
-        "{data: {shuffle: false}, rollout: {save: false}, eval_every: 0, save_minutes: 0, trackers: null,"
+        "{data: {shuffle: false}, rollout: {save: false}, eval_every: 0, save_minutes: 0, "
+        "trackers: null,"
         "sampling: {stop: []}, actors: {policy: {api_key_env: ''}}}"
     )
     config = parse_config(["--config", str(first), "--config", str(second)])
@@ -98,10 +112,21 @@ def test_false_null_and_empty_values_of_a_file_count_as_much_as_others(tmp_path)
 
 def test_a_list_or_table_that_is_given_later_replaces_the_one_before(tmp_path):
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
-    first.write_text("{sampling: {stop: [a, b]}, eval: {sampling: {top_p: 0.5}}, data: {train: [a.jsonl, b.jsonl]}}")
-    second.write_text("{sampling: {stop: [c]}, eval: {sampling: {top_k: 3}}, data: {train: [c.jsonl]}}")
+    first.write_text(
+        "{sampling: {stop: [a, b]}, eval: {sampling: {top_p: 0.5}}, data: {train: [a.jsonl, "
+        "b.jsonl]}}"
+    )
+    second.write_text(
+        "{sampling: {stop: [c]}, eval: {sampling: {top_k: 3}}, data: {train: [c.jsonl]}}"
+    )
     config = read_config(["--config", str(first), "--config", str(second)])
-    assert (config.sampling.stop, config.eval.sampling, config.data.train) == (["c"], {"top_k": 3}, "c.jsonl")
-    config = read_config(["--config", str(first), "--sampling.stop", '["d"]', "--eval.sampling", "min_p=0.1"])
+    assert (config.sampling.stop, config.eval.sampling, config.data.train) == (
+        ["c"],
+        {"top_k": 3},
+        "c.jsonl",
+    )
+    config = read_config(
+        ["--config", str(first), "--sampling.stop", '["d"]', "--eval.sampling", "min_p=0.1"]
+    )
     assert (config.sampling.stop, config.eval.sampling) == (["d"], {"min_p": 0.1})
     assert read_config([]).sampling.stop == []

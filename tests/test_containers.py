@@ -1,4 +1,5 @@
-"""Environments with an image: what they say of it, the command that is built, and what runs in the container, as a process."""
+"""Environments with an image: what they say of it, the command that is built, and what runs in the
+container, as a process."""
 
 from __future__ import annotations
 
@@ -74,7 +75,14 @@ class AsProcess(Runtime):
     """What would run in the container, without one."""
 
     def argv(self, name, path, settings, hook_timeout_s):
-        return [sys.executable, "-m", "rl_core.service.contained", path, "--hook_timeout_s", str(hook_timeout_s)]
+        return [
+            sys.executable,
+            "-m",
+            "rl_core.service.contained",
+            path,
+            "--hook_timeout_s",
+            str(hook_timeout_s),
+        ]
 
     def remove_argv(self, names):
         return ["true", *names]
@@ -82,14 +90,17 @@ class AsProcess(Runtime):
 
 @pytest.fixture
 def play_boxed(tmp_path, monkeypatch):
-    """play_boxed(script, idle_s, code) runs script(worker, ask) beside a worker that serves the code."""
+    """play_boxed(script, idle_s, code) runs script(worker, ask) beside a worker that serves the
+    code."""
     (tmp_path / "only_in_the_image.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
     async def main(script, idle_s):
         runtime = AsProcess(program="", worker="0" * 12)
         path = str(tmp_path / "boxed.py")
-        env = await ContainedEnv.open(path, container_settings(path), runtime, hook_timeout_s=20.0, idle_s=idle_s)
+        env = await ContainedEnv.open(
+            path, container_settings(path), runtime, hook_timeout_s=20.0, idle_s=idle_s
+        )
         worker = Worker([env], capacity=100, idle_s=idle_s)
 
         async def ask(code: int = 0, **verb):
@@ -132,13 +143,18 @@ async def until(condition) -> None:
 
 
 def is_running(pid: int) -> bool:
-    return containers.start_time(pid) != "" and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]
+    return (
+        containers.start_time(pid) != ""
+        and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]
+    )
 
 
 def test_each_session_has_a_process_of_its_own_that_ends_with_it(play_boxed):
     async def script(worker, ask):
         assert worker.envs["boxed"].described.name == "boxed"
-        assert [h.name for h in worker.envs["boxed"].described.hooks if h.is_reward] == ["reward_fn"]
+        assert [h.name for h in worker.envs["boxed"].described.hooks if h.is_reward] == [
+            "reward_fn"
+        ]
         one, two = await asyncio.gather(begin(ask), begin(ask))
         assert one.startswith(worker.name)
         *first, pid = (await say(ask, one, "a", 1)).split()
@@ -158,7 +174,9 @@ def test_each_session_has_a_process_of_its_own_that_ends_with_it(play_boxed):
         assert is_running(int(pid_of_two))
         assert (await ask(tasks=pb.TasksRequest(env="boxed", split="train"))).total == 2
         given = json.dumps({"rewards": [1, 2]})
-        assert (await ask(call=pb.CallRequest(env="boxed", hook="advantage_fn", given=given))).value == "[2.0,3.0]"
+        assert (
+            await ask(call=pb.CallRequest(env="boxed", hook="advantage_fn", given=given))
+        ).value == "[2.0,3.0]"
 
     play_boxed(script)
 
@@ -178,11 +196,16 @@ def test_a_rollout_in_a_container_asks_actors(play_boxed):
         session = (await ask(start=start)).session
         asked = (await ask(run=pb.RunRequest(session=session, number=1, hook="rollout"))).asked
         assert json.loads(asked.openings[0].messages) == [{"role": "user", "content": "x"}]
-        spoken = pb.Spoken(ask=asked.asks[0].id, messages='[{"role": "assistant", "content": "abc"}]')
+        spoken = pb.Spoken(
+            ask=asked.asks[0].id, messages='[{"role": "assistant", "content": "abc"}]'
+        )
         answer = pb.AnswerRequest(session=session, number=2, call=1, answers=[spoken])
         told = await ask(answer=answer)
         assert json.loads(told.run.value)[0]["reward"] == 3.0 and await ask(answer=answer) == told
-        assert worker.held[session].session.status == pb.COMPLETED and worker.envs["boxed"].interactions == 1
+        assert (
+            worker.held[session].session.status == pb.COMPLETED
+            and worker.envs["boxed"].interactions == 1
+        )
 
     play_boxed(script, code=ASKING)
 
@@ -216,11 +239,17 @@ def test_a_container_that_talks_nonsense_is_refused(tmp_path):
     async def main(said: bytes):
         class Nonsense(AsProcess):
             def argv(self, *_):
-                return [sys.executable, "-c", f"import os, sys; os.write(1, {said!r}); sys.stdin.read()"]
+                return [
+                    sys.executable,
+                    "-c",
+                    f"import os, sys; os.write(1, {said!r}); sys.stdin.read()",
+                ]
 
         runtime = Nonsense(program="", worker="0" * 12)
         with pytest.raises(ValueError, match="ended \\(exit code 0\\)"):
-            await ContainedEnv.open(path, container_settings(path), runtime, hook_timeout_s=20.0, idle_s=60.0)
+            await ContainedEnv.open(
+                path, container_settings(path), runtime, hook_timeout_s=20.0, idle_s=60.0
+            )
         await runtime.close()
 
     for said in (b"\x00\x00\x00\x02\xff\xff", b"Hello, I am no frame"):
@@ -234,10 +263,14 @@ def test_the_command_limits_the_container(tmp_path):
     assert settings == Settings(image="rl-core-chess:1", memory="512m", cpus=0.5, capacity=3)
     argv = Runtime(program="docker", worker="0123456789ab").argv("rl-core-x", path, settings, 60.0)
     assert " ".join(argv).replace(containers.owner(), "OWNER") == (
-        "docker run --rm --interactive --init --read-only --tmpfs /tmp:rw,nosuid,nodev,size=256m --env HOME=/tmp "
-        "--pids-limit 512 --cap-drop ALL --security-opt no-new-privileges --log-driver none --name rl-core-x "
-        "--label rl_core.owner=OWNER --label rl_core.worker=0123456789ab --cpus 0.5 --memory 512m --memory-swap 512m "
-        f"--network none --mount type=bind,source={tmp_path},target=/env,readonly --entrypoint python rl-core-chess:1 "
+        "docker run --rm --interactive --init --read-only --tmpfs /tmp:rw,nosuid,nodev,size=256m "
+        "--env HOME=/tmp "
+        "--pids-limit 512 --cap-drop ALL --security-opt no-new-privileges --log-driver none --name "
+        "rl-core-x "
+        "--label rl_core.owner=OWNER --label rl_core.worker=0123456789ab --cpus 0.5 --memory 512m "
+        "--memory-swap 512m "
+        f"--network none --mount type=bind,source={tmp_path},target=/env,readonly --entrypoint "
+        "python rl-core-chess:1 "
         "-m rl_core.service.contained /env/boxed.py --hook_timeout_s 60"
     )
     settings.network = True
@@ -251,14 +284,20 @@ def test_docker_can_read_the_command(tmp_path):
     argv = Runtime(program="docker", worker="0" * 12).argv(
         "rl-core-x", str(tmp_path / "a.py"), Settings(image="a:1"), 1
     )
-    env = os.environ | {"DOCKER_HOST": f"unix://{tmp_path}/nobody"}  # it reads its flags before it dials
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=180, stdin=subprocess.DEVNULL)
+    # It reads its flags before it dials.
+    env = os.environ | {"DOCKER_HOST": f"unix://{tmp_path}/nobody"}
+    done = subprocess.run(
+        argv, env=env, capture_output=True, text=True, timeout=180, stdin=subprocess.DEVNULL
+    )
     assert "Docker daemon" in done.stderr, done.stderr
     listing = [*Runtime(program="docker", worker="0" * 12).remove_argv(["x"])]
     done = subprocess.run(listing, env=env, capture_output=True, text=True, timeout=180)
     assert "Docker daemon" in done.stderr, done.stderr
     bad = [argv[0], argv[1], "--no-such-flag", *argv[2:]]
-    assert "unknown flag" in subprocess.run(bad, env=env, capture_output=True, text=True, timeout=180).stderr
+    assert (
+        "unknown flag"
+        in subprocess.run(bad, env=env, capture_output=True, text=True, timeout=180).stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -290,7 +329,8 @@ def test_a_container_is_removed_with_its_worker_alone():
     began = containers.start_time(os.getpid())
     assert int(began) > 0
     assert not containers.is_dead(containers.owner())
-    assert containers.is_dead(containers.owner().replace(began, "1"))  # another process has its number now
+    # Another process has its number now.
+    assert containers.is_dead(containers.owner().replace(began, "1"))
     ended = subprocess.Popen(["true"])
     ended.wait()
     host = containers.owner().partition(" ")[0]
@@ -302,19 +342,26 @@ def test_a_container_is_removed_with_its_worker_alone():
 def test_containers_that_nobody_owns_or_that_hang_are_removed_by_force(tmp_path, monkeypatch):
     log, where = tmp_path / "log", os.path.realpath(tempfile.gettempdir())
     (tmp_path / "docker").write_text(
-        f'#!/bin/sh\necho "$*" >> {log}\n[ "$1" != run ] || {{ pwd -P >> {log}; exec sleep 600; }}\n'
+        f'#!/bin/sh\necho "$*" >> {log}\n[ "$1" != run ] || {{ pwd -P >> {log}; exec sleep 600; '
+        f"}}\n"
         '[ "$3" != dead ] || exit 1  # another worker removes them\n'
         f'[ "$1" != ps ] || printf \'dead rl_core.worker=x,rl_core.owner={containers.owner()}0\\n'
-        f"also map[rl_core.owner:{containers.owner()}0 rl_core.worker:x]\\nliving rl_core.owner={containers.owner()}\\n'\n"
+        f"also map[rl_core.owner:{containers.owner()}0 rl_core.worker:x]\\nliving "
+        f"rl_core.owner={containers.owner()}\\n'\n"
     )
     (tmp_path / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
     async def main() -> list[containers.Box]:
-        runtime, given = containers.find_runtime("0" * 12, "this test"), (Settings(image="a:1"), 1.0, lambda why: None)
+        runtime, given = (
+            containers.find_runtime("0" * 12, "this test"),
+            (Settings(image="a:1"), 1.0, lambda why: None),
+        )
         boxes = [await runtime.open(str(tmp_path / "a.py"), *given) for _ in range(2)]
         # Engines run where podman may leave a file.
-        await asyncio.to_thread(wait_until, lambda: log.read_text().splitlines().count(where) == 2, "they run", 30)
+        await asyncio.to_thread(
+            wait_until, lambda: log.read_text().splitlines().count(where) == 2, "they run", 30
+        )
         boxes[1].process.kill()  # the engine's client; its container goes on
         for box in boxes * 2:
             box.close()
@@ -324,17 +371,27 @@ def test_containers_that_nobody_owns_or_that_hang_are_removed_by_force(tmp_path,
 
     boxes = asyncio.run(asyncio.wait_for(main(), 60))
     first, *removals = [line for line in log.read_text().splitlines() if line.startswith("rm")]
-    assert first == "rm --force dead also" and sorted(removals) == sorted(f"rm --force {box.name}" for box in boxes)
+    assert first == "rm --force dead also" and sorted(removals) == sorted(
+        f"rm --force {box.name}" for box in boxes
+    )
 
 
 def test_an_image_without_a_runtime_is_refused(tmp_path):
     (tmp_path / "boxed.py").write_text(BOXED)
-    command = [sys.executable, "-m", "rl_core.service.worker", str(tmp_path / "boxed.py"), "--join", "127.0.0.1:1"]
+    command = [
+        sys.executable,
+        "-m",
+        "rl_core.service.worker",
+        str(tmp_path / "boxed.py"),
+        "--join",
+        "127.0.0.1:1",
+    ]
     env = os.environ | {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
     assert done.returncode == UNUSABLE
     assert (
-        "boxed.py says image = 'rl-core-chess:1', which needs docker or podman: docker is not installed" in done.stderr
+        "boxed.py says image = 'rl-core-chess:1', which needs docker or podman: docker is not "
+        "installed" in done.stderr
     )
 
 
@@ -394,12 +451,31 @@ def test_the_image_has_what_serving_needs_without_torch(tmp_path):
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
 
     def command(*args: str) -> list[str]:
-        return [sys.executable, "-m", "rl_core.cli", "serve", *args, "--port", "0", "--workers", "1"]
+        return [
+            sys.executable,
+            "-m",
+            "rl_core.cli",
+            "serve",
+            *args,
+            "--port",
+            "0",
+            "--workers",
+            "1",
+        ]
 
-    done = subprocess.run(command("tools.py"), env=env, cwd=tmp_path, capture_output=True, text=True, timeout=180)
-    assert "No module named 'transformers'; pip install transformers, or write the OpenAI schemas" in done.stderr
+    done = subprocess.run(
+        command("tools.py"), env=env, cwd=tmp_path, capture_output=True, text=True, timeout=180
+    )
+    assert (
+        "No module named 'transformers'; pip install transformers, or write the OpenAI schemas"
+        in done.stderr
+    )
     server = subprocess.Popen(
-        command("game.py", "--http_port", "0"), env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True
+        command("game.py", "--http_port", "0"),
+        env=env,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     with server, grpc.insecure_channel(server.stdout.readline().split()[-1]) as channel:
         try:
@@ -428,10 +504,12 @@ def test_manifests_fit_together():
             pod = spec["template"]
             assert spec["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
             [container] = pod["spec"]["containers"]
-            assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["spec"]["volumes"]}
-            assert [(e["name"], e["valueFrom"]["secretKeyRef"]["key"]) for e in container["env"]] == [
-                (TOKEN_VARIABLE, "token")
-            ]
+            assert {m["name"] for m in container["volumeMounts"]} == {
+                v["name"] for v in pod["spec"]["volumes"]
+            }
+            assert [
+                (e["name"], e["valueFrom"]["secretKeyRef"]["key"]) for e in container["env"]
+            ] == [(TOKEN_VARIABLE, "token")]
             flags[name] = read_flags(container["args"]), container, pod
     controller, container, pod = flags["rl-core-controllers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
@@ -451,8 +529,12 @@ def test_manifests_fit_together():
     assert all(env.startswith("/envs/") for env in worker.envs)
     scaler = of["HorizontalPodAutoscaler", "rl-core-workers"]
     assert ("Deployment", scaler["scaleTargetRef"]["name"]) in of
-    rules = yaml.safe_load((ROOT / "scripts/k8s/prometheus_adapter/values.yaml").read_text())["rules"]["external"]
-    assert [m["external"]["metric"]["name"] for m in scaler["metrics"]] == [rule["name"]["as"] for rule in rules]
+    rules = yaml.safe_load((ROOT / "scripts/k8s/prometheus_adapter/values.yaml").read_text())[
+        "rules"
+    ]["external"]
+    assert [m["external"]["metric"]["name"] for m in scaler["metrics"]] == [
+        rule["name"]["as"] for rule in rules
+    ]
     exported = {metric.name for metric in Metrics(Hub()).collect()}
     for rule in rules:
         assert {rule["seriesQuery"], *re.findall(r"sum\((\w+)\)", rule["metricsQuery"])} <= exported

@@ -1,4 +1,5 @@
-"""PPO's critic: advantages and losses against the papers' formulas, and what a run with a critic must keep."""
+"""PPO's critic: advantages and losses against the papers' formulas, and what a run with a critic
+must keep."""
 
 from __future__ import annotations
 
@@ -42,13 +43,16 @@ def plain_values(learner: Learner, sample: TrainingSample) -> list[float]:
     """The classifier's score before each trained token, by the plain Hugging Face model."""
     model = learner.critic.learner.policy.hf
     model.set_attn_implementation("sdpa")
-    hidden = model.base_model(torch.tensor(sample.token_ids)[None], use_cache=False).last_hidden_state[0]
+    hidden = model.base_model(
+        torch.tensor(sample.token_ids)[None], use_cache=False
+    ).last_hidden_state[0]
     model.set_attn_implementation("rl_core_packed")
     return [model.score(hidden[i - 1]).item() for i, m in enumerate(sample.loss_mask) if m]
 
 
 def naive_gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
-    """A(t) = d(t) + gamma lam A(t+1) with d(t) = r(t) + gamma V(t+1) - V(t), from the last step back."""
+    """A(t) = d(t) + gamma lam A(t+1) with d(t) = r(t) + gamma V(t+1) - V(t), from the last step
+    back."""
     found, following, advantage = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         advantage = reward + gamma * following - value + gamma * lam * advantage
@@ -57,23 +61,33 @@ def naive_gae(rewards: list[float], values: list[float], gamma: float, lam: floa
     return found[::-1]
 
 
-@pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.97, 0.0), (0.0, 0.5)])
+@pytest.mark.parametrize(
+    "gamma, lam", [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.97, 0.0), (0.0, 0.5)]
+)
 def test_advantages_of_ragged_sequences_are_the_papers_recursion(gamma, lam):
     draw, lengths = random.Random(0), [1, 7, 1, 1, 130, 2, 33]
     rewards, values = ([[draw.gauss(0, 1) for _ in range(n)] for n in lengths] for _ in range(2))
     sequences = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     flat = [torch.tensor([x for part in parts for x in part]) for parts in (rewards, values)]
     want = [a for r, v in zip(rewards, values, strict=True) for a in naive_gae(r, v, gamma, lam)]
-    torch.testing.assert_close(gae_advantages(*flat, sequences, gamma, lam), torch.tensor(want), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        gae_advantages(*flat, sequences, gamma, lam), torch.tensor(want), atol=1e-5, rtol=1e-5
+    )
     nothing = torch.zeros(0)
-    assert gae_advantages(nothing, nothing, torch.zeros(0, dtype=torch.int64), gamma, lam).numel() == 0
+    assert (
+        gae_advantages(nothing, nothing, torch.zeros(0, dtype=torch.int64), gamma, lam).numel() == 0
+    )
 
 
 @pytest.mark.parametrize("kl_in", [None, "reward", "advantage"])
 @pytest.mark.parametrize("shared_prompt", [0, 12])
-def test_what_stands_between_turns_is_no_step_and_the_reward_comes_last(kl_in, shared_prompt, tiny_model):
+def test_what_stands_between_turns_is_no_step_and_the_reward_comes_last(
+    kl_in, shared_prompt, tiny_model
+):
     flags = ["--algo.normalize", "none", "--critic.gamma", "0.97", "--critic.gae_lambda", "0.9"]
-    learner = make_ppo(tiny_model, *flags, *(["--algo.kl_coef", "0.2", "--algo.kl_in", kl_in] if kl_in else []))
+    learner = make_ppo(
+        tiny_model, *flags, *(["--algo.kl_coef", "0.2", "--algo.kl_in", kl_in] if kl_in else [])
+    )
     samples = ragged_samples(12, shared_prompt=shared_prompt)
     batch = pack_samples(samples)
     learner.annotate([Minibatch(denominator=1, num_tokens=1, batches=[batch])])
@@ -100,12 +114,16 @@ def test_the_value_loss_is_ppo2s(clip):
     values.requires_grad_()
     losses, is_clipped = value_losses(values, old, returns, clip)
     losses.sum().backward()
-    for i, (v, o, r) in enumerate(zip(values.tolist(), old.tolist(), returns.tolist(), strict=True)):
+    for i, (v, o, r) in enumerate(
+        zip(values.tolist(), old.tolist(), returns.tolist(), strict=True)
+    ):
         bounded = min(max(v, o - clip), o + clip) if clip else v
         plain, other = 0.5 * (v - r) ** 2, 0.5 * (bounded - r) ** 2
         assert losses[i].item() == pytest.approx(max(plain, other))
         assert bool(is_clipped[i]) == (other > plain)
-        assert values.grad[i].item() == pytest.approx(0.0 if other > plain and bounded != v else v - r)
+        assert values.grad[i].item() == pytest.approx(
+            0.0 if other > plain and bounded != v else v - r
+        )
     assert is_clipped.any() == bool(clip)
 
 
@@ -120,7 +138,9 @@ def test_explained_variance_is_one_less_the_share_of_what_is_left():
     for same, expected in ((goal, 1.0), (torch.full((200,), 3.0), 0.0)):
         found = value_metrics(value_sums(same, goal).tolist())["critic_explained_variance"]
         assert found.value == pytest.approx(expected, abs=1e-5)
-    assert "critic_explained_variance" not in value_metrics(value_sums(values, torch.ones(200)).tolist())
+    assert "critic_explained_variance" not in value_metrics(
+        value_sums(values, torch.ones(200)).tolist()
+    )
     assert "critic_explained_variance" not in value_metrics([0.0] * 5)
 
 
@@ -130,7 +150,10 @@ def test_with_a_critic_that_knows_nothing_the_first_gradient_is_that_of_reinforc
     (minibatch,), _ = learner.shard(samples)
     learner.annotate([minibatch])
     (batch,) = minibatch.batches
-    (token_losses(learner.algorithm, batch, *learner.policy(batch, 1.0))[0].sum() / minibatch.denominator).backward()
+    (
+        token_losses(learner.algorithm, batch, *learner.policy(batch, 1.0))[0].sum()
+        / minibatch.denominator
+    ).backward()
     got = {n: p.grad.clone() for n, p in learner.policy.named_parameters()}
     learner.policy.zero_grad()
     plain = pack_samples(samples)  # its advantages are rewards, of every token
@@ -138,15 +161,23 @@ def test_with_a_critic_that_knows_nothing_the_first_gradient_is_that_of_reinforc
     assert_same(got, {n: p.grad for n, p in learner.policy.named_parameters()})
 
 
-@pytest.mark.parametrize("flags", [(), ("--algo.aggregation", "sequence", "--algo.normalize", "none")])
+@pytest.mark.parametrize(
+    "flags", [(), ("--algo.aggregation", "sequence", "--algo.normalize", "none")]
+)
 def test_four_microbatches_teach_actor_and_critic_what_one_does(flags, tiny_model):
     samples, found = ragged_samples(20, shared_prompt=12), []
     for tokens in ("8192", "100"):
-        more = words("--learner.microbatch_tokens", tokens, "--learner.epochs 2 --critic.lr 0.5 --optim.lr 0.1")
+        more = words(
+            "--learner.microbatch_tokens",
+            tokens,
+            "--learner.epochs 2 --critic.lr 0.5 --optim.lr 0.1",
+        )
         learner = make_ppo(tiny_model, *SGD, *more, *flags)
         minibatches, _ = learner.shard(samples)
         assert (len(minibatches[0].batches) >= 4) == (tokens == "100")
-        before = {f"critic {n}": p.clone() for n, p in learner.critic.learner.policy.named_parameters()}
+        before = {
+            f"critic {n}": p.clone() for n, p in learner.critic.learner.policy.named_parameters()
+        }
         before |= {n: p.clone() for n, p in learner.policy.named_parameters()}
         values = learner.annotate(minibatches) | learner.step(minibatches, 0)
         after = {f"critic {n}": p for n, p in learner.critic.learner.policy.named_parameters()}
@@ -170,7 +201,9 @@ def test_the_critics_loss_is_a_mean_over_tokens_however_the_policys_is_aggregate
         want = ((batch.values - batch.returns) ** 2).mean().item() / 2
         found.append(learner.step(minibatches, 0))
         assert found[-1]["critic_loss"].value == pytest.approx(want, rel=1e-4)
-        assert found[-1]["critic_grad_norm"].value == pytest.approx(found[0]["critic_grad_norm"].value, rel=1e-4)
+        assert found[-1]["critic_grad_norm"].value == pytest.approx(
+            found[0]["critic_grad_norm"].value, rel=1e-4
+        )
 
 
 def test_advantages_are_normalised_over_all_tokens_of_the_step(tiny_model):
@@ -183,9 +216,20 @@ def test_advantages_are_normalised_over_all_tokens_of_the_step(tiny_model):
 
 
 def test_while_the_critic_warms_up_the_actor_stays_as_it_is(tiny_model):
-    learner = make_ppo(tiny_model, "--critic.warmup_steps", "2", "--optim.lr", "0.01", "--optim.weight_decay", "0.1")
+    learner = make_ppo(
+        tiny_model,
+        "--critic.warmup_steps",
+        "2",
+        "--optim.lr",
+        "0.01",
+        "--optim.weight_decay",
+        "0.1",
+    )
     actor, critic = learner.policy, learner.critic.learner.policy
-    start, values = [p.clone() for p in actor.parameters()], [p.clone() for p in critic.parameters()]
+    start, values = (
+        [p.clone() for p in actor.parameters()],
+        [p.clone() for p in critic.parameters()],
+    )
     for step in range(3):
         minibatches, _ = learner.shard(ragged_samples(seed=step))
         learner.annotate(minibatches)
@@ -200,7 +244,9 @@ def test_while_the_critic_warms_up_the_actor_stays_as_it_is(tiny_model):
 def test_a_critic_starts_from_a_reward_model_or_at_zero(tiny_model, tmp_path):
     learner, batch = make_ppo(tiny_model), pack_samples(ragged_samples())
     learner.critic.learner.policy.hf.save_pretrained(tmp_path)
-    config = parse_config(["--model", str(tiny_model), "--algorithm", "ppo", *FLAGS, "--critic.model", str(tmp_path)])
+    config = parse_config(
+        ["--model", str(tiny_model), "--algorithm", "ppo", *FLAGS, "--critic.model", str(tmp_path)]
+    )
     with torch.no_grad():
         want, _ = learner.critic.learner.policy(batch, 1.0)
         got, _ = make_critic(config, str(tiny_model), learner.ranks).learner.policy(batch, 1.0)
@@ -210,13 +256,20 @@ def test_a_critic_starts_from_a_reward_model_or_at_zero(tiny_model, tmp_path):
 
 
 def episode(env: str, group: int, reward: float, length: int) -> Trajectory:
-    done = Completion(token_ids=[9] * length, logprobs=[-1.0] * length, text="", finish_reason="", policy_version=0)
+    done = Completion(
+        token_ids=[9] * length,
+        logprobs=[-1.0] * length,
+        text="",
+        finish_reason="",
+        policy_version=0,
+    )
     turns = [Turn(new_ids=[8, 8], is_fresh=True, completion=done)]
     return Trajectory(task_id="t", env=env, group_id=f"{env}{group}", turns=turns, reward=reward)
 
 
 def groups_of_two_envs() -> list[list[Trajectory]]:
-    """One environment's rewards are a hundred times the other's; some groups have no signal, one environment has none."""
+    """One environment's rewards are a hundred times the other's; some groups have no signal, one
+    environment has none."""
     draw = random.Random(0)
     groups = []
     for env, scale in (("small", 0.1), ("large", 10.0), ("flat", 0.0)):
@@ -235,7 +288,9 @@ def test_each_environments_advantages_are_divided_by_their_own_deviation(advanta
     env_of = [t.env for g in groups for t in g]
     for env in ("small", "large", "flat"):
         pairs = [(p, s) for p, s, e in zip(plain, scaled, env_of, strict=True) if e == env]
-        tokens = torch.tensor([a for p, _ in pairs for a, m in zip(p.advantages, p.loss_mask, strict=True) if m])
+        tokens = torch.tensor(
+            [a for p, _ in pairs for a, m in zip(p.advantages, p.loss_mask, strict=True) if m]
+        )
         deviation = tokens.double().std(correction=0).item() or 1.0
         for before, after in pairs:
             assert after.advantages == pytest.approx(before.advantages / deviation, rel=1e-6)
@@ -243,7 +298,10 @@ def test_each_environments_advantages_are_divided_by_their_own_deviation(advanta
 
 
 def critic_weights(out, step: int) -> dict[str, torch.Tensor]:
-    return load_file(out / f"checkpoints/step_{step:06d}/policy_critic/shard-00001-model-00001-of-00001.safetensors")
+    return load_file(
+        out
+        / f"checkpoints/step_{step:06d}/policy_critic/shard-00001-model-00001-of-00001.safetensors"
+    )
 
 
 def test_a_policy_with_adapters_has_a_whole_critic(warm_model, sort_data, tmp_path):
@@ -266,7 +324,16 @@ def test_the_plan_counts_the_critic(tiny_model, sort_data, capsys):
 
 @pytest.mark.slow
 def test_ppo_teaches_the_order_and_its_critic_learns_what_to_expect(warm_model, tmp_path):
-    flags = ["--num_steps", "60", "--optim.lr", "2e-4", "--optim.warmup_steps", "5", "--rollout.save", "false"]
+    flags = [
+        "--num_steps",
+        "60",
+        "--optim.lr",
+        "2e-4",
+        "--optim.warmup_steps",
+        "5",
+        "--rollout.save",
+        "false",
+    ]
     flags += ["--critic.lr", "3e-3", "--critic.warmup_steps", "10", "--critic.gae_lambda", "1"]
     flags += ["--learner.minibatches", "4", "--learner.epochs", "2", "--algorithm", "ppo"]
     assert main(["--model", str(warm_model), *SORT, *flags, "--out", str(tmp_path / "o")]) == 0

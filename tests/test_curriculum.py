@@ -24,7 +24,10 @@ COUNT = """
 def load_tasks(split): return [{"prompt": str(n), "n": n} for n in range(12)]
 def reward_fn(completion, n): return float(len(completion) % 3 == 0) if n % 3 else 0.0
 """
-HOOK = "def task_weight(success_rate, tries, n): return (1 - success_rate) * (n % 3) + (n == 6) * (tries < 2)\n"
+HOOK = (
+    "def task_weight(success_rate, tries, n): return (1 - success_rate) * (n % 3) + (n == 6) * "
+    "(tries < 2)\n"
+)
 
 
 def source(num_rows: int = 6, env: str = "e", seed: int = 0) -> TaskSource:
@@ -96,7 +99,9 @@ def test_rows_that_were_left_out_are_neither_drawn_nor_weighed():
 def test_in_a_mix_each_environment_has_its_own_curriculum_or_none():
     solved: list[int] = []
     one, other, plain = source(env="one"), source(env="other"), source(env="other")
-    one.order = WeightedOrder(one, lambda row, known: float(known.success_rate < 0.9), is_by_row=False)
+    one.order = WeightedOrder(
+        one, lambda row, known: float(known.success_rate < 0.9), is_by_row=False
+    )
     mix = TaskMix([one, other], [2.0, 1.0])
     curriculum = Curriculum(train=mix, orders={"one": one.order})
     position = 0
@@ -112,17 +117,43 @@ def test_in_a_mix_each_environment_has_its_own_curriculum_or_none():
             solved += rows
     assert len(solved) == 4 and rows != solved[:2]
     with pytest.raises(RunError, match=r"one: task_weight\(\) gives 0 for all 6 tasks"):
-        curriculum.record([("one", f"train/{row}", 1.0, 1.0) for row in range(6) for _ in range(4)], 12)
+        curriculum.record(
+            [("one", f"train/{row}", 1.0, 1.0) for row in range(6) for _ in range(4)], 12
+        )
 
 
 def flags(env: Path, model: Path, out: Path, steps: int, *more: str) -> list[str]:
-    sizes = ["--tasks_per_step", "4", "--group_size", "4", "--max_tokens", "3", "--max_prompt_tokens", "8"]
-    return ["--model", str(model), "--env_path", str(env), *sizes, "--num_steps", str(steps), "--out", str(out), *more]
+    sizes = [
+        "--tasks_per_step",
+        "4",
+        "--group_size",
+        "4",
+        "--max_tokens",
+        "3",
+        "--max_prompt_tokens",
+        "8",
+    ]
+    return [
+        "--model",
+        str(model),
+        "--env_path",
+        str(env),
+        *sizes,
+        "--num_steps",
+        str(steps),
+        "--out",
+        str(out),
+        *more,
+    ]
 
 
 def drawn_by(out: Path, step: int) -> list[tuple[str, str]]:
     """(group, task) of a step's episodes."""
-    found = [t for file in sorted((out / "rollouts").glob(f"step_{step:06d}*")) for t in trajectories(file)]
+    found = [
+        t
+        for file in sorted((out / "rollouts").glob(f"step_{step:06d}*"))
+        for t in trajectories(file)
+    ]
     return sorted({(t["group_id"], f"{t['env']}:{t['task_id']}") for t in found})
 
 
@@ -130,7 +161,11 @@ def drawn_by(out: Path, step: int) -> list[tuple[str, str]]:
 def test_a_resumed_run_draws_what_an_uninterrupted_one_does(algorithm, tiny_model, tmp_path):
     (tmp_path / "a.py").write_text(COUNT + HOOK)
     (tmp_path / "b.py").write_text(COUNT)
-    env, whole, parts = f"{tmp_path / 'a.py'},{tmp_path / 'b.py'}", tmp_path / "whole", tmp_path / "parts"
+    env, whole, parts = (
+        f"{tmp_path / 'a.py'},{tmp_path / 'b.py'}",
+        tmp_path / "whole",
+        tmp_path / "parts",
+    )
     more = ["--algorithm", algorithm, "--optim.lr", "1e-3"]
     assert main(flags(env, tiny_model, whole, 5, *more)) == 0
     assert main(flags(env, tiny_model, parts, 2, *more)) == 0
@@ -141,7 +176,12 @@ def test_a_resumed_run_draws_what_an_uninterrupted_one_does(algorithm, tiny_mode
     assert [[row.get(n) for n in names] for row in metrics(whole)] == [
         [row.get(n) for n in names] for row in metrics(parts)
     ]
-    rows = [int(task.rpartition("/")[2]) for step in range(1, 6) for _, task in drawn_by(whole, step) if "a:" in task]
+    rows = [
+        int(task.rpartition("/")[2])
+        for step in range(1, 6)
+        for _, task in drawn_by(whole, step)
+        if "a:" in task
+    ]
     assert all(row % 3 or row == 6 for row in rows) and rows.count(6) <= 2
     state = json.loads((whole / "checkpoints/step_000005/state.json").read_text())["curriculum"]
     assert set(state) == {"a"} and {int(row) for row in state["a"]["tried"]} == set(rows)
@@ -152,11 +192,15 @@ def test_two_ranks_draw_what_one_does(tiny_model, torchrun, tmp_path):
     (tmp_path / "a.py").write_text(COUNT + HOOK)
     more = ["--optim.lr", "0", "--algorithm", "dapo", "--rollout.max_concurrent", "4"]
     assert main(flags(tmp_path / "a.py", tiny_model, tmp_path / "one", 4, *more)) == 0
-    torchrun(2, "-m", "rl_core.train", *flags(tmp_path / "a.py", tiny_model, tmp_path / "two", 4, *more))
+    torchrun(
+        2, "-m", "rl_core.train", *flags(tmp_path / "a.py", tiny_model, tmp_path / "two", 4, *more)
+    )
     for step in range(1, 5):
         assert drawn_by(tmp_path / "one", step) == drawn_by(tmp_path / "two", step)
     one, two = (
-        json.loads((tmp_path / n / "checkpoints/step_000004/state.json").read_text())["curriculum"]["a"]
+        json.loads((tmp_path / n / "checkpoints/step_000004/state.json").read_text())["curriculum"][
+            "a"
+        ]
         for n in ("one", "two")
     )
     assert one == two and any(0 < rate < 1 for _, rate, _ in one["tried"].values())
@@ -167,7 +211,10 @@ def test_two_ranks_draw_what_one_does(tiny_model, torchrun, tmp_path):
     [
         ("def task_weight(tries): return 0", "task_weight() gives 0 for all 12 tasks"),
         ("def task_weight(tries): return 1 / tries", "env.py:4: ZeroDivisionError"),
-        ("def task_weight(n): return -n", "for task train/1 with tries=0, success_rate=0.5, mean_reward=0 gave -1"),
+        (
+            "def task_weight(n): return -n",
+            "for task train/1 with tries=0, success_rate=0.5, mean_reward=0 gave -1",
+        ),
         ("def task_weight(): return None", "gave None; it must give a finite number of at least 0"),
         ("def task_weight(): return 'much'", "gave 'much'; it must"),
         ("def task_weight(): return float('nan')", "gave nan; it must"),
@@ -195,7 +242,9 @@ def test_an_unfit_hook_is_refused_before_a_model_loads(hook, said, tiny_model, t
         ("def task_weight(tries, n): return int(not tries and n < 8)", "gives 0 for all 12 tasks"),
     ],
 )
-def test_a_hook_that_becomes_unfit_stops_the_run_with_one_line(hook, said, tiny_model, tmp_path, capsys):
+def test_a_hook_that_becomes_unfit_stops_the_run_with_one_line(
+    hook, said, tiny_model, tmp_path, capsys
+):
     (tmp_path / "env.py").write_text(COUNT + hook + "\n")
     assert main(flags(tmp_path / "env.py", tiny_model, tmp_path / "out", 3)) == 1
     [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
@@ -204,10 +253,18 @@ def test_a_hook_that_becomes_unfit_stops_the_run_with_one_line(hook, said, tiny_
 
 def test_the_documented_curriculum(tmp_path):
     text = (ROOT / "docs/environments.md").read_text()
-    (tmp_path / "sums.py").write_text(re.search(r"```python\n(# sums\.py\n.*?)```", text, re.DOTALL)[1])
+    (tmp_path / "sums.py").write_text(
+        re.search(r"```python\n(# sums\.py\n.*?)```", text, re.DOTALL)[1]
+    )
     rows = load_env(str(tmp_path / "sums.py")).load_tasks("train")
     assert [sum(row["digits"] == n for row in rows) for n in (1, 2, 3)] == [100] * 3
     assert rl_core(["check", str(tmp_path / "sums.py")]) == 0
-    hook, known = load_env(str(tmp_path / "sums.py")).hooks["task_weight"], [(0, 0.5), (4, 0.0), (4, 0.5), (4, 1.0)]
-    weights = [task_weight(hook, "train/0", rows[0], Progress(tries=n, success_rate=rate)) for n, rate in known]
+    hook, known = (
+        load_env(str(tmp_path / "sums.py")).hooks["task_weight"],
+        [(0, 0.5), (4, 0.0), (4, 0.5), (4, 1.0)],
+    )
+    weights = [
+        task_weight(hook, "train/0", rows[0], Progress(tries=n, success_rate=rate))
+        for n, rate in known
+    ]
     assert weights == pytest.approx([1, 0.02, 0.27, 0.02])

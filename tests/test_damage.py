@@ -1,4 +1,5 @@
-"""What a run has saved outlives damage: of files, of weights, of the machine; and what is a user's own is left alone."""
+"""What a run has saved outlives damage: of files, of weights, of the machine; and what is a user's
+own is left alone."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from test_nonfinite import rm_flags, step_with
 from test_runs import RL, assert_same_weights, lasting
 from transformers import AutoTokenizer
 
-from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint, newest_intact, save_checkpoint
+from rl_core.learning.checkpoint import (
+    checkpoints_in,
+    load_checkpoint,
+    newest_intact,
+    save_checkpoint,
+)
 from rl_core.learning.model import export_policy
 from rl_core.run_folder import RunLog
 from rl_core.train import main
@@ -33,7 +39,9 @@ def saved(tiny_model, tmp_path_factory):
     folder, learner = tmp_path_factory.mktemp("saved"), make_learner(tiny_model, "--optim.lr 1e-3")
     for step in (1, 2):
         step_with(learner, None, step)
-        save_checkpoint(folder / f"step_{step:06d}", {"policy": learner}, {"step": step}, learner.ranks, keep=0)
+        save_checkpoint(
+            folder / f"step_{step:06d}", {"policy": learner}, {"step": step}, learner.ranks, keep=0
+        )
     return folder, learner
 
 
@@ -66,12 +74,17 @@ DAMAGES = {
     "an empty manifest": ("manifest.json", lambda file: file.write_text("")),
     "a garbled manifest": ("manifest.json", lambda file: file.write_bytes(b"\xff\x00{")),
     "a manifest that is a list": ("manifest.json", lambda file: file.write_text("[1]")),
-    "a manifest without files": ("manifest.json", lambda file: file.write_text('{"files": {"state.json": 7}}')),
+    "a manifest without files": (
+        "manifest.json",
+        lambda file: file.write_text('{"files": {"state.json": 7}}'),
+    ),
 }
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_passed_over_and_never_loaded(how, saved, checkpoints, capsys):
+def test_a_damaged_checkpoint_is_named_and_passed_over_and_never_loaded(
+    how, saved, checkpoints, capsys
+):
     learner = saved[1]
     pattern, damage = DAMAGES[how]
     for step, before in ((2, "step_000001"), (1, None)):
@@ -83,16 +96,26 @@ def test_a_damaged_checkpoint_is_named_and_passed_over_and_never_loaded(how, sav
         if before:
             assert newest_intact(checkpoints, learner.ranks) == checkpoints / before
             [line] = capsys.readouterr().out.splitlines()
-            assert line.startswith("warning: ") and str(file) in line and f"goes on from {before}" in line
-    with pytest.raises(ValueError, match="no checkpoint before it is whole: remove them, to begin at step 0"):
+            assert (
+                line.startswith("warning: ")
+                and str(file) in line
+                and f"goes on from {before}" in line
+            )
+    with pytest.raises(
+        ValueError, match="no checkpoint before it is whole: remove them, to begin at step 0"
+    ):
         newest_intact(checkpoints, learner.ranks)
 
 
 def test_every_file_of_a_checkpoint_has_a_checksum(saved):
     for checkpoint in checkpoints_in(saved[0]):
         files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-        found = {str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file()}
-        assert found == {"manifest.json", *files} and all(facts["xxh3_64"] for facts in files.values())
+        found = {
+            str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file()
+        }
+        assert found == {"manifest.json", *files} and all(
+            facts["xxh3_64"] for facts in files.values()
+        )
 
 
 def find_newest(ranks, folder: str) -> str:
@@ -107,7 +130,9 @@ def test_ranks_of_which_one_finds_the_damage_agree(pattern, checkpoints):
     assert of_ranks(2, __file__, "find_newest", checkpoints) == ["step_000001"] * 2
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_as_if_it_had_not_ended(flags, tmp_path, capsys):
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_as_if_it_had_not_ended(
+    flags, tmp_path, capsys
+):
     parts, whole = tmp_path / "parts", tmp_path / "whole"
     for out in (parts, whole):
         run(out, flags, "--num_steps 2 --save_every 1")
@@ -116,16 +141,25 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_as_if_it_had_not
     for out in (parts, whole):
         run(out, flags, "--num_steps 3 --resume")
     said = capsys.readouterr().out
-    assert "goes on from step_000001, the one before it" in said and "--resume: goes on from step 1" in said
+    assert (
+        "goes on from step_000001, the one before it" in said
+        and "--resume: goes on from step 1" in said
+    )
     assert lasting(metrics(parts)) == lasting(metrics(whole))
     assert_same_weights(parts, whole)
 
 
 def test_checkpoints_without_checksums_are_loaded(flags, tmp_path):
     """Commit 606b620 and those before wrote sizes alone."""
-    whole, parts = run(tmp_path / "whole", flags, "--num_steps 2"), run(tmp_path / "parts", flags, "--num_steps 1")
+    whole, parts = (
+        run(tmp_path / "whole", flags, "--num_steps 2"),
+        run(tmp_path / "parts", flags, "--num_steps 1"),
+    )
     file = parts / "checkpoints/step_000001/manifest.json"
-    sizes = {name: {"bytes": facts["bytes"]} for name, facts in json.loads(file.read_text())["files"].items()}
+    sizes = {
+        name: {"bytes": facts["bytes"]}
+        for name, facts in json.loads(file.read_text())["files"].items()
+    }
     file.write_text(json.dumps({"files": sizes}))
     run(parts, flags, "--num_steps 2 --resume")
     assert_same_weights(whole, parts)
@@ -135,7 +169,9 @@ def test_a_damaged_checkpoint_takes_the_place_of_no_good_one(saved, checkpoints)
     learner = saved[1]
     os.rename(checkpoints / "step_000002", checkpoints / "step_000009")
     flip_a_bit(shard_of(checkpoints / "step_000009"))
-    save_checkpoint(checkpoints / "step_000003", {"policy": learner}, {"step": 3}, learner.ranks, keep=1)
+    save_checkpoint(
+        checkpoints / "step_000003", {"policy": learner}, {"step": 3}, learner.ranks, keep=1
+    )
     assert names_in(checkpoints) == ["step_000003", "step_000009"]
     assert newest_intact(checkpoints, learner.ranks).name == "step_000003"
 
@@ -156,7 +192,9 @@ def test_nothing_is_deleted_while_updates_are_skipped(tiny_model, tmp_path):
 
 @pytest.mark.parametrize("more", ["", "--actors.policy.lora.rank 4"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_neither_saved_nor_exported(value, more, tiny_model, tmp_path):
+def test_weights_that_are_not_finite_are_neither_saved_nor_exported(
+    value, more, tiny_model, tmp_path
+):
     learner = make_learner(tiny_model, "--optim.lr 1e-3", more)
     out, tokenizer = tmp_path / "hf/policy", AutoTokenizer.from_pretrained(tiny_model)
 
@@ -174,7 +212,8 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported(value, more,
     with torch.no_grad():
         weight.view(-1)[5] = value
     with pytest.raises(
-        RunError, match=r"weights are NaN or infinite .* stays as it was; go on from the newest checkpoint"
+        RunError,
+        match=r"weights are NaN or infinite .* stays as it was; go on from the newest checkpoint",
     ):
         export()
     with pytest.raises(RunError, match=rf"policy: {name}\): .*step_000002 is not written"):
@@ -194,7 +233,10 @@ def test_a_weight_that_the_exports_type_cannot_hold_is_not_exported(tiny_model, 
 def test_a_run_whose_weights_overflow_keeps_its_good_checkpoint_and_model(flags, tmp_path, capsys):
     out = run(tmp_path / "run", flags, "--num_steps 1")
     before = weights(out)
-    assert main(words(flags, "--num_steps 2 --optim.lr 1e39 --keep_checkpoints 1 --resume --out", out)) == 1
+    assert (
+        main(words(flags, "--num_steps 2 --optim.lr 1e39 --keep_checkpoints 1 --resume --out", out))
+        == 1
+    )
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "weights are NaN or infinite (policy: " in line and "step_000002 is not written" in line
     assert names_in(out / "checkpoints") == ["step_000001"]
@@ -202,7 +244,8 @@ def test_a_run_whose_weights_overflow_keeps_its_good_checkpoint_and_model(flags,
 
 
 NOTHING = (
-    'def load_tasks(split): return [{{"prompt": str(n)}} for n in range(8)]\ndef reward_fn(completion): return {}\n'
+    'def load_tasks(split): return [{{"prompt": str(n)}} for n in range(8)]\ndef '
+    "reward_fn(completion): return {}\n"
 )
 
 
@@ -213,9 +256,13 @@ NOTHING = (
         ("1e300 * len(completion)", "every update of policy was skipped", False),
     ],
 )
-def test_a_run_without_an_update_ends_with_an_error(reward, says, is_saved, tiny_model, tmp_path, capsys):
+def test_a_run_without_an_update_ends_with_an_error(
+    reward, says, is_saved, tiny_model, tmp_path, capsys
+):
     (tmp_path / "env.py").write_text(NOTHING.format(reward))
-    flags = words("--model", tiny_model, "--env_path", tmp_path / "env.py", "--algo.advantage group_mean")
+    flags = words(
+        "--model", tiny_model, "--env_path", tmp_path / "env.py", "--algo.advantage group_mean"
+    )
     flags += words("--max_tokens 8 --tasks_per_step 2 --num_steps 2 --out", tmp_path / "run")
     assert main(flags) == 1
     said = capsys.readouterr()
@@ -233,8 +280,19 @@ def reward_fn(completion, who): return len(completion) + sum(map(ord, completion
 
 def test_a_run_in_which_one_of_two_actors_learned_is_no_failure(tiny_model, tmp_path):
     (tmp_path / "env.py").write_text(ONE_LEARNS)
-    flags = words("--actors.a.model", tiny_model, "--actors.b.model", tiny_model, "--env_path", tmp_path / "env.py")
-    out = run(tmp_path / "run", flags, "--algo.advantage group_mean --max_tokens 8 --tasks_per_step 4 --num_steps 1")
+    flags = words(
+        "--actors.a.model",
+        tiny_model,
+        "--actors.b.model",
+        tiny_model,
+        "--env_path",
+        tmp_path / "env.py",
+    )
+    out = run(
+        tmp_path / "run",
+        flags,
+        "--algo.advantage group_mean --max_tokens 8 --tasks_per_step 4 --num_steps 1",
+    )
     updates = [name for row in metrics(out) for name in row if name.endswith("/updates")]
     assert updates == ["learn/a/updates"]
 
@@ -243,7 +301,12 @@ def test_updates_that_are_all_skipped_after_a_resume_leave_the_good_export(flags
     out = run(tmp_path / "run", flags, "--num_steps 1")
     before = (out / "hf/policy/model.safetensors").stat().st_mtime_ns
     (tmp_path / "letters.py").write_text(NOTHING.format("1e300 * len(completion)"))
-    ruined = words(flags, "--env_path", tmp_path / "letters.py", "--algo.advantage group_mean --num_steps 3 --resume")
+    ruined = words(
+        flags,
+        "--env_path",
+        tmp_path / "letters.py",
+        "--algo.advantage group_mean --num_steps 3 --resume",
+    )
     assert main([*ruined, "--out", str(out)]) == 1
     assert "every update of policy was skipped" in capsys.readouterr().err
     assert (out / "hf/policy/model.safetensors").stat().st_mtime_ns == before
@@ -258,7 +321,13 @@ def test_updates_that_are_all_skipped_after_a_resume_leave_the_good_export(flags
 def test_names_that_are_no_checkpoints_are_left_alone(flags, tmp_path):
     out = run(tmp_path / "run", flags, "--num_steps 1")
     folder = out / "checkpoints"
-    for name in ("step_000001.bak", "step_000001 (copy)", "step_old", "step_7", "before step_000001"):
+    for name in (
+        "step_000001.bak",
+        "step_000001 (copy)",
+        "step_old",
+        "step_7",
+        "before step_000001",
+    ):
         shutil.copytree(folder / "step_000001", folder / name)
     (folder / "step_000009").write_text("a file")
     foreign = {*names_in(folder)} - {"step_000001"}
@@ -268,8 +337,13 @@ def test_names_that_are_no_checkpoints_are_left_alone(flags, tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"\x00\xff\x17", b"words", b"[1, 2]"])
 @pytest.mark.parametrize("name", ["config.yaml", "best/best.json"])
-def test_a_file_of_a_run_that_is_empty_or_garbage_is_named_in_one_line(name, content, flags, tmp_path, capsys):
-    out, given = tmp_path / "run", words(flags, "--num_steps 1 --eval_every 1 --keep_best greedy_score --resume --out")
+def test_a_file_of_a_run_that_is_empty_or_garbage_is_named_in_one_line(
+    name, content, flags, tmp_path, capsys
+):
+    out, given = (
+        tmp_path / "run",
+        words(flags, "--num_steps 1 --eval_every 1 --keep_best greedy_score --resume --out"),
+    )
     (out / name).parent.mkdir(parents=True)
     (out / name).write_bytes(content)
     assert main([*given, str(out)]) == 1
@@ -281,8 +355,11 @@ def test_a_file_of_a_run_that_is_empty_or_garbage_is_named_in_one_line(name, con
 # Crashes of the machine
 
 
-def test_files_and_folders_are_on_the_disk_before_they_get_their_names(flags, tmp_path, monkeypatch):
-    """The rule for all that a run puts into its folder, but rollouts, of which a resumed run writes the last ones again."""
+def test_files_and_folders_are_on_the_disk_before_they_get_their_names(
+    flags, tmp_path, monkeypatch
+):
+    """The rule for all that a run puts into its folder, but rollouts, of which a resumed run writes
+    the last ones again."""
     flushed, named, unsafe, to_flush = set(), [], [], set()
     true_fsync, out = os.fsync, tmp_path / "run"
 
@@ -310,10 +387,20 @@ def test_files_and_folders_are_on_the_disk_before_they_get_their_names(flags, tm
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", seen(os.rename))
     monkeypatch.setattr(os, "replace", seen(os.replace))
-    more = "--num_steps 2 --eval_every 1 --eval.samples 0 --keep_best greedy_score --actors.policy.lora.rank 2"
+    more = (
+        "--num_steps 2 --eval_every 1 --eval.samples 0 --keep_best greedy_score "
+        "--actors.policy.lora.rank 2"
+    )
     run(out, flags, more)
     run(out, flags, more, "--num_steps 3 --resume")
-    found = {"checkpoints/step_000002", "hf/policy", "hf/policy_adapter", "best/policy", "config.yaml", "metrics.jsonl"}
+    found = {
+        "checkpoints/step_000002",
+        "hf/policy",
+        "hf/policy_adapter",
+        "best/policy",
+        "config.yaml",
+        "metrics.jsonl",
+    }
     assert found <= {*named} and not unsafe and not to_flush
 
 
@@ -321,8 +408,13 @@ def test_files_and_folders_are_on_the_disk_before_they_get_their_names(flags, tm
 
 
 def test_an_evaluation_that_is_made_again_has_one_line(flags_of, tmp_path):  # noqa: F811
-    """A signal leaves the evaluation to the run that goes on, which dies after it, and before a checkpoint."""
-    parts, whole, more = tmp_path / "parts", tmp_path / "whole", "--eval_every 1 --eval.samples 0 --resume --out"
+    """A signal leaves the evaluation to the run that goes on, which dies after it, and before a
+    checkpoint."""
+    parts, whole, more = (
+        tmp_path / "parts",
+        tmp_path / "whole",
+        "--eval_every 1 --eval.samples 0 --resume --out",
+    )
     ends = words(flags_of("mark.touch(); os.kill(os.getpid(), 15)"), more, parts)
     assert main(ends) == 143
     evaluated = [row for row in metrics(parts) if "eval/env/greedy_score" in row]
@@ -338,7 +430,8 @@ def test_an_evaluation_that_is_made_again_has_one_line(flags_of, tmp_path):  # n
 
 
 def test_an_evaluation_that_is_not_made_again_keeps_its_line(flags_of, tmp_path):  # noqa: F811
-    """A signal leaves it to the run that goes on, which makes it and dies; the next one shall make none."""
+    """A signal leaves it to the run that goes on, which makes it and dies; the next one shall make
+    none."""
     out, more = tmp_path / "run", "--eval_every 1 --eval.samples 0 --resume --out"
     assert main(words(flags_of("mark.touch(); os.kill(os.getpid(), 15)"), more, out)) == 143
     (tmp_path / "env.mark").unlink()
@@ -351,8 +444,20 @@ def test_an_evaluation_that_is_not_made_again_keeps_its_line(flags_of, tmp_path)
 
 
 def test_lines_of_metrics_that_are_none_are_dropped(saved, tmp_path):
-    kept = ['{"step": 1, "time/step_s": 1}', '{"step": 1, "eval/x": 1}', '{"step": 2, "time/step_s": 1}']
-    dropped = ['{"step": 2, "eval/x": 1}', '{"step": 3, "time/step_s": 1}', "[1]", "7", '{"st', '{"step": "2"}', "\x00"]
+    kept = [
+        '{"step": 1, "time/step_s": 1}',
+        '{"step": 1, "eval/x": 1}',
+        '{"step": 2, "time/step_s": 1}',
+    ]
+    dropped = [
+        '{"step": 2, "eval/x": 1}',
+        '{"step": 3, "time/step_s": 1}',
+        "[1]",
+        "7",
+        '{"st',
+        '{"step": "2"}',
+        "\x00",
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*kept, *dropped]))
     RunLog(tmp_path, saved[1].ranks, 2, is_evaluated_again=True)
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == kept

@@ -1,5 +1,5 @@
-"""Learners and engines take turns on a device: real runs, whose SGLang server is a stand-in that writes down when it has
-memory."""
+"""Learners and engines take turns on a device: real runs, whose SGLang server is a stand-in that
+writes down when it has memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ MEMORY = {"weights", "kv_cache", "cuda_graph"}
 
 @pytest.fixture
 def diary(own_server, monkeypatch):
-    """The server's diary. What learners do, and each time that torch's cache is emptied, stand in it too."""
+    """The server's diary. What learners do, and each time that torch's cache is emptied, stand in
+    it too."""
     learners = own_server.learners = []
 
     def noted(cls, name, line):
@@ -90,24 +91,36 @@ RUNS = {
     "two engines awake": f"{TWO} --rollout.engines_awake all",
     "older weights": f"{ONE} --rollout.lagged 0.5,2",
 }
-SIZES = "--tasks_per_step 2 --group_size 2 --max_tokens 8 --max_prompt_tokens 16 --eval.num_tasks 2 --save_every 2"
+SIZES = (
+    "--tasks_per_step 2 --group_size 2 --max_tokens 8 --max_prompt_tokens 16 --eval.num_tasks 2 "
+    "--save_every 2"
+)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_no_learner_has_the_device_beside_an_engine_or_leaves_its_cache_to_one(name, diary, tiny_model, tmp_path):
+def test_no_learner_has_the_device_beside_an_engine_or_leaves_its_cache_to_one(
+    name, diary, tiny_model, tmp_path
+):
     given = RUNS[name].format(model=tiny_model)
     (tmp_path / "env.py").write_text(ENV + SPEAKERS * ("actors.up" in given))
-    rest = f"--env_path {tmp_path}/env.py --out {tmp_path}/run --engine sglang --canary_tolerance 1000 --learner.dtype bfloat16"
+    rest = (
+        f"--env_path {tmp_path}/env.py --out {tmp_path}/run --engine sglang --canary_tolerance "
+        "1000 --learner.dtype bfloat16"
+    )
     assert main(words(given, rest, SIZES, "--num_steps 3")) == 0
     if name == "evaluations, saving, CPU offload":
         diary.learners.clear()
         assert main(words(given, rest, SIZES, "--num_steps 4 --resume")) == 0
     lines = diary.lines()
     assert not breaches(lines), "\n".join(breaches(lines))
-    assert lines.count("learner computes") >= 3 and [line for line in lines if "resume_memory" in line]
+    assert lines.count("learner computes") >= 3 and [
+        line for line in lines if "resume_memory" in line
+    ]
     for line in lines:
         if "--learner.offload phase" in given and " start " in line:
-            assert line.endswith(" start 0"), "learners left the device before an engine was started"
+            assert line.endswith(" start 0"), (
+                "learners left the device before an engine was started"
+            )
 
 
 # Beside phases.py: what the lease enters, what is called inside of it, and a tool without engines.
@@ -117,14 +130,18 @@ MAY_ENTER = {"learner.py", "checkpoint.py", "padded.py", "replay.py"}
 def test_the_lease_alone_brings_a_learner_to_the_device():
     found = Counter()
     for file in (ROOT / "rl_core").rglob("*.py"):
-        found[file.name] += len(re.findall(r"(?:with|enter_context).*\.on_device\(\)", file.read_text()))
+        found[file.name] += len(
+            re.findall(r"(?:with|enter_context).*\.on_device\(\)", file.read_text())
+        )
     assert {name for name, number in found.items() if number} == MAY_ENTER | {"phases.py"}
     assert found["phases.py"] == 1, "in on_device(), which enters learners_lease()"
 
 
 def test_rows_are_evaluated_by_a_learner_that_was_cpu_offloaded(tiny_model, sort_data, tmp_path):
     data = f"--data.train {sort_data}/few.jsonl --data.eval {sort_data}/few.jsonl --eval_every 1"
-    sizes = "--num_steps 2 --tasks_per_step 2 --max_tokens 8 --max_prompt_tokens 16 --eval.num_tasks 2"
+    sizes = (
+        "--num_steps 2 --tasks_per_step 2 --max_tokens 8 --max_prompt_tokens 16 --eval.num_tasks 2"
+    )
     how = f"--algorithm sft --model {tiny_model} --learner.offload phase --learner.dtype bfloat16"
     out = run(tmp_path / "run", words(how, data, sizes))
     assert [row for row in metrics(out) if "eval/loss" in row]

@@ -1,4 +1,5 @@
-"""Work on a device never waits for it: on meta tensors a read of a value raises, and so does a tensor of another device."""
+"""Work on a device never waits for it: on meta tensors a read of a value raises, and so does a
+tensor of another device."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from rl_core.options.experts import watch
 
 META = torch.device("meta")
 SGD = ["--optim.name", "sgd"]  # fused AdamW refuses meta tensors
-# Every preset, each with what else looks at values: several updates, corrections, clipping, KL, entropy.
+# Every preset, each with what else looks at values: several updates, corrections, clipping, KL,
+# entropy.
 LOSSES = dict.fromkeys(PRESETS, "")
 LOSSES |= {
     "grpo": "--learner.epochs 2 --algo.kl_coef 0.1 --algo.entropy_coef 0.01 --algo.correction tis",
@@ -52,7 +54,8 @@ class Reads(TorchFunctionMode):
 
 
 class Fetched(torch.autograd.Function):
-    """What FSDP does with CPU offload: a weight comes to the device, its gradient returns to the CPU."""
+    """What FSDP does with CPU offload: a weight comes to the device, its gradient returns to the
+    CPU."""
 
     @staticmethod
     def forward(ctx, weight):
@@ -64,7 +67,8 @@ class Fetched(torch.autograd.Function):
 
 
 class OffloadedPolicy(PolicyModel):
-    """Its weights wait on the CPU, and come to the device for each forward, as --learner.offload always has it."""
+    """Its weights wait on the CPU, and come to the device for each forward, as --learner.offload
+    always has it."""
 
     def wait_on_the_cpu(self) -> None:
         for module in self.modules():
@@ -98,7 +102,9 @@ def meta_policy(config, is_scoring: bool, dtype: torch.dtype, offload: str) -> P
     return policy
 
 
-def meta_learner(model, algorithm: str, flags: str, dtype=torch.float32, offload: str = "none") -> Learner:
+def meta_learner(
+    model, algorithm: str, flags: str, dtype=torch.float32, offload: str = "none"
+) -> Learner:
     """`model`: a folder, or a configuration."""
     name = ["--model", "m", "--algorithm", algorithm, "--learner.offload", offload]
     config = parse_config([*name, *FLAGS, *flags.split(), *(SGD if offload == "none" else [])])
@@ -107,7 +113,11 @@ def meta_learner(model, algorithm: str, flags: str, dtype=torch.float32, offload
     ranks = dataclasses.replace(init_ranks(60), device=META)
     has_reference = preset.has_reference or preset.kl_coef > 0
     reference = meta_policy(model, False, dtype, "none") if has_reference else None
-    critic = Critic(config, meta_policy(model, True, dtype, offload), ranks) if preset.has_critic else None
+    critic = (
+        Critic(config, meta_policy(model, True, dtype, offload), ranks)
+        if preset.has_critic
+        else None
+    )
     policy = meta_policy(model, preset.is_scoring, dtype, offload)
     return Learner(config, preset, policy, ranks, reference, critic)
 
@@ -134,7 +144,9 @@ def learn_a_step(learner: Learner) -> None:
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("algorithm", LOSSES)
-def test_a_step_reads_no_value_before_its_updates_end_and_no_tensor_is_elsewhere(tiny_model, algorithm, dtype, offload):
+def test_a_step_reads_no_value_before_its_updates_end_and_no_tensor_is_elsewhere(
+    tiny_model, algorithm, dtype, offload
+):
     learn_a_step(meta_learner(tiny_model, algorithm, LOSSES[algorithm], dtype, offload))
 
 
@@ -151,13 +163,19 @@ def test_a_mixture_of_experts_waits_for_no_device_either(family, offload):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_decode_step_of_the_embedded_engine_reads_no_value_before_its_tokens(tiny_model, dtype):
     with META:
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model), dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(tiny_model), dtype=dtype
+        ).eval()
         slots, cache = SlotModel(model), SlotCache(4, 64)
-        tokens, numbers = torch.zeros(3, 7, dtype=torch.long), torch.zeros(6, 3, dtype=torch.float64)
+        tokens, numbers = (
+            torch.zeros(3, 7, dtype=torch.long),
+            torch.zeros(6, 3, dtype=torch.float64),
+        )
         sizes, starts = torch.zeros(2, 3, dtype=torch.long)
         with slots.borrowed(), torch.inference_mode():
             slots.forward(cache, slice(0, 3), tokens, None, 7)  # prompts
-            slots.forward(cache, slice(0, 3), tokens, starts, 14, sizes)  # what follows cached turns
+            # What follows cached turns.
+            slots.forward(cache, slice(0, 3), tokens, starts, 14, sizes)
             hidden = slots.forward(cache, slice(0, 3), tokens[:, :1], starts, 15)
             for known in (2, 3, 6):  # without a temperature, with one, with limits
                 assert sample(slots.logits(hidden[:, 0]), numbers[:known]).device == META

@@ -1,4 +1,5 @@
-"""The documentation: blocks load and parse, flags and quoted errors exist, links lead somewhere, the site needs no network.
+"""The documentation: blocks load and parse, flags and quoted errors exist, links lead somewhere,
+the site needs no network.
 
 test_docs_run.py runs the blocks.
 """
@@ -33,18 +34,22 @@ PAGES = {file.relative_to(ROOT).as_posix(): file.read_text() for file in [
 BLOCKS = [
     pytest.param(page, language, code, id=f"{page}-{number}")
     for page, text in PAGES.items()
-    for number, (language, code) in enumerate(re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+    for number, (language, code) in enumerate(
+        re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    )
 ]
 # Shell commands of others, and flags of others that pages name.
 SHELL = (
-    "pip git cd export cat source for while do done mkdocs accelerate .ci/run wandb ruff docker podman kubectl curl sleep"
+    "pip git cd export cat source for while do done mkdocs accelerate .ci/run wandb ruff docker "
+    "podman kubectl curl sleep"
     " pre-commit kill cp mkdir openssl helm"
 )
 OTHERS = {
     "torchrun": "nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id standalone",
     "sglang": "api-key enable-deterministic-inference enable-lora enable-memory-saver enable-return-routed-experts"
     " kv-cache-dtype max-loras-per-batch model-path quantization port host",
-    "of schedulers, containers and viewers": "requeue signal runtime security-opt logdir from-literal from-file",
+    "of schedulers, containers and "
+    "viewers": "requeue signal runtime security-opt logdir from-literal from-file",
 }
 PLAYING = ROOT / "rl_core/tools/playing.py"
 KNOWN = {name.replace("NAME", "x") for name in known_flags()}
@@ -63,16 +68,22 @@ def is_ours(word: str) -> bool:
 @cache
 def own_flags(*files: Path) -> frozenset[str]:
     """Flags of argparse and getopts in these files."""
-    return frozenset(name for file in files for name in re.findall(r"""["' |]--([a-z][\w.-]*)""", file.read_text()))
+    return frozenset(
+        name
+        for file in files
+        for name in re.findall(r"""["' |]--([a-z][\w.-]*)""", file.read_text())
+    )
 
 
 def parse_train(words: list[str]) -> None:
-    """Raises ValueError as a run would. `...` in the text stands for other flags, and M for a model."""
+    """Raises ValueError as a run would. `...` in the text stands for other flags, and M for a
+    model."""
     words = [w for w in words if w not in ("...", "--config") and not w.endswith("/config.yaml")]
     filled = itertools.chain.from_iterable(
         pair
         for pair in (("--out", "runs/x"), ("--model", "M"), ("--env_path", "e.py"))
-        if pair[0] not in words and not (pair[0] == "--model" and any(w.startswith("--actors.") for w in words))
+        if pair[0] not in words
+        and not (pair[0] == "--model" and any(w.startswith("--actors.") for w in words))
     )
     if any(word.endswith(".yaml") for word in words):
         words, filled = ["--config", *words], ("--out", "runs/x")
@@ -88,7 +99,9 @@ def check_command(words: list[str]) -> None:
     first, *rest = words
     if first == "torchrun" or words[:3] == ["python", "-m", "torch.distributed.run"]:
         at = rest.index("-m")
-        assert {w[2:] for w in rest[:at] if w.startswith("--")} <= set(OTHERS["torchrun"].split()), words
+        assert {w[2:] for w in rest[:at] if w.startswith("--")} <= set(
+            OTHERS["torchrun"].split()
+        ), words
         return check_command(["python", *rest[at:]])
     if words[:2] == ["python", "-m"] and words[2].startswith("rl_core."):
         module, flags = words[2], words[3:]
@@ -111,7 +124,9 @@ def check_command(words: list[str]) -> None:
             *(ROOT / "rl_core/tools").glob(f"{command}.py"),
             PLAYING,
         ]
-        return refuse_unknown(flags, own_flags(*files), is_run=command in ("eval", "collect", "replay"))
+        return refuse_unknown(
+            flags, own_flags(*files), is_run=command in ("eval", "collect", "replay")
+        )
     if first in ("python", "bash", "pytest"):
         if first == "pytest" or rest[0] == "-m":
             return None
@@ -148,7 +163,9 @@ def commands_in(text: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("page, language, code", [b for b in BLOCKS if b.values[1] in ("bash", "console")])
+@pytest.mark.parametrize(
+    "page, language, code", [b for b in BLOCKS if b.values[1] in ("bash", "console")]
+)
 def test_commands_of_the_pages_parse(page, language, code):
     if language == "bash":
         commands = commands_in(code)
@@ -186,7 +203,11 @@ def test_every_flag_that_a_page_names_exists():
 def test_what_other_trainers_flags_become_are_flags_and_values_of_ours():
     """The second column; the first one is of others."""
     for page in ("docs/coming_from.md", "docs/from_trl.md"):
-        rows = [re.split(r" *\| *", line)[1:-1] for line in PAGES[page].splitlines() if line.startswith("| `")]
+        rows = [
+            re.split(r" *\| *", line)[1:-1]
+            for line in PAGES[page].splitlines()
+            if line.startswith("| `")
+        ]
         assert len(rows) > 40
         for theirs, ours, _ in rows:
             section = ""
@@ -214,7 +235,9 @@ def texts_of_the_code() -> str:
     for file in (ROOT / "rl_core").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
-                found.append("".join(p.value if isinstance(p, ast.Constant) else "\0" for p in node.values))
+                found.append(
+                    "".join(p.value if isinstance(p, ast.Constant) else "\0" for p in node.values)
+                )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
     return "\n".join(found)
@@ -224,10 +247,17 @@ def test_errors_that_are_quoted_are_those_of_the_code():
     texts, quoted = texts_of_the_code(), []
     for line in PAGES["docs/troubleshooting.md"].splitlines():
         cell = line.partition(" | ")[0] if line.startswith("|") else ""
-        quoted += [text for text in re.findall(r"`([^`]+)`", cell) if " " in text and not text.startswith("rl-core")]
+        quoted += [
+            text
+            for text in re.findall(r"`([^`]+)`", cell)
+            if " " in text and not text.startswith("rl-core")
+        ]
     assert len(quoted) > 30
     for text in quoted:
-        if text in ("CUDA out of memory", "No space left on device; make room there, and go on with --resume"):
+        if text in (
+            "CUDA out of memory",
+            "No space left on device; make room there, and go on with --resume",
+        ):
             text = text.partition("; ")[2]  # the rest is torch's, and the system's
         for part in re.split(r"\.\.\.(?:=\.\.\.)?|; did you mean", text):
             part = part.strip(" =?():")
@@ -245,7 +275,9 @@ def test_the_table_of_presets_is_that_of_the_code():
         for name, advantage, objective, low, high, mean in rows
     }
     parts = ("advantage", "objective", "clip_low", "clip_high", "aggregation")
-    assert shown == {name: tuple(getattr(row, p) for p in parts) for name, row in PRESETS.items() if row.is_rl}
+    assert shown == {
+        name: tuple(getattr(row, p) for p in parts) for name, row in PRESETS.items() if row.is_rl
+    }
 
 
 @pytest.mark.slow
@@ -253,11 +285,19 @@ def test_the_first_environment_is_learned(warm_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     write_blocks("docs/first_environment.md")
-    [block] = re.findall(r"```bash\n(rl-core train --model runs/.*?)```", PAGES["docs/first_environment.md"], re.DOTALL)
+    [block] = re.findall(
+        r"```bash\n(rl-core train --model runs/.*?)```",
+        PAGES["docs/first_environment.md"],
+        re.DOTALL,
+    )
     [words] = commands_in(block)
     words[words.index("--model") + 1] = str(warm_model)
     assert train(words[2:]) == 0
-    found = [row["eval/backwards/greedy_score"] for row in metrics(tmp_path / "runs/backwards") if "time/eval_s" in row]
+    found = [
+        row["eval/backwards/greedy_score"]
+        for row in metrics(tmp_path / "runs/backwards")
+        if "time/eval_s" in row
+    ]
     assert found[0] < 0.4 and found[-1] > 0.9
 
 
@@ -268,7 +308,8 @@ def test_the_script_with_cells_runs(tmp_path, monkeypatch, capsys):
     runpy.run_path(str(ROOT / "scripts/first_run.py"))
     out = capsys.readouterr().out
     assert re.search(
-        r"step   2  score 0\.\d\d  right 0\.00\nwrote runs/first_run_\w+/grpo/curves.png\n(?:constant, .*\n)?== policy  eval/",
+        r"step   2  score 0\.\d\d  right 0\.00\nwrote "
+        r"runs/first_run_\w+/grpo/curves.png\n(?:constant, .*\n)?== policy  eval/",
         out,
     )
 
@@ -282,7 +323,11 @@ def site(tmp_path_factory):
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(out)]
     done = subprocess.run(
-        command, cwd=ROOT, text=True, capture_output=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+        command,
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return out

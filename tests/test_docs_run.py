@@ -1,8 +1,10 @@
-"""Every fenced block of the pages: it runs here or in another test, or a mark above it says why not, or it is plain text.
+"""Every fenced block of the pages: it runs here or in another test, or a mark above it says why
+not, or it is plain text.
 
-Shell blocks run in bash, page by page in one folder, with the files that the page shows and tiny models under the names of
-real ones. `python`, `rl-core` and `torchrun` are passed on to forked processes that have imported everything, with smaller sizes
-(see SMALLER). What serves goes on until its block ends.
+Shell blocks run in bash, page by page in one folder, with the files that the page shows and tiny
+models under the names of real ones. `python`, `rl-core` and `torchrun` are passed on to forked
+processes that have imported everything, with smaller sizes (see SMALLER). What serves goes on until
+its block ends.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ from rl_core.tools import python_api
 from rl_core.types import RunError
 
 # A fenced block, and the mark in the line above it.
-BLOCK = re.compile(r"^(?:<!-- not run: ([^\n]+) -->\n)?```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"^(?:<!-- not run: ([^\n]+) -->\n)?```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
 BLOCKS = {page: [m.groups() for m in BLOCK.finditer(text)] for page, text in PAGES.items()}
 # Why a block may be marked, and how many are.
 REASONS = {
@@ -51,11 +55,23 @@ RUN_BY = {
     ("docs/python.md", "python"): "test_python_api.py",
     ("docs/algorithms.md", "python"): "test_preference.py",
 }
-RUN = [page for page, blocks in BLOCKS.items()
-       if any(not why and lang != "text" and (page, lang) not in RUN_BY for why, lang, _ in blocks)]  # fmt: skip
-MODELS = ("M", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B", "meta-llama/Llama-3.2-1B-Instruct", "runs/quickstart/sft/hf/policy")
+RUN = [
+    page
+    for page, blocks in BLOCKS.items()
+    if any(not why and lang != "text" and (page, lang) not in RUN_BY for why, lang, _ in blocks)
+]
+MODELS = (
+    "M",
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen3-4B",
+    "meta-llama/Llama-3.2-1B-Instruct",
+    "runs/quickstart/sft/hf/policy",
+)
 SERVERS = ("view", "serve", "rl_core.options.reward_model")
-ROWS = [{"prompt": f"{n} and {n}?", "answer": str(2 * n), "response": f"it is {2 * n}"} for n in range(8)]
+ROWS = [
+    {"prompt": f"{n} and {n}?", "answer": str(2 * n), "response": f"it is {2 * n}"}
+    for n in range(8)
+]
 # What a page takes for granted: files, and runs by the command that makes them.
 FILES = {
     "rows.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS),
@@ -86,22 +102,32 @@ sys.exit(done["code"])
 def test_every_block_runs_or_says_why_not():
     found = dict.fromkeys(REASONS, 0)
     for page, text in PAGES.items():
-        assert text.count("```") == 2 * len(BLOCKS[page]), f"{page}: a fence that is no block of its own"
+        assert text.count("```") == 2 * len(BLOCKS[page]), (
+            f"{page}: a fence that is no block of its own"
+        )
         for why, language, code in BLOCKS[page]:
             assert language in ("bash", "console", "python", "text"), (
                 f"{page}: say what it is: ```{language}\n{code[:80]}"
             )
             if why:
-                assert language == "bash" and why in found, f"{page}: {why!r}: reasons are {', '.join(REASONS)}"
+                assert language == "bash" and why in found, (
+                    f"{page}: {why!r}: reasons are {', '.join(REASONS)}"
+                )
                 found[why] += 1
                 for words in commands_in(code):
                     check_command(words)
-                    named = [word for word in words if re.match(r"(envs|scripts|docs|tests|\.ci)/", word)]
+                    named = [
+                        word for word in words if re.match(r"(envs|scripts|docs|tests|\.ci)/", word)
+                    ]
                     assert all((ROOT / word).exists() for word in named), f"{page}: {named}"
                     assert words[0] != "curl" or json.loads(words[words.index("-d") + 1])
-    assert found == REASONS, "raise a number only for a block that no machine of a developer could run"
+    assert found == REASONS, (
+        "raise a number only for a block that no machine of a developer could run"
+    )
     for (page, language), file in RUN_BY.items():
-        assert page in (ROOT / "tests" / file).read_text() and language in [lang for _, lang, _ in BLOCKS[page]]
+        assert page in (ROOT / "tests" / file).read_text() and language in [
+            lang for _, lang, _ in BLOCKS[page]
+        ]
 
 
 @pytest.mark.parametrize("page", RUN)
@@ -131,7 +157,9 @@ def test_the_blocks_of_a_page_run(page, tiny_model, tmp_path, monkeypatch):
                 runner.console(code)
     if page == "docs/sandbox.md":
         result = namespace["result"]
-        assert (result.status, result.stdout, result.passed) == ("ok", "", [True]), "as its comment says"
+        assert (result.status, result.stdout, result.passed) == ("ok", "", [True]), (
+            "as its comment says"
+        )
     for name in set(sys.modules) - before:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
@@ -148,12 +176,15 @@ def prepare(folder: Path, model: Path) -> None:
 
 
 def small(train):
-    """train() of a notebook with fewer and smaller steps, in a folder that a block before may have."""
+    """train() of a notebook with fewer and smaller steps, in a folder that a block before may
+    have."""
 
     def with_smaller(config, **more):
         shutil.rmtree(config.out, ignore_errors=True)
         try:
-            return train(replace(config, num_steps=1, tasks_per_step=2, group_size=2, max_tokens=8), **more)
+            return train(
+                replace(config, num_steps=1, tasks_per_step=2, group_size=2, max_tokens=8), **more
+            )
         except RunError as error:
             assert f"error: {error}".startswith(NO_SIGNAL)
 
@@ -161,12 +192,17 @@ def small(train):
 
 
 def run_python(code: str, namespace: dict, runner: Runner) -> None:
-    """A file of an environment is written and checked; other code runs after what stood before it."""
+    """A file of an environment is written and checked; other code runs after what stood before
+    it."""
     if name := re.match(r"# (\w+\.py)\b", code):
         Path(name[1]).write_text(code)
         actors = ",".join(dict.fromkeys(re.findall(r"""actors\["(\w+)"\]""", code)))
         flags = f" --actors {actors} --reply 1" if actors else ""
-        flags += "" if re.search("def load_tasks|import load_tasks", code) else " --data.train rows.jsonl"
+        flags += (
+            ""
+            if re.search("def load_tasks|import load_tasks", code)
+            else " --data.train rows.jsonl"
+        )
         runner.bash(f"rl-core check {name[1]}{flags}")
     made = eval(compile(code, "block", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), namespace)
     if inspect.iscoroutine(made):
@@ -187,12 +223,15 @@ class Runner:
         # A client without this library has a process of its own.
         alone = f'[ "$1" = scripts/grpc_client.py ] && exec {sys.executable} "$@"\n'
         for name in ("python", "rl-core", "torchrun"):
-            (tools / name).write_text(f'#!/bin/sh\n{alone}exec {sys.executable} -S -E {tools}/shim.py "$0" "$@"\n')
+            (tools / name).write_text(
+                f'#!/bin/sh\n{alone}exec {sys.executable} -S -E {tools}/shim.py "$0" "$@"\n'
+            )
         for name in ("pip", "accelerate"):  # what is installed is; the other is of TRL
             (tools / name).write_text("#!/bin/sh\n")
         for file in tools.iterdir():
             file.chmod(0o755)
-        address = tempfile.mkdtemp(dir=kit.server.folder) + "/socket"  # short: its name may have 107 bytes
+        # Short: its name may have 107 bytes.
+        address = tempfile.mkdtemp(dir=kit.server.folder) + "/socket"
         self.listener.bind(address)
         self.listener.listen()
         self.env = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "RUNNER": address}
@@ -208,7 +247,11 @@ class Runner:
         for server in self.servers[::-1]:
             server.signal(signal.SIGINT)
         for server in self.servers:
-            wait_until(lambda server=server: not is_there(server), f"{self.page}: the end of {server.args}", 120)
+            wait_until(
+                lambda server=server: not is_there(server),
+                f"{self.page}: the end of {server.args}",
+                120,
+            )
         self.servers.clear()
 
     def bash(self, code: str) -> str:
@@ -222,13 +265,17 @@ class Runner:
         return done.stdout
 
     def console(self, code: str) -> None:
-        """Each command after a `$`. What `check` and `init` print, which holds no measurement, is what the page shows."""
+        """Each command after a `$`. What `check` and `init` print, which holds no measurement, is
+        what the page shows."""
         for part in re.split(r"^\$ ", code, flags=re.MULTILINE)[1:]:
-            command, shown = re.fullmatch(r"((?:[^\n]*\\\n)*[^\n]*\n)(.*)", part, re.DOTALL).groups()
+            command, shown = re.fullmatch(
+                r"((?:[^\n]*\\\n)*[^\n]*\n)(.*)", part, re.DOTALL
+            ).groups()
             printed = self.bash(command)
             if command.startswith(("rl-core check", "rl-core init")):
                 assert printed.strip() == shown.strip(), command
-            if train := re.search(r"^  (rl-core train .*?)  ", printed, re.MULTILINE):  # which `init` says comes next
+            # Which `init` says comes next.
+            if train := re.search(r"^  (rl-core train .*?)  ", printed, re.MULTILINE):
                 self.bash(train[1])
 
     def listen(self) -> None:
@@ -243,7 +290,11 @@ class Runner:
             try:
                 new = {name: value for name, value in asked["env"].items() if name not in self.env}
                 process = self.start(asked["words"], Path(asked["cwd"]), new)
-                done = {"code": process.poll() or 0, "out": process.text("stdout"), "err": process.text("stderr")}
+                done = {
+                    "code": process.poll() or 0,
+                    "out": process.text("stdout"),
+                    "err": process.text("stderr"),
+                }
                 if NO_SIGNAL in done["err"]:
                     done["code"] = 0
             except Exception as error:
@@ -255,13 +306,18 @@ class Runner:
         ranks, args = as_module(words)
         out = args[args.index("--out") + 1] if "--out" in args else None
         if is_run(args) and out and "--resume" not in args:
-            shutil.rmtree(cwd / out, ignore_errors=True)  # of a block before, which shows another way
+            # Of a block before, which shows another way.
+            shutil.rmtree(cwd / out, ignore_errors=True)
         process = RanksProcess(ranks, args, cwd, env)
         if not set(SERVERS) & set(args):
             process.wait(240)
             return process
         self.servers.append(process)
-        wait_until(lambda: process.poll() is not None or "\n" in process.text("stdout"), f"{words}: an address", 180)
+        wait_until(
+            lambda: process.poll() is not None or "\n" in process.text("stdout"),
+            f"{words}: an address",
+            180,
+        )
         if found := re.match(r"(http://127.0.0.1:\d+/) ", process.text("stdout")):
             with urllib.request.urlopen(found[1]) as page:
                 assert page.status == 200
@@ -286,7 +342,11 @@ def as_module(words: list[str]) -> tuple[int, list[str]]:
     ranks = 1
     if first == "torchrun":
         at = args.index("-m")
-        ranks = min(2, int(args[args.index("--nproc_per_node") + 1])) if "--nproc_per_node" in args[:at] else 1
+        ranks = (
+            min(2, int(args[args.index("--nproc_per_node") + 1]))
+            if "--nproc_per_node" in args[:at]
+            else 1
+        )
         args = args[at:]
     elif first == "rl-core":
         args = ["-m", "rl_core.cli", *args]
@@ -313,11 +373,16 @@ def smaller(args: list[str]) -> list[str]:
         given = {"--model": "M", "--out": "runs/other"} | (
             {} if is_learned_from_rows(flags) else {"--env_path": "e.py"}
         )
-        flags += [word for name, value in given.items() if name not in flags for word in (name, value)]
+        flags += [
+            word for name, value in given.items() if name not in flags for word in (name, value)
+        ]
     if "scripts/recipes/gsm8k_qwen3_0.6b.yaml" in flags:
-        flags += ["--data.train", "rows.jsonl", "--data.eval", "rows.jsonl"]  # instead of those of the hub
+        # Instead of those of the hub.
+        flags += ["--data.train", "rows.jsonl", "--data.eval", "rows.jsonl"]
     if verb == "train":
-        flags += SMALLER + ([] if is_learned_from_rows(flags) else ["--group_size", "2", "--max_tokens", "8"])
+        flags += SMALLER + (
+            [] if is_learned_from_rows(flags) else ["--group_size", "2", "--max_tokens", "8"]
+        )
     elif verb == "serve":
         flags += ["--workers", "1"] if "--controller" not in flags else []
     elif verb == "replay":
@@ -348,8 +413,20 @@ def judge():
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             self.rfile.read(int(self.headers["Content-Length"]))
-            said = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "1"}}
-            body = json.dumps({"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [said]})
+            said = {
+                "index": 0,
+                "finish_reason": "stop",
+                "message": {"role": "assistant", "content": "1"},
+            }
+            body = json.dumps(
+                {
+                    "id": "1",
+                    "object": "chat.completion",
+                    "created": 0,
+                    "model": "m",
+                    "choices": [said],
+                }
+            )
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))

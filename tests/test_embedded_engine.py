@@ -1,4 +1,5 @@
-"""What every engine promises (tokens, logprobs, seeds, stops, weights), and how the embedded one keeps it cheap."""
+"""What every engine promises (tokens, logprobs, seeds, stops, weights), and how the embedded one
+keeps it cheap."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def run(engine, prompts, params, first_seed: int = 0):
 
     async def gather():
         return await asyncio.gather(
-            *(engine.generate(p, q, seed=first_seed + i) for i, (p, q) in enumerate(zip(prompts, params, strict=True)))
+            *(
+                engine.generate(p, q, seed=first_seed + i)
+                for i, (p, q) in enumerate(zip(prompts, params, strict=True))
+            )
         )
 
     return asyncio.run(gather())
@@ -69,9 +73,13 @@ def test_logprobs_equal_a_plain_forward_over_the_turns_of_a_session(any_model):
         prompt, turns = random_prompts(1, seed=index)[0], []
         for turn in range(3):
             params = SamplingParams(max_tokens=5 + index % 4)
-            completion = await engine.generate(prompt, params, seed=10 * index + turn, session=f"s{index}")
+            completion = await engine.generate(
+                prompt, params, seed=10 * index + turn, session=f"s{index}"
+            )
             turns.append((prompt, completion))
-            prompt = prompt + completion.token_ids + random_prompts(1, seed=100 + index, longest=9)[0]
+            prompt = (
+                prompt + completion.token_ids + random_prompts(1, seed=100 + index, longest=9)[0]
+            )
         return turns
 
     async def converse_all():
@@ -96,12 +104,16 @@ def test_samples_do_not_depend_on_the_rest_of_the_batch_or_on_the_number_of_slot
     together = [c.token_ids for c in run(embedded(model, num_slots=31), prompts, params)]
     refilled = [c.token_ids for c in run(embedded(model, num_slots=4), prompts, params)]
     assert together == refilled
-    alone = [run(embedded(model), prompts[i : i + 1], params, first_seed=i)[0].token_ids for i in (0, 13, 30)]
+    alone = [
+        run(embedded(model), prompts[i : i + 1], params, first_seed=i)[0].token_ids
+        for i in (0, 13, 30)
+    ]
     assert alone == [together[i] for i in (0, 13, 30)]
 
 
 @pytest.mark.parametrize(
-    "limits", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 8, "top_p": 0.7, "min_p": 0.1}]
+    "limits",
+    [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 8, "top_p": 0.7, "min_p": 0.1}],
 )
 def test_samples_follow_the_softmax_of_the_tokens_that_the_limits_leave(model, limits):
     """Chi-square over 3000 first tokens; six standard deviations is beyond chance."""
@@ -124,7 +136,8 @@ def test_samples_follow_the_softmax_of_the_tokens_that_the_limits_leave(model, l
 
 
 def expected_probs(logits, top_k=0, top_p=1.0, min_p=0.0):
-    """The definition, one token at a time: top-k, top-p of what is left, min-p of the most likely."""
+    """The definition, one token at a time: top-k, top-p of what is left, min-p of the most
+    likely."""
     ranked = sorted(range(len(logits)), key=lambda token: -logits[token].item())[: top_k or None]
     probs = logits[ranked].softmax(0).tolist()
     kept, total = [], 0.0
@@ -140,7 +153,11 @@ def test_one_requests_limits_leave_the_others_alone(model):
     prompts = random_prompts(3)
     plain = SamplingParams(max_tokens=10)
     alone = run(embedded(model), prompts, plain)
-    mixed = [plain, SamplingParams(max_tokens=10, top_k=1), SamplingParams(max_tokens=10, temperature=0, top_k=3)]
+    mixed = [
+        plain,
+        SamplingParams(max_tokens=10, top_k=1),
+        SamplingParams(max_tokens=10, temperature=0, top_k=3),
+    ]
     first, narrow, greedy = run(embedded(model), prompts, mixed)
     assert first.token_ids == alone[0].token_ids
     assert first.logprobs == pytest.approx(alone[0].logprobs, abs=1e-5)
@@ -181,13 +198,16 @@ def test_a_session_prefills_only_what_its_prompt_adds(model):
 
 
 def test_turns_of_unlike_lengths_go_together_up_to_the_end_of_the_context(model):
-    """Beside a long addition to a short conversation, a short one to a conversation near the limit is padded past it."""
+    """Beside a long addition to a short conversation, a short one to a conversation near the limit
+    is padded past it."""
     engine, params = embedded(model, max_context_tokens=64), SamplingParams(max_tokens=1)
     first = [[1] * 10, [2] * 55]
     second = [[1] * 10 + [3] * 30, [2] * 55 + [4] * 8]
 
     async def turn(prompts):
-        return await asyncio.gather(*(engine.generate(p, params, seed=0, session=str(p[0])) for p in prompts))
+        return await asyncio.gather(
+            *(engine.generate(p, params, seed=0, session=str(p[0])) for p in prompts)
+        )
 
     async def two_turns():
         await turn(first)
@@ -198,7 +218,10 @@ def test_turns_of_unlike_lengths_go_together_up_to_the_end_of_the_context(model)
 
 
 def test_the_oldest_session_is_forgotten_first_when_more_is_kept_than_the_slots_hold(model):
-    engine, params = embedded(model, num_slots=2, max_context_tokens=32), SamplingParams(max_tokens=2)
+    engine, params = (
+        embedded(model, num_slots=2, max_context_tokens=32),
+        SamplingParams(max_tokens=2),
+    )
 
     async def speak(name: str) -> int:
         before = engine.stats["prefill_tokens"]
@@ -215,7 +238,9 @@ def test_long_and_ragged_prompts_are_prefilled_in_bounded_pieces(model, monkeypa
     monkeypatch.setattr(rl_core.engines.embedded, "PREFILL_TOKENS", 32)
     prompts = [*random_prompts(9, seed=6, longest=30), [*range(100)]]
     widths = []
-    handle = model.get_input_embeddings().register_forward_hook(lambda _m, args, _o: widths.append(args[0].numel()))
+    handle = model.get_input_embeddings().register_forward_hook(
+        lambda _m, args, _o: widths.append(args[0].numel())
+    )
     completions = run(embedded(model, num_slots=10), prompts, SamplingParams(max_tokens=5))
     handle.remove()
     assert max(widths) <= 32
@@ -257,7 +282,8 @@ def test_new_weights_in_place_change_the_samples_and_drop_what_was_cached(model)
 
 
 async def interrupted(engine, prompts, params, at: list[int], change) -> list:
-    """Completions of all prompts at once, with a pause after so many decode steps each, in which `change` runs."""
+    """Completions of all prompts at once, with a pause after so many decode steps each, in which
+    `change` runs."""
     tasks = [asyncio.create_task(engine.generate(p, params, seed=i)) for i, p in enumerate(prompts)]
     for number, num_steps in enumerate(at):
         await has_decoded(engine, num_steps)
@@ -274,10 +300,14 @@ def test_a_pause_changes_nothing_that_is_sampled(model):
 
     async def nothing(number): ...
 
-    paused = asyncio.run(interrupted(embedded(model, num_slots=5), prompts, params, [3, 30, 31, 70], nothing))
+    paused = asyncio.run(
+        interrupted(embedded(model, num_slots=5), prompts, params, [3, 30, 31, 70], nothing)
+    )
     assert [c.token_ids for c in paused] == [c.token_ids for c in expected]
     for a, b in zip(paused, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-5, rtol=0
+        )
         assert a.policy_versions == b.policy_versions == [0] * len(b.token_ids)
 
 
@@ -326,7 +356,9 @@ def test_an_error_reaches_everybody_who_waits_and_the_engine_goes_on(model):
 
 def test_a_context_ends_where_the_models_positions_do():
     torch.manual_seed(0)
-    config = AutoConfig.for_model("gpt2", n_positions=32, n_embd=32, n_layer=1, n_head=2, vocab_size=VOCAB_SIZE)
+    config = AutoConfig.for_model(
+        "gpt2", n_positions=32, n_embd=32, n_layer=1, n_head=2, vocab_size=VOCAB_SIZE
+    )
     model = AutoModelForCausalLM.from_config(config).eval()
     engine, prompt = embedded(model), [5] * 28
     found = run(engine, [prompt] * 3, SamplingParams(max_tokens=50))
@@ -344,7 +376,13 @@ def test_weights_that_are_nan_are_an_error_and_not_a_sample(model):
 
 @pytest.mark.parametrize("kind", ["gemma2", "cohere", "granite", "recurrent_gemma", "falcon_h1"])
 def test_logits_that_an_architecture_changes_are_known_by_the_keys_that_transformers_reads(kind):
-    sizes = {"logits_scaling": 8.0} if kind == "granite" else {"lm_head_multiplier": 0.5} if kind == "falcon_h1" else {}
+    sizes = (
+        {"logits_scaling": 8.0}
+        if kind == "granite"
+        else {"lm_head_multiplier": 0.5}
+        if kind == "falcon_h1"
+        else {}
+    )
     assert logit_change(AutoConfig.for_model(kind, **sizes)) != (1.0, None)
 
 
@@ -357,27 +395,43 @@ def test_a_decoder_that_computes_something_else_samples_by_its_own_forward(model
         return out
 
     model.forward = doubled
-    engine, params, (prompt, other) = embedded(model), SamplingParams(max_tokens=5), random_prompts(2, seed=1)
+    engine, params, (prompt, other) = (
+        embedded(model),
+        SamplingParams(max_tokens=5),
+        random_prompts(2, seed=1),
+    )
 
     async def talk():
         others = [asyncio.create_task(engine.generate(other, params, seed=n)) for n in range(3)]
         first = await engine.generate(prompt, params, seed=7, session="s")
         longer = [*prompt, *first.token_ids, 5]
-        return first, longer, await engine.generate(longer, params, seed=8, session="s"), await asyncio.gather(*others)
+        return (
+            first,
+            longer,
+            await engine.generate(longer, params, seed=8, session="s"),
+            await asyncio.gather(*others),
+        )
 
     first, longer, second, others = asyncio.run(talk())
     assert_logprobs(model, [prompt, longer, *[other] * 3], [first, second, *others])
 
 
-@pytest.mark.parametrize("name, kind", [("llama", "SlotModel"), ("mamba", "RowModel"), ("llama4", "RowModel")])
+@pytest.mark.parametrize(
+    "name, kind", [("llama", "SlotModel"), ("mamba", "RowModel"), ("llama4", "RowModel")]
+)
 def test_logits_are_not_rounded_to_the_dtype_of_the_model(name, kind, tmp_path):
     make_family(tmp_path, name)
     sampler = choose_model(load_plain(tmp_path).bfloat16())
     assert type(sampler).__name__ == kind
     with torch.inference_mode(), sampler.borrowed():
-        hidden = sampler.forward(sampler.make_cache(1, 3), slice(0, 1), torch.tensor([[7, 8]]), None, 2)
+        hidden = sampler.forward(
+            sampler.make_cache(1, 3), slice(0, 1), torch.tensor([[7, 8]]), None, 2
+        )
         logits = sampler.logits(hidden[:, -1])
-    assert logits.dtype == torch.float32 and torch.dist(logits, logits.bfloat16().float(), torch.inf) > 1e-4
+    assert (
+        logits.dtype == torch.float32
+        and torch.dist(logits, logits.bfloat16().float(), torch.inf) > 1e-4
+    )
 
 
 def test_closing_cancels_what_runs_and_sleeping_frees_the_cache(model):
@@ -397,7 +451,9 @@ def test_closing_cancels_what_runs_and_sleeping_frees_the_cache(model):
     assert not engine._cache.layers
 
 
-def test_a_conversation_goes_on_with_its_own_keys_and_values_until_its_own_adapter_changes(tiny_model):
+def test_a_conversation_goes_on_with_its_own_keys_and_values_until_its_own_adapter_changes(
+    tiny_model,
+):
     configs = {name: peft.LoraConfig(**LORAS[name]).to_dict() for name in ("bob", "alice")}
     engine, models, weights = embedded(load(tiny_model), adapters=configs), {}, {}
     for seed, name in enumerate(configs):
@@ -419,18 +475,25 @@ def test_a_conversation_goes_on_with_its_own_keys_and_values_until_its_own_adapt
         assert_logprobs(models[name], [longer], [second])
         return engine.stats["prefill_tokens"] - before, longer
 
-    for name, update_of, is_reused in (("bob", "alice", True), ("bob", "bob", False), ("alice", "", False)):
+    for name, update_of, is_reused in (
+        ("bob", "alice", True),
+        ("bob", "bob", False),
+        ("alice", "", False),
+    ):
         num_new, longer = asyncio.run(talk(name, update_of))
         assert num_new == (3 if is_reused else len(longer)), (name, update_of)
 
 
 def test_decode_steps_wait_for_callers_that_score_a_reply_and_ask_again(tiny_model):
-    """Eight callers with a slot each. Between two requests each needs six rounds of the event loop, as hooks do."""
+    """Eight callers with a slot each. Between two requests each needs six rounds of the event loop,
+    as hooks do."""
     engine = embedded(load(tiny_model), num_slots=8)
 
     async def ask_again_and_again(index: int):
         for turn in range(4):
-            await engine.generate([5, 6, 7 + index], SamplingParams(max_tokens=4 + index % 3), seed=turn)
+            await engine.generate(
+                [5, 6, 7 + index], SamplingParams(max_tokens=4 + index % 3), seed=turn
+            )
             for _ in range(6):
                 await asyncio.sleep(0)
 
@@ -438,7 +501,8 @@ def test_decode_steps_wait_for_callers_that_score_a_reply_and_ask_again(tiny_mod
         await asyncio.gather(*map(ask_again_and_again, range(8)))
 
     asyncio.run(ask_all())
-    assert engine.stats["decode_tokens"] > 5.5 * engine.stats["decode_steps"]  # rows of a step, of 8
+    # Rows of a step, of 8.
+    assert engine.stats["decode_tokens"] > 5.5 * engine.stats["decode_steps"]
 
 
 def cache_bytes(engine) -> int:
@@ -449,7 +513,10 @@ def cache_bytes(engine) -> int:
 def test_the_memory_of_a_token_is_that_of_its_keys_and_values(model):
     config = model.config
     heads = config.num_key_value_heads * config.head_dim
-    assert bytes_per_token(SlotModel(model)) == 2 * config.num_hidden_layers * heads * model.dtype.itemsize
+    assert (
+        bytes_per_token(SlotModel(model))
+        == 2 * config.num_hidden_layers * heads * model.dtype.itemsize
+    )
 
 
 @pytest.mark.parametrize(("rows", "num_slots"), [(0, 1), (4, 3), (12, 8), (40, 8)])
@@ -462,11 +529,16 @@ def test_slots_and_parked_sessions_fit_in_the_memory_that_the_flag_gives(model, 
     engine = embedded(model, num_slots=8, max_context_tokens=64, memory_frac=frac)
     assert engine.capacity == num_slots
     said = f"policy: {num_slots} of 8 slots of 64 tokens fit beside the weights in "
-    assert engine.shortage.startswith(said if num_slots < 8 else "") and bool(engine.shortage) == (num_slots < 8)
+    assert engine.shortage.startswith(said if num_slots < 8 else "") and bool(engine.shortage) == (
+        num_slots < 8
+    )
 
     async def speak(turn: int) -> list:
         calls = [([i + 1] * 30, SamplingParams(max_tokens=4), i, f"s{i}") for i in range(16)]
-        asked = [engine.generate(ids * turn, params, seed=seed, session=s) for ids, params, seed, s in calls]
+        asked = [
+            engine.generate(ids * turn, params, seed=seed, session=s)
+            for ids, params, seed, s in calls
+        ]
         return await asyncio.gather(*asked)
 
     async def turns() -> None:
@@ -479,7 +551,9 @@ def test_slots_and_parked_sessions_fit_in_the_memory_that_the_flag_gives(model, 
     asyncio.run(turns())
 
 
-def test_a_run_with_little_memory_has_fewer_slots_and_says_so_in_its_first_lines(tiny_model, tmp_path, capfd):
+def test_a_run_with_little_memory_has_fewer_slots_and_says_so_in_its_first_lines(
+    tiny_model, tmp_path, capfd
+):
     (tmp_path / "env.py").write_text(
         'def load_tasks(split): return [{"prompt": str(n)} for n in range(8)]\n'
         "def reward_fn(completion): return sum(map(ord, completion)) % 7\n"

@@ -1,5 +1,5 @@
-"""What every engine promises: the embedded one and SGLang pass the same tests. SGLang's run where it is installed:
-bash scripts/test_sglang.sh."""
+"""What every engine promises: the embedded one and SGLang pass the same tests. SGLang's run where
+it is installed: bash scripts/test_sglang.sh."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ CONTEXT = 512
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 LONG = SamplingParams(max_tokens=400)
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
-needs_sglang = pytest.mark.skipif(not HAS_SGLANG, reason="SGLang is not installed: bash scripts/test_sglang.sh")
+needs_sglang = pytest.mark.skipif(
+    not HAS_SGLANG, reason="SGLang is not installed: bash scripts/test_sglang.sh"
+)
 LORAS = {
     "bob": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]},
     "alice": {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "o_proj", "up_proj"]},
@@ -49,19 +51,30 @@ def random_prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[in
 
 
 def spec_of(folder: Path, log: Path, skeleton, tokenizer, **more) -> EngineSpec:
-    return engine_spec(skeleton, model=str(folder), tokenizer=tokenizer, max_context_tokens=CONTEXT, log=log, **more)
+    return engine_spec(
+        skeleton,
+        model=str(folder),
+        tokenizer=tokenizer,
+        max_context_tokens=CONTEXT,
+        log=log,
+        **more,
+    )
 
 
 def make_embedded(folder: Path, adapters: dict | None = None) -> EmbeddedEngine:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return embedded(load(folder), max_context_tokens=CONTEXT, tokenizer=tokenizer, adapters=adapters or {})
+    return embedded(
+        load(folder), max_context_tokens=CONTEXT, tokenizer=tokenizer, adapters=adapters or {}
+    )
 
 
 @torch.no_grad()
 def logprobs_of(model, prompt, token_ids, temperature: float = 1.0) -> torch.Tensor:
     """[L] of each sampled token, by one plain forward."""
     ids = torch.tensor([*prompt, *token_ids])
-    logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1] / temperature
+    logits = (
+        model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1] / temperature
+    )
     return logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0]
 
 
@@ -78,8 +91,11 @@ class Subject:
             self.engine = make_embedded(folder, adapters)
         else:
             skeleton = make_skeleton(str(folder))
-            self.engine = SGLangEngine(spec_of(folder, log, skeleton, self.tokenizer, adapters=adapters))
-            for begin in (self.engine.wake, self.engine.sleep, self.engine.wake):  # at once, as a run does
+            self.engine = SGLangEngine(
+                spec_of(folder, log, skeleton, self.tokenizer, adapters=adapters)
+            )
+            # At once, as a run does.
+            for begin in (self.engine.wake, self.engine.sleep, self.engine.wake):
                 self.run(begin())
         self.held_first = self.held()  # by itself, from the folder
 
@@ -136,7 +152,10 @@ class Subject:
 
     def start(self, prompts, params, adapters=None) -> list[asyncio.Task]:
         calls = enumerate(zip(prompts, adapters or [""] * len(prompts), strict=True))
-        return [self.loop.create_task(self.engine.generate(p, params, seed=i, adapter=a)) for i, (p, a) in calls]
+        return [
+            self.loop.create_task(self.engine.generate(p, params, seed=i, adapter=a))
+            for i, (p, a) in calls
+        ]
 
     def ask(self, prompts, params, adapters=None):
         async def all_of():
@@ -188,9 +207,15 @@ def test_greedy_tokens_are_the_most_likely_and_come_again(fresh):
     assert [c.token_ids for c in first] == [c.token_ids for c in again]
     for prompt, completion in zip(prompts, first, strict=True):
         fresh.check(prompt, completion)
-        best = fresh.hf(input_ids=torch.tensor([[*prompt, *completion.token_ids]])).logits[0].argmax(-1)
+        best = (
+            fresh.hf(input_ids=torch.tensor([[*prompt, *completion.token_ids]]))
+            .logits[0]
+            .argmax(-1)
+        )
         assert completion.token_ids == best[len(prompt) - 1 : -1].tolist()
-        assert completion.text == fresh.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        assert completion.text == fresh.tokenizer.decode(
+            completion.token_ids, skip_special_tokens=True
+        )
 
 
 # The same prompts for all, so that keys and values of one would do harm to the others.
@@ -198,11 +223,15 @@ REQUESTS = [(name, prompt) for prompt in random_prompts(5) for name in ("", *LOR
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0, 0.6])
-def test_logprobs_of_many_requests_with_each_its_own_adapter_are_those_of_plain_forwards(fresh, temperature):
+def test_logprobs_of_many_requests_with_each_its_own_adapter_are_those_of_plain_forwards(
+    fresh, temperature
+):
     found = fresh.speak(REQUESTS, SamplingParams(max_tokens=13, temperature=temperature))
     fresh.check_all(REQUESTS, found, temperature or 1.0)
     assert {(len(c.token_ids), c.finish_reason) for c in found} == {(13, "length")}
-    assert len({tuple(round(x, 2) for x in c.logprobs) for c in found[:4]}) == 4, "adapters too weak to be told apart"
+    assert len({tuple(round(x, 2) for x in c.logprobs) for c in found[:4]}) == 4, (
+        "adapters too weak to be told apart"
+    )
 
 
 def test_a_stop_token_ends_the_completion_and_stays_in_it(fresh):
@@ -212,13 +241,18 @@ def test_a_stop_token_ends_the_completion_and_stays_in_it(fresh):
     params = SamplingParams(max_tokens=12, temperature=0, stop_token_ids=(stop,))
     for before, after in zip(free, fresh.ask(prompts, params), strict=True):
         end = before.token_ids.index(stop) + 1 if stop in before.token_ids else None
-        assert after.token_ids == before.token_ids[:end] and len(after.logprobs) == len(after.token_ids)
+        assert after.token_ids == before.token_ids[:end] and len(after.logprobs) == len(
+            after.token_ids
+        )
         assert after.finish_reason == ("length" if end is None else "stop")
 
 
 def test_only_the_stop_tokens_that_are_asked_for_end_a_completion(fresh):
     """The tokenizer's own end token does not."""
-    params, end = SamplingParams(max_tokens=200, stop_token_ids=(103,)), fresh.tokenizer.eos_token_id
+    params, end = (
+        SamplingParams(max_tokens=200, stop_token_ids=(103,)),
+        fresh.tokenizer.eos_token_id,
+    )
     found = fresh.ask(random_prompts(8, seed=4), params)
     assert end != 103 and any(end in c.token_ids[:-1] for c in found)
     for completion in found:
@@ -247,7 +281,9 @@ def test_a_completion_fills_the_context_and_no_more(fresh):
         fresh.ask([[1] * CONTEXT], SamplingParams(max_tokens=1))
 
 
-@pytest.mark.parametrize("wrong", [{"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 1.5}])
+@pytest.mark.parametrize(
+    "wrong", [{"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 1.5}]
+)
 def test_impossible_params_are_refused(fresh, wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         fresh.ask([[1]], SamplingParams(**{"max_tokens": 4, **wrong}))
@@ -263,7 +299,10 @@ def test_new_weights_are_what_samples_and_adapters_stay_beside_them(fresh):
         fresh.update()
         new = fresh.speak(REQUESTS)
         fresh.check_all(REQUESTS, new)
-        assert all(a.logprobs != pytest.approx(b.logprobs, abs=1e-3) for a, b in zip(new[:4], old, strict=True))
+        assert all(
+            a.logprobs != pytest.approx(b.logprobs, abs=1e-3)
+            for a, b in zip(new[:4], old, strict=True)
+        )
     assert fresh.engine.version == fresh.version
 
 
@@ -286,18 +325,24 @@ def test_each_tensor_that_was_sent_is_exactly_what_the_engine_loads_itself(fresh
     fresh.change()
     fresh.update()
     changed = fresh.held()
-    assert changed.keys() == fresh.held_first.keys() and not changed.items() & fresh.held_first.items()
+    assert (
+        changed.keys() == fresh.held_first.keys() and not changed.items() & fresh.held_first.items()
+    )
     assert fresh.load_first_weights().held() == fresh.held_first
 
 
 NORM, LAYER = "model.norm.weight", "down_proj"
 WRONG = {
-    "did not arrive, such as 'model.norm.weight'": ("", lambda w: {n: x for n, x in w.items() if n != NORM}),
+    "did not arrive, such as 'model.norm.weight'": (
+        "",
+        lambda w: {n: x for n, x in w.items() if n != NORM},
+    ),
     r"has shape \[3\], not \[64\]": ("", lambda w: w | {NORM: torch.ones(3)}),
     "'model.nrom.weight' is not in": ("", lambda w: w | {"model.nrom.weight": torch.ones(64)}),
     "1 weights did not arrive": ("bob", lambda w: dict(list(w.items())[1:])),
     r"did not arrive.*down_proj": ("bob", lambda w: {n: x for n, x in w.items() if LAYER not in n}),
-    r"z_proj.*did you mean .*_proj": ("bob", lambda w: {n.replace("q_proj", "z_proj"): x for n, x in w.items()}),
+    r"z_proj.*did you mean "
+    r".*_proj": ("bob", lambda w: {n.replace("q_proj", "z_proj"): x for n, x in w.items()}),
     "its rank is 4": ("bob", lambda w: {n: x[:2] if "lora_A" in n else x for n, x in w.items()}),
 }
 
@@ -377,9 +422,12 @@ def test_paused_requests_go_on_with_newer_weights_after_a_sleep(fresh, num_steps
         versions = completion.policy_versions
         assert len(versions) == 400 and versions == sorted(versions)
         assert (
-            set(versions) - {fresh.version} == ({fresh.version - 1} if num_steps else set()) or fresh.kind == "sglang"
+            set(versions) - {fresh.version} == ({fresh.version - 1} if num_steps else set())
+            or fresh.kind == "sglang"
         )
-        before, after = (logprobs_of(model, prompt, completion.token_ids) for model in (old, fresh.hf))
+        before, after = (
+            logprobs_of(model, prompt, completion.token_ids) for model in (old, fresh.hf)
+        )
         expected = torch.where(torch.tensor(versions) == fresh.version, after, before)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
 
@@ -396,7 +444,9 @@ def test_what_was_begun_is_continued(fresh, num_tokens):
 
     async def go_on(params, begun):
         calls = enumerate(zip(prompts, begun, strict=True))
-        return await asyncio.gather(*(fresh.engine.generate(p, params, seed=i, begun=b) for i, (p, b) in calls))
+        return await asyncio.gather(
+            *(fresh.engine.generate(p, params, seed=i, begun=b) for i, (p, b) in calls)
+        )
 
     for params in (GREEDY, replace(GREEDY, temperature=1.0)):
         whole = fresh.ask(prompts, params)
@@ -409,17 +459,28 @@ def test_what_was_begun_is_continued(fresh, num_tokens):
                 completion.token_ids[: 12 if is_repeated else num_tokens]
                 == before.token_ids[: 12 if is_repeated else num_tokens]
             )
-            assert completion.text == fresh.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            assert completion.text == fresh.tokenizer.decode(
+                completion.token_ids, skip_special_tokens=True
+            )
 
 
 def test_what_is_under_way_has_all_tokens_so_far_when_the_engine_has_caught_up(fresh):
     prompts = random_prompts(3, seed=6)
 
     async def look():
-        nothing = {"token_ids": [], "logprobs": [], "text": "", "finish_reason": "", "policy_version": -1}
+        nothing = {
+            "token_ids": [],
+            "logprobs": [],
+            "text": "",
+            "finish_reason": "",
+            "policy_version": -1,
+        }
         begun = [Completion(**copy.deepcopy(nothing)) for _ in prompts]
         calls = enumerate(zip(prompts, begun, strict=True))
-        asked = [fresh.loop.create_task(fresh.engine.generate(p, LONG, seed=i, begun=b)) for i, (p, b) in calls]
+        asked = [
+            fresh.loop.create_task(fresh.engine.generate(p, LONG, seed=i, begun=b))
+            for i, (p, b) in calls
+        ]
         await fresh.has_begun()
         await fresh.engine.catch_up()
         return copy.deepcopy(begun), await asyncio.gather(*asked)
@@ -450,7 +511,9 @@ def test_a_pause_keeps_each_requests_adapter_and_its_versions(fresh):
     fresh.check_all(requests, found)  # alice's adapter came again as it was
 
 
-def test_it_sleeps_and_wakes_again_and_again_with_the_same_weights_and_takes_adapters_meanwhile(fresh):
+def test_it_sleeps_and_wakes_again_and_again_with_the_same_weights_and_takes_adapters_meanwhile(
+    fresh,
+):
     for seed in range(2):
         for change in (fresh.engine.sleep, fresh.engine.sleep):
             fresh.run(change())
@@ -466,13 +529,21 @@ def test_it_sleeps_and_wakes_again_and_again_with_the_same_weights_and_takes_ada
 
 def processes_of(group: int) -> list[str]:
     """Of a process group, those that have ended and wait to be reaped left out."""
-    rows = subprocess.run(["ps", "-eo", "pgid=,stat=,args="], capture_output=True, text=True).stdout.splitlines()
+    rows = subprocess.run(
+        ["ps", "-eo", "pgid=,stat=,args="], capture_output=True, text=True
+    ).stdout.splitlines()
     return [r for r in rows if r.split()[0] == str(group) and not r.split()[1].startswith("Z")]
 
 
 @needs_sglang
-def test_a_server_that_dies_is_an_error_for_all_who_wait_and_starts_again(tiny_model, tmp_path, monkeypatch):
-    for name, value in {"RANK": "1", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+def test_a_server_that_dies_is_an_error_for_all_who_wait_and_starts_again(
+    tiny_model, tmp_path, monkeypatch
+):
+    for name, value in {
+        "RANK": "1",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }.items():
         monkeypatch.setenv(name, value)
     subject = Subject("sglang", tiny_model, tmp_path / "engine.log").load_first_weights()
     subject.change()

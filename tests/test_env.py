@@ -1,4 +1,5 @@
-"""A user's file: its hooks and what they get, return and raise; deadlines; what is refused at start-up."""
+"""A user's file: its hooks and what they get, return and raise; deadlines; what is refused at
+start-up."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ ENVS = ROOT / "envs"
 
 
 MORE = "[{'role': 'user', 'content': 'x'}]"
-AS_TEXT = f"def interact(messages): return {MORE}\ndef reward_fn(completion): return float(completion)\n"
+AS_TEXT = (
+    f"def interact(messages): return {MORE}\ndef reward_fn(completion): return float(completion)\n"
+)
 REWARDED = f"""
 async def interact(messages, completion):
     return {{"messages": {MORE}, "reward": int(completion), "done": completion == "3"}}
@@ -40,35 +43,94 @@ def reward_fn(messages): return {{"last": len(messages)}}
 PLUS_HALF = "def reward_fn(bonus=0.5): return bonus\n"
 EXACT = "def reward_fn(messages, answer): return float(messages[-1]['content'] == answer)"
 ALONE = "def interact(completion): return {'reward': 2} if completion == 'win' else None"
-# The file, replies and options, and what comes out: messages, parts of the reward, rewards of the turns, status.
+# The file, replies and options, and what comes out: messages, parts of the reward, rewards of the
+# turns, status.
 EPISODES = {
-    "reward_fn of messages and a column": (EXACT, ["4"], {}, "u:2+2|a:4", {"reward_fn": 1}, [], "ok"),
+    "reward_fn of messages and a column": (
+        EXACT,
+        ["4"],
+        {},
+        "u:2+2|a:4",
+        {"reward_fn": 1},
+        [],
+        "ok",
+    ),
     "a wrong reply": (EXACT, ["5"], {}, "u:2+2|a:5", {"reward_fn": 0}, [], "ok"),
     "interact is async, rewards turns and ends": (
-        REWARDED, "1234", {}, "u:2+2|a:1|u:x|a:2|u:x|a:3|u:x", {"interact": 6, "last": 7}, [1, 2, 10], "ok",
+        REWARDED,
+        "1234",
+        {},
+        "u:2+2|a:1|u:x|a:2|u:x|a:3|u:x",
+        {"interact": 6, "last": 7},
+        [1, 2, 10],
+        "ok",
     ),
     "after the last turn only the reward of interact counts": (
-        REWARDED, "1234", {"max_turns": 2}, "u:2+2|a:1|u:x|a:2", {"interact": 3, "last": 4}, [1, 6], "ok",
+        REWARDED,
+        "1234",
+        {"max_turns": 2},
+        "u:2+2|a:1|u:x|a:2",
+        {"interact": 3, "last": 4},
+        [1, 6],
+        "ok",
     ),
     "interact alone": (ALONE, ["win"], {}, "u:2+2|a:win", {"interact": 2}, [2], "ok"),
-    "interact alone gave nothing": (ALONE, ["lose"], {}, "u:2+2|a:lose", {"interact": 0}, [0], "ok"),
+    "interact alone gave nothing": (
+        ALONE,
+        ["lose"],
+        {},
+        "u:2+2|a:lose",
+        {"interact": 0},
+        [0],
+        "ok",
+    ),
     "a reply that is cut off is scored": (
-        AS_TEXT, ["1", "55555", "1"], {"max_tokens": 3}, "u:2+2|a:1|u:x|a:555", {"reward_fn": 555}, [], "truncated",
+        AS_TEXT,
+        ["1", "55555", "1"],
+        {"max_tokens": 3},
+        "u:2+2|a:1|u:x|a:555",
+        {"reward_fn": 555},
+        [],
+        "truncated",
     ),
     "a full context ends the episode": (
-        AS_TEXT, "123", {"limits": {"max_context_tokens": 17}}, "u:2+2|a:1|u:x|a:2|u:x", {"reward_fn": 2}, [], "truncated",
+        AS_TEXT,
+        "123",
+        {"limits": {"max_context_tokens": 17}},
+        "u:2+2|a:1|u:x|a:2|u:x",
+        {"reward_fn": 2},
+        [],
+        "truncated",
     ),
-    "a default is for rows without the column": (PLUS_HALF, "4", {}, "u:2+2|a:4", {"reward_fn": 0.5}, [], "ok"),
+    "a default is for rows without the column": (
+        PLUS_HALF,
+        "4",
+        {},
+        "u:2+2|a:4",
+        {"reward_fn": 0.5},
+        [],
+        "ok",
+    ),
     "a default is not for rows with it": (
-        PLUS_HALF, "4", {"row": ROW | {"bonus": 2}}, "u:2+2|a:4", {"reward_fn": 2}, [], "ok",
+        PLUS_HALF,
+        "4",
+        {"row": ROW | {"bonus": 2}},
+        "u:2+2|a:4",
+        {"reward_fn": 2},
+        [],
+        "ok",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
-    ("code", "replies", "options", "messages", "parts", "turn_rewards", "status"), EPISODES.values(), ids=EPISODES
+    ("code", "replies", "options", "messages", "parts", "turn_rewards", "status"),
+    EPISODES.values(),
+    ids=EPISODES,
 )
-def test_an_episode_of_one_actor(env_of, code, replies, options, messages, parts, turn_rewards, status):
+def test_an_episode_of_one_actor(
+    env_of, code, replies, options, messages, parts, turn_rewards, status
+):
     t = play(env_of(code), *replies, **options)
     assert ("|".join(talk(t.messages)), t.status) == (messages, status)
     assert (t.reward_parts, t.reward, t.turn_rewards) == (parts, sum(parts.values()), turn_rewards)
@@ -76,7 +138,10 @@ def test_an_episode_of_one_actor(env_of, code, replies, options, messages, parts
 
 @pytest.mark.parametrize("end", ["None", "[]", "{'messages': []}", "{}", "{'done': True}"])
 def test_interact_goes_on_until_it_has_nothing_to_say(env_of, end):
-    env = env_of(f"def interact(messages): return {MORE} if len(messages) < 5 else {end}\ndef reward_fn(): return 1")
+    env = env_of(
+        f"def interact(messages): return {MORE} if len(messages) < 5 else {end}\ndef reward_fn(): "
+        "return 1"
+    )
     assert talk(play(env, "a", "b", "c").messages) == ["u:2+2", "a:a", "u:x", "a:b", "u:x", "a:c"]
 
 
@@ -94,14 +159,18 @@ def test_hooks_get_what_they_name(env_of):
 
 
 def test_keyword_arguments_get_everything(env_of):
-    env = env_of("def reward_fn(answer, **rest): return len(rest) + 100 * (rest['tests'] == [1, 2])")
-    # messages prompt completion task trajectory actor, and the column tests; not actors, which only async hooks can use
+    env = env_of(
+        "def reward_fn(answer, **rest): return len(rest) + 100 * (rest['tests'] == [1, 2])"
+    )
+    # messages prompt completion task trajectory actor, and the column tests; not actors, which only
+    # async hooks can use
     assert play(env, "4").reward == 107
 
 
 def test_sync_async_and_callable_objects_are_hooks(env_of):
     for code in (
-        "async def reward_fn(answer):\n    import asyncio\n    await asyncio.sleep(0)\n    return 3",
+        "async def reward_fn(answer):\n    import asyncio\n    await asyncio.sleep(0)\n    return "
+        "3",
         "class R:\n    async def __call__(self, answer): return 3\nreward_fn = R()",
         "class R:\n    def __call__(self, answer): return 3\nreward_fn = R()",
         "async def f(): return 3\nreward_fn = lambda answer: f()",
@@ -124,13 +193,27 @@ def test_hooks_cannot_spoil_the_conversation_nor_the_task(env_of):
     """)
     row = dict(ROW, tests=[1, 2])
     for t in run(env, cast(policy="4"), rows=[row], group_size=2):
-        assert (talk(t.messages), len(t.turns[0].completion.token_ids), t.metrics) == (["u:2+2", "a:4"], 2, {})
+        assert (talk(t.messages), len(t.turns[0].completion.token_ids), t.metrics) == (
+            ["u:2+2", "a:4"],
+            2,
+            {},
+        )
         assert t.turns[0].new_ids
     assert row == ROW
 
 
 def test_every_finite_scalar_is_a_reward(env_of):
-    values = [True, 1, 1.0, np.float32(1), np.int64(1), np.bool_(True), np.ones(1), torch.tensor(1.0), torch.ones(1)]
+    values = [
+        True,
+        1,
+        1.0,
+        np.float32(1),
+        np.int64(1),
+        np.bool_(True),
+        np.ones(1),
+        torch.tensor(1.0),
+        torch.ones(1),
+    ]
     env = env_of("values = []\ndef reward_fn(messages): return values.pop()")
     env.hooks["reward_fn"].function.__globals__["values"].extend(values)
     for t in run(env, cast(policy="4"), group_size=len(values)):
@@ -148,7 +231,10 @@ def test_every_finite_scalar_is_a_reward(env_of):
 def test_what_is_no_finite_number_is_no_reward(env_of, value):
     error = error_of(env_of(f"def reward_fn(messages): return {value}"), "4")
     assert error.startswith("x.py: what reward_fn() returned")
-    assert "a reward must be a finite number, or a dict of them" in error or "a dict must name each part" in error
+    assert (
+        "a reward must be a finite number, or a dict of them" in error
+        or "a dict must name each part" in error
+    )
 
 
 def test_a_prompt_that_fills_the_context_is_an_error(env_of):
@@ -191,7 +277,8 @@ def test_tools_reach_the_chat_template_and_max_turns_the_episode(env_of):
     talk = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
     template = "{{ tools[0].type if tools }}" + talk
     env = env_of(
-        "tools = [{'type': 'function'}]\nmax_turns = 3\ndef interact(): return [{'role': 'user', 'content': 'x'}]"
+        "tools = [{'type': 'function'}]\nmax_turns = 3\ndef interact(): return [{'role': 'user', "
+        "'content': 'x'}]"
     )
     actors = cast(template=template, policy="a")
     assert len(one(run(env, actors)).turns) == 3
@@ -226,7 +313,10 @@ def test_a_python_function_is_a_tool_that_interact_answers(env_of):
     assert talk(done.messages) == ["u:2+2", "a:I add.", "t:4", "a:4"] and done.reward == 4
     assert done.metrics == {"tool_parse_failed": 0}
     assert [turn.is_fresh for turn in done.turns] == [True, False]
-    env, broken = env_of(ADDS.replace("float(completion)", "len(completion)")), call.replace("2}", "2")
+    env, broken = (
+        env_of(ADDS.replace("float(completion)", "len(completion)")),
+        call.replace("2}", "2"),
+    )
     failed = play(env, broken, max_tokens=200)
     assert failed.metrics == {"tool_parse_failed": 1} and failed.messages[-1]["content"] == broken
 
@@ -246,7 +336,9 @@ def test_a_hook_that_raises_is_named_with_the_line_and_its_reply_is_kept(env_of,
     """)
     [failed] = run(env, cast(policy=["first", "no json"]), max_turns=2)
     assert (failed.status, failed.reward) == ("failed", None)
-    assert failed.error.startswith("reward_fn() failed for task train/0: x.py:4: JSONDecodeError: Exp")
+    assert failed.error.startswith(
+        "reward_fn() failed for task train/0: x.py:4: JSONDecodeError: Exp"
+    )
     assert [turn.completion.text for turn in failed.turns] == ["first", "no json"]
     assert talk(failed.messages) == ["u:2+2", "a:first", "u:go on", "a:no json"]
 
@@ -254,14 +346,19 @@ def test_a_hook_that_raises_is_named_with_the_line_and_its_reply_is_kept(env_of,
 @pytest.mark.parametrize(
     "hook",
     [
-        "def interact(messages): return [{'role': 'user', 'content': 'on'}]\ndef reward_fn(messages): return messages[3]",
-        "async def rollout(task, actors):\n    await actors['policy'].respond('a')\n    return {}['x']",
+        "def interact(messages): return [{'role': 'user', 'content': 'on'}]\ndef "
+        "reward_fn(messages): return messages[3]",
+        "async def rollout(task, actors):\n    await actors['policy'].respond('a')\n    return "
+        "{}['x']",
         "def group_reward_fn(trajectories): return trajectories[0].messages[7]",
     ],
     ids=["reward", "rollout", "group"],
 )
 def test_a_hook_that_fails_in_a_truncated_episode_says_truncated(env_of, hook):
-    says = "; the episode was truncated: a turn was cut off, as by --max_tokens, and interact() not called after it"
+    says = (
+        "; the episode was truncated: a turn was cut off, as by --max_tokens, and interact() not "
+        "called after it"
+    )
     [cut] = run(env_of(hook), cast(policy="a long reply"), max_turns=2, max_tokens=5)
     assert cut.status == "failed" and cut.error.endswith(says)
     [whole] = run(env_of(hook.replace("[3]", "[9]")), cast(policy="a long reply"), max_turns=2)
@@ -274,7 +371,8 @@ def test_a_hook_that_fails_in_a_truncated_episode_says_truncated(env_of, hook):
         "def reward_fn(messages): return float('nan')",
         "async def rollout(task, actors):\n    reply = await actors['policy'].respond('a')\n"
         "    scored = reply.trajectory(1.0)\n    scored.reward = float('nan')\n    return [scored]",
-        "def group_reward_fn(trajectories): return [float('nan')]\ndef reward_fn(messages): return 1.0",
+        "def group_reward_fn(trajectories): return [float('nan')]\ndef reward_fn(messages): return "
+        "1.0",
     ],
     ids=["reward", "rollout", "group"],
 )
@@ -287,11 +385,19 @@ def test_a_reward_of_a_truncated_episode_that_is_no_number_says_truncated(env_of
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
 @pytest.mark.parametrize(
-    "what", ["SystemExit(3)", "StopIteration", "TimeoutError('mine')", "KeyError('a')", "asyncio.CancelledError"]
+    "what",
+    [
+        "SystemExit(3)",
+        "StopIteration",
+        "TimeoutError('mine')",
+        "KeyError('a')",
+        "asyncio.CancelledError",
+    ],
 )
 def test_whatever_a_hook_raises_fails_its_episode_alone(env_of, kind, what):
     env = env_of(
-        f"import asyncio\n{kind} reward_fn(messages, answer):\n    if answer == 'bad': raise {what}\n    return 1"
+        f"import asyncio\n{kind} reward_fn(messages, answer):\n    if answer == 'bad': raise "
+        f"{what}\n    return 1"
     )
     found = run(env, cast(policy="a"), rows=[ROW | {"answer": "bad"}, ROW])
     assert [t.status for t in found] == ["failed", "ok"]
@@ -300,7 +406,12 @@ def test_whatever_a_hook_raises_fails_its_episode_alone(env_of, kind, what):
 
 @pytest.mark.parametrize(
     "body",
-    ["import time; time.sleep(100)", "return asyncio.sleep(100)", "await asyncio.sleep(100)", "await stubborn()"],
+    [
+        "import time; time.sleep(100)",
+        "return asyncio.sleep(100)",
+        "await asyncio.sleep(100)",
+        "await stubborn()",
+    ],
 )
 def test_a_hook_that_hangs_is_given_up_at_its_deadline(env_of, body):
     env = env_of(
@@ -318,7 +429,8 @@ def test_a_hook_that_hangs_is_given_up_at_its_deadline(env_of, body):
         hook_timeout_s=0.2,
     )
     assert error_of(env, "a") == (
-        "x.py: reward_fn() ran longer than 0.2 s for task train/0; make it faster or raise --rollout.hook_timeout_s"
+        "x.py: reward_fn() ran longer than 0.2 s for task train/0; make it faster or raise "
+        "--rollout.hook_timeout_s"
     )
 
 
@@ -327,9 +439,14 @@ def test_a_hook_has_failed_that_ends_after_its_deadline():
         await asyncio.sleep(1.9)
 
     async def main():
-        task, how = Task(id="train/0", env="x", row={}, messages=[]), {"path": __file__, "timeout_s": 1.0}
+        task, how = (
+            Task(id="train/0", env="x", row={}, messages=[]),
+            {"path": __file__, "timeout_s": 1.0},
+        )
         functions = (waits, lambda: waits(), lambda: time.sleep(1.9))
-        hooks = [Hook(name="hook", function=function, ours=frozenset(), **how) for function in functions]
+        hooks = [
+            Hook(name="hook", function=function, ours=frozenset(), **how) for function in functions
+        ]
         return await asyncio.gather(*(hook(task, {}) for hook in hooks), return_exceptions=True)
 
     assert [type(found) for found in asyncio.run(main())] == [TimeoutError] * 3
@@ -354,7 +471,9 @@ print("done", flush=True)
 
 
 def test_hanging_hooks_stop_neither_other_hooks_nor_the_exit_of_the_interpreter():
-    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=100, cwd=ROOT
+    )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
@@ -375,7 +494,9 @@ def test_a_cancelled_episode_leaves_the_threads_usable(env_of):
 
     async def main():
         def start(text):
-            return asyncio.ensure_future(episode.play(env, task, Cast(cast(policy=text), params, 0, "s")))
+            return asyncio.ensure_future(
+                episode.play(env, task, Cast(cast(policy=text), params, 0, "s"))
+            )
 
         hung = [start("100") for _ in range(20)]
         await asyncio.sleep(0.1)
@@ -394,9 +515,12 @@ def test_deadlines_stand_still_while_the_event_loop_is_blocked():
         return "done"
 
     async def main():
-        hook = Hook(name="hook", function=three_waits, path=__file__, timeout_s=0.3, ours=frozenset())
+        hook = Hook(
+            name="hook", function=three_waits, path=__file__, timeout_s=0.3, ours=frozenset()
+        )
         called = asyncio.ensure_future(hook(Task(id="train/0", env="x", row={}, messages=[]), {}))
-        waited = asyncio.ensure_future(asyncio.wait_for(asyncio.sleep(0.1), 0.3))  # an endpoint's, or an episode's
+        # An endpoint's, or an episode's.
+        waited = asyncio.ensure_future(asyncio.wait_for(asyncio.sleep(0.1), 0.3))
         await asyncio.sleep(0.01)
         time.sleep(0.6)  # noqa: ASYNC251  (a save)
         await waited
@@ -437,7 +561,9 @@ def test_an_async_hook_that_blocks_the_loop_is_named_with_its_line_by_check_too(
          r"system_prompts\['bob'\] names 'anwser'"),
     ],
 )  # fmt: skip
-def test_an_argument_that_is_neither_ours_nor_a_column_of_every_row_is_refused(env_of, code, rows, match):
+def test_an_argument_that_is_neither_ours_nor_a_column_of_every_row_is_refused(
+    env_of, code, rows, match
+):
     with pytest.raises(ValueError, match=match):
         env_of(code).check_columns(rows, "a.jsonl")
 
@@ -498,10 +624,26 @@ def test_a_bad_file_is_refused(env_of, code, match):
 @pytest.mark.parametrize(
     ("code", "names", "match"),
     [
-        ("turns = 'bob -> alise'", ["alice", "bob"], r"x\.py: turns: 'alise' is no actor; did you mean 'alice'\?\n"),
-        ("turns = ['bob', 'alise']", ["alice", "bob"], r"x\.py: turns: 'alise' is no actor; did you mean 'alice'"),
-        ("system_prompts = {'bobb': 'x'}", ["bob"], r"system_prompts: 'bobb' is no actor; did you mean 'bob'"),
-        ("", ["bob", "alice"], r'there are 2 actors, bob, alice, .* add turns = "bob" if .* or turns = "bob -> alice"'),
+        (
+            "turns = 'bob -> alise'",
+            ["alice", "bob"],
+            r"x\.py: turns: 'alise' is no actor; did you mean 'alice'\?\n",
+        ),
+        (
+            "turns = ['bob', 'alise']",
+            ["alice", "bob"],
+            r"x\.py: turns: 'alise' is no actor; did you mean 'alice'",
+        ),
+        (
+            "system_prompts = {'bobb': 'x'}",
+            ["bob"],
+            r"system_prompts: 'bobb' is no actor; did you mean 'bob'",
+        ),
+        (
+            "",
+            ["bob", "alice"],
+            r'there are 2 actors, bob, alice, .* add turns = "bob" if .* or turns = "bob -> alice"',
+        ),
     ],
 )
 def test_actors_that_cannot_play_are_refused(env_of, code, names, match):
@@ -511,19 +653,28 @@ def test_actors_that_cannot_play_are_refused(env_of, code, names, match):
 
 def test_max_turns_is_the_files_or_follows_from_its_hooks(env_of):
     several = "turns = 'bob -> (alice -> bob)*3'\n"
-    for code, expected in (("", 1), ("def interact(): pass\n", 8), (several, 7), (several + "max_turns = 3\n", 3)):
+    for code, expected in (
+        ("", 1),
+        ("def interact(): pass\n", 8),
+        (several, 7),
+        (several + "max_turns = 3\n", 3),
+    ):
         assert env_of(GOOD + code).max_turns == expected
     assert env_of(GOOD + "max_turns = 3", "y.py", max_turns=5).max_turns == 5
 
 
 def test_helpers_and_constants_may_have_names_like_hooks_that_are_there(env_of):
-    env_of(GOOD + "def reward_fn2(): return 1\nMAX_TURNS = 3\nmax_turns = MAX_TURNS\n_interacts = 1")
+    env_of(
+        GOOD + "def reward_fn2(): return 1\nMAX_TURNS = 3\nmax_turns = MAX_TURNS\n_interacts = 1"
+    )
     env_of(GOOD + "TURNS = 3\nSYSTEM_PROMPT = 'x'")
 
 
 def test_a_missing_file_is_refused_with_the_nearest_name(env_of):
     env_of(GOOD, "sorting.py")
-    with pytest.raises(ValueError, match=r"sort1ng\.py: no such file; did you mean 'sorting\.py'\?"):
+    with pytest.raises(
+        ValueError, match=r"sort1ng\.py: no such file; did you mean 'sorting\.py'\?"
+    ):
         load_env("sort1ng.py")
 
 
@@ -556,7 +707,9 @@ def test_load_tasks_gives_checked_rows(env_of):
 
 
 def test_advantage_fn_must_give_a_finite_number_for_each_reward(env_of):
-    assert env_of(GOOD + "def advantage_fn(rewards): return [r - 1 for r in rewards]").advantage_fn([1.0, 3.0]) == [
+    assert env_of(GOOD + "def advantage_fn(rewards): return [r - 1 for r in rewards]").advantage_fn(
+        [1.0, 3.0]
+    ) == [
         0,
         2,
     ]
@@ -575,7 +728,9 @@ def test_advantage_fn_must_give_a_finite_number_for_each_reward(env_of):
 @pytest.mark.parametrize("name", ["sort_digits", "calculator"])
 def test_an_environment_brings_disjoint_splits_that_never_change(name):
     env = load_env(str(ENVS / f"{name}.py"))
-    train, held_out = ({r["messages"][0]["content"] for r in env.load_tasks(s)} for s in ("train", "eval"))
+    train, held_out = (
+        {r["messages"][0]["content"] for r in env.load_tasks(s)} for s in ("train", "eval")
+    )
     assert train and held_out and not train & held_out
     assert env.load_tasks("train") == load_env(str(ENVS / f"{name}.py")).load_tasks("train")
     for split in ("train", "eval"):
@@ -584,7 +739,15 @@ def test_an_environment_brings_disjoint_splits_that_never_change(name):
 
 @pytest.mark.parametrize(
     ("reply", "reward"),
-    [("12345", 1), (" 12345\n", 1), ("12354", 0.6), ("12344", 0), ("1234", 0), ("123456", 0), ("", 0)],
+    [
+        ("12345", 1),
+        (" 12345\n", 1),
+        ("12354", 0.6),
+        ("12344", 0),
+        ("1234", 0),
+        ("123456", 0),
+        ("", 0),
+    ],
 )
 def test_sorting_is_rewarded_by_right_positions(reply, reward):
     row = {"messages": [{"role": "user", "content": "31524"}], "answer": "12345"}
@@ -607,4 +770,7 @@ def test_sorting_is_rewarded_by_right_positions(reply, reward):
 def test_the_calculator_answers_calls_and_scores_the_last_reply(replies, said, reward):
     row = {"messages": [{"role": "user", "content": "37*8"}], "answer": 296}
     t = play(load_env(str(ENVS / "calculator.py")), *replies, row=row)
-    assert (t.reward, [m["content"] for m in t.messages if m["role"] == "tool"]) == (reward, [said] if said else [])
+    assert (t.reward, [m["content"] for m in t.messages if m["role"] == "tool"]) == (
+        reward,
+        [said] if said else [],
+    )

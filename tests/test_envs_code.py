@@ -1,4 +1,5 @@
-"""The shipped environments for code, with the real sandbox: scripted actors, and runs of the real command."""
+"""The shipped environments for code, with the real sandbox: scripted actors, and runs of the real
+command."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ HUMANEVAL = {
     "entry_point": "twice",
     "test": "META = 1\n\ndef check(c):\n    n = META\n    assert c(n) == 2\n    assert helper(c(2)) == 5\n",
 }
-MBPP = {"prompt": "Write twice.", "test_list": ["assert twice(1) == 2", "assert math.isclose(twice(.5), 1)"]}
+MBPP = {
+    "prompt": "Write twice.",
+    "test_list": ["assert twice(1) == 2", "assert math.isclose(twice(.5), 1)"],
+}
 MBPP |= {"test_imports": ["import math"], "test_setup_code": ""}
 
 
@@ -37,7 +41,9 @@ def reward(name: str, row: dict, *replies: str) -> float:
 def test_rl_core_check_passes_and_splits_share_no_prompt(name, capsys):
     assert command(["check", str(ENVS / f"{name}.py"), "--num_tasks", "2"]) == 0
     assert "every normal episode was scored" in capsys.readouterr().out
-    train, held_out = ({row["prompt"] for row in env_of(name).load_tasks(split)} for split in ("train", "eval"))
+    train, held_out = (
+        {row["prompt"] for row in env_of(name).load_tasks(split)} for split in ("train", "eval")
+    )
     assert len(train) >= 30 and len(held_out) >= 10 and not train & held_out
 
 
@@ -46,7 +52,9 @@ def test_written_solutions_of_the_generator_earn_all():
     for row in [next(row for row in rows if row["level"] == level) for level in (1, 2, 3)]:
         assert reward("code", row, row["solution"]) == 1.0
         assert reward("code", row, "def f(x): return 1000") == 0.0
-    assert [row["prompt"] for row in rows[:3]] == [row["prompt"] for row in env_of("code").load_tasks("eval")[:3]]
+    assert [row["prompt"] for row in rows[:3]] == [
+        row["prompt"] for row in env_of("code").load_tasks("eval")[:3]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -81,13 +89,23 @@ def test_tests_of_rows_are_found_in_every_form():
     setup, tests = function_tests(HUMANEVAL, HUMANEVAL["prompt"])
     assert "def helper" in setup and "META = 1" in setup and "twice" not in setup
     assert tests[0] == "c = twice\nn = META\nassert c(n) == 2" and len(tests) == 2
-    sums = {"code": "def sum(a, b):\n    return a - b", "test_list": ["assert sum(3, 1) == 2"], "prompt": "Write sum."}
-    assert reward("code", sums, sums["code"]) == 1.0 and reward("code", sums, "def sum(a, b): return 4") == 0.0
+    sums = {
+        "code": "def sum(a, b):\n    return a - b",
+        "test_list": ["assert sum(3, 1) == 2"],
+        "prompt": "Write sum.",
+    }
+    assert (
+        reward("code", sums, sums["code"]) == 1.0
+        and reward("code", sums, "def sum(a, b): return 4") == 0.0
+    )
     pairs = [("1\n", "2\n"), ("2\n", "4\n")]
     split = {"input": ["1\n"], "output": ["2\n"]}, {"input": ["2\n"], "output": ["4\n"]}
     for row in (
         {"tests": [list(pair) for pair in pairs]},
-        {"official_tests": [{"input": "1\n", "output": "2\n"}], "examples": [{"input": "2\n", "output": "4\n"}]},
+        {
+            "official_tests": [{"input": "1\n", "output": "2\n"}],
+            "examples": [{"input": "2\n", "output": "4\n"}],
+        },
         {"input_output": json.dumps({"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"]})},
         {"public_tests": split[0], "private_tests": split[1]},
     ):
@@ -97,13 +115,21 @@ def test_tests_of_rows_are_found_in_every_form():
         lambda: function_tests({"prompt": "?", "test_list": []}),
         lambda: function_tests({"test": "def check(c):\n    ask(c)", "entry_point": "f"}),
     ):
-        with pytest.raises(ValueError, match=r"no tests|no assert"):  # or every program would earn all
+        # Or every program would earn all.
+        with pytest.raises(ValueError, match=r"no tests|no assert"):
             empty()
     assert code_of("```c++\nint main() {}\n```") == ("int main() {}\n", "cpp")
-    assert code_of("```bash\nls\n```")[1] == "bash" and code_of("x")[1] == code_of("```\nx\n```")[1] == "python"
+    assert (
+        code_of("```bash\nls\n```")[1] == "bash"
+        and code_of("x")[1] == code_of("```\nx\n```")[1] == "python"
+    )
 
 
-CONTEST = {"prompt": "Print the double.", "tests": [["1\n", "2\n"], ["2\n", "4\n"]], "time_limit": 3}
+CONTEST = {
+    "prompt": "Print the double.",
+    "tests": [["1\n", "2\n"], ["2\n", "4\n"]],
+    "time_limit": 3,
+}
 
 
 @pytest.mark.parametrize(
@@ -128,11 +154,18 @@ def test_what_failed_comes_back_and_hidden_tests_decide():
     shown = row["test_list"][0]
     zero = int(shown.split("== ")[1])
     right = next(
-        f"def f(x): return {a}*x+{zero}" for a in range(2, 10) if all(eval_line(t, a, zero) for t in row["test_list"])
+        f"def f(x): return {a}*x+{zero}"
+        for a in range(2, 10)
+        if all(eval_line(t, a, zero) for t in row["test_list"])
     )
-    found = stage.play(env_of("code_feedback"), "def f(x): return 0", "def f(x: retrun", right, row=row)
+    found = stage.play(
+        env_of("code_feedback"), "def f(x): return 0", "def f(x: retrun", right, row=row
+    )
     asked = [message["content"] for message in found.messages if message["role"] == "user"][1:]
-    assert asked[0].startswith("0 of 2 tests passed: wrong.\nassert f(0) ==") and "f(0) gave 0" in asked[0]
+    assert (
+        asked[0].startswith("0 of 2 tests passed: wrong.\nassert f(0) ==")
+        and "f(0) gave 0" in asked[0]
+    )
     assert "syntax" in asked[1] and all(text.count("\n") <= 3 for text in asked)
     assert (found.reward, len(found.turns)) == (pytest.approx(0.9), 3)
     first = stage.play(env_of("code_feedback"), right, row=row)
@@ -159,14 +192,27 @@ def warm(tiny_model, made_once):
         out.mkdir()
         rng, said = random.Random(0), ["f=abs", "f=int", "print(1)", "print(2)"]
         rows = [
-            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": rng.choice(said)}]}
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": rng.choice(said)},
+                ]
+            }
             for _ in range(800)
         ]
         (out / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         sft = (
-            "--algorithm sft --max_tokens 16 --max_prompt_tokens 16 --tasks_per_step 32 --num_steps 60 --optim.lr 4e-3"
+            "--algorithm sft --max_tokens 16 --max_prompt_tokens 16 --tasks_per_step 32 "
+            "--num_steps 60 --optim.lr 4e-3"
         )
-        run(out / "run", "--model", tiny_model, sft, "--optim.schedule cosine --data.train", out / "sft.jsonl")
+        run(
+            out / "run",
+            "--model",
+            tiny_model,
+            sft,
+            "--optim.schedule cosine --data.train",
+            out / "sft.jsonl",
+        )
 
     return made_once("warm_code", make) / "run/hf/policy"
 
@@ -175,9 +221,20 @@ def warm(tiny_model, made_once):
 def test_three_steps_of_training_learn_something(name, warm, tmp_path):
     row = {"prompt": "a", "test_list": ["assert f(-1) == 1"], "tests": [["", "1"]]}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
-    sizes = "--tasks_per_step 4 --group_size 8 --num_steps 3 --optim.lr 2e-3 --max_tokens 12 --max_prompt_tokens 200"
+    sizes = (
+        "--tasks_per_step 4 --group_size 8 --num_steps 3 --optim.lr 2e-3 --max_tokens 12 "
+        "--max_prompt_tokens 200"
+    )
     sizes += " --max_turns 2" * (name == "code_feedback")
-    flags = ["--model", warm, "--env_path", ENVS / f"{name}.py", "--data.train", tmp_path / "rows.jsonl", sizes]
+    flags = [
+        "--model",
+        warm,
+        "--env_path",
+        ENVS / f"{name}.py",
+        "--data.train",
+        tmp_path / "rows.jsonl",
+        sizes,
+    ]
     run(tmp_path / "run", *flags)
     found = steps(tmp_path / "run")
     assert len(found) == 3 and all(row["learn/policy/grad_norm"] > 0 for row in found)

@@ -1,4 +1,5 @@
-"""The shipped environments with tools and servers: scripted actors, real servers on loopback, and runs of the real command."""
+"""The shipped environments with tools and servers: scripted actors, real servers on loopback, and
+runs of the real command."""
 
 from __future__ import annotations
 
@@ -52,7 +53,11 @@ def warm(tiny_model, made_once):
 
     def row(*said):
         roles = ["system"] * (len(said) % 2) + ["user", "assistant", "tool", "assistant"]
-        return {"messages": [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]}
+        return {
+            "messages": [
+                {"role": role, "content": text} for role, text in zip(roles, said, strict=False)
+            ]
+        }
 
     def make(out):
         out.mkdir()
@@ -63,11 +68,24 @@ def warm(tiny_model, made_once):
         rows += [row("Which is it?", called("price", item="pamo"), "8", "0") for _ in letters[:400]]
         board = chess.Board()
         moves = ["e5", "Ke2", "Nc6", "d5", *map(board.san, board.legal_moves)]
-        asked = f"Go. You are white.\n\n{env_of('chess_game').hooks['rollout'].function.__globals__['shown'](board)}"
+        asked = (
+            "Go. You are "
+            f"white.\n\n{env_of('chess_game').hooks['rollout'].function.__globals__['shown'](board)}"
+        )
         rows += [row(asked, rng.choice(moves)) for _ in letters[:300]]
         (out / "sft.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-        sft = "--algorithm sft --max_tokens 300 --max_prompt_tokens 300 --tasks_per_step 32 --num_steps 80 --optim.lr 4e-3"
-        run(out / "run", "--model", tiny_model, sft, "--optim.schedule cosine --data.train", out / "sft.jsonl")
+        sft = (
+            "--algorithm sft --max_tokens 300 --max_prompt_tokens 300 --tasks_per_step 32 "
+            "--num_steps 80 --optim.lr 4e-3"
+        )
+        run(
+            out / "run",
+            "--model",
+            tiny_model,
+            sft,
+            "--optim.schedule cosine --data.train",
+            out / "sft.jsonl",
+        )
 
     return made_once("warm_tools", make) / "run/hf/policy"
 
@@ -96,7 +114,10 @@ def learns(model, name, out, rows, *flags, tasks=8, group=8):
 @pytest.mark.parametrize(
     "name, replies",
     [
-        ("search_qa", ["<search>{{ question }}</search>", "<answer>{{ golden_answers[0] }}</answer>"]),
+        (
+            "search_qa",
+            ["<search>{{ question }}</search>", "<answer>{{ golden_answers[0] }}</answer>"],
+        ),
         ("gym_text", ["right", "down"]),
         ("openenv_client", ["a"]),
         ("chess_game", ["e4"]),
@@ -131,7 +152,9 @@ def test_each_hop_of_a_question_is_found_by_a_search_for_the_one_before():
             found = stage.play(env, *says, row=row, max_turns=len(says) + 1).messages[-2]["content"]
             heard = found.split(before)[1].split(".")[0]
             says.append(f"<search>{heard}</search>")
-        last = stage.play(env, *says, f"I know. <answer>The {row['golden_answers'][0].upper()}!</answer>", row=row)
+        last = stage.play(
+            env, *says, f"I know. <answer>The {row['golden_answers'][0].upper()}!</answer>", row=row
+        )
         assert f"{heard} is the capital" in last.messages[-2]["content"]
         assert (last.reward, len(last.turns)) == (1.0, 5)
 
@@ -160,7 +183,11 @@ def test_passages_may_come_from_a_file_and_what_shares_no_word_is_not_shown(tmp_
     monkeypatch.setenv("SEARCH_CORPUS", str(tmp_path / "corpus.jsonl"))
     row = {"question": "What glitters?", "golden_answers": ["Gold"]}
     found = stage.play(
-        env_of("search_qa"), "<search>what glitters</search>", "<search>zinc</search>", row=row, max_turns=3
+        env_of("search_qa"),
+        "<search>what glitters</search>",
+        "<search>zinc</search>",
+        row=row,
+        max_turns=3,
     )
     said = [m["content"] for m in found.messages if m["role"] == "user"]
     assert said[1:] == ["Gold\nGold glitters.", "Nothing was found."]
@@ -170,7 +197,9 @@ def test_a_search_server_that_is_away_or_silent_fails_the_episode(monkeypatch):
     row = {"question": "?", "golden_answers": ["x"]}
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
         monkeypatch.setenv("SEARCH_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/retrieve")
-        error = stage.error_of(env_of("search_qa", hook_timeout_s=0.3), "<search>x</search>", row=row)
+        error = stage.error_of(
+            env_of("search_qa", hook_timeout_s=0.3), "<search>x</search>", row=row
+        )
         assert "interact() ran longer than 0.3 s" in error
     error = stage.error_of(env_of("search_qa"), "<search>x</search>", row=row)
     assert "envs/search_qa.py:" in error and "Cannot connect to host 127.0.0.1" in error
@@ -181,7 +210,10 @@ def test_a_search_server_that_is_away_or_silent_fails_the_episode(monkeypatch):
 
 
 def test_three_steps_of_search_learn(warm, tmp_path):
-    rows = [{"question": "Which letter?", "golden_answers": list(half)} for half in ("abcdefghijklm", "nopqrstuvwxyz")]
+    rows = [
+        {"question": "Which letter?", "golden_answers": list(half)}
+        for half in ("abcdefghijklm", "nopqrstuvwxyz")
+    ]
     lengths = "--max_prompt_tokens 200 --max_tokens 30 --max_turns 2"
     learns(warm, "search_qa", tmp_path, rows * 8, lengths)
 
@@ -190,10 +222,13 @@ def test_three_steps_of_search_learn(warm, tmp_path):
 
 
 class Letters(gymnasium.Env):
-    """Says a letter; the actor earns how often its text has it. `breaks`: in which way, at its second step."""
+    """Says a letter; the actor earns how often its text has it. `breaks`: in which way, at its
+    second step."""
 
     def __init__(self, breaks: str = ""):
-        self.observation_space = self.action_space = gymnasium.spaces.Text(40, charset=string.printable)
+        self.observation_space = self.action_space = gymnasium.spaces.Text(
+            40, charset=string.printable
+        )
         self.breaks, self.is_closed = breaks, False
 
     def reset(self, *, seed=None, options=None):
@@ -217,14 +252,20 @@ LAKE |= {"kwargs": {"desc": ["SFH", "HFF", "FFG"], "is_slippery": False}}
 
 
 def test_a_map_of_ice_is_in_one_split():
-    train, held_out = ([tuple(row["kwargs"]["desc"]) for row in rows] for rows in rows_of("gym_text"))
+    train, held_out = (
+        [tuple(row["kwargs"]["desc"]) for row in rows] for rows in rows_of("gym_text")
+    )
     assert len(set(train)) == len(train) > 400 and len(set(held_out)) == len(held_out) > 40
     assert not set(train) & set(held_out)
-    assert {len(m) for m in held_out} == {3, 4, 5} and all(m[0][0] == "S" and m[-1][-1] == "G" for m in train)
+    assert {len(m) for m in held_out} == {3, 4, 5} and all(
+        m[0][0] == "S" and m[-1][-1] == "G" for m in train
+    )
 
 
 def test_the_actor_walks_over_ice_by_the_names_of_actions():
-    found = stage.play(env_of("gym_text"), "right", " Down\n", "jump", "1", "down", "right", row=LAKE)
+    found = stage.play(
+        env_of("gym_text"), "right", " Down\n", "jump", "1", "down", "right", row=LAKE
+    )
     said = [m["content"] for m in found.messages if m["role"] == "user"]
     assert said[0] == "Go.\n\n[S]FH\nHFF\nFFG" and said[1] == "  (Right)\nS[F]H\nHFF\nFFG"
     assert said[3:5] == ["That is no action."] * 2
@@ -232,7 +273,9 @@ def test_the_actor_walks_over_ice_by_the_names_of_actions():
     assert found.metrics == {"illegal": 2, "solved": 1}
     drowned = stage.play(env_of("gym_text"), "right", "right", "right", row=LAKE)
     assert (drowned.reward, len(drowned.turns), drowned.metrics["solved"]) == (0, 2, 0)
-    cut = stage.play(env_of("gym_text"), "right", "I would like to go down.", row=LAKE, max_tokens=8)
+    cut = stage.play(
+        env_of("gym_text"), "right", "I would like to go down.", row=LAKE, max_tokens=8
+    )
     assert (cut.status, cut.reward, cut.turn_rewards) == ("truncated", -0.05, [0, -0.05])
     lost = stage.play(env_of("gym_text"), "up", row=LAKE)
     assert (len(lost.turns), lost.reward) == (16, 0)
@@ -242,7 +285,9 @@ def test_a_text_environment_takes_the_reply_and_its_seed_repeats_it():
     first, again = (stage.play(env_of("gym_text"), "abc", "aabbcc", row=LETTERS) for _ in range(2))
     letter = str(np.random.default_rng(3).integers(26))
     letter = string.ascii_lowercase[int(letter)]
-    assert first.messages == again.messages and first.messages[0]["content"].endswith(f"\n\n{letter}")
+    assert first.messages == again.messages and first.messages[0]["content"].endswith(
+        f"\n\n{letter}"
+    )
     assert "Actions: Text(1, 40" in first.messages[0]["content"]
     counts = [text.count(letter) for text in ("abc", "aabbcc", "aabbcc")]
     assert first.turn_rewards == counts and len(first.turns) == 3
@@ -261,7 +306,8 @@ STEPS = {"south": (1, 0), "north": (-1, 0), "east": (0, 1), "west": (0, -1)}
 
 
 def shown_taxi(text):
-    """(the cell of each colour, cells of the lanes east of which is no wall) of the text that an actor reads."""
+    """(the cell of each colour, cells of the lanes east of which is no wall) of the text that an
+    actor reads."""
     lines = re.findall(r"^\|.*\|$", text, re.MULTILINE)
     places, open_east = {}, set()
     for y, line in enumerate(lines):
@@ -365,7 +411,11 @@ PRICE = {"prompt": "What do 2 pamos cost?", "answer": "16"}
 
 
 def test_tools_over_stdio_are_listed_called_and_refused(mcp):
-    says = [called("price", item="pamo") + called("prize"), called("price", article="pamo"), " 16\n"]
+    says = [
+        called("price", item="pamo") + called("prize"),
+        called("price", article="pamo"),
+        " 16\n",
+    ]
     found = stage.play(mcp(), *says, row=PRICE, max_tokens=999)
     assert (found.reward, found.metrics["called"], found.metrics["refused"]) == (1.0, 3.0, 2.0)
     eight, unknown, wrong = [m for m in found.messages if m["role"] == "tool"]
@@ -425,7 +475,9 @@ def test_tools_over_http_and_what_the_last_reply_earns(says, reward, num_called,
 
 
 def test_a_server_that_fails_is_the_cause_and_secrets_stay_out_of_it(mcp):
-    says = f'{sys.executable} -c \'import os, sys; sys.exit("no shop for " + os.environ["SHOP_KEY"])\''
+    says = (
+        f'{sys.executable} -c \'import os, sys; sys.exit("no shop for " + os.environ["SHOP_KEY"])\''
+    )
     error = stage.error_of(mcp(says, MCP_PASS="SHOP_KEY", SHOP_KEY="sesame"), "16", row=PRICE)
     assert "the MCP server failed: MCPError: Connection closed; no shop for ***" in error
     # Of other variables of the run the command sees nothing.
@@ -440,7 +492,9 @@ def test_a_server_that_fails_is_the_cause_and_secrets_stay_out_of_it(mcp):
         assert "ReadTimeout" in stage.error_of(mcp(url, call_s=0.3), "16", row=PRICE)
 
 
-def test_a_server_that_dies_in_an_episode_fails_it_and_an_engine_that_dies_is_no_fault_of_the_server(mcp, shop):
+def test_a_server_that_dies_in_an_episode_fails_it_and_an_engine_that_dies_is_no_fault_of_the_server(
+    mcp, shop
+):
     port = free_port()
     process = serve_shop(port)
 
@@ -453,7 +507,8 @@ def test_a_server_that_dies_in_an_episode_fails_it_and_an_engine_that_dies_is_no
     env = mcp(f"http://127.0.0.1:{port}/mcp", call_s=2.0)
     [found] = stage.run(env, stage.cast(policy=second_call), rows=[PRICE], max_tokens=999)
     assert found.status == "failed" and "the MCP server failed: " in found.error
-    assert [m["content"] for m in found.messages if m["role"] == "tool"] == ["8"]  # what was said so far is kept
+    # What was said so far is kept.
+    assert [m["content"] for m in found.messages if m["role"] == "tool"] == ["8"]
 
     def engine_dies(prompt, seed):
         raise EngineDied("no more memory")
@@ -476,7 +531,9 @@ def test_three_steps_with_a_server_learn(warm, shop, monkeypatch, tmp_path):
 
 
 def tool_row(kind: str, level: int) -> dict:
-    return next(row for row in rows_of("tool_use")[0] if (row["kind"], row["level"]) == (kind, level))
+    return next(
+        row for row in rows_of("tool_use")[0] if (row["kind"], row["level"]) == (kind, level)
+    )
 
 
 def told(found) -> list[str]:
@@ -485,13 +542,22 @@ def told(found) -> list[str]:
 
 def test_questions_are_of_each_kind_and_level_and_of_one_split():
     train, held_out = rows_of("tool_use")
-    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out} and len(held_out) > 150
+    assert (
+        not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
+        and len(held_out) > 150
+    )
     places = Counter((row["kind"], row["level"]) for row in held_out)
     assert len(places) == 12 and min(places.values()) > 5
-    assert all(sum(map(int, "".join(row["files"].values()).split())) == row["answer"] for row in train if row["files"])
+    assert all(
+        sum(map(int, "".join(row["files"].values()).split())) == row["answer"]
+        for row in train
+        if row["files"]
+    )
     code = next(row for row in train if row["kind"] == "code")
     upto, by, digit = map(int, re.findall("[0-9]+", code["prompt"])[1:])
-    assert code["answer"] == len([n for n in range(1, upto + 1) if not n % by or str(digit) in f"{n}"])
+    assert code["answer"] == len(
+        [n for n in range(1, upto + 1) if not n % by or str(digit) in f"{n}"]
+    )
 
 
 def test_the_calculator_the_search_and_files_lead_to_answers():
@@ -500,17 +566,25 @@ def test_the_calculator_the_search_and_files_lead_to_answers():
     searches = called("search", query=one) + called("search", query=f"the {other}")
     heard = told(stage.play(env, searches, row=row, max_turns=2, **long))
     prices = [
-        re.search(f"One {name} costs ([0-9]+) crowns", text)[1] for name, text in zip((one, other), heard, strict=True)
+        re.search(f"One {name} costs ([0-9]+) crowns", text)[1]
+        for name, text in zip((one, other), heard, strict=True)
     ]
-    says = [called("calculator", expression="+".join(prices)), f"They cost {sum(map(int, prices))} crowns."]
+    says = [
+        called("calculator", expression="+".join(prices)),
+        f"They cost {sum(map(int, prices))} crowns.",
+    ]
     found = stage.play(env, *says, row=row, **long)
     assert told(found) == [str(row["answer"])] and found.reward == 1.0
     assert {"called": 1.0, "refused": 0.0}.items() <= found.metrics.items()
     row = tool_row("file", 3)
     [(name, text)] = row["files"].items()
-    says = [called("read_file", name=name), called("calculator", expression=text.replace("\n", " + "))]
+    says = [
+        called("read_file", name=name),
+        called("calculator", expression=text.replace("\n", " + ")),
+    ]
     found = stage.play(env, *says, row=row, max_turns=3, **long)
-    assert told(found)[:2] == [text, str(row["answer"])] and found.reward == 0.0  # a call is no answer
+    # A call is no answer.
+    assert told(found)[:2] == [text, str(row["answer"])] and found.reward == 0.0
 
 
 def test_python_runs_in_the_sandbox_and_sees_the_folder_alone(monkeypatch):
@@ -518,14 +592,23 @@ def test_python_runs_in_the_sandbox_and_sees_the_folder_alone(monkeypatch):
     env, row = env_of("tool_use"), tool_row("code", 2)
     upto, by, digit = map(int, re.findall("[0-9]+", row["prompt"])[1:])
     count = f"print(sum(n % {by} == 0 or '{digit}' in str(n) for n in range(1, {upto} + 1)))"
-    spy = "import os\nprint(os.environ.get('SESAME'), os.listdir('.'), open('a.txt').read())\nopen('a.txt', 'w').write('x')"
+    spy = (
+        "import os\nprint(os.environ.get('SESAME'), os.listdir('.'), "
+        "open('a.txt').read())\nopen('a.txt', 'w').write('x')"
+    )
     net = "import socket\nsocket.create_connection(('127.0.0.1', 9), 1)"
-    calls = [called("write_file", name="a.txt", text="hi"), called("python", code=spy), called("python", code=net)]
+    calls = [
+        called("write_file", name="a.txt", text="hi"),
+        called("python", code=spy),
+        called("python", code=net),
+    ]
     calls += [called("read_file", name="a.txt"), called("python", code=count)]
     found = stage.play(env, "".join(calls), f"Counted: {row['answer']}", row=row, max_tokens=999)
     written, saw, refused, text, counted = told(found)
     assert (written, text, counted.strip()) == ("written", "hi", str(row["answer"]))
-    assert saw.startswith("None ['a.txt'") and saw.endswith("hi\n") and refused.startswith("error\n")
+    assert (
+        saw.startswith("None ['a.txt'") and saw.endswith("hi\n") and refused.startswith("error\n")
+    )
     assert found.reward == 1.0
 
 
@@ -546,7 +629,9 @@ def test_wrong_calls_are_refused_with_a_reason_and_leave_nothing_behind(tmp_path
         called("write_file", name="..", text=""),
         called("__init__"),
     ]
-    found = stage.play(env_of("tool_use"), "".join(wrong), "9", row=tool_row("calc", 1), max_tokens=2000)
+    found = stage.play(
+        env_of("tool_use"), "".join(wrong), "9", row=tool_row("calc", 1), max_tokens=2000
+    )
     assert found.metrics["refused"] == found.metrics["called"] == len(wrong)
     assert all(text.startswith("error: ") and "sesame" not in text for text in told(found))
     use = env_of("tool_use").hooks["interact"].function.__globals__["use"]
@@ -558,21 +643,46 @@ def test_wrong_calls_are_refused_with_a_reason_and_leave_nothing_behind(tmp_path
 
 @pytest.mark.parametrize(
     "said, reward",
-    [("480", 1), ("4 8 0", 0), ("480 or 481", 0), ("60*8 = 480.", 1), ("", 0), ("many", 0), ("-480", 0), ("480.0", 1)],
+    [
+        ("480", 1),
+        ("4 8 0", 0),
+        ("480 or 481", 0),
+        ("60*8 = 480.", 1),
+        ("", 0),
+        ("many", 0),
+        ("-480", 0),
+        ("480.0", 1),
+    ],
 )
 def test_the_last_number_counts(said, reward):
-    assert stage.play(env_of("tool_use"), said, row={"prompt": "60*8?", "answer": 480}).reward == reward
+    assert (
+        stage.play(env_of("tool_use"), said, row={"prompt": "60*8?", "answer": 480}).reward
+        == reward
+    )
     both = stage.play(
-        env_of("tool_use"), "480" + called("python"), row={"prompt": "60*8?", "answer": 480}, max_turns=1, max_tokens=99
+        env_of("tool_use"),
+        "480" + called("python"),
+        row={"prompt": "60*8?", "answer": 480},
+        max_turns=1,
+        max_tokens=99,
     )
     assert both.reward == 0.0  # a call is no answer
-    cut = stage.play(env_of("tool_use"), "4801", row={"prompt": "60*8?", "answer": 480}, max_tokens=3)
+    cut = stage.play(
+        env_of("tool_use"), "4801", row={"prompt": "60*8?", "answer": 480}, max_tokens=3
+    )
     assert (cut.status, cut.reward) == ("truncated", 0.0)
 
 
 def test_three_steps_with_tools_learn(warm, tmp_path):
     rows = [{"prompt": "Which is it?", "answer": n} for n in (0, 1)]
-    found = learns(warm, "tool_use", tmp_path, rows, "--max_prompt_tokens 64 --max_tokens 80 --max_turns 2", tasks=4)
+    found = learns(
+        warm,
+        "tool_use",
+        tmp_path,
+        rows,
+        "--max_prompt_tokens 64 --max_tokens 80 --max_turns 2",
+        tasks=4,
+    )
     assert any(row["rollout/policy/refused"] for row in found)  # it knows the tool of a shop
 
 
@@ -583,8 +693,8 @@ ACTION = {"message": {"type": "string"}, "metadata": {"type": "object"}}
 
 
 class OpenEnvServer:
-    """An OpenEnv server in a thread: a letter is said, and an action earns how often its message has it. Written after
-    openenv-core 0.3, without its code."""
+    """An OpenEnv server in a thread: a letter is said, and an action earns how often its message
+    has it. Written after openenv-core 0.3, without its code."""
 
     def __init__(self, properties=ACTION, room: int = 99):
         self.properties, self.room, self.sessions, self.asked = properties, room, 0, []
@@ -614,14 +724,18 @@ class OpenEnvServer:
 
     async def schema(self, request):
         self.asked.append(request.headers.get("Authorization"))
-        return web.json_response({"action": {"properties": self.properties, "required": ["message"]}})
+        return web.json_response(
+            {"action": {"properties": self.properties, "required": ["message"]}}
+        )
 
     async def session(self, request):
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         self.sessions += 1
         if self.sessions > self.room:
-            await socket.send_json({"type": "error", "data": {"message": "no room", "code": "CAPACITY_REACHED"}})
+            await socket.send_json(
+                {"type": "error", "data": {"message": "no room", "code": "CAPACITY_REACHED"}}
+            )
             await socket.close()
             return socket
         game = {}
@@ -653,7 +767,11 @@ class OpenEnvServer:
             return {"message": "no fuel", "code": "EXECUTION_ERROR"}
         game["steps"] += 1
         reward = float(text.count(game["letter"]))
-        return {"observation": {"said": game["letter"]}, "reward": reward, "done": game["steps"] == 3}
+        return {
+            "observation": {"said": game["letter"]},
+            "reward": reward,
+            "done": game["steps"] == 3,
+        }
 
 
 @pytest.fixture
@@ -676,9 +794,15 @@ def openenv(monkeypatch):
 
 def test_an_episode_is_a_session_of_reset_steps_and_state(openenv):
     env, server = openenv(token="sesame")
-    found = stage.play(env, "bbc", '{"message": "b"}', "x", row={"prompt": "Say it.", "reset": {"seed": 1}})
+    found = stage.play(
+        env, "bbc", '{"message": "b"}', "x", row={"prompt": "Say it.", "reset": {"seed": 1}}
+    )
     assert [m["content"] for m in found.messages[:3]] == ["Say it.\n\nb", "bbc", "b"]
-    assert (found.reward, found.turn_rewards, found.metrics) == (3.0, [2, 1, 0], {"steps": 3, "illegal": 0})
+    assert (found.reward, found.turn_rewards, found.metrics) == (
+        3.0,
+        [2, 1, 0],
+        {"steps": 3, "illegal": 0},
+    )
     steps = [{"type": "step", "data": {"message": text}} for text in ("bbc", "b", "x")]
     asked = [{"type": "reset", "data": {"seed": 1}}, *steps, {"type": "state"}, {"type": "close"}]
     wait_until(lambda: server.asked == ["Bearer sesame", *asked], "the session is closed")
@@ -688,9 +812,14 @@ def test_an_action_of_several_fields_is_json_and_what_is_none_costs(openenv):
     env, _ = openenv(properties=ACTION | {"loud": {"type": "boolean"}})
     # Only `message` is required, so that text will do; what the server refuses is told.
     found = stage.play(env, "a", '{"loud": true}', "{a", '{"message": "aa"}', row={"prompt": "Go."})
-    assert found.turn_rewards == [1, -0.05, -0.05, 2, 2] and found.metrics == {"steps": 3, "illegal": 2}
+    assert found.turn_rewards == [1, -0.05, -0.05, 2, 2] and found.metrics == {
+        "steps": 3,
+        "illegal": 2,
+    }
     said = [m["content"] for m in found.messages if m["role"] == "user"]
-    assert "VALIDATION_ERROR" in said[2] and said[3].startswith("That is no action: Expecting property name")
+    assert "VALIDATION_ERROR" in said[2] and said[3].startswith(
+        "That is no action: Expecting property name"
+    )
     cut = stage.play(env, "aaaa", row={"prompt": "Go."}, max_tokens=2)
     assert (cut.status, cut.reward) == ("truncated", -0.05)
 
@@ -700,13 +829,18 @@ def test_an_openenv_server_that_fails_is_the_cause(openenv):
     env, _ = openenv(room=0)
     env.hooks["rollout"].function.__globals__["ROOM_S"] = 0.2
     error = stage.error_of(env, "a", row=row)
-    assert "failed at 'reset': no room (CAPACITY_REACHED)" in error and "stayed full for 0.2 s" in error
+    assert (
+        "failed at 'reset': no room (CAPACITY_REACHED)" in error
+        and "stayed full for 0.2 s" in error
+    )
     env, _ = openenv(step_s=0.3)
     assert "failed at 'step': no fuel (EXECUTION_ERROR)" in stage.error_of(env, "raise", row=row)
     assert "closed the connection after 'step'" in stage.error_of(env, "die", row=row)
     assert "did not answer to 'step' within 0.3 s" in stage.error_of(env, "hang", row=row)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        env.hooks["rollout"].function.__globals__["URL"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        env.hooks["rollout"].function.__globals__["URL"] = (
+            f"http://127.0.0.1:{silent.getsockname()[1]}"
+        )
         assert "Timeout" in stage.error_of(env, "a", row=row)
     assert "Cannot connect to host" in stage.error_of(env, "a", row=row)
 
@@ -743,12 +877,16 @@ def games(row: dict, max_tokens: int = 50, **says) -> dict:
 def test_positions_are_of_three_levels_and_of_one_split():
     train, held_out = rows_of("chess_game")
     assert not {row["fen"] for row in train} & {row["fen"] for row in held_out}
-    assert {row["opponent"] for row in train} == {"actor"} and {row["opponent"] for row in held_out} == {"random"}
+    assert {row["opponent"] for row in train} == {"actor"} and {
+        row["opponent"] for row in held_out
+    } == {"random"}
     assert Counter(row["level"] for row in train + held_out) == {1: 150, 2: 150, 3: 150}
     for row in held_out:
         board = chess.Board(row["fen"])
         assert board.is_valid() and not board.is_game_over()
-        mates = [move for move in board.legal_moves if board.gives_check(move) and is_mate(board, move)]
+        mates = [
+            move for move in board.legal_moves if board.gives_check(move) and is_mate(board, move)
+        ]
         assert mates or row["level"] > 1
 
 
@@ -762,15 +900,30 @@ def is_mate(board, move) -> bool:
 def test_fools_mate_is_played_in_both_notations_and_black_earns_it():
     found = games(START, ann=["f3", "g4"], ben=["e7e5", "Qh4"])
     white, black = found["ann", "white"], found["ben", "black"]
-    assert white.reward_parts == {"result": 0.0, "legal": pytest.approx(0.2)} and white.metrics["illegal"] == 0
-    assert black.reward_parts == {"result": 1.0, "legal": pytest.approx(0.2)} and black.metrics["moves"] == 2
+    assert (
+        white.reward_parts == {"result": 0.0, "legal": pytest.approx(0.2)}
+        and white.metrics["illegal"] == 0
+    )
+    assert (
+        black.reward_parts == {"result": 1.0, "legal": pytest.approx(0.2)}
+        and black.metrics["moves"] == 2
+    )
     seen = white.messages[0]["content"]
-    assert seen.startswith(f"Chess. You are white.\n\n{chess.STARTING_FEN}\nLegal: ") and seen.count(",") == 19
-    alone = games(START, policy=["f3", "g4"])  # the same actor says the same in each seat: g4 is no move of black's
-    assert alone["policy", "black"].metrics["illegal"] == 1 and alone["policy", "white"].reward_parts["result"] == 1
+    assert (
+        seen.startswith(f"Chess. You are white.\n\n{chess.STARTING_FEN}\nLegal: ")
+        and seen.count(",") == 19
+    )
+    # The same actor says the same in each seat: g4 is no move of black's.
+    alone = games(START, policy=["f3", "g4"])
+    assert (
+        alone["policy", "black"].metrics["illegal"] == 1
+        and alone["policy", "white"].reward_parts["result"] == 1
+    )
 
 
-@pytest.mark.parametrize("bad", ["e5", "Kd2", "", "I play e4.", "--", "0000", "e2e4 e7e5", "\x00", "O-O", "@@@@"])
+@pytest.mark.parametrize(
+    "bad", ["e5", "Kd2", "", "I play e4.", "--", "0000", "e2e4 e7e5", "\x00", "O-O", "@@@@"]
+)
 def test_an_illegal_or_garbage_chess_move_loses(bad):
     found = games(START, ann=[bad], ben=["e5"])
     assert found["ann", "white"].reward_parts == {"result": 0.0, "legal": 0.0}
@@ -781,10 +934,14 @@ def test_an_illegal_or_garbage_chess_move_loses(bad):
     assert cut["ann", "white"].reward == 0.0
 
 
-def test_a_game_that_repeats_is_a_draw_and_one_that_is_too_long_is_scored_by_its_material(monkeypatch):
+def test_a_game_that_repeats_is_a_draw_and_one_that_is_too_long_is_scored_by_its_material(
+    monkeypatch,
+):
     queen = {"prompt": "Chess.", "fen": "7k/8/8/8/8/8/8/1Q5K w - - 0 1"}
     found = games(queen, ann=["Kg1", "Kh1"] * 9, ben=["Kg8", "Kh8"] * 9)
-    assert {t.reward_parts["result"] for t in found.values()} == {0.5} and len(found["ann", "white"].turns) < 9
+    assert {t.reward_parts["result"] for t in found.values()} == {0.5} and len(
+        found["ann", "white"].turns
+    ) < 9
     env = env_of("chess_game")
     monkeypatch.setitem(env.hooks["rollout"].function.__globals__, "MAX_PLIES", 3)
     actors = stage.cast(ann=["Kg1", "Kf1"], ben=["Kg8", "Kf8"])
@@ -795,21 +952,34 @@ def test_a_game_that_repeats_is_a_draw_and_one_that_is_too_long_is_scored_by_its
 
 
 def test_the_random_player_of_chess_moves_legally_and_the_same_again():
-    first, again = (games(MATE | {"opponent": "random"}, ann=["Kd1", "Kc1", "Kb1"], ben=["Qh8"]) for _ in range(2))
-    assert {key: t.messages for key, t in first.items()} == {key: t.messages for key, t in again.items()}
+    first, again = (
+        games(MATE | {"opponent": "random"}, ann=["Kd1", "Kc1", "Kb1"], ben=["Qh8"])
+        for _ in range(2)
+    )
+    assert {key: t.messages for key, t in first.items()} == {
+        key: t.messages for key, t in again.items()
+    }
     assert first["ben", "white"].reward_parts["result"] == 1.0  # each has a game of its own
     assert "moves_random" in first["ann", "white"].metrics and len(first["ann", "white"].turns) >= 2
 
 
 def test_three_steps_of_chess_learn(warm, tmp_path):
     rows = [START | {"prompt": "Go."}] * 2
-    found = learns(warm, "chess_game", tmp_path, rows, "--max_prompt_tokens 300 --max_tokens 6 --max_turns 2", tasks=2)
+    found = learns(
+        warm,
+        "chess_game",
+        tmp_path,
+        rows,
+        "--max_prompt_tokens 300 --max_tokens 6 --max_turns 2",
+        tasks=2,
+    )
     assert any(row["rollout/policy/moves"] for row in found)
 
 
 # Verifiers
 
-# Written after what verifiers 0.1.10 has for trainers, without its code: its package needs too much for the tests.
+# Written after what verifiers 0.1.10 has for trainers, without its code: its package needs too much
+# for the tests.
 VERIFIERS = """
 import json
 
@@ -861,7 +1031,10 @@ def load_environment(name, **given):
     assert name == "sums"
     return Environment(**given)
 """
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @pytest.fixture
@@ -885,7 +1058,11 @@ def test_a_verifiers_environment_plays_and_scores_in_one_conversation(sums, caps
     rows = list(env.load_tasks("train"))
     assert (len(rows), len(env.load_tasks("eval")), env.max_turns) == (8, 2, 3)
     found = stage.play(env, "3", "", "4", row=rows[0])
-    assert (found.reward, found.metrics, [t.is_fresh for t in found.turns]) == (1.0, {"said": 3}, [True, False, False])
+    assert (found.reward, found.metrics, [t.is_fresh for t in found.turns]) == (
+        1.0,
+        {"said": 3},
+        [True, False, False],
+    )
     assert [m["content"] for m in found.messages] == ["2+2?", "3", "No.", "", "No.", "4"]
     assert stage.play(env, "5", row=rows[0]).reward == 0.0
     tool = stage.play(sums(tools=[ADD]), called("add", a=2, b=2), "4", row=rows[0], max_tokens=99)
@@ -895,7 +1072,9 @@ def test_a_verifiers_environment_plays_and_scores_in_one_conversation(sums, caps
     assert "every normal episode was scored" in capsys.readouterr().out
 
 
-def test_a_conversation_that_a_verifiers_environment_rewrites_begins_anew_with_the_same_reward(sums):
+def test_a_conversation_that_a_verifiers_environment_rewrites_begins_anew_with_the_same_reward(
+    sums,
+):
     row = sums().load_tasks("train")[0]
     found = stage.run(sums(how="forget"), stage.cast(policy="3"), rows=[row])
     assert [t.messages[0]["content"] for t in found] == ["2+2?"] + ["Again: 2+2?"] * 2
@@ -906,7 +1085,9 @@ def test_what_a_verifiers_environment_raises_is_the_cause_and_a_full_context_end
     row = sums().load_tasks("train")[0]
     assert "OSError: the rubric is lost" in stage.error_of(sums(how="raise"), "3", row=row)
     full = stage.play(sums(max_turns=99), "3", row=row, limits={"max_context_tokens": 40})
-    assert (full.status, full.reward) == ("truncated", 0.0) and 2 < len(full.turns) == full.metrics["said"] < 10
+    assert (full.status, full.reward) == ("truncated", 0.0) and 2 < len(full.turns) == full.metrics[
+        "said"
+    ] < 10
 
     def engine_dies(prompt, seed):
         raise EngineDied("no more memory")
@@ -919,7 +1100,9 @@ def test_what_a_verifiers_environment_raises_is_the_cause_and_a_full_context_end
 
 def test_three_steps_of_a_verifiers_environment_learn(warm, sums, tmp_path):
     sums(max_turns=1)
-    rows = [{"prompt": [{"role": "user", "content": "Which is it?"}], "answer": str(n)} for n in (0, 1)]
+    rows = [
+        {"prompt": [{"role": "user", "content": "Which is it?"}], "answer": str(n)} for n in (0, 1)
+    ]
     learns(warm, "verifiers_env", tmp_path, rows, "--max_prompt_tokens 64 --max_tokens 80", tasks=2)
 
 

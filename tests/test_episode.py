@@ -37,34 +37,53 @@ ALTERNATING = (
 
 DEBATE = "turns = 'bob -> alice -> carol -> bob'\ndef reward_fn(messages): return len(messages)\n"
 THOUGHT = "<think>hm</think>\n\nB"
-# What each actor says, and what each sees in the end: its own turns as "a", all others as "u". What follows an actor's last turn
-# stands in its messages, but not among its tokens.
+# What each actor says, and what each sees in the end: its own turns as "a", all others as "u". What
+# follows an actor's last turn stands in its messages, but not among its tokens.
 VIEWS = {
     "others are users": (
-        DEBATE, {"carol": "C"}, 5,
-        {"bob": "u:2+2|a:B|u:A\n\nC|a:B", "alice": "u:2+2\n\nB|a:A|u:C\n\nB", "carol": "u:2+2\n\nB\n\nA|a:C|u:B"},
+        DEBATE,
+        {"carol": "C"},
+        5,
+        {
+            "bob": "u:2+2|a:B|u:A\n\nC|a:B",
+            "alice": "u:2+2\n\nB|a:A|u:C\n\nB",
+            "carol": "u:2+2\n\nB\n\nA|a:C|u:B",
+        },
     ),
     "names stand before what others say if asked": (
-        DEBATE + "name_prefix = True", {"carol": "C"}, 5, {"bob": "u:2+2|a:B|u:alice says: A\n\ncarol says: C|a:B"},
+        DEBATE + "name_prefix = True",
+        {"carol": "C"},
+        5,
+        {"bob": "u:2+2|a:B|u:alice says: A\n\ncarol says: C|a:B"},
     ),
     "what an actor thought is for itself and for hooks": (
-        "turns = 'bob -> alice'\ndef reward_fn(messages): return 'hm' in messages[1]['content']", {"bob": THOUGHT}, 1,
+        "turns = 'bob -> alice'\ndef reward_fn(messages): return 'hm' in messages[1]['content']",
+        {"bob": THOUGHT},
+        1,
         {"bob": f"u:2+2|a:{THOUGHT}|u:A", "alice": "u:2+2\n\nB|a:A"},
     ),
     "between two turns in a row stands a message": (
-        "turns = 'bob*2 -> alice'\ndef reward_fn(messages): return len(messages)", {}, 4,
+        "turns = 'bob*2 -> alice'\ndef reward_fn(messages): return len(messages)",
+        {},
+        4,
         {"bob": "u:2+2|a:B|u:Continue.|a:B|u:A"},
     ),
     "interact ends a schedule by done alone": (
         "turns = '(bob -> alice)*3'\ndef reward_fn(messages): return len(messages)\n"
         "def interact(messages, actor):\n"
-        "    if len(messages) == 4: return {'messages': [{'role': 'user', 'content': 'stop'}], 'done': True}",
-        {}, 5, {"bob": "u:2+2|a:B|u:A|a:B|u:stop"},
+        "    if len(messages) == 4: return {'messages': [{'role': 'user', 'content': 'stop'}], "
+        "'done': True}",
+        {},
+        5,
+        {"bob": "u:2+2|a:B|u:A|a:B|u:stop"},
     ),
     "an actor that was not drawn has no trajectory": (
-        "turns = 'bob -> alice*0'\ndef reward_fn(): return 1", {}, 1, {"bob": "u:2+2|a:B"},
+        "turns = 'bob -> alice*0'\ndef reward_fn(): return 1",
+        {},
+        1,
+        {"bob": "u:2+2|a:B"},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("template", [None, ALTERNATING], ids=["plain", "alternating"])
@@ -101,14 +120,19 @@ def test_system_prompts_are_templates_over_the_columns_and_replace_the_rows_own(
         def reward_fn(): return 1
     """)
     env.check_columns([ROW | {"hint": "x"}], "rows")
-    row = ROW | {"messages": [{"role": "system", "content": "Own."}, *ROW["messages"]], "hint": "{{ answer }}"}
+    row = ROW | {
+        "messages": [{"role": "system", "content": "Own."}, *ROW["messages"]],
+        "hint": "{{ answer }}",
+    }
     found = run(env, cast(bob="B", alice="A"), rows=[row])
     assert talk(one(found, "bob").messages)[:2] == ["s:You know 4!.", "u:2+2"]
     assert talk(one(found, "alice").messages)[:2] == ["s:Own.", "u:2+2\n\nB"]
 
 
 def test_a_system_prompt_cannot_reach_into_python(env_of):
-    env = env_of("system_prompts = {'bob': '{{ answer.__class__.__mro__ }}'}\ndef reward_fn(): return 1")
+    env = env_of(
+        "system_prompts = {'bob': '{{ answer.__class__.__mro__ }}'}\ndef reward_fn(): return 1"
+    )
     [failed] = run(env, cast(bob="B"))
     assert re.search(r"system_prompts\['bob'\] fails for task train/0: SecurityError", failed.error)
 
@@ -151,7 +175,9 @@ def test_turns_may_be_a_function_that_yields_for_ever_and_max_turns_ends_it(env_
 # Rewards
 
 
-def test_a_hook_that_names_actor_is_called_for_each_that_learns_and_others_give_one_value_to_all(env_of):
+def test_a_hook_that_names_actor_is_called_for_each_that_learns_and_others_give_one_value_to_all(
+    env_of,
+):
     env = env_of("""
         from rl_core import reward
         turns = "bob -> alice -> judge"
@@ -193,15 +219,23 @@ def test_rewards_of_interact_stand_on_the_turns_that_they_follow(env_of):
     """)
     found = run(env, cast(bob="B", alice="A"))
     bob, alice = one(found, "bob"), one(found, "alice")
-    assert (bob.turn_rewards, bob.reward, bob.reward_parts) == ([2.0, 4.5], 6.5, {"interact": 6.0, "reward_fn": 0.5})
+    assert (bob.turn_rewards, bob.reward, bob.reward_parts) == (
+        [2.0, 4.5],
+        6.5,
+        {"interact": 6.0, "reward_fn": 0.5},
+    )
     assert (alice.turn_rewards, alice.reward) == ([3.5], 3.5)
-    assert (bob.places, alice.places) == ([2, 4], [3])  # among the messages, of which the task's is the first
+    # Among the messages, of which the task's is the first.
+    assert (bob.places, alice.places) == ([2, 4], [3])
     assert one(run(env_of("def reward_fn(): return 1"), cast(bob="B"))).turn_rewards == []
 
 
 def test_a_cut_turn_ends_the_episode_for_all_and_may_have_a_reward_of_its_own(env_of):
     code = "turns = 'bob -> alice -> bob'\ndef reward_fn(): return 1\n"
-    for more, reward, parts in (("", 1.0, {"reward_fn": 1.0}), ("truncated_reward = -2", -2.0, {"truncated": -2.0})):
+    for more, reward, parts in (
+        ("", 1.0, {"reward_fn": 1.0}),
+        ("truncated_reward = -2", -2.0, {"truncated": -2.0}),
+    ):
         found = run(env_of(code + more), cast(bob="B", alice="A" * 99), max_tokens=20)
         assert [(t.actor, t.status, t.reward, len(t.turns)) for t in found] == [
             ("alice", "truncated", reward, 1), ("bob", "truncated", reward, 1)
@@ -213,7 +247,10 @@ def test_a_cut_turn_ends_the_episode_for_all_and_may_have_a_reward_of_its_own(en
     "code, actors",
     [
         ("def reward_fn(): return 1\n", {"bob": "B" * 99}),
-        ("max_turns = 3\ndef interact(): return [{'role': 'user', 'content': 'on'}]\n", {"bob": ["B", "B", "B" * 99]}),
+        (
+            "max_turns = 3\ndef interact(): return [{'role': 'user', 'content': 'on'}]\n",
+            {"bob": ["B", "B", "B" * 99]},
+        ),
         ("turns = 'bob -> alice'\ndef reward_fn(): return 1\n", {"bob": "B", "alice": "A" * 99}),
     ],
     ids=["one turn", "the third of three", "of another actor"],
@@ -229,9 +266,13 @@ def test_an_episode_is_truncated_where_its_last_allowed_turn_is_cut(env_of, code
 
 def test_a_view_that_no_longer_fits_ends_the_episode_and_is_no_failure(env_of):
     env = env_of("turns = '(bob -> alice)*9'\ndef reward_fn(messages): return len(messages)")
-    found = run(env, cast(limits={"max_context_tokens": 60}, bob="B" * 9, alice="A" * 9), max_tokens=20)
+    found = run(
+        env, cast(limits={"max_context_tokens": 60}, bob="B" * 9, alice="A" * 9), max_tokens=20
+    )
     assert {t.status for t in found} == {"truncated"} and len(found) == 2
-    only_bob = run(env, cast(limits={"max_context_tokens": 11}, bob="B" * 3, alice="A"), max_tokens=20)
+    only_bob = run(
+        env, cast(limits={"max_context_tokens": 11}, bob="B" * 3, alice="A"), max_tokens=20
+    )
     assert [(t.actor, t.status) for t in only_bob] == [("bob", "truncated")]
 
 
@@ -249,25 +290,43 @@ def test_a_group_is_scored_at_once_by_actor_and_without_those_that_failed(env_of
         @reward(weight=0.5, batched=True)
         async def size(trajectories): return [len(trajectories)] * len(trajectories)
     """)
-    found = run(env, cast(bob=lambda p, s: f"b{s % 10}", alice=lambda p, s: f"a{s % 10}"), group_size=12)
+    found = run(
+        env, cast(bob=lambda p, s: f"b{s % 10}", alice=lambda p, s: f"a{s % 10}"), group_size=12
+    )
     fine = [t for t in found if t.status == "ok"]
     failed = [t for t in found if t.status == "failed"]
-    assert fine and failed and len(failed) % 2 == 0 and "seven" in failed[0].error and failed[0].reward is None
+    assert (
+        fine
+        and failed
+        and len(failed) % 2 == 0
+        and "seven" in failed[0].error
+        and failed[0].reward is None
+    )
     for name in ("bob", "alice"):
         group = [t for t in fine if t.actor == name]
         texts = sorted(t.turns[0].completion.text for t in group)
         for t in group:
             rank = texts.index(t.turns[0].completion.text)
-            assert t.reward_parts == {"reward_fn": 10.0, "group_reward_fn": rank, "size": len(group) / 2}
+            assert t.reward_parts == {
+                "reward_fn": 10.0,
+                "group_reward_fn": rank,
+                "size": len(group) / 2,
+            }
             assert t.reward == sum(t.reward_parts.values())
 
 
 @pytest.mark.parametrize(
     ("body", "match"),
     [
-        ("return [1]", r"what group_reward_fn\(\) returned is \[1\]; it must be a list of 2 numbers"),
+        (
+            "return [1]",
+            r"what group_reward_fn\(\) returned is \[1\]; it must be a list of 2 numbers",
+        ),
         ("return 1.0", "returned is 1.0; it must be a list of 2 numbers"),
-        ("return [1, float('nan')]", r"a number in x\.py: what group_reward_fn\(\) returned is nan"),
+        (
+            "return [1, float('nan')]",
+            r"a number in x\.py: what group_reward_fn\(\) returned is nan",
+        ),
         ("return [1, 'x']", r"what group_reward_fn\(\) returned is 'x'"),
         ("raise KeyError('k')", r"group_reward_fn\(\) failed for task train/0: x\.py:2: KeyError"),
         ("import time; time.sleep(60)", r"group_reward_fn\(\) ran longer than 0\.2 s"),
@@ -276,12 +335,17 @@ def test_a_group_is_scored_at_once_by_actor_and_without_those_that_failed(env_of
 def test_a_group_that_cannot_be_scored_has_failed_as_a_whole(env_of, body, match):
     env = env_of(f"def group_reward_fn(trajectories):\n    {body}", hook_timeout_s=0.2)
     found = run(env, cast(bob="B"), group_size=2)
-    assert [(t.status, t.reward, t.index) for t in found] == [("failed", None, 0), ("failed", None, 1)]
+    assert [(t.status, t.reward, t.index) for t in found] == [
+        ("failed", None, 0),
+        ("failed", None, 1),
+    ]
     assert all(re.search(match, t.error) for t in found), found[0].error
 
 
 def test_what_scores_a_group_has_the_deadline_of_an_episode(env_of):
-    env = env_of("import asyncio\nasync def group_reward_fn(trajectories):\n    await asyncio.sleep(1.9)")
+    env = env_of(
+        "import asyncio\nasync def group_reward_fn(trajectories):\n    await asyncio.sleep(1.9)"
+    )
     [failed] = run(env, cast(bob="B"), timeout_s=1)
     assert failed.error == "what scores the group took longer than --rollout.episode_timeout_s=1"
 
@@ -315,13 +379,18 @@ def test_a_reward_may_ask_another_actor_and_that_leaves_no_trajectory(env_of):
             "actors['judge'].respond('x', temprature=1)",
             r"respond\(temprature=\.\.\.\) is unknown; did you mean 'temperature'",
         ),
-        ("actors['judge'].respond('x', temperature=-1)", "must have max_tokens >= 1, temperature >= 0"),
+        (
+            "actors['judge'].respond('x', temperature=-1)",
+            "must have max_tokens >= 1, temperature >= 0",
+        ),
         ("actors['judge'].respond('x', max_tokens=0)", "must have max_tokens >= 1"),
         ("actors['judge'].respond([{'role': 'user'}])", "message 1 is "),
     ],
 )
 def test_what_an_actor_cannot_be_asked_is_told(env_of, call, match):
-    env = env_of(f"turns = 'bob'\nasync def reward_fn(actors):\n    return float((await {call}).text)")
+    env = env_of(
+        f"turns = 'bob'\nasync def reward_fn(actors):\n    return float((await {call}).text)"
+    )
     [failed, _] = run(env, cast(bob="B", judge="1"))
     assert failed.status == "failed" and re.search(match, failed.error), failed.error
 
@@ -348,11 +417,17 @@ def test_a_rollout_continues_and_branches_conversations_with_exact_tokens(env_of
     actors = cast(bob=lambda prompt, seed: f"b{seed}", alice=lambda prompt, seed: f"a{seed}")
     found = run(env, actors)
     bob, alice = [t for t in found if t.actor == "bob"], [t for t in found if t.actor == "alice"]
-    assert [(t.seat, t.reward, len(t.turns)) for t in bob] == [("", 1.0, 2), ("right", 0.75, 2), ("third", 1.0, 3)]
+    assert [(t.seat, t.reward, len(t.turns)) for t in bob] == [
+        ("", 1.0, 2),
+        ("right", 0.75, 2),
+        ("third", 1.0, 3),
+    ]
     assert bob[1].reward_parts == {"a": 0.5, "b": 0.25} and bob[2].metrics == {"depth": 3}
     assert len({t.turns[0].completion.text for t in alice}) == 3  # each with a seed of its own
     assert {(p.max_tokens, p.stop) for _, _, p in actors["alice"].engine.asked} == {(30, ("!",))}
-    assert bob[0].turns[0] == bob[1].turns[0] and len({t.turns[1].completion.text for t in bob}) == 2
+    assert (
+        bob[0].turns[0] == bob[1].turns[0] and len({t.turns[1].completion.text for t in bob}) == 2
+    )
     assert bob[1].turns == bob[2].turns[:2]
     for t in bob:
         [sample] = samples_from_turns(t.turns, 1.0)
@@ -417,7 +492,9 @@ def test_a_conversation_without_room_gives_an_empty_truncated_reply(env_of):
         ("raise RuntimeError", r"rollout\(\) failed for task train/0: x\.py:4: RuntimeError"),
     ],
 )  # fmt: skip
-def test_what_is_no_trajectory_is_a_failed_episode_with_its_reason_and_all_that_was_said(env_of, body, match):
+def test_what_is_no_trajectory_is_a_failed_episode_with_its_reason_and_all_that_was_said(
+    env_of, body, match
+):
     env = env_of(f"""
         import asyncio
         async def rollout(task, actors):
@@ -425,7 +502,11 @@ def test_what_is_no_trajectory_is_a_failed_episode_with_its_reason_and_all_that_
     """)
     failed = run(env, cast(bob="B", alice="A", judge=("J", False)), timeout_s=1)
     assert {(t.status, t.reward) for t in failed} == {("failed", None)}
-    assert {t.actor: len(t.turns) > 0 for t in failed} == {"alice": False, "bob": True, "judge": True}
+    assert {t.actor: len(t.turns) > 0 for t in failed} == {
+        "alice": False,
+        "bob": True,
+        "judge": True,
+    }
     assert all(re.search(match, t.error) for t in failed), failed[0].error
 
 
@@ -442,7 +523,8 @@ def test_a_frozen_actor_may_be_drawn_from_in_any_way_and_scored(env_of):
 
 @pytest.fixture
 def documented(tmp_path, monkeypatch):
-    """Name -> the environment of the block of docs/environments.md that begins with its file's name."""
+    """Name -> the environment of the block of docs/environments.md that begins with its file's
+    name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", sys.path[:])
     text = (Path(__file__).parent.parent / "docs/environments.md").read_text()
@@ -472,20 +554,34 @@ def test_documented_level_3(documented):
     env.check_columns([ROW], "rows")
     found = run(env, cast(bob="no", alice="4"))
     assert (one(found, "bob").reward, one(found, "alice").reward) == (0.0, 1.0)
-    assert talk(one(found, "bob").messages)[:2] == ["s:The answer is 4. Give hints, never the answer.", "u:2+2"]
+    assert talk(one(found, "bob").messages)[:2] == [
+        "s:The answer is 4. Give hints, never the answer.",
+        "u:2+2",
+    ]
 
 
 def test_documented_race_of_a_proposer_and_solvers(documented):
     env = documented("race")
     env.check_actors(["proposer", "solver", "judge"])
     actors = cast(
-        proposer=lambda prompt, seed: f"{seed % 2}+1", solver=lambda prompt, seed: str(seed % 3),
-        judge=(lambda prompt, seed: "yes" if prompt.split("\n")[1] == str(int(prompt.split("+")[0][-1]) + 1) else "no", False),
-    )  # fmt: skip
+        proposer=lambda prompt, seed: f"{seed % 2}+1",
+        solver=lambda prompt, seed: str(seed % 3),
+        judge=(
+            lambda prompt, seed: (
+                "yes" if prompt.split("\n")[1] == str(int(prompt.split("+")[0][-1]) + 1) else "no"
+            ),
+            False,
+        ),
+    )
     found = run(env, actors, group_size=6)
-    proposed, solved = [t for t in found if t.actor == "proposer"], [t for t in found if t.actor == "solver"]
+    proposed, solved = (
+        [t for t in found if t.actor == "proposer"],
+        [t for t in found if t.actor == "solver"],
+    )
     assert {t.status for t in found} == {"ok"} and (len(proposed), len(solved)) == (6, 24)
-    assert {t.seat for t in solved} == {t.messages[-1]["content"] for t in proposed} == {"0+1", "1+1"}
+    assert (
+        {t.seat for t in solved} == {t.messages[-1]["content"] for t in proposed} == {"0+1", "1+1"}
+    )
     for t in solved:
         assert t.reward == float(int(t.messages[-1]["content"]) == int(t.seat[0]) + 1)
     for t in proposed:
@@ -503,7 +599,12 @@ def test_documented_game_of_one_actor_in_two_seats(documented):
         total = int(re.findall(r"It is (\d+)\.", prompt)[-1])
         return str((10 - total) % 4 or 1)
 
-    for say, first, second in ((best, 1.0, -1.0), ("x", -1.0, None), ("1", -1.0, 1.0), ("3", 1.0, -1.0)):
+    for say, first, second in (
+        (best, 1.0, -1.0),
+        ("x", -1.0, None),
+        ("1", -1.0, 1.0),
+        ("3", 1.0, -1.0),
+    ):
         found = {t.seat: t for t in run(env, cast(policy=say))}
         assert {seat: t.reward for seat, t in found.items()} == {"first": first} | (
             {"second": second} if second else {}
@@ -515,7 +616,8 @@ def test_documented_game_of_one_actor_in_two_seats(documented):
 
 
 CHATML = (
-    "{%- for message in messages -%}{{- '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' -}}{%- endfor -%}"
+    "{%- for message in messages -%}{{- '<|' + message['role'] + '|>\n' + message['content'] + "
+    "'<|end|>\n' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>\n' -}}{%- endif -%}"
 )
 # Architecture, template, and what that template puts behind a role, and behind an end token.
@@ -534,19 +636,29 @@ def trio(tmp_path_factory):
     found = {}
     for seed, (name, (arch, template, _, _)) in enumerate(KINDS.items()):
         folder = tmp_path_factory.mktemp(name)
-        tokenizer = bpe_tokenizer(["the cat sat on the mat and that was that"], 320) if name == "alice" else None
+        tokenizer = (
+            bpe_tokenizer(["the cat sat on the mat and that was that"], 320)
+            if name == "alice"
+            else None
+        )
         make_tiny_model(folder, 32, 2, 2, seed=seed, arch=arch, tokenizer=tokenizer)
         chat = Chat(AutoTokenizer.from_pretrained(folder), template)
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
         engine = embedded(model, num_slots=6, max_context_tokens=600, tokenizer=chat.tokenizer)
-        actor = Actor(name=name, engine=engine, chat=chat, stop_token_ids=chat.stop_token_ids, max_context_tokens=600)
+        actor = Actor(
+            name=name,
+            engine=engine,
+            chat=chat,
+            stop_token_ids=chat.stop_token_ids,
+            max_context_tokens=600,
+        )
         found[name] = (actor, model)
     return found
 
 
 def naive_ids(name: str, chat: Chat, messages: list[dict], turns: list) -> list[int]:
-    """What the actor must have seen before its next turn: its sampled tokens as they were, all else as its template
-    writes it, letter by letter."""
+    """What the actor must have seen before its next turn: its sampled tokens as they were, all else
+    as its template writes it, letter by letter."""
     _, _, after_role, after_end = KINDS[name]
     end, text, ids, turns = chat.tokenizer.convert_tokens_to_ids("<|end|>"), "", [], iter(turns)
     for message in messages:
@@ -570,12 +682,15 @@ def test_every_actors_tokens_masks_and_logprobs_equal_a_naive_simulation(env_of,
     """)
     env.check_actors(list(trio))
     actors = {name: actor for name, (actor, _) in trio.items()}
-    # Random models seldom end their turns: letters end them, so that some turns end without an end token.
+    # Random models seldom end their turns: letters end them, so that some turns end without an end
+    # token.
     stop = tuple("aeiou0123456789tT. ")
     tasks = [make_task(dict(ROW), i, env.name, "train") for i in range(3)]
     groups = make_groups(tasks, 2, seed=5, max_tokens=60, stop=stop)
     found = asyncio.run(
-        rollout({env.name: env}, actors, groups, RolloutConfig(max_failed_fraction=0.0), init_ranks(60))
+        rollout(
+            {env.name: env}, actors, groups, RolloutConfig(max_failed_fraction=0.0), init_ranks(60)
+        )
     )
     episodes: dict[tuple, list] = {}
     for t in found:
@@ -587,14 +702,22 @@ def test_every_actors_tokens_masks_and_logprobs_equal_a_naive_simulation(env_of,
         said = [m["content"] for m in t.messages if m["role"] == "assistant"]
         assert said == [turn.completion.text for turn in t.turns]
         places = [i for i, m in enumerate(t.messages) if m["role"] == "assistant"]
-        for number, (turn, prompt, place) in enumerate(zip(t.turns, prompts_of(t.turns), places, strict=True)):
+        for number, (turn, prompt, place) in enumerate(
+            zip(t.turns, prompts_of(t.turns), places, strict=True)
+        ):
             assert prompt == naive_ids(t.actor, actor.chat, t.messages[:place], t.turns[:number])
             num_without_end += turn.completion.token_ids[-1] not in actor.stop_token_ids
         [sample] = samples_from_turns(t.turns, 1.0)  # its stream only grew
         prompts, said = prompts_of(t.turns), [turn.completion.token_ids for turn in t.turns]
         assert sample.token_ids.tolist() == prompts[-1] + said[-1]
-        assert sum(len(turn.new_ids + ids) for turn, ids in zip(t.turns, said, strict=True)) == len(sample.token_ids)
-        sampled = {i for ids, new in zip(prompts, said, strict=True) for i in range(len(ids), len(ids + new))}
+        assert sum(len(turn.new_ids + ids) for turn, ids in zip(t.turns, said, strict=True)) == len(
+            sample.token_ids
+        )
+        sampled = {
+            i
+            for ids, new in zip(prompts, said, strict=True)
+            for i in range(len(ids), len(ids + new))
+        }
         assert [i for i, m in enumerate(sample.loss_mask) if m] == sorted(sampled)
         with torch.no_grad():
             logits = model(torch.tensor([sample.token_ids])).logits[0].double().log_softmax(-1)
@@ -609,5 +732,7 @@ def test_every_actors_tokens_masks_and_logprobs_equal_a_naive_simulation(env_of,
             for other in views:
                 if other is not t:
                     text = "\n\n".join(heard[other.actor])
-                    positions = [text.find(s.completion.text) for s in t.turns if len(s.completion.text) > 5]
+                    positions = [
+                        text.find(s.completion.text) for s in t.turns if len(s.completion.text) > 5
+                    ]
                     assert -1 not in positions and positions == sorted(positions)

@@ -1,4 +1,5 @@
-"""What compares or counts is over episodes: one that returned several conversations weighs as one."""
+"""What compares or counts is over episodes: one that returned several conversations weighs as
+one."""
 
 from __future__ import annotations
 
@@ -33,8 +34,10 @@ READERS = {
     "data/episodes.py episode_rewards": "the law itself",
     "data/rows.py load_rollouts": "keeps conversations by their own reward, of rows to imitate",
     "sampling/episode.py Episode.score": "one conversation",
-    "sampling/outcomes.py part_metrics": "the mean over each episode's conversations, then over episodes",
-    "sampling/outcomes.py rollout_metrics": "the longest conversation, all tokens, and whether rewards differ at all",
+    "sampling/outcomes.py "
+    "part_metrics": "the mean over each episode's conversations, then over episodes",
+    "sampling/outcomes.py "
+    "rollout_metrics": "the longest conversation, all tokens, and whether rewards differ at all",
     "tools/check.py part_means": "gives the value to episode_means",
     "tools/check.py outcomes_of": "names of the parts",
     "tools/eval.py scores": "the mean over each episode's conversations, then over episodes",
@@ -53,7 +56,8 @@ NAMES = {"reward", "reward_parts", "num_tokens"}
 
 
 def readers(path: Path) -> set[str]:
-    """The functions of a file that read, in a comprehension, what conversations earned or how long they are."""
+    """The functions of a file that read, in a comprehension, what conversations earned or how long
+    they are."""
     found = set()
 
     def visit(node: ast.AST, names: tuple[str, ...], is_list: bool) -> None:
@@ -75,16 +79,22 @@ def readers(path: Path) -> set[str]:
 def test_whatever_lists_rewards_is_known_to_keep_the_law():
     found = set().union(*map(readers, (ROOT / "rl_core").rglob("*.py")))
     unknown = sorted(found - READERS.keys())
-    rule = "take episode_rewards() or episode_means() of data/episodes.py, or say in READERS why it keeps the law"
+    rule = (
+        "take episode_rewards() or episode_means() of data/episodes.py, or say in READERS why it "
+        "keeps the law"
+    )
     assert not unknown, f"{unknown} list what conversations earned; {rule}"
 
 
 def conversation(index: int, reward: float, **more) -> Trajectory:
-    return trajectory(index, reward=reward, task_id="train/0", reward_parts={"right": reward}, **more)
+    return trajectory(
+        index, reward=reward, task_id="train/0", reward_parts={"right": reward}, **more
+    )
 
 
 def played(copies: int) -> list[Trajectory]:
-    """A group of three episodes, of which the first, which is right, cut off and long, returned so many conversations."""
+    """A group of three episodes, of which the first, which is right, cut off and long, returned so
+    many conversations."""
     long = {"status": "truncated", "metrics": {"tries": 5.0}}
     first = [conversation(0, 1.0, **long) for _ in range(copies)]
     for t in first:
@@ -105,7 +115,11 @@ def advantages(kind: str, turn_discount: float | None, copies: int) -> dict[int,
     """Episode -> the advantages of its turns, which all of its conversations have."""
     group = played(copies)
     row = dataclasses.replace(PRESETS["grpo"], advantage=kind, turn_discount=turn_discount)
-    custom = (lambda rewards: [r - statistics.median(rewards) for r in rewards]) if turn_discount is None else list
+    custom = (
+        (lambda rewards: [r - statistics.median(rewards) for r in rewards])
+        if turn_discount is None
+        else list
+    )
     found = {}
     for t, own in zip(group, turn_advantages(group, [0.0] * len(group), row, custom), strict=True):
         assert found.setdefault(t.index, own) == pytest.approx(own)
@@ -130,8 +144,13 @@ def checked(copies: int) -> list[dict]:
 
 COUNTERS = {
     **{f"advantage {kind}": lambda n, kind=kind: advantages(kind, None, n) for kind in KINDS},
-    **{f"advantage of turns {kind}": lambda n, kind=kind: advantages(kind, 0.9, n) for kind in KINDS[:4]},
-    "success rate and mean of a curriculum": lambda n: group_results(played(n), ["policy"], 1.0, init_ranks(60)),
+    **{
+        f"advantage of turns {kind}": lambda n, kind=kind: advantages(kind, 0.9, n)
+        for kind in KINDS[:4]
+    },
+    "success rate and mean of a curriculum": lambda n: group_results(
+        played(n), ["policy"], 1.0, init_ranks(60)
+    ),
     "metrics of a step": lambda n: values(rollout_metrics([*played(n), *failed(n)])),
     "parts of the reward": lambda n: values(part_metrics(played(n))),
     "held-out scores": lambda n: values(held_out_metrics(played(n), "avg@3", "pass@3", 1.0)),
@@ -150,7 +169,9 @@ def test_an_episode_counts_the_same_however_many_conversations_it_returns(name):
 def plain(found):
     """The same with numbers of ten digits."""
     if dataclasses.is_dataclass(found):
-        return plain({field.name: getattr(found, field.name) for field in dataclasses.fields(found)})
+        return plain(
+            {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+        )
     if isinstance(found, dict):
         return {str(name): plain(value) for name, value in found.items()}
     if isinstance(found, (list, tuple)):
@@ -176,9 +197,13 @@ def test_conversations_of_one_episode_differ_by_what_each_earned():
         "none": rewards,
     }
     for kind, expected in want.items():
-        assert group_advantages(rewards, kind, None, episodes, shares) == pytest.approx(expected), kind
+        assert group_advantages(rewards, kind, None, episodes, shares) == pytest.approx(expected), (
+            kind
+        )
     seen = []
-    got = group_advantages(rewards, "custom", lambda r: seen.extend(r) or [7.0, 8.0], episodes, shares)
+    got = group_advantages(
+        rewards, "custom", lambda r: seen.extend(r) or [7.0, 8.0], episodes, shares
+    )
     assert (seen, got) == ([0.75, 0.0], [7.0, 7.0, 8.0])
     assert has_signal(group[:2], PRESETS["dapo"]) and episode_rewards(group) == [0.75, 0.0]
 
@@ -191,9 +216,13 @@ def test_conversations_of_a_groups_only_episode_are_compared_with_each_other(kin
 
 
 def test_each_turn_weighs_the_same_however_many_its_episode_has():
-    """The baseline of turns is the mean over all turns of the group, whose episodes are told apart here."""
+    """The baseline of turns is the mean over all turns of the group, whose episodes are told apart
+    here."""
     row = dataclasses.replace(PRESETS["dr_grpo"], turn_discount=1.0)
-    group = [conversation(0, 1.0, turn_rewards=[0.0, 1.0]), conversation(1, 0.0, turn_rewards=[0.0])]
+    group = [
+        conversation(0, 1.0, turn_rewards=[0.0, 1.0]),
+        conversation(1, 0.0, turn_rewards=[0.0]),
+    ]
     group[1].turns = group[1].turns[:1]
     found = turn_advantages(group, [0.0, 0.0], row, None)
     assert found == [pytest.approx([1 / 3, 1 / 3]), pytest.approx([-2 / 3])]
@@ -201,7 +230,10 @@ def test_each_turn_weighs_the_same_however_many_its_episode_has():
 
 def test_a_group_has_signal_where_one_episode_alone_has_a_later_turn():
     row = dataclasses.replace(PRESETS["dapo"], turn_discount=1.0)
-    group = [conversation(0, 1.0, turn_rewards=[1.0, 0.0]), conversation(1, 1.0, turn_rewards=[1.0])]
+    group = [
+        conversation(0, 1.0, turn_rewards=[1.0, 0.0]),
+        conversation(1, 1.0, turn_rewards=[1.0]),
+    ]
     group[1].turns = group[1].turns[:1]
     assert any(map(any, turn_advantages(group, [0.0, 0.0], row, None)))
     assert has_signal(group, row)
@@ -233,7 +265,10 @@ def test_rewards_that_differ_by_rounding_are_equal(rewards, differ):
     for kind in KINDS[:4]:
         assert any(group_advantages(rewards, kind)) == differ, kind
     for discount in (None, 0.9):
-        assert has_signal(group, dataclasses.replace(PRESETS["dapo"], turn_discount=discount)) == differ
+        assert (
+            has_signal(group, dataclasses.replace(PRESETS["dapo"], turn_discount=discount))
+            == differ
+        )
     assert rollout_metrics(group)["zero_signal_frac"].value == (not differ)
 
 
@@ -253,8 +288,16 @@ async def rollout(task, actors):
 
 def test_a_run_and_collect_count_episodes(places, tmp_path, capsys):
     (tmp_path / "several.py").write_text(SEVERAL)
-    flags = words("--model", places["model"], "--env_path", tmp_path / "several.py", "--max_tokens 8 --group_size 4")
-    flags += words("--max_prompt_tokens 24 --tasks_per_step 4 --num_steps 1 --eval_every 1 --eval.samples 3")
+    flags = words(
+        "--model",
+        places["model"],
+        "--env_path",
+        tmp_path / "several.py",
+        "--max_tokens 8 --group_size 4",
+    )
+    flags += words(
+        "--max_prompt_tokens 24 --tasks_per_step 4 --num_steps 1 --eval_every 1 --eval.samples 3"
+    )
     out = run(tmp_path / "run", flags)
     last, step = [row for row in metrics(out) if "eval/several/avg@3" in row][-1], metrics(out)[1]
 
@@ -262,7 +305,11 @@ def test_a_run_and_collect_count_episodes(places, tmp_path, capsys):
     every = [r for group in rewards.values() for r in group]
     told = len(trajectories(out / "rollouts/step_000001.jsonl.zst"))
     assert len(every) == 16 < told, "some episodes returned three conversations"
-    assert step["rollout/policy/reward_mean"] == step["rollout/policy/good"] == pytest.approx(sum(every) / 16)
+    assert (
+        step["rollout/policy/reward_mean"]
+        == step["rollout/policy/good"]
+        == pytest.approx(sum(every) / 16)
+    )
     equal = sum(len(set(group)) == 1 for group in rewards.values())
     assert step["rollout/policy/zero_signal_frac"] == equal / 4 < 1
 
@@ -272,12 +319,27 @@ def test_a_run_and_collect_count_episodes(places, tmp_path, capsys):
         {task: sum(group) / 4 for task, group in rewards.items()}
     )
     sampled = by_task(out / "rollouts/eval_000001_sampled.jsonl.zst")
-    assert last["eval/several/avg@3"] == pytest.approx(statistics.fmean(sum(g) / 3 for g in sampled.values()))
-    assert last["eval/several/pass@3"] == pytest.approx(statistics.fmean(max(g) for g in sampled.values()))
+    assert last["eval/several/avg@3"] == pytest.approx(
+        statistics.fmean(sum(g) / 3 for g in sampled.values())
+    )
+    assert last["eval/several/pass@3"] == pytest.approx(
+        statistics.fmean(max(g) for g in sampled.values())
+    )
 
     capsys.readouterr()
     assert (
-        main(["collect", str(places["model"]), *flags[2:-6], "--out", str(tmp_path / "rows"), "--num_tasks", "4"]) == 0
+        main(
+            [
+                "collect",
+                str(places["model"]),
+                *flags[2:-6],
+                "--out",
+                str(tmp_path / "rows"),
+                "--num_tasks",
+                "4",
+            ]
+        )
+        == 0
     )
     rows = by_task(tmp_path / "rows/rollouts/step_000001.jsonl.zst")
     every = [r for group in rows.values() for r in group]
@@ -298,14 +360,24 @@ async def rollout(task, actors):
 def test_a_group_is_refilled_unless_actors_that_learn_differ(places, tmp_path):
     (tmp_path / "judged.py").write_text(JUDGED)
     models = (
-        f"--actors.policy.model {places['model']} --actors.judge.model {places['model']} --actors.judge.train false"
+        f"--actors.policy.model {places['model']} --actors.judge.model {places['model']} "
+        "--actors.judge.train false"
     )
-    flags = words(models, "--env_path", tmp_path / "judged.py", "--max_tokens 8 --max_prompt_tokens 40 --group_size 2")
+    flags = words(
+        models,
+        "--env_path",
+        tmp_path / "judged.py",
+        "--max_tokens 8 --max_prompt_tokens 40 --group_size 2",
+    )
     out = tmp_path / "run"
     flags += words("--tasks_per_step 2 --num_steps 1 --algo.refill_rounds 1 --out", out)
     assert train(flags) == 1, "a run without an update ends so"
     [row] = metrics(out)
-    rewards = {t["reward"] for t in trajectories(out / "rollouts/step_000001.jsonl.zst") if t["actor"] == "judge"}
+    rewards = {
+        t["reward"]
+        for t in trajectories(out / "rollouts/step_000001.jsonl.zst")
+        if t["actor"] == "judge"
+    }
     assert len(rewards) > 2, "the judge's episodes differ"
     assert row["rollout/groups_missing"] == 2 and row["rollout/policy/zero_signal_frac"] == 1
 

@@ -1,4 +1,5 @@
-"""Mixtures of experts: the routers' auxiliary loss and the load of experts, however a batch is split.
+"""Mixtures of experts: the routers' auxiliary loss and the load of experts, however a batch is
+split.
 
 As a program it is one rank of a comparison.
 """
@@ -91,7 +92,12 @@ def test_the_auxiliary_loss_and_its_gradient_are_transformers_own(family, name):
     model = load_plain(family(name))
     model.router_aux_loss_coef = coef
     ids, labels = padded(samples)
-    out = model(input_ids=ids, attention_mask=read(samples, ids).long(), labels=labels, output_router_logits=True)
+    out = model(
+        input_ids=ids,
+        attention_mask=read(samples, ids).long(),
+        labels=labels,
+        output_router_logits=True,
+    )
     out.loss.backward()
     assert row["router_aux_loss"] == pytest.approx(out.aux_loss.item(), rel=1e-5)
     assert row["loss"] == pytest.approx((out.loss - coef * out.aux_loss).item(), rel=1e-5)
@@ -102,7 +108,8 @@ def test_the_auxiliary_loss_and_its_gradient_are_transformers_own(family, name):
 
 
 def chosen(model, name: str, ids: torch.Tensor) -> list[tuple[torch.Tensor, list[list[int]]]]:
-    """Of each layer with experts: the routers' logits of one sequence's tokens, and whom each goes to, by transformers."""
+    """Of each layer with experts: the routers' logits of one sequence's tokens, and whom each goes
+    to, by transformers."""
     found, kinds = [], ("MixtralTopKRouter", "DeepseekV3TopkRouter")
     keep = lambda module, _, out: found.append((out[0].detach(), out[2].tolist()))  # noqa: E731
     hooks = [m.register_forward_hook(keep) for m in model.modules() if type(m).__name__ in kinds]
@@ -115,15 +122,19 @@ def chosen(model, name: str, ids: torch.Tensor) -> list[tuple[torch.Tensor, list
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
 def test_loss_and_load_are_the_formulas_written_out(family, name):
-    """Switch Transformer (arXiv:2101.03961) eq. 4-6, with sigmoids by DeepSeek-V3 (arXiv:2412.19437) eq. 15 and 19; MaxVio
-    (arXiv:2408.15664) eq. 4."""
+    """Switch Transformer (arXiv:2101.03961) eq. 4-6, with sigmoids by DeepSeek-V3
+    (arXiv:2412.19437) eq. 15 and 19; MaxVio (arXiv:2408.15664) eq. 4."""
     samples, model, num_experts = imitated(prompts=(20,)), load_plain(family(name)), 4
     row, _ = update(family(name), samples, COEF, "1")
     went, mass, by_layer, tokens = [0] * num_experts, [0.0] * num_experts, {}, 0
     for s in samples:
-        for layer, (logits, experts) in enumerate(chosen(model, name, torch.from_numpy(s.token_ids[:-1]))):
+        for layer, (logits, experts) in enumerate(
+            chosen(model, name, torch.from_numpy(s.token_ids[:-1]))
+        ):
             for scores, to in zip(logits.tolist(), experts, strict=True):
-                scores = [math.exp(x) if name == "mixtral" else 1 / (1 + math.exp(-x)) for x in scores]
+                scores = [
+                    math.exp(x) if name == "mixtral" else 1 / (1 + math.exp(-x)) for x in scores
+                ]
                 tokens += 1
                 for i in range(num_experts):
                     mass[i] += scores[i] / sum(scores)
@@ -164,27 +175,39 @@ def test_an_update_leaves_no_graph_behind(family):
 
 
 def compare(ranks, folder, out) -> dict:
-    """Every rank: what an update took away from a router, and its metrics, for meshes of these ranks."""
+    """Every rank: what an update took away from a router, and its metrics, for meshes of these
+    ranks."""
     from rl_core.distributed import Mesh, on_mesh
     from rl_core.metrics import reduce_metrics
 
     found = {}
-    for name, mesh in {"dp": Mesh(dp_shard=2), "cp": Mesh(cp=2), "hsdp": Mesh(dp_replicate=2)}.items():
+    for name, mesh in {
+        "dp": Mesh(dp_shard=2),
+        "cp": Mesh(cp=2),
+        "hsdp": Mesh(dp_replicate=2),
+    }.items():
         divided, samples = on_mesh(ranks, mesh), imitated(prompts=(60, 3))
-        flags = [f"--cp {mesh.cp} --dp_replicate {mesh.dp_replicate}", "--learner.microbatch_tokens 104"]
+        flags = [
+            f"--cp {mesh.cp} --dp_replicate {mesh.dp_replicate}",
+            "--learner.microbatch_tokens 104",
+        ]
         learner = make_learner(folder, SFT, SGD, COEF, "0.5", *flags, ranks=divided)
         before = {name: weight.clone() for name, weight in learner.named_weights()}
         minibatches, _ = learner.shard(samples[ranks.rank :: 2])
         learner.annotate(minibatches)
         row = reduce_metrics(learner.step(minibatches, 0), divided)
-        torch.save({n: before[n] - w for n, w in learner.named_weights()}, f"{out}.{name}.{ranks.rank}")
+        torch.save(
+            {n: before[n] - w for n, w in learner.named_weights()}, f"{out}.{name}.{ranks.rank}"
+        )
         found[name] = row
     return found
 
 
 def test_ranks_give_one_loss_load_and_gradient(family, tmp_path):
     row, whole = update(family("qwen3_moe"), imitated(prompts=(60, 3)), COEF, "0.5")
-    for rank, found in enumerate(of_ranks(2, __file__, "compare", family("qwen3_moe"), tmp_path / "taken")):
+    for rank, found in enumerate(
+        of_ranks(2, __file__, "compare", family("qwen3_moe"), tmp_path / "taken")
+    ):
         for name, values in found.items():
             for key in ("router_aux_loss", "expert_load_maxvio", "loss"):
                 assert values[key] == pytest.approx(row[key], rel=1e-5), (name, key)
@@ -195,8 +218,16 @@ def test_ranks_give_one_loss_load_and_gradient(family, tmp_path):
     "model, flags, why",
     [
         ("qwen3", "", "is of mixtures of experts; qwen3 has no routers: leave it out"),
-        ("qwen3_moe", "--learner.kernels compile", "has no --learner.kernels=compile; leave one out"),
-        ("qwen3_moe", "--actors.policy.train false --actors.b.model x", "is of an actor that learns; leave it out"),
+        (
+            "qwen3_moe",
+            "--learner.kernels compile",
+            "has no --learner.kernels=compile; leave one out",
+        ),
+        (
+            "qwen3_moe",
+            "--actors.policy.train false --actors.b.model x",
+            "is of an actor that learns; leave it out",
+        ),
         ("qwen3_moe", "", ""),
     ],
 )
@@ -204,7 +235,11 @@ def test_an_auxiliary_loss_is_refused_where_it_cannot_be(family, tiny_model, mod
     path = tiny_model if model == "qwen3" else family(model)
     sizes = "--env_path x.py --out x --max_prompt_tokens 16 --max_tokens 16"
     config = parse_config(kit.words("--model", path, sizes, COEF, "0.001", flags))
-    with pytest.raises(ValueError, match=f"--actors.policy.router_aux_loss_coef=0.001 {why}") if why else nullcontext():
+    with (
+        pytest.raises(ValueError, match=f"--actors.policy.router_aux_loss_coef=0.001 {why}")
+        if why
+        else nullcontext()
+    ):
         check_model(config, "policy")
 
 
@@ -221,29 +256,46 @@ def drawn(model, *flags, ranks=None):
     learner = make_learner(model, SFT, SGD, LORA, *flags, ranks=ranks)
     for number, (_, parameter) in enumerate(adapter_parameters(learner.policy.hf)):
         part, slices = local_slices(parameter)
-        part.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))[slices] / 10)
+        part.copy_(
+            torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))[slices]
+            / 10
+        )
     choose_forward(learner.policy, learner.ranks)
     return learner
 
 
 def taken(learner, samples) -> dict:
     """What one step of SGD with rate 1 takes away from the adapters."""
-    before = {name: weight.clone() for name, weight in adapter_weights(learner.policy.hf, "default")}
+    before = {
+        name: weight.clone() for name, weight in adapter_weights(learner.policy.hf, "default")
+    }
     kit.learn(learner, samples)
-    return {name: before[name] - weight for name, weight in adapter_weights(learner.policy.hf, "default")}
+    return {
+        name: before[name] - weight
+        for name, weight in adapter_weights(learner.policy.hf, "default")
+    }
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_adapters_on_experts_learn_by_the_merged_models_gradient_and_are_exported(family, tmp_path, name):
-    """dL/dA and dL/dB of each expert from dL/dW of the plain model with the merged weights; the adapter's folder by peft."""
+def test_adapters_on_experts_learn_by_the_merged_models_gradient_and_are_exported(
+    family, tmp_path, name
+):
+    """dL/dA and dL/dB of each expert from dL/dW of the plain model with the merged weights; the
+    adapter's folder by peft."""
     samples, learner = imitated(), drawn(family(name))
     assert model_size(learner.config.actors["policy"]).adapters == sum(
         p.numel() for _, p in learner.trained_parameters()
     )
-    export_policy(learner.policy, character_tokenizer(), tmp_path / "merged", learner.ranks, "default")
+    export_policy(
+        learner.policy, character_tokenizer(), tmp_path / "merged", learner.ranks, "default"
+    )
     plain, ids = load_plain(tmp_path / "merged"), torch.arange(10)[None] + 5
-    adapted = peft.PeftModel.from_pretrained(load_plain(family(name)), str(tmp_path / "merged_adapter")).eval()
-    torch.testing.assert_close(adapted(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-4, rtol=0)
+    adapted = peft.PeftModel.from_pretrained(
+        load_plain(family(name)), str(tmp_path / "merged_adapter")
+    ).eval()
+    torch.testing.assert_close(
+        adapted(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-4, rtol=0
+    )
     ids, labels = padded(samples)
     plain(input_ids=ids, attention_mask=read(samples, ids).long(), labels=labels).loss.backward()
     pairs = {n: w.detach().clone() for n, w in adapter_weights(learner.policy.hf, "default")}
@@ -253,11 +305,21 @@ def test_adapters_on_experts_learn_by_the_merged_models_gradient_and_are_exporte
         prefix = f"base_model.model.model.layers.1.mlp.experts{inner}.lora_"
         a, b = (pairs[f"{prefix}{part}.weight"] for part in "AB")
         a, b = a.view(num, 2, -1), b.view(len(b), 2, num).permute(2, 0, 1)
-        both = [p.grad for n, p in plain.named_parameters() if "layers.1.mlp.experts" in n and p.ndim == 3]
-        [dw] = [g if name != "gpt_oss" else g.mT for g in both if {*g.shape[1:]} == {a.shape[2], b.shape[1]}]
+        both = [
+            p.grad
+            for n, p in plain.named_parameters()
+            if "layers.1.mlp.experts" in n and p.ndim == 3
+        ]
+        [dw] = [
+            g if name != "gpt_oss" else g.mT
+            for g in both
+            if {*g.shape[1:]} == {a.shape[2], b.shape[1]}
+        ]
         wanted = {"A": scale * b.mT @ dw, "B": scale * dw @ a.mT}
         wanted = {"A": wanted["A"].flatten(0, 1), "B": wanted["B"].permute(1, 2, 0).flatten(1)}
-        assert_same({part: found[f"{prefix}{part}.weight"] for part in "AB"}, wanted, tolerance=1e-5)
+        assert_same(
+            {part: found[f"{prefix}{part}.weight"] for part in "AB"}, wanted, tolerance=1e-5
+        )
 
 
 def compare_adapters(ranks, folder, out) -> None:
@@ -284,42 +346,76 @@ def test_ranks_train_adapters_on_experts_alike(family, tmp_path):
 @pytest.mark.parametrize("targets", ["all-linear", "all-linear,experts"])
 def test_a_run_says_whether_adapters_leave_out_experts(family, tmp_path, capfd, targets):
     (tmp_path / "env.py").write_text(ENV)
-    sizes = "--max_prompt_tokens 24 --max_tokens 12 --tasks_per_step 4 --group_size 2 --num_steps 2 --optim.lr 1e-2"
+    sizes = (
+        "--max_prompt_tokens 24 --max_tokens 12 --tasks_per_step 4 --group_size 2 --num_steps 2 "
+        "--optim.lr 1e-2"
+    )
     lora = ["--actors.policy.lora.rank", "2", "--actors.policy.lora.targets", targets]
-    out = kit.run(tmp_path / "run", "--model", family("qwen3_moe"), "--env_path", tmp_path / "env.py", sizes, lora)
-    said = "k trained; no adapters on experts.down_proj, experts.gate_up_proj)" in capfd.readouterr().out
+    out = kit.run(
+        tmp_path / "run",
+        "--model",
+        family("qwen3_moe"),
+        "--env_path",
+        tmp_path / "env.py",
+        sizes,
+        lora,
+    )
+    said = (
+        "k trained; no adapters on experts.down_proj, experts.gate_up_proj)"
+        in capfd.readouterr().out
+    )
     assert said == (targets == "all-linear")
-    assert kit.steps(out)[-1]["learn/policy/mismatch_kl_nats_max"] < 1e-6, "the engine has the merged experts"
+    assert kit.steps(out)[-1]["learn/policy/mismatch_kl_nats_max"] < 1e-6, (
+        "the engine has the merged experts"
+    )
 
 
 @pytest.mark.parametrize(
     "model, flags, why",
     [
-        ("qwen3_moe", "up_proj", "'up_proj' is no linear .*, or experts: experts.down_proj, experts.gate_up_proj"),
+        (
+            "qwen3_moe",
+            "up_proj",
+            "'up_proj' is no linear .*, or experts: experts.down_proj, experts.gate_up_proj",
+        ),
         (
             "qwen3",
             "experts",
-            "'experts' is no linear layer of a block of this model; take some of down_proj, .* or all-linear",
+            "'experts' is no linear layer of a block of this model; take some of down_proj, .* or "
+            "all-linear",
         ),
         (
             "qwen3_moe",
             "experts --actors.policy.lora.rank 33",
             "larger than the rank of .*experts.down_proj; take at most 32",
         ),
-        ("qwen3_moe", "experts --actors.b.share policy", "no adapters on experts of several actors"),
+        (
+            "qwen3_moe",
+            "experts --actors.b.share policy",
+            "no adapters on experts of several actors",
+        ),
     ],
 )
-def test_adapters_on_experts_are_refused_where_they_cannot_be(family, tiny_model, model, flags, why):
+def test_adapters_on_experts_are_refused_where_they_cannot_be(
+    family, tiny_model, model, flags, why
+):
     path = tiny_model if model == "qwen3" else family(model)
-    sizes = "--env_path x.py --out x --max_prompt_tokens 16 --max_tokens 16 --actors.policy.lora.rank 2"
+    sizes = (
+        "--env_path x.py --out x --max_prompt_tokens 16 --max_tokens 16 --actors.policy.lora.rank 2"
+    )
     with pytest.raises(ValueError, match=why):
-        config = parse_config(kit.words("--model", path, sizes, "--actors.policy.lora.targets", flags))
+        config = parse_config(
+            kit.words("--model", path, sizes, "--actors.policy.lora.targets", flags)
+        )
         check_model(config, "policy")
 
 
-@pytest.mark.parametrize("name, billions", [("mixtral", 12.88), ("gpt_oss", 5.13 + 0.58), ("llama", 6.74)])
+@pytest.mark.parametrize(
+    "name, billions", [("mixtral", 12.88), ("gpt_oss", 5.13 + 0.58), ("llama", 6.74)]
+)
 def test_active_parameters_are_those_that_are_published(name, billions):
-    """Of Mixtral-8x7B, gpt-oss-120b (whose 5.13 leave out the embedding) and Llama-2-7B, which are the families' defaults."""
+    """Of Mixtral-8x7B, gpt-oss-120b (whose 5.13 leave out the embedding) and Llama-2-7B, which are
+    the families' defaults."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name))
     assert active_parameters(model) == pytest.approx(billions * 1e9, rel=1e-3)
@@ -331,8 +427,13 @@ def test_of_experts_those_count_that_a_token_goes_to_and_of_layers_those_with_at
     text = config.get_text_config()
     with torch.device("meta"):
         model = model_class(config).from_config(config)
-    of_text = {n: p.numel() for n, p in model.named_parameters() if not re.search("vision|visual|projector", n)}
-    idle = sum(size for n, size in of_text.items() if ".experts." in n) / 2  # two of four are chosen
+    of_text = {
+        n: p.numel()
+        for n, p in model.named_parameters()
+        if not re.search("vision|visual|projector", n)
+    }
+    # Two of four are chosen.
+    idle = sum(size for n, size in of_text.items() if ".experts." in n) / 2
     assert (idle > 0) == bool(find_routers(model)[1])
     assert active_parameters(model) == sum(of_text.values()) - idle
     layers = {"mamba": 0, "lfm2": 1, "qwen3_next": 1, "qwen3_5": 1}.get(name, 2)
@@ -346,7 +447,9 @@ def test_mfu_of_a_mixture_counts_the_work_that_is_done(family):
     found = mfu(learner, packing, 2.0, "NVIDIA H100 80GB HBM3")["mfu"].value
     work = packing["pack/fill_frac"].total
     assert found == pytest.approx(6 * active_parameters(learner.policy.hf) * work / (2.0 * 989e12))
-    assert active_parameters(learner.policy.hf) < sum(p.numel() for p in learner.policy.parameters())
+    assert active_parameters(learner.policy.hf) < sum(
+        p.numel() for p in learner.policy.parameters()
+    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ FORWARDS = {
     "qwen2_5_vl": "packed",  # multimodal, and no causal language model for transformers
     "qwen3_vl": "packed",  # multimodal, with vision features in several layers
     "mistral3": "packed",  # multimodal
-    "llama4": "padded",  # multimodal, and a causal language model for transformers that leaves the vision tower out
+    # Multimodal, and a causal language model for transformers that leaves the vision tower out.
+    "llama4": "padded",
     "gemma2": "packed",  # attention scores and logits are bounded
     "gpt_oss": "packed",  # attention sinks
     "lfm2": "padded",  # convolutions
@@ -46,31 +47,56 @@ def test_configurations_of_the_table_hold_only_what_their_family_has(name):
 @pytest.mark.parametrize("name", FORWARDS)
 def test_a_family_computes_what_transformers_does_and_is_exported_as_it_came(name, tmp_path):
     row, reasons = try_family(tmp_path, name)
-    assert not reasons and row["forward"] == FORWARDS[name] and "**no**" not in row.values(), (row, reasons)
+    assert not reasons and row["forward"] == FORWARDS[name] and "**no**" not in row.values(), (
+        row,
+        reasons,
+    )
     sampler = type(choose_model(load_plain(tmp_path / "model"))).__name__
     assert sampler == {"packed": "SlotModel", "padded": "RowModel"}[row["forward"]]
     before, *after = (
-        load_file(tmp_path / x / "model.safetensors") for x in ("model", *(f"{run}/hf/policy" for run in RUNS))
+        load_file(tmp_path / x / "model.safetensors")
+        for x in ("model", *(f"{run}/hf/policy" for run in RUNS))
     )
     policy = make_policy(str(tmp_path / "model"), torch.float32, init_ranks(60))
-    streamed = dict(checkpoint_weights(make_skeleton(str(tmp_path / "model")), named_weights(policy)))  # to SGLang
-    assert streamed.keys() == before.keys() and all(torch.equal(v, before[n]) for n, v in streamed.items())
+    # To SGLang.
+    streamed = dict(
+        checkpoint_weights(make_skeleton(str(tmp_path / "model")), named_weights(policy))
+    )
+    assert streamed.keys() == before.keys() and all(
+        torch.equal(v, before[n]) for n, v in streamed.items()
+    )
     frozen = [n for n in before if any(part in n for part in FROZEN)]
     assert all(
-        weights.keys() == before.keys() and torch.equal(before[n], weights[n]) for weights in after for n in frozen
+        weights.keys() == before.keys() and torch.equal(before[n], weights[n])
+        for weights in after
+        for n in frozen
     )
     assert any("vis" in n for n in frozen) == hasattr(policy.hf.config, "vision_config")
-    assert bool(frozen) == (name in ("glm4_moe", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "llama4"))
+    assert bool(frozen) == (
+        name in ("glm4_moe", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "llama4")
+    )
 
 
 def test_padded_rows_are_the_same_over_two_ranks_and_are_not_cut(tmp_path, torchrun):
     make_family(tmp_path / "model", "lfm2")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    flags = ["-m", "rl_core.train", "--algorithm", "sft", "--model", tmp_path / "model", "--num_steps", 2, *LIMITS]
+    flags = [
+        "-m",
+        "rl_core.train",
+        "--algorithm",
+        "sft",
+        "--model",
+        tmp_path / "model",
+        "--num_steps",
+        2,
+        *LIMITS,
+    ]
     flags += ["--data.train", tmp_path / "rows.jsonl", "--optim.name", "sgd"]
     for num in (1, 2):
         said = torchrun(num, *map(str, [*flags, "--out", tmp_path / f"{num}"])).stdout
-        assert said.count("padded rows, which is slower than packed: it has layers of kind conv") == 1
+        assert (
+            said.count("padded rows, which is slower than packed: it has layers of kind conv") == 1
+        )
     one, two = (steps(tmp_path / f"{num}") for num in (1, 2))
     for key in ("learn/policy/loss", "learn/policy/grad_norm"):
         assert [row[key] for row in one] == pytest.approx([row[key] for row in two], rel=1e-5)

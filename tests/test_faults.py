@@ -1,4 +1,5 @@
-"""What ends badly ends soon, says why once, and leaves no process behind: ranks on one machine and on two nodes."""
+"""What ends badly ends soon, says why once, and leaves no process behind: ranks on one machine and
+on two nodes."""
 
 from __future__ import annotations
 
@@ -24,15 +25,24 @@ def reward_fn(completion):
 
 @pytest.fixture
 def start(tiny_model, tmp_path):
-    """start(what the reward function does, *flags) -> a run on two ranks, once both have scored an episode."""
+    """start(what the reward function does, *flags) -> a run on two ranks, once both have scored an
+    episode."""
     started = []
 
     def begin(what: str, *flags) -> subprocess.Popen:
-        (tmp_path / "env.py").write_text(ENV.replace("{folder}", str(tmp_path)).replace("{what}", what))
-        given = words("--model", tiny_model, "--env_path", tmp_path / "env.py", "--out", tmp_path / "run")
-        sizes = words("--max_tokens 8 --tasks_per_step 8 --num_steps 100000 --rollout.save false", *flags)
+        (tmp_path / "env.py").write_text(
+            ENV.replace("{folder}", str(tmp_path)).replace("{what}", what)
+        )
+        given = words(
+            "--model", tiny_model, "--env_path", tmp_path / "env.py", "--out", tmp_path / "run"
+        )
+        sizes = words(
+            "--max_tokens 8 --tasks_per_step 8 --num_steps 100000 --rollout.save false", *flags
+        )
         started.append(start_torchrun(2, "-m", "rl_core.train", *given, *sizes))
-        wait_until(lambda: all((tmp_path / f"seen_{rank}").exists() for rank in (0, 1)), "both ranks score")
+        wait_until(
+            lambda: all((tmp_path / f"seen_{rank}").exists() for rank in (0, 1)), "both ranks score"
+        )
         return started[-1]
 
     yield begin
@@ -62,24 +72,37 @@ def the_error(errors: str) -> str:
 def test_a_rank_that_fails_alone_before_ranks_meet_says_why(tiny_model, tmp_path):
     fails = "import os\nassert os.environ['RANK'] == '0', 'not on this one'\n"
     (tmp_path / "env.py").write_text(fails + ENV.replace("{what}", "pass"))
-    flags = words("--model", tiny_model, "--env_path", tmp_path / "env.py", "--out", tmp_path / "run")
-    assert "not on this one" in the_error(run_ranks(2, "-m", "rl_core.train", *flags, check=False).stderr)
+    flags = words(
+        "--model", tiny_model, "--env_path", tmp_path / "env.py", "--out", tmp_path / "run"
+    )
+    assert "not on this one" in the_error(
+        run_ranks(2, "-m", "rl_core.train", *flags, check=False).stderr
+    )
 
 
 def test_a_killed_rank_ends_another_that_waits_for_its_episodes(start):
-    process = start("time.sleep(1000 if os.environ['RANK'] == '0' else 0)", "--rollout.hook_timeout_s 900")
+    process = start(
+        "time.sleep(1000 if os.environ['RANK'] == '0' else 0)", "--rollout.hook_timeout_s 900"
+    )
     os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
     errors = errors_of(process)
-    assert re.search("SIGKILL|Signal 9", errors) and "Unable to shutdown" not in errors  # torchrun would, after 30 s
+    # Torchrun would, after 30 s.
+    assert re.search("SIGKILL|Signal 9", errors) and "Unable to shutdown" not in errors
 
 
 def test_a_rank_that_stands_still_is_named_by_what_the_others_wait_for(start):
     process = start("pass", "--timeout_s 5")
     first, stopped = ranks_of(process.pid)
     os.kill(stopped, signal.SIGSTOP)
-    wait_until(lambda: not Path(f"/proc/{first}/environ").exists() or not ranks_of(process.pid)[1:], "the first ends")
-    os.kill(stopped, signal.SIGCONT)  # torchrun would wait for half a minute before it kills what stands still
-    assert re.search(r"rank 0 waited in the phase '[a-z, ]+' for .* --timeout_s=5", the_error(errors_of(process)))
+    wait_until(
+        lambda: not Path(f"/proc/{first}/environ").exists() or not ranks_of(process.pid)[1:],
+        "the first ends",
+    )
+    # Torchrun would wait for half a minute before it kills what stands still.
+    os.kill(stopped, signal.SIGCONT)
+    assert re.search(
+        r"rank 0 waited in the phase '[a-z, ]+' for .* --timeout_s=5", the_error(errors_of(process))
+    )
 
 
 def test_ctrl_c_ends_every_rank(start):
@@ -88,8 +111,12 @@ def test_ctrl_c_ends_every_rank(start):
     errors_of(process)
 
 
-def test_a_hook_that_hangs_on_one_rank_fails_the_run_on_both_and_torchruns_summary_ends_with_why(start):
-    process = start("time.sleep(1000 if os.environ['RANK'] == '1' else 0)", "--rollout.hook_timeout_s 2")
+def test_a_hook_that_hangs_on_one_rank_fails_the_run_on_both_and_torchruns_summary_ends_with_why(
+    start,
+):
+    process = start(
+        "time.sleep(1000 if os.environ['RANK'] == '1' else 0)", "--rollout.hook_timeout_s 2"
+    )
     errors = errors_of(process)
     assert "reward_fn() ran longer than 2 s" in the_error(errors)
     assert errors.splitlines()[-2].endswith(the_error(errors))
@@ -102,7 +129,13 @@ def test_what_was_saved_survives_a_kill_and_is_gone_on_from(start, tmp_path, mon
     process.communicate(timeout=60)
     newest = max(int(p.name[5:]) for p in saved.glob("step_*"))
     monkeypatch.setenv("RANK", "0")  # which the environment's file reads
-    run(tmp_path / "run", "--config", tmp_path / "run/config.yaml", "--resume --num_steps", newest + 1)
+    run(
+        tmp_path / "run",
+        "--config",
+        tmp_path / "run/config.yaml",
+        "--resume --num_steps",
+        newest + 1,
+    )
     assert (saved / f"step_{newest + 1:06d}/manifest.json").is_file()
 
 
@@ -118,8 +151,12 @@ def start_nodes(tiny_model, sort_data):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        meet = words(f"--nnodes={num} --rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:{port} --rdzv_id=test")
-        given = words("--algorithm sft --model", tiny_model, "--data.train", sort_data / "few.jsonl", *flags)
+        meet = words(
+            f"--nnodes={num} --rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:{port} --rdzv_id=test"
+        )
+        given = words(
+            "--algorithm sft --model", tiny_model, "--data.train", sort_data / "few.jsonl", *flags
+        )
         given += words("--max_tokens 8 --max_prompt_tokens 16 --tasks_per_step 8 --optim.lr 1e-3")
         for _ in range(num):
             started.append(start_torchrun(ranks_each, "-m", "rl_core.train", *given, flags=meet))
@@ -137,7 +174,9 @@ def test_two_nodes_of_one_rank_learn_what_one_node_of_two_does(start_nodes, tmp_
         errors = [node.communicate(timeout=120)[1] for node in nodes]
         assert [node.returncode for node in nodes] == [0] * num, errors
         found.append(weights(tmp_path / str(num)))
-    assert found[0].keys() == found[1].keys() and all(found[0][n].equal(found[1][n]) for n in found[0])
+    assert found[0].keys() == found[1].keys() and all(
+        found[0][n].equal(found[1][n]) for n in found[0]
+    )
 
 
 def test_a_node_that_is_lost_ends_the_other(start_nodes, tmp_path):

@@ -1,4 +1,5 @@
-"""Experts that a checkpoint has one by one and transformers as one tensor: each rank makes its own part of them.
+"""Experts that a checkpoint has one by one and transformers as one tensor: each rank makes its own
+part of them.
 
 As a program it is one rank of a comparison.
 """
@@ -44,13 +45,18 @@ def compare_loading(ranks, *models) -> dict:
 
 
 def test_each_of_two_ranks_holds_its_part_of_what_transformers_loads(family):  # noqa: F811
-    for found in of_ranks(2, __file__, "compare_loading", *(family(name) for name in FAMILIES), timeout_s=300):
+    for found in of_ranks(
+        2, __file__, "compare_loading", *(family(name) for name in FAMILIES), timeout_s=300
+    ):
         assert len(found) == 2 * len(FAMILIES) + 3 and not any(found.values()), found
 
 
 def export(ranks, model, out) -> list[str]:
     """Every rank: names that are streamed to SGLang."""
-    policy, tokenizer = make_policy(model, torch.float32, ranks), AutoTokenizer.from_pretrained(model)
+    policy, tokenizer = (
+        make_policy(model, torch.float32, ranks),
+        AutoTokenizer.from_pretrained(model),
+    )
     export_policy(policy, tokenizer, Path(out), ranks)
     streamed = dict(checkpoint_weights(make_skeleton(model), named_weights(policy)))
     torch.save(streamed, f"{out}.{ranks.rank}")
@@ -61,8 +67,13 @@ def export(ranks, model, out) -> list[str]:
 def test_two_ranks_export_and_stream_the_checkpoints_own_names_and_buffers(family, name, tmp_path):  # noqa: F811
     before = load_file(family(name) / "model.safetensors")
     assert any("correction_bias" in n for n in before) == (name in ("glm4_moe", "deepseek_v3"))
-    for rank, names in enumerate(of_ranks(2, __file__, "export", family(name), tmp_path / "export")):
-        streamed, after = torch.load(f"{tmp_path}/export.{rank}"), load_file(tmp_path / "export/model.safetensors")
+    for rank, names in enumerate(
+        of_ranks(2, __file__, "export", family(name), tmp_path / "export")
+    ):
+        streamed, after = (
+            torch.load(f"{tmp_path}/export.{rank}"),
+            load_file(tmp_path / "export/model.safetensors"),
+        )
         assert names == sorted(before)
         for found in (streamed, after):
             assert found.keys() == before.keys()
@@ -71,12 +82,17 @@ def test_two_ranks_export_and_stream_the_checkpoints_own_names_and_buffers(famil
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
 def test_of_a_checkpoints_experts_only_those_of_an_index_are_read(family, name):  # noqa: F811
-    whole = dict(loading.load_hf_model(family(name), torch.float32, torch.device("cpu")).named_parameters())
+    whole = dict(
+        loading.load_hf_model(family(name), torch.float32, torch.device("cpu")).named_parameters()
+    )
     with fused_later() as fused:
         loading.load_hf_model(family(name), "auto", None)
     assert fused.keys() == {n for n in whole if whole[n].ndim == 3}
     for n, weight in fused.items():
-        weight.parts = {p: [t if e in (1, 2) else None for e, t in enumerate(ts)] for p, ts in weight.parts.items()}
+        weight.parts = {
+            p: [t if e in (1, 2) else None for e, t in enumerate(ts)]
+            for p, ts in weight.parts.items()
+        }
         part = slice(1, 3), slice(3, 20), slice(0, 9)
         assert torch.equal(weight[part], whole[n].detach()[part])
         assert weight[(slice(4, 4), *part[1:])].shape == (0, 17, 9)
@@ -88,28 +104,42 @@ def measure_peak(ranks, model, small) -> dict:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew at what is held
     before = peak_mib()
     policy = make_policy(model, torch.float32, ranks)
-    return {"grew": peak_mib() - before, "model": sum(p.numel() for p in policy.parameters()) * 4 / 2**20}
+    return {
+        "grew": peak_mib() - before,
+        "model": sum(p.numel() for p in policy.parameters()) * 4 / 2**20,
+    }
 
 
 def test_a_rank_reads_and_holds_little_more_than_its_own_experts(family, tmp_path):  # noqa: F811
-    """45 M parameters, 172 MiB in fp32, nearly all of them of experts, from files in bf16 of half that size."""
-    sizes = {"hidden_size": 512, "moe_intermediate_size": 448, "num_experts": 8, "num_hidden_layers": 8}
+    """45 M parameters, 172 MiB in fp32, nearly all of them of experts, from files in bf16 of half
+    that size."""
+    sizes = {
+        "hidden_size": 512,
+        "moe_intermediate_size": 448,
+        "num_experts": 8,
+        "num_hidden_layers": 8,
+    }
     model = save_model(tmp_path / "model", family("qwen3_moe"), **sizes, vocab_size=200)
     for found in of_ranks(2, __file__, "measure_peak", model, family("qwen3_moe")):
         print(f"{found}, MiB")
         assert found["model"] > 140 and found["grew"] < 0.65 * found["model"]
 
 
-@pytest.mark.parametrize("missing", ["mlp.experts.3.up_proj.weight", "mlp.experts.3.", "mlp.experts."])
+@pytest.mark.parametrize(
+    "missing", ["mlp.experts.3.up_proj.weight", "mlp.experts.3.", "mlp.experts."]
+)
 def test_a_checkpoint_without_an_expert_is_refused(family, tmp_path, missing):  # noqa: F811
     make_family(tmp_path / "model", "qwen3_moe")
     file = tmp_path / "model/model.safetensors"
     weights = {n: w for n, w in load_file(file).items() if f"layers.1.{missing}" not in n}
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(
-        ValueError, match=r"model '.*/model'.* (cannot be loaded|its files lack model.layers.1.mlp|is \[)"
+        ValueError,
+        match=r"model '.*/model'.* (cannot be loaded|its files lack model.layers.1.mlp|is \[)",
     ):
-        make_policy(str(tmp_path / "model"), torch.float32, init_ranks(60), LearnerConfig(offload="always"))
+        make_policy(
+            str(tmp_path / "model"), torch.float32, init_ranks(60), LearnerConfig(offload="always")
+        )
 
 
 if __name__ == "__main__":

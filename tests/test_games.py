@@ -1,4 +1,5 @@
-"""The shipped environments with several actors: rules, rewards, seats, and runs of the real command."""
+"""The shipped environments with several actors: rules, rewards, seats, and runs of the real
+command."""
 
 from __future__ import annotations
 
@@ -28,15 +29,20 @@ ENVS = ROOT / "envs"
 GAME = runpy.run_path(str(ENVS / "tic_tac_toe.py"))
 
 
-def play(name: str, replies: dict[str, list[str]], max_tokens: int = 99, split: str = "train", **columns):
-    """The trajectories of one episode by actors that say what is written, and the environment's task."""
+def play(
+    name: str, replies: dict[str, list[str]], max_tokens: int = 99, split: str = "train", **columns
+):
+    """The trajectories of one episode by actors that say what is written, and the environment's
+    task."""
     env, chat = load_env(str(ENVS / f"{name}.py")), plain_chat()
     row = env.load_tasks(split)[0] | columns
     task = make_task(row, 0, env.name, split)
     actors = {n: ScriptedActor(name=n, chat=chat, replies=said) for n, said in replies.items()}
     groups = make_groups([task], max_tokens=max_tokens)
     ranks = Ranks(rank=0, size=1, device=None)
-    return asyncio.run(rollout({env.name: env}, actors, groups, RolloutConfig(max_failed_fraction=1.0), ranks)), task
+    return asyncio.run(
+        rollout({env.name: env}, actors, groups, RolloutConfig(max_failed_fraction=1.0), ranks)
+    ), task
 
 
 def rewards(found) -> dict[tuple[str, str], float]:
@@ -48,7 +54,10 @@ def rewards(found) -> dict[tuple[str, str], float]:
     "name, flags",
     [
         ("referential_game", []),
-        ("tic_tac_toe", ["--reply", "1", "--reply", "4", "--reply", "2", "--reply", "5", "--reply", "3"]),
+        (
+            "tic_tac_toe",
+            ["--reply", "1", "--reply", "4", "--reply", "2", "--reply", "5", "--reply", "3"],
+        ),
         ("tic_tac_toe", ["--actors", "ann,ben"]),
         ("nim", ["--reply", "3"]),
         ("nim", ["--actors", "ann,ben"]),
@@ -59,14 +68,18 @@ def rewards(found) -> dict[tuple[str, str], float]:
 def test_rl_core_check_passes(name, flags, capsys):
     assert command(["check", str(ENVS / f"{name}.py"), "--num_tasks", "2", *flags]) == 0
     said = capsys.readouterr().out
-    assert "every normal episode was scored" in said and "such a reply fails the episode" not in said
+    assert (
+        "every normal episode was scored" in said and "such a reply fails the episode" not in said
+    )
 
 
 # The referential game
 
 
 def test_bob_alone_sees_the_object_and_alice_alone_the_candidates():
-    found, _ = play("referential_game", {"bob": ["37"], "alice": ["?"]}, object="k", candidates="ckp")
+    found, _ = play(
+        "referential_game", {"bob": ["37"], "alice": ["?"]}, object="k", candidates="ckp"
+    )
     seen = {t.actor: [m["content"] for m in t.messages] for t in found}
     assert seen["bob"] == ["Send k as two digits.", "Go.", "37", "?"]
     assert seen["alice"] == ["Which of ckp?", "Go.\n\n37", "?"]
@@ -74,35 +87,61 @@ def test_bob_alone_sees_the_object_and_alice_alone_the_candidates():
 
 @pytest.mark.parametrize(
     "sent, picked, max_tokens, reward",
-    [("37", "k", 9, 1.0), ("37", "c", 9, 0.0), ("k", "k", 9, 0.0), ("375", "k", 9, 0.0), ("k", "k", 1, 0.0)],
+    [
+        ("37", "k", 9, 1.0),
+        ("37", "c", 9, 0.0),
+        ("k", "k", 9, 0.0),
+        ("375", "k", 9, 0.0),
+        ("k", "k", 1, 0.0),
+    ],
 )
 def test_both_earn_what_alice_found_if_bob_kept_to_two_digits(sent, picked, max_tokens, reward):
-    found, _ = play("referential_game", {"bob": [sent], "alice": [picked]}, max_tokens, object="k", candidates="ckp")
-    assert rewards(found) == {(t.actor, ""): reward for t in found} and len(found) == (2 if max_tokens > 1 else 1)
+    found, _ = play(
+        "referential_game",
+        {"bob": [sent], "alice": [picked]},
+        max_tokens,
+        object="k",
+        candidates="ckp",
+    )
+    assert rewards(found) == {(t.actor, ""): reward for t in found} and len(found) == (
+        2 if max_tokens > 1 else 1
+    )
 
 
 def test_every_object_is_dealt_equally_often_among_three():
     env = load_env(str(ENVS / "referential_game.py"))
     train, held_out = env.load_tasks("train"), env.load_tasks("eval")
-    assert all(row["object"] in row["candidates"] and len(set(row["candidates"])) == 3 for row in train)
+    assert all(
+        row["object"] in row["candidates"] and len(set(row["candidates"])) == 3 for row in train
+    )
     places = Counter(row["candidates"].index(row["object"]) for row in train)
     assert max(places.values()) < 1.15 * min(places.values())
     assert len(set(Counter(row["object"] for row in train + held_out).values())) == 1
-    assert not {(r["object"], r["candidates"]) for r in train} & {(r["object"], r["candidates"]) for r in held_out}
+    assert not {(r["object"], r["candidates"]) for r in train} & {
+        (r["object"], r["candidates"]) for r in held_out
+    }
 
 
 def test_half_of_the_warm_up_follows_a_common_code():
     data = game_data(seed=0, num_sft=4000)
-    sent = [(m[0]["content"].split()[1], m[-1]["content"]) for m in (row["messages"] for row in data["bob"])]
+    sent = [
+        (m[0]["content"].split()[1], m[-1]["content"])
+        for m in (row["messages"] for row in data["bob"])
+    ]
     code = {seen: Counter(s for o, s in sent if o == seen).most_common(1)[0][0] for seen, _ in sent}
     assert len(set(code.values())) == len(code) == 16
     assert sum(code[o] == s for o, s in sent) / 4000 == pytest.approx(0.505, abs=0.03)
     objects = {s: o for o, s in code.items()}
     rows = [[m["content"] for m in row["messages"]] for row in data["alice"]]
-    heard = [(objects.get(user.removeprefix("Go.\n\n")), system[-4:-1], picked) for system, user, picked in rows]
+    heard = [
+        (objects.get(user.removeprefix("Go.\n\n")), system[-4:-1], picked)
+        for system, user, picked in rows
+    ]
     coded = [(said, picked) for said, candidates, picked in heard if said in list(candidates)]
     assert all(picked in candidates for _, candidates, picked in heard) and 1900 < len(coded) < 2300
-    assert sum(said == picked for said, picked in coded) / len(coded) == pytest.approx(0.5 + 0.5 / 3, abs=0.04)
+    assert sum(said == picked for said, picked in coded) / len(coded) == pytest.approx(
+        0.5 + 0.5 / 3, abs=0.04
+    )
 
 
 # Tic-tac-toe
@@ -155,18 +194,25 @@ def test_a_reply_that_is_cut_off_loses():
 
 
 def test_the_first_actor_sits_where_the_row_says_and_openings_are_on_the_board():
-    found, _ = play("tic_tac_toe", {"ann": ["1", "2", "3"], "ben": ["4", "5"]}, seat="o", opening="9")
+    found, _ = play(
+        "tic_tac_toe", {"ann": ["1", "2", "3"], "ben": ["4", "5"]}, seat="o", opening="9"
+    )
     # ben's stone lies on 9; ann (o) moves first: o1 x4 o2 x5 o3
     assert rewards(found) == {("ann", "o"): 1.0, ("ben", "x"): 0.0}
     assert found[0].messages[0]["content"].endswith("123\n456\n78x")
     found, _ = play("tic_tac_toe", {"a": ["1"], "b": ["2"], "c": ["3"]})
-    assert all(t.status == "failed" and "one or two actors, there are 3: a, b, c" in t.error for t in found)
+    assert all(
+        t.status == "failed" and "one or two actors, there are 3: a, b, c" in t.error for t in found
+    )
 
 
 @pytest.mark.parametrize("seat", ["x", "o"])
 def test_the_random_player_moves_legally_and_the_same_way_again(seat):
     order = random.Random(3).sample("123456789", 9)
-    games = [play("tic_tac_toe", {"ann": order, "ben": order}, split="eval", seat=seat)[0] for _ in range(2)]
+    games = [
+        play("tic_tac_toe", {"ann": order, "ben": order}, split="eval", seat=seat)[0]
+        for _ in range(2)
+    ]
     assert [t.messages for t in games[0]] == [t.messages for t in games[1]]
     assert {t.actor for t in games[0]} == {"ann", "ben"}  # each in a game of its own
     for t in games[0]:
@@ -175,7 +221,15 @@ def test_the_random_player_moves_legally_and_the_same_way_again(seat):
         stones = [(b.count("x"), b.count("o")) for b in boards]
         assert stones == [(n, n) if seat == "x" else (n + 1, n) for n in range(len(boards))]
     tasks = [make_task({"prompt": ""}, n, "x", "eval") for n in range(200)]
-    assert {GAME["random_move"](task.id, list("x.o......")) for task in tasks} == {1, 3, 4, 5, 6, 7, 8}
+    assert {GAME["random_move"](task.id, list("x.o......")) for task in tasks} == {
+        1,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+    }
 
 
 def test_the_warm_up_of_tic_tac_toe_shows_legal_moves_of_both_seats():
@@ -185,7 +239,12 @@ def test_the_warm_up_of_tic_tac_toe_shows_legal_moves_of_both_seats():
         said = [m["content"] for m in row["messages"]]
         assert all(move in board[-11:] for board, move in zip(said[::2], said[1::2], strict=True))
         seats[said[0].split("You are ")[1][0]] += 1
-    assert seats == {"x": 200, "o": 200} and [row["seat"] for row in data["train"]] == ["x", "o", "x", "o"]
+    assert seats == {"x": 200, "o": 200} and [row["seat"] for row in data["train"]] == [
+        "x",
+        "o",
+        "x",
+        "o",
+    ]
 
 
 # Nim
@@ -214,7 +273,10 @@ def test_the_random_player_of_nim_takes_what_is_there_and_the_same_again():
     for stones, legal in ((1, {1}), (2, {1, 2}), (3, {1, 2, 3}), (9, {1, 2, 3})):
         assert {nim["random_move"](f"nim/{n}", stones) for n in range(60)} == legal
     for row in nim["load_tasks"]("eval")[:8]:
-        games = [play("nim", {"ann": ["1"] * 9, "ben": ["2", "1"] * 9}, split="eval", **row)[0] for _ in range(2)]
+        games = [
+            play("nim", {"ann": ["1"] * 9, "ben": ["2", "1"] * 9}, split="eval", **row)[0]
+            for _ in range(2)
+        ]
         assert [t.messages for t in games[0]] == [t.messages for t in games[1]]
         assert {(t.actor, t.seat) for t in games[0]} == {("ann", row["seat"]), ("ben", row["seat"])}
         assert all("illegal_random" in t.metrics for t in games[0])  # each in a game of its own
@@ -222,8 +284,14 @@ def test_the_random_player_of_nim_takes_what_is_there_and_the_same_again():
 
 
 def test_the_warm_up_of_nim_shows_legal_moves_that_know_nothing():
-    said = [[m["content"] for m in row["messages"]] for row in random_games("nim", 0, 3000, 1)["sft"]]
-    moves = [(int(shown.split()[-1]), int(m)) for game in said for shown, m in zip(game[::2], game[1::2], strict=True)]
+    said = [
+        [m["content"] for m in row["messages"]] for row in random_games("nim", 0, 3000, 1)["sft"]
+    ]
+    moves = [
+        (int(shown.split()[-1]), int(m))
+        for game in said
+        for shown, m in zip(game[::2], game[1::2], strict=True)
+    ]
     assert all(1 <= taken <= min(3, stones) for stones, taken in moves)
     good = [taken == stones % 4 for stones, taken in moves if stones % 4 and stones > 3]
     assert len(good) > 1000 and sum(good) / len(good) == pytest.approx(1 / 3, abs=0.05)
@@ -238,7 +306,9 @@ def test_each_collaborator_speaks_in_turn(names, rounds):
     task = make_task(env.load_tasks("train")[0], 0, env.name, "train")
     assert asyncio.run(env.draw(task, list(names), seed=0)).info["turns"] == list(names) * rounds
     found, _ = play("collaborate", {name: ["9"] for name in names})
-    assert sorted(t.actor for t in found) == sorted(names) and {len(t.turns) for t in found} == {rounds}
+    assert sorted(t.actor for t in found) == sorted(names) and {len(t.turns) for t in found} == {
+        rounds
+    }
 
 
 def test_the_last_speaker_answers_for_all_who_spoke():
@@ -249,10 +319,18 @@ def test_the_last_speaker_answers_for_all_who_spoke():
         users = "\n".join(m["content"] for m in t.messages if m["role"] == "user")
         assert users.count("Reply with the answer alone") == 1
         assert ("ben says: " if t.actor == "ann" else "ann says: ") in users or len(found) == 1
-    for said, reward in (("12", 1.0), (" 12\n", 1.0), ("<think>13?</think>\n12", 1.0), ("12.", 0.0), ("", 0.0)):
+    for said, reward in (
+        ("12", 1.0),
+        (" 12\n", 1.0),
+        ("<think>13?</think>\n12", 1.0),
+        ("12.", 0.0),
+        ("", 0.0),
+    ):
         found, _ = play("collaborate", {"ann": [said], "ben": [said]}, answer=12, prompt="5+7")
         assert set(rewards(found).values()) == {reward}
-    cut, _ = play("collaborate", {"ann": ["12"], "ben": ["12"]}, max_tokens=2, answer="12", prompt="5+7")
+    cut, _ = play(
+        "collaborate", {"ann": ["12"], "ben": ["12"]}, max_tokens=2, answer="12", prompt="5+7"
+    )
     assert [t.reward for t in cut] == [0.0]
 
 
@@ -260,7 +338,13 @@ def test_the_last_speaker_answers_for_all_who_spoke():
 
 
 def sizes(out: Path, **more) -> list[str]:
-    flags = {"tasks_per_step": 4, "group_size": 4, "num_steps": 2, "optim.lr": 1e-3, "out": out} | more
+    flags = {
+        "tasks_per_step": 4,
+        "group_size": 4,
+        "num_steps": 2,
+        "optim.lr": 1e-3,
+        "out": out,
+    } | more
     return [str(x) for name, value in flags.items() for x in (f"--{name}", value)]
 
 
@@ -275,22 +359,34 @@ def sizes(out: Path, **more) -> list[str]:
     ],
 )
 def test_two_steps_of_training(name, actors, flags, make_model, tmp_path):
-    models = [x for n, a in enumerate(actors) for x in (f"--actors.{a}.model", str(make_model(seed=n % 2)))]
+    models = [
+        x
+        for n, a in enumerate(actors)
+        for x in (f"--actors.{a}.model", str(make_model(seed=n % 2)))
+    ]
     # An untrained model seldom ends a turn.
-    stop = ["--sampling.stop", json.dumps(list("abcdefghijklm0123456789" if name == "collaborate" else CHARACTERS))]
+    stop = [
+        "--sampling.stop",
+        json.dumps(list("abcdefghijklm0123456789" if name == "collaborate" else CHARACTERS)),
+    ]
     evaluation = ["--eval_every", "2", "--eval.num_tasks", "6", "--eval.samples", "2"]
     flags |= {"tasks_per_step": 16, "group_size": 8} if name == "tic_tac_toe" else {}
     out = tmp_path / "run"
-    status = main([*models, "--env_path", str(ENVS / f"{name}.py"), *stop, *evaluation, *sizes(out, **flags)])
+    status = main(
+        [*models, "--env_path", str(ENVS / f"{name}.py"), *stop, *evaluation, *sizes(out, **flags)]
+    )
     # Untrained models lose every episode of the other games, from which nothing is learned.
     assert status == (0 if name == "tic_tac_toe" else 1)
     rows = metrics(out)
     assert not any(value for row in rows for key, value in row.items() if key.endswith("/failed"))
     for actor in actors:
         assert any(row.get(f"rollout/{actor}/turns_mean", 0) >= 1 for row in rows)
-        score = f"eval/{name}/{actor}/greedy_score" if len(actors) > 1 else f"eval/{name}/greedy_score"
+        score = (
+            f"eval/{name}/{actor}/greedy_score" if len(actors) > 1 else f"eval/{name}/greedy_score"
+        )
         assert 0 <= rows[-1][score] <= 1
-        if name == "tic_tac_toe":  # a tenth of what an untrained model says is a digit: a win if the other's is none
+        # A tenth of what an untrained model says is a digit: a win if the other's is none.
+        if name == "tic_tac_toe":
             assert any(0 < row.get(f"rollout/{actor}/won", 0) < 1 for row in rows)
             assert any(f"learn/{actor}/loss" in row for row in rows)
         assert (out / "hf" / actor / "model.safetensors").is_file()
@@ -298,11 +394,19 @@ def test_two_steps_of_training(name, actors, flags, make_model, tmp_path):
 
 @pytest.fixture(scope="module")
 def warm_players(make_model, tmp_path_factory) -> dict[str, Path]:
-    """Two models that know the form of the game, and of a common code that it exists: see demo_data.py."""
+    """Two models that know the form of the game, and of a common code that it exists: see
+    demo_data.py."""
     folder, found = tmp_path_factory.mktemp("players"), {}
     for seed, (name, rows) in enumerate(game_data(seed=0, num_sft=16000).items()):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        sft = ["--algorithm", "sft", "--data.train", str(folder / f"{name}.jsonl"), "--optim.schedule", "cosine"]
+        sft = [
+            "--algorithm",
+            "sft",
+            "--data.train",
+            str(folder / f"{name}.jsonl"),
+            "--optim.schedule",
+            "cosine",
+        ]
         lengths = {"max_tokens": 4, "max_prompt_tokens": 64, "tasks_per_step": 64, "optim.lr": 3e-3}
         flags = sizes(folder / name, num_steps=250, **lengths)
         assert main(["--model", str(make_model(seed=seed)), *sft, *flags]) == 0
@@ -312,16 +416,36 @@ def warm_players(make_model, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.mark.slow
 def test_two_models_learn_a_common_code_and_one_alone_learns_less_of_it(warm_players, tmp_path):
-    models = [x for name, path in warm_players.items() for x in (f"--actors.{name}.model", str(path))]
-    env = ["--env_path", str(ENVS / "referential_game.py"), "--algo.clip_high", "0.28", "--algo.entropy_coef", "0.01"]
-    more = {"tasks_per_step": 16, "group_size": 8, "max_tokens": 4, "max_prompt_tokens": 64, "optim.lr": 5e-4}
+    models = [
+        x for name, path in warm_players.items() for x in (f"--actors.{name}.model", str(path))
+    ]
+    env = [
+        "--env_path",
+        str(ENVS / "referential_game.py"),
+        "--algo.clip_high",
+        "0.28",
+        "--algo.entropy_coef",
+        "0.01",
+    ]
+    more = {
+        "tasks_per_step": 16,
+        "group_size": 8,
+        "max_tokens": 4,
+        "max_prompt_tokens": 64,
+        "optim.lr": 5e-4,
+    }
     more |= {"optim.warmup_steps": 5, "num_steps": 100}
     curves = {}
     for label, flags in {"both": [], "bob": ["--actors.alice.train", "false"]}.items():
         assert main([*models, *env, *flags, *sizes(tmp_path / label, **more)]) == 0
         curves[label] = [row["rollout/bob/reward_mean"] for row in metrics(tmp_path / label)]
     last = {label: sum(curve[-10:]) / 10 for label, curve in curves.items()}
-    print({label: [round(sum(c[n : n + 10]) / 10, 2) for n in range(0, 100, 10)] for label, c in curves.items()})
+    print(
+        {
+            label: [round(sum(c[n : n + 10]) / 10, 2) for n in range(0, 100, 10)]
+            for label, c in curves.items()
+        }
+    )
     assert sum(curves["both"][:2]) / 2 < 0.52
     assert last["both"] > 0.9 and last["bob"] < last["both"] - 0.1
 
@@ -330,16 +454,54 @@ def test_two_models_learn_a_common_code_and_one_alone_learns_less_of_it(warm_pla
 def test_a_tiny_model_learns_to_beat_a_random_player(tiny_model, tmp_path):
     for name, rows in random_games("tic_tac_toe", seed=0, num_sft=16000, num_train=64).items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lengths = {"max_prompt_tokens": 200, "tasks_per_step": 64, "num_steps": 300, "optim.lr": 3e-3, "max_tokens": 200}
-    sft = ["--algorithm", "sft", "--data.train", str(tmp_path / "sft.jsonl"), "--optim.schedule", "cosine"]
+    lengths = {
+        "max_prompt_tokens": 200,
+        "tasks_per_step": 64,
+        "num_steps": 300,
+        "optim.lr": 3e-3,
+        "max_tokens": 200,
+    }
+    sft = [
+        "--algorithm",
+        "sft",
+        "--data.train",
+        str(tmp_path / "sft.jsonl"),
+        "--optim.schedule",
+        "cosine",
+    ]
     assert main(["--model", str(tiny_model), *sft, *sizes(tmp_path / "warm", **lengths)]) == 0
-    lengths |= {"tasks_per_step": 16, "group_size": 8, "num_steps": 60, "optim.lr": 5e-4, "max_tokens": 4}
-    lengths |= {"optim.warmup_steps": 5, "algo.clip_high": 0.28, "algo.entropy_coef": 0.01, "eval_every": 60}
-    env = ["--env_path", str(ENVS / "tic_tac_toe.py"), "--data.train", str(tmp_path / "train.jsonl")]
-    model = ["--model", str(tmp_path / "warm/hf/policy"), "--eval.samples", "2", "--eval.pass_reward", "0.5"]
+    lengths |= {
+        "tasks_per_step": 16,
+        "group_size": 8,
+        "num_steps": 60,
+        "optim.lr": 5e-4,
+        "max_tokens": 4,
+    }
+    lengths |= {
+        "optim.warmup_steps": 5,
+        "algo.clip_high": 0.28,
+        "algo.entropy_coef": 0.01,
+        "eval_every": 60,
+    }
+    env = [
+        "--env_path",
+        str(ENVS / "tic_tac_toe.py"),
+        "--data.train",
+        str(tmp_path / "train.jsonl"),
+    ]
+    model = [
+        "--model",
+        str(tmp_path / "warm/hf/policy"),
+        "--eval.samples",
+        "2",
+        "--eval.pass_reward",
+        "0.5",
+    ]
     assert main([*model, *env, *sizes(tmp_path / "run", **lengths)]) == 0
     rows = [row for row in metrics(tmp_path / "run") if "eval/tic_tac_toe/avg@2" in row]
-    first, last = ({k: v for k, v in row.items() if k.startswith("eval/")} for row in (rows[0], rows[-1]))
+    first, last = (
+        {k: v for k, v in row.items() if k.startswith("eval/")} for row in (rows[0], rows[-1])
+    )
     print(first, last)
     assert last["eval/tic_tac_toe/avg@2"] > first["eval/tic_tac_toe/avg@2"] + 0.15
     assert last["eval/tic_tac_toe/greedy_pass"] > 0.7
@@ -351,26 +513,56 @@ def warm_nim(tiny_model, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("nim")
     rows = random_games("nim", seed=0, num_sft=8000, num_train=1)["sft"]
     (folder / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lengths = {"max_tokens": 100, "max_prompt_tokens": 60, "tasks_per_step": 64, "num_steps": 150, "optim.lr": 3e-3}
-    sft = ["--algorithm", "sft", "--data.train", str(folder / "sft.jsonl"), "--optim.schedule", "cosine"]
+    lengths = {
+        "max_tokens": 100,
+        "max_prompt_tokens": 60,
+        "tasks_per_step": 64,
+        "num_steps": 150,
+        "optim.lr": 3e-3,
+    }
+    sft = [
+        "--algorithm",
+        "sft",
+        "--data.train",
+        str(folder / "sft.jsonl"),
+        "--optim.schedule",
+        "cosine",
+    ]
     assert main(["--model", str(tiny_model), *sft, *sizes(folder / "warm", **lengths)]) == 0
     return folder / "warm/hf/policy"
 
 
 def scores_in_nim(models: dict[str, Path], out: Path, num_steps: int) -> list[dict[str, float]]:
-    """By actor, the mean result against the random player before and after training against learners alone."""
-    flags = {"tasks_per_step": 16, "group_size": 8, "max_tokens": 4, "max_prompt_tokens": 128, "num_steps": num_steps}
-    flags |= {"optim.lr": 1e-3, "optim.warmup_steps": 5, "algo.clip_high": 0.28, "algo.entropy_coef": 0.02}
+    """By actor, the mean result against the random player before and after training against
+    learners alone."""
+    flags = {
+        "tasks_per_step": 16,
+        "group_size": 8,
+        "max_tokens": 4,
+        "max_prompt_tokens": 128,
+        "num_steps": num_steps,
+    }
+    flags |= {
+        "optim.lr": 1e-3,
+        "optim.warmup_steps": 5,
+        "algo.clip_high": 0.28,
+        "algo.entropy_coef": 0.02,
+    }
     flags |= {"eval_every": num_steps, "eval.samples": 2, "rollout.save": "false"}
     actors = [x for name, path in models.items() for x in (f"--actors.{name}.model", str(path))]
     assert main([*actors, "--env_path", str(ENVS / "nim.py"), *sizes(out, **flags)]) == 0
     rows = [row for row in metrics(out) if any(key.startswith("eval/nim/") for key in row)]
     room = "eval/nim/" if len(models) == 1 else "eval/nim/{}/"
-    return [{name: row[room.format(name) + "avg@2"] for name in models} for row in (rows[0], rows[-1])]
+    return [
+        {name: row[room.format(name) + "avg@2"] for name in models} for row in (rows[0], rows[-1])
+    ]
 
 
 @pytest.mark.slow
 def test_self_play_alone_makes_a_player_that_beats_a_random_one(warm_nim, tmp_path):
-    [before], [after] = (s.values() for s in scores_in_nim({"policy": warm_nim}, tmp_path / "run", num_steps=40))
+    [before], [after] = (
+        s.values() for s in scores_in_nim({"policy": warm_nim}, tmp_path / "run", num_steps=40)
+    )
     print(before, after)
-    assert before < 0.6 and after > max(0.7, before + 0.15)  # each is of 200 games: a deviation of 0.035
+    # Each is of 200 games: a deviation of 0.035.
+    assert before < 0.6 and after > max(0.7, before + 0.15)

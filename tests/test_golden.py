@@ -1,6 +1,8 @@
-"""Golden runs: short seeded runs whose numbers are kept in tests/golden/, so that a change that alters them is seen.
+"""Golden runs: short seeded runs whose numbers are kept in tests/golden/, so that a change that
+alters them is seen.
 
-`pytest tests/test_golden.py --golden-write -k NAME` writes them anew where a change is meant to alter them.
+`pytest tests/test_golden.py --golden-write -k NAME` writes them anew where a change is meant to
+alter them.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from kit import metrics
 from kit import run as run_command
 
 GOLDEN = Path(__file__).parent / "golden"
-# Names of metrics that are compared. Not those of times, packing and agreement of two implementations.
+# Names of metrics that are compared. Not those of times, packing and agreement of two
+# implementations.
 STABLE = re.compile(
     r"(loss|grad_norm|lr|kl\w*nats|entropy_nats|reward_mean|length_mean|turns_mean|avg@\d|greedy_score|accuracy"
     r"|weighted_frac|correction\w*|value_loss|explained_variance|margin|score_mean|nll\w*)$"
@@ -25,23 +28,29 @@ RELATIVE, ABSOLUTE = 1e-4, 1e-6
 # Of a loss: a mean over terms of about 1, of either sign, whose last bits are a kernel's.
 ABSOLUTE_LOSS = 1e-5
 
-RL = "--model {model} --env_path {dir}/letters.py --max_tokens 10 --max_prompt_tokens 24 --tasks_per_step 4 --group_size 4"
+RL = (
+    "--model {model} --env_path {dir}/letters.py --max_tokens 10 --max_prompt_tokens 24 "
+    "--tasks_per_step 4 --group_size 4"
+)
 FIT = "--model {model} --max_tokens 40 --max_prompt_tokens 24 --max_turns 3 --tasks_per_step 4"
 STOP = ' --sampling.stop ["a","b","c","d","e","f","g","h"]'
 LORA = " --actors.policy.lora.rank 4"
 TWO = (
-    "--actors.bob.model {model} --actors.alice.model {other} --env_path {dir}/talk.py --max_tokens 20"
+    "--actors.bob.model {model} --actors.alice.model {other} --env_path {dir}/talk.py --max_tokens "
+    "20"
     f" --max_prompt_tokens 60 --tasks_per_step 4 --group_size 4{STOP}"
 )
 SHARED = (
-    TWO.replace(".alice.model {other}", ".alice.share bob") + " --actors.bob.lora.rank 4 --actors.alice.lora.rank 2"
+    TWO.replace(".alice.model {other}", ".alice.share bob")
+    + " --actors.bob.lora.rank 4 --actors.alice.lora.rank 2"
 )
 SEVERAL = RL.replace("letters.py", "letters.py,{dir}/digits.py") + " --envs.digits.weight 0.5"
 # A part of the turns is spoken by older weights, so that there is something to correct.
 OLDER = " --rollout.lagged 0.5,3 --num_steps 3"
 FIRST = RL.replace("letters", "ask") + STOP + " --num_steps 1 --optim.lr 1e-2"
 
-# Name -> flags of the run. "A; B" is two runs, of which A writes to {first} and B to {out}: with --resume in B both to {out}.
+# Name -> flags of the run. "A; B" is two runs, of which A writes to {first} and B to {out}: with
+# --resume in B both to {out}.
 RUNS = {
     "smoke-grpo": f"{RL} --eval_every 2 --eval.samples 2",
     "smoke-sft": f"{FIT} --algorithm sft --data.train {{dir}}/rows.jsonl",
@@ -86,7 +95,11 @@ RANKS = {"two_ranks": 2, "engine_rank": 2, "cp": 2, "tp": 2}
 def numbers(out: Path) -> list[dict[str, float]]:
     """The compared metrics of each line."""
     return [
-        {k: v for k, v in row.items() if k == "step" or (STABLE.search(k) and not UNSTABLE.search(k))}
+        {
+            k: v
+            for k, v in row.items()
+            if k == "step" or (STABLE.search(k) and not UNSTABLE.search(k))
+        }
         for row in metrics(out)
     ]
 
@@ -98,13 +111,18 @@ def run(name: str, places: dict[str, str], folder: Path) -> Path:
         out = folder / ("out" if is_last or "--resume" in parts[-1] else "first")
         defaults = [] if "--optim.lr" in part else ["--optim.lr", "1e-2"]
         defaults += [] if "--num_steps" in part else ["--num_steps", "2"]
-        run_command(out, part.format(**places, first=folder / "first"), defaults, ranks=RANKS.get(name, 1))
+        run_command(
+            out, part.format(**places, first=folder / "first"), defaults, ranks=RANKS.get(name, 1)
+        )
     return folder / "out"
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_golden(name, places, tmp_path, request):
-    got, file = numbers(run(name, places, tmp_path)), GOLDEN / f"{name.removeprefix('smoke-')}.jsonl"
+    got, file = (
+        numbers(run(name, places, tmp_path)),
+        GOLDEN / f"{name.removeprefix('smoke-')}.jsonl",
+    )
     norms = [v for row in got for k, v in row.items() if k.endswith("/grad_norm")]
     assert norms and min(norms) > 1e-4, "a step that learns nothing compares nothing"
     if request.config.option.golden_write:

@@ -1,4 +1,5 @@
-"""The house: which file may import which. Every import counts, lazy ones and those for type checkers included."""
+"""The house: which file may import which. Every import counts, lazy ones and those for type
+checkers included."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# Room -> its modules or packages, and the rooms below that it may import from. Within a room imports must not go round.
+# Room -> its modules or packages, and the rooms below that it may import from. Within a room
+# imports must not go round.
 ROOMS = {
     "ground": ["types", "rules", "config"],
     "pure": ["data"],
@@ -39,14 +41,26 @@ BELOW = {
     "shared": {"ground", "pure"},
     "sampling": {"ground", "pure", "shared"},
     "learning": {"ground", "pure", "shared"},
-    # Options stand beside the spine: they may import it, and it finds them by name (a table of "module:attribute").
+    # Options stand beside the spine: they may import it, and it finds them by name (a table of
+    # "module:attribute").
     "engines": {"ground", "pure", "shared", "sampling", "learning"},
     "options": {"ground", "pure", "shared", "sampling", "learning", "engines", "sandbox"},
     "roof": {"ground", "pure", "shared", "sampling", "learning"},
     "sandbox": set(),
     # The spine reaches it by --env_path grpc://... alone.
     "service": {"ground", "pure", "sampling"},
-    "tools": {"ground", "pure", "shared", "sampling", "learning", "engines", "options", "sandbox", "service", "roof"},
+    "tools": {
+        "ground",
+        "pure",
+        "shared",
+        "sampling",
+        "learning",
+        "engines",
+        "options",
+        "sandbox",
+        "service",
+        "roof",
+    },
 }
 ROOM_OF = {name: room for room, names in ROOMS.items() for name in names}
 ONLY_IN = {"sglang": {"rl_core.engines.sglang_server"}}
@@ -65,7 +79,8 @@ def modules() -> dict[str, Path]:
 
 @cache
 def imports_of(module: str) -> frozenset[str]:
-    """Dotted names that the module's file imports: `from a import b` gives a.b if that is a module of ours, else a."""
+    """Dotted names that the module's file imports: `from a import b` gives a.b if that is a module
+    of ours, else a."""
     path = modules()[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found = set()
@@ -96,9 +111,13 @@ def test_a_file_imports_only_from_its_room_and_the_floors_below(module):
     for imported in imports_of(module):
         if imported.split(".")[0] != "rl_core" or imported == "rl_core":
             continue
-        assert room is not None, f"rl_core/__init__.py imports {imported}; it must stay free to import"
+        assert room is not None, (
+            f"rl_core/__init__.py imports {imported}; it must stay free to import"
+        )
         target = room_of(imported)
-        assert target == room or target in BELOW[room], f"{module} ({room}) imports {imported} ({target})"
+        assert target == room or target in BELOW[room], (
+            f"{module} ({room}) imports {imported} ({target})"
+        )
 
 
 def test_imports_never_go_round():
@@ -113,23 +132,37 @@ def test_imports_never_go_round():
 def test_a_guarded_library_is_imported_in_its_one_file(module):
     for imported in imports_of(module):
         allowed = ONLY_IN.get(imported.split(".")[0])
-        assert allowed is None or module in allowed, f"{module} imports {imported}; only {allowed} may"
+        assert allowed is None or module in allowed, (
+            f"{module} imports {imported}; only {allowed} may"
+        )
 
 
-@pytest.mark.parametrize("module", [m for m in modules() if m.count(".") and room_of(m) in ("ground", "pure")])
+@pytest.mark.parametrize(
+    "module", [m for m in modules() if m.count(".") and room_of(m) in ("ground", "pure")]
+)
 def test_ground_and_pure_floors_know_no_ranks(module):
     for imported in imports_of(module):
-        assert not any((imported + ".").startswith(name + ".") for name in NEEDS_RANKS), f"{module} imports {imported}"
+        assert not any((imported + ".").startswith(name + ".") for name in NEEDS_RANKS), (
+            f"{module} imports {imported}"
+        )
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 
 
 @dataclass(kw_only=True)
 class Size:
-    """How much there is to read. A node is a statement or an expression of Python's parser, so that packing lines saves none."""
+    """How much there is to read. A node is a statement or an expression of Python's parser, so that
+    packing lines saves none."""
 
     nodes: int = 0
     lines: int = 0  # that hold more than comment and docstring
@@ -211,8 +244,9 @@ def sizes() -> dict[str, Size]:
     return found
 
 
-# Part -> (syntax nodes, nodes of the longest function, nodes a line) that a change may not exceed. A change that makes something
-# smaller lowers its row. `python tests/test_house.py` prints the rows as they are. The spine's goal is (24_000, 300, 5.6).
+# Part -> (syntax nodes, nodes of the longest function, nodes a line) that a change may not exceed.
+# A change that makes something smaller lowers its row. `python tests/test_house.py` prints the rows
+# as they are. The spine's goal is (24_000, 300, 5.6).
 BUDGETS = {
     "spine": (42_700, 425, 7.1),
     "engines": (10_850, 261, 6.9),
@@ -227,7 +261,7 @@ BUDGETS = {
 # Sums over parts, and what is counted otherwise.
 LIMITS = {
     "rl_core without sandbox, service, tools: nodes": 79_750,  # goal: 58,000
-    "longest file of rl_core/: lines": 361,
+    "longest file of rl_core/: lines": 509,  # goal: 350
     "spine: comprehensions per 1,000 lines": 70,  # goal: 30
     "spine: conditional expressions per 1,000 lines": 47,  # goal: 20
     "strings that name a module": 85,  # goal: 0
@@ -264,11 +298,18 @@ def test_what_there_is_to_read_only_shrinks():
     for name, value in limits().items():
         if value > LIMITS[name]:
             above.append(f"{name}: {value}, {LIMITS[name]} are allowed")
-    assert not above, f"{above}; make it smaller, or raise the row of BUDGETS and say in the commit what it buys"
+    assert not above, (
+        f"{above}; make it smaller, or raise the row of BUDGETS and say in the commit what it buys"
+    )
 
 
 # What a default run loads, and what its second step enters, engines aside.
-RUN_LIMITS = {"modules": 62, "nodes of them": 65_000, "functions of a step": 300, "files of a step": 36}
+RUN_LIMITS = {
+    "modules": 62,
+    "nodes of them": 65_000,
+    "functions of a step": 300,
+    "files of a step": 36,
+}
 
 
 def measure_run(model: str, env: str, out: Path) -> dict[str, int]:
@@ -291,18 +332,24 @@ def measure_run(model: str, env: str, out: Path) -> dict[str, int]:
 def test_a_default_run_loads_little_and_a_step_of_it_enters_few_functions(places, tmp_path):
     found = measure_run(places["model"], f"{places['dir']}/letters.py", tmp_path / "run")
     above = [
-        f"{name}: {value}, {RUN_LIMITS[name]} are allowed" for name, value in found.items() if value > RUN_LIMITS[name]
+        f"{name}: {value}, {RUN_LIMITS[name]} are allowed"
+        for name, value in found.items()
+        if value > RUN_LIMITS[name]
     ]
     assert not above, above
 
 
 def test_an_environment_is_short():
     for path in (ROOT / "envs").glob("*.py"):
-        assert 5 <= code_lines(path) <= 100, path
+        assert 5 <= code_lines(path) <= 130 and size_of(path).nodes <= 1000, path
 
 
 def test_no_file_is_called_utils():
-    bad = [str(path) for path in modules().values() if re.search(r"utils?|helpers?|misc|common", path.stem)]
+    bad = [
+        str(path)
+        for path in modules().values()
+        if re.search(r"utils?|helpers?|misc|common", path.stem)
+    ]
     assert not bad, f"name these after what they hold: {bad}"
 
 
@@ -331,7 +378,9 @@ def test_every_library_that_is_imported_is_required_in_setup_py():
         "prometheus_client": "prometheus-client",
     }
     ours = {"rl_core", *sys.stdlib_module_names}
-    used = {imported.split(".")[0] for module in modules() for imported in imports_of(module)} - ours
+    used = {
+        imported.split(".")[0] for module in modules() for imported in imports_of(module)
+    } - ours
     missing = {name for name in used if names.get(name, name) not in declared}
     assert not missing, f"{missing} imported in rl_core/ but not in setup.py"
 
@@ -341,7 +390,9 @@ def test_one_place_loads_from_transformers_so_that_no_code_of_a_model_runs():
     files = [*(ROOT / "rl_core").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]
     found = {}
     for file in files:
-        calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        calls = [
+            node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)
+        ]
         names = {call.func.attr for call in calls if isinstance(call.func, ast.Attribute)}
         if file.is_relative_to(ROOT / "scripts"):
             names -= {"from_config"}  # of configurations that they write themselves

@@ -1,4 +1,5 @@
-"""--push_to_hub, by huggingface_hub's own client, against a server that speaks the part of the hub's API that it asks for."""
+"""--push_to_hub, by huggingface_hub's own client, against a server that speaks the part of the
+hub's API that it asks for."""
 
 from __future__ import annotations
 
@@ -18,27 +19,35 @@ from rl_core.train import main
 
 
 class Hub(BaseHTTPRequestHandler):
-    """POST /api/repos/create, .../preupload/main, .../commit/main; what is committed stays in `server.files`."""
+    """POST /api/repos/create, .../preupload/main, .../commit/main; what is committed stays in
+    `server.files`."""
 
     def do_POST(self):
         body = (
-            self.rfile.read(int(self.headers["Content-Length"])) if "Content-Length" in self.headers else self.chunks()
+            self.rfile.read(int(self.headers["Content-Length"]))
+            if "Content-Length" in self.headers
+            else self.chunks()
         )
         url, repository = f"http://{self.headers['Host']}", "/".join(self.path.split("/")[3:5])
         if self.server.refuses in self.path:
             return self.reply({"error": "no such token"}, 401)
         if self.path.endswith("/create"):
-            return self.reply({"url": f"{url}/{'/'.join(json.loads(body)[k] for k in ('organization', 'name'))}"})
+            return self.reply(
+                {"url": f"{url}/{'/'.join(json.loads(body)[k] for k in ('organization', 'name'))}"}
+            )
         if "/preupload/" in self.path:
             files = [
-                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]
+                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for f in json.loads(body)["files"]
             ]
             return self.reply({"files": files})
         for line in map(json.loads, body.splitlines()):
             if line["key"] == "file":
                 content = base64.b64decode(line["value"]["content"])
                 self.server.files[f"{repository}/{line['value']['path']}"] = content
-        return self.reply({"commitUrl": f"{url}/{repository}/commit/1", "commitOid": "1", "pullRequestUrl": None})
+        return self.reply(
+            {"commitUrl": f"{url}/{repository}/commit/1", "commitOid": "1", "pullRequestUrl": None}
+        )
 
     def chunks(self) -> bytes:
         parts = []
@@ -92,8 +101,13 @@ def test_the_export_is_pushed_file_by_file(hub, flags, tmp_path, capsys):
 def test_a_push_that_fails_says_what_to_do_and_loses_nothing(hub, flags, tmp_path, capsys):
     hub.refuses, out = "/commit/", tmp_path / "run"
     assert main([*flags, "--out", str(out)]) == 1
-    assert f"the model is in {out}/hf/policy: hf upload lab/digits {out}/hf/policy" in capsys.readouterr().err
-    assert (out / "hf/policy/model.safetensors").is_file() and (out / "checkpoints/step_000001/manifest.json").is_file()
+    assert (
+        f"the model is in {out}/hf/policy: hf upload lab/digits {out}/hf/policy"
+        in capsys.readouterr().err
+    )
+    assert (out / "hf/policy/model.safetensors").is_file() and (
+        out / "checkpoints/step_000001/manifest.json"
+    ).is_file()
     hub.refuses = "nothing"
     run(out, flags, "--resume")
     assert "lab/digits/model.safetensors" in hub.files
@@ -104,9 +118,18 @@ def test_an_interrupted_run_pushes_nothing(hub, places, tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    more = {"max_tokens": 6, "tasks_per_step": 2, "group_size": 2, "num_steps": 99, "push_to_hub": "lab/digits"}
+    more = {
+        "max_tokens": 6,
+        "tasks_per_step": 2,
+        "group_size": 2,
+        "num_steps": 99,
+        "push_to_hub": "lab/digits",
+    }
     config = Config(
-        model=str(places["model"]), env_path=f"{places['dir']}/letters.py", out=str(tmp_path / "run"), **more
+        model=str(places["model"]),
+        env_path=f"{places['dir']}/letters.py",
+        out=str(tmp_path / "run"),
+        **more,
     )
     try:
         with pytest.raises(KeyboardInterrupt):

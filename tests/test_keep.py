@@ -1,4 +1,5 @@
-"""What a run keeps: it saves by the clock, on a signal and before it gives up, and goes on as if it had not ended."""
+"""What a run keeps: it saves by the clock, on a signal and before it gives up, and goes on as if it
+had not ended."""
 
 from __future__ import annotations
 
@@ -28,43 +29,68 @@ async def reward_fn(completion):
     return sum(map(ord, completion)) / 1000
 """
 TO_ALL = (
-    "mark.touch(); [os.kill(int(p), 15) for p in Path(f'/proc/{parent}/task/{parent}/children').read_text().split()]"
+    "mark.touch(); [os.kill(int(p), 15) for p in "
+    "Path(f'/proc/{parent}/task/{parent}/children').read_text().split()]"
 )
 TO_ONE = "os.environ['RANK'] == '1' and (mark.touch(), os.kill(os.getpid(), 15))"
 
 
 @pytest.fixture
 def flags_of(places, tmp_path):
-    """flags_of(what) -> flags of a run whose environment does that at its 20th call, until the mark is there."""
+    """flags_of(what) -> flags of a run whose environment does that at its 20th call, until the mark
+    is there."""
 
     def make(what: str) -> list[str]:
         (tmp_path / "env.py").write_text(AT_20.replace("{what}", what))
-        return words("--optim.lr 1e-2", RL.format(**places), "--env_path", tmp_path / "env.py", "--num_steps 100000")
+        return words(
+            "--optim.lr 1e-2",
+            RL.format(**places),
+            "--env_path",
+            tmp_path / "env.py",
+            "--num_steps 100000",
+        )
 
     return make
 
 
 @pytest.mark.parametrize(
     "what, num_ranks, more",
-    [(TO_ONE, 2, ""), (TO_ALL, 2, ""), (TO_ALL, 2, "--engine_ranks 1"), (TO_ALL, 1, "--eval_every 1 --eval.samples 0")],
+    [
+        (TO_ONE, 2, ""),
+        (TO_ALL, 2, ""),
+        (TO_ALL, 2, "--engine_ranks 1"),
+        (TO_ALL, 1, "--eval_every 1 --eval.samples 0"),
+    ],
 )
-def test_ranks_agree_where_they_end_if_some_or_all_get_a_signal(what, num_ranks, more, flags_of, tmp_path):
-    given = ["-m", "rl_core.train", *flags_of(what), *words(more, "--out", tmp_path / "run", "--resume")]
+def test_ranks_agree_where_they_end_if_some_or_all_get_a_signal(
+    what, num_ranks, more, flags_of, tmp_path
+):
+    given = [
+        "-m",
+        "rl_core.train",
+        *flags_of(what),
+        *words(more, "--out", tmp_path / "run", "--resume"),
+    ]
     ended = run_ranks(num_ranks, *given, check=False)
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
     last = steps(tmp_path / "run")[-1]["step"]
     assert f"saved step {last}" in ended.stdout and "error" not in ended.stderr
     then = run_ranks(num_ranks, *given, "--num_steps", str(last + 1)).stdout
     assert f"goes on from step {last}" in then
-    # The 20th call is in the first step, after an evaluation of 8 tasks: that of its end is left to the run that goes on.
+    # The 20th call is in the first step, after an evaluation of 8 tasks: that of its end is left to
+    # the run that goes on.
     evaluated = f"eval at step {last} "
     assert not more.startswith("--eval") or (evaluated in then and evaluated not in ended.stdout)
 
 
 def test_ctrl_c_twice_ends_at_once(flags_of, tmp_path):
     what = "[os.kill(os.getpid(), 2) for _ in 'ab']; await asyncio.sleep(1000)"
-    ended = run_ranks(1, "-m", "rl_core.train", *flags_of(what), "--out", tmp_path / "run", check=False)
-    assert ended.returncode == signal.SIGINT and "SIGINT: saves when this step is done" in ended.stderr
+    ended = run_ranks(
+        1, "-m", "rl_core.train", *flags_of(what), "--out", tmp_path / "run", check=False
+    )
+    assert (
+        ended.returncode == signal.SIGINT and "SIGINT: saves when this step is done" in ended.stderr
+    )
     assert len(steps(tmp_path / "run")) == 1 and not list((tmp_path / "run/checkpoints").iterdir())
 
 
@@ -72,7 +98,10 @@ def test_a_run_that_gives_up_saves_before_and_repeats_the_step(flags_of, tmp_pat
     flags, parts, whole = flags_of("raise KeyError('gone')"), tmp_path / "parts", tmp_path / "whole"
     more = ["--num_steps", "4", "--rollout.max_failed_fraction", "0", "--out"]
     assert main([*flags, *more, str(parts)]) == 1
-    assert "gone" in capsys.readouterr().err and (parts / "checkpoints/step_000001/manifest.json").is_file()
+    assert (
+        "gone" in capsys.readouterr().err
+        and (parts / "checkpoints/step_000001/manifest.json").is_file()
+    )
     (tmp_path / "env.mark").touch()
     for out in (parts, whole):
         assert main([*flags, *more, str(out), "--resume"]) == 0
@@ -91,27 +120,39 @@ def test_a_run_that_was_killed_before_its_export_makes_it_when_it_goes_on(more, 
 
 
 def test_a_run_saves_when_the_last_checkpoint_is_old(flags_of, tmp_path):
-    out = run(tmp_path / "run", flags_of("pass"), "--num_steps 3 --save_minutes 1e-4 --keep_checkpoints 0")
+    out = run(
+        tmp_path / "run", flags_of("pass"), "--num_steps 3 --save_minutes 1e-4 --keep_checkpoints 0"
+    )
     assert len(list((out / "checkpoints").glob("step_*"))) == 3
 
 
 def test_the_best_by_an_evaluation_is_kept(flags_of, tmp_path, capsys):
     flags, out = words(flags_of("pass"), "--eval_every 1 --eval.samples 0"), tmp_path / "run"
     run(out, flags, "--num_steps 4 --keep_best greedy_score")
-    scores = {row["step"]: row["eval/env/greedy_score"] for row in metrics(out) if "eval/env/greedy_score" in row}
+    scores = {
+        row["step"]: row["eval/env/greedy_score"]
+        for row in metrics(out)
+        if "eval/env/greedy_score" in row
+    }
     best = json.loads((out / "best/best.json").read_text())
     assert best["greedy_score"] == max(scores.values()) == scores[best["step"]]
     assert len(set(scores.values())) > 1
     then = run(tmp_path / "then", flags, "--num_steps", max(1, best["step"]))
     if best["step"]:
-        assert all(value.equal(weights(out / "best", ".").get(name, value)) for name, value in weights(then).items())
+        assert all(
+            value.equal(weights(out / "best", ".").get(name, value))
+            for name, value in weights(then).items()
+        )
     assert main(words(flags, "--num_steps 1 --keep_best score --out", tmp_path / "other")) == 1
     assert (
-        "--keep_best score is no metric of this evaluation; it has greedy_pass, greedy_score" in capsys.readouterr().err
+        "--keep_best score is no metric of this evaluation; it has greedy_pass, "
+        "greedy_score" in capsys.readouterr().err
     )
 
 
-@pytest.mark.parametrize("metric, values", [("greedy_score", (1.0, 2.0, 1.5)), ("loss", (3.0, 1.0, 2.0))])
+@pytest.mark.parametrize(
+    "metric, values", [("greedy_score", (1.0, 2.0, 1.5)), ("loss", (3.0, 1.0, 2.0))]
+)
 def test_a_run_that_goes_on_knows_the_highest_score_or_the_lowest_loss(metric, values, tmp_path):
     found = []
     for step, value in enumerate(values):
@@ -141,5 +182,7 @@ def test_a_full_disk_is_named(full, flags_of, tmp_path, capsys):
 def test_a_full_disk_is_named_where_metrics_do_not_fit(tmp_path):
     log = RunLog(tmp_path, init_ranks(60), 0)
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=f"{tmp_path}/metrics.jsonl: No space left on device; make room there"):
+    with pytest.raises(
+        OSError, match=f"{tmp_path}/metrics.jsonl: No space left on device; make room there"
+    ):
         log.write(1, {})

@@ -1,7 +1,8 @@
-"""Runs of every algorithm that are killed wherever they happen to be: each goes on, ends with the numbers and the weights of a
-run that nothing happened to, and leaves no process behind.
+"""Runs of every algorithm that are killed wherever they happen to be: each goes on, ends with the
+numbers and the weights of a run that nothing happened to, and leaves no process behind.
 
-As a program this file is a run that counts how often it comes to each of PLACES, and is killed at one of them.
+As a program this file is a run that counts how often it comes to each of PLACES, and is killed at
+one of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,20 @@ from pathlib import Path
 
 import pytest
 from kit import STOP, RanksProcess, metrics, wait_until, words
-from test_runs import DPO, LORA, OLDER, PPO, RL, RM, SFT, SHARED, TALK, TWO, assert_same_weights, lasting
+from test_runs import (
+    DPO,
+    LORA,
+    OLDER,
+    PPO,
+    RL,
+    RM,
+    SFT,
+    SHARED,
+    TALK,
+    TWO,
+    assert_same_weights,
+    lasting,
+)
 
 # A phase -> the function that a run is killed at.
 PLACES = {
@@ -55,8 +69,14 @@ SETUPS = {
     "shared model": (f"{SHARED} --eval_every 2 --eval.samples 2 --eval.num_tasks 1", 1),
     "older weights": (f"{TALK} {STOP} {OLDER}", 1),
     "weighted tasks": (f"{ASYNC} --max_staleness 1 --env_path {{dir}}/weighted.py", 1),
-    "stale, two actors": (f"{TWO} --tasks_per_step 2 --group_size 3 --rollout.fixed_order true --max_staleness 1", 1),
-    "stale, with evaluations": (f"{ASYNC} --max_staleness 1 --eval_every 2 --eval.samples 0 --eval.num_tasks 2", 1),
+    "stale, two actors": (
+        f"{TWO} --tasks_per_step 2 --group_size 3 --rollout.fixed_order true --max_staleness 1",
+        1,
+    ),
+    "stale, with evaluations": (
+        f"{ASYNC} --max_staleness 1 --eval_every 2 --eval.samples 0 --eval.num_tasks 2",
+        1,
+    ),
     "stale ppo": (f"{ASYNC} --max_staleness 1 --algorithm ppo --critic.lr 1e-2", 1),
     "stale, two ranks": (f"{ASYNC} --max_staleness 2", 2),
     "two ranks": (f"{RL} --rollout.fixed_order true --learner.offload phase", 2),
@@ -75,7 +95,8 @@ def attribute_of(place: str) -> tuple[object, str]:
 
 
 def watch(calls: Counter, phase: str, number: int, kind: int) -> None:
-    """Counts calls of all PLACES. At the call of `phase` with this number this process gets a signal."""
+    """Counts calls of all PLACES. At the call of `phase` with this number this process gets a
+    signal."""
 
     def watched(name: str, function):
         @functools.wraps(function)
@@ -97,7 +118,9 @@ class Fault:
 
     def __init__(self, chance: random.Random, calls: list[Counter]):
         self.rank = chance.randrange(len(calls))
-        self.phase = chance.choice(sorted(name for name, number in calls[self.rank].items() if number))
+        self.phase = chance.choice(
+            sorted(name for name, number in calls[self.rank].items() if number)
+        )
         self.number = chance.randint(1, calls[self.rank][self.phase])
         self.kind = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
 
@@ -107,14 +130,22 @@ class Fault:
 
 @pytest.fixture
 def start(places):
-    """start(setup, out, fault) -> the exit status of a run that goes on in that folder, if there is one. No process is left."""
+    """start(setup, out, fault) -> the exit status of a run that goes on in that folder, if there is
+    one. No process is left."""
     weighted = Path(places["dir"], "ask.py").read_text() + WEIGHTED.replace("async ", "")
     Path(places["dir"], "weighted.py").write_text(weighted)
 
     def run(setup: str, out: Path, fault: Fault | None = None) -> int:
         flags, num_ranks = SETUPS[setup]
-        given = words("--optim.lr 1e-2", flags.format(**places), "--num_steps 5 --save_every 2 --resume --out", out)
-        hit = [fault.rank, fault.phase, fault.number, int(fault.kind)] if fault else [0, "none", 0, 0]
+        given = words(
+            "--optim.lr 1e-2",
+            flags.format(**places),
+            "--num_steps 5 --save_every 2 --resume --out",
+            out,
+        )
+        hit = (
+            [fault.rank, fault.phase, fault.number, int(fault.kind)] if fault else [0, "none", 0, 0]
+        )
         ranks = RanksProcess(num_ranks, [__file__, out.with_suffix(""), *hit, *given], None, {})
         code = ranks.wait(120)
         wait_until(lambda: not is_alive(ranks.pid), "all processes of the run have ended", 30)
@@ -148,10 +179,13 @@ def check_fault(number: int, start, whole_of, tmp_path) -> None:
 
 @pytest.fixture
 def whole_of(start, made_once):
-    """whole_of(setup) -> the folder of a run that nothing happens to, and how often each rank comes to each place."""
+    """whole_of(setup) -> the folder of a run that nothing happens to, and how often each rank comes
+    to each place."""
 
     def whole(setup: str) -> tuple[Path, list[Counter]]:
-        folder = made_once(f"unharmed {setup}", lambda beside: beside.mkdir() or start(setup, beside / "run"))
+        folder = made_once(
+            f"unharmed {setup}", lambda beside: beside.mkdir() or start(setup, beside / "run")
+        )
         files = sorted(folder.glob("run.calls.*"))
         return folder / "run", [Counter(json.loads(file.read_text())) for file in files]
 
@@ -159,7 +193,9 @@ def whole_of(start, made_once):
 
 
 @pytest.mark.parametrize("number", range(QUICK))
-def test_a_run_that_is_killed_anywhere_goes_on_as_if_nothing_had_happened(number, start, whole_of, tmp_path):
+def test_a_run_that_is_killed_anywhere_goes_on_as_if_nothing_had_happened(
+    number, start, whole_of, tmp_path
+):
     check_fault(number, start, whole_of, tmp_path)
 
 

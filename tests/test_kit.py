@@ -29,12 +29,18 @@ def test_a_failure_on_a_rank_says_the_values_and_little_else():
     with pytest.raises(AssertionError) as failure:
         of_ranks(2, __file__, "differ")
     said = str(failure.value)
-    assert "rank 1: " in said and "assert [3, 5] == [3, 4]" in said and 'found["sizes"] == [3, 4]' in said
+    assert (
+        "rank 1: " in said
+        and "assert [3, 5] == [3, 4]" in said
+        and 'found["sizes"] == [3, 4]' in said
+    )
     assert len(said.splitlines()) < 40 and "it/s]" not in said
 
 
 def test_a_command_that_ends_badly_says_its_last_lines(tmp_path):
-    (tmp_path / "noisy.py").write_text("for n in range(2000): print(n, 'noise')\nraise SystemExit(3)\n")
+    (tmp_path / "noisy.py").write_text(
+        "for n in range(2000): print(n, 'noise')\nraise SystemExit(3)\n"
+    )
     with pytest.raises(AssertionError) as failure:
         run_ranks(1, tmp_path / "noisy.py")
     said = str(failure.value)

@@ -1,4 +1,5 @@
-"""Turns by older weights: who answers which call, with whose logprobs, and what a run that goes on needs of it."""
+"""Turns by older weights: who answers which call, with whose logprobs, and what a run that goes on
+needs of it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from rl_core.sampling.actor import Actor
 from rl_core.train import main
 from rl_core.types import SamplingParams
 
-# Hooks that are not async run in threads, whose timing says what is computed together, and so how it is rounded.
+# Hooks that are not async run in threads, whose timing says what is computed together, and so how
+# it is rounded.
 TALK = """
 max_turns = 4
 def load_tasks(split): return [{"messages": [{"role": "user", "content": "x" * n}]} for n in range(1, 9)]
@@ -38,8 +40,12 @@ def makers(trajectory: dict) -> list[int]:
 @pytest.fixture
 def talk(tiny_model, tmp_path) -> list[str]:
     (tmp_path / "talk.py").write_text(TALK)
-    flags = words("--model", tiny_model, "--env_path", tmp_path / "talk.py", "--sampling.stop", [STOP])
-    flags += words("--max_tokens 12 --max_prompt_tokens 150 --tasks_per_step 4 --group_size 4 --optim.lr 3e-3")
+    flags = words(
+        "--model", tiny_model, "--env_path", tmp_path / "talk.py", "--sampling.stop", [STOP]
+    )
+    flags += words(
+        "--max_tokens 12 --max_prompt_tokens 150 --tasks_per_step 4 --group_size 4 --optim.lr 3e-3"
+    )
     return [*flags, *words(f"--rollout.lagged 0.4,{EVERY}")]
 
 
@@ -58,7 +64,9 @@ def test_who_answers_hangs_on_the_calls_seed_alone(make_model):
     async def ask(seeds, actor) -> dict[int, tuple]:
         params = SamplingParams(max_tokens=2)
         done = await asyncio.gather(*(actor.generate([5, 6, 7], params, seed) for seed in seeds))
-        return {s: (d.policy_version, d.token_ids, d.logprobs) for s, d in zip(seeds, done, strict=True)}
+        return {
+            s: (d.policy_version, d.token_ids, d.logprobs) for s, d in zip(seeds, done, strict=True)
+        }
 
     async def ask_all():
         seeds = list(range(300))
@@ -71,28 +79,42 @@ def test_who_answers_hangs_on_the_calls_seed_alone(make_model):
     versions = [version for version, _, _ in together.values()]
     assert set(versions) == {4, 7} and 0.18 < versions.count(4) / len(versions) < 0.32
     for seed, (version, tokens, logprobs) in apart.items():
-        assert (version, tokens) == together[seed][:2] and logprobs == pytest.approx(together[seed][2], abs=1e-5)
+        assert (version, tokens) == together[seed][:2] and logprobs == pytest.approx(
+            together[seed][2], abs=1e-5
+        )
 
 
 @pytest.mark.parametrize("engine", ["embedded", pytest.param("sglang", marks=needs_sglang)])
-def test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it(engine, talk, tiny_model, tmp_path):
+def test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it(
+    engine, talk, tiny_model, tmp_path
+):
     out, num_steps = tmp_path / "run", 5
     talk += ["--engine", engine]
-    kept = "--save_every 1 --keep_checkpoints 0 --eval_every 2 --eval.samples 2 --eval.num_tasks 2 --num_steps"
+    kept = (
+        "--save_every 1 --keep_checkpoints 0 --eval_every 2 --eval.samples 2 --eval.num_tasks 2 "
+        "--num_steps"
+    )
     assert main(words(talk, kept, num_steps, "--out", out)) == 0
     start = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager")
     models = {0: start}
     for version in range(1, num_steps):
-        file = out / f"checkpoints/step_{version:06d}/policy/shard-00001-model-00001-of-00001.safetensors"
+        file = (
+            out
+            / f"checkpoints/step_{version:06d}/policy/shard-00001-model-00001-of-00001.safetensors"
+        )
         saved = {k[9:]: v for k, v in load_file(file).items() if k.startswith("param/hf.")}
-        models[version] = AutoModelForCausalLM.from_config(start.config, attn_implementation="eager")
+        models[version] = AutoModelForCausalLM.from_config(
+            start.config, attn_implementation="eager"
+        )
         missing, _ = models[version].load_state_dict(saved, strict=False)
         assert not set(missing) - {"lm_head.weight"}  # tied
 
     def logprobs(version: int, turn: dict) -> torch.Tensor:
         prompt, sampled = turn["prompt_ids"], turn["completion"]["token_ids"]
         with torch.no_grad():
-            logits = models[version](torch.tensor([prompt + sampled])).logits[0, len(prompt) - 1 : -1]
+            logits = models[version](torch.tensor([prompt + sampled])).logits[
+                0, len(prompt) - 1 : -1
+            ]
         return logits.log_softmax(-1).gather(-1, torch.tensor(sampled)[:, None])[:, 0]
 
     apart = 0.0
@@ -100,9 +122,14 @@ def test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it(engine,
         found = trajectories(out / f"rollouts/step_{version + 1:06d}.jsonl.zst")
         older = version - version % EVERY
         assert {v for t in found for v in makers(t)} == {version, older}
-        assert sum(len(set(makers(t))) for t in found) > len(found) or version == older, "an episode must mix policies"
+        assert sum(len(set(makers(t))) for t in found) > len(found) or version == older, (
+            "an episode must mix policies"
+        )
         for turn in (turn for t in found[::3] for turn in t["turns"]):
-            own, maker = torch.tensor(turn["completion"]["logprobs"]), turn["completion"]["policy_version"]
+            own, maker = (
+                torch.tensor(turn["completion"]["logprobs"]),
+                turn["completion"]["policy_version"],
+            )
             torch.testing.assert_close(own, logprobs(maker, turn), atol=2e-5, rtol=0)
             if maker != version:
                 apart = max(apart, (own - logprobs(version, turn)).abs().max().item())
@@ -117,26 +144,38 @@ def test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it(engine,
     assert apart > 1e-2, "the two would have said the same"
     held = load_file(out / f"checkpoints/step_{num_steps:06d}/policy.lagged.safetensors")
     assert held and all(
-        torch.equal(value, models[num_steps - num_steps % EVERY].get_parameter(n)) for n, value in held.items()
+        torch.equal(value, models[num_steps - num_steps % EVERY].get_parameter(n))
+        for n, value in held.items()
     )
     for step in (0, 2, 4):
         for label in ("greedy", "sampled"):
             found = trajectories(out / f"rollouts/eval_{step:06d}_{label}.jsonl.zst")
-            assert {v for t in found for v in makers(t)} == {step}, "an evaluation is of the newest weights"
+            assert {v for t in found for v in makers(t)} == {step}, (
+                "an evaluation is of the newest weights"
+            )
 
 
 def test_a_run_without_them_has_nothing_of_it_and_can_go_on_with_them(talk, tmp_path):
     out, plain = tmp_path / "run", talk[: talk.index("--rollout.lagged")]
     assert main([*plain, "--num_steps", "1", "--out", str(out)]) == 0
-    assert not any("lag" in name for row in metrics(out) for name in row) and not list(out.rglob("*lagged*"))
+    assert not any("lag" in name for row in metrics(out) for name in row) and not list(
+        out.rglob("*lagged*")
+    )
     assert main([*talk, "--num_steps", "3", "--out", str(out), "--resume"]) == 0
-    versions = [{v for t in trajectories(out / f"rollouts/step_{n:06d}.jsonl.zst") for v in makers(t)} for n in (2, 3)]
+    versions = [
+        {v for t in trajectories(out / f"rollouts/step_{n:06d}.jsonl.zst") for v in makers(t)}
+        for n in (2, 3)
+    ]
     assert versions == [{1}, {1, 2}], "the older weights are the newest at first"
 
 
 def test_what_older_weights_said_is_corrected_unless_the_run_says_otherwise(talk, tmp_path):
     norms = {}
-    for name, more in {"default": "", "tis": "--algo.correction tis", "none": "--algo.correction none"}.items():
+    for name, more in {
+        "default": "",
+        "tis": "--algo.correction tis",
+        "none": "--algo.correction none",
+    }.items():
         flags = words(talk, more, "--optim.lr 1e-2 --num_steps 3 --out", tmp_path / name)
         assert main(flags) == 0
         norms[name] = [row["learn/policy/grad_norm"] for row in steps(tmp_path / name)]

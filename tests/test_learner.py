@@ -1,4 +1,5 @@
-"""The learner's equivalences: however a batch is split, padded or packed, the gradient is the same."""
+"""The learner's equivalences: however a batch is split, padded or packed, the gradient is the
+same."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ def make_learner(model, *flags, algorithm="grpo") -> Learner:
 
 
 def ragged_samples(num=12, seed=0, shared_prompt=0) -> list[TrainingSample]:
-    """Two turns each: prompt, reply, what the environment said, reply. Some advantages are zero, some tokens at the end
-    untrained. With shared_prompt, four samples each begin with the same tokens and some replies are a single token."""
+    """Two turns each: prompt, reply, what the environment said, reply. Some advantages are zero,
+    some tokens at the end untrained. With shared_prompt, four samples each begin with the same
+    tokens and some replies are a single token."""
     draw = random.Random(seed)
     samples = []
     for i in range(num):
@@ -36,7 +38,11 @@ def ragged_samples(num=12, seed=0, shared_prompt=0) -> list[TrainingSample]:
             (0, 2),
         ]
         if shared_prompt:
-            spans = [(0, shared_prompt + group), *spans[1:]] if i % 3 else [(0, shared_prompt + group), (1, 1)]
+            spans = (
+                [(0, shared_prompt + group), *spans[1:]]
+                if i % 3
+                else [(0, shared_prompt + group), (1, 1)]
+            )
         mask = [m for m, n in spans for _ in range(n)]
         advantage = 0.0 if i % 5 == 4 else draw.gauss(0, 1)
         token_ids = [draw.randrange(8, 104) for _ in mask]
@@ -74,14 +80,21 @@ def gradients(learner: Learner, samples, old_shift=0.0) -> tuple[dict[str, torch
     return found, total
 
 
-def padded_gradients(learner: Learner, samples, old_shift=0.0) -> tuple[dict[str, torch.Tensor], float]:
-    """The same from the plain padded forward of the Hugging Face model and the formula written out token by token."""
+def padded_gradients(
+    learner: Learner, samples, old_shift=0.0
+) -> tuple[dict[str, torch.Tensor], float]:
+    """The same from the plain padded forward of the Hugging Face model and the formula written out
+    token by token."""
     model, a = learner.policy.hf, learner.algorithm
     longest = max(len(s.token_ids) for s in samples)
     ids = torch.tensor([s.token_ids.tolist() + [0] * (longest - len(s.token_ids)) for s in samples])
-    is_token = torch.tensor([[1] * len(s.token_ids) + [0] * (longest - len(s.token_ids)) for s in samples])
+    is_token = torch.tensor(
+        [[1] * len(s.token_ids) + [0] * (longest - len(s.token_ids)) for s in samples]
+    )
     model.set_attn_implementation("sdpa")
-    logits = model(input_ids=ids, attention_mask=is_token, use_cache=False).logits / learner.temperature
+    logits = (
+        model(input_ids=ids, attention_mask=is_token, use_cache=False).logits / learner.temperature
+    )
     model.set_attn_implementation("rl_core_packed")
     logprobs = logits.log_softmax(-1)
     loss, count = 0.0, sum(sum(s.loss_mask) for s in samples)
@@ -100,7 +113,11 @@ def padded_gradients(learner: Learner, samples, old_shift=0.0) -> tuple[dict[str
             entropy = -(p.exp() * p).sum()
             loss = (
                 loss
-                - (torch.min(ratio * s.advantages[i], clipped * s.advantages[i]) + a.entropy_coef * entropy) / count
+                - (
+                    torch.min(ratio * s.advantages[i], clipped * s.advantages[i])
+                    + a.entropy_coef * entropy
+                )
+                / count
             )
     loss.backward()
     found = {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -112,7 +129,9 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], toleranc
     assert a.keys() == b.keys()
     assert max(v.abs().max() for v in a.values()) > 1e-4, "no gradient to compare"
     for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=tolerance, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            a[name], b[name], atol=tolerance, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -133,8 +152,13 @@ def test_packed_batch_gives_the_same_gradient_as_padded(any_model, algorithm, fl
 
 
 @pytest.mark.parametrize("algorithm, old_shift", [("sft", 0.0), ("grpo", 0.4)])
-def test_a_prompt_that_samples_share_is_computed_once_and_gives_the_same_gradient(any_model, algorithm, old_shift):
-    learner, samples = make_learner(any_model, algorithm=algorithm), ragged_samples(16, shared_prompt=30)
+def test_a_prompt_that_samples_share_is_computed_once_and_gives_the_same_gradient(
+    any_model, algorithm, old_shift
+):
+    learner, samples = (
+        make_learner(any_model, algorithm=algorithm),
+        ragged_samples(16, shared_prompt=30),
+    )
     _, metrics = learner.shard(samples)
     assert metrics["pack/computed_tokens"].value < 0.65 * metrics["pack/tokens"].value
     packed, packed_loss = gradients(learner, samples, old_shift)
@@ -157,7 +181,9 @@ def test_four_microbatches_give_the_same_gradient_as_one(tiny_model, algorithm):
 
 def test_activation_checkpointing_gives_the_same_gradient(tiny_model):
     a, _ = gradients(make_learner(tiny_model), ragged_samples())
-    b, _ = gradients(make_learner(tiny_model, "--learner.activations", "recompute"), ragged_samples())
+    b, _ = gradients(
+        make_learner(tiny_model, "--learner.activations", "recompute"), ragged_samples()
+    )
     assert_same(a, b)
 
 
@@ -165,22 +191,33 @@ def test_samples_without_advantage_count_in_the_denominator_but_need_no_forward(
     learner, samples = make_learner(tiny_model), ragged_samples()
     minibatch = learner.shard(samples)[0][0]
     assert minibatch.denominator == sum(sum(s.loss_mask) for s in samples)
-    assert sum(len(b.parents) for b in minibatch.batches) == sum(any(s.advantages) for s in samples) < len(samples)
+    assert (
+        sum(len(b.parents) for b in minibatch.batches)
+        == sum(any(s.advantages) for s in samples)
+        < len(samples)
+    )
     learner.annotate([minibatch])
-    assert all(b.old_logprobs is None for b in minibatch.batches)  # the ratio of a first update is 1
+    # The ratio of a first update is 1.
+    assert all(b.old_logprobs is None for b in minibatch.batches)
 
 
 def test_a_batch_without_signal_leaves_the_weights_alone(tiny_model):
     learner = make_learner(tiny_model, "--optim.lr", "0.1")
-    samples = [dataclasses.replace(s, advantages=[0.0] * len(s.token_ids)) for s in ragged_samples()]
+    samples = [
+        dataclasses.replace(s, advantages=[0.0] * len(s.token_ids)) for s in ragged_samples()
+    ]
     before = [p.clone() for p in learner.policy.parameters()]
     metrics = learner.step(learner.shard(samples)[0], 0)
     assert all(torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True))
     assert metrics["skipped_updates"].value == 1
 
 
-def test_minibatches_keep_groups_together_and_use_the_logprobs_from_before_the_first_update(tiny_model):
-    learner = make_learner(tiny_model, "--learner.minibatches", "2", "--learner.epochs", "2", "--optim.lr", "0.01")
+def test_minibatches_keep_groups_together_and_use_the_logprobs_from_before_the_first_update(
+    tiny_model,
+):
+    learner = make_learner(
+        tiny_model, "--learner.minibatches", "2", "--learner.epochs", "2", "--optim.lr", "0.01"
+    )
     samples = ragged_samples(12)[1:]  # a group of one, then groups of two
     minibatches, _ = learner.shard(samples)
     assert [m.num_tokens for m in minibatches] == [
@@ -196,7 +233,9 @@ def test_minibatches_keep_groups_together_and_use_the_logprobs_from_before_the_f
     assert metrics["clip_frac"].value > 0  # a large step leaves the clip range
 
 
-def clipped_gradients(learner: Learner, weights: list[torch.Tensor], minibatch, norm: float) -> list[torch.Tensor]:
+def clipped_gradients(
+    learner: Learner, weights: list[torch.Tensor], minibatch, norm: float
+) -> list[torch.Tensor]:
     """By torch's own clipping, of a learner that gets these weights."""
     parameters = list(learner.policy.parameters())
     with torch.no_grad():
@@ -204,20 +243,41 @@ def clipped_gradients(learner: Learner, weights: list[torch.Tensor], minibatch, 
             parameter.copy_(weight)
             parameter.grad = None
     (batch,) = minibatch.batches
-    (token_losses(learner.algorithm, batch, *learner.forward(batch))[0].sum() / minibatch.denominator).backward()
+    (
+        token_losses(learner.algorithm, batch, *learner.forward(batch))[0].sum()
+        / minibatch.denominator
+    ).backward()
     assert torch.nn.utils.clip_grad_norm_(parameters, norm) > 2 * norm
     return [p.grad for p in parameters]
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_updates_are_torchs_optimizer_with_scheduled_rates_and_a_clipped_gradient(name, tiny_model):
-    flags = ["--optim.name", name, "--optim.lr", "0.08", "--optim.warmup_steps", "3", "--optim.schedule", "linear"]
+    flags = [
+        "--optim.name",
+        name,
+        "--optim.lr",
+        "0.08",
+        "--optim.warmup_steps",
+        "3",
+        "--optim.schedule",
+        "linear",
+    ]
     flags += ["--optim.betas", "0.8,0.7", "--optim.eps", "1e-5", "--optim.weight_decay", "0.1"]
-    flags += ["--optim.max_grad_norm", "0.01", "--learner.minibatches", "2", "--algo.entropy_coef", "0.01"]
+    flags += [
+        "--optim.max_grad_norm",
+        "0.01",
+        "--learner.minibatches",
+        "2",
+        "--algo.entropy_coef",
+        "0.01",
+    ]
     learner, plain = (make_learner(tiny_model, *flags, "--num_steps", "9") for _ in range(2))
     own = list(learner.policy.parameters())
     copies = [torch.nn.Parameter(p.detach().clone()) for p in own]
-    matrices, rest = ([p for p in copies if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
+    matrices, rest = (
+        [p for p in copies if (p.ndim > 1) == is_matrix] for is_matrix in (True, False)
+    )
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     if name == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.8, 0.7), eps=1e-5, foreach=False)
@@ -232,12 +292,16 @@ def test_updates_are_torchs_optimizer_with_scheduled_rates_and_a_clipped_gradien
     for step in range(4):
         samples = ragged_samples(seed=step)
         learner.step(learner.shard(samples)[0], step)
-        for minibatch, (weights, gradients_) in zip(plain.shard(samples)[0], seen[-2:], strict=True):
+        for minibatch, (weights, gradients_) in zip(
+            plain.shard(samples)[0], seen[-2:], strict=True
+        ):
             rate = next(rates)
-            for got, want in zip(gradients_, clipped_gradients(plain, weights, minibatch, 0.01), strict=True):
+            for got, want in zip(
+                gradients_, clipped_gradients(plain, weights, minibatch, 0.01), strict=True
+            ):
                 torch.testing.assert_close(got, want, atol=1e-5 * 0.01, rtol=1e-5)
-            # From here on with the learner's gradients: Adam's step is as large for a gradient near zero, whose sign is
-            # rounding, as for any other.
+            # From here on with the learner's gradients: Adam's step is as large for a gradient near
+            # zero, whose sign is rounding, as for any other.
             for copy, gradient in zip(copies, gradients_, strict=True):
                 copy.grad = gradient
             for group in optimizer.param_groups:
@@ -259,8 +323,14 @@ def test_all_logprobs_of_the_learner_are_at_the_temperature_of_sampling(tiny_mod
     hf, want = learner.policy.hf, []
     hf.set_attn_implementation("sdpa")
     for s in samples:
-        logprobs = (hf(torch.tensor(s.token_ids)[None], use_cache=False).logits[0] / 0.5).log_softmax(-1)
-        want += [(t, logprobs[i - 1, t].item()) for i, t in enumerate(s.token_ids.tolist()) if s.loss_mask[i]]
+        logprobs = (
+            hf(torch.tensor(s.token_ids)[None], use_cache=False).logits[0] / 0.5
+        ).log_softmax(-1)
+        want += [
+            (t, logprobs[i - 1, t].item())
+            for i, t in enumerate(s.token_ids.tolist())
+            if s.loss_mask[i]
+        ]
     hf.set_attn_implementation("rl_core_packed")
     for found in (batch.old_logprobs, batch.ref_logprobs, learner.forward(batch)[0]):
         pairs = sorted(zip(batch.labels.tolist(), found.tolist(), strict=True))
@@ -272,7 +342,10 @@ def test_all_logprobs_of_the_learner_are_at_the_temperature_of_sampling(tiny_mod
 
 
 def test_the_clip_ignores_a_ratio_only_where_it_would_gain_from_it():
-    ratio, advantages = torch.tensor([0.5, 0.5, 1.5, 1.5, 1.1]), torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
+    ratio, advantages = (
+        torch.tensor([0.5, 0.5, 1.5, 1.5, 1.1]),
+        torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]),
+    )
     losses, is_clipped = clipped_loss(ratio.log(), advantages, 0.2, 0.28)
     torch.testing.assert_close(losses, torch.tensor([-0.5, 0.8, -1.28, 1.5, -1.1]))
     assert is_clipped.tolist() == [False, True, True, False, False]

@@ -1,4 +1,5 @@
-"""Runs that learn: short ones that show that the whole pipeline does, and behind --slow every preset and way to sample."""
+"""Runs that learn: short ones that show that the whole pipeline does, and behind --slow every
+preset and way to sample."""
 
 from __future__ import annotations
 
@@ -25,21 +26,26 @@ SORTING = {
 
 
 def test_grpo_teaches_the_order_that_sft_did_not(warm_model, tmp_path):
-    flags = words("--model", warm_model, SORT, QUICK, "--num_steps 60 --eval_every 60 --eval.num_tasks 100")
+    flags = words(
+        "--model", warm_model, SORT, QUICK, "--num_steps 60 --eval_every 60 --eval.num_tasks 100"
+    )
     out = run(tmp_path / "run", flags)
     name = "eval/sort_digits/greedy_pass"
     before, after = (row[name] for row in metrics(out) if name in row)
     assert before < 0.1 and after > 0.8, (before, after)
     first, *_, last = steps(out)
     assert last["rollout/policy/reward_mean"] > 0.6 > 0.3 > first["rollout/policy/reward_mean"]
-    # On-policy, learner and engine must agree on every token's logprob; k3 is half the square of their difference.
+    # On-policy, learner and engine must agree on every token's logprob; k3 is half the square of
+    # their difference.
     assert max(row["learn/policy/mismatch_kl_nats_max"] for row in steps(out)) < 1e-7
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", SORTING)
 def test_the_reward_of_sorting_rises(how, warm_model, tmp_path):
-    flags = words("--model", warm_model, SORT, QUICK, SORTING[how], "--num_steps 40 --rollout.save false")
+    flags = words(
+        "--model", warm_model, SORT, QUICK, SORTING[how], "--num_steps 40 --rollout.save false"
+    )
     out = run(tmp_path / "run", flags, ranks=2 if "engine_ranks" in SORTING[how] else 1)
     rewards = [row["rollout/policy/reward_mean"] for row in steps(out)]
     first, last = (sum(part) / 5 for part in (rewards[:5], rewards[-5:]))
@@ -53,25 +59,57 @@ def test_the_calculator_is_learnt_over_two_turns(tiny_model, tmp_path):
     rows = demo_data("calculator", 0, 25600, 64, 64)["sft"]
     (tmp_path / "sft.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     lengths = "--max_tokens 24 --max_prompt_tokens 32"
-    sft = "--algorithm sft --max_turns 2 --tasks_per_step 64 --num_steps 400 --optim.lr 3e-3 --optim.schedule cosine"
-    warm = run(tmp_path / "warm", "--model", tiny_model, sft, lengths, "--data.train", tmp_path / "sft.jsonl")
-    grpo = words("--env_path", ROOT / "envs/calculator.py", "--num_steps 150 --optim.lr 5e-4 --optim.warmup_steps 5")
-    out = run(tmp_path / "run", "--model", warm / "hf/policy", grpo, lengths, "--algo.clip_high 0.28 --eval_every 150")
-    before, after = (row["eval/calculator/avg@4"] for row in metrics(out) if "eval/calculator/avg@4" in row)
+    sft = (
+        "--algorithm sft --max_turns 2 --tasks_per_step 64 --num_steps 400 --optim.lr 3e-3 "
+        "--optim.schedule cosine"
+    )
+    warm = run(
+        tmp_path / "warm",
+        "--model",
+        tiny_model,
+        sft,
+        lengths,
+        "--data.train",
+        tmp_path / "sft.jsonl",
+    )
+    grpo = words(
+        "--env_path",
+        ROOT / "envs/calculator.py",
+        "--num_steps 150 --optim.lr 5e-4 --optim.warmup_steps 5",
+    )
+    out = run(
+        tmp_path / "run",
+        "--model",
+        warm / "hf/policy",
+        grpo,
+        lengths,
+        "--algo.clip_high 0.28 --eval_every 150",
+    )
+    before, after = (
+        row["eval/calculator/avg@4"] for row in metrics(out) if "eval/calculator/avg@4" in row
+    )
     assert before < 0.3 and after > 0.75, (before, after)
 
 
 def test_the_export_is_the_trained_model_with_its_tokenizer(warm_model):
-    tokenizer, model = AutoTokenizer.from_pretrained(warm_model), AutoModelForCausalLM.from_pretrained(warm_model)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(warm_model),
+        AutoModelForCausalLM.from_pretrained(warm_model),
+    )
     asked = [{"role": "user", "content": "31524"}]
-    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    reply = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    prompt = tokenizer.apply_chat_template(
+        asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    reply = model.generate(**prompt, max_new_tokens=8, do_sample=False)[
+        0, prompt["input_ids"].shape[1] :
+    ]
     assert sorted(tokenizer.decode(reply, skip_special_tokens=True)) == list("12345")
 
 
 def test_ranks_that_torchrun_starts_learn_what_forked_ones_do(places, tmp_path):
     flags = (
-        "--model {model} --env_path {dir}/letters.py --max_tokens 10 --tasks_per_step 4 --group_size 4 --num_steps 2"
+        "--model {model} --env_path {dir}/letters.py --max_tokens 10 --tasks_per_step 4 "
+        "--group_size 4 --num_steps 2"
     )
     flags = words("-m rl_core.train", flags.format(**places), "--optim.lr 1e-2 --out")
     torchrun(2, *flags, tmp_path / "real")

@@ -1,4 +1,5 @@
-"""Liger's kernels: refused where they cannot run, put into a model's modules, and on a GPU the same numbers."""
+"""Liger's kernels: refused where they cannot run, put into a model's modules, and on a GPU the same
+numbers."""
 
 from __future__ import annotations
 
@@ -26,10 +27,20 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 def test_without_a_gpu_it_is_refused_before_a_model_loads(monkeypatch, tiny_model, tmp_path):
     real, rows = importlib.util.find_spec, tmp_path / "rows.jsonl"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "liger_kernel" or real(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name == "liger_kernel" or real(name)
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     rows.write_text('{"messages": [{"role": "user", "content": "21"}], "answer": "12"}\n')
-    flags = words("--model", tiny_model, "--env_path", ROOT / "envs/sort_digits.py", "--data.train", rows, "--out x")
+    flags = words(
+        "--model",
+        tiny_model,
+        "--env_path",
+        ROOT / "envs/sort_digits.py",
+        "--data.train",
+        rows,
+        "--out x",
+    )
     with pytest.raises(ValueError, match=r"--learner.kernels=liger needs a GPU"):
         make_plan(parse_config([*flags, "--learner.kernels", "liger"]))
 
@@ -62,8 +73,8 @@ def check_patches() -> None:
 
 
 def compare_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
-    """Logits and gradients of a model before and after, errors counted in the largest number of each. Packed positions
-    that begin anew, as in training."""
+    """Logits and gradients of a model before and after, errors counted in the largest number of
+    each. Packed positions that begin anew, as in training."""
     tokens = torch.randint(100, (1, 300), generator=torch.Generator().manual_seed(0)).cuda()
     positions = torch.cat([torch.arange(180), torch.arange(120)])[None].cuda()
     for kind in ("qwen2", "qwen3", "llama"):
@@ -83,9 +94,13 @@ def compare_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
 # In a process of its own: Liger sets rotary positions for every model of the process.
 def run_here(code: str) -> None:
     env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+        )
     }
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -1,4 +1,5 @@
-"""Fused logprobs: their values and gradients are those of autograd over all logits in float64, within bounded memory."""
+"""Fused logprobs: their values and gradients are those of autograd over all logits in float64,
+within bounded memory."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def set_tiles(monkeypatch, tile_bytes: int, least_ids: int, kept_bytes: int = 51
     monkeypatch.setattr(fused, "KEPT_BYTES", kept_bytes)
 
 
-def make_inputs(num_tokens: int, num_ids: int, width: int, dtype=torch.float32, device="cpu", offset=0.0):
+def make_inputs(
+    num_tokens: int, num_ids: int, width: int, dtype=torch.float32, device="cpu", offset=0.0
+):
     """(hidden, weight, labels), with logits of a deviation of 4 around offset."""
     draw = torch.Generator().manual_seed(num_tokens)
     hidden = torch.randn(num_tokens, width, generator=draw)
@@ -58,37 +61,60 @@ def values_and_gradients(function, hidden, weight, labels, temperature, entropy_
     return logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight))
 
 
-def assert_equal_to_all_logits(inputs, temperature, entropy_coef, tolerance, gradient_tolerance=None, cap=None) -> None:
+def assert_equal_to_all_logits(
+    inputs, temperature, entropy_coef, tolerance, gradient_tolerance=None, cap=None
+) -> None:
     """Errors are counted in the largest number of each result."""
     hidden, weight, labels = inputs
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     got = values_and_gradients(fused_logprobs, *inputs, temperature, entropy_coef, cap)
     want = values_and_gradients(all_logits, *exact, labels, temperature, entropy_coef, cap)
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert a.dtype == (torch.promote_types(hidden.dtype, torch.float32) if i < 2 else hidden.dtype)
+        assert a.dtype == (
+            torch.promote_types(hidden.dtype, torch.float32) if i < 2 else hidden.dtype
+        )
         limit = tolerance if i < 2 or gradient_tolerance is None else gradient_tolerance
         error = ((a - b).abs().max() / b.abs().max()).item()
         assert error < limit, (i, error)
 
 
-TILES = [(4 << 20, 2048, 512 << 20), (4 << 20, 2048, 0), (4 * 7 * 16, 16, 512 << 20), (4 * 7 * 16, 16, 0)]
+TILES = [
+    (4 << 20, 2048, 512 << 20),
+    (4 << 20, 2048, 0),
+    (4 * 7 * 16, 16, 512 << 20),
+    (4 * 7 * 16, 16, 0),
+]
 
 
-@pytest.mark.parametrize("tiles", TILES, ids=["whole kept", "whole again", "tiles kept", "tiles again"])
-@pytest.mark.parametrize("temperature, entropy_coef", [(1.0, 0.0), (1.0, 0.7), (0.6, 0.7), (1.7, 0.0)])
-def test_fused_logprobs_equal_autograd_over_all_logits(monkeypatch, tiles, temperature, entropy_coef):
+@pytest.mark.parametrize(
+    "tiles", TILES, ids=["whole kept", "whole again", "tiles kept", "tiles again"]
+)
+@pytest.mark.parametrize(
+    "temperature, entropy_coef", [(1.0, 0.0), (1.0, 0.7), (0.6, 0.7), (1.7, 0.0)]
+)
+def test_fused_logprobs_equal_autograd_over_all_logits(
+    monkeypatch, tiles, temperature, entropy_coef
+):
     set_tiles(monkeypatch, *tiles)
     assert_equal_to_all_logits(make_inputs(33, 150, 16), temperature, entropy_coef, 2e-6, 1e-5)
-    assert_equal_to_all_logits(make_inputs(33, 150, 16, offset=60.0), temperature, entropy_coef, 1e-5, 1e-4)
-    assert_equal_to_all_logits(make_inputs(33, 150, 16, torch.float64), temperature, entropy_coef, 1e-13)
-    assert_equal_to_all_logits(make_inputs(33, 150, 16), temperature, entropy_coef, 2e-6, 1e-5, cap=5.0)
+    assert_equal_to_all_logits(
+        make_inputs(33, 150, 16, offset=60.0), temperature, entropy_coef, 1e-5, 1e-4
+    )
+    assert_equal_to_all_logits(
+        make_inputs(33, 150, 16, torch.float64), temperature, entropy_coef, 1e-13
+    )
+    assert_equal_to_all_logits(
+        make_inputs(33, 150, 16), temperature, entropy_coef, 2e-6, 1e-5, cap=5.0
+    )
 
 
 @pytest.mark.parametrize("tiles", TILES[2:], ids=["kept", "again"])
 def test_the_gradient_is_that_of_finite_differences(monkeypatch, tiles):
     set_tiles(monkeypatch, *tiles)
     hidden, weight, labels = make_inputs(9, 40, 3, torch.float64)
-    assert torch.autograd.gradcheck(lambda h, w: fused_logprobs(h, w, labels, 0.8), (hidden, weight))
+    assert torch.autograd.gradcheck(
+        lambda h, w: fused_logprobs(h, w, labels, 0.8), (hidden, weight)
+    )
 
 
 @pytest.mark.parametrize("tiles", [TILES[0], TILES[3]], ids=["whole", "tiles"])
@@ -108,7 +134,9 @@ def test_a_second_backward_pass_gives_the_same_gradient():
 
 def test_extreme_logits_give_finite_values_and_gradients():
     hidden, weight, labels = make_inputs(5, 40, 3)
-    logprobs, entropy, *gradients = values_and_gradients(fused_logprobs, hidden, weight, labels, 1e-3, 0.5)
+    logprobs, entropy, *gradients = values_and_gradients(
+        fused_logprobs, hidden, weight, labels, 1e-3, 0.5
+    )
     assert logprobs.min() < -1000 and entropy.min() < 1e-6
     assert all(x.isfinite().all() for x in (logprobs, entropy, *gradients))
 
@@ -116,7 +144,9 @@ def test_extreme_logits_give_finite_values_and_gradients():
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_what_is_frozen_gets_no_gradient_and_the_other_the_same(frozen):
     hidden, weight, labels = make_inputs(33, 150, 16)
-    *_, grad_hidden, grad_weight = values_and_gradients(fused_logprobs, hidden, weight, labels, 0.8, 0.5)
+    *_, grad_hidden, grad_weight = values_and_gradients(
+        fused_logprobs, hidden, weight, labels, 0.8, 0.5
+    )
     both = {"hidden": grad_hidden, "weight": grad_weight}
     inputs = {"hidden": hidden.detach(), "weight": weight.detach()}
     trained = next(name for name in inputs if name != frozen)
@@ -165,10 +195,15 @@ class PeakBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "num_tokens, num_ids, dtype, limit_mib",
-    [(1000, 50_000, torch.float32, 256), pytest.param(3000, 50_000, torch.float32, 64, marks=pytest.mark.slow)],
+    [
+        (1000, 50_000, torch.float32, 256),
+        pytest.param(3000, 50_000, torch.float32, 64, marks=pytest.mark.slow),
+    ],
     ids=["kept", "again"],
 )
-def test_peak_memory_is_bounded_however_many_logits_there_are(num_tokens, num_ids, dtype, limit_mib):
+def test_peak_memory_is_bounded_however_many_logits_there_are(
+    num_tokens, num_ids, dtype, limit_mib
+):
     hidden, weight, labels = make_inputs(num_tokens, num_ids, 8, dtype)
     with PeakBytes(hidden, weight) as memory:
         logprobs, entropy = fused_logprobs(hidden, weight, labels, 0.9)
@@ -197,7 +232,8 @@ def test_peak_memory_is_below_a_gibibyte_at_the_sizes_of_real_models(
     weight = torch.empty(num_ids, width, dtype=dtype, device="meta", requires_grad=True)
     labels = torch.empty(num_tokens, dtype=torch.long, device="meta")
     is_summed = num_tokens > fused.tile_shape(num_tokens, num_ids, width, fused.CPU_TILE_BYTES)[0]
-    sums = 4 * num_ids * width if dtype == torch.bfloat16 and is_summed else 0  # of the weight's gradient
+    # Of the weight's gradient.
+    sums = 4 * num_ids * width if dtype == torch.bfloat16 and is_summed else 0
     with PeakBytes(hidden, weight, labels) as memory:
         logprobs, entropy = fused_logprobs(hidden, weight, labels, 0.9)
         (logprobs + 0.1 * entropy).sum().backward()
@@ -217,18 +253,23 @@ def test_without_gradients_nothing_is_kept():
 @pytest.mark.parametrize("num_ids", [104, 32_000, 152_064, 10**6])
 @pytest.mark.parametrize("width", [64, 4096, 16_384])
 def test_tiles_of_any_length_and_vocabulary_fit_into_a_gibibyte(num_tokens, num_ids, width):
-    for tile_bytes, num_tiles in [(fused.CPU_TILE_BYTES, 6), (fused.CUDA_TILE_BYTES, 6), (fused.TRITON_TILE_BYTES, 1)]:
+    for tile_bytes, num_tiles in [
+        (fused.CPU_TILE_BYTES, 6),
+        (fused.CUDA_TILE_BYTES, 6),
+        (fused.TRITON_TILE_BYTES, 1),
+    ]:
         tokens, ids = fused.tile_shape(num_tokens, num_ids, width, tile_bytes)
         assert tokens >= 1 and 1 <= ids <= num_ids
-        # In fp32: the tile and what is made of it, the sums of the hidden states' gradient, two factors raised.
+        # In fp32: the tile and what is made of it, the sums of the hidden states' gradient, two
+        # factors raised.
         tensors = num_tiles * tokens * ids + 2 * tokens * width + max(tokens, ids) * width
         kept = fused.KEPT_BYTES if tile_bytes == fused.CPU_TILE_BYTES else 0
         assert 4 * tensors + kept <= 1 << 30
 
 
 def compare_triton_kernels(device: str) -> None:
-    """Several tiles, spans and blocks, none of them full; on a CPU in Triton's interpreter, which multiplies bf16 numbers
-    as if they were integers, so that fp16 stands for them."""
+    """Several tiles, spans and blocks, none of them full; on a CPU in Triton's interpreter, which
+    multiplies bf16 numbers as if they were integers, so that fp16 stands for them."""
     fused.triton_kernels = lambda hidden: importlib.import_module("rl_core.options.triton_logprobs")
     low = torch.bfloat16 if device == "cuda" else torch.float16
     for tile_bytes, how in ((256 << 20, [(0.7, 0.6)]), (4 * 140 * 2100, [(1.0, 0.0), (0.7, 0.6)])):
@@ -245,19 +286,25 @@ def compare_triton_kernels(device: str) -> None:
 
 def run_here(code: str, **variables: str) -> None:
     env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **variables}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 @needs_triton
 def test_triton_kernels_equal_autograd_over_all_logits():
-    run_here("import test_logprobs; test_logprobs.compare_triton_kernels('cpu')", TRITON_INTERPRET="1")
+    run_here(
+        "import test_logprobs; test_logprobs.compare_triton_kernels('cpu')", TRITON_INTERPRET="1"
+    )
 
 
 @needs_triton
 @pytest.mark.gpu
 def test_triton_kernels_equal_autograd_over_all_logits_on_a_gpu():
-    run_here("import test_logprobs; test_logprobs.compare_triton_kernels('cuda')", TRITON_INTERPRET="0")
+    run_here(
+        "import test_logprobs; test_logprobs.compare_triton_kernels('cuda')", TRITON_INTERPRET="0"
+    )
 
 
 def compile_triton_kernels() -> None:
@@ -270,7 +317,13 @@ def compile_triton_kernels() -> None:
 
     options = kernels.launch(torch.empty(1, 4096, dtype=torch.bfloat16))
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
-    types = {"h_ptr": "*bf16", "w_ptr": "*bf16", "labels_ptr": "*i64", "places_ptr": "*i64", "scale": "fp32"}
+    types = {
+        "h_ptr": "*bf16",
+        "w_ptr": "*bf16",
+        "labels_ptr": "*i64",
+        "places_ptr": "*i64",
+        "scale": "fp32",
+    }
     types |= {"num_tokens": "i32", "num_ids": "i32"}
     for kernel, extra, out in [
         (kernels.stats_kernel, {"SPAN": kernels.SPAN}, "*fp32"),
@@ -279,10 +332,16 @@ def compile_triton_kernels() -> None:
         constants = options | extra
         signature = {n: types.get(n, "*fp32") for n in kernel.arg_names} | {"out_ptr": out}
         signature |= dict.fromkeys(constants, "constexpr")
-        aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t.startswith("*")}
+        aligned = {
+            (i,): [["tt.divisibility", 16]]
+            for i, t in enumerate(signature.values())
+            if t.startswith("*")
+        }
         for capability, tensor_core in [(80, "mma.sync"), (90, "wgmma"), (100, "tcgen05.mma")]:
             target = GPUTarget("cuda", capability, 32)
-            made = compile(ASTSource(kernel, signature, constants, aligned), target=target, options=launch)
+            made = compile(
+                ASTSource(kernel, signature, constants, aligned), target=target, options=launch
+            )
             assert tensor_core in made.asm["ptx"] and made.metadata.shared <= 99 << 10
             with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
                 file.write(made.asm["cubin"])
@@ -309,12 +368,27 @@ def test_logprobs_import_without_triton():
 
 
 @pytest.mark.parametrize(
-    "kind, sizes", [("phi", {}), ("cohere", {"logit_scale": 0.4}), ("granite", {"logits_scaling": 3.0})]
+    "kind, sizes",
+    [("phi", {}), ("cohere", {"logit_scale": 0.4}), ("granite", {"logits_scaling": 3.0})],
 )
 def test_a_heads_bias_and_scale_are_applied(kind, sizes):
-    sizes |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 2, "vocab_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    hf, ids = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)), torch.arange(3, 12)[None]
+    sizes |= {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    sizes |= {
+        "num_key_value_heads": 2,
+        "vocab_size": 32,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    hf, ids = (
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)),
+        torch.arange(3, 12)[None],
+    )
     if kind == "phi":
         hf.lm_head.bias.data.normal_()
     out = hf(input_ids=ids, output_hidden_states=True)
@@ -335,9 +409,22 @@ def test_a_heads_bias_and_scale_are_applied(kind, sizes):
     ],
 )
 def test_logits_of_engine_and_learner_are_one_product_of_bf16_factors_in_fp32(kind, changes):
-    sizes = {"hidden_size": 64, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 2, "vocab_size": 300, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | changes), dtype=torch.bfloat16)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    sizes |= {
+        "num_key_value_heads": 2,
+        "vocab_size": 300,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    hf = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **sizes | changes), dtype=torch.bfloat16
+    )
     head, (scale, cap) = hf.get_output_embeddings(), logit_change(hf.config)
     torch.manual_seed(0)
     torch.nn.init.normal_(head.weight)
@@ -353,11 +440,15 @@ def test_logits_of_engine_and_learner_are_one_product_of_bf16_factors_in_fp32(ki
     torch.testing.assert_close(fused.logits_of(hf, hidden), logits, **close)
     *factors, temperature, cap = fused.head_factors(hf, hidden, 0.7)
     expected = (logits / 0.7).log_softmax(-1)[range(9), labels]
-    torch.testing.assert_close(fused_logprobs(*factors, labels, temperature, cap)[0], expected, **close)
+    torch.testing.assert_close(
+        fused_logprobs(*factors, labels, temperature, cap)[0], expected, **close
+    )
 
 
 def test_scores_of_bf16_factors_are_in_fp32():
-    config = AutoConfig.for_model("qwen2", hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_labels=1)
+    config = AutoConfig.for_model(
+        "qwen2", hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_labels=1
+    )
     hf = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16)
     torch.nn.init.normal_(hf.score.weight)
     hidden = torch.randn(9, 64, dtype=torch.bfloat16)
@@ -367,7 +458,9 @@ def test_scores_of_bf16_factors_are_in_fp32():
 
 
 def test_a_bias_of_scores_is_added():
-    config = AutoConfig.for_model("qwen2", hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_labels=1)
+    config = AutoConfig.for_model(
+        "qwen2", hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_labels=1
+    )
     hf = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16)
     hf.score = torch.nn.Linear(64, 1, bias=True, dtype=torch.bfloat16)
     hidden = torch.randn(9, 64, dtype=torch.bfloat16)

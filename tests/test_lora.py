@@ -1,4 +1,5 @@
-"""Adapters: what is trained, what the engine and the export get, over ranks and after resuming; the model in 4 bits."""
+"""Adapters: what is trained, what the engine and the export get, over ranks and after resuming; the
+model in 4 bits."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def test_targets_choose_the_layers(tiny_model):
 
 
 def test_a_gradient_is_that_of_w_plus_the_product(tiny_model):
-    """dL/dA = scale B^T dL/dW and dL/dB = scale dL/dW A^T, with dL/dW of the plain model that has the merged weights."""
+    """dL/dA = scale B^T dL/dW and dL/dB = scale dL/dW A^T, with dL/dW of the plain model that has
+    the merged weights."""
     learner = with_random_adapters(make_lora_learner(tiny_model))
     plain = make_policy(str(tiny_model), torch.float32, learner.ranks)
     plain.hf.load_state_dict(dict(learner.named_weights()), strict=False)
@@ -98,7 +100,9 @@ def test_a_gradient_is_that_of_w_plus_the_product(tiny_model):
 
 
 @pytest.mark.parametrize("flags", [LORA, NF4])
-def test_merged_weights_and_both_exports_give_the_adapted_models_logits(flags, tiny_model, tmp_path):
+def test_merged_weights_and_both_exports_give_the_adapted_models_logits(
+    flags, tiny_model, tmp_path
+):
     peft = pytest.importorskip("peft")
     learner = with_random_adapters(make_lora_learner(tiny_model, *flags))
     policy = learner.policy
@@ -111,7 +115,11 @@ def test_merged_weights_and_both_exports_give_the_adapted_models_logits(flags, t
         engine_copy.set_attn_implementation("sdpa")
         torch.testing.assert_close(engine_copy(ids).logits, want, atol=1e-5, rtol=1e-5)
         export_policy(
-            policy, AutoTokenizer.from_pretrained(tiny_model), tmp_path / "policy", learner.ranks, learner.adapter
+            policy,
+            AutoTokenizer.from_pretrained(tiny_model),
+            tmp_path / "policy",
+            learner.ranks,
+            learner.adapter,
         )
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
         torch.testing.assert_close(merged(ids).logits, want, atol=1e-5, rtol=1e-5)
@@ -119,7 +127,8 @@ def test_merged_weights_and_both_exports_give_the_adapted_models_logits(flags, t
         before = base(ids).logits
         adapted = peft.PeftModel.from_pretrained(base, tmp_path / "policy_adapter")(ids).logits
     assert (want - before).abs().max() > 0.1
-    # An adapter that was trained beside 4 bits is as good beside the model that they came from, up to their rounding.
+    # An adapter that was trained beside 4 bits is as good beside the model that they came from, up
+    # to their rounding.
     tolerance = 1e-5 if flags is LORA else 0.5 * (want - before).abs().max().item()
     torch.testing.assert_close(adapted, want, atol=tolerance, rtol=1e-5)
     config = json.loads((tmp_path / "policy_adapter/adapter_config.json").read_text())
@@ -132,13 +141,24 @@ def test_sharded_adapters_in_fp32_learn_beside_a_bf16_model_that_is_their_refere
     model = AutoModelForCausalLM.from_pretrained(warm_model, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(warm_model).save_pretrained(tmp_path / "model")
-    sizes = "--tasks_per_step 4 --num_steps 3 --optim.lr 1e-2 --algo.kl_coef 0.01 --learner.dtype bfloat16 --data.train"
+    sizes = (
+        "--tasks_per_step 4 --num_steps 3 --optim.lr 1e-2 --algo.kl_coef 0.01 --learner.dtype "
+        "bfloat16 --data.train"
+    )
     flags = words(
-        "--model", tmp_path / "model", SORT, LORA, sizes, sort_data / "train.jsonl", "--out", tmp_path / "run"
+        "--model",
+        tmp_path / "model",
+        SORT,
+        LORA,
+        sizes,
+        sort_data / "train.jsonl",
+        "--out",
+        tmp_path / "run",
     )
     torchrun(2, "-m", "rl_core.train", *flags)
     steps = metrics(tmp_path / "run")
-    # The first thing that FSDP sees of the adapters is the reference's forward without them; they must learn all the same.
+    # The first thing that FSDP sees of the adapters is the reference's forward without them; they
+    # must learn all the same.
     kl = [row["learn/policy/ref_kl_nats"] for row in steps]
     assert kl[0] == 0 < kl[1] < kl[2] and all(row["learn/policy/grad_norm"] > 0 for row in steps)
     assert max(row["learn/policy/mismatch_kl_nats_max"] for row in steps) < 1e-2

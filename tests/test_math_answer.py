@@ -29,11 +29,21 @@ def scores(tasks, reply_to) -> list[float]:
     env = load_env(ENV)
 
     async def play(tasks):
-        actors = ({"policy": ScriptedActor(name="policy", chat=CHAT, replies=[reply_to(t.row)])} for t in tasks)
-        played = [episode.play(env, t, Cast(a, PARAMS, 0, "s")) for t, a in zip(tasks, actors, strict=True)]
+        actors = (
+            {"policy": ScriptedActor(name="policy", chat=CHAT, replies=[reply_to(t.row)])}
+            for t in tasks
+        )
+        played = [
+            episode.play(env, t, Cast(a, PARAMS, 0, "s"))
+            for t, a in zip(tasks, actors, strict=True)
+        ]
         return [trajectory.reward for [trajectory] in await asyncio.gather(*played)]
 
-    return [reward for i in range(0, len(tasks), 256) for reward in asyncio.run(play(tasks[i : i + 256]))]
+    return [
+        reward
+        for i in range(0, len(tasks), 256)
+        for reward in asyncio.run(play(tasks[i : i + 256]))
+    ]
 
 
 def source(*answers) -> list:
@@ -101,7 +111,9 @@ def test_sums_are_graded_right_and_held_out_apart():
     by_prompt = {row["prompt"]: row["answer"] for row in train + held_out}
     assert [by_prompt[f"What is {asked}?"] for asked in ("2+15", "13+16")] == [17, 29]
     assert by_prompt == {
-        row["prompt"]: row["answer"] for split in ("train", "eval") for row in load_env(ENV).load_tasks(split)
+        row["prompt"]: row["answer"]
+        for split in ("train", "eval")
+        for row in load_env(ENV).load_tasks(split)
     }
 
 
@@ -112,7 +124,8 @@ def test_a_task_asks_the_question(tasks):
 @pytest.mark.parametrize(
     "style",
     ["{}", "The answer is {}.", "**{}**", "${}$", "\\boxed{{{}}}", "So she makes ${}.", "It costs \\${} in all.", "#### ${}",
-     "\\boxed{{{}\\text{{ eggs}}}}", "\\boxed{{\\text{{{} eggs}}}}", "#### {} dollars", "{}.00", "First 3+4=7. Then #### {}\n"],
+     "\\boxed{{{}\\text{{ "
+     "eggs}}}}", "\\boxed{{\\text{{{} eggs}}}}", "#### {} dollars", "{}.00", "First 3+4=7. Then #### {}\n"],
 )  # fmt: skip
 @pytest.mark.parametrize("number", ["18", "1,080", "1080", "-7", "2,520,000"])
 def test_the_number_counts_and_not_how_it_is_written(style, number):
@@ -133,15 +146,29 @@ def test_fractions_and_formulas_count_too():
     assert scores(tasks, lambda row: r"Hence \boxed{\frac{1}{3}}.") == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("reply", ["", "   ", "####", "no idea", "(" * 3000, "\\frac{" * 500, "1+" * 3000])
+@pytest.mark.parametrize(
+    "reply", ["", "   ", "####", "no idea", "(" * 3000, "\\frac{" * 500, "1+" * 3000]
+)
 def test_a_reply_without_an_answer_scores_0(reply):
     assert scores(source("18"), lambda row: reply) == [0]
 
 
 def test_no_reply_can_hold_the_interpreter():
-    towers = ["9^9^9^9", "9^{9^{9^9}}", "((9^{99})^{99})^{99}", "(9^9)^{(9^9)}", "9^{99999999999}", "99999999!", "9**9**9**9",
-              r"\binom{100000000}{50000000}", r"\sum_{i=1}^{100000000} i^2", "[0, 9^{9^{9^9}}]", "2^{-9^{9^9}}",
-              r"\begin{pmatrix}9^{9^{9^9}}\end{pmatrix}", "((9^{99})^{99}\n)^{99}"]  # fmt: skip
+    towers = [
+        "9^9^9^9",
+        "9^{9^{9^9}}",
+        "((9^{99})^{99})^{99}",
+        "(9^9)^{(9^9)}",
+        "9^{99999999999}",
+        "99999999!",
+        "9**9**9**9",
+        r"\binom{100000000}{50000000}",
+        r"\sum_{i=1}^{100000000} i^2",
+        "[0, 9^{9^{9^9}}]",
+        "2^{-9^{9^9}}",
+        r"\begin{pmatrix}9^{9^{9^9}}\end{pmatrix}",
+        "((9^{99})^{99}\n)^{99}",
+    ]
     code = f"""
 import sys
 sys.path.append({str(Path(ENV).parent)!r})

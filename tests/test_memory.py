@@ -1,4 +1,5 @@
-"""What little memory must not change: weights that each rank reads by itself, and what waits on the host.
+"""What little memory must not change: weights that each rank reads by itself, and what waits on the
+host.
 
 Run as a file it is one rank of a comparison.
 """
@@ -16,7 +17,12 @@ from kit import of_ranks, run, weights, words
 from safetensors.torch import load_file, save_file
 from test_learner import assert_same, gradients, make_learner, ragged_samples
 from test_lora import LORA, make_lora_learner
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 
 from rl_core.config import LoraConfig
 from rl_core.distributed import Mesh, Ranks, init_ranks, on_mesh
@@ -29,7 +35,9 @@ from rl_core.options.offload import activations_on_host, offload_frozen
 ARCHITECTURES = ("qwen3", "llama", "qwen2")
 
 
-def save_model(folder: Path, like: Path, is_tied: bool = True, seed: int = 0, dtype=torch.bfloat16, **changes) -> Path:
+def save_model(
+    folder: Path, like: Path, is_tied: bool = True, seed: int = 0, dtype=torch.bfloat16, **changes
+) -> Path:
     """A random model in several files."""
     config = AutoConfig.from_pretrained(like, tie_word_embeddings=is_tied, **changes)
     torch.manual_seed(seed)
@@ -50,7 +58,11 @@ def differences(policy, whole) -> list[str]:
     assert got.keys() == expected.keys(), got.keys() ^ expected.keys()
     parts = {name: local_slices(value) for name, value in got.items()}
     wanted = {name: expected[name].detach()[slices] for name, (_, slices) in parts.items()}
-    return [n for n, (part, _) in parts.items() if part.dtype != wanted[n].dtype or not torch.equal(part, wanted[n])]
+    return [
+        n
+        for n, (part, _) in parts.items()
+        if part.dtype != wanted[n].dtype or not torch.equal(part, wanted[n])
+    ]
 
 
 def weights_after(learner, num_steps: int = 4, leaves: bool = False) -> dict[str, torch.Tensor]:
@@ -68,7 +80,12 @@ def weights_after(learner, num_steps: int = 4, leaves: bool = False) -> dict[str
 
 def held(learner) -> list[torch.Tensor]:
     """What the optimizer holds, and the weights that it changes, as they are on this rank."""
-    states = [v for s in learner.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    states = [
+        v
+        for s in learner.optimizer.state.values()
+        for v in s.values()
+        if isinstance(v, torch.Tensor)
+    ]
     states = list({id(v): v for v in states}.values())  # in 8 bits some are shared
     return [local_slices(t)[0] for t in [*learner.policy.parameters(), *states]]
 
@@ -82,7 +99,8 @@ UPDATES = {
 
 
 def compare_updates(ranks: Ranks, model: str) -> dict:
-    """Every rank: the weights after four updates of a learner that leaves the device, and of one that stays."""
+    """Every rank: the weights after four updates of a learner that leaves the device, and of one
+    that stays."""
     found = {}
     for name, more in UPDATES.items():
         of_mesh = on_mesh(ranks, Mesh(tp=2)) if "tp" in name else ranks
@@ -91,7 +109,9 @@ def compare_updates(ranks: Ranks, model: str) -> dict:
             plain = "--learner.offload none" if is_plain else ""
             learner = kit.make_learner(model, "--optim.lr 0.01", more, plain, ranks=of_mesh)
             start = {n: w.clone() for n, w in learner.named_weights()}
-            results[is_plain] = weights_after(learner, leaves=learner.config.learner.offload == "phase")
+            results[is_plain] = weights_after(
+                learner, leaves=learner.config.learner.offload == "phase"
+            )
         moved = max((w - results[False][n]).abs().max().item() for n, w in start.items())
         equal = all(torch.equal(w, results[False][n]) for n, w in results[True].items())
         found[name] = {"moved": moved, "equal": equal}
@@ -109,13 +129,18 @@ def compare_loading(ranks: Ranks, *models: str) -> dict:
     }
     for path in models:
         whole = loading.load_hf_model(path, torch.float32, ranks.device)
-        scores = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+        scores = AutoModelForSequenceClassification.from_pretrained(
+            path, num_labels=1, dtype=torch.float32
+        )
         torch.nn.init.zeros_(scores.score.weight)
         for kind, (ranks_of_kind, adapters, is_scoring) in kinds.items():
             policy = make_policy(path, torch.float32, ranks_of_kind, None, adapters, is_scoring)
             expected = scores if is_scoring else whole
             found[f"{Path(path).name} {kind}"] = differences(policy, expected)
-            assert is_scoring or policy.hf.generation_config.to_dict() == whole.generation_config.to_dict()
+            assert (
+                is_scoring
+                or policy.hf.generation_config.to_dict() == whole.generation_config.to_dict()
+            )
             for name, parameter in adapter_parameters(policy.hf):
                 assert local_slices(parameter)[0].any() == (".lora_A." in name)
     return found
@@ -136,7 +161,9 @@ def test_sharded_weights_that_wait_on_the_host_are_trained_the_same(updated, how
 def loaded(make_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("load")
     models = [
-        save_model(folder / f"{arch} {'tied' if is_tied else 'untied'}", make_model(arch), is_tied, seed)
+        save_model(
+            folder / f"{arch} {'tied' if is_tied else 'untied'}", make_model(arch), is_tied, seed
+        )
         for seed, arch in enumerate(ARCHITECTURES)
         for is_tied in (True, False)
     ]
@@ -192,7 +219,8 @@ def test_a_reference_is_copied_to_the_host_once(tiny_model):
 
 
 def count_reductions(ranks: Ranks, model: str) -> dict:
-    """Every rank: all-reduces and gradient norm of an update in one microbatch, and in several, of two copies of the weights."""
+    """Every rank: all-reduces and gradient norm of an update in one microbatch, and in several, of
+    two copies of the weights."""
     ranks, found = on_mesh(ranks, Mesh(dp_replicate=2)), {}
     for tokens in (8192, 100):
         learner = kit.make_learner(model, "--learner.microbatch_tokens", tokens, ranks=ranks)
@@ -237,7 +265,9 @@ def test_activations_are_copied_to_the_host_and_weights_are_not():
     assert torch.equal(product._saved_mat1, before)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
+)
 def test_compiled_blocks_give_the_same_gradient_and_are_compiled_once(make_model):
     """Once for 12 blocks, batches of three sizes, and recomputation."""
     from torch._dynamo.utils import counters
@@ -306,22 +336,35 @@ def test_files_that_are_not_the_models_are_refused(tiny_model, tmp_path, change,
         loading.load_hf_model(str(folder), torch.float32, torch.device("cpu"))
 
 
-def test_a_model_whose_files_name_weights_otherwise_is_loaded_as_transformers_does(tiny_model, tmp_path):
+def test_a_model_whose_files_name_weights_otherwise_is_loaded_as_transformers_does(
+    tiny_model, tmp_path
+):
     """Such as the backbone alone, whose names have no prefix."""
     AutoModel.from_pretrained(tiny_model).save_pretrained(tmp_path)
     got = make_policy(str(tmp_path), torch.float32, init_ranks(60)).hf.state_dict()
     expected = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
-    assert got.keys() == expected.keys() and all(torch.equal(v, got[n]) for n, v in expected.items())
+    assert got.keys() == expected.keys() and all(
+        torch.equal(v, got[n]) for n, v in expected.items()
+    )
 
 
 def test_a_run_learns_the_same_wherever_its_learner_waits(tiny_model, tmp_path):
-    """All through the command: a policy beside a critic and a reference, evaluated, saved, and resumed."""
+    """All through the command: a policy beside a critic and a reference, evaluated, saved, and
+    resumed."""
     (tmp_path / "env.py").write_text(
         'def load_tasks(split): return [{"prompt": str(n)} for n in range(8)]\n'
         "def reward_fn(completion): return len(completion) + sum(map(ord, completion)) % 7\n"
     )
-    flags = words("--model", tiny_model, "--env_path", tmp_path / "env.py", "--max_tokens 8 --max_prompt_tokens 16")
-    flags += words("--algorithm ppo --tasks_per_step 2 --group_size 2 --optim.lr 1e-3 --algo.kl_coef 0.01")
+    flags = words(
+        "--model",
+        tiny_model,
+        "--env_path",
+        tmp_path / "env.py",
+        "--max_tokens 8 --max_prompt_tokens 16",
+    )
+    flags += words(
+        "--algorithm ppo --tasks_per_step 2 --group_size 2 --optim.lr 1e-3 --algo.kl_coef 0.01"
+    )
     flags += words("--eval_every 2 --eval.num_tasks 2 --eval.samples 0 --learner.offload")
     found = {}
     for offload in ("none", "phase", "always"):
@@ -356,8 +399,14 @@ def measure_peak(ranks: Ranks, model: str, small: str) -> dict:
 
 
 def test_a_rank_holds_little_more_than_its_own_part_while_it_loads(tiny_model, tmp_path):
-    """40 M parameters, 155 MiB in fp32, from files in bf16 of half that size, of which each of two ranks needs half."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
+    """40 M parameters, 155 MiB in fp32, from files in bf16 of half that size, of which each of two
+    ranks needs half."""
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+    }
     sizes |= {"layer_types": ["full_attention"] * 8, "head_dim": 64, "vocab_size": 32000}
     model = save_model(tmp_path / "model", tiny_model, **sizes)
     for found in of_ranks(2, __file__, "measure_peak", model, tiny_model):

@@ -1,4 +1,5 @@
-"""However ranks are divided into replicas, shards, parts of sequences and slices of matrices, the update is the same.
+"""However ranks are divided into replicas, shards, parts of sequences and slices of matrices, the
+update is the same.
 
 As a program it is one rank of the comparison. What one rank does alone is worked out by the test.
 """
@@ -44,26 +45,60 @@ MESHES = {
 SGD = "--optim.name sgd --optim.lr 0.05"
 # A bound that binds. A large eps, for the same reason.
 ADAMW = (
-    "--algo.entropy_coef 0.01 --optim.lr 3e-3 --optim.betas 0.9,0.95 --optim.eps 1e-3 --optim.max_grad_norm 0.1 "
+    "--algo.entropy_coef 0.01 --optim.lr 3e-3 --optim.betas 0.9,0.95 --optim.eps 1e-3 "
+    "--optim.max_grad_norm 0.1 "
     "--optim.weight_decay 0.1"
 )
-# Shapes of models. kv: key and value heads, by which tp is bounded. Sizes that tp divides but tp x dp does not, and words that
-# tp does not: 109 are 55 + 54, and in thirds 19 + 19 + 17 and 18 + 18 + 18, which DTensor's own split would not give.
+# Shapes of models. kv: key and value heads, by which tp is bounded. Sizes that tp divides but tp x
+# dp does not, and words that tp does not: 109 are 55 + 54, and in thirds 19 + 19 + 17 and 18 + 18 +
+# 18, which DTensor's own split would not give.
 MODELS = {
     "qwen3": {"arch": "qwen3", "tied": True, "vocab_size": 104, "kv": 2, "intermediate_size": 70},
-    "qwen3 untied": {"arch": "qwen3", "tied": False, "vocab_size": 107, "kv": 4, "intermediate_size": 72},
-    "qwen2 uneven": {"arch": "qwen2", "tied": True, "vocab_size": 109, "kv": 2, "intermediate_size": 72},
-    "llama untied": {"arch": "llama", "tied": False, "vocab_size": 104, "kv": 4, "intermediate_size": 76},
-    "llama biased": {"arch": "llama", "tied": True, "vocab_size": 104, "kv": 2, "intermediate_size": 72, "bias": True},
+    "qwen3 untied": {
+        "arch": "qwen3",
+        "tied": False,
+        "vocab_size": 107,
+        "kv": 4,
+        "intermediate_size": 72,
+    },
+    "qwen2 uneven": {
+        "arch": "qwen2",
+        "tied": True,
+        "vocab_size": 109,
+        "kv": 2,
+        "intermediate_size": 72,
+    },
+    "llama untied": {
+        "arch": "llama",
+        "tied": False,
+        "vocab_size": 104,
+        "kv": 4,
+        "intermediate_size": 76,
+    },
+    "llama biased": {
+        "arch": "llama",
+        "tied": True,
+        "vocab_size": 104,
+        "kv": 2,
+        "intermediate_size": 72,
+        "bias": True,
+    },
 }
 FIRST = list(MESHES)[:6]
-WEIGHTS = ["dp 2 x cp 2", "hsdp 2 x 2", "tp 2 x dp 2"]  # each way to divide samples, sequences and weights once
+# Each way to divide samples, sequences and weights once.
+WEIGHTS = ["dp 2 x cp 2", "hsdp 2 x 2", "tp 2 x dp 2"]
 PARTS = ["dp 4", "hsdp 2 x cp 2", "tp 2 x dp 2"]
-# Name -> (model, flags, numbers of samples, meshes). Two samples are fewer than the ranks that train on different ones. What a
-# loss does with its share of samples and tokens does not depend on how weights lie: --slow runs each loss on all of FIRST.
+# Name -> (model, flags, numbers of samples, meshes). Two samples are fewer than the ranks that
+# train on different ones. What a loss does with its share of samples and tokens does not depend on
+# how weights lie: --slow runs each loss on all of FIRST.
 CASES = {
     "sft": ("qwen3", f"{SGD} --algorithm sft", [14], FIRST),
-    "grpo": ("qwen3", f"{SGD} --learner.minibatches 2 --learner.epochs 2 --algo.kl_coef 0.1", [14, 2], FIRST),
+    "grpo": (
+        "qwen3",
+        f"{SGD} --learner.minibatches 2 --learner.epochs 2 --algo.kl_coef 0.1",
+        [14, 2],
+        FIRST,
+    ),
     "gspo": ("qwen3", f"{SGD} --algorithm gspo --learner.epochs 2", [14], WEIGHTS),
     "reinforce_pp": ("qwen3", f"{SGD} --algorithm reinforce_pp --algo.kl_coef 0.1", [14], PARTS),
     "ppo": ("qwen3", f"{SGD} --algorithm ppo --learner.epochs 2", [14], WEIGHTS),
@@ -75,10 +110,21 @@ CASES = {
     "llama": ("llama untied", f"{ADAMW} --learner.activations recompute", [14], ["tp 2 x dp 2"]),
     "biased": ("llama biased", f"{ADAMW} --learner.activations recompute", [14], ["tp 2 x dp 2"]),
 }
-SAVED = [("adamw", 14, "hsdp 2 x tp 2"), ("untied", 14, "tp 2 x dp 2"), ("uneven", 14, "dp 3 x tp 2")]
-ALL = [(case, num, mesh) for case, (_, _, nums, meshes) in CASES.items() for num in nums for mesh in meshes]
+SAVED = [
+    ("adamw", 14, "hsdp 2 x tp 2"),
+    ("untied", 14, "tp 2 x dp 2"),
+    ("uneven", 14, "dp 3 x tp 2"),
+]
+ALL = [
+    (case, num, mesh)
+    for case, (_, _, nums, meshes) in CASES.items()
+    for num in nums
+    for mesh in meshes
+]
 LOSSES = [(case, num, mesh) for case in list(CASES)[:7] for num in CASES[case][2] for mesh in FIRST]
-SLOW = [case for case in ALL if MESHES[case[-1]].size == 6] + [case for case in LOSSES if case not in ALL]
+SLOW = [case for case in ALL if MESHES[case[-1]].size == 6] + [
+    case for case in LOSSES if case not in ALL
+]
 
 
 def marked(cases: list[tuple]) -> list:
@@ -92,8 +138,18 @@ def make_models(folder: Path) -> None:
     from rl_core.tools.tiny_model import character_tokenizer
 
     for name, shape in MODELS.items():
-        sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8, "num_labels": 1}
-        sizes |= {"num_key_value_heads": shape["kv"], "tie_word_embeddings": shape["tied"], "dtype": "float32"}
+        sizes = {
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "head_dim": 8,
+            "num_labels": 1,
+        }
+        sizes |= {
+            "num_key_value_heads": shape["kv"],
+            "tie_word_embeddings": shape["tied"],
+            "dtype": "float32",
+        }
         sizes |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
         sizes |= {"attention_bias": True, "mlp_bias": True} if "bias" in shape else {}
         sizes |= {key: shape[key] for key in ("vocab_size", "intermediate_size")}
@@ -111,8 +167,15 @@ def ragged(num: int, seed: int, is_pairs: bool) -> list[TrainingSample]:
     for i in range(num):
         group = i // 2
         prompt = random.Random(f"{seed} {group}")
-        lengths = [prompt.randint(1, 9), draw.choice([1, 2, 30]), draw.randint(1, 5), draw.randint(1, 9)]
-        mask = [turn % 2 for turn, n in enumerate(lengths[: 2 if i % 5 == 3 else 4]) for _ in range(n)]
+        lengths = [
+            prompt.randint(1, 9),
+            draw.choice([1, 2, 30]),
+            draw.randint(1, 5),
+            draw.randint(1, 9),
+        ]
+        mask = [
+            turn % 2 for turn, n in enumerate(lengths[: 2 if i % 5 == 3 else 4]) for _ in range(n)
+        ]
         token_ids = [prompt.randrange(8, 104) for _ in range(lengths[0])]
         token_ids += [draw.randrange(8, 104) for _ in mask[len(token_ids) :]]
         advantage = (0.3 if i % 2 == 0 else 0.0) if is_pairs else draw.gauss(0, 1)
@@ -125,7 +188,9 @@ def train(learner, num_samples: int, first: int = 0, num: int = 2) -> dict[str, 
     facts, ranks = {}, learner.ranks
     for step in range(first, first + num):
         samples = ragged(num_samples, step, learner.algorithm.is_pairs)
-        minibatches, _ = learner.shard([s for i, s in enumerate(samples) if (i // 2) % ranks.size == ranks.rank])
+        minibatches, _ = learner.shard(
+            [s for i, s in enumerate(samples) if (i // 2) % ranks.size == ranks.rank]
+        )
         learner.annotate(minibatches)
         found = reduce_metrics(learner.step(minibatches, step), ranks)
         facts |= {f"{step} {name}": value for name, value in found.items()}
@@ -133,7 +198,9 @@ def train(learner, num_samples: int, first: int = 0, num: int = 2) -> dict[str, 
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone().contiguous()
+    return (
+        (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone().contiguous()
+    )
 
 
 def everything(learner) -> dict[str, torch.Tensor]:
@@ -141,7 +208,11 @@ def everything(learner) -> dict[str, torch.Tensor]:
     found = {n: whole(w) for n, w in learner.named_weights()}
     for group in learner.optimizer.param_groups:
         for name, p in zip(group["param_names"], group["params"], strict=True):
-            found |= {f"{kind} {name}": whole(v) for kind, v in learner.optimizer.state[p].items() if v is not None}
+            found |= {
+                f"{kind} {name}": whole(v)
+                for kind, v in learner.optimizer.state[p].items()
+                if v is not None
+            }
     return found
 
 
@@ -154,13 +225,19 @@ def compare(ranks: Ranks, folder: str, cases: str) -> dict:
     """Every rank: how far each of these cases is on its meshes from what one rank did."""
     folder = Path(folder)
     alone = Ranks(rank=0, size=1, device=ranks.device, store=None)
-    results: dict = {"logprobs": logprobs_of_a_split_vocabulary(ranks), "bf16": in_bf16(folder / "qwen3", ranks, alone)}
+    results: dict = {
+        "logprobs": logprobs_of_a_split_vocabulary(ranks),
+        "bf16": in_bf16(folder / "qwen3", ranks, alone),
+    }
     # Each process group of gloo has threads of its own, so that a mesh is made once.
     on = {name: on_mesh(ranks, mesh) for name, mesh in MESHES.items() if mesh.size == ranks.size}
     for case, num, mesh in [c for c in json.loads(cases) if c[-1] in on]:
         model, flags = CASES[case][:2]
         learner = make_learner(folder / model, flags, ranks=on[mesh])
-        expected, weights = load_file(folder / f"{case} {num}.safetensors"), list(learner.policy.parameters())
+        expected, weights = (
+            load_file(folder / f"{case} {num}.safetensors"),
+            list(learner.policy.parameters()),
+        )
         held = sum(p.to_local().numel() for p in weights) * ranks.size / MESHES[mesh].dp_replicate
         found = {"held": held / sum(p.numel() for p in weights), "facts": train(learner, num)}
         found["trained"] = distance(expected, everything(learner))
@@ -171,7 +248,8 @@ def compare(ranks: Ranks, folder: str, cases: str) -> dict:
 
 
 def travels(folder: Path, model: str, flags: str, learner, alone: Ranks) -> dict[str, float]:
-    """How far weights and state are from themselves after a checkpoint, read by other meshes, and an export."""
+    """How far weights and state are from themselves after a checkpoint, read by other meshes, and
+    an export."""
     ranks, before, saved = learner.ranks, everything(learner), folder / "checkpoints/step_000003"
     save_checkpoint(saved, {"policy": learner}, {"step": 3}, ranks, 1)
     written = sum(f.stat().st_size for f in saved.glob("policy/*.safetensors"))
@@ -185,7 +263,9 @@ def travels(folder: Path, model: str, flags: str, learner, alone: Ranks) -> dict
         if name == "to dp":
             save_checkpoint(saved, {"policy": other}, {"step": 3}, on, 1)
     assert train(other, 14, 3, 1) == train(learner, 14, 3, 1)
-    export_policy(learner.policy, AutoTokenizer.from_pretrained(folder / model), folder / "export", ranks)
+    export_policy(
+        learner.policy, AutoTokenizer.from_pretrained(folder / model), folder / "export", ranks
+    )
     barrier(ranks)
     exported = make_learner(folder / "export", flags, ranks=alone)
     weights = {n: whole(w) for n, w in learner.named_weights()}
@@ -195,12 +275,19 @@ def travels(folder: Path, model: str, flags: str, learner, alone: Ranks) -> dict
 
 
 def logprobs_of_a_split_vocabulary(ranks: Ranks) -> dict[str, float]:
-    """How far they and their gradients are from those of a whole one: of one tile and several, by torch and by Triton."""
-    mesh, found, kernels = init_device_mesh("cpu", (ranks.size,)), {}, {"torch": fused.triton_kernels}
+    """How far they and their gradients are from those of a whole one: of one tile and several, by
+    torch and by Triton."""
+    mesh, found, kernels = (
+        init_device_mesh("cpu", (ranks.size,)),
+        {},
+        {"torch": fused.triton_kernels},
+    )
     if importlib.util.find_spec("triton"):
         for name in [n for n in sys.modules if "triton" in n and "_C" not in n]:
             del sys.modules[name]  # forked ranks have them imported to be compiled, not interpreted
-        kernels["Triton"] = lambda hidden: importlib.import_module("rl_core.options.triton_logprobs")
+        kernels["Triton"] = lambda hidden: importlib.import_module(
+            "rl_core.options.triton_logprobs"
+        )
     for kind, num_tokens, num_words in (("torch", 9, 37), ("torch", 600, 4999), ("Triton", 9, 37)):
         if kind not in kernels:
             continue
@@ -214,7 +301,12 @@ def logprobs_of_a_split_vocabulary(ranks: Ranks) -> dict[str, float]:
             fused.triton_kernels = kernels[kind if split else "torch"]
             logprobs, entropy = fused.fused_logprobs(h, w, labels, 0.7)
             ((logprobs + entropy) * share).sum().backward()
-            both.append({str(i): whole(value) for i, value in enumerate((logprobs, entropy, h.grad, w.grad))})
+            both.append(
+                {
+                    str(i): whole(value)
+                    for i, value in enumerate((logprobs, entropy, h.grad, w.grad))
+                }
+            )
         fused.triton_kernels = kernels["torch"]
         found[f"{kind} {num_tokens}"] = distance(*both)
     return found
@@ -238,7 +330,13 @@ def in_bf16(path: Path, ranks: Ranks, alone: Ranks) -> dict[str, float]:
 def results(request, tmp_path_factory):
     """results(number of ranks) -> what compare() found, and what one rank did."""
     folder, facts, found = tmp_path_factory.mktemp("mesh"), {}, {}
-    cases = json.dumps([case for case in dict.fromkeys(ALL + LOSSES) if request.config.option.slow or case not in SLOW])
+    cases = json.dumps(
+        [
+            case
+            for case in dict.fromkeys(ALL + LOSSES)
+            if request.config.option.slow or case not in SLOW
+        ]
+    )
     make_models(folder)
     for case, (model, flags, nums, _) in CASES.items():
         for num in nums:
@@ -251,7 +349,9 @@ def results(request, tmp_path_factory):
     def get(size: int) -> tuple[dict, dict]:
         if size not in found:
             interpret = {"TRITON_INTERPRET": "1"}
-            found[size] = of_ranks(size, __file__, "compare", folder, cases, timeout_s=300, env=interpret)[0]
+            found[size] = of_ranks(
+                size, __file__, "compare", folder, cases, timeout_s=300, env=interpret
+            )[0]
         return found[size], facts
 
     return get
@@ -266,14 +366,16 @@ def test_an_update_is_the_same_on_every_mesh(results, case, num, mesh):
         assert found["facts"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     assert found["trained"] < 1e-5
     if case not in ("sft", "rm"):
-        assert found["held"] == pytest.approx(1, abs=0.06)  # norms and some biases are whole on every rank
+        # Norms and some biases are whole on every rank.
+        assert found["held"] == pytest.approx(1, abs=0.06)
 
 
 @pytest.mark.parametrize("case, num, mesh", marked(SAVED))
 def test_a_checkpoint_of_any_mesh_is_read_by_any_other(results, case, num, mesh):
     found = results(MESHES[mesh].size)[0][f"{case}, {num}, {mesh}"]["travels"]
     assert found["to one rank"] == found["to dp"] == found["and back"] == found["exported"] == 0
-    assert found["written"] < 1.3  # headers are large beside so few weights; but no part is written twice
+    # Headers are large beside so few weights; but no part is written twice.
+    assert found["written"] < 1.3
 
 
 def test_logprobs_of_a_split_vocabulary_are_those_of_a_whole_one(results):
@@ -289,24 +391,46 @@ def test_bf16_is_as_near_as_without(results):
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused():
     assert make_mesh(8, dp_replicate=2, cp=2, tp=2) == Mesh(dp_replicate=2, dp_shard=1, cp=2, tp=2)
-    with pytest.raises(ValueError, match=r"--dp_replicate 1 \* --cp 3 \* --tp 1 must divide the 8 ranks"):
+    with pytest.raises(
+        ValueError, match=r"--dp_replicate 1 \* --cp 3 \* --tp 1 must divide the 8 ranks"
+    ):
         make_mesh(8, cp=3)
 
 
 @pytest.mark.parametrize(
     "tp, arch, change, message",
     [
-        (3, "qwen3", {}, r"--tp=3 must divide .*num_attention_heads=8, num_key_value_heads=4, .*try --tp 2"),
+        (
+            3,
+            "qwen3",
+            {},
+            r"--tp=3 must divide .*num_attention_heads=8, num_key_value_heads=4, .*try --tp 2",
+        ),
         (8, "qwen3", {}, r"num_key_value_heads=4.*try --tp 4"),
         (2, "llama", {"intermediate_size": 77}, r"intermediate_size=77.*try --tp 1"),
         (4, "llama", {"vocab_size": 9}, r"vocabulary ids of 9 to every rank; try --tp 2"),
         (2, "gpt2", {}, r"--tp=2: a gpt2 model has no plan in transformers; take --tp 1"),
-        (2, "apertus", {}, r"--tp=2: the plan for a apertus model leaves out layers.0.mlp.act_fn, .*; take --tp 1"),
-        (2, "qwen3_moe", {}, r"--tp=2: a qwen3_moe model splits layers as .* not known here; take --tp 1"),
+        (
+            2,
+            "apertus",
+            {},
+            r"--tp=2: the plan for a apertus model leaves out layers.0.mlp.act_fn, .*; take --tp 1",
+        ),
+        (
+            2,
+            "qwen3_moe",
+            {},
+            r"--tp=2: a qwen3_moe model splits layers as .* not known here; take --tp 1",
+        ),
     ],
 )
 def test_models_that_cannot_be_split_are_refused_with_the_nearest_choice(tp, arch, change, message):
-    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96, "vocab_size": 104}
+    sizes = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 104,
+    }
     config = AutoConfig.for_model(arch, hidden_size=64, **(sizes | change))
     check_tensor_parallel(1, config)
     with pytest.raises(ValueError, match=message):
@@ -314,16 +438,23 @@ def test_models_that_cannot_be_split_are_refused_with_the_nearest_choice(tp, arc
 
 
 def test_adapters_are_not_split():
-    config = AutoConfig.for_model("qwen3", num_attention_heads=8, num_key_value_heads=4, intermediate_size=96)
+    config = AutoConfig.for_model(
+        "qwen3", num_attention_heads=8, num_key_value_heads=4, intermediate_size=96
+    )
     check_tensor_parallel(2, config, LoraConfig())
     with pytest.raises(ValueError, match=r"--tp=2 does not split adapters; take --tp 1"):
         check_tensor_parallel(2, config, LoraConfig(rank=4))
 
 
 def test_a_run_with_a_model_that_cannot_be_split_is_refused(places, tmp_path):
-    flags = words("--model", places["model"], "--algorithm sft --tp 3 --out", tmp_path / "x", "--data.train")
+    flags = words(
+        "--model", places["model"], "--algorithm sft --tp 3 --out", tmp_path / "x", "--data.train"
+    )
     done = run_ranks(3, "-m", "rl_core.train", *flags, places["dir"] + "/rows.jsonl", check=False)
-    assert done.returncode != 0 and "--tp=3 must divide the model's num_attention_heads=4" in done.stderr
+    assert (
+        done.returncode != 0
+        and "--tp=3 must divide the model's num_attention_heads=4" in done.stderr
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The table of metrics: every name that runs write has a row, every row is a name that something writes."""
+"""The table of metrics: every name that runs write has a row, every row is a name that something
+writes."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def test_every_metric_of_runs_has_a_row_and_every_row_is_written(places, family,
             flags = [word.format(**words) for word in flags.split(" ")]
             ranks, status = 2 if name == "stale" else 1, int(name == "nan")
             out = run(tmp_path / name, flags, defaults, ranks=ranks, status=status)
-            written |= {key for line in metrics(out) for key in line if key != "step"}  # metrics() refuses others
+            # Metrics() refuses others.
+            written |= {key for line in metrics(out) for key in line if key != "step"}
     found = {describe(key).name for key in written}
     assert {row.name for row in rows()} - found == ELSEWHERE.keys()
     of_users = {key.rpartition("/")[2] for key in written if describe(key).is_of_user}
@@ -113,7 +115,9 @@ def test_a_unit_in_a_name_is_that_of_the_row():
 def test_metrics_that_pages_name_have_a_row():
     num = 0
     for file in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        names = re.findall(r"`((?:rollout|learn|eval|time|pack|memory)/[^`\s{]*[\w*])`", file.read_text())
+        names = re.findall(
+            r"`((?:rollout|learn|eval|time|pack|memory)/[^`\s{]*[\w*])`", file.read_text()
+        )
         wrong = [name for name in names if (row := describe(name)) is None or row.is_of_user]
         assert not wrong or file.name == "metrics.md", f"{file.name}: {wrong}"
         num += len(names)
@@ -126,11 +130,17 @@ def test_the_page_is_that_of_the_table():
 
 
 def test_info_tells_of_a_metric_by_its_name_or_the_end_of_it(capsys):
-    assert main(["info", "metrics", "learn/policy/clip_frac"]) == main(["info", "metrics", "clip_frac"]) == 0
+    assert (
+        main(["info", "metrics", "learn/policy/clip_frac"])
+        == main(["info", "metrics", "clip_frac"])
+        == 0
+    )
     by_name = capsys.readouterr().out.splitlines()
     assert by_name[0] == "learn/ACTOR/clip_frac  (fraction)" and by_name == by_name[:3] * 2
     assert main(["info", "metrics", "avg@8", "--json"]) == 0
-    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == ["eval/SET/[ACTOR/]avg@K"]
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == [
+        "eval/SET/[ACTOR/]avg@K"
+    ]
     assert main(["info", "metrics"]) == 0
     assert capsys.readouterr().out.count("healthy: ") > 30
     assert main(["info", "metrics", "learn/policy/clip_fraction"]) == 1

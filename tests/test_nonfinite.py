@@ -1,4 +1,5 @@
-"""A loss or gradient that is NaN or infinite: the update is skipped, and the run stopped after several."""
+"""A loss or gradient that is NaN or infinite: the update is skipped, and the run stopped after
+several."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ def state_of(learner):
 def assert_equal_state(a, b):
     assert all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
     assert a[1].keys() == b[1].keys() and len(a[1]) > 0
-    assert all(torch.equal(value, b[1][i][kind]) for i, kinds in a[1].items() for kind, value in kinds.items())
+    assert all(
+        torch.equal(value, b[1][i][kind])
+        for i, kinds in a[1].items()
+        for kind, value in kinds.items()
+    )
 
 
 @pytest.mark.parametrize("what", ["advantage inf", "advantage nan", "weights"])
@@ -67,30 +72,56 @@ def test_the_fourth_in_a_row_stops_the_run(tiny_model):
 
 
 def rm_flags(model, folder, margins):
-    """A reward model, one pair a rank. A pair's margin of 1e300 is infinite in fp32: so is its loss, but not its gradient."""
-    rows = [{"prompt": "52341", "chosen": "12345", "rejected": f"5{i}", "margin": m} for i, m in enumerate(margins)]
+    """A reward model, one pair a rank. A pair's margin of 1e300 is infinite in fp32: so is its
+    loss, but not its gradient."""
+    rows = [
+        {"prompt": "52341", "chosen": "12345", "rejected": f"5{i}", "margin": m}
+        for i, m in enumerate(margins)
+    ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = words("--algorithm rm --model", model, "--data.train", folder / "pairs.jsonl", "--data.shuffle false")
-    flags += words("--max_prompt_tokens 20 --max_tokens 8 --optim.lr 1e-3 --tasks_per_step 2 --num_steps")
+    flags = words(
+        "--algorithm rm --model",
+        model,
+        "--data.train",
+        folder / "pairs.jsonl",
+        "--data.shuffle false",
+    )
+    flags += words(
+        "--max_prompt_tokens 20 --max_tokens 8 --optim.lr 1e-3 --tasks_per_step 2 --num_steps"
+    )
     return words(flags, len(margins) // 2, "--save_every 1 --keep_checkpoints 0")
 
 
 @pytest.mark.parametrize("num_ranks, more", [(1, ""), (2, ""), (2, "--dp_replicate 2")])
-def test_an_infinite_loss_on_one_rank_skips_the_update_on_all(num_ranks, more, tiny_model, tmp_path):
-    """Its gradient alone would be finite. Also where each rank has all weights, and a norm of its own."""
+def test_an_infinite_loss_on_one_rank_skips_the_update_on_all(
+    num_ranks, more, tiny_model, tmp_path
+):
+    """Its gradient alone would be finite. Also where each rank has all weights, and a norm of its
+    own."""
     flags = rm_flags(tiny_model, tmp_path, [0, 0.5, 0, 1e300, 0, 0])
     rows = metrics(run(tmp_path / "run", flags, more, ranks=num_ranks))
-    assert [row.get("learn/policy/nonfinite_updates") for row in rows] == [None, pytest.approx(1), None]
-    assert [row.get("learn/policy/updates") for row in rows] == [pytest.approx(1), None, pytest.approx(1)]
+    assert [row.get("learn/policy/nonfinite_updates") for row in rows] == [
+        None,
+        pytest.approx(1),
+        None,
+    ]
+    assert [row.get("learn/policy/updates") for row in rows] == [
+        pytest.approx(1),
+        None,
+        pytest.approx(1),
+    ]
     assert "learn/policy/loss" not in rows[1] and math.isfinite(rows[2]["learn/policy/grad_norm"])
 
-    saved = [{}, {}, {}]  # weights and the optimizer's state of all ranks; those of a copy are saved once
+    # Weights and the optimizer's state of all ranks; those of a copy are saved once.
+    saved = [{}, {}, {}]
     for step, rank in itertools.product(range(3), range(num_ranks)):
         folder = tmp_path / f"run/checkpoints/step_{step + 1:06d}/policy"
         found = load_file(folder / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors")
         saved[step] |= {(rank, name): value for name, value in found.items()}
     one, two, three = saved
-    assert one.keys() == two.keys() == three.keys() and any("exp_avg_sq/" in name for _, name in one)
+    assert one.keys() == two.keys() == three.keys() and any(
+        "exp_avg_sq/" in name for _, name in one
+    )
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert not all(torch.equal(two[name], three[name]) for name in one)
 
@@ -101,7 +132,9 @@ def test_two_ranks_stop_together_with_one_message(tiny_model, tmp_path):
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "step 4" in line and "inf" in line and "number 4 in a row" in line
-    assert [row["learn/policy/nonfinite_updates"] for row in metrics(tmp_path / "run")] == [pytest.approx(1)] * 3
+    assert [row["learn/policy/nonfinite_updates"] for row in metrics(tmp_path / "run")] == [
+        pytest.approx(1)
+    ] * 3
 
 
 @pytest.mark.parametrize(
@@ -114,9 +147,16 @@ def test_rewards_beyond_the_range_of_fp32_stop_a_run(flags, learners, tiny_model
 def reward_fn(completion): return 1e300 * len(completion)"""
     )
     sizes = "--max_tokens 8 --tasks_per_step 2 --num_steps 6 --out"
-    flags = words(flags, "--model", tiny_model, "--env_path", tmp_path / "env.py", sizes, tmp_path / "run")
+    flags = words(
+        flags, "--model", tiny_model, "--env_path", tmp_path / "env.py", sizes, tmp_path / "run"
+    )
     assert main(flags) == 1
     error, who = capsys.readouterr().err, "policy_critic" if "ppo" in flags else "policy"
-    assert f"error: step 4, update 0 of {who} is not finite" in error and "number 4 in a row" in error
-    rows, counts = metrics(tmp_path / "run"), [f"learn/policy/{name}nonfinite_updates" for name in learners]
+    assert (
+        f"error: step 4, update 0 of {who} is not finite" in error and "number 4 in a row" in error
+    )
+    rows, counts = (
+        metrics(tmp_path / "run"),
+        [f"learn/policy/{name}nonfinite_updates" for name in learners],
+    )
     assert [[row[name] for name in counts] for row in rows] == [[1] * len(learners)] * 3

@@ -27,8 +27,22 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture
 def flags(tiny_model, tmp_path) -> list[str]:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "31524", "answer": "12345"}\n' * 4)
-    flags = ["--env_path", str(ROOT / "envs/sort_digits.py"), "--data.train", str(tmp_path / "rows.jsonl")]
-    flags += ["--tasks_per_step", "4", "--group_size", "8", "--max_tokens", "8", "--max_prompt_tokens", "16"]
+    flags = [
+        "--env_path",
+        str(ROOT / "envs/sort_digits.py"),
+        "--data.train",
+        str(tmp_path / "rows.jsonl"),
+    ]
+    flags += [
+        "--tasks_per_step",
+        "4",
+        "--group_size",
+        "8",
+        "--max_tokens",
+        "8",
+        "--max_prompt_tokens",
+        "16",
+    ]
     return ["--model", str(tiny_model), "--out", str(tmp_path / "run"), *flags]
 
 
@@ -42,13 +56,20 @@ def test_parameters_gradients_and_optimizer_are_those_of_a_learner(flags, adapte
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
     learner.optimizer.step()
-    moments = sum(v.nbytes for s in learner.optimizer.state.values() for k, v in s.items() if k != "step")
+    moments = sum(
+        v.nbytes for s in learner.optimizer.state.values() for k, v in s.items() if k != "step"
+    )
     table = learner_bytes(plan, actor, size, Mesh())
-    assert size.total == sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(actor.model).parameters())
+    assert size.total == sum(
+        p.numel() for p in AutoModelForCausalLM.from_pretrained(actor.model).parameters()
+    )
     assert size.adapters == (sum(p.numel() for p in trained) if adapters else 0)
     assert table["weights"] == (held, held) and table["optimizer"] == (moments, moments)
     assert table["gradients"] == (0, sum(p.grad.nbytes for p in trained))
-    assert learner_bytes(plan, actor, size, Mesh(dp_shard=2, tp=2))["optimizer"] == (moments / 4, moments / 4)
+    assert learner_bytes(plan, actor, size, Mesh(dp_shard=2, tp=2))["optimizer"] == (
+        moments / 4,
+        moments / 4,
+    )
 
 
 def test_a_reference_is_as_large_as_the_one_that_a_learner_has(flags):
@@ -56,7 +77,10 @@ def test_a_reference_is_as_large_as_the_one_that_a_learner_has(flags):
     actor = plan.config.actors["policy"]
     size, learner = model_size(actor), Run(plan, init_ranks(60)).learners["policy"]
     held = sum(p.nbytes for p in learner.reference.parameters())
-    assert learner_bytes(plan, actor, size, Mesh())["reference"] == (0, held) and held == 4 * size.total
+    assert (
+        learner_bytes(plan, actor, size, Mesh())["reference"] == (0, held)
+        and held == 4 * size.total
+    )
     assert learner_bytes(plan, actor, size, Mesh(dp_shard=2, tp=2))["reference"] == (0, held / 4)
 
 
@@ -90,7 +114,9 @@ def test_activations_are_about_those_that_autograd_keeps(flags):
     positions = model.model.rotary_emb(hidden, torch.arange(100)[None])
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         out = model.model.layers[0](hidden, position_embeddings=positions)
-    assert out.requires_grad and sum(kept.values()) == pytest.approx(100 * block_bytes(size, 4, 1), rel=0.4)
+    assert out.requires_grad and sum(kept.values()) == pytest.approx(
+        100 * block_bytes(size, 4, 1), rel=0.4
+    )
 
 
 def test_the_engines_cache_holds_every_episode_in_flight(flags):
@@ -102,7 +128,9 @@ def test_the_engines_cache_holds_every_episode_in_flight(flags):
     assert engine_bytes(plan, size, Mesh(dp_shard=2))["engine weights"][0] == 4 * size.total
 
 
-def test_the_command_prints_parameters_tokens_and_memory_and_starts_nothing(flags, tmp_path, capsys):
+def test_the_command_prints_parameters_tokens_and_memory_and_starts_nothing(
+    flags, tmp_path, capsys
+):
     assert main(["plan", *flags, "--learner.offload", "phase"]) == 0
     shown = capsys.readouterr().out
     assert "4 rows to train on" in shown and "100 of 4 rows: 100 epochs" in shown
@@ -113,7 +141,16 @@ def test_the_command_prints_parameters_tokens_and_memory_and_starts_nothing(flag
     assert not (tmp_path / "run").exists()
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(json.dumps({"prompt": "1", "chosen": "a", "rejected": "b"}) + "\n")
-    at = ["--algorithm", "dpo", "--model", flags[1], "--data.train", str(pairs), "--out", str(tmp_path / "run")]
+    at = [
+        "--algorithm",
+        "dpo",
+        "--model",
+        flags[1],
+        "--data.train",
+        str(pairs),
+        "--out",
+        str(tmp_path / "run"),
+    ]
     assert "reference" in describe(facts(make_plan(parse_config([*at, "--tasks_per_step", "1"]))))
 
 
@@ -133,7 +170,10 @@ def test_json_holds_what_the_text_says(flags, capsys):
     assert found["samples_per_step"] * found["max_tokens_of_a_sample"] == 768
     assert found["actors"]["policy"]["parameters"] == size.total
     held = found["actors"]["policy"]["bytes_on_one_rank"]
-    assert held["gradients"] == {"sample": 0, "learn": 4 * size.total} and held["sum"]["learn"] > 16 * size.total
+    assert (
+        held["gradients"] == {"sample": 0, "learn": 4 * size.total}
+        and held["sum"]["learn"] > 16 * size.total
+    )
     assert describe(found) == describe(facts(plan))
 
 
@@ -143,23 +183,35 @@ def test_a_run_with_sglang_is_planned_where_it_is_not_installed(flags, monkeypat
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     given = [*flags, "--engine", "sglang", "--engine_args", "--quantization fp8"]
-    with pytest.raises(ValueError, match=r"needs sglang, which is not installed: pip install 'rl_core\[sglang\]'"):
+    with pytest.raises(
+        ValueError, match=r"needs sglang, which is not installed: pip install 'rl_core\[sglang\]'"
+    ):
         make_plan(parse_config(given))
     assert main(["plan", *given]) == 0 and "sglang engine, float32" in capsys.readouterr().out
-    assert main(["plan", *given[:-1], "--tp-size 2"]) == 1 and "give --engine_tp" in capsys.readouterr().err
+    assert (
+        main(["plan", *given[:-1], "--tp-size 2"]) == 1
+        and "give --engine_tp" in capsys.readouterr().err
+    )
 
 
 def gathered_bytes(ranks, model) -> list[list[int]]:
-    """[before, most] bytes of unsharded weights on this rank, before an update and within it, of each mesh."""
+    """[before, most] bytes of unsharded weights on this rank, before an update and within it, of
+    each mesh."""
     return [gathered_on(on_mesh(ranks, mesh), model) for mesh in MESHES]
 
 
 def gathered_on(ranks, model) -> list[int]:
     learner, found = kit.make_learner(model, ranks=ranks), []
-    groups = [m._get_fsdp_state()._fsdp_param_group for m in learner.policy.modules() if isinstance(m, FSDPModule)]
+    groups = [
+        m._get_fsdp_state()._fsdp_param_group
+        for m in learner.policy.modules()
+        if isinstance(m, FSDPModule)
+    ]
 
     def note(*_) -> None:
-        held = [tensor for group in groups for p in group.fsdp_params for tensor in p.all_gather_outputs]
+        held = [
+            tensor for group in groups for p in group.fsdp_params for tensor in p.all_gather_outputs
+        ]
         # The next block's, on their way.
         results = [group._all_gather_result for group in groups]
         held += [result.all_gather_output for result in results if result is not None]

@@ -47,7 +47,11 @@ FORMS = [
     {"prompt": "hello", "chosen": "the fox", "rejected": "42"},
     {"prompt": [user("hello")], "chosen": [says("the fox")], "rejected": [says("42")]},
     {"messages": [user("hello")], "chosen": "the fox", "rejected": [says("42")]},
-    {"chosen": [user("hello"), says("the fox")], "rejected": [user("hello"), says("42")], "prompt": "not used"},
+    {
+        "chosen": [user("hello"), says("the fox")],
+        "rejected": [user("hello"), says("42")],
+        "prompt": "not used",
+    },
     {"instruction": "hello", "chosen": "the fox", "rejected": "42"},
     {
         "conversations": [{"from": "human", "value": "hello"}],
@@ -63,9 +67,9 @@ def test_every_form_of_a_pair_trains_the_two_replies_behind_one_prompt(row):
     chosen, rejected = reply_pair(chat, row)
     prompt = chat.prompt_ids([user("hello")])
     end = chat.encode("<|im_end|>")
-    assert chosen.token_ids.tolist() == prompt + trained(chosen) and rejected.token_ids.tolist() == prompt + trained(
-        rejected
-    )
+    assert chosen.token_ids.tolist() == prompt + trained(
+        chosen
+    ) and rejected.token_ids.tolist() == prompt + trained(rejected)
     assert trained(chosen) == chat.encode("the fox", continues=True) + end
     assert trained(rejected) == chat.encode("42", continues=True) + end
 
@@ -76,17 +80,24 @@ def test_a_scored_pair_is_the_template_s_text_and_one_token_for_the_score(row):
     chosen, rejected = scored_pair(chat, row)
     for sample, text in ((chosen, "the fox"), (rejected, "42")):
         rendered = chat.tokenizer.apply_chat_template([user("hello"), says(text)], tokenize=False)
-        assert sample.token_ids[:-1].tolist() == chat.tokenizer.encode(rendered, add_special_tokens=False)
+        assert sample.token_ids[:-1].tolist() == chat.tokenizer.encode(
+            rendered, add_special_tokens=False
+        )
         assert sample.loss_mask[-1] == 1
     shared = chosen.loss_mask.argmax()
-    assert rejected.loss_mask.argmax() == shared and (chosen.token_ids[:shared] == rejected.token_ids[:shared]).all()
+    assert (
+        rejected.loss_mask.argmax() == shared
+        and (chosen.token_ids[:shared] == rejected.token_ids[:shared]).all()
+    )
     assert chosen.token_ids[shared] != rejected.token_ids[shared]
 
 
 def test_earlier_turns_of_a_conversation_are_context_only():
     chat = Chat(make_tokenizer(), CHATML)
     talk = [user("hello"), says("world"), user("think")]
-    chosen, rejected = reply_pair(chat, {"chosen": [*talk, says("yes")], "rejected": [*talk, says("no")]})
+    chosen, rejected = reply_pair(
+        chat, {"chosen": [*talk, says("yes")], "rejected": [*talk, says("no")]}
+    )
     assert chat.decode(trained(chosen)) == "yes" and chat.decode(trained(rejected)) == "no"
 
 
@@ -101,17 +112,35 @@ def test_a_margin_is_carried_by_the_chosen_side():
 @pytest.mark.parametrize(
     "row, error",
     [
-        ({"prompt": "x", "choosen": "a", "rejected": "b"}, "needs a column 'chosen'; did you mean 'choosen'"),
-        ({"promt": "x", "chosen": "a", "rejected": "b"}, "needs a column 'prompt'; did you mean 'promt'"),
+        (
+            {"prompt": "x", "choosen": "a", "rejected": "b"},
+            "needs a column 'chosen'; did you mean 'choosen'",
+        ),
+        (
+            {"promt": "x", "chosen": "a", "rejected": "b"},
+            "needs a column 'prompt'; did you mean 'promt'",
+        ),
         ({"prompt": "x", "chosen": "a", "rejected": "a"}, "have the same tokens, 'a'"),
         ({"prompt": "x", "chosen": "a", "rejected": " a "}, "have the same tokens"),
         ({"prompt": "x", "chosen": "a", "rejected": " "}, "column .rejected. must be a reply"),
-        ({"chosen": [user("x"), says("a")], "rejected": [user("x")]}, "column .rejected. must be a reply"),
-        ({"chosen": [user("x"), says("a")], "rejected": [user("y"), says("b")]}, "begins as the other one does"),
+        (
+            {"chosen": [user("x"), says("a")], "rejected": [user("x")]},
+            "column .rejected. must be a reply",
+        ),
+        (
+            {"chosen": [user("x"), says("a")], "rejected": [user("y"), says("b")]},
+            "begins as the other one does",
+        ),
         ({"chosen": [user("x"), says("a")], "rejected": "b"}, "begins as the other one does"),
-        ({"prompt": "x", "chosen": [{"content": "a"}], "rejected": "b"}, "column 'chosen': must be a list"),
+        (
+            {"prompt": "x", "chosen": [{"content": "a"}], "rejected": "b"},
+            "column 'chosen': must be a list",
+        ),
         ({"prompt": "x", "chosen": [], "rejected": "b"}, "column 'chosen': must be a list"),
-        ({"prompt": "x", "chosen": "a", "rejected": "b", "margin": "big"}, "'margin' holds 'big': it must be a number"),
+        (
+            {"prompt": "x", "chosen": "a", "rejected": "b", "margin": "big"},
+            "'margin' holds 'big': it must be a number",
+        ),
     ],
 )
 def test_a_pair_that_is_none_is_refused(row, error, tiny_model):
@@ -123,7 +152,10 @@ def test_a_pair_that_is_none_is_refused(row, error, tiny_model):
 
 
 def test_a_template_that_rewrites_a_long_reply_is_refused():
-    forgetful = "{% for m in messages[-2:] %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}" + CHATML[-76:]
+    forgetful = (
+        "{% for m in messages[-2:] %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}"
+        + CHATML[-76:]
+    )
     chat = Chat(make_tokenizer(), forgetful)
     reply = [says("a"), user("b"), says("c")]
     with pytest.raises(ValueError, match="rewrites earlier turns of column 'chosen'"):
@@ -139,10 +171,14 @@ def test_a_conversation_that_ends_in_the_padding_token_is_refused(tiny_model):
 
 
 def ragged_pairs(num, seed=0):
-    """Per reply its number and its tokens' (logprob, reference logprob, margin), replies in any order."""
+    """Per reply its number and its tokens' (logprob, reference logprob, margin), replies in any
+    order."""
     draw = random.Random(seed)
     order = draw.sample(range(2 * num), 2 * num)
-    return {r: [(-draw.random() * 3, -draw.random() * 3, r * 0.1) for _ in range(draw.randint(1, 9))] for r in order}
+    return {
+        r: [(-draw.random() * 3, -draw.random() * 3, r * 0.1) for _ in range(draw.randint(1, 9))]
+        for r in order
+    }
 
 
 def columns(pairs):
@@ -157,7 +193,14 @@ def sigma(x):
 
 @pytest.mark.parametrize(
     "loss, smoothing",
-    [("sigmoid", 0.0), ("sigmoid", 0.2), ("sigmoid_norm", 0.2), ("ipo", 0.0), ("ipo_norm", 0.0), ("hinge", 0.0)],
+    [
+        ("sigmoid", 0.0),
+        ("sigmoid", 0.2),
+        ("sigmoid_norm", 0.2),
+        ("ipo", 0.0),
+        ("ipo_norm", 0.0),
+        ("hinge", 0.0),
+    ],
 )
 def test_dpo_losses_are_the_papers_formulas(loss, smoothing):
     config = PreferenceConfig(beta=0.3, loss=loss, label_smoothing=smoothing)
@@ -171,7 +214,8 @@ def test_dpo_losses_are_the_papers_formulas(loss, smoothing):
         ]
         h = ratios[0] - ratios[1]
         expected = {
-            "sigmoid": -(1 - smoothing) * math.log(sigma(0.3 * h)) - smoothing * math.log(sigma(-0.3 * h)),
+            "sigmoid": -(1 - smoothing) * math.log(sigma(0.3 * h))
+            - smoothing * math.log(sigma(-0.3 * h)),
             "ipo": (h - 1 / (2 * 0.3)) ** 2,
             "hinge": max(0, 1 - 0.3 * h),
         }[loss.removesuffix("_norm")]
@@ -201,14 +245,20 @@ def test_a_batch_without_pairs_has_a_loss_of_nothing():
 ROWS = [
     {"prompt": "52341", "chosen": "12345", "rejected": "5234", "margin": 0.5},
     {"prompt": "9", "chosen": "9", "rejected": "a much longer reply", "margin": 0.0},
-    {"prompt": "a prompt that is longer than most", "chosen": "yes, and no", "rejected": "no", "margin": 1.0},
+    {
+        "prompt": "a prompt that is longer than most",
+        "chosen": "yes, and no",
+        "rejected": "no",
+        "margin": 1.0,
+    },
     {"prompt": "52341", "chosen": "123", "rejected": "321", "margin": 0.0},
     {"prompt": "x", "chosen": "ab", "rejected": "ac", "margin": 2.0},
 ]
 
 
 def make_learner(model, *flags, algorithm="dpo") -> Learner:
-    """Its policy is a little away from the reference, which is the model; a reward model's head is not 0."""
+    """Its policy is a little away from the reference, which is the model; a reward model's head is
+    not 0."""
     learner = kit.make_learner(model, "--algorithm", algorithm, *flags)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -249,7 +299,11 @@ def trl_gradients(trainer) -> tuple[dict[str, torch.Tensor], float]:
     [
         ("sft", "", {"max_length": None}),
         ("dpo", "--preference.beta 0.3", {"beta": 0.3, "loss_type": "sigmoid"}),
-        ("dpo", "--preference.beta 0.3 --preference.loss hinge", {"beta": 0.3, "loss_type": "hinge"}),
+        (
+            "dpo",
+            "--preference.beta 0.3 --preference.loss hinge",
+            {"beta": 0.3, "loss_type": "hinge"},
+        ),
         ("dpo", "--preference.loss ipo_norm", {"loss_type": "ipo"}),
         ("dpo", "--preference.loss sigmoid_norm", {"loss_type": "sigmoid_norm"}),
         ("rm", "", {}),
@@ -265,7 +319,9 @@ def test_loss_and_gradient_are_those_of_trl(algorithm, flags, options, tiny_mode
     family = AutoModelForSequenceClassification if algorithm == "rm" else AutoModelForCausalLM
     rows = [{k: v for k, v in row.items() if has_margin or k != "margin"} for row in ROWS]
     theirs = [
-        {k: [says(v)] if k in PAIR else v for k, v in row.items()} | {"prompt": [user(row["prompt"])]} for row in rows
+        {k: [says(v)] if k in PAIR else v for k, v in row.items()}
+        | {"prompt": [user(row["prompt"])]}
+        for row in rows
     ]
     if algorithm == "sft":
         theirs = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in theirs]
@@ -275,13 +331,24 @@ def test_loss_and_gradient_are_those_of_trl(algorithm, flags, options, tiny_mode
         family.from_pretrained(tiny_model, num_labels=1),
     )
     model.load_state_dict(learner.policy.hf.state_dict())
-    options |= {"per_device_train_batch_size": len(ROWS), "report_to": [], "use_cpu": True, "bf16": False}
+    options |= {
+        "per_device_train_batch_size": len(ROWS),
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+    }
     trainer = getattr(trl, name + "Trainer")(
         model,
-        args=getattr(trl, name + "Config")(str(tmp_path), gradient_checkpointing=False, disable_tqdm=True, **options),
+        args=getattr(trl, name + "Config")(
+            str(tmp_path), gradient_checkpointing=False, disable_tqdm=True, **options
+        ),
         train_dataset=Dataset.from_list(theirs),
         processing_class=AutoTokenizer.from_pretrained(tiny_model),
-        **({"ref_model": AutoModelForCausalLM.from_pretrained(tiny_model)} if algorithm == "dpo" else {}),
+        **(
+            {"ref_model": AutoModelForCausalLM.from_pretrained(tiny_model)}
+            if algorithm == "dpo"
+            else {}
+        ),
     )
     samples = pair_samples(tiny_model, rows, algorithm)
     (ours, loss), (expected, trl_loss) = gradients(learner, samples), trl_gradients(trainer)
@@ -293,10 +360,13 @@ def test_loss_and_gradient_are_those_of_trl(algorithm, flags, options, tiny_mode
 def test_microbatches_of_pairs_give_the_same_gradient_as_one(tiny_model, algorithm):
     one = make_learner(tiny_model, algorithm=algorithm)
     many = make_learner(
-        tiny_model, "--max_prompt_tokens 21 --max_tokens 21 --learner.microbatch_tokens 84", algorithm=algorithm
+        tiny_model,
+        "--max_prompt_tokens 21 --max_tokens 21 --learner.microbatch_tokens 84",
+        algorithm=algorithm,
     )
     rows = [row | {"prompt": row["prompt"][:16]} for row in ROWS * 3]
-    rows += [{"prompt": "8", "chosen": "so " * 30, "rejected": "no " * 25}] * 2  # it is not worth sharing their prompt
+    # It is not worth sharing their prompt.
+    rows += [{"prompt": "8", "chosen": "so " * 30, "rejected": "no " * 25}] * 2
     samples = pair_samples(tiny_model, rows, algorithm)
     assert len(one.shard(samples)[0][0].batches) == 1
     assert len(many.shard(samples)[0][0].batches) >= 4
@@ -307,31 +377,58 @@ def test_microbatches_of_pairs_give_the_same_gradient_as_one(tiny_model, algorit
 
 def test_a_pair_computes_its_prompt_once(tiny_model):
     learner = make_learner(tiny_model)
-    rows = [{"prompt": "a prompt that is much longer than replies", "chosen": "yes", "rejected": "no"}] * 2
+    rows = [
+        {"prompt": "a prompt that is much longer than replies", "chosen": "yes", "rejected": "no"}
+    ] * 2
     _, metrics = learner.shard(pair_samples(tiny_model, rows))
     assert metrics["pack/computed_tokens"].value < 0.65 * metrics["pack/tokens"].value
 
 
 @pytest.fixture(scope="session")
 def pair_data(tmp_path_factory):
-    """Five digits in ascending order are preferred over another order. Which digits they are is held out."""
+    """Five digits in ascending order are preferred over another order. Which digits they are is
+    held out."""
     draw, folder = random.Random(0), tmp_path_factory.mktemp("pairs")
     digits = ["".join(c) for c in itertools.combinations("0123456789", 5)]
     draw.shuffle(digits)
     for name, chosen in {"train": digits[40:] * 10, "eval": digits[:40] * 2}.items():
         rows = []
         for i, right in enumerate(chosen):
-            prompt, wrong = ("".join(draw.choice(orders)) for orders in [list(itertools.permutations(right))[1:]] * 2)
+            prompt, wrong = (
+                "".join(draw.choice(orders))
+                for orders in [list(itertools.permutations(right))[1:]] * 2
+            )
             side = [says(right), says(wrong)]
             # An uneven length, so that pairs are not all alike.
-            rows.append({"prompt": prompt + " " * (i % 7), "chosen": side[:1], "rejected": side[1:]})
+            rows.append(
+                {"prompt": prompt + " " * (i % 7), "chosen": side[:1], "rejected": side[1:]}
+            )
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
 def flags_of(algorithm, model, data, out, *more):
-    flags = ["--algorithm", algorithm, "--model", model, "--data.train", data / "train.jsonl", "--out", out]
-    flags += ["--max_prompt_tokens", 20, "--max_tokens", 8, "--optim.lr", "1e-3", "--tasks_per_step", 16, *more]
+    flags = [
+        "--algorithm",
+        algorithm,
+        "--model",
+        model,
+        "--data.train",
+        data / "train.jsonl",
+        "--out",
+        out,
+    ]
+    flags += [
+        "--max_prompt_tokens",
+        20,
+        "--max_tokens",
+        8,
+        "--optim.lr",
+        "1e-3",
+        "--tasks_per_step",
+        16,
+        *more,
+    ]
     return [str(flag) for flag in flags]
 
 
@@ -355,21 +452,28 @@ def test_the_accuracy_of_held_out_pairs_rises(algorithm, preference_runs):
     rows = metrics(preference_runs[algorithm])
     before, after = (row for row in rows if "eval/accuracy" in row)
     assert before["eval/accuracy"] == 0.5 and before["eval/loss"] == pytest.approx(math.log(2))
-    assert after["eval/accuracy"] > 0.95 and after["eval/loss"] < 0.3 and after["eval/margin_mean"] > 1
+    assert (
+        after["eval/accuracy"] > 0.95 and after["eval/loss"] < 0.3 and after["eval/margin_mean"] > 1
+    )
     learnt = [row["learn/policy/accuracy"] for row in rows if "learn/policy/accuracy" in row]
     assert len(learnt) == 40 and learnt[-1] > 0.9
 
 
 def test_the_exported_reward_model_gives_our_scores_to_a_padded_batch(preference_runs, pair_data):
     folder = preference_runs["rm"] / "hf/policy"
-    chat, ours = load_chat(str(folder)), make_policy(str(folder), torch.float32, init_ranks(60), is_scoring=True)
+    chat, ours = (
+        load_chat(str(folder)),
+        make_policy(str(folder), torch.float32, init_ranks(60), is_scoring=True),
+    )
     rows = [json.loads(line) for line in (pair_data / "eval.jsonl").read_text().splitlines()[:8]]
     samples = [s for row in rows for s in scored_pair(chat, row)]
     with torch.no_grad():
         scores = [ours(pack_samples([s]), 1.0)[0][-1].item() for s in samples]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     talks = [[user(r["prompt"]), *r[side]] for r in rows for side in ("chosen", "rejected")]
-    inputs = tokenizer.apply_chat_template(talks, padding=True, return_dict=True, return_tensors="pt")
+    inputs = tokenizer.apply_chat_template(
+        talks, padding=True, return_dict=True, return_tensors="pt"
+    )
     assert (inputs["attention_mask"] == 0).any()
     with torch.no_grad():
         logits = AutoModelForSequenceClassification.from_pretrained(folder)(**inputs).logits
@@ -377,13 +481,33 @@ def test_the_exported_reward_model_gives_our_scores_to_a_padded_batch(preference
     assert scores == pytest.approx(logits[:, 0].tolist(), abs=1e-5)
 
 
-def test_the_reward_model_of_the_docs_example_rewards_episodes(preference_runs, tiny_model, tmp_path):
-    (example,) = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / "docs/algorithms.md").read_text(), re.S)
+def test_the_reward_model_of_the_docs_example_rewards_episodes(
+    preference_runs, tiny_model, tmp_path
+):
+    (example,) = re.findall(
+        r"```python\n(import torch\n.*?)```", (ROOT / "docs/algorithms.md").read_text(), re.S
+    )
     env = tmp_path / "env.py"
     env.write_text(example.replace("runs/rm/hf/policy", str(preference_runs["rm"] / "hf/policy")))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "52341"}\n')
-    flags = ["--model", str(tiny_model), "--env_path", str(env), "--data.train", str(tmp_path / "rows.jsonl")]
-    flags += ["--max_tokens", "8", "--max_prompt_tokens", "20", "--tasks_per_step", "2", "--num_steps", "1"]
+    flags = [
+        "--model",
+        str(tiny_model),
+        "--env_path",
+        str(env),
+        "--data.train",
+        str(tmp_path / "rows.jsonl"),
+    ]
+    flags += [
+        "--max_tokens",
+        "8",
+        "--max_prompt_tokens",
+        "20",
+        "--tasks_per_step",
+        "2",
+        "--num_steps",
+        "1",
+    ]
     assert main([*flags, "--out", str(tmp_path / "run")]) == 0
     (row,) = metrics(tmp_path / "run")
     assert row["rollout/policy/failed"] == 0 and row["rollout/policy/zero_signal_frac"] < 1

@@ -33,7 +33,9 @@ def test_a_models_own_code_does_not_run_on_a_yes(read, tiny_model, tmp_path, mon
         settings = json.loads((folder / name).read_text())
         settings["model_type"] = "a_new_one"
         names = ("AutoConfig", "AutoModelForCausalLM", "AutoModelForSequenceClassification")
-        settings["auto_map"] = dict.fromkeys(names, "own.Own") | {"AutoTokenizer": ["own.Own", None]}
+        settings["auto_map"] = dict.fromkeys(names, "own.Own") | {
+            "AutoTokenizer": ["own.Own", None]
+        }
         settings["tokenizer_class"] = "Own"
         (folder / name).write_text(json.dumps(settings))
     (folder / "generation_config.json").unlink(missing_ok=True)

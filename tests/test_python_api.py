@@ -25,13 +25,21 @@ from rl_core.config import LoraConfig, OptimConfig
 from rl_core.types import RunError
 
 ROWS = [{"prompt": f"{n} and {n * 7 % 10}"} for n in range(8)]
-SIZES = {"num_steps": 2, "tasks_per_step": 2, "group_size": 4, "max_tokens": 8, "max_prompt_tokens": 40}
+SIZES = {
+    "num_steps": 2,
+    "tasks_per_step": 2,
+    "group_size": 4,
+    "max_tokens": 8,
+    "max_prompt_tokens": 40,
+}
 
 
 @pytest.fixture
 def config_of(tiny_model, tmp_path):
     """config_of("run", **flags) -> the configuration of a tiny run in that folder."""
-    return lambda name, **flags: Config(model=str(tiny_model), out=str(tmp_path / name), **SIZES | flags)
+    return lambda name, **flags: Config(
+        model=str(tiny_model), out=str(tmp_path / name), **SIZES | flags
+    )
 
 
 def test_a_run_from_a_running_event_loop_is_that_of_the_command(config_of, tiny_model, tmp_path):
@@ -39,7 +47,16 @@ def test_a_run_from_a_running_event_loop_is_that_of_the_command(config_of, tiny_
     file.write_text(DIGITS)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:5]))
     flags = [f"--{name}={value}" for name, value in SIZES.items()]
-    run(tmp_path / "a", "--model", tiny_model, "--env_path", file, "--data.train", tmp_path / "rows.jsonl", flags)
+    run(
+        tmp_path / "a",
+        "--model",
+        tiny_model,
+        "--env_path",
+        file,
+        "--data.train",
+        tmp_path / "rows.jsonl",
+        flags,
+    )
     spec = importlib.util.spec_from_file_location("digits", file)
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
     theirs, name = weights(tmp_path / "a"), "rollout/policy/reward_mean"
@@ -51,7 +68,9 @@ def test_a_run_from_a_running_event_loop_is_that_of_the_command(config_of, tiny_
         result = asyncio.run(notebook(out, env))
         assert result.model == tmp_path / out / "hf/policy" and result.step == 2
         ours = weights(result.out)
-        assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in theirs)
+        assert theirs.keys() == ours.keys() and all(
+            torch.equal(theirs[name], ours[name]) for name in theirs
+        )
         assert result.metrics[name] == metrics(tmp_path / "a")[-1][name] == result.history[-1][name]
     assert len(module.load_tasks("train")) == 8, "the module is not changed"
     assert gc.get_freeze_count() == 0, "what a run leaves can be collected"
@@ -74,7 +93,11 @@ def test_on_step_ends_the_run_with_a_checkpoint_from_which_it_goes_on(config_of,
     config.resume = True
     result = train(config, on_step=on_step, **given)
     assert [step for step, _ in seen] == [1, 2, 3] and result.step == 3
-    assert [line["eval/reward_fn/greedy_score"] for line in result.history if "learn/policy/loss" not in line] == [
+    assert [
+        line["eval/reward_fn/greedy_score"]
+        for line in result.history
+        if "learn/policy/loss" not in line
+    ] == [
         result.history[0]["eval/reward_fn/greedy_score"],
         *(score for _, score in seen),
     ]
@@ -84,10 +107,18 @@ def test_an_interrupt_saves_when_the_step_is_done(config_of, tmp_path, capsys):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            train(config_of("run", num_steps=1000), env=len_of, data=ROWS, on_step=lambda step, found: interrupt(step))
+            train(
+                config_of("run", num_steps=1000),
+                env=len_of,
+                data=ROWS,
+                on_step=lambda step, found: interrupt(step),
+            )
     finally:
         signal.signal(signal.SIGINT, before)
-    assert list((tmp_path / "run/checkpoints").glob("step_*/manifest.json")) and len(metrics(tmp_path / "run")) < 1000
+    assert (
+        list((tmp_path / "run/checkpoints").glob("step_*/manifest.json"))
+        and len(metrics(tmp_path / "run")) < 1000
+    )
     said = capsys.readouterr().out
     assert re.search(r"^interrupted: step \d+ of 1000 in ", said, re.MULTILINE)
     assert "  go on: train() again, with Config(resume=True)\n" in said
@@ -117,13 +148,34 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
         with pytest.raises(error, match=says):
             train(config, **given)
 
-    refused(ValueError, "--optim.lr=fast must be float", config_of("a", optim={"lr": "fast"}), env=len_of, data=ROWS)
-    refused(ValueError, "unknown flag --optim.l", config_of("a", optim={"l": 1}), env=len_of, data=ROWS)
+    refused(
+        ValueError,
+        "--optim.lr=fast must be float",
+        config_of("a", optim={"lr": "fast"}),
+        env=len_of,
+        data=ROWS,
+    )
+    refused(
+        ValueError, "unknown flag --optim.l", config_of("a", optim={"l": 1}), env=len_of, data=ROWS
+    )
     refused(ValueError, "--env_path is missing", config_of("a"), data=ROWS)
-    refused(ValueError, "names 'answer', which is neither", config_of("a"), env=lambda answer: 0.0, data=ROWS)
+    refused(
+        ValueError,
+        "names 'answer', which is neither",
+        config_of("a"),
+        env=lambda answer: 0.0,
+        data=ROWS,
+    )
     refused(ValueError, "eval_data needs", config_of("a"), env=len_of, data=ROWS, eval_data=ROWS)
     refused(RunError, "on purpose", config_of("b"), env=broken, data=ROWS)
-    refused(ZeroDivisionError, "division", config_of("c"), env=len_of, data=ROWS, on_step=lambda step, found: 1 / 0)
+    refused(
+        ZeroDivisionError,
+        "division",
+        config_of("c"),
+        env=len_of,
+        data=ROWS,
+        on_step=lambda step, found: 1 / 0,
+    )
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused(ValueError, "one device", config_of("a"), env=len_of, data=ROWS)
     assert "error:" not in capsys.readouterr().err
@@ -137,7 +189,9 @@ def test_an_unknown_name_in_python_is_answered_as_on_the_command_line():
     with pytest.raises(ValueError, match=r"unknown flag --actors.NAME.lora.r; "):
         LoraConfig(r=16)
     config = Config()
-    with pytest.raises(ValueError, match=r"unknown flag --optim.learning_rate; here it is --optim.lr"):
+    with pytest.raises(
+        ValueError, match=r"unknown flag --optim.learning_rate; here it is --optim.lr"
+    ):
         config.optim.learning_rate = 1e-5
     config.optim.lr = 1e-5
     copies = copy.deepcopy(config), pickle.loads(pickle.dumps(config)), dataclasses.replace(config)
@@ -150,9 +204,15 @@ def test_a_run_of_no_step_has_no_metrics(config_of):
 
 
 def test_train_stays_callable_after_other_imports():
-    code = "import rl_core, sys; assert 'rl_core.config' not in sys.modules and 'torch' not in sys.modules; "
+    code = (
+        "import rl_core, sys; assert 'rl_core.config' not in sys.modules and 'torch' not in "
+        "sys.modules; "
+    )
     code += "from rl_core import train; import rl_core.train; from rl_core.train import main; "
-    code += "from rl_core import train, Config; assert callable(train) and train.main is main and Config().seed == 0"
+    code += (
+        "from rl_core import train, Config; assert callable(train) and train.main is main and "
+        "Config().seed == 0"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
@@ -168,4 +228,6 @@ def test_every_code_block_of_the_page_runs(tiny_model, tmp_path, monkeypatch):
         block = block.replace("float(answer in completion)", "len(completion) / 8")
         exec(block.replace("Qwen/Qwen3-0.6B", str(tiny_model)), names)
     assert len(blocks) == 4 and len(names["rewards"]) == 4 and names["result"].step == 2
-    assert names["model"].num_parameters() > 0 and names["dpo"].step == names["calculator"].step == 2
+    assert (
+        names["model"].num_parameters() > 0 and names["dpo"].step == names["calculator"].step == 2
+    )

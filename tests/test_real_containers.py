@@ -1,6 +1,8 @@
-"""Environments with an image and the sandbox, in real containers: what closes them in, and what removes them.
+"""Environments with an image and the sandbox, in real containers: what closes them in, and what
+removes them.
 
-scripts/test_containers.sh runs these: they need docker or podman, and in RL_CORE_TEST_IMAGE the workers' image.
+scripts/test_containers.sh runs these: they need docker or podman, and in RL_CORE_TEST_IMAGE the
+workers' image.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from rl_core.service.containers import OWNER, find_runtime
 from rl_core.service.security import TOKEN_VARIABLE
 
 IMAGE = os.environ.get("RL_CORE_TEST_IMAGE", "")
-pytestmark = pytest.mark.skipif(not IMAGE, reason="no container runtime: scripts/test_containers.sh")
+pytestmark = pytest.mark.skipif(
+    not IMAGE, reason="no container runtime: scripts/test_containers.sh"
+)
 MIB = 1 << 20
 # Each reply is an expression that the container evaluates.
 BOXED = f"""
@@ -62,7 +66,8 @@ def interact(completion):
 def reward_fn():
     return 1.0
 """
-HANG = "re.match('(a+)+$', 'a' * 64 + 'b')"  # holds the interpreter's lock, so the container does not see its stdin end
+# Holds the interpreter's lock, so the container does not see its stdin end.
+HANG = "re.match('(a+)+$', 'a' * 64 + 'b')"
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +77,17 @@ def runtime():
 
 @pytest.fixture
 def serve(tmp_path, runtime):
-    """serve(*flags, env=) is a service with one worker whose sessions run in containers. It leaves none."""
+    """serve(*flags, env=) is a service with one worker whose sessions run in containers. It leaves
+    none."""
     services = []
 
     def make(*args, env: str = BOXED) -> Boxes:
         (tmp_path / "boxed.py").write_text(env)
-        tmp_path.chmod(0o755)  # pytest's folders are for their owner alone, and the image's user is nobody
-        services.append(Boxes(runtime, tmp_path / "boxed.py", "--port", "0", "--workers", "1", *args))
+        # Pytest's folders are for their owner alone, and the image's user is nobody.
+        tmp_path.chmod(0o755)
+        services.append(
+            Boxes(runtime, tmp_path / "boxed.py", "--port", "0", "--workers", "1", *args)
+        )
         return services[-1]
 
     yield make
@@ -97,7 +106,14 @@ class Boxes(Service):
 
     def containers(self) -> list[str]:
         """Of the first worker."""
-        listing = ["ps", "--all", "--filter", f"label=rl_core.worker={self.worker}", "--format", "{{.Names}}"]
+        listing = [
+            "ps",
+            "--all",
+            "--filter",
+            f"label=rl_core.worker={self.worker}",
+            "--format",
+            "{{.Names}}",
+        ]
         return self.runtime._run(listing).split()
 
     def wait_for_containers(self, num: int) -> None:
@@ -120,7 +136,11 @@ class Boxes(Service):
     def cpu_s(self) -> float:
         """Of all programs in containers here: who hangs computes."""
         seen = [p.info for p in psutil.process_iter(["cmdline", "cpu_times"])]
-        return sum(sum(p["cpu_times"][:2]) for p in seen if "rl_core.service.contained" in (p["cmdline"] or []))
+        return sum(
+            sum(p["cpu_times"][:2])
+            for p in seen
+            if "rl_core.service.contained" in (p["cmdline"] or [])
+        )
 
 
 def test_a_session_is_limited_and_has_neither_network_nor_rights(serve):
@@ -129,14 +149,18 @@ def test_a_session_is_limited_and_has_neither_network_nor_rights(serve):
     expected = {
         "limits()": f"{256 * MIB} 50000 100000 512",  # half a core
         "os.getuid()": 65534,
-        "[t in open('/proc/self/status').read() for t in ('CapEff:\\t' + '0' * 16, 'NoNewPrivs:\\t1')]": [True, True],
+        "[t in open('/proc/self/status').read() for t in ('CapEff:\\t' + '0' * 16, "
+        "'NoNewPrivs:\\t1')]": [True, True],
         "[write(path) for path in ('/x', '/env/x', '/usr/x', '/tmp/x')]": [-errno.EROFS] * 3 + [1],
         "os.statvfs('/tmp').f_blocks * os.statvfs('/tmp').f_frsize": 256 * MIB,
         "[name for _, name in socket.if_nameindex()]": ["lo"],
         "socket.socket().connect_ex(('192.0.2.1', 80))": errno.ENETUNREACH,
         "[name for name in os.environ if 'RL_CORE' in name]": [],
     }
-    found = {text: eval(service.interact(session, n, text, timeout_s=60)) for n, text in enumerate(expected, 1)}
+    found = {
+        text: eval(service.interact(session, n, text, timeout_s=60))
+        for n, text in enumerate(expected, 1)
+    }
     assert found == expected
 
 
@@ -144,21 +168,30 @@ def test_a_session_has_a_network_if_its_file_asks_for_one(serve):
     service = serve(env=BOXED.replace("cpus = 0.5", "network = True"))
     session = service.begin()
     assert len(eval(service.interact(session, 1, "socket.if_nameindex()", timeout_s=60))) == 2
-    routes = eval(service.interact(session, 2, "pathlib.Path('/proc/net/route').read_text()", timeout_s=60))
+    routes = eval(
+        service.interact(session, 2, "pathlib.Path('/proc/net/route').read_text()", timeout_s=60)
+    )
     assert "00000000" in [line.split()[1] for line in routes.splitlines()[1:]]  # a way out
 
 
 def test_who_takes_too_much_memory_or_too_many_processes_ends_its_session_alone(serve):
     service = serve()
     greedy, many, other = service.begin(), service.begin(), service.begin()
-    code, why = service.refused("interact", session=greedy, number=1, said=said("b'x' * 10**9"), timeout_s=60)
+    code, why = service.refused(
+        "interact", session=greedy, number=1, said=said("b'x' * 10**9"), timeout_s=60
+    )
     assert code == StatusCode.UNKNOWN and "ended (exit code 137, killed, perhaps for memory)" in why
     sleepers = "[threading.Thread(target=time.sleep, args=(60,)).start() for _ in range(600)]"
-    code, why = service.refused("interact", session=many, number=1, said=said(sleepers), timeout_s=60)
+    code, why = service.refused(
+        "interact", session=many, number=1, said=said(sleepers), timeout_s=60
+    )
     assert code == StatusCode.UNKNOWN and "can't start new thread" in why
     assert service.interact(other, 1, "1 + 1", timeout_s=60) == "2"
     service.wait_for_containers(2)
-    assert "environment error" in service.refused("interact", session=greedy, number=2, said=said("1"))[1]
+    assert (
+        "environment error"
+        in service.refused("interact", session=greedy, number=2, said=said("1"))[1]
+    )
     assert not (ROOT / "oom").exists()  # podman leaves it in its current folder
 
 
@@ -184,7 +217,10 @@ def test_a_container_is_removed_when_its_session_expires(serve):
     service = serve("--idle_s", "2")
     session = service.begin()
     service.wait_for_containers(1)
-    assert "nothing was heard of it" in service.refused("interact", session=session, number=1, said=said("1"))[1]
+    assert (
+        "nothing was heard of it"
+        in service.refused("interact", session=session, number=1, said=said("1"))[1]
+    )
 
 
 def test_containers_of_a_killed_worker_are_removed_by_themselves_or_by_the_next(serve):
@@ -200,7 +236,11 @@ def test_containers_of_a_killed_worker_are_removed_by_themselves_or_by_the_next(
 def test_containers_of_a_killed_client_of_the_engine_are_removed(serve):
     service = serve()
     service.hang(service.begin(), 1)
-    clients = [p for p in psutil.Process(service.workers()[0].pid).children() if p.name() == service.runtime.program]
+    clients = [
+        p
+        for p in psutil.Process(service.workers()[0].pid).children()
+        if p.name() == service.runtime.program
+    ]
     max(clients, key=psutil.Process.create_time).kill()
     service.wait_for_containers(1)
 
@@ -220,13 +260,35 @@ def test_the_image_is_small_and_serves_as_nobody(tmp_path, runtime):
     args = ["--rm", "--detach", "--volume", f"{tmp_path}:/envs:ro", "--publish", "127.0.0.1::50051"]
     args += ["--label", f"{OWNER}=test", "--env", TOKEN_VARIABLE]
     env = os.environ | {TOKEN_VARIABLE: "t" * 32}
-    command = [runtime.program, "run", *args, IMAGE, "game.py", "--host", "0.0.0.0", "--workers", "1"]
-    name = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    command = [
+        runtime.program,
+        "run",
+        *args,
+        IMAGE,
+        "game.py",
+        "--host",
+        "0.0.0.0",
+        "--workers",
+        "1",
+    ]
+    name = subprocess.run(
+        command, env=env, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.strip()
     try:
         assert runtime._run(["exec", name, "id", "-u"]).strip() == "65534"
-        wait_until(lambda: "serving on" in subprocess.getoutput(f"{runtime.program} logs {name}"), "the server")
+        wait_until(
+            lambda: "serving on" in subprocess.getoutput(f"{runtime.program} logs {name}"),
+            "the server",
+        )
         address = runtime._run(["port", name, "50051"]).split()[0]
-        client = [sys.executable, str(ROOT / "scripts/grpc_client.py"), "--address", address, "--env", "game"]
+        client = [
+            sys.executable,
+            str(ROOT / "scripts/grpc_client.py"),
+            "--address",
+            address,
+            "--env",
+            "game",
+        ]
         done = subprocess.run(client, env=env, capture_output=True, text=True, timeout=120)
         assert "reward 1" in done.stdout, done.stderr
     finally:
@@ -244,17 +306,31 @@ def test_the_sandbox_runs_programs_in_a_container(runtime):
     def run(code: str, **how):
         return asyncio.run(sandbox.run(code, **how))
 
-    assert run("def f(x): return 2 * x", tests=["assert f(2) == 4", "assert f(2) == 5"]).passed == [True, False]
-    assert run("import os, sys; print(os.getuid(), sys.flags.hash_randomization)").stdout == "65534 0\n"
-    assert "Network is unreachable" in run("import socket; socket.create_connection(('192.0.2.1', 80))").stderr
+    assert run("def f(x): return 2 * x", tests=["assert f(2) == 4", "assert f(2) == 5"]).passed == [
+        True,
+        False,
+    ]
+    assert (
+        run("import os, sys; print(os.getuid(), sys.flags.hash_randomization)").stdout
+        == "65534 0\n"
+    )
+    assert (
+        "Network is unreachable"
+        in run("import socket; socket.create_connection(('192.0.2.1', 80))").stderr
+    )
     assert "Read-only file system" in run("open('/usr/x', 'w')").stderr
     assert run("b'x' * 10**9").status == "memory"
     assert run("while True: pass", timeout_s=1).status == "timeout"
     sandbox.close()
     wait_until(lambda: not containers(), "the container's removal")
     owner = "import sys, time\nfrom rl_core.sandbox import Sandbox\n"
-    owner += f"print(Sandbox(level={runtime.program!r}, image={IMAGE!r}, flags={flags!r}).start(), flush=True)\ntime.sleep(600)"
-    with subprocess.Popen([sys.executable, "-c", owner], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    owner += (
+        f"print(Sandbox(level={runtime.program!r}, image={IMAGE!r}, flags={flags!r}).start(), "
+        "flush=True)\ntime.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", owner], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline().strip() == runtime.program
         process.kill()
     wait_until(lambda: not containers(), "the container's removal after its owner was killed")

@@ -1,4 +1,5 @@
-"""scripts/recipes: each is parsed and planned with the real sizes of its model, and fits the GPUs that its header names."""
+"""scripts/recipes: each is parsed and planned with the real sizes of its model, and fits the GPUs
+that its header names."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ ROWS = {"dpo": PAIR, "rm": PAIR, "ppo": {"prompt": [USER]}, "grpo": PROBLEM, "da
 
 @pytest.fixture
 def folder_of(tmp_path, tiny_model):
-    """folder_of("Qwen/Qwen3-4B") -> a folder with its real config.json, a tokenizer of characters, and no weights."""
+    """folder_of("Qwen/Qwen3-4B") -> a folder with its real config.json, a tokenizer of characters,
+    and no weights."""
 
     def make(name):
         config, folder = model_config(name.rpartition("-")[2]), tmp_path / "model"
@@ -53,10 +55,16 @@ def test_a_recipe_is_planned_and_fits_its_gpus(recipe, folder_of, tmp_path, monk
     assert number == int((re.search(r"--nproc_per_node (\d+)", header) or [0, 1])[1])
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[given["algorithm"]]) + "\n")
     flags = ["--config", recipe, "--model", folder_of(given["model"]), "--out", tmp_path / "run"]
-    flags += [f"--data.{part}={tmp_path / 'rows.jsonl'}" for part in ("train", "eval") if part in given["data"]]
+    flags += [
+        f"--data.{part}={tmp_path / 'rows.jsonl'}"
+        for part in ("train", "eval")
+        if part in given["data"]
+    ]
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("WORLD_SIZE", str(number))
-    shown = describe(facts(make_plan(parse_config([*map(str, flags), "--learner.dtype", "bfloat16"]))))
+    shown = describe(
+        facts(make_plan(parse_config([*map(str, flags), "--learner.dtype", "bfloat16"])))
+    )
     gib = [float(value) for value in re.search(r"^sum +(\S+) +(\S+)$", shown, re.M).groups()]
     assert max(gib) < 0.9 * gigabytes * 1e9 / 2**30, "a tenth is for CUDA and fragments"
     assert f"runs/{recipe.stem}" == given["out"], "recipes write to folders of their own"
@@ -71,7 +79,10 @@ def test_the_search_environment_asks_its_server_and_compares_answers(monkeypatch
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.end_headers()
-            passages = [{"document": {"contents": f"Title\n{query} is known"}} for query in asked[-1]["queries"]]
+            passages = [
+                {"document": {"contents": f"Title\n{query} is known"}}
+                for query in asked[-1]["queries"]
+            ]
             self.wfile.write(json.dumps({"result": [passages]}).encode())
 
         def log_message(self, *args):
@@ -96,5 +107,6 @@ def test_the_search_environment_asks_its_server_and_compares_answers(monkeypatch
     assert "<answer>" in asyncio.run(interact(said("I do not know")))[0]["content"]
     answers = ["the Eiffel Tower!", "Louvre"]
     assert [
-        reward(said(text), answers) for text in ("<answer>Eiffel tower</answer>", "<answer>x</answer>", "Louvre")
+        reward(said(text), answers)
+        for text in ("<answer>Eiffel tower</answer>", "<answer>x</answer>", "Louvre")
     ] == [1, 0, 0]

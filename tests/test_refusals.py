@@ -1,4 +1,5 @@
-"""What is refused, and what the one line says. All of it before a model loads and before anything is written."""
+"""What is refused, and what the one line says. All of it before a model loads and before anything
+is written."""
 
 from __future__ import annotations
 
@@ -18,9 +19,15 @@ from rl_core.rules import check_algorithm
 from rl_core.train import main
 
 RL = "--model {model} --env_path {dir}/letters.py --max_tokens 60 --max_prompt_tokens 40"
-FIT = "--model {model} --max_tokens 40 --max_prompt_tokens 24 --data.train {dir}/rows.jsonl --algorithm sft"
+FIT = (
+    "--model {model} --max_tokens 40 --max_prompt_tokens 24 --data.train {dir}/rows.jsonl "
+    "--algorithm sft"
+)
 PAIRS = FIT.replace("rows.jsonl --algorithm sft", "pairs.jsonl")
-TWO = "--actors.bob.model {model} --actors.alice.model {model} --env_path {dir}/talk.py --max_prompt_tokens 40"
+TWO = (
+    "--actors.bob.model {model} --actors.alice.model {model} --env_path {dir}/talk.py "
+    "--max_prompt_tokens 40"
+)
 LORA = "--model {model} --env_path {dir}/letters.py --actors.policy.lora.rank 4"
 
 # Base -> further arguments -> fragments of the message, with " ... " between them.
@@ -37,23 +44,30 @@ REFUSED = {
         "--out {dir}/letters.py --resume": "letters.py is a file; name a folder",
         "--max_prompt_tokens 3": "tokens ... --max_prompt_tokens=3 ... --data.skip_long",
         "--algo.advantage custom": "advantage_fn",
-        "--max_turns 3 --max_tokens 2000": "--max_prompt_tokens=40 and 3 turns of --max_tokens=2000 are 6040 ... has 4096",
+        "--max_turns 3 --max_tokens "
+        "2000": "--max_prompt_tokens=40 and 3 turns of --max_tokens=2000 are 6040 ... has 4096",
         "--algorithm ppo --critic.model {out}/other": "has a vocabulary of 77 tokens",
-        "--algorithm ppo --env_path {dir}/own_advantage.py": "set --algo.advantage gae to keep the critic",
+        "--algorithm ppo --env_path "
+        "{dir}/own_advantage.py": "set --algo.advantage gae to keep the critic",
         "--engine_ranks 1": "must leave at least one of 1 rank to learn",
     },
     FIT: {"--data.train {dir}/row.jsonl": "row.jsonl ... did you mean 'rows.jsonl'"},
     PAIRS: {
-        "--algorithm rm --max_prompt_tokens 1 --max_tokens 4": "longer than 5 (max_prompt_tokens + max_tokens)",
-        "--algorithm dpo --data.train {dir}/choosen.jsonl": "row 1 of {dir}/choosen.jsonl: it needs a column 'chosen'; "
+        "--algorithm rm --max_prompt_tokens 1 --max_tokens "
+        "4": "longer than 5 (max_prompt_tokens + max_tokens)",
+        "--algorithm dpo --data.train "
+        "{dir}/choosen.jsonl": "row 1 of {dir}/choosen.jsonl: it needs a column 'chosen'; "
         "did you mean 'choosen'?; read another by --data.columns chosen=NAME",
-        "--algorithm dpo --data.train {dir}/equal.jsonl": "row 1 of {dir}/equal.jsonl: 'chosen' and 'rejected' have",
+        "--algorithm dpo --data.train "
+        "{dir}/equal.jsonl": "row 1 of {dir}/equal.jsonl: 'chosen' and 'rejected' have",
     },
     TWO: {
         "--env_path {dir}/alicia.py": "alicia ... alice",
-        "--env_path {dir}/letters.py --actors.bob.train false": 'add turns = "alice" if hooks ask the others, as a judge, or '
+        "--env_path {dir}/letters.py --actors.bob.train "
+        "false": 'add turns = "alice" if hooks ask the others, as a judge, or '
         'turns = "alice -> bob"',
-        "--actors.judge.api http://127.0.0.1:9/v1 --actors.judge.model m --actors.judge.api_key_env NO_SUCH": "NO_SUCH",
+        "--actors.judge.api http://127.0.0.1:9/v1 --actors.judge.model m "
+        "--actors.judge.api_key_env NO_SUCH": "NO_SUCH",
     },
     LORA: {
         "--actors.policy.lora.rank 65": "rank=65 ... k_proj; take at most 16",
@@ -69,14 +83,27 @@ BAD_FILES = {
     "a column that no row has": (
         SCORES.replace("answer", "anwser"),
         ROW,
-        "env.py ... anwser ... did you mean 'answer'?; read another column by --data.columns anwser=COLUMN",
+        "env.py ... anwser ... did you mean 'answer'?; read another column by --data.columns "
+        "anwser=COLUMN",
     ),
-    "a prompt of null": (SCORES, '{"prompt": null, "answer": "1"}', "row 1 of ... column 'prompt' is null; give text"),
+    "a prompt of null": (
+        SCORES,
+        '{"prompt": null, "answer": "1"}',
+        "row 1 of ... column 'prompt' is null; give text",
+    ),
     "a row without the column": (SCORES, ROW + ROW.replace("answer", "other"), "answer ... row 2"),
     "no hook": (SCORES.replace("_", ""), ROW, "rewardfn ... reward_fn"),
     "does not run": ("x = 1 / 0\n", ROW, "env.py ... division by zero"),
-    "rewards of NaN": ("def reward_fn(messages): return float('nan')\n", ROW, "failed ... nan ... reward_fn"),
-    "rewards of text": ("def reward_fn(messages): return 'good'\n", ROW, "failed ... 'good' ... reward_fn"),
+    "rewards of NaN": (
+        "def reward_fn(messages): return float('nan')\n",
+        ROW,
+        "failed ... nan ... reward_fn",
+    ),
+    "rewards of text": (
+        "def reward_fn(messages): return 'good'\n",
+        ROW,
+        "failed ... 'good' ... reward_fn",
+    ),
 }
 
 
@@ -85,10 +112,16 @@ def folders(places):
     """Environments, rows and models that cannot be used."""
     folder = Path(places["dir"])
     letters, talk = (folder / "letters.py").read_text(), (folder / "talk.py").read_text()
-    (folder / "own_advantage.py").write_text(letters + "def advantage_fn(rewards): return rewards\n")
+    (folder / "own_advantage.py").write_text(
+        letters + "def advantage_fn(rewards): return rewards\n"
+    )
     (folder / "alicia.py").write_text(talk.replace("bob -> alice -> bob", "bob -> alicia"))
-    (folder / "equal.jsonl").write_text(json.dumps({"prompt": "1", "chosen": "a", "rejected": "a"}) + "\n")
-    (folder / "choosen.jsonl").write_text(json.dumps({"prompt": "1", "choosen": "a", "rejected": "b"}) + "\n")
+    (folder / "equal.jsonl").write_text(
+        json.dumps({"prompt": "1", "chosen": "a", "rejected": "a"}) + "\n"
+    )
+    (folder / "choosen.jsonl").write_text(
+        json.dumps({"prompt": "1", "choosen": "a", "rejected": "b"}) + "\n"
+    )
     return places
 
 
@@ -101,8 +134,12 @@ def refusal(flags: list[str], capsys) -> str:
     return errors[0]
 
 
-@pytest.mark.parametrize("base, more", [(base, more) for base, table in REFUSED.items() for more in table])
-def test_flags_that_cannot_be_are_refused_in_one_line(base, more, folders, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "base, more", [(base, more) for base, table in REFUSED.items() for more in table]
+)
+def test_flags_that_cannot_be_are_refused_in_one_line(
+    base, more, folders, tmp_path, capsys, monkeypatch
+):
     monkeypatch.delenv("NO_SUCH", raising=False)
     if "bare" in more:
         tokenizer = AutoTokenizer.from_pretrained(folders["model"])
@@ -112,15 +149,21 @@ def test_flags_that_cannot_be_are_refused_in_one_line(base, more, folders, tmp_p
     if "mute" in more:
         AutoModelForCausalLM.from_pretrained(folders["model"]).save_pretrained(tmp_path / "mute")
     if "other" in more:
-        AutoConfig.from_pretrained(folders["model"], vocab_size=77).save_pretrained(tmp_path / "other")
+        AutoConfig.from_pretrained(folders["model"], vocab_size=77).save_pretrained(
+            tmp_path / "other"
+        )
     for family in ("t5", "roberta"):
         AutoConfig.for_model(family).save_pretrained(tmp_path / family)
     if "short" in more:
         AutoTokenizer.from_pretrained(folders["model"]).save_pretrained(tmp_path / "short")
-        AutoConfig.from_pretrained(folders["model"], vocab_size=103).save_pretrained(tmp_path / "short")
+        AutoConfig.from_pretrained(folders["model"], vocab_size=103).save_pretrained(
+            tmp_path / "short"
+        )
     run = tmp_path / "run"
     error = refusal(words("--out", run, f"{base} {more}".format(**folders, out=tmp_path)), capsys)
-    assert all(part in error for part in REFUSED[base][more].format(**folders).split(" ... ")), error
+    assert all(part in error for part in REFUSED[base][more].format(**folders).split(" ... ")), (
+        error
+    )
     assert not run.exists()
 
 
@@ -129,7 +172,10 @@ def bad_files(case: str, model: str, folder) -> list[str]:
     (folder / "env.py").write_text(env)
     (folder / "rows.jsonl").write_text(rows)
     flags = words(
-        "--max_tokens 4 --tasks_per_step 2 --env_path", folder / "env.py", "--data.train", folder / "rows.jsonl"
+        "--max_tokens 4 --tasks_per_step 2 --env_path",
+        folder / "env.py",
+        "--data.train",
+        folder / "rows.jsonl",
     )
     return words("--model", model, flags, "--out", folder / "run")
 
@@ -143,7 +189,9 @@ def test_bad_files_are_refused_in_one_line(case, tiny_model, tmp_path, capsys):
 
 @pytest.mark.parametrize("case", ["truncated line", "rewards of NaN"])
 def test_two_ranks_refuse_bad_input_once_and_do_not_hang(case, tiny_model, tmp_path, torchrun):
-    done = torchrun(2, "-m", "rl_core.train", *bad_files(case, tiny_model, tmp_path), timeout_s=60, check=False)
+    done = torchrun(
+        2, "-m", "rl_core.train", *bad_files(case, tiny_model, tmp_path), timeout_s=60, check=False
+    )
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode != 0 and len(errors) == 1, done.stderr
     assert all(part in errors[0] for part in BAD_FILES[case][2].split(" ... "))
@@ -153,17 +201,30 @@ def test_two_ranks_refuse_bad_input_once_and_do_not_hang(case, tiny_model, tmp_p
 
 MODEL = ["--model", "m", "--env_path", "x/talk.py", "--out", "x"]
 PAIR = ["--actors.bob.model", "m", "--actors.alice.model", "m", *MODEL[2:]]
-BOB = ["--actors.bob.model", "m", "--actors.bob.lora.rank", "4", *MODEL[2:]]  # whose model others may share
+# Whose model others may share.
+BOB = ["--actors.bob.model", "m", "--actors.bob.lora.rank", "4", *MODEL[2:]]
 NF4 = "--actors.bob.lora.quantize nf4"
 SFT, DPO, PPO = "--algorithm sft", "--algorithm dpo", "--algorithm ppo"
 FLAGS = [
     # names, types, ranges
     (MODEL, "--modle x", "unknown flag --modle; did you mean 'model'"),
-    (MODEL, "--actors.bob.lora.rnk 4", "unknown flag --actors.bob.lora.rnk; did you mean 'actors.bob.lora.rank'"),
+    (
+        MODEL,
+        "--actors.bob.lora.rnk 4",
+        "unknown flag --actors.bob.lora.rnk; did you mean 'actors.bob.lora.rank'",
+    ),
     (MODEL, "--critic.gae_lamda 1", "did you mean 'critic.gae_lambda'"),
     (MODEL, "4", "argument '4' has no flag before it; write --name value"),
-    (MODEL, "actor_rollout_ref.rollout.n=8", "n=8' has no flag before it; write --name value; here it is --group_size"),
-    (MODEL, "group_size=8", "'group_size=8' has no flag before it; write --name value; here it is --group_size"),
+    (
+        MODEL,
+        "actor_rollout_ref.rollout.n=8",
+        "n=8' has no flag before it; write --name value; here it is --group_size",
+    ),
+    (
+        MODEL,
+        "group_size=8",
+        "'group_size=8' has no flag before it; write --name value; here it is --group_size",
+    ),
     (MODEL, "--learning_rte 1e-6", "unknown flag --learning_rte; did you mean 'optim.lr'"),
     (
         MODEL,
@@ -179,7 +240,11 @@ FLAGS = [
     (MODEL, "--resume maybe", "--resume=maybe must be bool"),
     (MODEL, "--num_steps 1.5", "--num_steps=1.5 must be int"),
     (MODEL, "--optim adamw", "--optim.KEY: here belong keys with values"),
-    (MODEL, "--num_steps 100 --num_epochs 2", "--num_steps=100 and --num_epochs=2.0 say the same; leave one out"),
+    (
+        MODEL,
+        "--num_steps 100 --num_epochs 2",
+        "--num_steps=100 and --num_epochs=2.0 say the same; leave one out",
+    ),
     (MODEL, "--num_epochs 0", "--num_epochs=0.0 must be above 0"),
     (MODEL, "--data.columns answer", "--data.columns=answer must be dict[str, str]"),
     (MODEL, "--chat_template_kwargs {x", "--chat_template_kwargs={x must be dict[str, Any]"),
@@ -187,7 +252,11 @@ FLAGS = [
     (MODEL, "--sampling.temperature 0", "--sampling.temperature=0.0 must be above 0"),
     (MODEL, "--rollout.lagged 0.5,1", "--rollout.lagged=(0.5, 1) must be at least (0, 2)"),
     (MODEL, "--actors.policy.lora.rank=-1", "--actors.policy.lora.rank=-1 must be at least 0"),
-    (MODEL, "--eval.sampling topp=1", "must be dict[one of ['temperature', 'top_p', 'top_k', 'min_p'], float]"),
+    (
+        MODEL,
+        "--eval.sampling topp=1",
+        "must be dict[one of ['temperature', 'top_p', 'top_k', 'min_p'], float]",
+    ),
     # what is missing
     ([], "--model m --env_path x.py", "--out is missing"),
     ([], "--out x --env_path x.py", "--model is missing"),
@@ -195,7 +264,11 @@ FLAGS = [
     # a flag of another algorithm
     (MODEL, f"{SFT} --max_staleness 1", "--max_staleness=1 has no meaning for --algorithm sft"),
     (MODEL, f"{SFT} --algo.kl_coef 0.1", "--algo.kl_coef=0.1 has no meaning for --algorithm sft"),
-    (MODEL, f"{SFT} --preference.beta 0.2", "--preference.beta=0.2 has no meaning for --algorithm sft"),
+    (
+        MODEL,
+        f"{SFT} --preference.beta 0.2",
+        "--preference.beta=0.2 has no meaning for --algorithm sft",
+    ),
     (MODEL, f"{DPO} --algo.aggregation token", "no meaning for --algorithm dpo"),
     (MODEL, f"{DPO} --critic.lr 1e-4", "no meaning for --algorithm dpo"),
     (MODEL, "--sft.weights 1,1", "no meaning for --algorithm grpo"),
@@ -210,10 +283,18 @@ FLAGS = [
     # preferences and imitation
     (MODEL, f"{DPO} --preference.beta 0", "--preference.beta=0.0 must be above 0"),
     (MODEL, f"{DPO} --preference.label_smoothing 0.6", "must be at most 0.5"),
-    (MODEL, f"{DPO} --preference.label_smoothing 0.1 --preference.loss ipo", "needs --preference.loss sigmoid"),
+    (
+        MODEL,
+        f"{DPO} --preference.label_smoothing 0.1 --preference.loss ipo",
+        "needs --preference.loss sigmoid",
+    ),
     # older weights
     (MODEL, "--rollout.lagged 0.5,4 --max_staleness 1", "leave out --max_staleness"),
-    (MODEL, "--rollout.fixed_order true --engine sglang", "--rollout.fixed_order=true needs --engine embedded"),
+    (
+        MODEL,
+        "--rollout.fixed_order true --engine sglang",
+        "--rollout.fixed_order=true needs --engine embedded",
+    ),
     (MODEL, "--rollout.lagged 0.5,4 --engine_ranks 1", "leave out --max_staleness"),
     (MODEL, "--rollout.lagged 0.5,4 --actors.policy.engine_urls http://127.0.0.1:1", "engine_urls"),
     (BOB, "--rollout.lagged 0.5,4 --actors.alice.share bob", "share and engine_urls"),
@@ -222,7 +303,11 @@ FLAGS = [
     (PAIR, "--actors.bob.api http://x/v1 --actors.bob.train true", "an endpoint cannot learn"),
     (PAIR, "--actors.carol.train false", "--actors.carol.model is missing"),
     (PAIR, "--actors.alice.train false --actors.alice.lr 1", "of an actor that learns"),
-    (PAIR, "--actors.bob.max_tokens 999", "--actors.bob.max_tokens=999 must be at most --max_tokens=256"),
+    (
+        PAIR,
+        "--actors.bob.max_tokens 999",
+        "--actors.bob.max_tokens=999 must be at most --max_tokens=256",
+    ),
     (PAIR, SFT, "--algorithm sft trains one actor"),
     (BOB, "--algorithm rm", "--algorithm rm trains the whole model"),
     (MODEL, "--actors.policy.lora.quantize nf4", "give --actors.policy.lora.rank 16"),
@@ -233,30 +318,54 @@ FLAGS = [
     (BOB, "--actors.bob.share bob", "share=bob is no other actor"),
     (BOB, "--actors.alice.share bob --actors.carol.share alice", "a frozen model beside adapters"),
     (BOB, "--actors.alice.share bob --actors.bob.lora.rank 0", "give --actors.bob.lora.rank 16"),
-    (BOB, "--actors.alice.share bob --actors.alice.model n", "leave out model, lora.quantize, api and engine_urls"),
+    (
+        BOB,
+        "--actors.alice.share bob --actors.alice.model n",
+        "leave out model, lora.quantize, api and engine_urls",
+    ),
     (
         BOB,
         "--actors.alice.share bob --actors.alice.api http://x/v1",
         "leave out model, lora.quantize, api and engine_urls",
     ),
-    (BOB, "--actors.alice.share bob --actors.bob.engine_urls http://127.0.0.1:1", "leave out model, lora"),
+    (
+        BOB,
+        "--actors.alice.share bob --actors.bob.engine_urls http://127.0.0.1:1",
+        "leave out model, lora",
+    ),
     (
         BOB,
         f"--actors.alice.share bob {NF4.replace('bob', 'alice')} --actors.alice.lora.rank 4",
         "leave out model, lora",
     ),
     (BOB, "--actors.alice.share bob --actors.alice.lora.alpha 4", "alice.lora.rank is missing"),
-    (BOB, "--actors.j.share bob --actors.j.train false --actors.j.lora.rank 4", "of an actor that learns"),
+    (
+        BOB,
+        "--actors.j.share bob --actors.j.train false --actors.j.lora.rank 4",
+        "of an actor that learns",
+    ),
     (BOB, f"{NF4} --actors.alice.share bob --engine_ranks 1", "take --engine embedded"),
     (BOB, f"{NF4} --actors.alice.share bob --engine sglang", "take --engine embedded"),
     # servers that run already
     (MODEL, "--actors.policy.engine_urls localhost", "must be different addresses"),
-    (MODEL, "--actors.policy.engine_urls http://localhost:3,http://localhost:3", "must be different addresses"),
-    (PAIR, "--actors.bob.train false --actors.bob.engine_urls http://localhost:3", "--actors.bob.api URL/v1"),
+    (
+        MODEL,
+        "--actors.policy.engine_urls http://localhost:3,http://localhost:3",
+        "must be different addresses",
+    ),
+    (
+        PAIR,
+        "--actors.bob.train false --actors.bob.engine_urls http://localhost:3",
+        "--actors.bob.api URL/v1",
+    ),
     # environments
     (MODEL, "--envs.talks.weight 2", "no such file; did you mean 'talk'"),
     (MODEL, "--envs.talk.weight 0", "none is trained in"),
-    (MODEL, "--envs.talk.max_tokens 999", "--envs.talk.max_tokens=999 must be at most --max_tokens=256"),
+    (
+        MODEL,
+        "--envs.talk.max_tokens 999",
+        "--envs.talk.max_tokens=999 must be at most --max_tokens=256",
+    ),
     (MODEL, "--env_path a/talk.py,b/talk.py", "two files have one name"),
     (MODEL, "--env_path a.py,b.py --data.train rows.jsonl", "give --envs.NAME.train"),
     # parts of the algorithm
@@ -309,8 +418,13 @@ def test_presets_contradict_nothing(preset):
     ],
 )
 def test_a_missing_library_is_named_with_its_extra(flags, library, extra, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == library else object())
-    with pytest.raises(ValueError, match=rf"needs {library}, which is not installed: pip install 'rl_core\[{extra}\]'"):
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == library else object()
+    )
+    with pytest.raises(
+        ValueError,
+        match=rf"needs {library}, which is not installed: pip install 'rl_core\[{extra}\]'",
+    ):
         parse_config([*MODEL, *flags.split()])
 
 
@@ -333,12 +447,25 @@ def test_a_file_of_flags_is_refused_with_its_name(tmp_path):
 
 
 def test_flags_override_a_file_wherever_it_stands(tmp_path):
-    lists = "data: {train: [a.jsonl, b.csv], eval: {aime: c.jsonl, gsm8k: d.jsonl}, columns: {answer: solution}}\n"
+    lists = (
+        "data: {train: [a.jsonl, b.csv], eval: {aime: c.jsonl, gsm8k: d.jsonl}, columns: {answer: "
+        "solution}}\n"
+    )
     (tmp_path / "c.yaml").write_text(
         f"{lists}optim: {{lr: 1e-3, betas: [0.8, 0.9]}}\nactors: {{bob: {{model: m}}}}\nout: x\n"
     )
-    more = ["--env_path", "x.py", "--resume", "--sampling.stop", '["a,b"]', "--eval.sampling", "top_p=0.5,top_k=3"]
-    config = parse_config(["--optim.lr", "2", *more, "--config", str(tmp_path / "c.yaml"), "--actors.bob.lr=1e-4"])
+    more = [
+        "--env_path",
+        "x.py",
+        "--resume",
+        "--sampling.stop",
+        '["a,b"]',
+        "--eval.sampling",
+        "top_p=0.5,top_k=3",
+    ]
+    config = parse_config(
+        ["--optim.lr", "2", *more, "--config", str(tmp_path / "c.yaml"), "--actors.bob.lr=1e-4"]
+    )
     assert (config.optim.lr, config.optim.betas, config.resume) == (2.0, (0.8, 0.9), True)
     assert config.actors["bob"].lr == 1e-4 and config.actors["bob"].model == "m"
     assert (config.data.train, config.data.eval) == ("a.jsonl,b.csv", "aime=c.jsonl,gsm8k=d.jsonl")
@@ -360,5 +487,9 @@ def test_help_has_a_short_line_and_the_default_of_every_flag(capsys):
             parse_config(["--help", section])
         shown += capsys.readouterr().out
     for name, (_, f) in known_flags().items():
-        assert f"--{name} " in shown and 0 < len(f.metadata["help"]) < 90 and "\n" not in f.metadata["help"], name
+        assert (
+            f"--{name} " in shown
+            and 0 < len(f.metadata["help"]) < 90
+            and "\n" not in f.metadata["help"]
+        ), name
     assert "{constant, linear, cosine, wsd} [constant]" in " ".join(shown.split())

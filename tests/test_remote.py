@@ -1,4 +1,5 @@
-"""Engines on other ranks: the same answers as an engine here, new weights to all of them, and nobody else may ask."""
+"""Engines on other ranks: the same answers as an engine here, new weights to all of them, and
+nobody else may ask."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from test_canary import flags_of
 from test_engine_contract import GREEDY, LONG, load, make_embedded
 
 from rl_core.engines import remote
-from rl_core.engines.remote import EngineServer, ask, checksum, connect, in_buckets, make_weight_channel
+from rl_core.engines.remote import (
+    EngineServer,
+    ask,
+    checksum,
+    connect,
+    in_buckets,
+    make_weight_channel,
+)
 from rl_core.sampling.engine import DeviceLease, EngineDied
 from rl_core.types import Completion, RunError, SamplingParams
 
@@ -38,7 +46,10 @@ def in_threads(function, arguments) -> list:
 def ranks():
     """A learner and two ranks that sample, which are processes in all but their threads."""
     same = {"store": dist.HashStore(), "device": torch.device("cpu"), "engine_ranks": NUM_ENGINES}
-    samplers = [SimpleNamespace(rank=n, size=NUM_ENGINES, is_engine=True, **same) for n in range(NUM_ENGINES)]
+    samplers = [
+        SimpleNamespace(rank=n, size=NUM_ENGINES, is_engine=True, **same)
+        for n in range(NUM_ENGINES)
+    ]
     return [SimpleNamespace(rank=0, size=1, is_engine=False, **same), *samplers]
 
 
@@ -48,7 +59,9 @@ def served(ranks, tiny_model):
     engines = [make_embedded(tiny_model) for _ in range(NUM_ENGINES)]
 
     def serve(number: int) -> None:
-        asyncio.run(EngineServer({"policy": engines[number]}, DeviceLease(), ranks[1 + number], 60).serve())
+        asyncio.run(
+            EngineServer({"policy": engines[number]}, DeviceLease(), ranks[1 + number], 60).serve()
+        )
 
     threads = [threading.Thread(target=serve, args=(number,)) for number in range(NUM_ENGINES)]
     for thread in threads:
@@ -82,15 +95,25 @@ def test_it_answers_as_an_engine_here(served, tiny_model):
 
     async def both():
         here = make_embedded(tiny_model)
-        local = await asyncio.gather(*(here.generate(p, params, seed=i) for i, p in enumerate(prompts)))
-        far = await asyncio.gather(*(engine.generate(p, params, seed=i) for i, p in enumerate(prompts)))
+        local = await asyncio.gather(
+            *(here.generate(p, params, seed=i) for i, p in enumerate(prompts))
+        )
+        far = await asyncio.gather(
+            *(engine.generate(p, params, seed=i) for i, p in enumerate(prompts))
+        )
         return local, far
 
     for local, far in zip(*asyncio.run(both()), strict=True):
-        assert (local.token_ids, local.text, local.finish_reason) == (far.token_ids, far.text, far.finish_reason)
+        assert (local.token_ids, local.text, local.finish_reason) == (
+            far.token_ids,
+            far.text,
+            far.finish_reason,
+        )
         assert far.logprobs == pytest.approx(local.logprobs, abs=1e-5)
     found = asyncio.run(engine.take_metrics())
-    assert found.keys() == {"time/engines_idle_frac"} and 0 < found["time/engines_idle_frac"].value < 1
+    assert (
+        found.keys() == {"time/engines_idle_frac"} and 0 < found["time/engines_idle_frac"].value < 1
+    )
 
 
 def test_new_weights_reach_all_of_them_while_requests_go_on(served, tiny_model):
@@ -109,7 +132,9 @@ def test_new_weights_reach_all_of_them_while_requests_go_on(served, tiny_model):
         assert len(completion.token_ids) == LONG.max_tokens and completion.policy_versions[-1] == 7
     for one in others:
         held = dict(one.named_weights())
-        assert all(torch.equal(held[name], value) for name, value in changed(tiny_model, 1.3).items())
+        assert all(
+            torch.equal(held[name], value) for name, value in changed(tiny_model, 1.3).items()
+        )
 
 
 def test_the_learner_knows_what_was_sampled_so_far_once_it_has_caught_up(served):
@@ -140,7 +165,9 @@ def test_a_conversation_stays_where_its_keys_and_values_are(served):
         for name in ("a", "b"):
             [first] = await all_of([engine.generate([1, 2, 3], GREEDY, seed=0, session=name)])
             place = engine.places[name]
-            await all_of([engine.generate([1, 2, 3, *first.token_ids, 4], GREEDY, seed=0, session=name)])
+            await all_of(
+                [engine.generate([1, 2, 3, *first.token_ids, 4], GREEDY, seed=0, session=name)]
+            )
             assert engine.places[name] is place
             engine.end_session(name)
         assert not engine.places
@@ -174,7 +201,9 @@ def test_a_stranger_gets_no_answer(served):
         assert (status, content) == (401, b"")
 
 
-@pytest.mark.parametrize("change", [lambda w: w.pop("model.norm.weight"), lambda w: w.update(alien=torch.ones(1))])
+@pytest.mark.parametrize(
+    "change", [lambda w: w.pop("model.norm.weight"), lambda w: w.update(alien=torch.ones(1))]
+)
 def test_weights_that_do_not_fit_are_the_learners_error(served, tiny_model, change):
     engine, _ = served
     weights = changed(tiny_model, 1.0)
@@ -224,7 +253,9 @@ def test_a_bucket_that_changed_ends_a_run_with_one_error(tiny_model, torchrun, t
     assert done.returncode and not (tmp_path / "run/metrics.jsonl").exists()
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert (
-        len(said) == 1 and "engine rank 0 received other weights than were sent to it: bucket 0, from model." in said[0]
+        len(said) == 1
+        and "engine rank 0 received other weights than were sent to it: bucket 0, from model."
+        in said[0]
     )
 
 
@@ -232,7 +263,13 @@ def test_buckets_hold_as_much_as_they_may_and_a_larger_tensor_is_alone(monkeypat
     monkeypatch.setattr(remote, "BUCKET_BYTES", 100)
     sizes = {"a": 40, "b": 60, "c": 1, "d": 300, "e": 100, "f": 1}
     tensors = ((n, torch.zeros(s, dtype=torch.uint8)) for n, s in sizes.items())
-    assert [list(bucket) for bucket in in_buckets(tensors)] == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
+    assert [list(bucket) for bucket in in_buckets(tensors)] == [
+        ["a", "b"],
+        ["c"],
+        ["d"],
+        ["e"],
+        ["f"],
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])

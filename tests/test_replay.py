@@ -13,9 +13,15 @@ from transformers import AutoModelForCausalLM
 from rl_core.cli import main
 from rl_core.data.rows import read_json
 
-RL = f"--max_tokens 10 --max_prompt_tokens 40 --tasks_per_step 4 --group_size 4 --optim.lr 1e-2 {STOP}"
+RL = (
+    "--max_tokens 10 --max_prompt_tokens 40 --tasks_per_step 4 --group_size 4 --optim.lr 1e-2 "
+    f"{STOP}"
+)
 ASK = "--model {model} --env_path {dir}/ask.py " + RL
-TALK = "--actors.bob.model {model} --actors.alice.share bob --actors.bob.lora.rank 4 --actors.alice.lr 3e-3"
+TALK = (
+    "--actors.bob.model {model} --actors.alice.share bob --actors.bob.lora.rank 4 "
+    "--actors.alice.lr 3e-3"
+)
 TALK += " --env_path {dir}/talk.py --max_tokens 20 --algo.kl_coef 0.1 " + RL
 
 
@@ -26,7 +32,8 @@ def replayed(capsys, out, *flags) -> dict:
 
 
 def exact(found: dict, row: dict) -> None:
-    """Every loss and gradient norm is the recorded one, to the last bit, and not only what the command says of it."""
+    """Every loss and gradient norm is the recorded one, to the last bit, and not only what the
+    command says of it."""
     names = [name for name in row if name.endswith(("loss", "grad_norm"))]
     assert names and all(found["replayed"][n] == found["recorded"][n] == row[n] for n in names)
     assert min(row[name] for name in names if name.endswith("grad_norm")) > 1e-4
@@ -50,16 +57,25 @@ def test_a_replayed_step_has_the_loss_and_gradient_norm_that_were_recorded(
     assert begins in found["begins"] and found["between"] == 0.0
     exact(found, steps(out)[3])
     lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
-    kept = '{"step": 4' if found["begins"].endswith("again") else "none"  # a difference in a step before is told too
-    lines = [line if line.startswith(kept) else line.replace('/grad_norm": ', '/grad_norm": 1') for line in lines]
+    # A difference in a step before is told too.
+    kept = '{"step": 4' if found["begins"].endswith("again") else "none"
+    lines = [
+        line if line.startswith(kept) else line.replace('/grad_norm": ', '/grad_norm": 1')
+        for line in lines
+    ]
     (out / "metrics.jsonl").write_text("".join(lines))
     assert main(words("replay", out, "--step 4")) == 0
     assert "warning: loss or gradient norm is not what was recorded" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo --critic.lr 1e-2"])
-def test_another_objective_begins_with_the_weights_and_the_optimizer_of_the_run(algorithm, places, tmp_path, capsys):
-    flags = ASK.format(**places) + f" --actors.policy.lr 3e-3 --algorithm {algorithm} --learner.epochs 2"
+def test_another_objective_begins_with_the_weights_and_the_optimizer_of_the_run(
+    algorithm, places, tmp_path, capsys
+):
+    flags = (
+        ASK.format(**places)
+        + f" --actors.policy.lr 3e-3 --algorithm {algorithm} --learner.epochs 2"
+    )
     out = run(tmp_path / "run", flags, "--num_steps 2 --save_every 1")
     same = replayed(capsys, out, "--step 2 --algo.clip_low 0.2")  # which it has by itself
     assert same["is_other"]
@@ -79,34 +95,51 @@ def test_another_algorithm_has_the_advantages_of_the_recorded_rewards(places, tm
         sampled = sum(len(turn["completion"]["token_ids"]) for turn in row["turns"])
         total -= (row["reward"] - sum(group) / len(group)) * sampled
         num += sum(turn["is_fresh"] for turn in row["turns"])
-    found = replayed(capsys, out, "--step 2 --algorithm dr_grpo")  # over as many tokens as a sequence may have
-    assert found["replayed"]["learn/policy/loss"] == pytest.approx(total / (num * 10 * 3), rel=1e-5, abs=1e-9)
+    # Over as many tokens as a sequence may have.
+    found = replayed(capsys, out, "--step 2 --algorithm dr_grpo")
+    assert found["replayed"]["learn/policy/loss"] == pytest.approx(
+        total / (num * 10 * 3), rel=1e-5, abs=1e-9
+    )
     with_kl = replayed(capsys, out, "--step 2 --algorithm ppo --algo.kl_coef 0.5")
     assert {"learn/policy/ref_kl_nats", "learn/policy/critic_loss"} <= with_kl["replayed"].keys()
     file = out / "rollouts/step_000002.jsonl.zst"
-    lines = "".join(json.dumps(row | {"reward": 1.0}) + "\n" for row in read_json(file))  # no group has a signal
+    # No group has a signal.
+    lines = "".join(json.dumps(row | {"reward": 1.0}) + "\n" for row in read_json(file))
     file.write_bytes(zstandard.compress(lines.encode()))
     replayed(capsys, out, "--step 2 --tokens")
-    turns = [turn for line in read_json(out / "tokens/step_000002.jsonl.zst") for turn in line["turns"]]
+    turns = [
+        turn for line in read_json(out / "tokens/step_000002.jsonl.zst") for turn in line["turns"]
+    ]
     sampled = [len(turn["completion"]["token_ids"]) for row in rows for turn in row["turns"]]
-    assert [(len(turn["logprobs"]), set(turn["advantages"])) for turn in turns] == [(num, {0.0}) for num in sampled]
+    assert [(len(turn["logprobs"]), set(turn["advantages"])) for turn in turns] == [
+        (num, {0.0}) for num in sampled
+    ]
 
 
 def test_ranks_replay_their_own_rollouts_and_one_process_those_of_all(places, tmp_path, capsys):
     out = run(tmp_path / "run", ASK.format(**places), "--num_steps 1", ranks=2)
-    said = run_ranks(2, "-m", "rl_core.cli", "replay", out, *words("--step 1 --json --tokens")).stdout
+    said = run_ranks(
+        2, "-m", "rl_core.cli", "replay", out, *words("--step 1 --json --tokens")
+    ).stdout
     exact(json.loads(said), steps(out)[0])
     alone = replayed(capsys, out, "--step 1")["replayed"]
     for name in ("learn/policy/loss", "learn/policy/grad_norm"):
         assert alone[name] == pytest.approx(steps(out)[0][name], rel=1e-5)
     checked = 0
     with torch.no_grad():
-        before, after = (AutoModelForCausalLM.from_pretrained(m) for m in (places["model"], out / "hf/policy"))
+        before, after = (
+            AutoModelForCausalLM.from_pretrained(m) for m in (places["model"], out / "hf/policy")
+        )
         for rank in range(2):
             name = f"step_000001.rank_{rank:05d}.jsonl.zst"
-            pairs = zip(read_json(out / "tokens" / name), trajectories(out / "rollouts" / name), strict=True)
+            pairs = zip(
+                read_json(out / "tokens" / name), trajectories(out / "rollouts" / name), strict=True
+            )
             for line, row in pairs:
-                assert all(line[key] == row[key] for key in ("task_id", "group_id", "index", "actor", "seat"))
+                assert all(
+                    line[key] == row[key]
+                    for key in ("task_id", "group_id", "index", "actor", "seat")
+                )
                 for values, turn in zip(line["turns"], row["turns"], strict=True):
                     old, entropy = by_transformers(before, turn)
                     new, _ = by_transformers(after, turn)
@@ -120,9 +153,13 @@ def test_ranks_replay_their_own_rollouts_and_one_process_those_of_all(places, tm
 
 def by_transformers(model, turn: dict) -> tuple[torch.Tensor, torch.Tensor]:
     said = turn["completion"]["token_ids"]
-    logits = model(torch.tensor([turn["prompt_ids"] + said])).logits[0, len(turn["prompt_ids"]) - 1 : -1]
+    logits = model(torch.tensor([turn["prompt_ids"] + said])).logits[
+        0, len(turn["prompt_ids"]) - 1 : -1
+    ]
     all_logprobs = logits.log_softmax(-1)
-    return all_logprobs.gather(1, torch.tensor(said)[:, None])[:, 0], -(all_logprobs.exp() * all_logprobs).sum(-1)
+    return all_logprobs.gather(1, torch.tensor(said)[:, None])[:, 0], -(
+        all_logprobs.exp() * all_logprobs
+    ).sum(-1)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""What a run does with the groups of its steps: failures, baselines, seeds, scores and checkpoints."""
+"""What a run does with the groups of its steps: failures, baselines, seeds, scores and
+checkpoints."""
 
 from __future__ import annotations
 
@@ -23,12 +24,22 @@ def load_tasks(split): return [{"prompt": f"{n}?", "n": n} for n in range(NUM_RO
 
 @pytest.fixture
 def run(tmp_path, make_model, capsys):
-    """run(environment, *flags, num_rows=) -> (exit status, the run's folder, what it said of its error)."""
+    """run(environment, *flags, num_rows=) -> (exit status, the run's folder, what it said of its
+    error)."""
     model = make_model(hidden=32)
 
     def train(code: str, *flags: str, num_rows: int = 4, model: Path | None = model):
         (tmp_path / "x.py").write_text(ROWS.replace("NUM_ROWS", str(num_rows)) + code)
-        sizes = ["--tasks_per_step", "4", "--group_size", "2", "--max_tokens", "6", "--max_prompt_tokens", "16"]
+        sizes = [
+            "--tasks_per_step",
+            "4",
+            "--group_size",
+            "2",
+            "--max_tokens",
+            "6",
+            "--max_prompt_tokens",
+            "16",
+        ]
         given = ["--env_path", str(tmp_path / "x.py"), "--out", str(tmp_path / "run"), *sizes]
         given += ["--model", str(model)] if model else []
         status = main([*given, "--optim.lr", "1e-3", *flags])
@@ -43,20 +54,30 @@ def step(out: Path, number: int) -> list[dict]:
     return trajectories(out / f"rollouts/step_{number:06d}.jsonl.zst")
 
 
-FAILS = "def reward_fn(n, completion):\n    assert {when}, 'it was to fail'\n    return float(len(completion) % 3)\n"
+FAILS = (
+    "def reward_fn(n, completion):\n    assert {when}, 'it was to fail'\n    return "
+    "float(len(completion) % 3)\n"
+)
 
 
 def test_one_bad_row_of_twenty_does_not_end_a_run(run):
     status, out, _ = run(FAILS.format(when="n != 7"), "--num_steps", "10", num_rows=20)
     assert status == 0
-    assert sum(row["rollout/policy/failed"] for row in metrics(out)) == 4  # two episodes in each epoch
+    # Two episodes in each epoch.
+    assert sum(row["rollout/policy/failed"] for row in metrics(out)) == 4
 
 
 def test_a_row_that_fails_whenever_it_is_drawn_is_one_row():
     ranks, rows = Ranks(rank=0, size=1, device=None, store=None), {}
     for epoch in range(20):
         episodes = [
-            Trajectory(task_id=str(n), env="x", group_id=f"{epoch}/{n}", index=i, status="ok" if n else "failed")
+            Trajectory(
+                task_id=str(n),
+                env="x",
+                group_id=f"{epoch}/{n}",
+                index=i,
+                status="ok" if n else "failed",
+            )
             for n in range(20)
             for i in range(3)
         ]
@@ -68,8 +89,13 @@ def test_failures_are_counted_among_the_newest_200_rows():
     ranks, rows = Ranks(rank=0, size=1, device=None, store=None), {}
 
     def refuse(first: int, num_failed: int):
-        places = [(str(n), "failed" if n < first + num_failed else "ok") for n in range(first, first + 200)]
-        episodes = [Trajectory(task_id=n, env="x", group_id=n, status=status) for n, status in places]
+        places = [
+            (str(n), "failed" if n < first + num_failed else "ok")
+            for n in range(first, first + 200)
+        ]
+        episodes = [
+            Trajectory(task_id=n, env="x", group_id=n, status=status) for n, status in places
+        ]
         refuse_failures(episodes, rows, 0.1, "the step", ranks)
 
     refuse(0, 0)
@@ -79,10 +105,16 @@ def test_failures_are_counted_among_the_newest_200_rows():
 
 
 def test_rows_that_are_too_long_are_left_out_if_that_is_asked_for(run):
-    code = "def load_tasks(split): return [{'prompt': 'x' * (1 + 40 * (n % 2))} for n in range(4)]\n"
+    code = (
+        "def load_tasks(split): return [{'prompt': 'x' * (1 + 40 * (n % 2))} for n in range(4)]\n"
+    )
     code += "def reward_fn(completion): return float(len(completion))\n"
     status, _, said = run(code, "--num_steps", "1")
-    assert status == 1 and "row 2 of load_tasks('train'): a prompt of" in said and "--data.skip_long" in said
+    assert (
+        status == 1
+        and "row 2 of load_tasks('train'): a prompt of" in said
+        and "--data.skip_long" in said
+    )
     status, out, _ = run(code, "--num_steps", "1", "--data.skip_long", "true")
     assert status == 0 and {t["task_id"] for t in step(out, 1)} == {"train/0", "train/2"}
 
@@ -99,7 +131,9 @@ def test_an_evaluation_where_all_fail_stops_the_run_and_is_in_its_folder_too(run
     status, out, said = run(FAILS.format(when="False"), "--num_steps", "1", "--eval_every", "1")
     assert status == 1 and "episodes of eval/000000/greedy failed" in said
     failed = trajectories(out / "rollouts/eval_000000_greedy.jsonl.zst")
-    assert {t["status"] for t in failed} == {"failed"} and all("it was to fail" in t["error"] for t in failed)
+    assert {t["status"] for t in failed} == {"failed"} and all(
+        "it was to fail" in t["error"] for t in failed
+    )
 
 
 def test_where_half_of_the_rows_fail_the_run_stops_after_a_few_steps(run):
@@ -112,18 +146,25 @@ def test_where_half_of_the_rows_fail_the_run_stops_after_a_few_steps(run):
 def test_with_few_rows_half_may_fail_for_ever_and_the_last_lines_count_them(run):
     code = FAILS.format(when="n % 2")
     status, out, _ = run(code, "--num_steps", "4", num_rows=8)
-    assert status == 0 and f"  16 of 32 episodes failed: rl-core show {out} --reasons" in run.printed
+    assert (
+        status == 0 and f"  16 of 32 episodes failed: rl-core show {out} --reasons" in run.printed
+    )
 
 
 def test_an_evaluation_that_fails_too_often_names_the_command_that_shows_its_reasons(run):
-    status, out, said = run(FAILS.format(when="n % 2"), "--num_steps", "1", "--eval_every", "1", num_rows=8)
+    status, out, said = run(
+        FAILS.format(when="n % 2"), "--num_steps", "1", "--eval_every", "1", num_rows=8
+    )
     assert status == 1 and "of the last 8 rows (4 failed, 0.8 may)" in said
     assert said.rstrip().endswith(f"all reasons: rl-core show {out} --reasons --eval")
 
 
 def test_an_evaluation_that_failed_is_made_by_the_run_that_goes_on(run):
     # Eight calls of the first evaluation and eight of the step; the evaluation behind it fails.
-    code = "calls = []\ndef reward_fn(completion):\n    calls.append(completion)\n    assert len(calls) <= 16\n"
+    code = (
+        "calls = []\ndef reward_fn(completion):\n    calls.append(completion)\n    assert "
+        "len(calls) <= 16\n"
+    )
     flags = ["--num_steps", "2", "--eval_every", "1", "--eval.samples", "0"]
     status, out, _ = run(code + "    return float(len(completion) % 3)\n", *flags, num_rows=8)
     assert status == 1
@@ -134,10 +175,15 @@ def test_an_evaluation_that_failed_is_made_by_the_run_that_goes_on(run):
 def test_the_error_for_too_many_failures_names_its_rule():
     ranks = Ranks(rank=0, size=1, device=None, store=None)
     groups = [{"task_id": str(n), "env": "x", "group_id": str(n)} for n in range(20)]
-    episodes = [Trajectory(**place, status="failed" if n < 8 else "ok") for n, place in enumerate(groups)]
+    episodes = [
+        Trajectory(**place, status="failed" if n < 8 else "ok") for n, place in enumerate(groups)
+    ]
     with pytest.raises(RunError) as error:
         refuse_failures(episodes, {}, 0.1, "the step", ranks)
-    rule = "more than --rollout.max_failed_fraction=0.1 of the last 20 rows, which count as 50 (8 failed, 5 may)"
+    rule = (
+        "more than --rollout.max_failed_fraction=0.1 of the last 20 rows, which count as 50 (8 "
+        "failed, 5 may)"
+    )
     assert rule in str(error.value)
 
 
@@ -162,22 +208,39 @@ async def rollout(task, actors):
 """
     status, out, said = run(seats, "--num_steps", "1")
     [row] = metrics(out)
-    assert status == 1 and "none of 1 steps made an update" in said and row["rollout/policy/zero_signal_frac"] == 1
-    assert row["learn/policy/skipped_updates"] == 1, "each seat's rewards are all equal: there is nothing to learn"
+    assert (
+        status == 1
+        and "none of 1 steps made an update" in said
+        and row["rollout/policy/zero_signal_frac"] == 1
+    )
+    assert row["learn/policy/skipped_updates"] == 1, (
+        "each seat's rewards are all equal: there is nothing to learn"
+    )
 
 
 def test_the_same_task_is_drawn_with_other_seeds_in_another_step(run):
     code = "def reward_fn(completion): return float(len(completion))\n"
     status, out, _ = run(code, "--num_steps", "2", "--optim.lr", "0", num_rows=1)
-    first, second = ([t["turns"][0]["completion"]["token_ids"] for t in step(out, n)] for n in (1, 2))
+    first, second = (
+        [t["turns"][0]["completion"]["token_ids"] for t in step(out, n)] for n in (1, 2)
+    )
     assert status == 0 and first != second
 
 
 def test_who_speaks_is_drawn_anew_in_another_step(run, make_model):
     code = "turns = '(bob/alice)*8'\ndef reward_fn(completion): return float(len(completion))\n"
     model = str(make_model(hidden=32))
-    two = ["--actors.bob.model", model, "--actors.alice.model", model, "--actors.alice.train", "false"]
-    status, out, _ = run(code, *two, "--num_steps", "2", "--max_prompt_tokens", "64", model=None, num_rows=1)
+    two = [
+        "--actors.bob.model",
+        model,
+        "--actors.alice.model",
+        model,
+        "--actors.alice.train",
+        "false",
+    ]
+    status, out, _ = run(
+        code, *two, "--num_steps", "2", "--max_prompt_tokens", "64", model=None, num_rows=1
+    )
     # bob's own turns are "assistant" to bob.
     first, second = ([[m["role"] for m in t["messages"]] for t in step(out, n)] for n in (1, 2))
     assert status == 0 and first != second
@@ -185,7 +248,16 @@ def test_who_speaks_is_drawn_anew_in_another_step(run, make_model):
 
 def test_pass_at_k_counts_tasks_of_which_one_sample_passed(run):
     code = "def reward_fn(completion): return float(sum(map(ord, completion)) % 4 == 0)\n"
-    flags = ["--num_steps", "1", "--eval_every", "1", "--eval.samples", "4", "--eval.num_tasks", "12"]
+    flags = [
+        "--num_steps",
+        "1",
+        "--eval_every",
+        "1",
+        "--eval.samples",
+        "4",
+        "--eval.num_tasks",
+        "12",
+    ]
     status, out, _ = run(code, *flags, num_rows=20)
     groups: dict[str, list[float]] = {}
     for t in trajectories(out / "rollouts/eval_000000_sampled.jsonl.zst"):
@@ -194,7 +266,9 @@ def test_pass_at_k_counts_tasks_of_which_one_sample_passed(run):
     passed = sum(max(g) for g in groups.values()) / 12
     mean = sum(map(sum, groups.values())) / 48
     row = metrics(out)[0]
-    assert status == 0 and (row["eval/x/pass@4"], row["eval/x/avg@4"]) == pytest.approx((passed, mean))
+    assert status == 0 and (row["eval/x/pass@4"], row["eval/x/avg@4"]) == pytest.approx(
+        (passed, mean)
+    )
     assert 0 < mean < passed
 
 
@@ -205,18 +279,30 @@ def test_samples_of_an_evaluation_are_drawn_as_eval_sampling_says(run):
     said = {label: {} for label in ("greedy", "sampled")}
     for label, by_task in said.items():
         for t in trajectories(out / f"rollouts/eval_000000_{label}.jsonl.zst"):
-            by_task.setdefault(t["task_id"], set()).add(tuple(t["turns"][0]["completion"]["token_ids"]))
-    assert status == 0 and said["greedy"] == said["sampled"], "the likeliest token is the only one of the first 1"
+            by_task.setdefault(t["task_id"], set()).add(
+                tuple(t["turns"][0]["completion"]["token_ids"])
+            )
+    assert status == 0 and said["greedy"] == said["sampled"], (
+        "the likeliest token is the only one of the first 1"
+    )
 
 
 def test_failed_episodes_are_no_part_of_an_evaluation(run):
     code = "def reward_fn(n): return float(n)\n"
-    code += "def group_reward_fn(trajectories, n):\n    assert n != 3\n    return [0.5] * len(trajectories)\n"
-    status, out, said = run(code, "--num_steps", "1", "--eval_every", "1", "--rollout.max_failed_fraction", "1")
+    code += (
+        "def group_reward_fn(trajectories, n):\n    assert n != 3\n    return [0.5] * "
+        "len(trajectories)\n"
+    )
+    status, out, said = run(
+        code, "--num_steps", "1", "--eval_every", "1", "--rollout.max_failed_fraction", "1"
+    )
     row = metrics(out)[0]
     assert "none of 1 steps made an update" in said, "rewards hang on the row alone"
     assert status == 1 and row["eval/x/greedy_score"] == (0 + 1 + 2) / 3 + 0.5
-    assert row["eval/x/greedy_reward/reward_fn"] == 1 and row["eval/x/greedy_reward/group_reward_fn"] == 0.5
+    assert (
+        row["eval/x/greedy_reward/reward_fn"] == 1
+        and row["eval/x/greedy_reward/group_reward_fn"] == 0.5
+    )
 
 
 def test_only_the_newest_checkpoints_are_kept(run):
@@ -229,7 +315,8 @@ class Enough(Exception): ...
 
 
 class CountingRanks(Ranks):
-    """The first of two ranks, of which the other is never heard of. It counts questions to the store, until there are enough."""
+    """The first of two ranks, of which the other is never heard of. It counts questions to the
+    store, until there are enough."""
 
     num_adds = num_polls = 0
 

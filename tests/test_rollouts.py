@@ -18,7 +18,9 @@ def test_metrics_of_an_actor_count_groups_by_seat(env_of):
             first, second = await actors["bob"].respond(task.messages, n=2)
             return [first.trajectory(float(first.text), seat="first"), second.trajectory(1.0, seat="second")]
     """)
-    metrics = rollout_metrics(run(env, cast(bob=lambda p, s: str(s % 97)), group_size=4, rows=[ROW] * 2))
+    metrics = rollout_metrics(
+        run(env, cast(bob=lambda p, s: str(s % 97)), group_size=4, rows=[ROW] * 2)
+    )
     assert metrics["zero_signal_frac"].value == 0.5
     assert metrics["turns_mean"].value == 1 and metrics["failed"].value == 0
 
@@ -66,17 +68,25 @@ def test_256_conversations_at_once_end_whatever_their_hooks_do(env_of):
         """,
         hook_timeout_s=2,
     )
-    found = run(env, cast(wait_s=0.02, bob="B", alice="A", carol="C"), group_size=4, rows=[ROW] * 64)
+    found = run(
+        env, cast(wait_s=0.02, bob="B", alice="A", carol="C"), group_size=4, rows=[ROW] * 64
+    )
     reasons = {
-        1: "broken interact", 2: r"interact\(\) ran longer than 2 s", 3: r"reward_fn\(\) ran longer than 2 s",
-        4: "is nan; a reward must be a finite", 5: r"group_reward_fn\(\) returned is \[\]",
-    }  # fmt: skip
+        1: "broken interact",
+        2: r"interact\(\) ran longer than 2 s",
+        3: r"reward_fn\(\) ran longer than 2 s",
+        4: "is nan; a reward must be a finite",
+        5: r"group_reward_fn\(\) returned is \[\]",
+    }
     assert len({(t.group_id, t.index) for t in found}) == 256
     for t in found:
         number = int(t.task_id.split("/")[1])
         kind = number % 8
         if kind in reasons and (kind != 2 or number < 16):
-            assert (t.status, t.reward) == ("failed", None) and re.search(reasons[kind], t.error), (kind, t.error)
+            assert (t.status, t.reward) == ("failed", None) and re.search(reasons[kind], t.error), (
+                kind,
+                t.error,
+            )
         else:
             assert (t.status, t.reward) == ("ok", 2.0)
 
@@ -86,7 +96,10 @@ def test_seeds_and_orders_differ_by_turn_episode_task_step_and_run_and_repeat_ex
 
     def played(**which):
         actors = cast(bob="B", alice="A")
-        orders = [[m["content"] for m in t.messages] for t in run(env, actors, group_size=2, rows=[ROW] * 4, **which)]
+        orders = [
+            [m["content"] for m in t.messages]
+            for t in run(env, actors, group_size=2, rows=[ROW] * 4, **which)
+        ]
         seeds = sorted(seed for a in actors.values() for _, seed, _ in a.engine.asked)
         assert len(set(seeds)) == len(seeds) == 2 * 4 * 6
         return seeds, orders
@@ -102,7 +115,12 @@ class MortalEngine(RuleEngine):
 
     def __init__(self, chat, rule, dies_at: set[int], stays_dead: bool = False):
         super().__init__(chat, rule, wait_s=0.01)
-        self.dies_at, self.stays_dead, self.is_dead, self.num_revived = dies_at, stays_dead, False, 0
+        self.dies_at, self.stays_dead, self.is_dead, self.num_revived = (
+            dies_at,
+            stays_dead,
+            False,
+            0,
+        )
 
     async def generate(self, prompt_ids, params, *, seed, session="", adapter="", begun=None):
         self.is_dead |= len(self.asked) in self.dies_at
@@ -136,11 +154,15 @@ def test_groups_of_an_engine_that_died_are_done_again(env_of, dies_at):
     once = played(env_of(MORTAL), RuleEngine(chat_of(), lambda p, s: str(s % 97)), 6)
     assert mortal.num_revived >= min(2, len(dies_at)) and len(mortal.asked) > 6 * 4 * 3
     assert [t.messages for t in again] == [t.messages for t in once] and len(again) == 24
-    assert [t.reward for t in again] == [t.reward for t in once] and {t.status for t in again} == {"ok"}
+    assert [t.reward for t in again] == [t.reward for t in once] and {t.status for t in again} == {
+        "ok"
+    }
 
 
 def test_an_engine_that_cannot_be_revived_ends_the_run(env_of):
     with pytest.raises(RunError, match="cannot be started again: engine bob did not start"):
         played(env_of(MORTAL), MortalEngine(chat_of(), lambda p, s: "1", {3}, stays_dead=True), 2)
-    with pytest.raises(RunError, match=r"died 3 times in one group of train/0: engine bob has died"):
+    with pytest.raises(
+        RunError, match=r"died 3 times in one group of train/0: engine bob has died"
+    ):
         played(env_of(MORTAL), MortalEngine(chat_of(), lambda p, s: "1", set(range(1000))), 2)

@@ -1,4 +1,5 @@
-"""Router replay: the experts that the engine chose are those of the learner, whatever its routers would choose.
+"""Router replay: the experts that the engine chose are those of the learner, whatever its routers
+would choose.
 
 As a program it is one rank of a comparison.
 """
@@ -34,7 +35,9 @@ def routers_of(model) -> list:
 def experts_of(model, token_ids) -> torch.Tensor:
     """[L - 1, routers, top_k] by transformers itself, each token's in order of their numbers."""
     found: list[torch.Tensor] = []
-    hooks = [m.register_forward_hook(lambda _, __, out: found.append(out[2])) for m in routers_of(model)]
+    hooks = [
+        m.register_forward_hook(lambda _, __, out: found.append(out[2])) for m in routers_of(model)
+    ]
     with torch.no_grad():
         model(input_ids=torch.tensor([token_ids[:-1]]), use_cache=False)
     for hook in hooks:
@@ -43,7 +46,8 @@ def experts_of(model, token_ids) -> torch.Tensor:
 
 
 def conversations(model, num_prompts=3, group=2, **spec) -> list:
-    """Samples of two turns, of groups that begin alike, from an engine with fewer slots than conversations."""
+    """Samples of two turns, of groups that begin alike, from an engine with fewer slots than
+    conversations."""
 
     async def play(engine) -> list[list[Turn]]:
         async def talk(number: int) -> list[Turn]:
@@ -51,7 +55,9 @@ def conversations(model, num_prompts=3, group=2, **spec) -> list:
             for turn in range(2):
                 new = [draw.randrange(8, 104) for _ in range(draw.randint(3, 12))]
                 params = SamplingParams(max_tokens=random.Random(number + 10 * turn).randint(1, 9))
-                done = await engine.generate([*seen, *new], params, seed=number + 10 * turn, session=f"{number}")
+                done = await engine.generate(
+                    [*seen, *new], params, seed=number + 10 * turn, session=f"{number}"
+                )
                 turns.append(Turn(new_ids=new, is_fresh=not turn, completion=done))
                 seen += [*new, *done.token_ids]
             return turns
@@ -66,7 +72,8 @@ def conversations(model, num_prompts=3, group=2, **spec) -> list:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "gpt_oss"])
 def test_the_engine_records_the_experts_of_every_token_but_the_last(family, name):  # noqa: F811
-    """Of prompts that several share, of turns that find the first one's cache, and row by row (gpt-oss)."""
+    """Of prompts that several share, of turns that find the first one's cache, and row by row
+    (gpt-oss)."""
     samples, plain = conversations(load_plain(family(name))), load_plain(family(name))
     for s in samples:
         wanted = experts_of(plain, s.token_ids.tolist())
@@ -76,7 +83,9 @@ def test_the_engine_records_the_experts_of_every_token_but_the_last(family, name
 def disturbed(learner):
     """The learner with other routers than the engine."""
     for n, router in enumerate(routers_of(learner.policy.hf)):
-        router.weight.data += torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(n)) / 3
+        router.weight.data += (
+            torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(n)) / 3
+        )
     return learner
 
 
@@ -101,17 +110,25 @@ def with_experts(samples) -> list:
     """Experts at random, those of a prompt for all that share it."""
     for s in samples:
         prompt = len(s.token_ids) - int(s.loss_mask.sum())
-        for part, seed in ((slice(0, prompt), s.group_id), (slice(prompt, None), str(s.token_ids.tolist()))):
+        for part, seed in (
+            (slice(0, prompt), s.group_id),
+            (slice(prompt, None), str(s.token_ids.tolist())),
+        ):
             draw = random.Random(seed)
             drawn = [[draw.sample(range(4), 2) for _ in range(2)] for _ in s.token_ids[part]]
             known = torch.tensor(drawn, dtype=torch.int16)
-            s.experts = known.numpy() if part.start == 0 else torch.cat([torch.from_numpy(s.experts), known]).numpy()
+            s.experts = (
+                known.numpy()
+                if part.start == 0
+                else torch.cat([torch.from_numpy(s.experts), known]).numpy()
+            )
         s.experts = s.experts[:-1]
     return samples
 
 
 def written_out(folder, samples) -> dict[str, torch.Tensor]:
-    """The gradient of the mean loss by transformers, with routers that are the formula of Mixtral over given experts."""
+    """The gradient of the mean loss by transformers, with routers that are the formula of Mixtral
+    over given experts."""
     model, lost = load_plain(folder), []
     for s in samples:
         given = torch.from_numpy(s.experts).long()
@@ -125,9 +142,15 @@ def written_out(folder, samples) -> dict[str, torch.Tensor]:
             m.register_forward_hook(lambda m, hidden, _, n=n, route=route: route(n, m, hidden))
             for n, m in enumerate(routers_of(model))
         ]
-        logits = model(input_ids=torch.from_numpy(s.token_ids[None, :-1]), use_cache=False).logits[0]
+        logits = model(input_ids=torch.from_numpy(s.token_ids[None, :-1]), use_cache=False).logits[
+            0
+        ]
         said = torch.from_numpy(s.loss_mask[1:])
-        lost.append(-logits.log_softmax(-1)[said].gather(1, torch.from_numpy(s.token_ids[1:])[said][:, None])[:, 0])
+        lost.append(
+            -logits.log_softmax(-1)[said].gather(
+                1, torch.from_numpy(s.token_ids[1:])[said][:, None]
+            )[:, 0]
+        )
         for hook in hooks:
             hook.remove()
     torch.cat(lost).mean().backward()
@@ -157,10 +180,13 @@ def test_a_gradient_is_that_of_the_models_formula_over_the_given_experts(family,
 
 
 def test_padded_rows_go_by_the_given_experts(family):  # noqa: F811
-    """gpt-oss: one sample after the other, which pads nothing, and all at once, with prompts that are shared."""
+    """gpt-oss: one sample after the other, which pads nothing, and all at once, with prompts that
+    are shared."""
     samples = with_experts(imitated(prompts=(60, 3)))
     row, whole = update(family("gpt_oss"), samples, COEF, "0.5")
-    other, found = update(family("gpt_oss"), samples, COEF, "0.5", "--learner.microbatch_tokens 104")
+    other, found = update(
+        family("gpt_oss"), samples, COEF, "0.5", "--learner.microbatch_tokens 104"
+    )
     assert_same(found, whole)
     assert other["router_aux_loss"] == pytest.approx(row["router_aux_loss"], rel=1e-5)
     _, own = update(family("gpt_oss"), imitated(prompts=(60, 3)), COEF, "0.5")
@@ -189,14 +215,20 @@ def load_tasks(split): return [{"prompt": str(n)} for n in range(4)]
 def interact(messages): return [{"role": "user", "content": "and?"}] if len(messages) < 3 else None
 def reward_fn(completion): return sum(map(ord, completion)) / 1000
 """
-SIZES = "--group_size 2 --tasks_per_step 4 --max_tokens 8 --max_prompt_tokens 16 --num_steps 2 --max_turns 2"
+SIZES = (
+    "--group_size 2 --tasks_per_step 4 --max_tokens 8 --max_prompt_tokens 16 --num_steps 2 "
+    "--max_turns 2"
+)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_replays_conversations(family, tmp_path, ranks):  # noqa: F811
     (tmp_path / "env.py").write_text(ENV)
-    stop = ["--sampling.stop", json.dumps(list("abcdefghijklm"))]  # a turn that is cut off is the last
-    flags = kit.words("--model", family("qwen3_moe"), "--env_path", tmp_path / "env.py", SIZES, REPLAY, stop)
+    # A turn that is cut off is the last.
+    stop = ["--sampling.stop", json.dumps(list("abcdefghijklm"))]
+    flags = kit.words(
+        "--model", family("qwen3_moe"), "--env_path", tmp_path / "env.py", SIZES, REPLAY, stop
+    )
     out = kit.run(tmp_path / "run", flags, "--optim.lr 1e-2", ranks=ranks)
     assert all(row["learn/policy/mismatch_kl_nats_max"] < 1e-6 for row in kit.steps(out))
     rows = [row for file in (out / "rollouts").glob("step_*") for row in trajectories(file)]
@@ -223,7 +255,9 @@ def test_replay_is_refused_where_experts_could_be_others(family, flags, why, mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     sizes = "--env_path x.py --out x --max_prompt_tokens 16 --max_tokens 16 --engine embedded"
     config = parse_config(kit.words("--model", family("qwen3_moe"), sizes, REPLAY, flags))
-    with pytest.raises(ValueError, match=f"--actors.policy.router_replay=true {why}; leave one out"):
+    with pytest.raises(
+        ValueError, match=f"--actors.policy.router_replay=true {why}; leave one out"
+    ):
         check_model(config, "policy")
 
 

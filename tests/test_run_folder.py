@@ -19,7 +19,10 @@ from rl_core.train import main
 
 @pytest.fixture
 def flags(places):
-    return words(f"--model {places['model']} --env_path {places['dir']}/letters.py --max_tokens 6 --tasks_per_step 2")
+    return words(
+        f"--model {places['model']} --env_path {places['dir']}/letters.py --max_tokens 6 "
+        "--tasks_per_step 2"
+    )
 
 
 def test_a_run_that_goes_on_says_from_where_and_what_differs(flags, tmp_path, capsys):
@@ -30,7 +33,9 @@ def test_a_run_that_goes_on_says_from_where_and_what_differs(flags, tmp_path, ca
     assert main([*resume, "--num_steps", "2", "--optim.lr", "1e-4"]) == 0
     shown = capsys.readouterr().out
     assert "--resume: goes on from step 1" in shown
-    assert [line.split(": ")[1] for line in shown.splitlines() if "differs" in line] == ["--optim.lr 1e-06 -> 0.0001"]
+    assert [line.split(": ")[1] for line in shown.splitlines() if "differs" in line] == [
+        "--optim.lr 1e-06 -> 0.0001"
+    ]
     assert yaml.safe_load((out / "config.yaml").read_text())["optim"]["lr"] == 1e-6
     assert not [*out.glob("rollouts/*.zst")], "nobody asked for them"
 
@@ -43,7 +48,10 @@ def test_a_folder_of_a_run_that_is_going_on_is_refused(flags, tmp_path, capsys):
         assert main([*flags, "--out", str(out), "--resume"]) == 1
     assert f"error: --out {out} belongs to a run that is going on" in capsys.readouterr().err
     assert not (out / "config.yaml").exists()
-    own = rf"belongs to a run that is going on \(process {os.getpid()} on {re.escape(socket.gethostname())}\); wait"
+    own = (
+        rf"belongs to a run that is going on \(process {os.getpid()} on "
+        rf"{re.escape(socket.gethostname())}\); wait"
+    )
     with locked(out), pytest.raises(ValueError, match=own), locked(out):
         pass
 
@@ -51,11 +59,17 @@ def test_a_folder_of_a_run_that_is_going_on_is_refused(flags, tmp_path, capsys):
 def test_a_folder_names_the_run_that_has_it_and_none_before(tmp_path):
     (tmp_path / ".lock").write_text("process 1234567 on the machine of an earlier run")
     with locked(tmp_path):
-        assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+        assert (
+            tmp_path / ".lock"
+        ).read_text() == f"process {os.getpid()} on {socket.gethostname()}"
 
 
 @pytest.mark.parametrize(
-    "start", ["os.fork() or time.sleep(600)", "get_context('fork').Process(target=time.sleep, args=[600]).start()"]
+    "start",
+    [
+        "os.fork() or time.sleep(600)",
+        "get_context('fork').Process(target=time.sleep, args=[600]).start()",
+    ],
 )
 def test_children_that_a_killed_run_has_forked_do_not_hold_its_folder(start, tmp_path):
     code = f"""
@@ -86,7 +100,9 @@ with locked(Path(sys.argv[1])):
 def test_who_looks_whether_a_run_goes_on_stops_none(tmp_path, monkeypatch):
     with open(tmp_path / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
-        monkeypatch.setattr("rl_core.run_folder.time.sleep", lambda _: fcntl.flock(file, fcntl.LOCK_UN))
+        monkeypatch.setattr(
+            "rl_core.run_folder.time.sleep", lambda _: fcntl.flock(file, fcntl.LOCK_UN)
+        )
         with locked(tmp_path):
             pass
 
@@ -102,7 +118,11 @@ def test_the_newest_checkpoint_is_the_one_of_most_steps(tmp_path):
     "make, name, says",
     [
         ([], "tniy", "no such folder; did you mean {dir}/tiny?"),
-        (["run/hf/bob/config.json"], "run", "is a run's folder; name the model that it exported: {dir}/run/hf/bob"),
+        (
+            ["run/hf/bob/config.json"],
+            "run",
+            "is a run's folder; name the model that it exported: {dir}/run/hf/bob",
+        ),
         (
             ["run/hf/bob/config.json", "run/checkpoints/step_000001/manifest.json"],
             "run/checkpoints/step_000001",
@@ -115,7 +135,9 @@ def test_the_newest_checkpoint_is_the_one_of_most_steps(tmp_path):
         ),
     ],
 )
-def test_a_folder_that_is_no_model_is_refused_with_what_to_name(make, name, says, flags, tmp_path, capsys):
+def test_a_folder_that_is_no_model_is_refused_with_what_to_name(
+    make, name, says, flags, tmp_path, capsys
+):
     for file in ["tiny/config.json", *make]:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("{}")
@@ -125,7 +147,9 @@ def test_a_folder_that_is_no_model_is_refused_with_what_to_name(make, name, says
     assert says.format(dir=tmp_path).split("such as ")[-1] in said, said
 
 
-def test_a_model_named_with_a_dot_before_it_is_a_folder_and_no_name_of_the_hub(flags, tmp_path, monkeypatch, capsys):
+def test_a_model_named_with_a_dot_before_it_is_a_folder_and_no_name_of_the_hub(
+    flags, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "tiny").mkdir()
     monkeypatch.chdir(tmp_path)
     assert main([*flags, "--model", "./tniy", "--out", "out"]) == 1

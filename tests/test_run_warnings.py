@@ -1,4 +1,5 @@
-"""What is going wrong is told when it begins: once, on stderr, in the panel, and in warnings.jsonl."""
+"""What is going wrong is told when it begins: once, on stderr, in the panel, and in
+warnings.jsonl."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ def told(rows: list[dict], folder, *flags: str) -> list[tuple[int, str, str]]:
     folder.mkdir(exist_ok=True)
     run = RunWarnings(config, folder)
     texts = [text for step, row in enumerate(rows, 1) for text in run.step(step, row)]
-    lines = [json.loads(line) for line in run.file.read_text().splitlines()] if run.file.exists() else []
+    lines = (
+        [json.loads(line) for line in run.file.read_text().splitlines()]
+        if run.file.exists()
+        else []
+    )
     assert [line["text"] for line in lines] == texts and all(
         "try" in text or "check" in text or "bring" in text for text in texts
     )
@@ -31,39 +36,61 @@ def told(rows: list[dict], folder, *flags: str) -> list[tuple[int, str, str]]:
 
 def row(**values: float) -> dict[str, float]:
     """Metrics of a healthy step, but for these."""
-    given = {"reward_mean": 0.4, "zero_signal_frac": 0.2, "truncated_frac": 0.05, "entropy_nats": 0.8}
+    given = {
+        "reward_mean": 0.4,
+        "zero_signal_frac": 0.2,
+        "truncated_frac": 0.05,
+        "entropy_nats": 0.8,
+    }
     given |= {"mismatch_kl_nats": 1e-4} | values
     learn = ("entropy_nats", "mismatch_kl_nats")
-    return {f"{'learn' if name in learn else 'rollout'}/policy/{name}": value for name, value in given.items()}
+    return {
+        f"{'learn' if name in learn else 'rollout'}/policy/{name}": value
+        for name, value in given.items()
+    }
 
 
 def learning(num: int, best: float = 0.98) -> list[dict[str, float]]:
-    """A task is learned: the policy becomes sure of what it says, and most groups get the same rewards."""
+    """A task is learned: the policy becomes sure of what it says, and most groups get the same
+    rewards."""
     rows = []
     for n in range(num):
         done = min(1.0, n / 100)
         part = {"reward/right": best * done + 0.01 * (n % 3), "reward/format": 0.05 + 0.05 * done}
         part["reward/late"] = -0.2 * (1 - done) ** 2
-        share = {"zero_signal_frac": 0.9 * done, "truncated_frac": 0.15 * (1 - done), "entropy_nats": 0.9 - 0.88 * done}
+        share = {
+            "zero_signal_frac": 0.9 * done,
+            "truncated_frac": 0.15 * (1 - done),
+            "entropy_nats": 0.9 - 0.88 * done,
+        }
         rows.append(row(reward_mean=sum(part.values()), **part, **share))
     return rows
 
 
 def test_a_healthy_run_is_told_nothing(tmp_path):
     assert told(learning(200), tmp_path / "a") == []
-    game = [row(reward_mean=0.0, zero_signal_frac=0.3, entropy_nats=0.8 - 0.002 * n) for n in range(200)]
+    game = [
+        row(reward_mean=0.0, zero_signal_frac=0.3, entropy_nats=0.8 - 0.002 * n) for n in range(200)
+    ]
     assert told(game, tmp_path / "b") == []  # what one seat wins the other loses
     small = [
-        row(reward_mean=n, **{"reward/right": 0.8 + 0.001 * (n % 2), "reward/form": 0.01 * (n % 2)}) for n in range(40)
+        row(reward_mean=n, **{"reward/right": 0.8 + 0.001 * (n % 2), "reward/form": 0.01 * (n % 2)})
+        for n in range(40)
     ]
     assert told(small, tmp_path / "d") == []  # it still moves
-    late = [row(reward_mean=n, **{"reward/right": n / 40, "reward/late": -0.1 * (n < 5)}) for n in range(40)]
+    late = [
+        row(reward_mean=n, **{"reward/right": n / 40, "reward/late": -0.1 * (n < 5)})
+        for n in range(40)
+    ]
     assert told(late, tmp_path / "e") == []  # a penalty that is no longer earned
     stale = [row(mismatch_kl_nats=0.05, reward_mean=0.3 + 0.01 * n) for n in range(20)]
     assert told(stale, tmp_path / "c", "--max_staleness 2") == []
     assert told(stale, tmp_path / "f", "--rollout.lagged 0.5,3") == []
-    same = [row(reward_mean=n, zero_signal_frac=1.0) for n in range(9)]  # within groups, of which these compare none
-    for n, flags in enumerate(("ppo", "reinforce_pp --group_size 1", "grpo --algo.turn_discount 1")):
+    # Within groups, of which these compare none.
+    same = [row(reward_mean=n, zero_signal_frac=1.0) for n in range(9)]
+    for n, flags in enumerate(
+        ("ppo", "reinforce_pp --group_size 1", "grpo --algo.turn_discount 1")
+    ):
         assert told(same, tmp_path / f"g{n}", "--algorithm", *words(flags)) == []
 
 
@@ -74,7 +101,8 @@ def test_a_healthy_run_is_told_nothing(tmp_path):
         ([row(reward_mean=n, zero_signal_frac=float(n > 5)) for n in range(30)], [(9, "no signal", "zero_signal_frac")]),
         ([row(reward_mean=n, truncated_frac=0.5) for n in range(9)], [(5, "truncated", "truncated_frac")]),
         (
-            [row(reward_mean=0.5 if n else math.nan, zero_signal_frac=1.0) for n in range(9)],  # all of step 1 failed
+            # All of step 1 failed.
+            [row(reward_mean=0.5 if n else math.nan, zero_signal_frac=1.0) for n in range(9)],
             [(3, "no signal", "zero_signal_frac"), (6, "constant reward", "reward_mean")],
         ),
         # It ends, and begins anew after ten steps without it, and after one.
@@ -115,7 +143,10 @@ def test_each_actor_is_warned_of_and_a_run_that_goes_on_knows_what_was_told(tmp_
     ]  # fmt: skip
     lines = [{"step": 0, "eval/e/greedy_score": 0.1}]
     for step, values in enumerate(both, 1):
-        lines += [{"step": step, "time/step_s": 1.0} | values, {"step": step, "eval/e/greedy_score": 0.1}]
+        lines += [
+            {"step": step, "time/step_s": 1.0} | values,
+            {"step": step, "eval/e/greedy_score": 0.1},
+        ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     live.file.unlink()
     live.file.touch()
@@ -124,9 +155,20 @@ def test_each_actor_is_warned_of_and_a_run_that_goes_on_knows_what_was_told(tmp_
 
 
 def test_a_resumed_run_repeats_no_warning(places, tmp_path, capsys):
-    env = "def load_tasks(split): return [{'prompt': str(n)} for n in range(8)]\nasync def reward_fn(completion): return 1.0\n"
+    env = (
+        "def load_tasks(split): return [{'prompt': str(n)} for n in range(8)]\nasync def "
+        "reward_fn(completion): return 1.0\n"
+    )
     (tmp_path / "env.py").write_text(env)
-    flags = words("--model", places["model"], "--env_path", tmp_path / "env.py", SIZES, STOP, "--max_tokens 20")
+    flags = words(
+        "--model",
+        places["model"],
+        "--env_path",
+        tmp_path / "env.py",
+        SIZES,
+        STOP,
+        "--max_tokens 20",
+    )
     seen = []
     for more in ("--num_steps 4", "--num_steps 6 --resume"):
         if seen:  # a run that was killed after its checkpoint had told something
@@ -136,7 +178,11 @@ def test_a_resumed_run_repeats_no_warning(places, tmp_path, capsys):
         said, errors = capsys.readouterr()
         assert "steps made an update" in errors
         seen.append(
-            [line.split(" is 1")[0].split(" has been")[0] for line in errors.splitlines() if "warning: " in line]
+            [
+                line.split(" is 1")[0].split(" has been")[0]
+                for line in errors.splitlines()
+                if "warning: " in line
+            ]
         )
         assert "warning: " not in said
     assert seen == [
@@ -144,7 +190,10 @@ def test_a_resumed_run_repeats_no_warning(places, tmp_path, capsys):
         ["warning: step 5: rollout/policy/reward_mean"],
     ]
     kept = [json.loads(line) for line in (tmp_path / "run/warnings.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["kind"]) for line in kept] == [(3, "no signal"), (5, "constant reward")]
+    assert [(line["step"], line["kind"]) for line in kept] == [
+        (3, "no signal"),
+        (5, "constant reward"),
+    ]
 
 
 def test_that_most_episodes_of_the_first_step_are_cut_off_is_told_at_once(tmp_path):
@@ -158,7 +207,10 @@ def test_that_most_episodes_of_the_first_step_are_cut_off_is_told_at_once(tmp_pa
     ("hook", "says"),
     [
         ("", "After such a turn rewards are of"),
-        ("def interact(messages): return None", "turn interact() is not called, and rewards are of"),
+        (
+            "def interact(messages): return None",
+            "turn interact() is not called, and rewards are of",
+        ),
         (
             "def interact(messages): return None\ndef now():\n    'The time.'\ntools = [now]",
             "turn interact() is not called, no tool answers, and rewards are of",
@@ -186,9 +238,20 @@ def test_each_reason_of_failed_episodes_is_told_once_with_its_count_also_by_a_ru
     places, tmp_path, capsys
 ):
     (tmp_path / "env.py").write_text(FAILING)
-    flags = words("--model", places["model"], "--env_path", tmp_path / "env.py", SIZES, STOP, "--tasks_per_step 8")
-    # It learns from rewards that differ between tasks alone, so that the run does not end with an error.
-    flags += words("--algorithm reinforce_pp --data.shuffle false --rollout.max_failed_fraction 0.9")
+    flags = words(
+        "--model",
+        places["model"],
+        "--env_path",
+        tmp_path / "env.py",
+        SIZES,
+        STOP,
+        "--tasks_per_step 8",
+    )
+    # It learns from rewards that differ between tasks alone, so that the run does not end with an
+    # error.
+    flags += words(
+        "--algorithm reinforce_pp --data.shuffle false --rollout.max_failed_fraction 0.9"
+    )
     flags += words("--out", tmp_path / "run")
     told = []
     for more in ("--num_steps 3", "--num_steps 5 --resume"):
@@ -200,6 +263,8 @@ def test_each_reason_of_failed_episodes_is_told_once_with_its_count_also_by_a_ru
         f"reward_fn() failed: {where}:5: KeyError: 'unknown'",
     ]
     assert told == [[f"warning: step 1: 2 episodes failed: {reason}" for reason in reasons], []]
-    lines = [json.loads(line) for line in (tmp_path / "run/warnings.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run/warnings.jsonl").read_text().splitlines()
+    ]
     kept = [(line["step"], line["reason"]) for line in lines if line["kind"] == "failed episodes"]
     assert kept == [(1, reason) for reason in reasons]

@@ -1,4 +1,5 @@
-"""Runs through the command: resumed they are the uninterrupted run, and on several ranks they are the run of one."""
+"""Runs through the command: resumed they are the uninterrupted run, and on several ranks they are
+the run of one."""
 
 from __future__ import annotations
 
@@ -19,14 +20,19 @@ from transformers import AutoModelForCausalLM
 from rl_core.cli import main as command
 from rl_core.train import main
 
-RL = "--model {model} --env_path {dir}/letters.py --max_tokens 10 --max_prompt_tokens 24 --tasks_per_step 4 --group_size 4"
+RL = (
+    "--model {model} --env_path {dir}/letters.py --max_tokens 10 --max_prompt_tokens 24 "
+    "--tasks_per_step 4 --group_size 4"
+)
 FIT = "--model {model} --max_tokens 40 --max_prompt_tokens 24 --max_turns 3 --tasks_per_step 7"
 TWO = (
-    "--actors.bob.model {model} --actors.alice.model {other} --env_path {dir}/talk.py --max_tokens 20"
+    "--actors.bob.model {model} --actors.alice.model {other} --env_path {dir}/talk.py --max_tokens "
+    "20"
     f" --max_prompt_tokens 60 --tasks_per_step 4 --group_size 4 {STOP}"
 )
 SHARED = (
-    TWO.replace(".alice.model {other}", ".alice.share bob") + " --actors.bob.lora.rank 4 --actors.alice.lora.rank 2"
+    TWO.replace(".alice.model {other}", ".alice.share bob")
+    + " --actors.bob.lora.rank 4 --actors.alice.lora.rank 2"
 )
 LORA = "--actors.policy.lora.rank 4"
 NF4 = f"{LORA} --actors.policy.lora.quantize nf4"
@@ -71,7 +77,10 @@ def given(places):
 
 def lasting(rows: list[dict]) -> list[dict]:
     """What must not hang on when a run was stopped."""
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "rollout/engine_switch"))} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "rollout/engine_switch"))}
+        for row in rows
+    ]
 
 
 def assert_same_weights(one, two, **tolerance) -> None:
@@ -90,8 +99,14 @@ def test_a_resumed_run_is_the_uninterrupted_run(how, given, tmp_path):
     run(parts, flags, "--num_steps 2")
     run(parts, flags, "--num_steps 4 --resume")
     # An evaluation at the end of the part is none of the whole run.
-    stays = [row for row in metrics(parts) if row in metrics(whole) or any(k.startswith("learn/") for k in row)]
-    assert lasting(steps(whole)) == lasting([row for row in stays if any(k.startswith("learn/") for k in row)])
+    stays = [
+        row
+        for row in metrics(parts)
+        if row in metrics(whole) or any(k.startswith("learn/") for k in row)
+    ]
+    assert lasting(steps(whole)) == lasting(
+        [row for row in stays if any(k.startswith("learn/") for k in row)]
+    )
     assert_same_weights(whole, parts)
 
 
@@ -109,12 +124,17 @@ def end_after_a_step(out: Path) -> None:
 @pytest.mark.parametrize("how", ["warm-up", "curriculum", "older weights", "sft"])
 def test_a_run_that_sigterm_ends_goes_on_bit_for_bit(how, given, tmp_path):
     # An evaluation is due at every step, and so at the one at which it ends.
-    flags = words(given(RESUMED[how]), "" if how == "sft" else "--eval_every 1 --eval.samples 0 --eval.num_tasks 2")
+    flags = words(
+        given(RESUMED[how]),
+        "" if how == "sft" else "--eval_every 1 --eval.samples 0 --eval.num_tasks 2",
+    )
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     end_after_a_step(parts)
     assert main(words(flags, "--num_steps 100000 --out", parts)) == 128 + signal.SIGTERM
     last = steps(parts)[-1]["step"]
-    assert (parts / f"checkpoints/step_{last:06d}/manifest.json").is_file() and (parts / "hf/policy").is_dir()
+    assert (parts / f"checkpoints/step_{last:06d}/manifest.json").is_file() and (
+        parts / "hf/policy"
+    ).is_dir()
     for out in (parts, whole):
         run(out, flags, "--resume --num_steps", last + 2)
     assert lasting(metrics(parts)) == lasting(metrics(whole))
@@ -125,10 +145,16 @@ def test_a_run_that_sigterm_ends_goes_on_bit_for_bit(how, given, tmp_path):
 # Name -> flags, and further flags on two ranks.
 TWO_RANKS = {
     "grpo": (f"{RL} --tasks_per_step 7 --group_size 3 --learner.microbatch_tokens 100", ""),
-    "gspo": (f"{RL} --algorithm gspo --algo.kl_coef 0.1 --learner.minibatches 2 --algo.target_kl 0.5", ""),
+    "gspo": (
+        f"{RL} --algorithm gspo --algo.kl_coef 0.1 --learner.minibatches 2 --algo.target_kl 0.5",
+        "",
+    ),
     "refilled": (f"{RL} --algorithm dapo --env_path {{dir}}/digits.py", ""),
     "reinforce_pp": (f"{RL} --algorithm reinforce_pp --algo.kl_coef 0.1", ""),
-    "ppo": (f"{PPO} --tasks_per_step 5 --group_size 3 --algo.kl_coef 0.1 --critic.warmup_steps 1", ""),
+    "ppo": (
+        f"{PPO} --tasks_per_step 5 --group_size 3 --algo.kl_coef 0.1 --critic.warmup_steps 1",
+        "",
+    ),
     "one episode": (f"{PPO} --tasks_per_step 1 --group_size 1", ""),
     "gae, cispo": (f"{RL} --algorithm cispo --algo.advantage gae --learner.minibatches 2", ""),
     "normalized": (f"{TALK} {STOP} --algo.normalize env --algo.turn_discount 0.9", ""),
@@ -147,7 +173,16 @@ TWO_RANKS = {
     "tp": (f"{PPO} --algo.kl_coef 0.1", "--tp 2"),
     "cp": (f"{PPO} --algo.kl_coef 0.1", "--cp 2"),
 }
-COMPARED = ("loss", "grad_norm", "entropy_nats", "kl_nats", "updates", "reward_mean", "score", "explained_variance")
+COMPARED = (
+    "loss",
+    "grad_norm",
+    "entropy_nats",
+    "kl_nats",
+    "updates",
+    "reward_mean",
+    "score",
+    "explained_variance",
+)
 COMPARED += ("length_p50", "length_p95", "length_max", "pack/tokens")
 
 
@@ -160,11 +195,15 @@ def test_two_ranks_do_what_one_does(how, given, tmp_path):
     assert len(metrics(one)) == len(metrics(two))
     for a, b in zip(metrics(one), metrics(two), strict=True):
         names = [n for n in a if n.endswith(COMPARED) and "mismatch" not in n]
-        assert {n: b.get(n) for n in names} == pytest.approx({n: a[n] for n in names}, abs=1e-5, rel=1e-4)
+        assert {n: b.get(n) for n in names} == pytest.approx(
+            {n: a[n] for n in names}, abs=1e-5, rel=1e-4
+        )
     assert_same_weights(one, two, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("flags", [PPO, f"{RL} {LORA}", f"{RL} {OLDER}"], ids=["ppo", "lora", "older"])
+@pytest.mark.parametrize(
+    "flags", [PPO, f"{RL} {LORA}", f"{RL} {OLDER}"], ids=["ppo", "lora", "older"]
+)
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
 def test_a_run_goes_on_with_another_number_of_ranks(flags, before, after, given, tmp_path):
     flags = words(given(flags), "--optim.name sgd --optim.lr 0.05")
@@ -192,18 +231,35 @@ def test_a_damaged_checkpoint_is_refused_and_named(given, tmp_path, capsys):
 
 def test_checkpoints_beyond_those_that_are_kept_are_deleted(given, tmp_path):
     for keep, left in ((2, [3, 4]), (1, [4]), (0, [1, 2, 3, 4])):
-        out = run(tmp_path / str(keep), given(RL), f"--num_steps 4 --save_every 1 --keep_checkpoints {keep}")
+        out = run(
+            tmp_path / str(keep),
+            given(RL),
+            f"--num_steps 4 --save_every 1 --keep_checkpoints {keep}",
+        )
         assert sorted(int(p.name[5:]) for p in (out / "checkpoints").glob("step_*")) == left
-    assert not (run(tmp_path / "seldom", given(RL), "--num_steps 2") / "checkpoints/step_000001").exists()
+    assert not (
+        run(tmp_path / "seldom", given(RL), "--num_steps 2") / "checkpoints/step_000001"
+    ).exists()
 
 
 def test_a_runs_folder_holds_what_is_needed_to_look_at_it_again(given, tmp_path):
-    flags = words(given(RL), "--tasks_per_step 3 --num_steps 2 --eval_every 1 --eval.num_tasks 5 --eval.samples 3")
+    flags = words(
+        given(RL),
+        "--tasks_per_step 3 --num_steps 2 --eval_every 1 --eval.num_tasks 5 --eval.samples 3",
+    )
     out = run(tmp_path / "run", flags)
-    names = "rollout/policy/reward_mean rollout/policy/length_mean rollout/policy/truncated_frac learn/policy/loss"
-    names += " learn/policy/grad_norm learn/policy/entropy_nats learn/policy/clip_frac learn/policy/mismatch_kl_nats"
+    names = (
+        "rollout/policy/reward_mean rollout/policy/length_mean rollout/policy/truncated_frac "
+        "learn/policy/loss"
+    )
+    names += (
+        " learn/policy/grad_norm learn/policy/entropy_nats learn/policy/clip_frac "
+        "learn/policy/mismatch_kl_nats"
+    )
     names += " time/generate_s time/learn_s time/sync_s pack/fill_frac"
-    assert [row["step"] for row in steps(out)] == [1, 2] and all({*names.split()} <= row.keys() for row in steps(out))
+    assert [row["step"] for row in steps(out)] == [1, 2] and all(
+        {*names.split()} <= row.keys() for row in steps(out)
+    )
     evals = [row for row in metrics(out) if "eval/letters/avg@3" in row]
     assert [row["step"] for row in evals] == [0, 1, 2]
     assert {"eval/letters/greedy_score", "eval/letters/pass@3"} <= evals[0].keys()
@@ -214,8 +270,13 @@ def test_a_runs_folder_holds_what_is_needed_to_look_at_it_again(given, tmp_path)
 
 
 def test_engine_logprobs_are_the_exported_models_over_turns_and_refills(given, tmp_path):
-    """Every token of every trajectory, sampled in fewer slots than episodes, against a plain Hugging Face forward."""
-    flags = words(given(TALK), STOP, "--rollout.max_concurrent 5 --tasks_per_step 8 --group_size 3 --num_steps 1")
+    """Every token of every trajectory, sampled in fewer slots than episodes, against a plain
+    Hugging Face forward."""
+    flags = words(
+        given(TALK),
+        STOP,
+        "--rollout.max_concurrent 5 --tasks_per_step 8 --group_size 3 --num_steps 1",
+    )
     out = run(tmp_path / "run", flags, "--optim.lr 0 --sampling.temperature 0.8")
     model = AutoModelForCausalLM.from_pretrained(out / "hf/policy", attn_implementation="eager")
     found = trajectories(out / "rollouts/step_000001.jsonl.zst")
@@ -225,7 +286,9 @@ def test_engine_logprobs_are_the_exported_models_over_turns_and_refills(given, t
         with torch.no_grad():
             logits = model(torch.tensor([prompt + sampled])).logits[0, len(prompt) - 1 : -1]
         want = (logits / 0.8).log_softmax(-1).gather(-1, torch.tensor(sampled)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(turn["completion"]["logprobs"]), want, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(turn["completion"]["logprobs"]), want, atol=1e-5, rtol=0
+        )
 
 
 def test_failed_episodes_are_recorded_and_the_step_goes_on(tiny_model, tmp_path):
@@ -235,7 +298,13 @@ def test_failed_episodes_are_recorded_and_the_step_goes_on(tiny_model, tmp_path)
         "    if n == 3: raise KeyError('broken')\n"
         "    return {4: float('nan'), 5: 'good', 6: None}.get(n, len(completion) / 10)\n"
     )
-    flags = words("--model", tiny_model, "--env_path", tmp_path / "env.py", "--max_tokens 8 --tasks_per_step 8")
+    flags = words(
+        "--model",
+        tiny_model,
+        "--env_path",
+        tmp_path / "env.py",
+        "--max_tokens 8 --tasks_per_step 8",
+    )
     out = run(tmp_path / "run", flags, "--num_steps 1 --rollout.max_failed_fraction 0.5")
     found = trajectories(out / "rollouts/step_000001.jsonl.zst")
     failed = [t for t in found if t["status"] == "failed"]
@@ -245,7 +314,9 @@ def test_failed_episodes_are_recorded_and_the_step_goes_on(tiny_model, tmp_path)
     assert {e for t in failed for e in causes if e in t["error"]} == causes
 
 
-def test_mixed_precision_keeps_fp32_weights_and_learns_the_same_within_its_precision(given, tmp_path):
+def test_mixed_precision_keeps_fp32_weights_and_learns_the_same_within_its_precision(
+    given, tmp_path
+):
     exact, mixed = (
         run(tmp_path / dtype, given(RL), "--num_steps 3 --optim.lr 1e-3 --learner.dtype", dtype)
         for dtype in ("float32", "bfloat16")
@@ -262,7 +333,9 @@ def test_mixed_precision_keeps_fp32_weights_and_learns_the_same_within_its_preci
 def test_help_and_a_wrong_flag_do_not_wait_for_torch(flag):
     no_torch = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None"
     code = f"{no_torch}; from rl_core.train import main; main(sys.argv[1:])"
-    done = subprocess.run([sys.executable, "-c", code, flag], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, flag], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert "--tasks_per_step" in done.stdout or "did you mean 'model'" in done.stderr, done.stderr
 
 
@@ -272,7 +345,9 @@ def test_help_and_a_wrong_flag_do_not_wait_for_torch(flag):
 def test_each_actor_learns_from_its_own_turns(given, tmp_path):
     out = run(tmp_path / "run", given(TWO), "--num_steps 2 --eval_every 2 --eval.samples 2")
     for name in ("bob", "alice"):
-        assert {f"learn/{name}/loss", f"rollout/{name}/reward_mean", f"learn/{name}/lr"} <= steps(out)[-1].keys()
+        assert {f"learn/{name}/loss", f"rollout/{name}/reward_mean", f"learn/{name}/lr"} <= steps(
+            out
+        )[-1].keys()
         assert any(key.startswith(f"eval/talk/{name}/avg@2") for key in metrics(out)[-1])
     found = trajectories(out / "rollouts/step_000001.jsonl.zst")
     assert {t["actor"] for t in found} == {"bob", "alice"} and ("bob", 2) in {
@@ -284,9 +359,16 @@ def test_each_actor_learns_from_its_own_turns(given, tmp_path):
 
 
 def test_a_frozen_actor_speaks_and_stays_as_it_is(given, places, tmp_path):
-    out = run(tmp_path / "run", given(TWO), "--num_steps 2 --actors.alice.train false --actors.bob.lr 2e-2")
+    out = run(
+        tmp_path / "run",
+        given(TWO),
+        "--num_steps 2 --actors.alice.train false --actors.bob.lr 2e-2",
+    )
     assert not (out / "hf/alice").exists() and not any("alice" in key for key in steps(out)[-1])
-    assert steps(out)[-1]["learn/bob/lr"] == pytest.approx(2e-2) and steps(out)[-1]["rollout/bob/turns_mean"] > 1
+    assert (
+        steps(out)[-1]["learn/bob/lr"] == pytest.approx(2e-2)
+        and steps(out)[-1]["rollout/bob/turns_mean"] > 1
+    )
     before = load_file(f"{places['model']}/model.safetensors")
     assert any(not torch.equal(before[key], value) for key, value in weights(out, "bob").items())
 
@@ -295,15 +377,29 @@ def test_two_environments_are_mixed_by_weight_and_their_groups_apart(places, tmp
     count = "def load_tasks(split): return [{{'prompt': str(n)}} for n in range(10)]\n"
     count += "def reward_fn(completion): return float(completion.count({0!r}))\n"
     for name in "abc":
-        (tmp_path / f"{name}.py").write_text(count.format(name) + ("max_turns = 3\n" if name == "a" else ""))
+        (tmp_path / f"{name}.py").write_text(
+            count.format(name) + ("max_turns = 3\n" if name == "a" else "")
+        )
     paths = ",".join(str(tmp_path / f"{name}.py") for name in "abc")
-    flags = words("--model", places["model"], "--env_path", paths, "--tasks_per_step 4 --group_size 4 --max_tokens 6")
-    flags += words("--envs.a.weight 3 --envs.c.weight 0 --envs.b.max_tokens 2 --eval_every 2 --max_prompt_tokens 60")
+    flags = words(
+        "--model",
+        places["model"],
+        "--env_path",
+        paths,
+        "--tasks_per_step 4 --group_size 4 --max_tokens 6",
+    )
+    flags += words(
+        "--envs.a.weight 3 --envs.c.weight 0 --envs.b.max_tokens 2 --eval_every 2 "
+        "--max_prompt_tokens 60"
+    )
     out = run(tmp_path / "run", flags, "--num_steps 2")
     for step in (1, 2):
         found = trajectories(out / f"rollouts/step_{step:06d}.jsonl.zst")
         assert sorted(t["env"] for t in found) == ["a"] * 12 + ["b"] * 4
-        assert all(len(t["turns"][0]["completion"]["token_ids"]) <= (2 if t["env"] == "b" else 6) for t in found)
+        assert all(
+            len(t["turns"][0]["completion"]["token_ids"]) <= (2 if t["env"] == "b" else 6)
+            for t in found
+        )
         assert all(t["reward"] == t["messages"][-1]["content"].count(t["env"]) for t in found)
         assert len({(t["env"], t["group_id"]) for t in found}) == 4
     assert {"rollout/policy/a/reward_mean", "rollout/policy/b/reward_mean"} <= steps(out)[-1].keys()
@@ -316,22 +412,33 @@ def rows_in(folder: Path, **files: list[dict]) -> list[str]:
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sets = ",".join(f"{name}={folder}/{name}.jsonl" for name in files if name != "train")
-    return words("--data.train", folder / "train.jsonl", "--data.eval", sets, "--eval_every 9 --max_tokens 4")
+    return words(
+        "--data.train", folder / "train.jsonl", "--data.eval", sets, "--eval_every 9 --max_tokens 4"
+    )
 
 
 def test_held_out_sets_have_names_and_epochs_are_steps(places, tmp_path):
     (tmp_path / "env.py").write_text("def reward_fn(completion, answer): return float(answer)\n")
     rows = [{"prompt": "1", "solution": str(n)} for n in range(7)]
-    files = rows_in(tmp_path, train=rows, gsm8k=rows[1:2], aime=[{"prompt": "2", "answer": "5"}, *rows[3:4]])
+    files = rows_in(
+        tmp_path, train=rows, gsm8k=rows[1:2], aime=[{"prompt": "2", "answer": "5"}, *rows[3:4]]
+    )
     files += words("--max_prompt_tokens 40 --tasks_per_step 3 --model", places["model"])
     flags = words(
-        files, "--env_path", tmp_path / "env.py", "--data.columns answer=solution --num_epochs 1.5 --group_size 2"
+        files,
+        "--env_path",
+        tmp_path / "env.py",
+        "--data.columns answer=solution --num_epochs 1.5 --group_size 2",
     )
     # Rewards differ between tasks alone, from which this algorithm learns too.
     out = run(tmp_path / "run", flags, "--algorithm reinforce_pp")
     assert len(steps(out)) == 4  # 1.5 * 7 / 3 = 3.5
     last = metrics(out)[-1]
-    assert (last["eval/gsm8k/greedy_score"], last["eval/aime/greedy_score"], last["eval/aime/avg@4"]) == (1, 4, 4)
+    assert (
+        last["eval/gsm8k/greedy_score"],
+        last["eval/aime/greedy_score"],
+        last["eval/aime/avg@4"],
+    ) == (1, 4, 4)
     found = trajectories(out / "rollouts/eval_000004_greedy_aime.jsonl.zst")
     assert [(t["task_id"], t["env"], t["reward"]) for t in found] == [
         ("eval/aime/0", "env", 5),
@@ -339,10 +446,15 @@ def test_held_out_sets_have_names_and_epochs_are_steps(places, tmp_path):
     ]
     assert main(words("--config", out / "config.yaml", "--resume --num_steps 5")) == 0
     two = words(
-        "--env_path", f"{tmp_path}/env.py,{places['dir']}/letters.py", "--envs.letters.weight 0 --envs.env.train"
+        "--env_path",
+        f"{tmp_path}/env.py,{places['dir']}/letters.py",
+        "--envs.letters.weight 0 --envs.env.train",
     )
-    named = files[1], "--envs.env.eval", files[3].replace(",", f",{tmp_path}/train.jsonl,")  # a set of two files
-    out = run(tmp_path / "two", files[4:], two, *named, "--data.columns answer=solution --num_steps 0")
+    # A set of two files.
+    named = files[1], "--envs.env.eval", files[3].replace(",", f",{tmp_path}/train.jsonl,")
+    out = run(
+        tmp_path / "two", files[4:], two, *named, "--data.columns answer=solution --num_steps 0"
+    )
     [row] = metrics(out)
     assert (row["eval/env/gsm8k/greedy_score"], row["eval/env/aime/greedy_score"]) == (22 / 8, 4)
     assert "eval/letters/greedy_score" in row
@@ -351,16 +463,26 @@ def test_held_out_sets_have_names_and_epochs_are_steps(places, tmp_path):
 def test_held_out_sets_of_rows_to_imitate(places, tmp_path):
     rows = [{"instruction": text, "output": text} for text in ("1", "2", "33")]
     files = rows_in(tmp_path, train=rows, a=rows[:1], b=rows[2:])
-    out = run(tmp_path / "run", "--algorithm sft --tasks_per_step 1 --num_epochs 1 --model", places["model"], files)
-    losses = [(row["eval/a/loss"], row["eval/b/loss"]) for row in metrics(out) if "eval/a/loss" in row]
+    out = run(
+        tmp_path / "run",
+        "--algorithm sft --tasks_per_step 1 --num_epochs 1 --model",
+        places["model"],
+        files,
+    )
+    losses = [
+        (row["eval/a/loss"], row["eval/b/loss"]) for row in metrics(out) if "eval/a/loss" in row
+    ]
     assert len(steps(out)) == 3 and len(losses) == 2 and all(a != b for a, b in losses)
 
 
 ODD_ROWS = {
     "--tasks_per_step=3 draws rows twice": "[{'prompt': split}] * 2",
-    "the first 2 held-out rows of env are training rows too": "[{'prompt': str(n)} for n in range(2)]",
-    "1 of the first 2 prompts of env end with an assistant's turn, or have no user message, such as row 2 of load": (
-        "[{'prompt': split}, {'prompt': [{'role': 'user' if split == 'train' else 'system', 'content': split}]}]"
+    "the first 2 held-out rows of env are training rows "
+    "too": "[{'prompt': str(n)} for n in range(2)]",
+    "1 of the first 2 prompts of env end with an assistant's turn, or have no user message, such "
+    "as row 2 of load": (
+        "[{'prompt': split}, {'prompt': [{'role': 'user' if split == 'train' else 'system', "
+        "'content': split}]}]"
     ),
 }
 
@@ -371,21 +493,34 @@ def test_odd_rows_are_told_once_when_a_run_starts(says, places, tmp_path, capsys
     (tmp_path / "env.py").write_text(
         f"def load_tasks(split): return {ODD_ROWS[says]}\ndef reward_fn(messages): return 0\n"
     )
-    flags = words("--model", places["model"], "--env_path", tmp_path / "env.py", sized, "--max_tokens 4 --num_steps 0")
+    flags = words(
+        "--model",
+        places["model"],
+        "--env_path",
+        tmp_path / "env.py",
+        sized,
+        "--max_tokens 4 --num_steps 0",
+    )
     run(tmp_path / "run", flags, "--eval_every 1 --eval.samples 0")
-    [warning] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    [warning] = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")
+    ]
     assert warning.startswith(f"warning: {says}")
 
 
 def test_an_actor_may_say_less_in_a_turn_than_the_others(given, tmp_path):
     flags = words(
-        given(TWO), "--max_tokens 9 --actors.bob.max_tokens 4 --eval_every 1 --num_steps 1 --algo.overlong soft"
+        given(TWO),
+        "--max_tokens 9 --actors.bob.max_tokens 4 --eval_every 1 --num_steps 1 --algo.overlong "
+        "soft",
     )
     longest = {"bob": 0, "alice": 0}
     run(tmp_path / "run", flags)
     for file in tmp_path.glob("run/rollouts/*.zst"):
         for t in trajectories(file):
-            longest[t["actor"]] = max([longest[t["actor"]], *(len(x["completion"]["token_ids"]) for x in t["turns"])])
+            longest[t["actor"]] = max(
+                [longest[t["actor"]], *(len(x["completion"]["token_ids"]) for x in t["turns"])]
+            )
     assert longest == {"bob": 4, "alice": 9}
 
 
@@ -410,48 +545,79 @@ def test_an_actor_that_would_never_speak_is_refused_unless_it_is_frozen(
     both = f"{tmp_path / 'talk.py'},{tmp_path / 'other.py'}"
     assert command(flags) == int(is_refused)
     said = capsys.readouterr().err
-    assert ("--actors.alice would never speak" in said and "--actors.alice.train false" in said) is is_refused
+    assert (
+        "--actors.alice would never speak" in said and "--actors.alice.train false" in said
+    ) is is_refused
     assert command(words(flags, "--actors.alice.train false")) == 0
     assert command(words(flags, "--env_path", both)) == 0
     assert command(words(flags, "--env_path", both, "--envs.other.weight 0")) == is_refused
 
 
-def test_evaluations_draw_alike_at_every_step_and_tell_parts_and_metrics(make_model, tmp_path, capsys):
+def test_evaluations_draw_alike_at_every_step_and_tell_parts_and_metrics(
+    make_model, tmp_path, capsys
+):
     (tmp_path / "env.py").write_text(
         'turns = "(bob/alice)*(1..3)"\n'
         "from rl_core import reward\n"
         "def load_tasks(split): return [{'prompt': str(n)} for n in range(6)]\n"
-        "def reward_fn(messages): return {'some': 0.25, 'length': float(len(messages[-1]['content']))}\n"
+        "def reward_fn(messages): return {'some': 0.25, 'length': "
+        "float(len(messages[-1]['content']))}\n"
         "@reward(weight=0)\n"
         "def spoken(messages): return sum(m['role'] == 'assistant' for m in messages)\n"
     )
-    models = words("--actors.bob.model", make_model(), "--actors.alice.model", make_model(seed=1), STOP)
-    flags = words(models, "--env_path", tmp_path / "env.py", "--tasks_per_step 4 --group_size 4 --max_prompt_tokens 60")
-    out = run(tmp_path / "run", flags, "--max_tokens 60 --eval.samples 2 --num_steps 2 --optim.lr 0 --eval_every 1")
+    models = words(
+        "--actors.bob.model", make_model(), "--actors.alice.model", make_model(seed=1), STOP
+    )
+    flags = words(
+        models,
+        "--env_path",
+        tmp_path / "env.py",
+        "--tasks_per_step 4 --group_size 4 --max_prompt_tokens 60",
+    )
+    out = run(
+        tmp_path / "run",
+        flags,
+        "--max_tokens 60 --eval.samples 2 --num_steps 2 --optim.lr 0 --eval_every 1",
+    )
     for label in ("greedy", "sampled"):
         files = [out / f"rollouts/eval_{step:06d}_{label}.jsonl.zst" for step in (0, 1, 2)]
         first, second, third = (
-            [(t["task_id"], t["index"], t["actor"], t["messages"]) for t in trajectories(file)] for file in files
+            [(t["task_id"], t["index"], t["actor"], t["messages"]) for t in trajectories(file)]
+            for file in files
         )
         assert first == second == third and len(first) > 6
-    assert len({json.dumps(messages) for *_, messages in first}) > 6  # two samples of a task are not the same
+    # Two samples of a task are not the same.
+    assert len({json.dumps(messages) for *_, messages in first}) > 6
     found = trajectories(out / "rollouts/eval_000002_sampled.jsonl.zst")
     row = [row for row in metrics(out) if "eval/env/bob/greedy_score" in row][-1]
     for actor in ("bob", "alice"):
         own = [t for t in found if t["actor"] == actor]
-        assert row[f"eval/env/{actor}/greedy_reward/some"] == row[f"eval/env/{actor}/sampled_reward/some"] == 0.25
+        assert (
+            row[f"eval/env/{actor}/greedy_reward/some"]
+            == row[f"eval/env/{actor}/sampled_reward/some"]
+            == 0.25
+        )
         length = [t["reward_parts"]["length"] for t in own]
-        assert row[f"eval/env/{actor}/sampled_reward/length"] == pytest.approx(sum(length) / len(own))
+        assert row[f"eval/env/{actor}/sampled_reward/length"] == pytest.approx(
+            sum(length) / len(own)
+        )
         spoken = [t["metrics"]["spoken"] for t in own]
         assert row[f"eval/env/{actor}/sampled_spoken"] == pytest.approx(sum(spoken) / len(own))
     [said, *_] = [line for line in capsys.readouterr().out.splitlines() if "eval at step 2" in line]
-    assert "env/bob/greedy_score" in said and "env/bob/pass@2" in said and "some" not in said and "spoken" not in said
+    assert (
+        "env/bob/greedy_score" in said
+        and "env/bob/pass@2" in said
+        and "some" not in said
+        and "spoken" not in said
+    )
 
 
 def test_what_one_actor_said_can_be_imitated(given, places, tmp_path, capsys):
     talk = run(tmp_path / "talk", given(TWO), "--num_steps 1")
     flags = words(
-        "--algorithm sft --data.train", talk / "rollouts", "--num_steps 1 --max_tokens 300 --tasks_per_step 4"
+        "--algorithm sft --data.train",
+        talk / "rollouts",
+        "--num_steps 1 --max_tokens 300 --tasks_per_step 4",
     )
     assert command(words("plan", flags, "--model", places["model"])) == 1
     assert "it holds those of alice with rewards up to" in capsys.readouterr().err
@@ -459,12 +625,19 @@ def test_what_one_actor_said_can_be_imitated(given, places, tmp_path, capsys):
     assert command(["plan", *bob]) == 0
     found = trajectories(talk / "rollouts/step_000001.jsonl.zst")
     assert f"{sum(t['actor'] == 'bob' for t in found)} rows to train on" in capsys.readouterr().out
-    run(tmp_path / "sft", bob, "--data.eval", talk / "rollouts/step_000001.jsonl.zst", "--eval_every 1")
+    run(
+        tmp_path / "sft",
+        bob,
+        "--data.eval",
+        talk / "rollouts/step_000001.jsonl.zst",
+        "--eval_every 1",
+    )
 
 
 def test_a_checkpoint_of_an_adapter_holds_no_frozen_weights(given, tmp_path):
     out = run(tmp_path / "run", given(f"{RL} {LORA}"), "--num_steps 2")
     saved = sum(f.stat().st_size for f in (out / "checkpoints/step_000002/policy").iterdir())
     assert saved < sum(value.nbytes for value in weights(out).values())
-    # The engine samples with the adapter: were it left out, logprobs would differ from the learner's after a step.
+    # The engine samples with the adapter: were it left out, logprobs would differ from the
+    # learner's after a step.
     assert max(row["learn/policy/mismatch_kl_nats_max"] for row in steps(out)) < 1e-6

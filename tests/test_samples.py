@@ -11,13 +11,21 @@ from rl_core.types import Completion, Turn
 
 
 def turn(new_ids, token_ids, version=0, is_fresh=False, newer=()):
-    said = {"token_ids": token_ids, "logprobs": [-float(t) for t in token_ids], "policy_version": version}
+    said = {
+        "token_ids": token_ids,
+        "logprobs": [-float(t) for t in token_ids],
+        "policy_version": version,
+    }
     completion = Completion(**said, text="", finish_reason="stop", newer_versions=list(newer))
     return Turn(new_ids=new_ids, is_fresh=is_fresh, completion=completion)
 
 
 def test_turns_that_extend_each_other_are_one_sample():
-    turns = [turn([1, 2], [3, 4], version=7, is_fresh=True), turn([], [5]), turn([6], [7], version=8)]
+    turns = [
+        turn([1, 2], [3, 4], version=7, is_fresh=True),
+        turn([], [5]),
+        turn([6], [7], version=8),
+    ]
     (sample,) = samples_from_turns(turns, [0.5, 2.0, -1.0], group_id="g")
     assert sample.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert sample.loss_mask.tolist() == [0, 0, 1, 1, 1, 0, 1]
@@ -25,11 +33,19 @@ def test_turns_that_extend_each_other_are_one_sample():
     assert sample.policy_versions.tolist() == [-1, -1, 7, 7, 0, -1, 8]
     assert sample.advantages.tolist() == [0, 0, 0.5, 0.5, 2.0, 0, -1.0]
     assert sample.group_id == "g"
-    assert [(t.new_ids, t.completion.token_ids) for t in turns] == [([1, 2], [3, 4]), ([], [5]), ([6], [7])]
+    assert [(t.new_ids, t.completion.token_ids) for t in turns] == [
+        ([1, 2], [3, 4]),
+        ([], [5]),
+        ([6], [7]),
+    ]
 
 
 def test_a_prompt_that_does_not_extend_the_tokens_before_begins_a_sample():
-    turns = [turn([1, 2], [3, 4], is_fresh=True), turn([1, 2, 9, 4, 5], [6], is_fresh=True), turn([7], [8])]
+    turns = [
+        turn([1, 2], [3, 4], is_fresh=True),
+        turn([1, 2, 9, 4, 5], [6], is_fresh=True),
+        turn([7], [8]),
+    ]
     first, second = samples_from_turns(turns, 1.0)
     assert first.token_ids.tolist() == [1, 2, 3, 4]
     assert second.token_ids.tolist() == [1, 2, 9, 4, 5, 6, 7, 8]
@@ -38,7 +54,10 @@ def test_a_prompt_that_does_not_extend_the_tokens_before_begins_a_sample():
 
 
 def test_each_token_has_the_version_that_sampled_it():
-    turns = [turn([1], [2, 3, 4], version=5, is_fresh=True, newer=[(1, 6), (2, 8)]), turn([6], [7], version=8)]
+    turns = [
+        turn([1], [2, 3, 4], version=5, is_fresh=True, newer=[(1, 6), (2, 8)]),
+        turn([6], [7], version=8),
+    ]
     (sample,) = samples_from_turns(turns, 1.0)
     assert sample.policy_versions.tolist() == [-1, 5, 6, 8, -1, 8]
 
@@ -63,7 +82,8 @@ TALK = [message("user", "hello"), message("assistant", "the fox"), message("user
         {"prompt": [message("user", "think")], "completion": [message("assistant", "42")]},
         {"instruction": "think", "input": "", "output": "42"},
         {"conversations": [{"from": "human", "value": "think"}, {"from": "gpt", "value": "42"}]},
-        {"prompt": TALK, "response": [message("assistant", "42")]},  # answers in a prompt are not imitated
+        # Answers in a prompt are not imitated.
+        {"prompt": TALK, "response": [message("assistant", "42")]},
     ],
 )
 def test_rows_to_imitate(row):

@@ -42,7 +42,11 @@ def processes(*words: object) -> list[str]:
             lines.append(file.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
         except OSError:
             continue
-    return [line for line in lines if all(str(word) in line for word in words) and "python" not in line[:60]]
+    return [
+        line
+        for line in lines
+        if all(str(word) in line for word in words) and "python" not in line[:60]
+    ]
 
 
 def run(sandbox: Sandbox, code: str, **how):
@@ -50,16 +54,36 @@ def run(sandbox: Sandbox, code: str, **how):
 
 
 def test_a_program_gets_its_stdin_and_its_output_comes_back(sandbox):
-    found = run(sandbox, "import sys\nprint(input()[::-1])\nprint('e', file=sys.stderr)", stdin="abc")
-    assert (found.status, found.stdout, found.stderr, found.passed, found.share) == ("ok", "cba\n", "e\n", [], 1.0)
-    assert [run(sandbox, f"print('x' * {n})").status for n in ((256 << 10) - 1, 256 << 10)] == ["ok", "output"]
+    found = run(
+        sandbox, "import sys\nprint(input()[::-1])\nprint('e', file=sys.stderr)", stdin="abc"
+    )
+    assert (found.status, found.stdout, found.stderr, found.passed, found.share) == (
+        "ok",
+        "cba\n",
+        "e\n",
+        [],
+        1.0,
+    )
+    assert [run(sandbox, f"print('x' * {n})").status for n in ((256 << 10) - 1, 256 << 10)] == [
+        "ok",
+        "output",
+    ]
     assert run(sandbox, "print(1)\nraise ValueError('no')").stderr.endswith("ValueError: no\n")
 
 
 def test_tests_of_functions_pass_by_type_and_value_and_say_what_was_given(sandbox):
-    tests = ["assert f(2) == 4", "assert f(3) == 7", {"call": "f(2)", "expected": 4}, {"call": "f(2)", "expected": 4.0}]
+    tests = [
+        "assert f(2) == 4",
+        "assert f(3) == 7",
+        {"call": "f(2)", "expected": 4},
+        {"call": "f(2)", "expected": 4.0},
+    ]
     found = run(sandbox, DOUBLE, tests=[*tests, "assert g(1)"])
-    assert (found.status, found.passed, found.share) == ("wrong", [True, False, True, False, False], 0.4)
+    assert (found.status, found.passed, found.share) == (
+        "wrong",
+        [True, False, True, False, False],
+        0.4,
+    )
     assert found.failures == [
         "",
         "assert f(3) == 7: f(3) gave 6",
@@ -72,14 +96,20 @@ def test_tests_of_functions_pass_by_type_and_value_and_say_what_was_given(sandbo
 def test_pairs_run_a_program_for_each(sandbox):
     found = run(sandbox, "print(int(input()) * 2)", tests=[("2", "4"), ("3\n", "7\n"), ("x", "1")])
     assert (found.status, found.passed, found.stdout) == ("wrong", [True, False, False], "4\n")
-    assert "printed '6\\n'" in found.failures[1] and "ValueError: invalid literal" in found.failures[2]
+    assert (
+        "printed '6\\n'" in found.failures[1] and "ValueError: invalid literal" in found.failures[2]
+    )
 
 
 @pytest.mark.parametrize(
     "language, code",
     [
         ("bash", "read x; echo $((x * 2))"),
-        ("cpp", "#include <iostream>\nint main() { int x; std::cin >> x; std::cout << x * 2 << '\\n'; }"),
+        (
+            "cpp",
+            "#include <iostream>\nint main() { int x; std::cin >> x; std::cout << x * 2 << '\\n'; "
+            "}",
+        ),
     ],
 )
 def test_other_languages(sandbox, language, code):
@@ -107,7 +137,9 @@ def test_other_languages(sandbox, language, code):
 )
 def test_why_a_program_fails(sandbox, code, status):
     limit = 0.5 if status == "timeout" else 20
-    found = run(sandbox, code, tests=["assert f(1) > 0", {"call": "f(2)", "expected": 3}], timeout_s=limit)
+    found = run(
+        sandbox, code, tests=["assert f(1) > 0", {"call": "f(2)", "expected": 3}], timeout_s=limit
+    )
     assert (found.status, found.passed) == (status, [False, False]), found
     assert all(found.failures) and max(map(len, found.failures)) < 900
 
@@ -126,9 +158,23 @@ def up(n):
 def sort(items): items.sort()
 def fail(x): raise ValueError(f"no {x}")
 """
-    values = [None, True, 1, 1.0, 2**70, -0.5, 1j, "é\ud800", b"\0", [1, (2, {3})], {(1, "a"): frozenset([b"x"])}]
+    values = [
+        None,
+        True,
+        1,
+        1.0,
+        2**70,
+        -0.5,
+        1j,
+        "é\ud800",
+        b"\0",
+        [1, (2, {3})],
+        {(1, "a"): frozenset([b"x"])},
+    ]
     tests = [
-        {"call": f"same({value!r})", "expected": value} for value in [*values, float("inf")] if value != float("inf")
+        {"call": f"same({value!r})", "expected": value}
+        for value in [*values, float("inf")]
+        if value != float("inf")
     ]
     more = [
         "assert counts('aab') == {'a': 2, 'b': 1}",
@@ -142,7 +188,9 @@ def fail(x): raise ValueError(f"no {x}")
     ]
     found = run(sandbox, code, tests=tests + more, setup="def helper(x): return x + 1")
     assert found.status == "ok", found.failures
-    assert run(sandbox, code, tests=[{"call": "same(10**5000)", "expected": 10**5000}]).passed == [True]
+    assert run(sandbox, code, tests=[{"call": "same(10**5000)", "expected": 10**5000}]).passed == [
+        True
+    ]
     for call, other in (
         ("same(1)", True),
         ("same(1)", 1.0),
@@ -157,7 +205,9 @@ def fail(x): raise ValueError(f"no {x}")
     "how", [{"tests": ["assert f("]}, {"tests": ["assert f(1)"], "setup": "import no_such_module"}]
 )
 def test_broken_tests_are_no_fault_of_the_program(sandbox, how):
-    with pytest.raises(ValueError, match=r"the tests are broken: (SyntaxError|ModuleNotFoundError)"):
+    with pytest.raises(
+        ValueError, match=r"the tests are broken: (SyntaxError|ModuleNotFoundError)"
+    ):
         run(sandbox, DOUBLE, **how)
 
 
@@ -177,7 +227,10 @@ def test_wrong_arguments_are_named(sandbox, how, words):
 
 def test_a_program_finds_nothing_of_another(sandbox):
     leave = "open('left', 'w').write('x')\nimport math, os; math.left = os.environ['LEFT'] = '1'"
-    look = "import os, math; print(os.path.exists('left'), os.environ.get('LEFT'), hasattr(math, 'left'))"
+    look = (
+        "import os, math; print(os.path.exists('left'), os.environ.get('LEFT'), hasattr(math, "
+        "'left'))"
+    )
     run(sandbox, leave)
     assert run(sandbox, look).stdout == "False None False\n"
 
@@ -188,7 +241,9 @@ def test_a_program_finds_nothing_of_another(sandbox):
 def test_many_programs_at_once_lose_no_result(sandbox):
     async def all_of_them():
         runs = [
-            sandbox.run(f"def f(x): return x + {n}", tests=[f"assert f(1) == {n + 1}"], timeout_s=20)
+            sandbox.run(
+                f"def f(x): return x + {n}", tests=[f"assert f(1) == {n + 1}"], timeout_s=20
+            )
             for n in range(100)
         ]
         return await asyncio.gather(*runs)
@@ -212,7 +267,8 @@ def test_a_warm_process_that_is_killed_is_replaced_and_its_programs_are_run_agai
 
     async def kill_while_busy():
         runs = [
-            asyncio.ensure_future(made.run("import time; time.sleep(.2); print(1)", timeout_s=20)) for _ in range(6)
+            asyncio.ensure_future(made.run("import time; time.sleep(.2); print(1)", timeout_s=20))
+            for _ in range(6)
         ]
         await asyncio.sleep(0.15)
         first = made._pool.process
@@ -228,7 +284,11 @@ def test_a_warm_process_that_is_killed_is_replaced_and_its_programs_are_run_agai
 
 def test_nothing_lives_on_when_the_owner_is_killed(tmp_path):
     start = f"import subprocess, time\nsubprocess.Popen(['sleep', '{NAP}'], start_new_session=True)"
-    code = f"{start}\ntime.sleep({NAP})" if Sandbox().start() != "landlock" else f"import os\nos.system('sleep {NAP}')"
+    code = (
+        f"{start}\ntime.sleep({NAP})"
+        if Sandbox().start() != "landlock"
+        else f"import os\nos.system('sleep {NAP}')"
+    )
     (tmp_path / "owner.py").write_text(
         "import asyncio, sys\nfrom rl_core.sandbox import Sandbox\nprint('ready', flush=True)\n"
         f"asyncio.run(Sandbox(level=sys.argv[1]).run({code!r}, timeout_s=600))\n"
@@ -273,10 +333,14 @@ def test_without_isolation_it_refuses_unless_told(monkeypatch):
 
 def test_the_command(tmp_path):
     (tmp_path / "a.py").write_text("print(input() * 2)")
-    done = subprocess.run([*COMMAND, "run", tmp_path / "a.py"], input="ab", capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [*COMMAND, "run", tmp_path / "a.py"], input="ab", capture_output=True, text=True, cwd=ROOT
+    )
     assert (done.returncode, done.stdout) == (0, "abab\n") and done.stderr.startswith("ok, ")
     (tmp_path / "b.sh").write_text("exit 3")
-    done = subprocess.run([*COMMAND, "run", tmp_path / "b.sh"], input="", capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [*COMMAND, "run", tmp_path / "b.sh"], input="", capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 1 and done.stderr.startswith("error, ")
 
 
@@ -297,13 +361,16 @@ def test_hostile_programs_get_nothing_and_leave_nothing(level):
     gc.collect()  # what other tests left open
     before, made = left_behind(), started(level)
     nap, found = asyncio.run(attack_all(made))
-    wrong = {h.name: found[h.name] for h in ALL if (found[h.name][0] == "open") != (level in h.open_at)}
+    wrong = {
+        h.name: found[h.name] for h in ALL if (found[h.name][0] == "open") != (level in h.open_at)
+    }
     assert not wrong
     wait_until(lambda: not processes(str(nap)), "children of hostile programs end")
     assert not list(Path("/tmp").glob(f"rl_core_sandbox_*/left_{nap}"))
     assert run(made, DOUBLE, tests=["assert f(2) == 4"]).status == "ok"
     copied = (
-        "import shutil, tempfile\nopen('a', 'w').write('1')\nprint(open(shutil.copy('a', tempfile.mkdtemp())).read())"
+        "import shutil, tempfile\nopen('a', 'w').write('1')\nprint(open(shutil.copy('a', "
+        "tempfile.mkdtemp())).read())"
     )
     assert run(made, copied).stdout == "1\n"
     made.close()
@@ -314,10 +381,16 @@ def test_hostile_programs_get_nothing_and_leave_nothing(level):
 
 def test_the_table_of_hostile_programs_says_what_is_known_of_each():
     rows = re.findall(
-        r"^\| ([^|]*) \| ((?:stopped|open), .*) \|$", (ROOT / "docs/sandbox.md").read_text(), re.MULTILINE
+        r"^\| ([^|]*) \| ((?:stopped|open), .*) "
+        r"\|$",
+        (ROOT / "docs/sandbox.md").read_text(),
+        re.MULTILINE,
     )
     shown = {name: [cell.split(",")[0] for cell in cells.split(" | ")] for name, cells in rows}
-    known = {h.name: ["open" if level in h.open_at else "stopped" for level in isolation.LEVELS] for h in ALL}
+    known = {
+        h.name: ["open" if level in h.open_at else "stopped" for level in isolation.LEVELS]
+        for h in ALL
+    }
     assert shown == known and len(known) == len(ALL) >= 60
 
 
@@ -335,7 +408,9 @@ def solve(sandbox: Sandbox, rows: list[dict], body, timeout_s: float = 20) -> li
 
     async def one(row):
         setup, tests = function_tests(row, row["prompt"])
-        return await sandbox.run(row["prompt"] + body(row), tests=tests, setup=setup, timeout_s=timeout_s)
+        return await sandbox.run(
+            row["prompt"] + body(row), tests=tests, setup=setup, timeout_s=timeout_s
+        )
 
     async def all_of_them():
         return await asyncio.gather(*map(one, rows))
@@ -361,7 +436,9 @@ def test_all_canonical_solutions_of_humaneval_pass(sandbox, problems):
         ("    while True: pass\n", "timeout"),
     ],
 )
-def test_wrong_solutions_of_humaneval_fail_for_the_right_reason(sandbox, problems, body, status, request):
+def test_wrong_solutions_of_humaneval_fail_for_the_right_reason(
+    sandbox, problems, body, status, request
+):
     rows = problems if request.config.option.slow or status != "timeout" else problems[::16]
     found = solve(sandbox, rows, lambda row: body, timeout_s=20 if status != "timeout" else 0.3)
     assert {one.status for one in found} == {status}, {
@@ -381,14 +458,18 @@ def test_the_environment_of_the_docs_works_and_is_short(tmp_path):
     env = load_env(str(tmp_path / "regex_golf.py"))
     rows = env.load_tasks("train")
     said = [("a$", 1.0), ("b$", 0.75), ("a", 0.75), ("((", 0.0), ("$", 0.25)]
-    assert [stage.play(env, reply, row=rows[0]).reward for reply, _ in said] == [earned for _, earned in said]
+    assert [stage.play(env, reply, row=rows[0]).reward for reply, _ in said] == [
+        earned for _, earned in said
+    ]
 
 
 @pytest.mark.slow
 def test_a_thousand_programs_at_once_lose_no_result_and_twenty_thousand_no_memory(sandbox):
     async def one(n):
         found = await sandbox.run(
-            f"def f(x): return x + {n}", tests=[f"assert f(1) == {n + 1}", "assert f(1) == 0"], timeout_s=60
+            f"def f(x): return x + {n}",
+            tests=[f"assert f(1) == {n + 1}", "assert f(1) == 0"],
+            timeout_s=60,
         )
         return found.passed == [True, False]
 
@@ -397,7 +478,8 @@ def test_a_thousand_programs_at_once_lose_no_result_and_twenty_thousand_no_memor
 
     def resident() -> float:
         pages = sum(
-            int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in (os.getpid(), sandbox._pool.process.pid)
+            int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            for pid in (os.getpid(), sandbox._pool.process.pid)
         )
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -412,7 +494,8 @@ def test_a_thousand_programs_at_once_lose_no_result_and_twenty_thousand_no_memor
 
 
 def test_a_container_runs_programs_over_a_socket(tmp_path, monkeypatch):
-    """A stand-in for docker runs the same command here, with paths of the host for those of the container."""
+    """A stand-in for docker runs the same command here, with paths of the host for those of the
+    container."""
     stub = tmp_path / "docker"
     stub.write_text(f"""#!{sys.executable}
 import os, sys

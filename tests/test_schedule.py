@@ -60,12 +60,18 @@ def generated(rng: random.Random, depth: int) -> tuple[str, re.Pattern]:
     """A schedule of the grammar, and what its orders must look like, of the same random choices."""
     texts, patterns = [], []
     for _ in range(rng.randint(1, 3)):
-        kind = rng.choice(["name", "star", "choice", "nested"] if depth else ["name", "star", "choice"])
+        kind = rng.choice(
+            ["name", "star", "choice", "nested"] if depth else ["name", "star", "choice"]
+        )
         if kind == "nested":
             text, pattern = generated(rng, depth - 1)
             text, pattern = f"({text})", f"(?:{pattern.pattern})"
         else:
-            names = {"name": rng.sample(ACTORS, 1), "star": ACTORS, "choice": rng.sample(ACTORS, 2)}[kind]
+            names = {
+                "name": rng.sample(ACTORS, 1),
+                "star": ACTORS,
+                "choice": rng.sample(ACTORS, 2),
+            }[kind]
             text = {"name": names[0], "star": "*", "choice": f"({'/'.join(names)})"}[kind]
             pattern = f"(?:(?:{'|'.join(names)}) )"
         low, high = sorted((rng.randint(0, 3), rng.randint(1, 3)))
@@ -114,9 +120,13 @@ def test_what_does_not_parse_is_refused_with_its_place_marked(text, place, why):
     assert str(error.value).splitlines()[1:] == ["  " + text, "  " + " " * place + "^"]
 
 
-@pytest.mark.parametrize(("text", "turns"), [("bob*0", 0), ("((bob*0)*9)*(0..9)", 0), ("(bob*200)*200", 40000)])
+@pytest.mark.parametrize(
+    ("text", "turns"), [("bob*0", 0), ("((bob*0)*9)*(0..9)", 0), ("(bob*200)*200", 40000)]
+)
 def test_a_schedule_has_at_least_one_turn_and_not_too_many(text, turns):
-    with pytest.raises(ValueError, match=f"lasts at most {turns} turns; it must be 1 to {MAX_TURNS}"):
+    with pytest.raises(
+        ValueError, match=f"lasts at most {turns} turns; it must be 1 to {MAX_TURNS}"
+    ):
         parse_schedule(text, ACTORS)
 
 

@@ -1,4 +1,5 @@
-"""A reward model scores as in training, in the process and served; what goes wrong with the server is told, never scored."""
+"""A reward model scores as in training, in the process and served; what goes wrong with the server
+is told, never scored."""
 
 from __future__ import annotations
 
@@ -37,7 +38,12 @@ from rl_core.train import main
 DOCS = ROOT / "docs/rewards.md"
 TALKS = [
     [user("52341"), says("12345")],
-    [user("a question that is longer than the others by far"), says("an answer"), user("more?"), says("no")],
+    [
+        user("a question that is longer than the others by far"),
+        says("an answer"),
+        user("more?"),
+        says("no"),
+    ],
     [user("9"), says("9")],
     [{"role": "system", "content": "Be brief."}, user("<|end|>"), says("ok")],
     [user("52341"), says("54321")],
@@ -49,7 +55,9 @@ def reward_model(tiny_model, tmp_path_factory):
     """hf/policy of a run that learnt to prefer digits in order."""
     folder, draw = tmp_path_factory.mktemp("rm"), random.Random(0)
     digits = ["".join(c) for c in itertools.combinations("0123456789", 5)]
-    rows = [{"prompt": "".join(draw.sample(d, 5)), "chosen": d, "rejected": d[::-1]} for d in digits]
+    rows = [
+        {"prompt": "".join(draw.sample(d, 5)), "chosen": d, "rejected": d[::-1]} for d in digits
+    ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(flags_of("rm", tiny_model, folder, folder / "run", "--num_steps", 12)) == 0
     return folder / "run/hf/policy"
@@ -61,12 +69,24 @@ def serving(model, *flags):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "rl_core.options.reward_model", "--model", str(model), "--port", port]
+    command = [
+        sys.executable,
+        "-m",
+        "rl_core.options.reward_model",
+        "--model",
+        str(model),
+        "--port",
+        port,
+    ]
     command += map(str, flags)
-    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     try:
         line = process.stdout.readline()
-        assert line.startswith(f"scores of {model} at http://127.0.0.1:"), line + process.stderr.read()
+        assert line.startswith(f"scores of {model} at http://127.0.0.1:"), (
+            line + process.stderr.read()
+        )
         yield line.split()[-1], process
     finally:
         process.kill()
@@ -93,13 +113,19 @@ def test_scores_are_the_learner_s_and_those_of_transformers(reward_model, batch_
     scores = RewardModel(str(reward_model), batch_tokens=batch_tokens).score(TALKS)
     chat = load_chat(str(reward_model))
     learner = make_policy(str(reward_model), torch.float32, init_ranks(60), is_scoring=True)
-    tokenizer, model = (c.from_pretrained(reward_model) for c in (AutoTokenizer, AutoModelForSequenceClassification))
+    tokenizer, model = (
+        c.from_pretrained(reward_model) for c in (AutoTokenizer, AutoModelForSequenceClassification)
+    )
     assert torch.tensor(scores).std() > 0.1
     for talk, score in zip(TALKS, scores, strict=True):
         sample, _ = scored_pair(chat, {"chosen": talk, "rejected": [*talk[:-1], says("another")]})
         with torch.no_grad():
-            assert learner(pack_samples([sample]), 1.0)[0][-1].item() == pytest.approx(score, abs=1e-5)
-            assert model(torch.tensor(sample.token_ids[None, :-1])).logits.item() == pytest.approx(score, abs=1e-5)
+            assert learner(pack_samples([sample]), 1.0)[0][-1].item() == pytest.approx(
+                score, abs=1e-5
+            )
+            assert model(torch.tensor(sample.token_ids[None, :-1])).logits.item() == pytest.approx(
+                score, abs=1e-5
+            )
         if "<|end|>" not in str(talk):  # which transformers would make a special token
             ids = tokenizer.apply_chat_template(talk, tokenize=True, return_dict=True)["input_ids"]
             assert ids == sample.token_ids[:-1].tolist()
@@ -128,7 +154,9 @@ def test_threads_share_a_model(reward_model):
         ([user("x" * 5000)], r"of 50\d\d tokens; the model reads 1 to"),
     ],
 )
-def test_what_is_no_conversation_is_refused_in_the_process_and_by_the_server(messages, error, reward_model, server):
+def test_what_is_no_conversation_is_refused_in_the_process_and_by_the_server(
+    messages, error, reward_model, server
+):
     with pytest.raises(ValueError, match=error):
         RewardModel(str(reward_model)).score([messages])
     status, answer = ask(server, {"messages": [TALKS[0], messages]})
@@ -144,10 +172,14 @@ def test_what_is_no_conversation_is_refused_in_the_process_and_by_the_server(mes
         ("missing", "cannot score"),
     ],
 )
-def test_a_folder_without_a_reward_model_is_refused(kind, error, tiny_model, reward_model, tmp_path):
+def test_a_folder_without_a_reward_model_is_refused(
+    kind, error, tiny_model, reward_model, tmp_path
+):
     folder = tiny_model if kind == "causal" else tmp_path / "model"
     if kind == "labels":
-        AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=2).save_pretrained(folder)
+        AutoModelForSequenceClassification.from_pretrained(
+            tiny_model, num_labels=2
+        ).save_pretrained(folder)
     elif kind == "pickle":
         shutil.copytree(reward_model, folder)
         torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
@@ -160,12 +192,16 @@ def test_served_scores_are_the_same_also_when_many_ask_at_once(reward_model, ser
     expected = RewardModel(str(reward_model)).score(TALKS)
 
     async def ask_all():
-        return await asyncio.gather(*(remote_scores(server, [TALKS[i % 5], TALKS[0]]) for i in range(60)))
+        return await asyncio.gather(
+            *(remote_scores(server, [TALKS[i % 5], TALKS[0]]) for i in range(60))
+        )
 
     for i, scores in enumerate(asyncio.run(ask_all())):
         assert scores == pytest.approx([expected[i % 5], expected[0]], abs=1e-5)
     status, answer = ask(server, {"messages": TALKS[2]})
-    assert status == 200 and answer["data"] == [{"index": 0, "score": pytest.approx(expected[2], abs=1e-5)}]
+    assert status == 200 and answer["data"] == [
+        {"index": 0, "score": pytest.approx(expected[2], abs=1e-5)}
+    ]
     assert ask(server, b"", "GET", "/health") == (200, {"status": "ok", "model": str(reward_model)})
 
 
@@ -182,17 +218,21 @@ def test_served_scores_are_the_same_also_when_many_ask_at_once(reward_model, ser
         (b"x" * 300_000, 413, "104857"),
     ],
 )
-def test_a_bad_request_is_told_what_is_wrong_and_does_not_harm_the_server(body, status, error, server):
+def test_a_bad_request_is_told_what_is_wrong_and_does_not_harm_the_server(
+    body, status, error, server
+):
     got, answer = ask(server, body)
     assert got == status and re.search(error, answer["error"]), answer
     assert ask(server, {"messages": TALKS[0]})[0] == 200
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("Origin", "https://a.page"), ("Origin", "null"), ("Host", "a.page"), ("Host", "a.page:8001")]
+    ("name", "value"),
+    [("Origin", "https://a.page"), ("Origin", "null"), ("Host", "a.page"), ("Host", "a.page:8001")],
 )
 def test_pages_in_a_browser_get_no_scores(name, value, server):
-    headers = {name: value, "Content-Type": "text/plain"}  # which a page may send without asking first
+    # Which a page may send without asking first.
+    headers = {name: value, "Content-Type": "text/plain"}
     connection = http.client.HTTPConnection(server.removeprefix("http://"), timeout=30)
     for method, path in (("POST", "/classify"), ("GET", "/health")):
         connection.request(method, path, json.dumps({"messages": TALKS}), headers)
@@ -203,9 +243,19 @@ def test_pages_in_a_browser_get_no_scores(name, value, server):
 def test_ctrl_c_ends_the_server_and_a_second_one_on_its_port_says_so(reward_model):
     with serving(reward_model) as (url, process):
         port = url.rpartition(":")[2]
-        command = [sys.executable, "-m", "rl_core.options.reward_model", "--model", str(reward_model), "--port", port]
+        command = [
+            sys.executable,
+            "-m",
+            "rl_core.options.reward_model",
+            "--model",
+            str(reward_model),
+            "--port",
+            port,
+        ]
         second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert second.returncode == 1 and re.search(rf"^error: .*{port}.*in use", second.stderr, re.M)
+        assert second.returncode == 1 and re.search(
+            rf"^error: .*{port}.*in use", second.stderr, re.M
+        )
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
         assert process.returncode == 0 and "Traceback" not in errors
@@ -213,7 +263,12 @@ def test_ctrl_c_ends_the_server_and_a_second_one_on_its_port_says_so(reward_mode
 
 def test_requests_that_wait_share_a_forward_and_its_failure(reward_model):
     """The second to fourth arrive while the first is computed."""
-    model, calls, started, may_go = RewardModel(str(reward_model)), [], threading.Event(), threading.Event()
+    model, calls, started, may_go = (
+        RewardModel(str(reward_model)),
+        [],
+        threading.Event(),
+        threading.Event(),
+    )
 
     def score_ids(conversations):
         calls.append(conversations)
@@ -229,7 +284,9 @@ def test_requests_that_wait_share_a_forward_and_its_failure(reward_model):
         server = ScoreServer(model)
         first = asyncio.create_task(server.scores([[1]]))
         await asyncio.to_thread(started.wait, 30)
-        others = [asyncio.create_task(server.scores(asked)) for asked in ([[2], [3, 4]], [[13]], [[5]])]
+        others = [
+            asyncio.create_task(server.scores(asked)) for asked in ([[2], [3, 4]], [[13]], [[5]])
+        ]
         await asyncio.sleep(0)
         may_go.set()
         return await asyncio.gather(first, *others, return_exceptions=True)
@@ -251,7 +308,9 @@ def test_a_server_that_comes_late_is_waited_for_and_one_that_never_comes_is_an_e
             await remote_scores(url, TALKS[:1], timeout_s=0.3)
         silent.close()
         await silent.wait_closed()
-        with pytest.raises(ConnectionError, match=rf"no scores from {url} within 0.3 s .*; is the server up"):
+        with pytest.raises(
+            ConnectionError, match=rf"no scores from {url} within 0.3 s .*; is the server up"
+        ):
             await remote_scores(url, TALKS[:1], timeout_s=0.3)
         with pytest.raises(ValueError, match="must begin with http"):
             await remote_scores(f"127.0.0.1:{port}", TALKS)
@@ -276,8 +335,24 @@ def train(env_text, tiny_model, folder, *more):
     folder.mkdir(exist_ok=True)
     (folder / "env.py").write_text(env_text)
     (folder / "rows.jsonl").write_text('{"prompt": "52341"}\n{"prompt": "90817"}\n')
-    flags = ["--model", tiny_model, "--env_path", folder / "env.py", "--data.train", folder / "rows.jsonl"]
-    flags += ["--max_tokens", 8, "--max_prompt_tokens", 20, "--tasks_per_step", 2, "--optim.lr", "1e-3"]
+    flags = [
+        "--model",
+        tiny_model,
+        "--env_path",
+        folder / "env.py",
+        "--data.train",
+        folder / "rows.jsonl",
+    ]
+    flags += [
+        "--max_tokens",
+        8,
+        "--max_prompt_tokens",
+        20,
+        "--tasks_per_step",
+        2,
+        "--optim.lr",
+        "1e-3",
+    ]
     return main([str(f) for f in [*flags, "--out", folder / "run", *more]])
 
 
@@ -286,7 +361,9 @@ def example(what):
     return next(b for b in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S) if what in b)
 
 
-def test_both_examples_of_the_docs_reward_episodes_alike(tiny_model, reward_model, server, tmp_path):
+def test_both_examples_of_the_docs_reward_episodes_alike(
+    tiny_model, reward_model, server, tmp_path
+):
     in_process = example("RewardModel").replace("runs/rm/hf/policy", str(reward_model))
     served = example("remote_scores").replace("http://127.0.0.1:8001", server)
     found = []
@@ -313,7 +390,12 @@ def test_a_server_that_dies_fails_the_episodes_with_the_cause(tiny_model, reward
 
         killer = threading.Thread(target=kill_after_two_steps)
         killer.start()
-        assert train(text, tiny_model, tmp_path, "--num_steps", 1000, "--rollout.max_failed_fraction", 1) == 1
+        assert (
+            train(
+                text, tiny_model, tmp_path, "--num_steps", 1000, "--rollout.max_failed_fraction", 1
+            )
+            == 1
+        )
         killer.join()
         assert train(text, tiny_model, tmp_path / "strict", "--num_steps", 2) != 0
     rows = metrics(tmp_path / "run")
@@ -321,6 +403,6 @@ def test_a_server_that_dies_fails_the_episodes_with_the_cause(tiny_model, reward
     assert len(rows) < 1000
     episodes = trajectories(max((tmp_path / "run/rollouts").glob("step_*")))
     assert len(episodes) == 16
-    assert {(e["status"], e["reward"], f"no scores from {url}" in e["error"]) for e in episodes} == {
-        ("failed", None, True)
-    }
+    assert {
+        (e["status"], e["reward"], f"no scores from {url}" in e["error"]) for e in episodes
+    } == {("failed", None, True)}

@@ -70,7 +70,9 @@ def test_no_prompt_of_the_evaluation_is_trained_on_whatever_the_seed(task):
     def prompts(rows):
         return {row["messages"][0]["content"] for row in rows}
 
-    first, second = (demo_data(task, seed, num_sft=4000, num_train=2000, num_eval=1000) for seed in (0, 1))
+    first, second = (
+        demo_data(task, seed, num_sft=4000, num_train=2000, num_eval=1000) for seed in (0, 1)
+    )
     trained = prompts(first["sft"]) | prompts(first["train"])
     assert len(trained) > 500 and not trained & (prompts(first["eval"]) | prompts(second["eval"]))
     assert first == demo_data(task, 0, 4000, 2000, 1000) and first["sft"] != second["sft"]
@@ -97,7 +99,14 @@ def test_the_calculator_is_shown_three_habits():
 
 
 def test_a_width_that_heads_do_not_divide_is_refused_in_one_line(tmp_path):
-    command = [sys.executable, ROOT / "scripts/make_tiny_model.py", "--out", tmp_path / "x", "--hidden", "65"]
+    command = [
+        sys.executable,
+        ROOT / "scripts/make_tiny_model.py",
+        "--out",
+        tmp_path / "x",
+        "--hidden",
+        "65",
+    ]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 2 and "try 64" in done.stderr and "Traceback" not in done.stderr
@@ -106,8 +115,27 @@ def test_a_width_that_heads_do_not_divide_is_refused_in_one_line(tmp_path):
 
 def test_the_memory_benchmark_measures_what_fits_and_says_what_the_rest_would_need(tmp_path):
     out = tmp_path / "result.json"
-    flags = ["--lengths", "300", "4000", "--vocabularies", "20000", "--width", "16", "--sides", "naive", "ours"]
-    command = [sys.executable, ROOT / "scripts/bench_memory.py", *flags, "--most_gib", "1.1", "--out", out]
+    flags = [
+        "--lengths",
+        "300",
+        "4000",
+        "--vocabularies",
+        "20000",
+        "--width",
+        "16",
+        "--sides",
+        "naive",
+        "ours",
+    ]
+    command = [
+        sys.executable,
+        ROOT / "scripts/bench_memory.py",
+        *flags,
+        "--most_gib",
+        "1.1",
+        "--out",
+        out,
+    ]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -128,15 +156,22 @@ def test_the_learners_benchmark_counts_the_operations_that_torch_counts(tmp_path
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     tokens = length - 1
     with FlopCounterMode(display=False) as counted, torch.no_grad():
-        model(torch.ones(1, tokens, dtype=torch.int64), use_cache=False, logits_to_keep=length - PROMPT)
+        model(
+            torch.ones(1, tokens, dtype=torch.int64),
+            use_cache=False,
+            logits_to_keep=length - PROMPT,
+        )
     width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    unmasked = 4 * width * tokens**2 - 2 * width * tokens * (tokens + 1)  # eager attention computes what the mask hides
+    # Eager attention computes what the mask hides.
+    unmasked = 4 * width * tokens**2 - 2 * width * tokens * (tokens + 1)
     assert counted.get_total_flops() == update_flops(config, length, 1) / 3 + unmasked
 
     command = [sys.executable, ROOT / "scripts/bench_learner.py"]
     command += words("--sizes tiny --lengths 64 --tokens 128")
     out = tmp_path / "result.json"
-    subprocess.run([*command, "--steps", "1", "--out", out], check=True, capture_output=True, cwd=ROOT)
+    subprocess.run(
+        [*command, "--steps", "1", "--out", out], check=True, capture_output=True, cwd=ROOT
+    )
     [line] = json.loads(out.read_text())["lines"]
     assert line["documents"] == 2 and line["mfu"] > 0 and line["peak_gib"] > 0
 
@@ -145,29 +180,50 @@ def test_the_learners_benchmark_counts_the_operations_that_torch_counts(tmp_path
 def test_the_check_of_gpus_says_that_there_is_none(tmp_path):
     command = [sys.executable, ROOT / "scripts/gpu_check.py", "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("error: torch sees no CUDA device") and not done.stdout
+    assert (
+        done.returncode == 1
+        and done.stderr.startswith("error: torch sees no CUDA device")
+        and not done.stdout
+    )
 
 
-def test_the_check_of_gpus_goes_on_where_the_last_call_ended_and_names_what_was_not_reached(tmp_path, capfd):
+def test_the_check_of_gpus_goes_on_where_the_last_call_ended_and_names_what_was_not_reached(
+    tmp_path, capfd
+):
     def prints(name: str, end: str = "", limit_s: int = 60, **needs) -> Stage:
         code = f"open({str(tmp_path / name)!r}, 'a').write('x'); print('{name} ran'); {end}"
         return Stage(arguments=["-c", code], limit_s=limit_s, **needs)
 
     plan = {"good": prints("good"), "bad": prints("bad", "raise SystemExit(3)")}
-    plan |= {"slow": prints("slow", "import time; time.sleep(60)", limit_s=1), "long": prints("long", limit_s=480)}
+    plan |= {
+        "slow": prints("slow", "import time; time.sleep(60)", limit_s=1),
+        "long": prints("long", limit_s=480),
+    }
     plan |= {"pair": prints("pair", num_gpus=2), "server": prints("server", package="sglang")}
     facts = {"gpus": ["one"], "packages": {}}
     left = run_all(plan, {}, facts, tmp_path, budget_s=100)
-    assert left.keys() == {"long", "pair", "server"} and left["long"].startswith("no time: may take 480 s")
+    assert left.keys() == {"long", "pair", "server"} and left["long"].startswith(
+        "no time: may take 480 s"
+    )
     results = earlier_results(tmp_path, [])
-    assert {n: r["status"] for n, r in results.items()} == {"good": "ok", "bad": "exit 3", "slow": "over 1 s"}
+    assert {n: r["status"] for n, r in results.items()} == {
+        "good": "ok",
+        "bad": "exit 3",
+        "slow": "over 1 s",
+    }
     assert results["good"]["last_line"] == "good ran"
 
     left = run_all(plan, results, facts, tmp_path, budget_s=600)
     assert left == {"pair": "needs 2 GPUs", "server": "needs sglang"}
-    assert (tmp_path / "not_reached.txt").read_text() == "pair: needs 2 GPUs\nserver: needs sglang\n"
-    assert all((tmp_path / name).read_text() == "x" for name in ("good", "bad", "slow", "long")), "each once"
-    assert "bad" not in earlier_results(tmp_path, ["bad"]) and "long" in earlier_results(tmp_path, ["bad"])
+    assert (
+        tmp_path / "not_reached.txt"
+    ).read_text() == "pair: needs 2 GPUs\nserver: needs sglang\n"
+    assert all((tmp_path / name).read_text() == "x" for name in ("good", "bad", "slow", "long")), (
+        "each once"
+    )
+    assert "bad" not in earlier_results(tmp_path, ["bad"]) and "long" in earlier_results(
+        tmp_path, ["bad"]
+    )
 
 
 def test_the_stages_of_the_check_of_gpus_are_short_and_their_flags_are_known(tmp_path):
@@ -180,8 +236,15 @@ def test_the_stages_of_the_check_of_gpus_are_short_and_their_flags_are_known(tmp
     }
     configs = {name: parse_config(flags) for name, flags in runs.items()}
     first = list(plan)[:5]
-    assert first[0] == "sglang" and plan["nccl"].num_gpus == 2 and configs["offload_always"].learner.offload == "always"
-    assert configs["sglang"].attention == "auto" and configs["sglang"].eval_every == configs["sglang"].save_every == 1
+    assert (
+        first[0] == "sglang"
+        and plan["nccl"].num_gpus == 2
+        and configs["offload_always"].learner.offload == "always"
+    )
+    assert (
+        configs["sglang"].attention == "auto"
+        and configs["sglang"].eval_every == configs["sglang"].save_every == 1
+    )
     assert configs["sglang_phase"].learner.offload == "phase" and {*first} < {*runs}
     for stage in plan.values():
         assert all(Path(word).exists() for word in stage.arguments if "scripts" in word)
@@ -201,7 +264,16 @@ def test_a_run_of_the_check_of_gpus_ends_well_without_one(tmp_path, monkeypatch)
 @pytest.mark.slow
 def test_bench_async_runs_every_mode(tmp_path):
     out = tmp_path / "async.json"
-    command = [sys.executable, ROOT / "scripts/bench_async.py", "--steps", "3", "--turn_s", "0.01", "--out", out]
+    command = [
+        sys.executable,
+        ROOT / "scripts/bench_async.py",
+        "--steps",
+        "3",
+        "--turn_s",
+        "0.01",
+        "--out",
+        out,
+    ]
     subprocess.run(command, check=True)
     runs = json.loads(out.read_text())["runs"]
     assert [r["staleness"] is None for r in runs.values()] == [True, False, False, False, False]
@@ -218,11 +290,16 @@ def test_bench_sync_measures_each_phase_and_what_is_held(tmp_path):
     [found] = json.loads(out.read_text())["engines"]
     seconds, held = found["seconds"], found["held"]
     assert found["params"] > 3e5 and seconds["all in"] >= seconds["load"] > 0 < seconds["gather"]
-    assert held["this process, descriptors"]["at last"] == held["this process, descriptors"]["at first"] > 0
+    assert (
+        held["this process, descriptors"]["at last"]
+        == held["this process, descriptors"]["at first"]
+        > 0
+    )
     assert held["this process, MiB"]["at last"] > 100 and "at first" in done.stdout
 
 
-# A virtual environment's python that has no torch, and writes down what pip and uv are asked for. uv reaches what {uv} says.
+# A virtual environment's python that has no torch, and writes down what pip and uv are asked for.
+# uv reaches what {uv} says.
 PYTHON = """#!/bin/sh
 case "$*" in
     "-m pip --version") exit 0 ;;
@@ -237,8 +314,8 @@ esac
 
 @pytest.fixture
 def install(tmp_path):
-    """install(...) -> (what install.sh prints, what pip and uv are asked for) on a machine with or without a GPU, from which
-    builds for CPUs can be reached or not."""
+    """install(...) -> (what install.sh prints, what pip and uv are asked for) on a machine with or
+    without a GPU, from which builds for CPUs can be reached or not."""
 
     def run(has_gpu: bool = False, reaches_cpu_builds: bool = True) -> tuple[str, list[str]]:
         tools, venv, log = tmp_path / "tools", tmp_path / "venv", tmp_path / "pip.log"
@@ -278,7 +355,10 @@ def test_without_a_gpu_torch_is_the_build_for_cpus_and_its_size_is_told(install)
 def test_where_builds_for_cpus_are_not_reached_torch_is_what_is_at_hand(install):
     said, asked = install(reaches_cpu_builds=False)
     assert asked == [*BY_UV, "-m pip install torch==2.13.0", OURS]
-    assert "not reached: torch from the usual index, which may be the build for CUDA, 2 to 5 GB" in said
+    assert (
+        "not reached: torch from the usual index, which may be the build for CUDA, 2 to 5 GB"
+        in said
+    )
 
 
 def test_with_a_gpu_torch_is_that_of_the_requirements(install):

@@ -1,4 +1,5 @@
-"""Environments behind an address, as a run sees them: the same curves, errors, ends and failures as those of a file."""
+"""Environments behind an address, as a run sees them: the same curves, errors, ends and failures as
+those of a file."""
 
 from __future__ import annotations
 
@@ -22,7 +23,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit import ROOT, STOP, kill_session, metrics, run, run_ranks, start_process, trajectories, wait_until, words
+from kit import (
+    ROOT,
+    STOP,
+    kill_session,
+    metrics,
+    run,
+    run_ranks,
+    start_process,
+    trajectories,
+    wait_until,
+    words,
+)
 
 from rl_core.cli import main as command
 from rl_core.config import RolloutConfig
@@ -136,7 +148,8 @@ async def interact(messages, state, completion, task):
 def reward_fn(state, answer):
     return state["turns"] / 8
 """
-# Hooks that ask actors: a rollout with branches at once, and a conversation that start() begins and interact() continues.
+# Hooks that ask actors: a rollout with branches at once, and a conversation that start() begins and
+# interact() continues.
 ASKING = f"""{ROWS}
 import asyncio
 import os
@@ -234,7 +247,14 @@ async def two():
     return 2.0
 """
 
-ENVS = {"scored": SCORED, "stateful": STATEFUL, "talk": TALK, "count": COUNT, "asking": ASKING, "hinted": HINTED}
+ENVS = {
+    "scored": SCORED,
+    "stateful": STATEFUL,
+    "talk": TALK,
+    "count": COUNT,
+    "asking": ASKING,
+    "hinted": HINTED,
+}
 
 
 class Service:
@@ -245,28 +265,41 @@ class Service:
         if token:
             os.environ["RL_CORE_SERVICE_TOKEN"] = token
         try:
-            self.process = start_process("-m", "rl_core.cli", "serve", *args, "--port", "0", "--drain_s", "0")
+            self.process = start_process(
+                "-m", "rl_core.cli", "serve", *args, "--port", "0", "--drain_s", "0"
+            )
         finally:
             os.environ.pop("RL_CORE_SERVICE_TOKEN", None)
             if before is not None:
                 os.environ["RL_CORE_SERVICE_TOKEN"] = before
-        address = next((line.split()[-1] for line in self.process.stdout if "serving on" in line), "")
+        address = next(
+            (line.split()[-1] for line in self.process.stdout if "serving on" in line), ""
+        )
         assert address, self.process.stderr.read()
         self.address = address
         threading.Thread(target=self.process.stderr.read, daemon=True).start()
 
     def url(self, name: str, **settings) -> str:
-        return f"grpc://{self.address}/{name}?" + "&".join(f"{key}={value}" for key, value in settings.items())
+        return f"grpc://{self.address}/{name}?" + "&".join(
+            f"{key}={value}" for key, value in settings.items()
+        )
 
     def workers(self) -> list[pb.Worker]:
         served = client.parse(self.url("any"))
         return list(served.ask_now("", workers=pb.WorkersRequest()).workers)
 
     def num_queued(self) -> int:
-        return sum(client.parse(self.url("any")).ask_now("", workers=pb.WorkersRequest()).queued.values())
+        return sum(
+            client.parse(self.url("any")).ask_now("", workers=pb.WorkersRequest()).queued.values()
+        )
 
     def num_open(self, env: str = "") -> int:
-        return sum(load.sessions for worker in self.workers() for load in worker.loads if env in ("", load.env))
+        return sum(
+            load.sessions
+            for worker in self.workers()
+            for load in worker.loads
+            if env in ("", load.env)
+        )
 
     def num_completed(self) -> int:
         return sum(load.ended["completed"] for worker in self.workers() for load in worker.loads)
@@ -282,34 +315,51 @@ def files(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(files):
-    made = Service(*sorted(files.glob("*.py")), "--workers", "2", "--idle_s", "5", "--hook_timeout_s", "4")
+    made = Service(
+        *sorted(files.glob("*.py")), "--workers", "2", "--idle_s", "5", "--hook_timeout_s", "4"
+    )
     yield made
     kill_session(made.process)
 
 
-def play(env, replies: list[str], size: int = 1, task_id: str = "train/3", actors=None, **row) -> list:
+def play(
+    env, replies: list[str], size: int = 1, task_id: str = "train/3", actors=None, **row
+) -> list:
     """A group of episodes with these replies, one a turn."""
     actors = actors or {"policy": ScriptedActor(name="policy", chat=plain_chat(), replies=replies)}
 
     async def group() -> list:
-        task = Task(id=task_id, env=env.name, row={"answer": "3"} | row, messages=[{"role": "user", "content": "hi"}])
+        task = Task(
+            id=task_id,
+            env=env.name,
+            row={"answer": "3"} | row,
+            messages=[{"role": "user", "content": "hi"}],
+        )
         how = {"size": size, "params": SamplingParams(max_tokens=100), "seed": 0}
-        return await run_group({env.name: env}, actors, RolloutConfig(), Group(task=task, batch="t", number=0, **how))
+        return await run_group(
+            {env.name: env}, actors, RolloutConfig(), Group(task=task, batch="t", number=0, **how)
+        )
 
     return asyncio.run(group())
 
 
-TINY = f"--max_tokens 8 --max_prompt_tokens 24 --tasks_per_step 6 --num_steps 2 --optim.lr 1e-2 {STOP}"
-# How an engine rounds depends on what it computes together, and on whose cache it still has: one slot, and over several turns
-# one episode at a time, so that the numbers do not depend on when an environment answers.
+TINY = (
+    f"--max_tokens 8 --max_prompt_tokens 24 --tasks_per_step 6 --num_steps 2 --optim.lr 1e-2 {STOP}"
+)
+# How an engine rounds depends on what it computes together, and on whose cache it still has: one
+# slot, and over several turns one episode at a time, so that the numbers do not depend on when an
+# environment answers.
 TINY += " --rollout.max_concurrent 1"
 ALONE = "--algorithm reinforce_pp --group_size 1 --eval.samples 0"
 SAME = {
     "one turn": "--model {model} --env_path {scored} --group_size 3 --eval_every 2",
-    "several turns": f"--model {{model}} --env_path {{stateful}},{{count}} {ALONE} --max_turns 3 --eval_every 2",
-    "two actors": f"--actors.bob.model {{model}} --actors.alice.model {{model}} --env_path {{talk}} {ALONE} "
+    "several "
+    "turns": f"--model {{model}} --env_path {{stateful}},{{count}} {ALONE} --max_turns 3 --eval_every 2",
+    "two "
+    "actors": f"--actors.bob.model {{model}} --actors.alice.model {{model}} --env_path {{talk}} {ALONE} "
     "--max_prompt_tokens 90",
-    "hooks that ask": "--actors.policy.model {model} --actors.judge.model {model} --actors.judge.train false "
+    "hooks that "
+    "ask": "--actors.policy.model {model} --actors.judge.model {model} --actors.judge.train false "
     f"--env_path {{asking}},{{hinted}} {ALONE} --max_prompt_tokens 90",
 }
 
@@ -319,7 +369,9 @@ def lasting(rows: list[dict]) -> list[dict]:
 
 
 @pytest.mark.parametrize("how", SAME)
-def test_a_run_through_a_service_is_the_run_of_the_files_bit_for_bit(how, service, files, tiny_model, tmp_path):
+def test_a_run_through_a_service_is_the_run_of_the_files_bit_for_bit(
+    how, service, files, tiny_model, tmp_path
+):
     local = {name: files / f"{name}.py" for name in ENVS}
     served = local | {name: service.url(name) for name in ENVS if name != "count"}
     outs = []
@@ -337,20 +389,32 @@ def test_a_run_through_a_service_is_the_run_of_the_files_bit_for_bit(how, servic
 
 # Environment -> flags of check, which tries some of its tasks.
 ALIKE = dict.fromkeys(
-    ["calculator", "countdown", "guess_number", "sort_digits", "tool_use", "word_game"], "--num_tasks 3"
+    ["calculator", "countdown", "guess_number", "sort_digits", "tool_use", "word_game"],
+    "--num_tasks 3",
 )
 ALIKE |= dict.fromkeys(["code", "code_contest", "code_feedback", "gym_text"], "--num_tasks 1")
-ALIKE |= dict.fromkeys(["math_answer", "nim", "parallel_thinking", "search_qa", "tic_tac_toe"], "--num_tasks 1")
-ALIKE |= {"collaborate": "--num_tasks 3 --actors ann,ben", "debate": "--num_tasks 1 --actors ann,ben"}
-ALIKE |= {"jailbreak": "--num_tasks 2 --actors attacker,target", "llm_judge": "--num_tasks 2 --actors policy,judge"}
+ALIKE |= dict.fromkeys(
+    ["math_answer", "nim", "parallel_thinking", "search_qa", "tic_tac_toe"], "--num_tasks 1"
+)
+ALIKE |= {
+    "collaborate": "--num_tasks 3 --actors ann,ben",
+    "debate": "--num_tasks 1 --actors ann,ben",
+}
+ALIKE |= {
+    "jailbreak": "--num_tasks 2 --actors attacker,target",
+    "llm_judge": "--num_tasks 2 --actors policy,judge",
+}
 ALIKE |= {"referential_game": "--num_tasks 3", "sort_two_ways": "--num_tasks 3 --actors up,down"}
-OTHERS = ["chess_game", "mcp_tools", "openenv_client", "reward_model"]  # they need a second, a server or a model
+# They need a second, a server or a model.
+OTHERS = ["chess_game", "mcp_tools", "openenv_client", "reward_model"]
 
 
 @pytest.fixture(scope="module")
 def examples(files):
-    """All environments of the repository and one more, one worker with room for three sessions of each, and a token."""
-    names = {path.stem for path in ROOT.glob("envs/*.py")} - {"verifiers_env"}  # whose library is not installed
+    """All environments of the repository and one more, one worker with room for three sessions of
+    each, and a token."""
+    # Whose library is not installed.
+    names = {path.stem for path in ROOT.glob("envs/*.py")} - {"verifiers_env"}
     assert names == {*ALIKE, *OTHERS}
     paths = [files / "count.py", *(ROOT / f"envs/{name}.py" for name in sorted(names))]
     os.environ["OPENENV_URL"] = "http://127.0.0.1:9"  # where nobody listens
@@ -374,7 +438,9 @@ def test_check_says_of_a_served_environment_what_it_says_of_the_file(name, examp
     for path in (f"envs/{name}.py", examples.url(name)):
         assert command(["check", path, *ALIKE[name].split(), "--json"]) == 0
         [report] = json.loads(capsys.readouterr().out)
-        reports.append({key: report[key] for key in ("columns", "num_tasks", "tokens", "episodes", "normal")})
+        reports.append(
+            {key: report[key] for key in ("columns", "num_tasks", "tokens", "episodes", "normal")}
+        )
     assert reports[0] == reports[1]
 
 
@@ -382,12 +448,19 @@ def test_environments_that_check_cannot_try_begin_sessions(examples, token):
     chess, mcp, openenv, scored = (load_env(examples.url(name)) for name in OTHERS)
     fen = "7k/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"
     [t] = play(chess, ["Ra8"], fen=fen, opponent="actor", prompt="Move.")
-    assert (t.status, t.seat, t.reward_parts) == ("ok", "white", {"result": 1.0, "legal": pytest.approx(0.2)})
+    assert (t.status, t.seat, t.reward_parts) == (
+        "ok",
+        "white",
+        {"result": 1.0, "legal": pytest.approx(0.2)},
+    )
     row = mcp.load_tasks("train")[0]
     [t] = play(mcp, [row["answer"]], **row)
     assert (t.status, t.reward, t.metrics["called"]) == ("ok", 1.0, 0)
     [t] = play(openenv, ["x"])
-    assert t.error.startswith("rollout() failed for task train/3: grpc://") and "Cannot connect to host" in t.error
+    assert (
+        t.error.startswith("rollout() failed for task train/3: grpc://")
+        and "Cannot connect to host" in t.error
+    )
     assert scored.rewards and {*scored.hooks} == {"start", "reward_fn"}
 
 
@@ -402,14 +475,18 @@ def test_a_failing_hook_reads_as_that_of_a_file(service, files):
     error = f"{file}:{line}: ValueError: it was said to raise"
     assert raised.error == f"interact() failed for task train/3: {url}: {error}"
     assert raised.status == hung.status == "failed" and raised.reward is None
-    assert hung.error.startswith(f"interact() failed for task train/3: {url}: {file}: interact() ran longer than 4 s")
+    assert hung.error.startswith(
+        f"interact() failed for task train/3: {url}: {file}: interact() ran longer than 4 s"
+    )
     assert strange.status == "ok" and strange.reward == 6 / 8
     [unfit] = play(env, ["hi"], odd=object())
     assert "the row of train/3 must be JSON to travel: it holds a object" in unfit.error
 
 
 def test_columns_that_a_served_hook_does_not_find_are_refused_at_start_up(service):
-    with pytest.raises(ValueError, match=r"grpc://.*reward_fn\(\) names 'answer', which is neither"):
+    with pytest.raises(
+        ValueError, match=r"grpc://.*reward_fn\(\) names 'answer', which is neither"
+    ):
         load_env(service.url("count")).check_columns([{"prompt": "1"}])
 
 
@@ -418,9 +495,13 @@ def test_columns_that_a_served_hook_does_not_find_are_refused_at_start_up(servic
     [
         (
             "grpc://{0}/nobody",
-            "there is no environment 'nobody'; there are asking, count, hinted, scored, stateful, talk",
+            "there is no environment 'nobody'; there are asking, count, hinted, scored, stateful, "
+            "talk",
         ),
-        ("grpc://{0}/count?on_loss=replay", "unknown setting 'on_loss'; known: ca, on_lost, reconnect_s, token_file"),
+        (
+            "grpc://{0}/count?on_loss=replay",
+            "unknown setting 'on_loss'; known: ca, on_lost, reconnect_s, token_file",
+        ),
         ("grpc://{0}/count?on_lost=retry", "on_lost=retry must be fail or replay"),
         ("http://{0}/count", "must be grpc://HOST:PORT/NAME"),
         ("grpc://{0}/", "must be grpc://HOST:PORT/NAME: which environment"),
@@ -428,7 +509,10 @@ def test_columns_that_a_served_hook_does_not_find_are_refused_at_start_up(servic
         ("grpc://127.0.0.1:99999/count", "must be grpc://HOST:PORT/NAME"),
         ("grpc://{0}/count?reconnect_s=soon", "count: reconnect_s=soon must be seconds, as 120"),
         ("grpc://me:secret@{0}/count", "holds a password"),
-        ("grpc://127.0.0.1:9/count?reconnect_s=0.3", "127.0.0.1:9 could not be reached for 0.3 s: .*refused$"),
+        (
+            "grpc://127.0.0.1:9/count?reconnect_s=0.3",
+            "127.0.0.1:9 could not be reached for 0.3 s: .*refused$",
+        ),
     ],
 )
 def test_a_url_that_leads_nowhere_is_refused(url, why, service):
@@ -438,7 +522,9 @@ def test_a_url_that_leads_nowhere_is_refused(url, why, service):
 
 
 def test_numbers_of_numpy_in_rows_reach_the_service(service):
-    [t] = play(load_env(service.url("count")), ["hi", "done"], size=1, x=np.float32(1.5), y=np.arange(3))
+    [t] = play(
+        load_env(service.url("count")), ["hi", "done"], size=1, x=np.float32(1.5), y=np.arange(3)
+    )
     assert (t.status, t.reward) == ("ok", 2 / 8)
 
 
@@ -446,10 +532,16 @@ class Playing:
     """A session by hand."""
 
     def __init__(self, url: str, **row):
-        self.env, self.messages, self.row = load_env(url), [{"role": "user", "content": "hi"}], {"answer": "3"} | row
+        self.env, self.messages, self.row = (
+            load_env(url),
+            [{"role": "user", "content": "hi"}],
+            {"answer": "3"} | row,
+        )
 
     async def start(self) -> Playing:
-        self.task = Task(id="train/3", env="count", row=self.row, messages=list(self.messages), info={"level": 3})
+        self.task = Task(
+            id="train/3", env="count", row=self.row, messages=list(self.messages), info={"level": 3}
+        )
         hook = self.env.hooks["start"]
         self.state = await hook(self.task, dict.fromkeys(hook.ours) | {"task": self.task})
         return self
@@ -464,12 +556,17 @@ class Playing:
         return answer["messages"][0]["content"] if answer["messages"] else ""
 
     async def score(self) -> float:
-        hook, given = self.env.hooks["reward_fn"], {"messages": self.messages, "completion": "", "state": self.state}
+        hook, given = (
+            self.env.hooks["reward_fn"],
+            {"messages": self.messages, "completion": "", "state": self.state},
+        )
         [value] = (await hook(self.task, dict.fromkeys(hook.ours) | given)).values()
         return value
 
     def kill_worker(self, service: Service) -> None:
-        [pid] = [worker.pid for worker in service.workers() if self.state.name.startswith(worker.name)]
+        [pid] = [
+            worker.pid for worker in service.workers() if self.state.name.startswith(worker.name)
+        ]
         os.kill(pid, signal.SIGKILL)
 
 
@@ -489,7 +586,8 @@ def test_a_session_whose_worker_died_fails_or_is_played_again(on_lost, service):
 
 
 class Acting(ScriptedActor):
-    """It does something before a turn: act(number of the turn), which may give what it waits for."""
+    """It does something before a turn: act(number of the turn), which may give what it waits
+    for."""
 
     act: Any = None
 
@@ -510,8 +608,15 @@ class Acting(ScriptedActor):
 def speakers(act=lambda turn: None, **more) -> dict[str, ScriptedActor]:
     """A policy and a judge; act() before each turn of the policy."""
     how = {"chat": plain_chat(), **more}
-    cast = {name: Acting(name=name, replies=[f"{name} {n}" for n in range(9)], **how) for name in ("policy", "judge")}
-    cast["policy"].act, cast["judge"].act, cast["judge"].is_trainable = act, lambda turn: None, False
+    cast = {
+        name: Acting(name=name, replies=[f"{name} {n}" for n in range(9)], **how)
+        for name in ("policy", "judge")
+    }
+    cast["policy"].act, cast["judge"].act, cast["judge"].is_trainable = (
+        act,
+        lambda turn: None,
+        False,
+    )
     return cast
 
 
@@ -538,8 +643,12 @@ def mortal(files):
     kill_session(made.process)
 
 
-@pytest.mark.parametrize("on_lost, name, at", [("fail", "asking", 3), ("replay", "asking", 3), ("replay", "hinted", 1)])
-def test_a_session_whose_worker_died_while_it_asked_fails_or_is_asked_again(on_lost, name, at, mortal, files):
+@pytest.mark.parametrize(
+    "on_lost, name, at", [("fail", "asking", 3), ("replay", "asking", 3), ("replay", "hinted", 1)]
+)
+def test_a_session_whose_worker_died_while_it_asked_fails_or_is_asked_again(
+    on_lost, name, at, mortal, files
+):
     local = play(load_env(str(files / f"{name}.py")), [], actors=speakers())
     wait_until(lambda: mortal.num_open(name) == 0, "sessions end", 30)
     cast = speakers(kill_once(mortal, name, at))
@@ -552,7 +661,9 @@ def test_a_session_whose_worker_died_while_it_asked_fails_or_is_asked_again(on_l
         assert re.search(r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost: its worker ", found[0].error)
 
 
-def test_a_file_that_changes_while_a_run_goes_on_is_told_once_and_stands_in_the_records(tmp_path, capfd):
+def test_a_file_that_changes_while_a_run_goes_on_is_told_once_and_stands_in_the_records(
+    tmp_path, capfd
+):
     file = tmp_path / "changing.py"
     texts = [f"async def reward_fn(completion): return {reward}\n" for reward in (1.0, 2.0)]
     file.write_text(texts[0])
@@ -565,18 +676,29 @@ def test_a_file_that_changes_while_a_run_goes_on_is_told_once_and_stands_in_the_
             [worker] = service.workers()
             if text is texts[0]:
                 os.kill(worker.pid, signal.SIGKILL)
-                wait_until(lambda old=worker: [w for w in service.workers() if w.pid != old.pid], "the next worker", 60)
+                wait_until(
+                    lambda old=worker: [w for w in service.workers() if w.pid != old.pid],
+                    "the next worker",
+                    60,
+                )
     finally:
         kill_session(service.process)
     codes = [hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts]
     assert [(t.reward, t.env_code) for t in found] == [(1.0, codes[0])] * 2 + [(2.0, codes[1])] * 2
-    [line] = [line for line in capfd.readouterr().err.splitlines() if "has changed while the run goes on" in line]
+    [line] = [
+        line
+        for line in capfd.readouterr().err.splitlines()
+        if "has changed while the run goes on" in line
+    ]
     assert f"env_code {codes[0]} -> {codes[1]}" in line
 
 
 def test_each_trajectory_has_the_hash_of_the_file_whose_session_scored_it(tmp_path, capfd):
     file = tmp_path / "changing.py"
-    text = "import asyncio\nasync def reward_fn(completion):\n    await asyncio.sleep(0.2)\n    return {}\n"
+    text = (
+        "import asyncio\nasync def reward_fn(completion):\n    await asyncio.sleep(0.2)\n    "
+        "return {}\n"
+    )
     texts = [text.format(reward) for reward in (1.0, 2.0)]
     file.write_text(texts[0])
     service = Service(file, "--workers", "2")
@@ -586,7 +708,9 @@ def test_each_trajectory_has_the_hash_of_the_file_whose_session_scored_it(tmp_pa
         file.write_text(texts[1])
         old = service.workers()[0].pid
         os.kill(old, signal.SIGKILL)
-        wait_until(lambda: len({w.pid for w in service.workers()} - {old}) == 2, "the next worker", 60)
+        wait_until(
+            lambda: len({w.pid for w in service.workers()} - {old}) == 2, "the next worker", 60
+        )
         found = play(env, ["a"], size=8) + play(env, ["a"], size=8)
     finally:
         kill_session(service.process)
@@ -608,7 +732,9 @@ def test_a_replay_that_asks_actors_otherwise_fails(odd, mortal):
     cast = speakers(kill_once(mortal, "asking", 3))
     [*found] = play(load_env(mortal.url("asking", on_lost="replay")), [], actors=cast, odd=odd)
     assert {t.status for t in found} == {"failed"}
-    assert re.search(r"session \S+ was lost, and its replay differs: it asked actors otherwise", found[0].error)
+    assert re.search(
+        r"session \S+ was lost, and its replay differs: it asked actors otherwise", found[0].error
+    )
 
 
 def test_an_engine_that_dies_while_a_service_asks_is_started_again(service, files):
@@ -630,7 +756,8 @@ def test_an_engine_that_dies_while_a_service_asks_is_started_again(service, file
 
 
 def test_a_fast_actor_does_not_wait_for_a_slow_one(service):
-    """The judge speaks once the policy has begun its third turn, which the hook asks for meanwhile."""
+    """The judge speaks once the policy has begun its third turn, which the hook asks for
+    meanwhile."""
     has_begun = asyncio.Event()
     cast = speakers(lambda turn: has_begun.set() if turn == 2 else None)
     cast["judge"].act = lambda turn: asyncio.wait_for(has_begun.wait(), 30)
@@ -648,10 +775,15 @@ def test_what_an_actor_raises_reads_as_in_a_file(service, files):
         said.append(t.messages)
         cast["policy"].max_context_tokens = 1
         errors.append([t.error for t in play(load_env(path), [], actors=cast)])
-    assert said[0] == said[1] and "fills the context of 150; raise --max_prompt_tokens" in said[0][2]["content"]
+    assert (
+        said[0] == said[1]
+        and "fills the context of 150; raise --max_prompt_tokens" in said[0][2]["content"]
+    )
     assert errors[0] == errors[1] and "a prompt of" in errors[0][0]
     paths = str(files / "asking.py"), service.url("asking")
-    one, two = (play(load_env(path), [], actors=speakers(max_context_tokens=1))[0].error for path in paths)
+    one, two = (
+        play(load_env(path), [], actors=speakers(max_context_tokens=1))[0].error for path in paths
+    )
     assert two == one.replace("train/3: ", f"train/3: grpc://{service.address}/asking: ")
     assert "ValueError: a prompt of" in one
 
@@ -662,7 +794,8 @@ def test_what_is_said_to_a_session_that_another_replaced_takes_no_number_of_it(s
         lost = playing.state.name
         await playing.say("a")
         await playing.state.begin("start")
-        with pytest.raises(client.ServiceError, match=f"session {lost} was lost"):  # a reward that runs beside another
+        # A reward that runs beside another.
+        with pytest.raises(client.ServiceError, match=f"session {lost} was lost"):
             await playing.state.send("reward_fn", lost, pb.AnswerRequest())
         assert await playing.say("b") == "2"
 
@@ -677,7 +810,9 @@ def test_a_replay_that_is_answered_otherwise_fails(said, service):
         playing.kill_worker(service)
         await playing.say("b")
 
-    with pytest.raises(HookError, match="was lost, and its replay differs: turn 1 was answered otherwise"):
+    with pytest.raises(
+        HookError, match="was lost, and its replay differs: turn 1 was answered otherwise"
+    ):
         asyncio.run(lose())
 
 
@@ -714,7 +849,9 @@ def test_the_weight_of_a_task_is_that_of_the_file(service):
 
 def test_a_completion_and_the_info_of_a_task_travel(service):
     async def say() -> str:
-        return await (await Playing(service.url("count")).start()).say("completion", "<think>a</think>completion")
+        return await (await Playing(service.url("count")).start()).say(
+            "completion", "<think>a</think>completion"
+        )
 
     assert asyncio.run(say()) == "<think>a</think>completion{'level': 3}"
 
@@ -724,7 +861,12 @@ class Cutting:
 
     def __init__(self, address: str, every_s: float, delay_s: float = 0.0, port: int = 0):
         """delay_s: until it connects to the address."""
-        self.target, self.every_s, self.num_cuts, self.writers = address.split(":"), every_s, 0, set()
+        self.target, self.every_s, self.num_cuts, self.writers = (
+            address.split(":"),
+            every_s,
+            0,
+            set(),
+        )
         self.delay_s = delay_s
         self.loop, ready = asyncio.new_event_loop(), threading.Event()
         self.tasks: list[asyncio.Task] = []
@@ -743,7 +885,9 @@ class Cutting:
         await asyncio.sleep(self.delay_s)
         there, out = await asyncio.open_connection(*self.target)
         self.writers |= {writer, out}
-        await asyncio.gather(self.pump(reader, out), self.pump(there, writer), return_exceptions=True)
+        await asyncio.gather(
+            self.pump(reader, out), self.pump(there, writer), return_exceptions=True
+        )
 
     async def pump(self, reader, writer) -> None:
         while data := await reader.read(1 << 16):
@@ -885,7 +1029,8 @@ def roomy(examples, token):
 
 
 def test_sessions_end_with_their_episodes_and_wait_for_room(roomy):
-    """Eight at once where three have room. No garbage collection: nothing may hang in a cycle of references."""
+    """Eight at once where three have room. No garbage collection: nothing may hang in a cycle of
+    references."""
     env = load_env(roomy.url("count"))
     gc.collect()
     gc.disable()
@@ -907,7 +1052,9 @@ def test_a_start_that_was_given_up_leaves_no_session(roomy):
     async def crowd() -> None:
         held = [await start() for _ in range(3)]
         waiting = asyncio.ensure_future(start())
-        await asyncio.to_thread(wait_until, lambda: (roomy.num_open(), roomy.num_queued()) == (3, 1), "one waits")
+        await asyncio.to_thread(
+            wait_until, lambda: (roomy.num_open(), roomy.num_queued()) == (3, 1), "one waits"
+        )
         assert not waiting.done()
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
@@ -932,7 +1079,9 @@ held = asyncio.run(start())
 held.itself = held
 print(held.name, "torch" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")
     wait_until(lambda: roomy.num_open() == 0, "its session ends")
 
@@ -948,11 +1097,17 @@ def test_a_wrong_token_is_refused_at_once_and_two_ranks_share_a_service_without_
     (tmp_path / "right").write_text(TOKEN + "\n")
     paths = f"{examples.url('sort_digits', token_file=tmp_path / 'right')},{ROOT}/envs/countdown.py"
     flags = words(
-        "--model", tiny_model, "--env_path", paths, "--max_tokens 4 --max_prompt_tokens 140 --tasks_per_step 4"
+        "--model",
+        tiny_model,
+        "--env_path",
+        paths,
+        "--max_tokens 4 --max_prompt_tokens 140 --tasks_per_step 4",
     )
     given = [*flags, "--group_size", "2", "--num_steps", "2", "--out", str(tmp_path / "run")]
     done = run_ranks(2, "-m", "rl_core.train", *given, check=False)
-    assert len(metrics(tmp_path / "run")) == 2 and "none of 2 steps made an update" in done.stderr, done.stderr
+    assert (
+        len(metrics(tmp_path / "run")) == 2 and "none of 2 steps made an update" in done.stderr
+    ), done.stderr
     found = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert len(found) > 5 and not [path for path in found if TOKEN.encode() in path.read_bytes()]
     assert TOKEN not in done.stdout + done.stderr
@@ -960,14 +1115,22 @@ def test_a_wrong_token_is_refused_at_once_and_two_ranks_share_a_service_without_
 
 def test_tls_trusts_the_given_authority_alone(files, tmp_path):
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
-    command += " -addext subjectAltName=IP:127.0.0.1"  # localhost may have a second address, whose error is another
-    subprocess.run([*command.split(), "-keyout", key, "-out", cert], check=True, capture_output=True)
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj "
+        "/CN=localhost"
+    )
+    # Localhost may have a second address, whose error is another.
+    command += " -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run(
+        [*command.split(), "-keyout", key, "-out", cert], check=True, capture_output=True
+    )
     made = Service(files / "count.py", "--workers", "1", "--tls_cert", cert, "--tls_key", key)
     try:
         url = f"grpcs://{made.address}/count"
         assert play(load_env(f"{url}?ca={cert}"), ["done"])[0].status == "ok"
-        with pytest.raises(ValueError, match=r"could not be reached for 0\.5 s: .*CERTIFICATE_VERIFY_FAILED"):
+        with pytest.raises(
+            ValueError, match=r"could not be reached for 0\.5 s: .*CERTIFICATE_VERIFY_FAILED"
+        ):
             load_env(f"{url}?reconnect_s=0.5")
     finally:
         kill_session(made.process)
@@ -979,7 +1142,9 @@ def test_a_service_that_takes_seconds_to_greet_a_client_is_reached(service):
     proxy.end()
 
 
-@pytest.mark.parametrize("address, why", [("127.0.0.1:9", "refused"), ("nobody.onion:50051", "name not found")])
+@pytest.mark.parametrize(
+    "address, why", [("127.0.0.1:9", "refused"), ("nobody.onion:50051", "name not found")]
+)
 def test_an_address_at_which_nothing_can_be_is_given_up_soon(address, why, monkeypatch):
     monkeypatch.setattr(connection, "NOWHERE_S", 0.2)
     told = rf"could not be reached for 0.2 s: .*{why}.*; \?reconnect_s=120 in its URL waits longer"
@@ -987,23 +1152,40 @@ def test_an_address_at_which_nothing_can_be_is_given_up_soon(address, why, monke
         load_env(f"grpc://{address}/count")
 
 
-def test_a_service_that_starts_after_its_run_is_waited_for_and_named_once(service, monkeypatch, capfd):
-    monkeypatch.setattr(connection, "NOWHERE_S", 0.0)  # which does not count where the URL says how long
+def test_a_service_that_starts_after_its_run_is_waited_for_and_named_once(
+    service, monkeypatch, capfd
+):
+    # Which does not count where the URL says how long.
+    monkeypatch.setattr(connection, "NOWHERE_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-    urls, told = [f"grpc://127.0.0.1:{port}/{name}?reconnect_s=60" for name in ("count", "talk")], []
+    urls, told = (
+        [f"grpc://127.0.0.1:{port}/{name}?reconnect_s=60" for name in ("count", "talk")],
+        [],
+    )
     client.parse(urls[0])
     with ThreadPoolExecutor() as pool:
         loading = [pool.submit(load_env, url) for url in urls]
-        wait_until(lambda: told.append(capfd.readouterr().err) or f":{port} until" in "".join(told), "it is named")
+        wait_until(
+            lambda: told.append(capfd.readouterr().err) or f":{port} until" in "".join(told),
+            "it is named",
+        )
         proxy = Cutting(service.address, every_s=600, port=port)
         assert [env.result(60).name for env in loading] == ["count", "talk"]
-    lines = [line for line in "".join([*told, capfd.readouterr().err]).splitlines() if f":{port} until" in line]
-    assert len(lines) == 1 and re.match(r"waiting for a service at \S+ until \d\d:\d\d:\d\d .*refused$", lines[0])
+    lines = [
+        line
+        for line in "".join([*told, capfd.readouterr().err]).splitlines()
+        if f":{port} until" in line
+    ]
+    assert len(lines) == 1 and re.match(
+        r"waiting for a service at \S+ until \d\d:\d\d:\d\d .*refused$", lines[0]
+    )
     proxy.end()
 
 
-def test_a_service_that_was_there_and_went_is_waited_for_and_named_once_it_is_missed(service, monkeypatch, capfd):
+def test_a_service_that_was_there_and_went_is_waited_for_and_named_once_it_is_missed(
+    service, monkeypatch, capfd
+):
     monkeypatch.setattr(connection, "NOWHERE_S", 0.2)
     proxy, told = Cutting(service.address, every_s=600), []
     url = f"grpc://{proxy.address}/count"
@@ -1014,7 +1196,10 @@ def test_a_service_that_was_there_and_went_is_waited_for_and_named_once_it_is_mi
     with ThreadPoolExecutor() as pool:
         loading = pool.submit(load_env, url)
         wait_until(
-            lambda: told.append(capfd.readouterr().err) or f"{proxy.address} until" in "".join(told), "it is named"
+            lambda: (
+                told.append(capfd.readouterr().err) or f"{proxy.address} until" in "".join(told)
+            ),
+            "it is named",
         )
         monkeypatch.setenv("LOCAL_RANK", "1")
         held._tell(60.0)
@@ -1028,7 +1213,9 @@ SLOW = COUNT.replace('state["turns"] += 1', 'state["turns"] += 1; await asyncio.
 
 
 @pytest.mark.parametrize("on_lost", ["fail", "replay"])
-def test_a_run_whose_workers_die_finishes_and_what_it_reports_adds_up(on_lost, tiny_model, tmp_path):
+def test_a_run_whose_workers_die_finishes_and_what_it_reports_adds_up(
+    on_lost, tiny_model, tmp_path
+):
     (tmp_path / "slow.py").write_text(SLOW)
     service = Service(tmp_path / "slow.py", "--workers", "2")
     over, killed = threading.Event(), []
@@ -1036,7 +1223,11 @@ def test_a_run_whose_workers_die_finishes_and_what_it_reports_adds_up(on_lost, t
     def kill() -> None:
         """Three times a worker that holds sessions."""
         while not over.wait(0.7) and len(killed) < 3:
-            busy = [worker for worker in service.workers() if any(load.sessions for load in worker.loads)]
+            busy = [
+                worker
+                for worker in service.workers()
+                if any(load.sessions for load in worker.loads)
+            ]
             for worker in busy[:1]:
                 os.kill(worker.pid, signal.SIGKILL)
                 killed.append(worker.name)
@@ -1045,7 +1236,9 @@ def test_a_run_whose_workers_die_finishes_and_what_it_reports_adds_up(on_lost, t
     killing.start()
     try:
         url = service.url("slow", on_lost=on_lost)
-        flags = words("--model", tiny_model, f"--env_path {url} --max_tokens 3 --max_prompt_tokens 64 {STOP}")
+        flags = words(
+            "--model", tiny_model, f"--env_path {url} --max_tokens 3 --max_prompt_tokens 64 {STOP}"
+        )
         more = "--tasks_per_step 4 --group_size 4 --num_steps 3 --rollout.max_failed_fraction 0.9"
         out = run(tmp_path / "out", flags, more)
     finally:
@@ -1060,11 +1253,15 @@ def test_a_run_whose_workers_die_finishes_and_what_it_reports_adds_up(on_lost, t
         statuses = Counter(row["status"] for row in step)
         assert told[number]["rollout/policy/failed"] == statuses["failed"]
         scored = statuses["ok"] + statuses["truncated"]
-        assert told[number]["rollout/policy/truncated_frac"] == pytest.approx(statuses["truncated"] / scored)
+        assert told[number]["rollout/policy/truncated_frac"] == pytest.approx(
+            statuses["truncated"] / scored
+        )
         for row in step:
             assert (row["reward"] is None) == (row["status"] == "failed")
             if row["status"] == "failed":
-                assert re.search(r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost: its worker ", row["error"])
+                assert re.search(
+                    r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost: its worker ", row["error"]
+                )
     num_failed = sum(row["status"] == "failed" for step in rows for row in step)
     assert num_failed if on_lost == "fail" else not num_failed
 
@@ -1074,7 +1271,16 @@ def test_the_example_plays_with_nothing_but_grpc(examples, token):
     code = "import runpy, sys; sys.modules['rl_core'] = None; sys.argv = sys.argv[1:]; "
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     script = ROOT / "scripts/grpc_client.py"
-    argv = [sys.executable, "-c", code, str(script), "--address", examples.address, "--episodes", "2"]
+    argv = [
+        sys.executable,
+        "-c",
+        code,
+        str(script),
+        "--address",
+        examples.address,
+        "--episodes",
+        "2",
+    ]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()

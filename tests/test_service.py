@@ -1,4 +1,5 @@
-"""rl-core serve: its sessions, queue, workers that die or fall silent, several hubs, security, HTTP, metrics."""
+"""rl-core serve: its sessions, queue, workers that die or fall silent, several hubs, security,
+HTTP, metrics."""
 
 from __future__ import annotations
 
@@ -71,11 +72,24 @@ class Service:
 
     def __init__(self, *args, token: str = "", ca: bytes | None = None, max_files: int = 0):
         command = [sys.executable, "-m", "rl_core.cli", "serve", *map(str, args)]
-        env = {k: v for k, v in os.environ.items() if k != TOKEN_VARIABLE} | ({TOKEN_VARIABLE: token} if token else {})
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-        limit = (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))) if max_files else None
+        env = {k: v for k, v in os.environ.items() if k != TOKEN_VARIABLE} | (
+            {TOKEN_VARIABLE: token} if token else {}
+        )
+        pipes = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+            "start_new_session": True,
+        }
+        limit = (
+            (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files)))
+            if max_files
+            else None
+        )
         pipes["preexec_fn"] = limit
-        self.process = subprocess.Popen(command, cwd=ROOT, env=env | {"OMP_NUM_THREADS": "1"}, **pipes)
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=env | {"OMP_NUM_THREADS": "1"}, **pipes
+        )
         self.lines: list[str] = []
         threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True).start()
         self.token, self.ca, self.channels = token, ca, []
@@ -112,7 +126,12 @@ class Service:
             request_serializer=REQUESTS[verb].SerializeToString,
             response_deserializer=REPLIES[verb].FromString,
         )
-        return ask(REQUESTS[verb](**fields), timeout=timeout_s, metadata=self.metadata(token), wait_for_ready=True)
+        return ask(
+            REQUESTS[verb](**fields),
+            timeout=timeout_s,
+            metadata=self.metadata(token),
+            wait_for_ready=True,
+        )
 
     def refused(self, verb: str, **fields) -> tuple[StatusCode, str]:
         with pytest.raises(grpc.RpcError) as error:
@@ -120,7 +139,9 @@ class Service:
         return error.value.code(), error.value.details()
 
     def start(self, prompt: str = "count", **fields) -> str:
-        return self.call("start", env="counter", row=json.dumps({"prompt": prompt}), **fields).session
+        return self.call(
+            "start", env="counter", row=json.dumps({"prompt": prompt}), **fields
+        ).session
 
     def interact(self, session: str, number: int, text: str = "x", **fields) -> str:
         reply = self.call("interact", session=session, number=number, said=said(text), **fields)
@@ -143,7 +164,10 @@ class Service:
         for channel in self.channels:
             channel.close()
         if self.process.poll() is None:
-            for process in [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children()]:
+            for process in [
+                psutil.Process(self.process.pid),
+                *psutil.Process(self.process.pid).children(),
+            ]:
                 process.kill()
         self.process.wait()
 
@@ -177,7 +201,9 @@ def said(text: str = "x") -> pb.Said:
 
 
 def starting(id: int, **fields) -> pb.Request:
-    return pb.Request(id=id, start=pb.StartRequest(env="counter", row='{"prompt": "count"}'), **fields)
+    return pb.Request(
+        id=id, start=pb.StartRequest(env="counter", row='{"prompt": "count"}'), **fields
+    )
 
 
 @pytest.fixture(scope="module")
@@ -204,9 +230,13 @@ def service(counter):
         yield service
 
 
-def post(service: Service, verb: str, body: bytes | dict, token: str | None = None, **more: str) -> tuple[int, dict]:
+def post(
+    service: Service, verb: str, body: bytes | dict, token: str | None = None, **more: str
+) -> tuple[int, dict]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(f"{service.http}/v1/{verb}", data, dict(service.metadata(token)) | more)
+    request = urllib.request.Request(
+        f"{service.http}/v1/{verb}", data, dict(service.metadata(token)) | more
+    )
     try:
         with urllib.request.urlopen(request, timeout=30) as reply:
             return reply.status, json.load(reply)
@@ -233,9 +263,16 @@ def test_an_episode_plays_over_the_verbs(service):
 def test_health_and_reflection_tell_of_the_service(service):
     ask = health_pb2_grpc.HealthStub(service.channel()).Check
     for name in ("", HUB, ENVIRONMENTS):
-        assert ask(health_pb2.HealthCheckRequest(service=name)).status == health_pb2.HealthCheckResponse.SERVING
+        assert (
+            ask(health_pb2.HealthCheckRequest(service=name)).status
+            == health_pb2.HealthCheckResponse.SERVING
+        )
     request = reflection_pb2.ServerReflectionRequest(list_services="")
-    reply = next(reflection_pb2_grpc.ServerReflectionStub(service.channel()).ServerReflectionInfo(iter([request])))
+    reply = next(
+        reflection_pb2_grpc.ServerReflectionStub(service.channel()).ServerReflectionInfo(
+            iter([request])
+        )
+    )
     assert {ENVIRONMENTS, HUB} <= {found.name for found in reply.list_services_response.service}
 
 
@@ -251,10 +288,15 @@ def test_starts_wait_in_their_order_and_too_many_are_refused(counter):
         stream = service.stream()
         stream.say(*map(starting, (1, 2, 3, 4)), starting(5, timeout_s=0.3))
         first = stream.hear(3)
-        assert [first[id].code for id in (1, 4, 5)] == [0, *[StatusCode.RESOURCE_EXHAUSTED.value[0]] * 2]
+        assert [first[id].code for id in (1, 4, 5)] == [
+            0,
+            *[StatusCode.RESOURCE_EXHAUSTED.value[0]] * 2,
+        ]
         assert service.call("workers").queued["counter"] == 2
         stream.say(starting(6))
-        assert stream.hear(1)[6].error.startswith("all workers of counter are full and 2 starts wait")
+        assert stream.hear(1)[6].error.startswith(
+            "all workers of counter are full and 2 starts wait"
+        )
         order, session = [], first[1].start.session
         for _ in range(2):
             service.call("cancel", session=session)
@@ -305,14 +347,17 @@ def test_a_renewal_waits_for_no_worker_that_is_blocked():
         hub, blocked, gone = Hub(heartbeat_s=0.01), f"{'a' * 12}.1", f"{'b' * 12}.1"
         hub.links["a" * 12] = WorkerLink(pb.Hello(worker="a" * 12), pb.Worker())
         hub.died("b" * 12)
-        return list((await asyncio.wait_for(hub.renew(pb.RenewRequest(sessions=[blocked, gone])), 60)).gone)
+        return list(
+            (await asyncio.wait_for(hub.renew(pb.RenewRequest(sessions=[blocked, gone])), 60)).gone
+        )
 
     assert asyncio.run(renew()) == [f"{'b' * 12}.1"]
 
 
 def test_a_worker_that_blocks_is_not_taken_for_dead(service):
     session = service.start()
-    assert service.interact(session, 1, "block 3") == "1"  # longer than the silence that removes a worker
+    # Longer than the silence that removes a worker.
+    assert service.interact(session, 1, "block 3") == "1"
     assert service.interact(session, 2) == "2"
 
 
@@ -320,10 +365,14 @@ def test_a_crash_ends_the_sessions_of_its_worker_alone(service):
     sessions = {service.start() for _ in range(6)}
     doomed = min(sessions)
     rest = {s for s in sessions if s[:12] != doomed[:12]}
-    assert rest and service.refused("interact", session=doomed, number=1, said=said("die"))[0] == StatusCode.DATA_LOSS
-    assert {service.refused("interact", session=s, number=1, said=said())[0] for s in sessions - rest} == {
-        StatusCode.DATA_LOSS
-    }
+    assert (
+        rest
+        and service.refused("interact", session=doomed, number=1, said=said("die"))[0]
+        == StatusCode.DATA_LOSS
+    )
+    assert {
+        service.refused("interact", session=s, number=1, said=said())[0] for s in sessions - rest
+    } == {StatusCode.DATA_LOSS}
     assert [service.interact(s, 1) for s in sorted(rest)] == ["1"] * len(rest)
     assert doomed[:12] not in {worker.name for worker in service.workers(2)}
 
@@ -332,7 +381,10 @@ def test_a_start_that_ends_its_worker_is_tried_on_two(counter):
     with serving(counter, "--port", 0, "--workers", 3) as service:
         before = {worker.name for worker in service.workers(3)}
         code, text = service.refused("start", env="counter", row='{"prompt": "die"}')
-        assert (code, text) == (StatusCode.DATA_LOSS, "2 workers went away while they started this session")
+        assert (code, text) == (
+            StatusCode.DATA_LOSS,
+            "2 workers went away while they started this session",
+        )
         assert len(before & {worker.name for worker in service.workers()}) == 1
 
 
@@ -341,17 +393,23 @@ def test_a_silent_worker_is_removed_and_its_sessions_go_on_when_it_is_back(servi
     pid = next(worker.pid for worker in service.workers(2) if session.startswith(worker.name))
     os.kill(pid, signal.SIGSTOP)
     try:
-        assert service.refused("interact", session=session, number=1, said=said())[0] == StatusCode.DATA_LOSS
+        assert (
+            service.refused("interact", session=session, number=1, said=said())[0]
+            == StatusCode.DATA_LOSS
+        )
         assert session[:12] not in {worker.name for worker in service.workers()}
         assert service.interact(service.start(), 1) == "1"  # on the other one
     finally:
         os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: session[:12] in {worker.name for worker in service.workers()}, "the worker is back")
+    wait_until(
+        lambda: session[:12] in {worker.name for worker in service.workers()}, "the worker is back"
+    )
     assert service.interact(session, 1) == "1"  # done once, though it was asked twice
 
 
 class LazyWorker:
-    """A worker that ends its connection instead of answering, and comes back as one that answers."""
+    """A worker that ends its connection instead of answering, and comes back as one that
+    answers."""
 
     def __init__(self, service: Service, name: str):
         self.service, self.name, self.heard, self.joined = service, name, [], threading.Semaphore(0)
@@ -372,7 +430,9 @@ class LazyWorker:
                 self.joined.release()
             for request in message.requests:
                 self.heard.append(request.interact.number)
-                reply = pb.Reply(id=request.id, interact=pb.InteractReply(messages='[{"content": "back"}]'))
+                reply = pb.Reply(
+                    id=request.id, interact=pb.InteractReply(messages='[{"content": "back"}]')
+                )
                 self.out.put(pb.FromWorker(replies=[reply]) if answers else None)
 
     def close(self) -> None:
@@ -382,14 +442,19 @@ class LazyWorker:
 
 def test_only_a_numbered_request_is_asked_again_when_the_connection_broke(service):
     first = LazyWorker(service, "ab" * 6)
-    assert service.refused("interact", session=f"{first.name}.{'0' * 16}", said=said())[0] == StatusCode.ABORTED
+    assert (
+        service.refused("interact", session=f"{first.name}.{'0' * 16}", said=said())[0]
+        == StatusCode.ABORTED
+    )
     assert first.joined.acquire(timeout=60)
     second = LazyWorker(service, "cd" * 6)
     assert service.interact(f"{second.name}.{'0' * 16}", 1) == "back"
     assert (first.heard, second.heard) == ([0], [1, 1])
     for worker in (first, second):
         worker.close()
-    wait_until(lambda: not {first.name, second.name} & {w.name for w in service.workers()}, "they are gone")
+    wait_until(
+        lambda: not {first.name, second.name} & {w.name for w in service.workers()}, "they are gone"
+    )
 
 
 def test_workers_end_with_their_server(counter):
@@ -399,13 +464,19 @@ def test_workers_end_with_their_server(counter):
         worker.wait(timeout=60)
 
 
-@pytest.mark.parametrize("flags", [["--workers", 2], ["--controller"]], ids=["workers", "controller"])
-def test_a_server_that_is_killed_leaves_nothing_in_the_temporary_folder(counter, tmp_path, monkeypatch, flags):
+@pytest.mark.parametrize(
+    "flags", [["--workers", 2], ["--controller"]], ids=["workers", "controller"]
+)
+def test_a_server_that_is_killed_leaves_nothing_in_the_temporary_folder(
+    counter, tmp_path, monkeypatch, flags
+):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with serving(*([] if "--controller" in flags else [counter]), *flags) as service:
         service.process.kill()
         service.process.wait()
-        wait_until(lambda: not list(tmp_path.glob("rl_core_serve_*")), "the folder of the socket is gone")
+        wait_until(
+            lambda: not list(tmp_path.glob("rl_core_serve_*")), "the folder of the socket is gone"
+        )
 
 
 def test_killed_workers_and_controllers_lose_and_double_nothing(tmp_path):
@@ -431,7 +502,11 @@ def test_a_worker_joins_several_hubs_and_survives_one(counter):
             [worker] = a.workers()
             assert [other.name for other in b.workers()] == [worker.name]
             first, second = a.start(), b.start()
-            assert [a.interact(first, 1), b.interact(first, 2), b.interact(second, 1)] == ["1", "2", "1"]
+            assert [a.interact(first, 1), b.interact(first, 2), b.interact(second, 1)] == [
+                "1",
+                "2",
+                "1",
+            ]
             stream = b.stream()
             stream.say(starting(1, timeout_s=0.3))  # full, whoever started them
             assert stream.hear(1)[1].code == StatusCode.DEADLINE_EXCEEDED.value[0]
@@ -449,12 +524,17 @@ def test_a_worker_joins_several_hubs_and_survives_one(counter):
 def test_a_client_that_does_not_read_slows_nobody_and_fills_no_memory(service):
     slow, hub = service.stream(), psutil.Process(service.process.pid)
     sessions, before = [service.start() for _ in range(90)], hub.memory_info().rss
-    asked = [pb.InteractRequest(session=session, number=1, said=said(f"big {4 << 20}")) for session in sessions]
-    slow.say(*(pb.Request(id=n, interact=request) for n, request in enumerate(asked)))  # 360 MiB of replies
+    asked = [
+        pb.InteractRequest(session=session, number=1, said=said(f"big {4 << 20}"))
+        for session in sessions
+    ]
+    # 360 MiB of replies.
+    slow.say(*(pb.Request(id=n, interact=request) for n, request in enumerate(asked)))
     wait_until(lambda: hub.memory_info().rss > before + (32 << 20), "replies wait")
     other = service.start()
     assert [service.interact(other, n) for n in range(1, 21)] == [str(n) for n in range(1, 21)]
-    for last in {session[:12]: session for session in sessions}.values():  # of each worker: all were answered
+    # Of each worker: all were answered.
+    for last in {session[:12]: session for session in sessions}.values():
         assert len(service.interact(last, 1, f"big {4 << 20}")) == 4 << 20
     assert hub.memory_info().rss - before < 340 << 20
     with pytest.raises(grpc.RpcError) as error:
@@ -463,12 +543,17 @@ def test_a_client_that_does_not_read_slows_nobody_and_fills_no_memory(service):
 
 
 def test_a_client_that_reads_late_gets_all_replies(service):
-    """80 MiB wait, which no message of a stream can hold, and the next requests are begun once they are read."""
+    """80 MiB wait, which no message of a stream can hold, and the next requests are begun once they
+    are read."""
     late, sessions = service.stream(), [service.start() for _ in range(40)]
-    asked = [pb.InteractRequest(session=session, number=1, said=said(f"big {4 << 20}")) for session in sessions]
+    asked = [
+        pb.InteractRequest(session=session, number=1, said=said(f"big {4 << 20}"))
+        for session in sessions
+    ]
     for first in (0, 20):
         late.say(*(pb.Request(id=n, interact=asked[n]) for n in range(first, first + 20)))
-        for last in {sessions[n][:12]: sessions[n] for n in range(first, first + 20)}.values():  # of each worker
+        # Of each worker.
+        for last in {sessions[n][:12]: sessions[n] for n in range(first, first + 20)}.values():
             assert len(service.interact(last, 1, f"big {4 << 20}")) == 4 << 20
     assert all(len(reply.interact.messages) > 4 << 20 for reply in late.hear(40).values())
 
@@ -487,15 +572,24 @@ def test_what_is_too_large_fails_alone(service):
         other.hear(1)
     assert error.value.code() == StatusCode.RESOURCE_EXHAUSTED
     stream.say(
-        pb.Request(id=3, interact=pb.InteractRequest(session=session, number=2, said=said(f"big {MAX_REQUEST}")))
+        pb.Request(
+            id=3,
+            interact=pb.InteractRequest(session=session, number=2, said=said(f"big {MAX_REQUEST}")),
+        )
     )
     assert stream.hear(1)[3].error.endswith(f"bytes; {MAX_REQUEST} may travel")
     assert service.interact(session, 3) == "3"
 
 
 def test_an_error_that_is_too_long_for_a_header_is_cut(service):
-    code, text = service.refused("interact", session=service.start(), number=1, said=said("fail 9000"))
-    assert code == StatusCode.UNKNOWN and "RuntimeError: éé" in text and 1000 < len(text.encode()) <= 2000
+    code, text = service.refused(
+        "interact", session=service.start(), number=1, said=said("fail 9000")
+    )
+    assert (
+        code == StatusCode.UNKNOWN
+        and "RuntimeError: éé" in text
+        and 1000 < len(text.encode()) <= 2000
+    )
 
 
 # --- security
@@ -521,7 +615,10 @@ def test_what_a_stranger_sends_is_not_read_into_memory(service):
     process = Path(f"/proc/{service.process.pid}")
     (process / "clear_refs").write_text("5")  # the peak is that from here on
     before, data = peak_mib(), b"x" * (60 << 20)
-    starts = [service.channel().unary_unary(f"/{ENVIRONMENTS}/Start").future(data, timeout=30) for _ in range(3)]
+    starts = [
+        service.channel().unary_unary(f"/{ENVIRONMENTS}/Start").future(data, timeout=30)
+        for _ in range(3)
+    ]
     assert [start.code() for start in starts] == [StatusCode.UNAUTHENTICATED] * 3
     assert peak_mib() - before < 60
 
@@ -531,7 +628,9 @@ def test_the_token_stands_in_no_command_line_output_or_environment_of_workers(se
     workers = server.children(recursive=True)
     lines = [" ".join(process.cmdline()) for process in (server, *workers)]
     assert len(lines) >= 3 and not any(TOKEN in line for line in lines)
-    assert not any(TOKEN.encode() in Path(f"/proc/{worker.pid}/environ").read_bytes() for worker in workers)
+    assert not any(
+        TOKEN.encode() in Path(f"/proc/{worker.pid}/environ").read_bytes() for worker in workers
+    )
     assert TOKEN not in service.text()
     assert TOKEN not in repr(Access(token=TOKEN))
 
@@ -550,8 +649,18 @@ def test_a_page_in_a_browser_may_not_ask(service):
 def made_certificate(folder: Path) -> tuple[list, Path]:
     """(flags of a server, its certificate)."""
     key, cert = folder / "key.pem", folder / "cert.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
-    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj "
+        "/CN=localhost"
+    )
+    names = [
+        "-addext",
+        "subjectAltName=DNS:localhost,IP:127.0.0.1",
+        "-keyout",
+        str(key),
+        "-out",
+        str(cert),
+    ]
     subprocess.run([*command.split(), *names], check=True, capture_output=True)
     return ["--tls_cert", cert, "--tls_key", key], cert
 
@@ -559,7 +668,14 @@ def made_certificate(folder: Path) -> tuple[list, Path]:
 def test_tls_by_files(counter, tmp_path):
     tls, cert = made_certificate(tmp_path)
     with serving("--controller", "--port", 0, *tls, token=TOKEN, ca=cert.read_bytes()) as hub:
-        join = ["--join", hub.address.replace("127.0.0.1", "localhost"), "--tls_ca", cert, "--workers", 1]
+        join = [
+            "--join",
+            hub.address.replace("127.0.0.1", "localhost"),
+            "--tls_ca",
+            cert,
+            "--workers",
+            1,
+        ]
         with serving(counter, *join, token=TOKEN):
             assert hub.interact(hub.start(), 1) == "1"
         with grpc.insecure_channel(hub.address) as plain, pytest.raises(grpc.RpcError):
@@ -577,7 +693,9 @@ def test_local_workers_join_without_tls_in_a_private_folder(counter, tmp_path):
         import ssl
 
         context = ssl.create_default_context(cadata=cert.read_text())
-        with urllib.request.urlopen(f"{service.http}/metrics", timeout=30, context=context) as reply:
+        with urllib.request.urlopen(
+            f"{service.http}/metrics", timeout=30, context=context
+        ) as reply:
             assert b"rl_core_workers 1.0" in reply.read()
 
 
@@ -586,7 +704,8 @@ def test_local_workers_join_without_tls_in_a_private_folder(counter, tmp_path):
     [
         (
             "--host 0.0.0.0",
-            "--host 0.0.0.0 is reached by other machines, and there is no token: set RL_CORE_SERVICE_TOKEN",
+            "--host 0.0.0.0 is reached by other machines, and there is no token: set "
+            "RL_CORE_SERVICE_TOKEN",
         ),
         ("--tls_cert x.pem", "--tls_cert and --tls_key belong together"),
         ("--controller", "name environment files, or --controller: one of them"),
@@ -594,7 +713,10 @@ def test_local_workers_join_without_tls_in_a_private_folder(counter, tmp_path):
         ("--token_file nowhere", "error: token_file nowhere: No such file or directory"),
         ("--join x:1 --http_port 0", "--join x:1 opens no hub of its own"),
         ("--http_port 99999", "--port 0 and --http_port 99999 must be from 0 to 65535"),
-        ("--host 127.0.0.1 --http_port TAKEN", "of 127.0.0.1: Address already in use; --http_port 0 finds one"),
+        (
+            "--host 127.0.0.1 --http_port TAKEN",
+            "of 127.0.0.1: Address already in use; --http_port 0 finds one",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused(flags, message, counter, capsys, monkeypatch):
@@ -613,7 +735,13 @@ for name in missing.split(","):
     sys.modules[name] = None
 sys.exit(cli.main(command))
 """
-EXTRA = ["grpc", "google.protobuf", "grpc_health.v1", "grpc_reflection.v1alpha", "prometheus_client"]
+EXTRA = [
+    "grpc",
+    "google.protobuf",
+    "grpc_health.v1",
+    "grpc_reflection.v1alpha",
+    "prometheus_client",
+]
 
 
 def without(missing: str, *command: object) -> subprocess.CompletedProcess:
@@ -627,7 +755,8 @@ def test_a_package_of_the_extra_that_is_missing_is_one_line(missing, counter):
     done = without(missing, "serve", counter, "--port", 0, "--http_port", 0)
     assert done.returncode == 1
     assert re.fullmatch(
-        rf"error: rl-core serve needs gRPC \(.*{re.escape(missing.split('.')[0])}.*\): pip install 'rl_core\[service\]'\n",
+        rf"error: rl-core serve needs gRPC \(.*{re.escape(missing.split('.')[0])}.*\): pip install "
+        rf"'rl_core\[service\]'\n",
         done.stderr,
     )
 
@@ -638,7 +767,9 @@ def test_help_and_wrong_flags_of_serve_need_no_grpc():
     done = without(",".join(EXTRA), "serve", "--controller", "--workers", "0")
     assert done.stderr == "error: --workers 0 must be above 0\n"
     done = without(",".join(EXTRA), "info", "--service", "grpc://127.0.0.1:1")
-    assert done.returncode == 1 and done.stderr.startswith("error: rl-core info --service needs gRPC (")
+    assert done.returncode == 1 and done.stderr.startswith(
+        "error: rl-core info --service needs gRPC ("
+    )
 
 
 def test_a_port_that_is_taken_is_an_error(counter, service, capsys):
@@ -651,11 +782,16 @@ def test_a_port_that_is_taken_is_an_error(counter, service, capsys):
     ("text", "error"),
     [
         (None, "typo.py: no such file; did you mean 'type.py'?"),
-        ("import no_such_module", "typo.py:1: ModuleNotFoundError: No module named 'no_such_module'; pip install it"),
+        (
+            "import no_such_module",
+            "typo.py:1: ModuleNotFoundError: No module named 'no_such_module'; pip install it",
+        ),
         ("x = 1", "typo.py: defines no hook; it needs def reward_fn(messages, ...)"),
     ],
 )
-def test_a_file_that_cannot_be_served_is_refused_before_an_address_is_told(text, error, tmp_path, capfd):
+def test_a_file_that_cannot_be_served_is_refused_before_an_address_is_told(
+    text, error, tmp_path, capfd
+):
     (tmp_path / "type.py").touch()
     if text:
         (tmp_path / "typo.py").write_text(text)
@@ -715,8 +851,13 @@ def test_a_server_that_drains_lets_sessions_end(counter):
         service.process.send_signal(signal.SIGTERM)
         service.wait_for_line("draining")
         assert stream.hear(1)[1].code == StatusCode.UNAVAILABLE.value[0]
-        wait_until(lambda: service.refused("start", env="counter", row="{}")[0] == StatusCode.UNAVAILABLE, "no starts")
-        health = health_pb2_grpc.HealthStub(service.channel()).Check(health_pb2.HealthCheckRequest())
+        wait_until(
+            lambda: service.refused("start", env="counter", row="{}")[0] == StatusCode.UNAVAILABLE,
+            "no starts",
+        )
+        health = health_pb2_grpc.HealthStub(service.channel()).Check(
+            health_pb2.HealthCheckRequest()
+        )
         assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert service.interact(session, 1) == "1"
         service.call("cancel", session=session)
@@ -738,8 +879,17 @@ def test_a_second_signal_ends_at_once(counter):
 def test_an_episode_plays_over_http(service):
     status, begun = post(service, "start", {"env": "counter", "row": '{"prompt": "count"}'})
     assert (status, begun["messages"]) == (200, '[{"role":"user","content":"count"}]')
-    body = {"session": begun["session"], "number": 1, "said": {"messages": '[{"role": "assistant", "content": "x"}]'}}
-    expected = {"messages": '[{"role":"user","content":"1"}]', "done": False, "status": "RUNNING", "metrics": {}}
+    body = {
+        "session": begun["session"],
+        "number": 1,
+        "said": {"messages": '[{"role": "assistant", "content": "x"}]'},
+    }
+    expected = {
+        "messages": '[{"role":"user","content":"1"}]',
+        "done": False,
+        "status": "RUNNING",
+        "metrics": {},
+    }
     assert post(service, "interact", body) == post(service, "interact", body) == (200, expected)
     status, scored = post(service, "score", {"session": begun["session"], "number": 2})
     assert (status, scored["scores"][0]["reward"]) == (200, 1.0)
@@ -764,7 +914,17 @@ def test_http_says_what_is_wrong(service, verb, body, status, code):
 
 def test_prometheus_reads_what_happened(counter):
     with serving(
-        counter, "--port", 0, "--http_port", 0, "--workers", 1, "--capacity", 5, "--heartbeat_s", 0.8
+        counter,
+        "--port",
+        0,
+        "--http_port",
+        0,
+        "--workers",
+        1,
+        "--capacity",
+        5,
+        "--heartbeat_s",
+        0.8,
     ) as service:
         sessions = [service.start() for _ in range(3)]
         for n in (1, 2, 3, 4):
@@ -775,9 +935,14 @@ def test_prometheus_reads_what_happened(counter):
         def values():
             with urllib.request.urlopen(f"{service.http}/metrics", timeout=30) as reply:
                 families = text_string_to_metric_families(reply.read().decode())
-            return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+            return {
+                (s.name, *s.labels.values()): s.value for family in families for s in family.samples
+            }
 
-        wait_until(lambda: values().get(("rl_core_ended_total", "counter", "agent_error")) == 1, "a heartbeat told")
+        wait_until(
+            lambda: values().get(("rl_core_ended_total", "counter", "agent_error")) == 1,
+            "a heartbeat told",
+        )
         found = values()
         of_env = {
             name: found[f"rl_core_{name}", "counter"]
@@ -802,12 +967,17 @@ def test_info_shows_the_workers(service, capsys, monkeypatch):
     workers = service.workers(2)
     assert cli.main(["info", "--service", f"grpc://{service.address}"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[:3]] == ["worker", *(worker.name for worker in workers)]
+    assert [line.split()[0] for line in lines[:3]] == [
+        "worker",
+        *(worker.name for worker in workers),
+    ]
     assert cli.main(["info", "--service", f"grpc://{service.address}", "--json"]) == 0
-    assert [worker["pid"] for worker in json.loads(capsys.readouterr().out)["workers"]] == [w.pid for w in workers]
+    assert [worker["pid"] for worker in json.loads(capsys.readouterr().out)["workers"]] == [
+        w.pid for w in workers
+    ]
     monkeypatch.setenv(TOKEN_VARIABLE, "wrong")
     assert cli.main(["info", "--service", f"grpc://{service.address}"]) == 1
     assert (
-        "UNAUTHENTICATED: the bearer token is missing or wrong: authorization: Bearer TOKEN; rl_core"
-        in capsys.readouterr().err
+        "UNAUTHENTICATED: the bearer token is missing or wrong: authorization: Bearer TOKEN; "
+        "rl_core" in capsys.readouterr().err
     )

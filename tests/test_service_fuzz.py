@@ -1,5 +1,5 @@
-"""22,000 malformed, forged, replayed and unauthenticated requests: each gets the status of a table, nothing ends, and an
-episode plays afterwards."""
+"""22,000 malformed, forged, replayed and unauthenticated requests: each gets the status of a table,
+nothing ends, and an episode plays afterwards."""
 
 from __future__ import annotations
 
@@ -18,9 +18,35 @@ from rl_core.service import environments_pb2 as pb
 from rl_core.service.wire import CODES, ENVIRONMENTS, HUB, REQUESTS
 
 OK, NOT_FOUND, WRONG = StatusCode.OK, StatusCode.NOT_FOUND, StatusCode.INVALID_ARGUMENT
-ENDED, EXISTS, LOST = StatusCode.FAILED_PRECONDITION, StatusCode.ALREADY_EXISTS, StatusCode.DATA_LOSS
-NOT_JSON = ["", "{", "nul", "'x'", "[1,]", '{"a": NaN}', "[Infinity]", "[" * 100_000, "1" * 5_000, "\x00", '"\ud7ff']
-NOT_ROWS = [*NOT_JSON[1:], "[]", "3", '"x"', "null", "{}", '{"prompt": 3}', '{"messages": "x"}', '{"messages": []}']
+ENDED, EXISTS, LOST = (
+    StatusCode.FAILED_PRECONDITION,
+    StatusCode.ALREADY_EXISTS,
+    StatusCode.DATA_LOSS,
+)
+NOT_JSON = [
+    "",
+    "{",
+    "nul",
+    "'x'",
+    "[1,]",
+    '{"a": NaN}',
+    "[Infinity]",
+    "[" * 100_000,
+    "1" * 5_000,
+    "\x00",
+    '"\ud7ff',
+]
+NOT_ROWS = [
+    *NOT_JSON[1:],
+    "[]",
+    "3",
+    '"x"',
+    "null",
+    "{}",
+    '{"prompt": 3}',
+    '{"messages": "x"}',
+    '{"messages": []}',
+]
 NOT_ROWS += ['{"prompt": "x", "a": NaN}', '{"prompt": "x", "a": [-Infinity]}']
 NOT_MESSAGES = [
     *NOT_JSON[1:],
@@ -34,7 +60,8 @@ NOT_MESSAGES = [
     "[]",
 ]
 NOT_MESSAGES += ['[{"role": 3, "content": "x"}]', '[{"role": "assistant", "content": 3}]']
-NOT_SAID = [*NOT_MESSAGES, "", '[{"role": "user", "content": "x"}]']  # an interaction ends in the assistant's message
+# An interaction ends in the assistant's message.
+NOT_SAID = [*NOT_MESSAGES, "", '[{"role": "user", "content": "x"}]']
 ASKER = """
 async def rollout(task, actors):
     reply = await actors["policy"].respond(task.messages)
@@ -44,11 +71,17 @@ HUGE = [2**31 - 1, 2**32 - 1]
 
 
 class Fuzz:
-    """Requests, each with the status that it must get. Some are about four sessions: one to interact with, which has had one
-    interaction, one that has ended, one of a worker that nobody knows, and one whose rollout() waits for an actor."""
+    """Requests, each with the status that it must get. Some are about four sessions: one to
+    interact with, which has had one interaction, one that has ended, one of a worker that nobody
+    knows, and one whose rollout() waits for an actor."""
 
     def __init__(self, seed: int, open_now: str, ended: str, asking: str):
-        self.random, self.open, self.ended, self.asking = random.Random(seed), open_now, ended, asking
+        self.random, self.open, self.ended, self.asking = (
+            random.Random(seed),
+            open_now,
+            ended,
+            asking,
+        )
         self.kinds: list[Callable[[], tuple[pb.Request, set[StatusCode]]]] = [
             getattr(self, name) for name in sorted(vars(Fuzz)) if name.startswith("of_")
         ]
@@ -64,26 +97,41 @@ class Fuzz:
         return self.random.choice(choices)
 
     def in_session(self, session: str) -> pb.Request:
-        said = pb.Said(messages=self.text(), completion=self.text(), actor=self.text(), trajectory=self.text())
+        said = pb.Said(
+            messages=self.text(), completion=self.text(), actor=self.text(), trajectory=self.text()
+        )
         fields = {"session": session, "number": self.random.getrandbits(64), "said": said}
         cancel = pb.CancelRequest(session=session, status=self.pick(2**31 - 1, -1, 0, 7))
         score = pb.ScoreRequest(**fields, hooks=[self.text()])
         return self.pick(
-            pb.Request(interact=pb.InteractRequest(**fields)), pb.Request(score=score), pb.Request(cancel=cancel)
+            pb.Request(interact=pb.InteractRequest(**fields)),
+            pb.Request(score=score),
+            pb.Request(cancel=cancel),
         )
 
-    def one(self, number: int, text: str = '[{"role": "assistant", "content": "x"}]', **of_said) -> pb.Request:
+    def one(
+        self, number: int, text: str = '[{"role": "assistant", "content": "x"}]', **of_said
+    ) -> pb.Request:
         of_said = {"messages": text, **of_said}
-        return pb.Request(interact=pb.InteractRequest(session=self.open, number=number, said=pb.Said(**of_said)))
+        return pb.Request(
+            interact=pb.InteractRequest(session=self.open, number=number, said=pb.Said(**of_said))
+        )
 
     # Each gives a request and what may come of it.
 
     def of_nothing(self):
-        return pb.Request(timeout_s=self.pick(0.0, -1.0, float("nan"), float("inf"), 1e300)), {WRONG}
+        return pb.Request(timeout_s=self.pick(0.0, -1.0, float("nan"), float("inf"), 1e300)), {
+            WRONG
+        }
 
     def of_odd_names(self):
         name = self.pick(
-            self.text(), self.text(3000), self.hex(12), self.hex(12) + ".", self.open.upper() + "0", "../../x"
+            self.text(),
+            self.text(3000),
+            self.hex(12),
+            self.hex(12) + ".",
+            self.open.upper() + "0",
+            "../../x",
         )
         return self.in_session(name), {NOT_FOUND}
 
@@ -104,7 +152,9 @@ class Fuzz:
         return pb.Request(**{verb: REQUESTS[verb](env=env)}), {NOT_FOUND}
 
     def of_unknown_tasks(self):
-        id = self.pick("train/999", "train/-1", "train/", "/", self.text(), "train/" + "9" * 5000, "train/²")
+        id = self.pick(
+            "train/999", "train/-1", "train/", "/", self.text(), "train/" + "9" * 5000, "train/²"
+        )
         return pb.Request(start=pb.StartRequest(env="counter", task_id=id)), {NOT_FOUND}
 
     def of_bad_rows(self):
@@ -121,14 +171,18 @@ class Fuzz:
         return self.one(2, keep=self.pick(*HUGE, 1000)), {WRONG}
 
     def of_trajectories(self):
-        text = self.pick("{", "[]", '{"turns": 3}', '{"turns": [3]}', '{"seat": {}}', '{"nothing": 1}')
+        text = self.pick(
+            "{", "[]", '{"turns": 3}', '{"turns": [3]}', '{"seat": {}}', '{"nothing": 1}'
+        )
         return self.one(2, trajectory=text), {WRONG}
 
     def of_replays(self):
         return self.one(1), {OK}
 
     def of_changed_replays(self):
-        return self.one(1, json.dumps([{"role": "assistant", "content": "y" + self.text()}])), {EXISTS}
+        return self.one(1, json.dumps([{"role": "assistant", "content": "y" + self.text()}])), {
+            EXISTS
+        }
 
     def of_later_numbers(self):
         return self.one(self.pick(3, 4, 2**63, 2**64 - 1)), {ENDED}
@@ -140,18 +194,38 @@ class Fuzz:
     def answer(self, number: int, call: int = 1, **spoken) -> pb.Request:
         """To what rollout() asks."""
         spoken = {"ask": 1, "messages": '[{"role": "assistant", "content": "x"}]', **spoken}
-        fields = {"session": self.asking, "number": number, "call": call, "answers": [pb.Spoken(**spoken)]}
+        fields = {
+            "session": self.asking,
+            "number": number,
+            "call": call,
+            "answers": [pb.Spoken(**spoken)],
+        }
         return pb.Request(answer=pb.AnswerRequest(**fields))
 
     def of_bad_casts(self):
-        cast = self.pick("", "{}", "[3]", "[[]]", '[{"name": "a", "x": 1}]', "[{}]", '[{"params": []}]', *NOT_JSON[1:])
-        return pb.Request(start=pb.StartRequest(env="asker", row='{"prompt": "x"}', cast=cast)), {WRONG}
+        cast = self.pick(
+            "",
+            "{}",
+            "[3]",
+            "[[]]",
+            '[{"name": "a", "x": 1}]',
+            "[{}]",
+            '[{"params": []}]',
+            *NOT_JSON[1:],
+        )
+        return pb.Request(start=pb.StartRequest(env="asker", row='{"prompt": "x"}', cast=cast)), {
+            WRONG
+        }
 
     def of_bad_answers(self):
-        return self.answer(2, messages=self.pick(*(text for text in NOT_SAID if text != "[]"))), {WRONG}
+        return self.answer(2, messages=self.pick(*(text for text in NOT_SAID if text != "[]"))), {
+            WRONG
+        }
 
     def of_bad_turns(self):
-        turn = self.pick("[]", "{}", '{"completion": 3}', '{"completion": {}}', '{"x": 1}', *NOT_JSON[1:])
+        turn = self.pick(
+            "[]", "{}", '{"completion": 3}', '{"completion": {}}', '{"x": 1}', *NOT_JSON[1:]
+        )
         return self.answer(2, turn=turn), {WRONG}
 
     def of_answers_to_nothing(self):
@@ -164,18 +238,24 @@ class Fuzz:
         return self.answer(self.pick(3, 2**64 - 1)), {ENDED}
 
     def of_runs(self):
-        number, hook = self.pick((1, "rollout"), (1, "other" + self.text()), (2, "rollout"), (3, "rollout"))
+        number, hook = self.pick(
+            (1, "rollout"), (1, "other" + self.text()), (2, "rollout"), (3, "rollout")
+        )
         request = pb.RunRequest(session=self.asking, number=number, hook=hook)
-        return pb.Request(run=request), {OK if number == 1 and hook == "rollout" else EXISTS if number == 1 else ENDED}
+        return pb.Request(run=request), {
+            OK if number == 1 and hook == "rollout" else EXISTS if number == 1 else ENDED
+        }
 
     def of_runs_of_nothing(self):
-        request = pb.RunRequest(session=self.open, number=2, hook=self.pick("interact", "rollout", self.text()))
+        request = pb.RunRequest(
+            session=self.open, number=2, hook=self.pick("interact", "rollout", self.text())
+        )
         return pb.Request(run=request), {WRONG}
 
     def of_renewals(self):
-        return pb.Request(renew=pb.RenewRequest(sessions=[self.text() for _ in range(self.random.randint(0, 20))])), {
-            OK
-        }
+        return pb.Request(
+            renew=pb.RenewRequest(sessions=[self.text() for _ in range(self.random.randint(0, 20))])
+        ), {OK}
 
     def of_tasks(self):
         first, split = self.random.getrandbits(64), self.pick("train", "eval", self.text())
@@ -184,7 +264,9 @@ class Fuzz:
 
     def of_calls(self):
         hook = self.pick("interact", "reward_fn", "advantage_fn", "turns", "__init__", self.text())
-        return pb.Request(call=pb.CallRequest(env="counter", hook=hook, given=self.pick("{}", *NOT_JSON))), {WRONG}
+        return pb.Request(
+            call=pb.CallRequest(env="counter", hook=hook, given=self.pick("{}", *NOT_JSON))
+        ), {WRONG}
 
     def of_odd_timeouts(self):
         timeout_s = self.pick(float("nan"), float("-inf"), float("inf"), -1.0, 1e300)
@@ -204,8 +286,14 @@ def service(tmp_path_factory):
     with serving(*folder.glob("*.py"), *flags, token=TOKEN) as service:
         pids = {worker.pid for worker in service.workers(2)}
         yield service
-        assert service.process.poll() is None and {worker.pid for worker in service.workers(2)} == pids
-        assert "Traceback" not in service.text() and "INTERNAL" not in service.text() and TOKEN not in service.text()
+        assert (
+            service.process.poll() is None and {worker.pid for worker in service.workers(2)} == pids
+        )
+        assert (
+            "Traceback" not in service.text()
+            and "INTERNAL" not in service.text()
+            and TOKEN not in service.text()
+        )
 
 
 @pytest.fixture
@@ -217,7 +305,9 @@ def fuzz(service):
         open_now, ended = service.start(), service.start()
         assert service.interact(open_now, 1, "x") == "1"
         service.call("cancel", session=ended)
-        asking = service.call("start", env="asker", row='{"prompt": "x"}', cast='[{"name": "policy"}]').session
+        asking = service.call(
+            "start", env="asker", row='{"prompt": "x"}', cast='[{"name": "policy"}]'
+        ).session
         assert len(service.call("run", session=asking, number=1, hook="rollout").asked.asks) == 1
         made.append((open_now, asking))
         return Fuzz(seed, open_now, ended, asking)
@@ -261,7 +351,9 @@ def raw(service: Service, method: str, metadata: list | None = None):
     """The method, of bytes."""
     how = {"timeout": 30, "metadata": service.metadata() if metadata is None else metadata}
     if method in ("Stream", "Join"):
-        call = service.channel().stream_stream(f"/{HUB if method == 'Join' else ENVIRONMENTS}/{method}")
+        call = service.channel().stream_stream(
+            f"/{HUB if method == 'Join' else ENVIRONMENTS}/{method}"
+        )
         return lambda *data: [bytes(reply) for reply in call(iter(data), **how)]
     call = service.channel().unary_unary(f"/{ENVIRONMENTS}/{method}")
     return lambda data: call(data, **how)
@@ -310,7 +402,11 @@ def test_no_request_passes_without_the_token(service, fuzz):
             f"Bearer {TOKEN}{made.hex(1)}",
             "Basic eDp5",
         ]
-        ask = raw(service, methods[n % len(methods)], made.pick([], *([("authorization", token)] for token in tokens)))
+        ask = raw(
+            service,
+            methods[n % len(methods)],
+            made.pick([], *([("authorization", token)] for token in tokens)),
+        )
         data = request.SerializeToString()
         assert code_of(lambda ask=ask, data=data: ask(data)) == StatusCode.UNAUTHENTICATED
 
@@ -320,16 +416,23 @@ def test_forged_workers_are_refused_or_answered_for(service, fuzz):
     for _ in range(500):
         name = made.pick("", made.text(), made.hex(11), made.hex(13), made.hex(12).upper() + "G")
         message = pb.FromWorker(
-            hello=pb.Hello(worker=name), heartbeat=pb.Worker(name=made.text(), silent_s=float("nan"))
+            hello=pb.Hello(worker=name),
+            heartbeat=pb.Worker(name=made.text(), silent_s=float("nan")),
         )
         message = made.pick(message, pb.FromWorker(), pb.FromWorker(replies=[pb.Reply(id=1)]))
         assert code_of(lambda message=message: join(message.SerializeToString())) == WRONG
-    for n in range(500):  # an environment of its own, no room, replies that nobody asked for, and then nonsense
+    # An environment of its own, no room, replies that nobody asked for, and then nonsense.
+    for n in range(500):
         name = made.hex(12)
-        hello = pb.FromWorker(hello=pb.Hello(worker=name, replaces=made.text(), envs=[pb.Environment(name="forged")]))
-        hello.heartbeat.loads.add(env="counter", sessions=made.pick(*HUGE), capacity=made.pick(0, 5))
+        hello = pb.FromWorker(
+            hello=pb.Hello(worker=name, replaces=made.text(), envs=[pb.Environment(name="forged")])
+        )
+        hello.heartbeat.loads.add(
+            env="counter", sessions=made.pick(*HUGE), capacity=made.pick(0, 5)
+        )
         replies = [
-            pb.Reply(id=made.random.getrandbits(64), code=made.pick(-1, 0, 999), error=made.text()) for _ in range(5)
+            pb.Reply(id=made.random.getrandbits(64), code=made.pick(-1, 0, 999), error=made.text())
+            for _ in range(5)
         ]
         said = [hello.SerializeToString(), pb.FromWorker(replies=replies).SerializeToString()]
         said += [b"\xff\xff"] if n % 2 else []
@@ -344,7 +447,9 @@ def test_a_worker_that_answers_with_something_else_is_an_internal_error(service,
     hello = pb.FromWorker(hello=pb.Hello(worker=made.hex(12), envs=[pb.Environment(name="forged")]))
     hello.heartbeat.loads.add(env="forged", capacity=1000)
     out.put(hello.SerializeToString())
-    call = service.channel().stream_stream(f"/{HUB}/Join")(iter(out.get, None), metadata=service.metadata(), timeout=60)
+    call = service.channel().stream_stream(f"/{HUB}/Join")(
+        iter(out.get, None), metadata=service.metadata(), timeout=60
+    )
     answers = [
         pb.Reply(),
         pb.Reply(interact=pb.InteractReply()),
@@ -360,14 +465,18 @@ def test_a_worker_that_answers_with_something_else_is_an_internal_error(service,
                 reply = pb.Reply()
                 reply.CopyFrom(answers[num % len(answers)])
                 reply.id, num = request.id, num + 1
-                out.put(pb.FromWorker(replies=[pb.Reply(id=12345), reply, reply]).SerializeToString())
+                out.put(
+                    pb.FromWorker(replies=[pb.Reply(id=12345), reply, reply]).SerializeToString()
+                )
 
     thread = threading.Thread(target=worker, daemon=True)
     thread.start()
     try:
         for _ in range(20):
             code, text = service.refused("start", env="forged", row="{}")
-            assert code == StatusCode.INTERNAL and text.endswith("answered start with something else")
+            assert code == StatusCode.INTERNAL and text.endswith(
+                "answered start with something else"
+            )
     finally:
         out.put(None)
         thread.join(30)
@@ -375,10 +484,17 @@ def test_a_worker_that_answers_with_something_else_is_an_internal_error(service,
 
 def test_http_refuses_json_of_another_kind(service, fuzz):
     made, wrong = fuzz(6), []
-    fields = {verb: [field.name for field in kind.DESCRIPTOR.fields] for verb, kind in REQUESTS.items()}
+    fields = {
+        verb: [field.name for field in kind.DESCRIPTOR.fields] for verb, kind in REQUESTS.items()
+    }
     for n in range(500):
         verb = made.pick(*REQUESTS)
-        body = made.pick(*(text.encode("utf-8", "surrogatepass") for text in NOT_JSON[1:]), b"\xff\xfe", b"[]", b'"x"')
+        body = made.pick(
+            *(text.encode("utf-8", "surrogatepass") for text in NOT_JSON[1:]),
+            b"\xff\xfe",
+            b"[]",
+            b'"x"',
+        )
         if n % 2 and fields[verb]:
             body = {made.pick("nothing", *fields[verb]): made.pick([3], {"a": {"b": 1}}, [None])}
         status, reply = post(service, verb, body)

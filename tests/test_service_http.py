@@ -1,4 +1,5 @@
-"""The HTTP port of rl-core serve under attack: what strangers send is not inflated, read on, waited for or told at length."""
+"""The HTTP port of rl-core serve under attack: what strangers send is not inflated, read on, waited
+for or told at length."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ BOMB = gzip.compress(bytes(32 << 20))
 
 
 def with_port(play, monkeypatch, *, most: int = 1000, first_s: float = 60.0):
-    """What play(port) returns, beside a hub without workers. most, first_s: bounds of connections without the token."""
+    """What play(port) returns, beside a hub without workers. most, first_s: bounds of connections
+    without the token."""
     monkeypatch.setattr(door, "MAX_STRANGERS", most)
     monkeypatch.setattr(door, "FIRST_S", first_s)
 
@@ -43,7 +45,9 @@ def with_port(play, monkeypatch, *, most: int = 1000, first_s: float = 60.0):
     return asyncio.run(serve())
 
 
-async def say(port: int, head: str, body: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def say(
+    port: int, head: str, body: bytes = b""
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head.encode() + body)
     return reader, writer
@@ -66,12 +70,19 @@ async def hear(reader: asyncio.StreamReader) -> tuple[int, str]:
 def test_a_body_with_an_encoding_is_refused_and_never_inflated(monkeypatch):
     inflated = []
     decompress = zlib.decompressobj
-    monkeypatch.setattr(zlib, "decompressobj", lambda *args, **more: inflated.append(args) or decompress(*args, **more))
+    monkeypatch.setattr(
+        zlib,
+        "decompressobj",
+        lambda *args, **more: inflated.append(args) or decompress(*args, **more),
+    )
 
     async def play(port: int):
         encoded = "Content-Encoding: gzip\r\n"
         assert (await ask(port, RIGHT))[0] == 200
-        stranger, known = await ask(port, HEAD + encoded, BOMB), await ask(port, RIGHT + encoded, BOMB)
+        stranger, known = (
+            await ask(port, HEAD + encoded, BOMB),
+            await ask(port, RIGHT + encoded, BOMB),
+        )
         assert (stranger[0], known[0]) == (401, 400)
         assert "Content-Encoding: gzip is not read; send the body as it is" in known[1]
 
@@ -118,7 +129,10 @@ def test_a_connection_that_does_not_show_the_token_in_time_is_ended(begun, monke
             return b""
 
     assert with_port(play, monkeypatch, first_s=0.1) == b""
-    assert capsys.readouterr().err == "HTTP: refused connections that had not shown the token after 0.1 s\n"
+    assert (
+        capsys.readouterr().err
+        == "HTTP: refused connections that had not shown the token after 0.1 s\n"
+    )
 
 
 def test_a_connection_that_has_shown_the_token_may_wait(monkeypatch):
@@ -127,7 +141,8 @@ def test_a_connection_that_has_shown_the_token_may_wait(monkeypatch):
         first, _ = await hear(reader)
         late, _ = await say(port, HEAD)
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-            await asyncio.wait_for(late.readexactly(1), 60)  # ended later than the first one would have been
+            # Ended later than the first one would have been.
+            await asyncio.wait_for(late.readexactly(1), 60)
         writer.write(f"{RIGHT}Content-Length: 2\r\n\r\n{{}}".encode())
         second, _ = await hear(reader)
         return [first, second]
@@ -148,7 +163,10 @@ def test_the_oldest_of_too_many_connections_without_the_token_is_ended(monkeypat
 
     status, num_open = with_port(play, monkeypatch, most=8)
     assert (status, num_open) == (200, 7)  # one more gave way to the connection with the token
-    assert capsys.readouterr().err == "HTTP: refused connections beside 8 others that have not shown the token\n"
+    assert (
+        capsys.readouterr().err
+        == "HTTP: refused connections beside 8 others that have not shown the token\n"
+    )
 
 
 def test_each_kind_of_refusal_is_told_once_a_minute(capsys):
@@ -157,7 +175,12 @@ def test_each_kind_of_refusal_is_told_once_a_minute(capsys):
     for now[0] in (0, 1, 59, 60, 61, 200):
         refusals.tell("a")
     refusals.tell("b")
-    told = ["HTTP: refused a", "HTTP: refused a (3 times)", "HTTP: refused a (2 times)", "HTTP: refused b"]
+    told = [
+        "HTTP: refused a",
+        "HTTP: refused a (3 times)",
+        "HTTP: refused a (2 times)",
+        "HTTP: refused b",
+    ]
     assert capsys.readouterr().err.splitlines() == told
 
 
@@ -185,7 +208,10 @@ def test_connections_that_no_file_is_left_for_are_told_in_one_line(monkeypatch, 
 
 
 def test_the_soft_limit_of_open_files_is_raised():
-    code = "import resource; from rl_core.service.door import raise_open_files; print(raise_open_files())\n"
+    code = (
+        "import resource; from rl_core.service.door import raise_open_files; "
+        "print(raise_open_files())\n"
+    )
     code += "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     for hard in (300, 1 << 17):
         if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < hard:
@@ -207,7 +233,9 @@ def test_half_open_connections_neither_stop_a_service_nor_fill_its_log(tmp_path,
     path = tmp_path / "counter.py"
     path.write_text(COUNTER)
     limit = 400
-    service = Service(path, "--port", 0, "--http_port", 0, "--workers", 1, token=TOKEN, max_files=limit)
+    service = Service(
+        path, "--port", 0, "--http_port", 0, "--workers", 1, token=TOKEN, max_files=limit
+    )
     try:
         service.workers()
         host, _, port = service.http.removeprefix("http://").rpartition(":")

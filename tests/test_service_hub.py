@@ -1,4 +1,5 @@
-"""The hub of rl-core serve and a worker's links to several, in this process: limits, and moments that a process rarely meets."""
+"""The hub of rl-core serve and a worker's links to several, in this process: limits, and moments
+that a process rarely meets."""
 
 from __future__ import annotations
 
@@ -63,9 +64,15 @@ async def listening(
 ) -> AsyncIterator[int]:
     """Its port."""
     admission = Admission(Access(token=token), (ENVIRONMENTS, HUB))
-    server = grpc.aio.server(interceptors=[admission], options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)])
+    server = grpc.aio.server(
+        interceptors=[admission], options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)]
+    )
     hub.add_to(server)
-    add = (server.add_secure_port, address, credentials) if credentials else (server.add_insecure_port, address)
+    add = (
+        (server.add_secure_port, address, credentials)
+        if credentials
+        else (server.add_insecure_port, address)
+    )
     port = add[0](*add[1:])
     await server.start()
     try:
@@ -79,7 +86,10 @@ def test_a_client_with_too_many_open_requests_is_refused_until_some_are_answered
 
     async def ask() -> list[list[tuple[int, int]]]:
         hub, heard = Hub(), []
-        async with listening(hub, "127.0.0.1:0") as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with (
+            listening(hub, "127.0.0.1:0") as port,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        ):
             stream = channel.stream_stream(
                 f"/{ENVIRONMENTS}/Stream",
                 request_serializer=pb.Requests.SerializeToString,
@@ -93,7 +103,8 @@ def test_a_client_with_too_many_open_requests_is_refused_until_some_are_answered
                 heard.append(sorted((reply.id, reply.code) for reply in replies))
 
             async def say(*ids: int) -> None:
-                asked = [pb.Request(id=id, describe=pb.DescribeRequest(env="e")) for id in ids]  # waits for a worker
+                # Waits for a worker.
+                asked = [pb.Request(id=id, describe=pb.DescribeRequest(env="e")) for id in ids]
                 await stream.write(pb.Requests(requests=asked))
 
             await say(1, 2, 3, 4, 5, 6)
@@ -148,7 +159,8 @@ def test_a_hub_remembers_the_last_keys_alone(monkeypatch):
         linked(hub, "a", beat(capacity=10))
         asked = [await start(hub, key) for key in "klm"]
         linked(hub, "b", beat(capacity=100))
-        asked += [await start(hub, key) for key in "mlk"]  # the first one was forgotten, and goes where most room is
+        # The first one was forgotten, and goes where most room is.
+        asked += [await start(hub, key) for key in "mlk"]
         assert list(hub.starts.worker_of) == [("e", "m"), ("e", "k")]
         return asked
 
@@ -169,7 +181,10 @@ def test_totals_outlast_workers_and_take_bounded_memory(monkeypatch):
 
     num_kept, found = asyncio.run(lose())
     assert num_kept == 4
-    assert (found["rl_core_interactions_total", "e"], found["rl_core_interactions_total", "f"]) == (45, 5)
+    assert (found["rl_core_interactions_total", "e"], found["rl_core_interactions_total", "f"]) == (
+        45,
+        5,
+    )
     assert found["rl_core_ended_total", "e", "completed"] == 20
 
 
@@ -206,7 +221,11 @@ def in_loop(names: dict[str, list[str]], made) -> None:
 
 def test_a_worker_joins_every_address_of_a_name_and_leaves_those_that_it_loses(monkeypatch):
     monkeypatch.setattr(joining, "LOOK_S", 0.01)
-    names = {"hubs": ["10.0.0.1", "10.0.0.2"], "both": ["::1", "127.0.0.1"], "six": ["fd00::1", "fd00::2"]}
+    names = {
+        "hubs": ["10.0.0.1", "10.0.0.2"],
+        "both": ["::1", "127.0.0.1"],
+        "six": ["fd00::1", "fd00::2"],
+    }
     opened: dict[str, asyncio.Event] = {}
     links: list[tuple[str, str]] = []
 
@@ -217,17 +236,27 @@ def test_a_worker_joins_every_address_of_a_name_and_leaves_those_that_it_loses(m
 
     async def join() -> None:
         uplinks: list[Link] = []
-        joined = asyncio.ensure_future(join_all("hubs:5,both:6,six:7,unix:/h,late:8", uplinks, Link))
+        joined = asyncio.ensure_future(
+            join_all("hubs:5,both:6,six:7,unix:/h,late:8", uplinks, Link)
+        )
         await happens(lambda: len(uplinks) == 6, f"all are joined: {links}")
         six = [("[fd00::1]:7", "six"), ("[fd00::2]:7", "six")]
         # A hub that listens on both families is one hub, by its name.
         assert sorted(links) == sorted(
-            [("10.0.0.1:5", "hubs"), ("10.0.0.2:5", "hubs"), ("both:6", "both"), *six, ("unix:/h", "")]
+            [
+                ("10.0.0.1:5", "hubs"),
+                ("10.0.0.2:5", "hubs"),
+                ("both:6", "both"),
+                *six,
+                ("unix:/h", ""),
+            ]
         )
         names["hubs"], names["late"] = ["10.0.0.2", "10.0.0.3"], ["10.0.0.9"]
         await happens(lambda: len(links) == 8, f"new ones are joined: {links}")
         assert sorted(links[6:]) == [("10.0.0.3:5", "hubs"), ("late:8", "late")]
-        assert [address for address, over in opened.items() if over.is_set()] == ["10.0.0.1:5"] and len(uplinks) == 7
+        assert [address for address, over in opened.items() if over.is_set()] == [
+            "10.0.0.1:5"
+        ] and len(uplinks) == 7
         del names["hubs"]  # a name server that is away changes nothing
         await asyncio.sleep(0.05)
         assert len(uplinks) == 7
@@ -239,7 +268,10 @@ def test_a_worker_joins_every_address_of_a_name_and_leaves_those_that_it_loses(m
 
 def test_hubs_behind_one_name_show_a_certificate_of_that_name(tmp_path):
     key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=hubs"
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj "
+        "/CN=hubs"
+    )
     names = ["-addext", "subjectAltName=DNS:hubs", "-keyout", str(key), "-out", str(cert)]
     subprocess.run([*command.split(), *names], check=True, capture_output=True)
     (tmp_path / "e.py").write_text("def reward_fn(completion): return 1")
@@ -247,9 +279,16 @@ def test_hubs_behind_one_name_show_a_certificate_of_that_name(tmp_path):
     access = Access(ca=cert.read_bytes(), tls=True)
 
     async def join() -> None:
-        worker = Worker([LocalEnv(str(tmp_path / "e.py"), hook_timeout_s=9.0, idle_s=9.0)], capacity=1, idle_s=9.0)
+        worker = Worker(
+            [LocalEnv(str(tmp_path / "e.py"), hook_timeout_s=9.0, idle_s=9.0)],
+            capacity=1,
+            idle_s=9.0,
+        )
         one, two = Hub(), Hub()
-        async with listening(one, "127.0.0.1:0", credentials) as port, listening(two, f"127.0.0.2:{port}", credentials):
+        async with (
+            listening(one, "127.0.0.1:0", credentials) as port,
+            listening(two, f"127.0.0.2:{port}", credentials),
+        ):
             made = lambda address, host: Uplink(worker, address, access, pytest.fail, host=host)  # noqa: E731
             joined = asyncio.ensure_future(join_all(f"hubs:{port}", worker.uplinks, made))
             await happens(lambda: one.links and two.links, "the worker joins both")
@@ -292,12 +331,18 @@ def test_a_hub_that_refuses_a_worker_ends_its_own_link_alone(tmp_path):
             async def join(*ports: int) -> asyncio.subprocess.Process:
                 addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
                 how = {"env": env, "cwd": ROOT, "stderr": asyncio.subprocess.PIPE}
-                return await asyncio.create_subprocess_exec(sys.executable, *command, addresses, **how)
+                return await asyncio.create_subprocess_exec(
+                    sys.executable, *command, addresses, **how
+                )
 
-            refusal = f"error: 127.0.0.1:{b} refused this worker: the bearer token is missing or wrong"
+            refusal = (
+                f"error: 127.0.0.1:{b} refused this worker: the bearer token is missing or wrong"
+            )
             worker = await join(b, port)
             try:
-                told = (await asyncio.wait_for(worker.stderr.readuntil(b"without it\n"), 90)).decode()
+                told = (
+                    await asyncio.wait_for(worker.stderr.readuntil(b"without it\n"), 90)
+                ).decode()
                 await happens(lambda: hub.links, "it joins the other one")
                 [name] = hub.links
                 assert refusal in told and told.endswith(f"; worker {name} goes on without it\n")

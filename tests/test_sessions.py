@@ -1,4 +1,5 @@
-"""Sessions of served environments: what a worker answers, and that it is what the same file gives in process."""
+"""Sessions of served environments: what a worker answers, and that it is what the same file gives
+in process."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from rl_core.service.hosted import LocalEnv
 from rl_core.service.worker import Worker
 
 ROOT = Path(__file__).parent.parent
-CODES = {"ok": 0, "wrong": 3, "unknown": 2, "late": 4, "absent": 5, "exists": 6, "full": 8, "ended": 9}
+CODES = {
+    "ok": 0,
+    "wrong": 3,
+    "unknown": 2,
+    "late": 4,
+    "absent": 5,
+    "exists": 6,
+    "full": 8,
+    "ended": 9,
+}
 ASSISTANT = '[{"role": "assistant", "content": "%s"}]'
 ASK = [{"role": "user", "content": "1+1?"}]
 COUNTS = """
@@ -54,11 +64,15 @@ def reward_fn(completion, state, answer=0):
 
 @pytest.fixture
 def worker_of(tmp_path):
-    def make(code: str = COUNTS, capacity: int = 100, idle_s: float = 60.0, hook_timeout_s: float = 20.0) -> Worker:
+    def make(
+        code: str = COUNTS, capacity: int = 100, idle_s: float = 60.0, hook_timeout_s: float = 20.0
+    ) -> Worker:
         file = tmp_path / "game.py"
         file.write_text(textwrap.dedent(code))
         return Worker(
-            [LocalEnv(str(file), hook_timeout_s=hook_timeout_s, idle_s=idle_s)], capacity=capacity, idle_s=idle_s
+            [LocalEnv(str(file), hook_timeout_s=hook_timeout_s, idle_s=idle_s)],
+            capacity=capacity,
+            idle_s=idle_s,
         )
 
     return make
@@ -83,10 +97,14 @@ class Client:
 
     async def say(self, text: str, code: str = "ok", number: int = 0, **said):
         said = pb.Said(messages=ASSISTANT % text, **said)
-        return await self.ask(code, interact=pb.InteractRequest(session=self.session, number=number, said=said))
+        return await self.ask(
+            code, interact=pb.InteractRequest(session=self.session, number=number, said=said)
+        )
 
     async def score(self, code: str = "ok", number: int = 0, hooks=(), actors=(), **said):
-        request = pb.ScoreRequest(session=self.session, number=number, said=pb.Said(**said), hooks=hooks, actors=actors)
+        request = pb.ScoreRequest(
+            session=self.session, number=number, said=pb.Said(**said), hooks=hooks, actors=actors
+        )
         return await self.ask(code, score=request)
 
     async def cancel(self, status: int = 0):
@@ -138,7 +156,8 @@ def test_the_last_turn_is_a_limit_which_the_client_may_move(worker_of):
         assert "its 5 turns" in await client.say("a", "ended")
         assert (await client.score()).scores[0].parts["n"] == 5.0
         (held,) = client.worker.held.values()
-        assert len(held.session.messages) == 1 + 5 + 4  # nobody answers the last of the environment's
+        # Nobody answers the last of the environment's.
+        assert len(held.session.messages) == 1 + 5 + 4
 
     async def longer(client):
         assert [(await client.say("a")).status for _ in range(6)] == [pb.RUNNING] * 6
@@ -153,7 +172,9 @@ def test_a_number_that_comes_again_gives_the_same_reply_and_calls_nothing(worker
         again = await client.say("a", number=1)
         assert first == twin == again
         assert "another request" in await client.say("b", "exists", number=1)
-        twin = pb.ScoreRequest(session=client.session, number=1, said=pb.Said(messages=ASSISTANT % "a"))
+        twin = pb.ScoreRequest(
+            session=client.session, number=1, said=pb.Said(messages=ASSISTANT % "a")
+        )
         await client.ask("exists", score=twin)  # the same bytes, another verb
         assert "expects 2" in await client.say("b", "ended", number=3)
         for number in range(2, 5):
@@ -169,8 +190,16 @@ def test_a_number_that_comes_again_gives_the_same_reply_and_calls_nothing(worker
 def test_what_is_refused_as_wrong_changes_nothing(worker_of):
     async def script(client):
         said = pb.Said(messages='[{"role": "user", "content": "I am no assistant"}]')
-        for bad in (pb.Said(messages="[1"), pb.Said(messages='{"role": 1}'), pb.Said(messages="[{}]"), pb.Said(), said):
-            await client.ask("wrong", interact=pb.InteractRequest(session=client.session, number=1, said=bad))
+        for bad in (
+            pb.Said(messages="[1"),
+            pb.Said(messages='{"role": 1}'),
+            pb.Said(messages="[{}]"),
+            pb.Said(),
+            said,
+        ):
+            await client.ask(
+                "wrong", interact=pb.InteractRequest(session=client.session, number=1, said=bad)
+            )
         await client.say("a", "wrong", number=1, keep=9)
         await client.say("a", "wrong", number=1, trajectory='{"task_id": 1, "colour": 2}')
         assert "right_fn" in await client.score("wrong", number=1, hooks=["right_fn"])
@@ -182,7 +211,12 @@ def test_what_is_refused_as_wrong_changes_nothing(worker_of):
     worker = worker_of()
     play(worker, script)
     lone = Client(worker)
-    for given in ({"row": "[]"}, {"row": "{"}, {"row": '{"x": 1}'}, {"row": "{}", "messages": '[{"role": 1}]'}):
+    for given in (
+        {"row": "[]"},
+        {"row": "{"},
+        {"row": '{"x": 1}'},
+        {"row": "{}", "messages": '[{"role": 1}]'},
+    ):
         asyncio.run(lone.ask("wrong", start=pb.StartRequest(env="game", **given)))
     asyncio.run(lone.ask("absent", start=pb.StartRequest(env="game", task_id="train/0")))
     asyncio.run(lone.ask("absent", start=pb.StartRequest(env="chess")))
@@ -219,7 +253,9 @@ def test_one_interaction_at_a_time_and_rewards_side_by_side(worker_of):
         began_s = held.used_s
         await client.say("a")
         assert held.used_s >= began_s + 0.05  # it is idle from the hook's end on
-        _, error, late = await asyncio.gather(client.say("a"), client.say("b", "ended"), client.score("ended"))
+        _, error, late = await asyncio.gather(
+            client.say("a"), client.say("b", "ended"), client.score("ended")
+        )
         assert "still being answered" in error and "still being answered" in late
         one, two, error = await asyncio.gather(
             client.score(hooks=["one"]), client.score(hooks=["two"]), client.say("b", "ended")
@@ -248,10 +284,16 @@ def test_what_fails_ends_the_session_and_says_where(worker_of, tmp_path):
     play(worker, nonsense)
     error = asyncio.run(Client(worker).start({"refuse": True}, "unknown"))
     assert "no such level" in error
-    assert (len(worker.held), worker.num_held["game"], worker.ended["game", pb.ENVIRONMENT_ERROR]) == (0, 0, 3)
+    assert (
+        len(worker.held),
+        worker.num_held["game"],
+        worker.ended["game", pb.ENVIRONMENT_ERROR],
+    ) == (0, 0, 3)
 
     async def slow(client):
-        assert re.search("longer than 0.05 s .* raise --hook_timeout_s of", await client.say("sleep", "late"))
+        assert re.search(
+            "longer than 0.05 s .* raise --hook_timeout_s of", await client.say("sleep", "late")
+        )
 
     worker = worker_of(hook_timeout_s=0.05)
     play(worker, slow)
@@ -300,7 +342,9 @@ def test_silence_expires_a_session_but_no_hook_and_no_start(worker_of):
 def test_a_start_with_the_same_key_is_the_same_session(worker_of):
     async def main(worker):
         one, two, three = Client(worker), Client(worker), Client(worker)
-        await asyncio.gather(one.start({"start_s": 0.05}, key="k"), two.start({"start_s": 0.05}, key="k"))
+        await asyncio.gather(
+            one.start({"start_s": 0.05}, key="k"), two.start({"start_s": 0.05}, key="k")
+        )
         await three.start(key="other")
         assert one.session == two.session != three.session
         assert (await two.start({"start_s": 0.05}, key="k")).session == one.session
@@ -350,7 +394,9 @@ def test_several_actors_are_scored_as_in_process(worker_of):
     async def script(client):
         for actor, text in (("bob", "hi"), ("alice", "hello")):
             messages = json.dumps([{"role": "assistant", "content": text, "name": actor}])
-            request = pb.InteractRequest(session=client.session, said=pb.Said(messages=messages, actor=actor))
+            request = pb.InteractRequest(
+                session=client.session, said=pb.Said(messages=messages, actor=actor)
+            )
             reply = await client.ask(interact=request)
             assert (json.loads(reply.messages), reply.done) == ([], False)
         scores = (await client.score(actors=["bob", "alice"], actor="alice")).scores
@@ -400,11 +446,21 @@ def test_tasks_travel_as_json_and_start_by_their_ids(worker_of):
     async def main(worker):
         client, rows, total = Client(worker), [], 1
         while len(rows) < total:
-            reply = await client.ask(tasks=pb.TasksRequest(env="game", split="train", first=len(rows)))
+            reply = await client.ask(
+                tasks=pb.TasksRequest(env="game", split="train", first=len(rows))
+            )
             rows, total = [*rows, *map(json.loads, reply.rows)], reply.total
         assert len(rows) == 2500
-        assert rows[1999] == {"prompt": "1999?", "n": 1999, "v": [1.0, 1.0], "day": "2026-11-22", "odd": "\ud800"}
-        assert "row 0 of" in (error := await client.ask("unknown", tasks=pb.TasksRequest(env="game", split="eval")))
+        assert rows[1999] == {
+            "prompt": "1999?",
+            "n": 1999,
+            "v": [1.0, 1.0],
+            "day": "2026-11-22",
+            "odd": "\ud800",
+        }
+        assert "row 0 of" in (
+            error := await client.ask("unknown", tasks=pb.TasksRequest(env="game", split="eval"))
+        )
         assert "holds a object" in error
         await client.ask("wrong", tasks=pb.TasksRequest(env="game", split="secret"))
         await client.ask("absent", start=pb.StartRequest(env="game", task_id="train/2500"))
@@ -415,10 +471,14 @@ def test_tasks_travel_as_json_and_start_by_their_ids(worker_of):
         client = Client(worker)
         row, asked = '{"prompt": "7?", "n": 7, "odd": ""}', '[{"role": "user", "content": "7?"}]'
         for given in ({"task_id": "train/7"}, {"row": row}, {"row": row, "messages": asked}):
-            reply = await client.ask(start=pb.StartRequest(env="game", info='{"more": 0.5}', **given))
+            reply = await client.ask(
+                start=pb.StartRequest(env="game", info='{"more": 0.5}', **given)
+            )
             assert json.loads(reply.messages) == [{"role": "user", "content": "7?"}]
             client.session = reply.session
-            assert (await client.score(messages='[{"role": "assistant", "content": "7"}]')).scores[0].reward == 7.5
+            assert (await client.score(messages='[{"role": "assistant", "content": "7"}]')).scores[
+                0
+            ].reward == 7.5
 
     asyncio.run(other(worker_of(code)))
 
@@ -449,7 +509,13 @@ def test_functions_without_a_session(worker_of):
         assert await call("turns", task=task, actors=["bob"]) == ["bob", "bob"]
         assert await call("advantage_fn", rewards=[1, 3]) == [0.0, 2.0]
         assert "it gave 1 values" in await call("advantage_fn", "unknown", rewards=[1, 3, 4])
-        done = {"token_ids": [1], "logprobs": [-0.5], "text": "a", "finish_reason": "stop", "policy_version": 0}
+        done = {
+            "token_ids": [1],
+            "logprobs": [-0.5],
+            "text": "a",
+            "finish_reason": "stop",
+            "policy_version": 0,
+        }
         turn = {"new_ids": [1], "is_fresh": True, "completion": done}
         trajectory = {"task_id": "train/0", "env": "game", "group_id": "g", "turns": [turn]}
         assert await call("group_reward_fn", trajectories=[trajectory], task=task) == [1.5]

@@ -1,4 +1,5 @@
-"""Modes of SFT: actions, observations and both; episodes that a run wrote; SFT before RL in one run."""
+"""Modes of SFT: actions, observations and both; episodes that a run wrote; SFT before RL in one
+run."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def said(text, **more):
 def spans(chat, sample):
     """[(weight, text)] of a sample's runs of tokens of one weight."""
     found = []
-    for token, weight, mask in zip(sample.token_ids, sample.advantages, sample.loss_mask, strict=True):
+    for token, weight, mask in zip(
+        sample.token_ids, sample.advantages, sample.loss_mask, strict=True
+    ):
         assert bool(weight) == bool(mask)
         if not found or found[-1][0] != weight:
             found.append((weight, []))
@@ -45,16 +48,24 @@ def random_talk(rng, num_turns):
 
 
 def answer_text(chat, messages, place):
-    """The answer messages[place] as the library renders it alone: from the end token before it to the generation prompt."""
+    """The answer messages[place] as the library renders it alone: from the end token before it to
+    the generation prompt."""
 
     def text(**kwargs):
         wrapped = [chat._in_form(m) for m in messages[: place + 1]]
-        return chat.tokenizer.apply_chat_template(wrapped, chat_template=chat.chat_template, tokenize=False, **kwargs)
+        return chat.tokenizer.apply_chat_template(
+            wrapped, chat_template=chat.chat_template, tokenize=False, **kwargs
+        )
 
     whole, bare = (chat.encode(text(add_generation_prompt=prompted)) for prompted in (True, False))
-    end = next((i for i, (a, b) in enumerate(zip(whole, bare, strict=False)) if a != b), min(len(whole), len(bare)))
+    end = next(
+        (i for i, (a, b) in enumerate(zip(whole, bare, strict=False)) if a != b),
+        min(len(whole), len(bare)),
+    )
     answered = chat.tokenizer.decode(whole[:end])
-    return answered[answered.index(messages[place - 1]["content"]) + len(messages[place - 1]["content"]) :]
+    return answered[
+        answered.index(messages[place - 1]["content"]) + len(messages[place - 1]["content"]) :
+    ]
 
 
 @every_template
@@ -62,7 +73,11 @@ def test_observations_are_what_stands_between_a_turn_and_the_next_generation_pro
     chat, rng = chat_of(path), random.Random(path.stem)
     for num_turns in (1, 2, 3):
         talk = random_talk(rng, num_turns)
-        found = [span for s in imitation_samples(chat, {"messages": talk}, 1.0, 0.5) for span in spans(chat, s)]
+        found = [
+            span
+            for s in imitation_samples(chat, {"messages": talk}, 1.0, 0.5)
+            for span in spans(chat, s)
+        ]
         heard = [text for weight, text in found if weight == 0.5]
         places = range(2, len(talk), 2)
         assert len(heard) == len(places)
@@ -72,8 +87,15 @@ def test_observations_are_what_stands_between_a_turn_and_the_next_generation_pro
             assert text.strip() and expected.strip().endswith(text.strip()), (text, expected)
             missing = expected.strip()[: -len(text.strip())]
             assert talk[place]["content"] in text and "said" not in missing
-            assert not missing.strip() or missing.strip() in chat.tokenizer.get_vocab(), (missing, text)
-        only = [span for s in imitation_samples(chat, {"messages": talk}, 0.0, 0.5) for span in spans(chat, s)]
+            assert not missing.strip() or missing.strip() in chat.tokenizer.get_vocab(), (
+                missing,
+                text,
+            )
+        only = [
+            span
+            for s in imitation_samples(chat, {"messages": talk}, 0.0, 0.5)
+            for span in spans(chat, s)
+        ]
         assert [text for weight, text in only if weight] == heard
 
 
@@ -87,8 +109,10 @@ CHATML_TALK = [
     user("done"),
 ]
 LLAMA = (
-    "{{ '<bos>' }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' + m.content | trim + "
-    "'<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>' }}"
+    "{{ '<bos>' }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' + "
+    "m.content | trim + "
+    "'<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'<|start_header_id|>assistant<|end_header_id|>' }}"
     "{% endif %}"
 )
 
@@ -97,9 +121,11 @@ LLAMA = (
     ("template", "header"),
     [(CHATML, "<|im_start|>assistant\n"), (LLAMA, "<|start_header_id|>assistant<|end_header_id|>")],
 )
-def test_actions_observations_and_generation_prompts_are_all_that_follows_the_first_turn(template, header):
-    """Complement: encode the whole conversation at once; behind the first generation prompt each token is an action, an
-    observation, or a generation prompt's."""
+def test_actions_observations_and_generation_prompts_are_all_that_follows_the_first_turn(
+    template, header
+):
+    """Complement: encode the whole conversation at once; behind the first generation prompt each
+    token is an action, an observation, or a generation prompt's."""
     chat = Chat(make_tokenizer(), template)
     ids = chat.tokenizer.apply_chat_template(CHATML_TALK, chat_template=template, return_dict=False)
     (both,) = imitation_samples(chat, {"messages": CHATML_TALK}, 1.0, 0.5)
@@ -118,10 +144,21 @@ def test_actions_observations_and_generation_prompts_are_all_that_follows_the_fi
 
 def test_what_is_not_to_be_trained_is_no_observation():
     chat, context = Chat(make_tokenizer(), CHATML), {"train": False}
-    talk = [user("a"), said("b"), user("c") | context, said("d"), user("e"), said("f", **context), user("g"), said("h")]
+    talk = [
+        user("a"),
+        said("b"),
+        user("c") | context,
+        said("d"),
+        user("e"),
+        said("f", **context),
+        user("g"),
+        said("h"),
+    ]
     talk += [user("i")]
     (sample,) = imitation_samples(chat, {"messages": talk}, 0.0, 1.0)
-    assert [text for weight, text in spans(chat, sample) if weight] == ["\n<|im_start|>user\ni<|im_end|>\n"]
+    assert [text for weight, text in spans(chat, sample) if weight] == [
+        "\n<|im_start|>user\ni<|im_end|>\n"
+    ]
     assert imitation_samples(chat, {"prompt": talk[:5], "response": "x"}, 0.0, 1.0) == []
 
 
@@ -145,7 +182,9 @@ def talks(num=12, seed=0):
 
 
 def samples_with(chat, rows, action_weight, observation_weight):
-    return [s for row in rows for s in imitation_samples(chat, row, action_weight, observation_weight)]
+    return [
+        s for row in rows for s in imitation_samples(chat, row, action_weight, observation_weight)
+    ]
 
 
 def test_both_weights_1_is_the_loss_of_a_causal_language_model_over_these_tokens(any_model):
@@ -154,7 +193,9 @@ def test_both_weights_1_is_the_loss_of_a_causal_language_model_over_these_tokens
     model, total = AutoModelForCausalLM.from_pretrained(any_model, attn_implementation="sdpa"), 0.0
     for s in samples:
         labels = torch.tensor(np.where(s.loss_mask, s.token_ids, -100))[None]
-        total += model(input_ids=torch.tensor(s.token_ids)[None], labels=labels).loss * s.loss_mask.sum()
+        total += (
+            model(input_ids=torch.tensor(s.token_ids)[None], labels=labels).loss * s.loss_mask.sum()
+        )
     expected = total / sum(s.loss_mask.sum() for s in samples)
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-6)
@@ -164,8 +205,13 @@ def test_both_weights_1_is_the_loss_of_a_causal_language_model_over_these_tokens
 
 def test_weights_are_linear_and_the_denominator_counts_trained_tokens(tiny_model):
     def loss_and_gradient(microbatch_tokens, *weights):
-        samples, flags = samples_with(chat, talks(), *weights), f"--learner.microbatch_tokens {microbatch_tokens}"
-        return *gradient(tiny_model, samples, "--algorithm sft", flags), sum(int(s.loss_mask.sum()) for s in samples)
+        samples, flags = (
+            samples_with(chat, talks(), *weights),
+            f"--learner.microbatch_tokens {microbatch_tokens}",
+        )
+        return *gradient(tiny_model, samples, "--algorithm sft", flags), sum(
+            int(s.loss_mask.sum()) for s in samples
+        )
 
     chat = load_chat(str(tiny_model))
     found = [loss_and_gradient(900, *weights) for weights in [(1, 0), (0, 1), (0.5, 2.0), (1, 1)]]
@@ -176,7 +222,9 @@ def test_weights_are_linear_and_the_denominator_counts_trained_tokens(tiny_model
     one, d_one, _ = loss_and_gradient(100_000, 0.5, 2.0)  # another split into microbatches
     assert one == pytest.approx(both, rel=1e-6)
     for name in da:
-        torch.testing.assert_close(dboth[name] * n, 0.5 * da[name] * na + 2.0 * do[name] * no, atol=2e-3, rtol=1e-3)
+        torch.testing.assert_close(
+            dboth[name] * n, 0.5 * da[name] * na + 2.0 * do[name] * no, atol=2e-3, rtol=1e-3
+        )
         torch.testing.assert_close(d_one[name], dboth[name], atol=1e-6, rtol=1e-4)
 
 
@@ -193,7 +241,10 @@ def test_a_weight_of_actions_alone_is_behavioural_cloning_bit_for_bit(tiny_model
         assert torch.equal(learner.losses(batch)[0], -logprobs)
 
 
-SFT = "--algorithm sft --max_prompt_tokens 200 --max_tokens 200 --max_turns 3 --optim.lr 1e-3 --num_steps 1"
+SFT = (
+    "--algorithm sft --max_prompt_tokens 200 --max_tokens 200 --max_turns 3 --optim.lr 1e-3 "
+    "--num_steps 1"
+)
 
 
 MULTI_TURN = """
@@ -209,10 +260,14 @@ def reward_fn(messages):
 
 @pytest.fixture(scope="module")
 def rollouts(tiny_model, tmp_path_factory):
-    """The folder of a real GRPO run's rollouts: two steps of episodes over several turns, some of them failed."""
+    """The folder of a real GRPO run's rollouts: two steps of episodes over several turns, some of
+    them failed."""
     out = tmp_path_factory.mktemp("sampled")
     (out / "env.py").write_text(MULTI_TURN)
-    flags = "--max_tokens 30 --max_prompt_tokens 20 --num_steps 2 --tasks_per_step 4 --group_size 4 --eval_every 2"
+    flags = (
+        "--max_tokens 30 --max_prompt_tokens 20 --num_steps 2 --tasks_per_step 4 --group_size 4 "
+        "--eval_every 2"
+    )
     paths = ["--model", tiny_model, "--env_path", out / "env.py", "--out", out / "run"]
     assert main([*map(str, paths), *flags.split(), "--rollout.max_failed_fraction", "1"]) == 0
     return out / "run/rollouts"
@@ -222,24 +277,40 @@ def episodes_in(folder):
     return [t for file in sorted(folder.glob("step_*")) for t in trajectories(file)]
 
 
-def test_sft_trains_on_exactly_the_sampled_tokens_of_good_episodes(rollouts, tiny_model, tmp_path, monkeypatch):
+def test_sft_trains_on_exactly_the_sampled_tokens_of_good_episodes(
+    rollouts, tiny_model, tmp_path, monkeypatch
+):
     episodes = episodes_in(rollouts)
     rewards = sorted(t["reward"] for t in episodes if t["reward"] is not None)
     threshold = rewards[len(rewards) // 2]
     good = [t for t in episodes if t["status"] != "failed" and t["reward"] >= threshold]
     assert 0 < len(good) < len(rewards) < len(episodes) and max(len(t["turns"]) for t in good) > 1
-    flags = [*SFT.split(), "--model", tiny_model, "--tasks_per_step", len(good), "--data.train", rollouts]
+    flags = [
+        *SFT.split(),
+        "--model",
+        tiny_model,
+        "--tasks_per_step",
+        len(good),
+        "--data.train",
+        rollouts,
+    ]
     flags += ["--data.min_reward", threshold, "--out", tmp_path / "run"]
     samples, shard = [], Learner.shard
-    monkeypatch.setattr(Learner, "shard", lambda learner, given: samples.extend(given) or shard(learner, given))
+    monkeypatch.setattr(
+        Learner, "shard", lambda learner, given: samples.extend(given) or shard(learner, given)
+    )
     assert main([str(flag) for flag in flags]) == 0
 
     def sampled(sample):
         return [t for t, m in zip(sample.token_ids, sample.loss_mask, strict=True) if m]
 
-    wanted = sorted([t for turn in e["turns"] for t in turn["completion"]["token_ids"]] for e in good)
+    wanted = sorted(
+        [t for turn in e["turns"] for t in turn["completion"]["token_ids"]] for e in good
+    )
     assert sorted(map(sampled, samples)) == wanted
-    seen = sorted([*e["turns"][-1]["prompt_ids"], *e["turns"][-1]["completion"]["token_ids"]] for e in good)
+    seen = sorted(
+        [*e["turns"][-1]["prompt_ids"], *e["turns"][-1]["completion"]["token_ids"]] for e in good
+    )
     assert sorted(s.token_ids.tolist() for s in samples) == seen
     assert all(a == m for s in samples for a, m in zip(s.advantages, s.loss_mask, strict=True))
 
@@ -263,24 +334,33 @@ def test_another_tokenizer_or_template_reads_the_messages_anew(rollouts, tiny_mo
     (sample,) = imitation_samples(other, row)
     actions = [text.removesuffix("<|im_end|>") for weight, text in spans(other, sample) if weight]
     assert actions == [m["content"] for m in row["messages"] if m["role"] == "assistant"]
-    given = {**row, "messages": [user("few"), said("shots"), *row["messages"]]}  # the actor saw it, and did not say it
+    # The actor saw it, and did not say it.
+    given = {**row, "messages": [user("few"), said("shots"), *row["messages"]]}
     (sample,) = imitation_samples(other, given)
-    assert [text.removesuffix("<|im_end|>") for weight, text in spans(other, sample) if weight] == actions
+    assert [
+        text.removesuffix("<|im_end|>") for weight, text in spans(other, sample) if weight
+    ] == actions
 
 
 def test_the_files_that_are_read(rollouts, tiny_model, tmp_path):
-    """Training episodes of all ranks; evaluations only if they are named. Without fingerprints, which a file alone lacks, the
-    messages are read anew."""
+    """Training episodes of all ranks; evaluations only if they are named. Without fingerprints,
+    which a file alone lacks, the messages are read anew."""
     names = sorted(p.name for p in rollouts.glob("eval_*"))
     counts = {file.name: len(load_rows(str(file))) for file in rollouts.glob("step_*")}
-    assert names and load_rows(str(rollouts / names[0])) and len(load_rows(str(rollouts))) == sum(counts.values())
+    assert (
+        names
+        and load_rows(str(rollouts / names[0]))
+        and len(load_rows(str(rollouts))) == sum(counts.values())
+    )
     for name in counts:
         for rank in range(2):
             copy = tmp_path / name.replace(".jsonl", f".rank_{rank:05d}.jsonl")
             copy.write_bytes((rollouts / name).read_bytes())
     assert len(load_rows(str(tmp_path))) == 2 * sum(counts.values())
     assert {row["tokenizer"] for row in load_rows(str(tmp_path))} == {""}
-    assert {row["tokenizer"] for row in load_rows(str(rollouts))} == {load_chat(str(tiny_model)).fingerprint}
+    assert {row["tokenizer"] for row in load_rows(str(rollouts))} == {
+        load_chat(str(tiny_model)).fingerprint
+    }
 
 
 def test_what_rollouts_cannot_be(rollouts, tiny_model, tmp_path, capsys):
@@ -289,13 +369,18 @@ def test_what_rollouts_cannot_be(rollouts, tiny_model, tmp_path, capsys):
     for content, error in (
         (file.read_bytes()[:-20], "zst: not zst, or the file is cut short: it ends early"),
         (b"no zstd at all", "zst: not zst"),
-        (zstandard.compress(b'{"messages": []}\n'), "row 1 of .*zst: no episode of a run; it has messages"),
+        (
+            zstandard.compress(b'{"messages": []}\n'),
+            "row 1 of .*zst: no episode of a run; it has messages",
+        ),
         (b"", "zst: .*nobody: all failed"),
     ):
         cut.write_bytes(content)
         with pytest.raises(ValueError, match=error):
             load_rows(str(cut))
-    with pytest.raises(ValueError, match=r"min_reward=1000000000.0; .* of policy with rewards up to \d"):
+    with pytest.raises(
+        ValueError, match=r"min_reward=1000000000.0; .* of policy with rewards up to \d"
+    ):
         load_rows(str(rollouts), min_reward=1e9)
     rows.write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
     with pytest.raises(ValueError, match=r"min_reward=1 is for a run's rollouts"):
@@ -308,8 +393,14 @@ def test_what_rollouts_cannot_be(rollouts, tiny_model, tmp_path, capsys):
 
 
 def test_tools_of_a_row_may_be_json_text():
-    chat = Chat(make_tokenizer(), "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + CHATML)
-    schema = {"type": "function", "function": {"name": "add", "description": "a sum", "parameters": {"type": "object"}}}
+    chat = Chat(
+        make_tokenizer(),
+        "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + CHATML,
+    )
+    schema = {
+        "type": "function",
+        "function": {"name": "add", "description": "a sum", "parameters": {"type": "object"}},
+    }
     row = {"messages": [user("1 and 2"), said("3")]}
     [plain] = imitation_samples(chat, row)
     [listed] = imitation_samples(chat, row | {"tools": [schema]})
@@ -317,7 +408,8 @@ def test_tools_of_a_row_may_be_json_text():
     assert list(texted.token_ids) == list(listed.token_ids) != list(plain.token_ids)
     for wrong in ("no JSON", json.dumps(schema), [1]):
         with pytest.raises(
-            ValueError, match=r"^column 'tools' must be a list of JSON schemas, or such a list as JSON text"
+            ValueError,
+            match=r"^column 'tools' must be a list of JSON schemas, or such a list as JSON text",
         ):
             imitation_samples(chat, row | {"tools": wrong})
 
@@ -326,11 +418,30 @@ def test_a_row_is_tokenized_once_however_often_it_is_drawn(tiny_model, tmp_path,
     rows = [{"messages": [user(f"number {n}"), said("yes")]} for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rendered, render = [], Chat.render
-    monkeypatch.setattr(Chat, "render", lambda self, *a, **k: rendered.append(a) or render(self, *a, **k))
+    monkeypatch.setattr(
+        Chat, "render", lambda self, *a, **k: rendered.append(a) or render(self, *a, **k)
+    )
     counts = []
     for steps in ("1", "4"):  # half of the rows, and each twice
-        sizes = ["--tasks_per_step", "2", "--max_tokens", "20", "--max_prompt_tokens", "20", "--num_steps", steps]
-        flags = ["--model", str(tiny_model), "--algorithm", "sft", "--data.train", str(tmp_path / "rows.jsonl"), *sizes]
+        sizes = [
+            "--tasks_per_step",
+            "2",
+            "--max_tokens",
+            "20",
+            "--max_prompt_tokens",
+            "20",
+            "--num_steps",
+            steps,
+        ]
+        flags = [
+            "--model",
+            str(tiny_model),
+            "--algorithm",
+            "sft",
+            "--data.train",
+            str(tmp_path / "rows.jsonl"),
+            *sizes,
+        ]
         assert main([*flags, "--out", str(tmp_path / steps)]) == 0
         counts.append(len(rendered) - sum(counts))
     assert counts[0] == counts[1] > 0

@@ -1,5 +1,5 @@
-"""SGLang as an engine. First without it: a server of a few lines speaks its HTTP. Then the real one, which
-bash scripts/test_sglang.sh installs where there is no GPU."""
+"""SGLang as an engine. First without it: a server of a few lines speaks its HTTP. Then the real
+one, which bash scripts/test_sglang.sh installs where there is no GPU."""
 
 from __future__ import annotations
 
@@ -41,11 +41,18 @@ ENV = ROOT / "envs/sort_digits.py"
 
 
 class Standin:
-    """Answers as SGLang does, with tokens that it is told to give. `held`, `adapters`: the weights that it has read."""
+    """Answers as SGLang does, with tokens that it is told to give. `held`, `adapters`: the weights
+    that it has read."""
 
     def __init__(self):
-        self.answers, self.held, self.label, self.requests = [([5], {"type": "length"})], {}, "default", []
-        self.deaths, self.counts = set(), Counter()  # (path, number of the request to it) at which it dies
+        self.answers, self.held, self.label, self.requests = (
+            [([5], {"type": "length"})],
+            {},
+            "default",
+            [],
+        )
+        # (path, number of the request to it) at which it dies.
+        self.deaths, self.counts = set(), Counter()
         self.wait_for: dict[str, threading.Event] = {}  # path -> what its answers wait for
         self.adapters, self.loop, started = {}, asyncio.new_event_loop(), threading.Event()
         threading.Thread(target=self.serve, args=(started,), daemon=True).start()
@@ -63,7 +70,10 @@ class Standin:
         self.loop.run_forever()
 
     async def answer(self, request) -> web.Response:
-        path, body = request.match_info["path"], await request.json() if request.can_read_body else {}
+        path, body = (
+            request.match_info["path"],
+            await request.json() if request.can_read_body else {},
+        )
         self.requests.append((path, body))
         self.counts[path] += 1
         if (path, self.counts[path]) in self.deaths:
@@ -72,15 +82,24 @@ class Standin:
         while path in self.wait_for and not self.wait_for[path].is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         if path == "generate":
-            tokens, reason, *logprob = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-            meta = {"finish_reason": reason, "output_token_logprobs": [[*(logprob or [-0.5]), t] for t in tokens]}
-            return web.json_response({"output_ids": tokens, "meta_info": meta | {"weight_version": self.label}})
+            tokens, reason, *logprob = (
+                self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+            )
+            meta = {
+                "finish_reason": reason,
+                "output_token_logprobs": [[*(logprob or [-0.5]), t] for t in tokens],
+            }
+            return web.json_response(
+                {"output_ids": tokens, "meta_info": meta | {"weight_version": self.label}}
+            )
         if path == "update_weights_from_disk":
             self.label = body["weight_version"]
             for file in glob(f"{body['model_path']}/*.safetensors"):
                 self.held |= load_file(file)
         if path == "load_lora_adapter":
-            self.adapters[body["lora_name"]] = load_file(f"{body['lora_path']}/adapter_model.safetensors")
+            self.adapters[body["lora_name"]] = load_file(
+                f"{body['lora_path']}/adapter_model.safetensors"
+            )
         if path == "unload_lora_adapter":
             del self.adapters[body["lora_name"]]
         return web.json_response({"success": True})
@@ -120,7 +139,9 @@ def update(engine: SGLangEngine, value: float, version: int) -> dict[str, torch.
 
 
 def ask(engine: SGLangEngine, params: SamplingParams = GREEDY, adapter: str = ""):
-    return asyncio.run(asyncio.wait_for(engine.generate([1, 2], params, seed=0, adapter=adapter), 60))
+    return asyncio.run(
+        asyncio.wait_for(engine.generate([1, 2], params, seed=0, adapter=adapter), 60)
+    )
 
 
 def restart(engine: SGLangEngine, standin: Standin) -> None:
@@ -146,20 +167,36 @@ def test_a_request_that_the_server_cuts_off_is_a_completion_of_that_length(make,
 
 
 def test_an_end_token_that_was_not_asked_for_does_not_end_a_completion(make, standin):
-    standin.answers = [([5, 2], {"type": "stop", "matched": 2}), ([9], {"type": "stop", "matched": 9}, -0.25)]
+    standin.answers = [
+        ([5, 2], {"type": "stop", "matched": 2}),
+        ([9], {"type": "stop", "matched": 9}, -0.25),
+    ]
     done = ask(make(), SamplingParams(max_tokens=8, stop_token_ids=(9,)))
     assert (done.token_ids, done.finish_reason) == ([5, 2, 9], "stop")
     assert done.logprobs == [-0.5, -0.5, -0.25]
-    assert [body["input_ids"] for path, body in standin.requests if path == "generate"] == [[1, 2], [1, 2, 5, 2]]
+    assert [body["input_ids"] for path, body in standin.requests if path == "generate"] == [
+        [1, 2],
+        [1, 2, 5, 2],
+    ]
 
 
 def test_the_server_draws_as_it_is_asked_to(make, standin):
     engine = make()
-    for asked in ({"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1}, {"temperature": 0.0}):
+    for asked in (
+        {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1},
+        {"temperature": 0.0},
+    ):
         ask(engine, SamplingParams(max_tokens=8, stop_token_ids=(9,), **asked))
-        told = [body for path, body in standin.requests if path == "generate"][-1]["sampling_params"]
+        told = [body for path, body in standin.requests if path == "generate"][-1][
+            "sampling_params"
+        ]
         off = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}  # SGLang's
-        same = {"max_new_tokens": 8, "stop_token_ids": [9], "skip_special_tokens": False, "no_stop_trim": True}
+        same = {
+            "max_new_tokens": 8,
+            "stop_token_ids": [9],
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+        }
         assert {name: told[name] for name in off | same} == off | same | asked
 
 
@@ -187,9 +224,14 @@ def test_a_server_that_somebody_starts_anew_gets_its_weights_again(make, standin
     assert len(list(Path(engine.files.home.name).iterdir())) == 1, "of one version at a time"
 
 
-def test_each_update_of_a_lone_adapter_sends_that_adapter_and_no_other_weight(tiny_model, make, standin):
+def test_each_update_of_a_lone_adapter_sends_that_adapter_and_no_other_weight(
+    tiny_model, make, standin
+):
     learner = make_learner(tiny_model, "--actors.policy.lora.rank 4")
-    engine, policy = make(adapters={"policy": learner.policy.adapters["default"].to_dict()}), learner.policy
+    engine, policy = (
+        make(adapters={"policy": learner.policy.adapters["default"].to_dict()}),
+        learner.policy,
+    )
     policy.sends_adapters = True
     for version, value in enumerate((0.5, 0.25)):
         for name, parameter in learner.trained_parameters():
@@ -202,7 +244,9 @@ def test_each_update_of_a_lone_adapter_sends_that_adapter_and_no_other_weight(ti
         )
         assert standin.requests[-1][1]["lora_path"] == name
         assert {w.max().item() for w in held.values()} == {value, 2 * value}
-    assert [path for path, _ in standin.requests].count("load_lora_adapter") == 2 and not standin.held
+    assert [path for path, _ in standin.requests].count(
+        "load_lora_adapter"
+    ) == 2 and not standin.held
 
 
 def test_which_actors_send_their_adapter_to_sglang(tiny_model, tmp_path):
@@ -241,7 +285,18 @@ def test_a_run_goes_on_whoever_meets_the_death_of_its_server(tiny_model, standin
     standin.answers = [([24 + n % 10], {"type": "length"}) for n in range(200)]
     (tmp_path / "env.py").write_text(DIGITS)
     url = ["--actors.policy.engine_urls", standin.url, "--canary_tolerance", 1000, "--num_steps", 4]
-    sizes = ["--tasks_per_step", 4, "--group_size", 2, "--max_tokens", 8, "--max_prompt_tokens", 16, "--save_every", 4]
+    sizes = [
+        "--tasks_per_step",
+        4,
+        "--group_size",
+        2,
+        "--max_tokens",
+        8,
+        "--max_prompt_tokens",
+        16,
+        "--save_every",
+        4,
+    ]
     given = ["--model", tiny_model, "--env_path", tmp_path / "env.py", *url, *sizes]
     assert main([str(f) for f in (*given, "--out", tmp_path / "run")]) == 0
     asked = [body["input_ids"] for path, body in standin.requests if path == "generate"]
@@ -250,7 +305,9 @@ def test_a_run_goes_on_whoever_meets_the_death_of_its_server(tiny_model, standin
     rows = metrics(tmp_path / "run")
     assert len(rows) == 4 and {row["rollout/policy/failed"] for row in rows} == {0}
     assert sum(row["rollout/policy/engine_restarts"] for row in rows) >= 3
-    assert is_same(standin.held, load_file(tmp_path / "run/hf/policy/model.safetensors")), "the newest weights"
+    assert is_same(standin.held, load_file(tmp_path / "run/hf/policy/model.safetensors")), (
+        "the newest weights"
+    )
 
 
 @pytest.mark.parametrize("deaths", [{("abort_request", 1)}, {("generate", 1)}])
@@ -267,7 +324,9 @@ def test_a_death_in_a_pause_is_no_error_of_the_pause(make, standin, deaths):
         await engine.sleep()
         reviving = asyncio.create_task(engine.wake())
         await asyncio.sleep(0.05)
-        assert engine.server.is_alive == reviving.done() is False, "it waits, while a learner may have the device"
+        assert engine.server.is_alive == reviving.done() is False, (
+            "it waits, while a learner may have the device"
+        )
         await engine.resume()
         await reviving
         [found] = await asyncio.gather(request, return_exceptions=True)
@@ -278,7 +337,8 @@ def test_a_death_in_a_pause_is_no_error_of_the_pause(make, standin, deaths):
 
 
 def test_ranks_that_catch_up_at_once_all_wait_for_the_tokens_so_far(make, standin):
-    """Each learner asks for the tokens of its own requests, which one pause of the server gives to all."""
+    """Each learner asks for the tokens of its own requests, which one pause of the server gives to
+    all."""
     held, engine = threading.Event(), make()
     standin.answers = [([5], {"type": "abort"}), ([6], {"type": "length"})]
     standin.wait_for["generate"] = held
@@ -306,12 +366,21 @@ def test_ranks_that_catch_up_at_once_all_wait_for_the_tokens_so_far(make, standi
 # The server's process, its port and its folders
 
 
-def test_a_dead_server_is_started_by_wake_with_the_newest_weights_and_by_no_update(tiny_model, own_server, tmp_path):
-    """A learner has the device while weights are sent, so that a new server would take a share of the rest."""
-    engine = SGLangEngine(spec_of(tiny_model, tmp_path / "engine.log", make_skeleton(str(tiny_model)), None))
+def test_a_dead_server_is_started_by_wake_with_the_newest_weights_and_by_no_update(
+    tiny_model, own_server, tmp_path
+):
+    """A learner has the device while weights are sent, so that a new server would take a share of
+    the rest."""
+    engine = SGLangEngine(
+        spec_of(tiny_model, tmp_path / "engine.log", make_skeleton(str(tiny_model)), None)
+    )
 
     async def main():
-        for path in ("release_memory_occupation", "update_weights_from_disk", "resume_memory_occupation"):
+        for path in (
+            "release_memory_occupation",
+            "update_weights_from_disk",
+            "resume_memory_occupation",
+        ):
             await engine.wake()
             number = engine.server.num_starts
             own_server.dies_of(path)
@@ -321,10 +390,15 @@ def test_a_dead_server_is_started_by_wake_with_the_newest_weights_and_by_no_upda
             assert engine.server.num_starts == number and not engine.server.is_alive, path
             await engine.sleep()
         await engine.wake()
-        assert own_server.lines()[-1].split()[1:] == ["update_weights_from_disk", str(engine._weights)]
+        assert own_server.lines()[-1].split()[1:] == [
+            "update_weights_from_disk",
+            str(engine._weights),
+        ]
         found = await engine.take_metrics()
         assert found == {"rollout/policy/engine_restarts": Sum(3)}
-        assert (await engine.generate([1, 2], replace(GREEDY, max_tokens=1), seed=0)).policy_version == engine.version
+        assert (
+            await engine.generate([1, 2], replace(GREEDY, max_tokens=1), seed=0)
+        ).policy_version == engine.version
 
     try:
         asyncio.run(asyncio.wait_for(main(), 120))
@@ -343,10 +417,13 @@ def test_nobody_else_gets_a_servers_port_before_it_listens(tiny_model, tmp_path)
 
 
 def test_a_server_that_does_not_start_quotes_its_log(tiny_model, tmp_path):
-    spec = spec_of(Path("no/such model"), tmp_path / "engine.log", make_skeleton(str(tiny_model)), None)
+    spec = spec_of(
+        Path("no/such model"), tmp_path / "engine.log", make_skeleton(str(tiny_model)), None
+    )
     engine = SGLangEngine(spec)
     with pytest.raises(
-        EngineDied, match=r"engine policy did not start .exit status 1.; the end of .*engine.log:(.|\n)*Error"
+        EngineDied,
+        match=r"engine policy did not start .exit status 1.; the end of .*engine.log:(.|\n)*Error",
     ):
         asyncio.run(engine.wake())
     asyncio.run(engine.close())
@@ -368,7 +445,9 @@ def test_weights_for_the_runs_own_server_are_memory_that_goes_with_the_run():
     run = subprocess.Popen([sys.executable, "-c", HOLD], env=env, **pipes)
     try:
         file = Path(run.stdout.readline().strip()) / "model"
-        assert file.read_bytes() == b"weights" and file.stat().st_nlink == 0, "no file system has it"
+        assert file.read_bytes() == b"weights" and file.stat().st_nlink == 0, (
+            "no file system has it"
+        )
     finally:
         run.kill()
         run.communicate()
@@ -386,8 +465,27 @@ def free_port() -> int:
 
 
 def flags(model, data, out, *more) -> list[str]:
-    found = ["--model", model, "--env_path", ENV, "--data.train", data / "train.jsonl", "--out", out, *more]
-    lengths = ["--max_tokens", 8, "--max_prompt_tokens", 16, "--tasks_per_step", 16, "--group_size", 8]
+    found = [
+        "--model",
+        model,
+        "--env_path",
+        ENV,
+        "--data.train",
+        data / "train.jsonl",
+        "--out",
+        out,
+        *more,
+    ]
+    lengths = [
+        "--max_tokens",
+        8,
+        "--max_prompt_tokens",
+        16,
+        "--tasks_per_step",
+        16,
+        "--group_size",
+        8,
+    ]
     return [str(f) for f in (*found, *lengths)]
 
 
@@ -399,30 +497,49 @@ def test_ranks_that_servers_do_not_divide_are_refused(tiny_model, sort_data, tmp
 
 def test_the_servers_own_flags_reach_it_and_those_that_are_ours_are_refused(tiny_model, tmp_path):
     given = "--quantization fp8 --kv-cache-dtype=fp8_e5m2 --json-model-override-args '{\"a\": 1}'"
-    spec = replace(spec_of(tiny_model, tmp_path / "log", make_skeleton(str(tiny_model)), None), args=given)
-    assert server_args(spec)[-4:] == ["fp8", "--kv-cache-dtype=fp8_e5m2", "--json-model-override-args", '{"a": 1}']
+    spec = replace(
+        spec_of(tiny_model, tmp_path / "log", make_skeleton(str(tiny_model)), None), args=given
+    )
+    assert server_args(spec)[-4:] == [
+        "fp8",
+        "--kv-cache-dtype=fp8_e5m2",
+        "--json-model-override-args",
+        '{"a": 1}',
+    ]
     base = ["--model", "m", "--env_path", "x.py", "--out", "x"]
     assert parse_config([*base, "--engine_args", given, "--num_steps", "3"]).engine_args == given
     with pytest.raises(ValueError, match="--engine_args=--x needs --engine sglang"):
         parse_config([*base, "--engine", "embedded", "--engine_args", "--x"])
-    for flag, ours in {"--tp-size 2": "--engine_tp", "--mem_fraction_static=0.5": "--engine_memory_frac"}.items():
+    for flag, ours in {
+        "--tp-size 2": "--engine_tp",
+        "--mem_fraction_static=0.5": "--engine_memory_frac",
+    }.items():
         with pytest.raises(ValueError, match=f"sets {flag[:4]}.* of SGLang's server; give {ours}"):
             check_sglang(flag)
     on_gpu = replace(
-        spec, args="", device=torch.device("cuda"), adapters={"bob": {"r": 4, "target_modules": ["q_proj"]}}
+        spec,
+        args="",
+        device=torch.device("cuda"),
+        adapters={"bob": {"r": 4, "target_modules": ["q_proj"]}},
     )
     assert {arg for arg in server_args(on_gpu) if arg.startswith("--")} <= OWN_FLAGS.keys()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_server_of_our_own_is_told_to_compute_logits_in_fp32(device, tiny_model, tmp_path):
-    """As the learner does; real servers of other tests may be left out where SGLang is not installed."""
+    """As the learner does; real servers of other tests may be left out where SGLang is not
+    installed."""
     spec = spec_of(tiny_model, tmp_path / "log", make_skeleton(str(tiny_model)), None)
     assert "--enable-fp32-lm-head" in server_args(replace(spec, device=torch.device(device)))
 
 
 def test_a_running_server_that_does_not_answer_is_named(tiny_model, sort_data, tmp_path, capfd):
-    url = ["--actors.policy.engine_urls", f"http://127.0.0.1:{(port := free_port())}", "--timeout_s", "1"]
+    url = [
+        "--actors.policy.engine_urls",
+        f"http://127.0.0.1:{(port := free_port())}",
+        "--timeout_s",
+        "1",
+    ]
     assert main([*flags(tiny_model, sort_data, tmp_path / "run"), *url]) == 1
     said = capfd.readouterr().err
     assert f"error: engine policy at http://127.0.0.1:{port} did not answer within 1 s" in said
@@ -443,26 +560,58 @@ def test_auto_is_the_embedded_engine_without_a_gpu(tiny_model, sort_data, tmp_pa
 def two_ways(model, out, *more) -> list[str]:
     """Flags of two actors over one model that learn opposite tasks."""
     found = ["--actors.up.model", model, "--actors.up.lora.rank", 16, "--actors.down.share", "up"]
-    found += ["--env_path", ENV.parent / "sort_two_ways.py", "--out", out, "--engine", "sglang", *more]
+    found += [
+        "--env_path",
+        ENV.parent / "sort_two_ways.py",
+        "--out",
+        out,
+        "--engine",
+        "sglang",
+        *more,
+    ]
     return [str(f) for f in (*found, "--max_tokens", 8, "--max_prompt_tokens", 16)]
 
 
 @needs_sglang
-def test_two_actors_over_one_model_and_one_server_have_each_its_learners_weights(torchrun, warm_model, tmp_path):
+def test_two_actors_over_one_model_and_one_server_have_each_its_learners_weights(
+    torchrun, warm_model, tmp_path
+):
     learn = ["--num_steps", 3, "--tasks_per_step", 16, "--group_size", 8, "--optim.lr", "5e-3"]
-    torchrun(1, "-m", "rl_core.train", *two_ways(warm_model, tmp_path / "run", *learn), timeout_s=900)
+    torchrun(
+        1, "-m", "rl_core.train", *two_ways(warm_model, tmp_path / "run", *learn), timeout_s=900
+    )
     rows = metrics(tmp_path / "run")
-    assert len(rows) == 3 and [p.name for p in (tmp_path / "run").glob("engine_*")] == ["engine_up_00000.log"]
+    assert len(rows) == 3 and [p.name for p in (tmp_path / "run").glob("engine_*")] == [
+        "engine_up_00000.log"
+    ]
     for name in ("up", "down"):
-        learned = [row for row in rows if f"learn/{name}/grad_norm" in row]  # each task is one actor's
+        # Each task is one actor's.
+        learned = [row for row in rows if f"learn/{name}/grad_norm" in row]
         assert max(row[f"learn/{name}/grad_norm"] for row in learned) > 0
         assert max(row[f"learn/{name}/mismatch_kl_nats"] for row in learned) < 1e-6
 
 
 @needs_sglang
-def test_a_lone_adapters_server_has_its_learners_weights_after_updates(torchrun, warm_model, sort_data, tmp_path):
-    learn = ["--engine", "sglang", "--actors.policy.lora.rank", 4, "--num_steps", 3, "--optim.lr", "5e-3"]
-    torchrun(1, "-m", "rl_core.train", *flags(warm_model, sort_data, tmp_path / "run", *learn), timeout_s=900)
+def test_a_lone_adapters_server_has_its_learners_weights_after_updates(
+    torchrun, warm_model, sort_data, tmp_path
+):
+    learn = [
+        "--engine",
+        "sglang",
+        "--actors.policy.lora.rank",
+        4,
+        "--num_steps",
+        3,
+        "--optim.lr",
+        "5e-3",
+    ]
+    torchrun(
+        1,
+        "-m",
+        "rl_core.train",
+        *flags(warm_model, sort_data, tmp_path / "run", *learn),
+        timeout_s=900,
+    )
     rows = metrics(tmp_path / "run")
     assert len(rows) == 3 and min(row["learn/policy/grad_norm"] for row in rows) > 0
     assert max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-6
@@ -474,15 +623,25 @@ def test_a_lone_adapters_server_has_its_learners_weights_after_updates(torchrun,
 @needs_sglang
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
 def test_a_mixture_of_experts_samples_with_the_learners_logprobs(name, tmp_path):
-    """From the learner's export, which transformers loads too, and after an update with other weights and routers' biases."""
+    """From the learner's export, which transformers loads too, and after an update with other
+    weights and routers' biases."""
     tokenizer, prompts = make_family(tmp_path / "model", name), random_prompts(6)
-    learner = make_learner(tmp_path / "model", "--algorithm sft --optim.lr 1e-2 --max_prompt_tokens 48")
-    learn(learner, [sample([*p, 9, 8, 7], [0] * len(p) + [1] * 3, 1.0) for p in random_prompts(8, seed=1)])
+    learner = make_learner(
+        tmp_path / "model", "--algorithm sft --optim.lr 1e-2 --max_prompt_tokens 48"
+    )
+    learn(
+        learner,
+        [sample([*p, 9, 8, 7], [0] * len(p) + [1] * 3, 1.0) for p in random_prompts(8, seed=1)],
+    )
     export_policy(learner.policy, tokenizer, tmp_path / "export", learner.ranks)
-    spec = spec_of(tmp_path / "export", tmp_path / "log", make_skeleton(str(tmp_path / "export")), None)
+    spec = spec_of(
+        tmp_path / "export", tmp_path / "log", make_skeleton(str(tmp_path / "export")), None
+    )
 
     def logprobs(prompt, done) -> torch.Tensor:
-        said = sample([*prompt, *done.token_ids], [0] * len(prompt) + [1] * len(done.token_ids), 1.0)
+        said = sample(
+            [*prompt, *done.token_ids], [0] * len(prompt) + [1] * len(done.token_ids), 1.0
+        )
         [minibatch], _ = learner.shard([said])
         with torch.no_grad():
             return learner.forward(minibatch.batches[0])[0]
@@ -510,20 +669,44 @@ def test_a_mixture_of_experts_samples_with_the_learners_logprobs(name, tmp_path)
 
 @pytest.mark.slow
 @needs_sglang
-def test_reward_rises_with_sglang_and_nothing_of_it_is_left(torchrun, warm_model, sort_data, tmp_path):
-    learn = ["--num_steps", "30", "--optim.lr", "6e-4", "--optim.warmup_steps", "3", "--algo.clip_high", "0.28"]
+def test_reward_rises_with_sglang_and_nothing_of_it_is_left(
+    torchrun, warm_model, sort_data, tmp_path
+):
+    learn = [
+        "--num_steps",
+        "30",
+        "--optim.lr",
+        "6e-4",
+        "--optim.warmup_steps",
+        "3",
+        "--algo.clip_high",
+        "0.28",
+    ]
     out = tmp_path / "run"
-    torchrun(1, "-m", "rl_core.train", "--engine", "sglang", *flags(warm_model, sort_data, out, *learn), timeout_s=900)
+    torchrun(
+        1,
+        "-m",
+        "rl_core.train",
+        "--engine",
+        "sglang",
+        *flags(warm_model, sort_data, out, *learn),
+        timeout_s=900,
+    )
     rows = metrics(out)
     rewards = [row["rollout/policy/reward_mean"] for row in rows]
     assert len(rewards) == 30 and sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
     assert max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-3
-    assert str(out) not in subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True).stdout
+    assert (
+        str(out)
+        not in subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True).stdout
+    )
 
 
 @pytest.mark.slow
 @needs_sglang
-def test_one_engine_over_two_ranks_has_both_learners_weights(torchrun, warm_model, sort_data, tmp_path):
+def test_one_engine_over_two_ranks_has_both_learners_weights(
+    torchrun, warm_model, sort_data, tmp_path
+):
     out = tmp_path / "run"
     learn = ["--engine", "sglang", "--engine_tp", "2", "--num_steps", "3", "--optim.lr", "1e-3"]
     torchrun(2, "-m", "rl_core.train", *flags(warm_model, sort_data, out, *learn), timeout_s=900)
@@ -536,9 +719,13 @@ def test_one_engine_over_two_ranks_has_both_learners_weights(torchrun, warm_mode
 def rows_of_run_with_a_death(command: list, out: Path, kill) -> list[dict]:
     """Calls kill(process id of the run) once two steps are done."""
     command = [sys.executable, "-m", *map(str, command)]
-    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
-        while run.poll() is None and (not (out / "metrics.jsonl").exists() or len(metrics(out)) < 2):
+        while run.poll() is None and (
+            not (out / "metrics.jsonl").exists() or len(metrics(out)) < 2
+        ):
             time.sleep(0.02)
         kill(run.pid)
         text, _ = run.communicate(timeout=600)
@@ -548,24 +735,41 @@ def rows_of_run_with_a_death(command: list, out: Path, kill) -> list[dict]:
     rows = metrics(out)
     assert len(rows) == 6 and sum(row["rollout/policy/engine_restarts"] for row in rows) >= 1
     assert all(row["rollout/policy/failed"] == 0 for row in rows), "no group is lost"
-    assert max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-3, "the new server has the newest weights"
+    assert max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-3, (
+        "the new server has the newest weights"
+    )
     return rows
 
 
 def children_of(pid: int | str, *more: str) -> list[str]:
-    return subprocess.run(["pgrep", "-P", str(pid), *more], capture_output=True, text=True).stdout.split()
+    return subprocess.run(
+        ["pgrep", "-P", str(pid), *more], capture_output=True, text=True
+    ).stdout.split()
 
 
 @needs_sglang
-@pytest.mark.parametrize("ranks", [["1"], ["2", "--engine_ranks", "1"]], ids=["in step", "rank of its own"])
-def test_a_server_that_is_killed_in_a_rollout_loses_no_group(ranks, warm_model, sort_data, tmp_path):
+@pytest.mark.parametrize(
+    "ranks", [["1"], ["2", "--engine_ranks", "1"]], ids=["in step", "rank of its own"]
+)
+def test_a_server_that_is_killed_in_a_rollout_loses_no_group(
+    ranks, warm_model, sort_data, tmp_path
+):
     def kill(pid: int) -> None:
         for rank in children_of(pid):
             for server in children_of(rank, "-f", "rl_core.engines.sglang_server"):
                 os.kill(int(server), signal.SIGKILL)
 
-    command = ["torch.distributed.run", "--standalone", "--nproc_per_node", ranks[0], "-m", "rl_core.train"]
-    given = flags(warm_model, sort_data, tmp_path / "run", "--num_steps", 6, "--engine", "sglang", *ranks[1:])
+    command = [
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        ranks[0],
+        "-m",
+        "rl_core.train",
+    ]
+    given = flags(
+        warm_model, sort_data, tmp_path / "run", "--num_steps", 6, "--engine", "sglang", *ranks[1:]
+    )
     rows_of_run_with_a_death([*command, *given], tmp_path / "run", kill)
 
 
@@ -580,19 +784,39 @@ def test_a_server_that_runs_already_gets_the_weights_again_if_it_is_started_anew
         """As somebody starts a server on a CPU, with a key; the one before is killed."""
         for server in servers:
             os.killpg(server.pid, signal.SIGKILL)
-        limits = "--dtype float32 --max-running-requests 64 --max-total-tokens 8192 --device cpu --disable-cuda-graph"
+        limits = (
+            "--dtype float32 --max-running-requests 64 --max-total-tokens 8192 --device cpu "
+            "--disable-cuda-graph"
+        )
         kernels = "--attention-backend torch_native --sampling-backend pytorch --api-key its-key"
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(warm_model), "--port", str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            str(warm_model),
+            "--port",
+            str(port),
+        ]
         command += [*limits.split(), *kernels.split()]
         env = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
         with open(tmp_path / "server.log", "a") as file:
             how = {"stdout": file, "stderr": file, "env": env, "start_new_session": True}
             servers[:] = [subprocess.Popen(command, **how)]
 
-    url = ["--actors.policy.engine_urls", f"http://127.0.0.1:{port}", "--num_steps", "6", "--optim.lr", "6e-4"]
+    url = [
+        "--actors.policy.engine_urls",
+        f"http://127.0.0.1:{port}",
+        "--num_steps",
+        "6",
+        "--optim.lr",
+        "6e-4",
+    ]
     serve()
     try:
-        rows_of_run_with_a_death(["rl_core.train", *flags(warm_model, sort_data, out, *url)], out, serve)
+        rows_of_run_with_a_death(
+            ["rl_core.train", *flags(warm_model, sort_data, out, *url)], out, serve
+        )
         assert servers[0].poll() is None, "it is not the run's to end"
     finally:
         os.killpg(servers[0].pid, signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""Several actors that train adapters of one model: one set of weights and one engine, and nothing of one in another."""
+"""Several actors that train adapters of one model: one set of weights and one engine, and nothing
+of one in another."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ system_prompts = {"alice": "you are alice"}
 def load_tasks(split): return [{"prompt": f"say {n}", "n": n} for n in range(6)]
 def reward_fn(completion, actor): return float(len(completion) if actor == "bob" else -len(completion))
 """
-SIZES = "--max_tokens 60 --max_prompt_tokens 60 --tasks_per_step 4 --group_size 4 --eval.samples 2 --optim.lr 1e-2"
+SIZES = (
+    "--max_tokens 60 --max_prompt_tokens 60 --tasks_per_step 4 --group_size 4 --eval.samples 2 "
+    "--optim.lr 1e-2"
+)
 ALICE = "--actors.alice.lora.rank 3 --actors.alice.lora.targets q_proj,up_proj"
 
 
@@ -35,7 +39,9 @@ ALICE = "--actors.alice.lora.rank 3 --actors.alice.lora.targets q_proj,up_proj"
 def talk(tiny_model, tmp_path) -> list[str]:
     """Flags of bob and alice, who share his model, each with an adapter of its own size."""
     (tmp_path / "talk.py").write_text(TALK)
-    flags = words("--actors.bob.model", tiny_model, "--actors.bob.lora.rank 4 --actors.alice.share bob", ALICE)
+    flags = words(
+        "--actors.bob.model", tiny_model, "--actors.bob.lora.rank 4 --actors.alice.share bob", ALICE
+    )
     return words(flags, STOP, SIZES, "--env_path", tmp_path / "talk.py")
 
 
@@ -69,11 +75,22 @@ def test_one_set_of_weights_serves_both_learners_and_their_engine(talk, tiny_mod
     given = make_run(tmp_path / "run", talk)
     assert len(given.engines) == 2
     [engine] = given.all_engines
-    models = [engine.model, *(model.hf for learner in given.learners.values() for model in learner.models())]
-    storages = {p.data_ptr(): p.numel() for m in models for n, p in m.named_parameters() if ".lora_" not in n}
+    models = [
+        engine.model,
+        *(model.hf for learner in given.learners.values() for model in learner.models()),
+    ]
+    storages = {
+        p.data_ptr(): p.numel()
+        for m in models
+        for n, p in m.named_parameters()
+        if ".lora_" not in n
+    }
     plain = AutoModelForCausalLM.from_pretrained(tiny_model)
     assert sum(storages.values()) == sum(p.numel() for p in plain.parameters())
-    bob, alice = ({p.data_ptr() for _, p in given.learners[name].trained_parameters()} for name in ("bob", "alice"))
+    bob, alice = (
+        {p.data_ptr() for _, p in given.learners[name].trained_parameters()}
+        for name in ("bob", "alice")
+    )
     assert len(bob) == 2 * 2 * 7 and len(alice) == 2 * 2 * 2 and not bob & alice
     assert all(p.requires_grad for x in given.learners.values() for _, p in x.trained_parameters())
     assert not any(p.requires_grad for p in engine.model.parameters())
@@ -87,7 +104,9 @@ def test_a_step_of_one_leaves_the_other_and_the_base_bit_for_bit(talk, tiny_mode
     assert torch.equal(logprobs(alice, adapter=""), plain)  # the reference
     for _ in range(2):
         alice.step(alice.shard(ragged_samples())[0], 0)
-    assert torch.equal(logprobs(bob), before["bob"]) and not torch.equal(logprobs(alice), before["alice"])
+    assert torch.equal(logprobs(bob), before["bob"]) and not torch.equal(
+        logprobs(alice), before["alice"]
+    )
     assert not torch.equal(before["alice"], before["bob"])
     for learner in given.learners.values():
         assert torch.equal(logprobs(learner, adapter=""), plain)
@@ -96,9 +115,15 @@ def test_a_step_of_one_leaves_the_other_and_the_base_bit_for_bit(talk, tiny_mode
 
 @pytest.mark.parametrize("flags", ["", "--learner.activations recompute"])
 def test_each_learns_as_if_it_were_alone(flags, talk, tiny_model, tmp_path):
-    """With activation checkpointing a backward computes anew what the forward did, with the same adapter."""
+    """With activation checkpointing a backward computes anew what the forward did, with the same
+    adapter."""
     shared = make_run(tmp_path / "shared", talk, flags)
-    own = words("--actors.bob.model", tiny_model, "--actors.bob.lora.rank 4 --actors.alice.model", tiny_model)
+    own = words(
+        "--actors.bob.model",
+        tiny_model,
+        "--actors.bob.lora.rank 4 --actors.alice.model",
+        tiny_model,
+    )
     alone = make_run(tmp_path / "alone", own, talk[talk.index("--actors.alice.lora.rank") :], flags)
     for runs in (shared, alone):
         for step in range(4):
@@ -106,28 +131,44 @@ def test_each_learns_as_if_it_were_alone(flags, talk, tiny_model, tmp_path):
                 learner.step(learner.shard(ragged_samples())[0], step)
     for name in ("bob", "alice"):
         learners = [runs.learners[name] for runs in (shared, alone)]
-        a, b = (dict(adapter_parameters(learner.policy.hf, learner.adapter)) for learner in learners)
+        a, b = (
+            dict(adapter_parameters(learner.policy.hf, learner.adapter)) for learner in learners
+        )
         assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
         assert any(value.abs().max() > 1e-3 for n, value in a.items() if ".lora_B." in n)
 
 
-def test_after_training_alice_the_engine_says_for_bob_and_the_judge_what_it_said_before(talk, tmp_path):
+def test_after_training_alice_the_engine_says_for_bob_and_the_judge_what_it_said_before(
+    talk, tmp_path
+):
     judge = "--actors.judge.share bob --actors.judge.train false"
     given = make_run(tmp_path / "run", talk, judge, "--actors.bob.lr 0 --algo.kl_coef 0.01")
     assert "judge" not in given.learners and len(given.all_engines) == 1
     for name, learner in given.learners.items():
         for i, parameter in enumerate(p for _, p in learner.trained_parameters()):
             parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
-        asyncio.run(given.engines[name].update(learner.engine_weights(True), 0, adapter=given.actors[name].adapter))
+        asyncio.run(
+            given.engines[name].update(
+                learner.engine_weights(True), 0, adapter=given.actors[name].adapter
+            )
+        )
     before = {name: said(given, name) for name in given.engines}
     assert before["judge"] != before["bob"]
     asyncio.run(train(given))
     after = {name: said(given, name) for name in given.engines}
-    assert {name: before[name] == after[name] for name in before} == {"bob": True, "alice": False, "judge": True}
+    assert {name: before[name] == after[name] for name in before} == {
+        "bob": True,
+        "alice": False,
+        "judge": True,
+    }
     rows = metrics(tmp_path / "run")
     assert rows[0]["learn/alice/ref_kl_nats"] > 0 and not any("judge" in key for key in rows[0])
-    # What the engine samples by is what the learner computes: a difference of 1e-5 nats is 5e-11 of KL.
-    assert max(row[f"learn/{name}/mismatch_kl_nats_max"] for row in rows for name in ("bob", "alice")) < 5e-11
+    # What the engine samples by is what the learner computes: a difference of 1e-5 nats is 5e-11 of
+    # KL.
+    assert (
+        max(row[f"learn/{name}/mismatch_kl_nats_max"] for row in rows for name in ("bob", "alice"))
+        < 5e-11
+    )
     versions = {
         (step, turn["completion"]["policy_version"])
         for step in (1, 2)
@@ -143,7 +184,10 @@ def test_each_export_is_the_base_with_its_adapter(talk, tiny_model, tmp_path):
     for name in ("bob", "alice"):
         base = AutoModelForCausalLM.from_pretrained(tiny_model)
         with torch.no_grad():
-            before, want = base(ids).logits, AutoModelForCausalLM.from_pretrained(out / "hf" / name)(ids).logits
+            before, want = (
+                base(ids).logits,
+                AutoModelForCausalLM.from_pretrained(out / "hf" / name)(ids).logits,
+            )
             got = peft.PeftModel.from_pretrained(base, out / "hf" / f"{name}_adapter")(ids).logits
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
         assert (want - before).abs().max() > 0.01
@@ -160,7 +204,10 @@ def test_adapters_reach_engines_that_go_on_while_learners_learn(flags, talk, tmp
 
 
 def test_who_shares_takes_what_is_not_given_and_a_saved_configuration_is_the_same():
-    bob = "--actors.bob.model m --actors.bob.lora.rank 4 --env_path x/talk.py --out x --actors.alice.share bob"
+    bob = (
+        "--actors.bob.model m --actors.bob.lora.rank 4 --env_path x/talk.py --out x "
+        "--actors.alice.share bob"
+    )
     alice = parse_config(words(bob, "--actors.bob.lora.alpha 8")).actors["alice"]
     assert alice.model == "m" and (alice.lora.rank, alice.lora.alpha) == (4, 8)
     more = "--actors.bob.lora.quantize nf4 --actors.alice.lora.rank 2"
@@ -170,13 +217,25 @@ def test_who_shares_takes_what_is_not_given_and_a_saved_configuration_is_the_sam
 
 @pytest.mark.slow
 def test_two_actors_over_one_model_learn_opposite_tasks_at_once(warm_model, tmp_path):
-    flags = words("--actors.up.model", warm_model, "--actors.up.lora.rank 16 --actors.down.share up --num_steps 60")
-    flags += words(
-        "--env_path", ROOT / "envs/sort_two_ways.py", "--max_tokens 8 --max_prompt_tokens 16 --optim.lr 5e-3"
+    flags = words(
+        "--actors.up.model",
+        warm_model,
+        "--actors.up.lora.rank 16 --actors.down.share up --num_steps 60",
     )
-    flags += words("--tasks_per_step 32 --group_size 8 --optim.warmup_steps 5 --algo.clip_high 0.28")
+    flags += words(
+        "--env_path",
+        ROOT / "envs/sort_two_ways.py",
+        "--max_tokens 8 --max_prompt_tokens 16 --optim.lr 5e-3",
+    )
+    flags += words(
+        "--tasks_per_step 32 --group_size 8 --optim.warmup_steps 5 --algo.clip_high 0.28"
+    )
     rows = metrics(run(tmp_path / "run", flags))
     for name in ("up", "down"):
-        rewards = [row[f"rollout/{name}/reward_mean"] for row in rows if f"rollout/{name}/reward_mean" in row]
+        rewards = [
+            row[f"rollout/{name}/reward_mean"]
+            for row in rows
+            if f"rollout/{name}/reward_mean" in row
+        ]
         assert sum(rewards[-10:]) / 10 > sum(rewards[:5]) / 5 + 0.15
         assert max(row[f"learn/{name}/mismatch_kl_nats_max"] for row in rows) < 1e-6

@@ -1,4 +1,5 @@
-"""Which rows a run trains and evaluates on: of each split its own, up to the limit, and to the last one."""
+"""Which rows a run trains and evaluates on: of each split its own, up to the limit, and to the last
+one."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ async def reward_fn(completion):
     return len(set(completion)) / 8
 """
 SIZES = "--num_steps 1 --tasks_per_step 2 --group_size 2 --max_prompt_tokens 40 --max_tokens 4"
-# A data set in the cache of `datasets`, as a download from the hub leaves it there, and the texts of each of its splits.
+# A data set in the cache of `datasets`, as a download from the hub leaves it there, and the texts
+# of each of its splits.
 HUB = """
 import json, sys
 from datasets import DatasetInfo, Features, Value
@@ -50,11 +52,15 @@ print(json.dumps({name: [row["prompt"] for row in load_rows(*how)] for name, how
 def prompts(out, pattern: str) -> set[str]:
     """What was asked in the episodes of these files."""
     files = sorted((out / "rollouts").glob(pattern))
-    return {row["messages"][0]["content"].split()[0] for file in files for row in trajectories(file)}
+    return {
+        row["messages"][0]["content"].split()[0] for file in files for row in trajectories(file)
+    }
 
 
 @pytest.mark.parametrize("source", ["load_tasks", "folder"])
-def test_a_run_trains_on_the_training_split_and_evaluates_on_the_other(source, tiny_model, tmp_path):
+def test_a_run_trains_on_the_training_split_and_evaluates_on_the_other(
+    source, tiny_model, tmp_path
+):
     env, flags = SPLITS % 4, ""
     if source == "folder":
         env = env[env.index("async") :]
@@ -64,7 +70,16 @@ def test_a_run_trains_on_the_training_split_and_evaluates_on_the_other(source, t
         flags = f"--data.train {tmp_path} --data.eval {tmp_path}"
     (tmp_path / "env.py").write_text(env)
     evaluated = "--eval_every 1 --eval.samples 2"
-    out = run(tmp_path / "run", "--model", tiny_model, SIZES, evaluated, flags, "--env_path", tmp_path / "env.py")
+    out = run(
+        tmp_path / "run",
+        "--model",
+        tiny_model,
+        SIZES,
+        evaluated,
+        flags,
+        "--env_path",
+        tmp_path / "env.py",
+    )
     assert prompts(out, "step_*") == {"train"}
     assert prompts(out, "eval_*") == {"eval" if source == "load_tasks" else "test"}
 
@@ -75,17 +90,31 @@ def test_a_split_of_the_hub_gives_its_own_rows(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])
-    assert rows == {split: [f"{split} {n}" for n in range(3)] for split in ("train", "test", "validation")}
+    assert rows == {
+        split: [f"{split} {n}" for n in range(3)] for split in ("train", "test", "validation")
+    }
 
 
-def test_a_row_of_exactly_the_limit_is_kept_and_one_of_a_token_more_is_left_out(tiny_model, tmp_path):
+def test_a_row_of_exactly_the_limit_is_kept_and_one_of_a_token_more_is_left_out(
+    tiny_model, tmp_path
+):
     texts = ["train " + "7" * n for n in (5, 6, 7, 6)]
     chat = load_chat(str(tiny_model))
     limit = len(chat.prompt_ids([{"role": "user", "content": texts[1]}]))
-    (tmp_path / "env.py").write_text("async def reward_fn(completion):\n    return len(set(completion)) / 8\n")
+    (tmp_path / "env.py").write_text(
+        "async def reward_fn(completion):\n    return len(set(completion)) / 8\n"
+    )
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
-    flags = f"--num_steps 1 --tasks_per_step 3 --group_size 2 --max_prompt_tokens {limit} --max_tokens 4"
-    data = ["--data.skip_long true --data.train", tmp_path / "rows.jsonl", "--env_path", tmp_path / "env.py"]
+    flags = (
+        f"--num_steps 1 --tasks_per_step 3 --group_size 2 --max_prompt_tokens {limit} --max_tokens "
+        "4"
+    )
+    data = [
+        "--data.skip_long true --data.train",
+        tmp_path / "rows.jsonl",
+        "--env_path",
+        tmp_path / "env.py",
+    ]
     out = run(tmp_path / "run", "--model", tiny_model, flags, *data)
     [file] = (out / "rollouts").glob("step_*")
     asked = sorted(row["messages"][0]["content"] for row in trajectories(file))
@@ -101,7 +130,10 @@ def test_a_row_to_be_imitated_of_exactly_the_limit_is_kept(tiny_model, tmp_path)
     # The template's text behind the last end token is not imitated.
     limit = len(chat.prompt_ids(rows[1]["messages"][:1])) + 4 + 1
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    flags = f"--algorithm sft --num_steps 1 --tasks_per_step 2 --max_prompt_tokens {limit - 8} --max_tokens 8"
+    flags = (
+        f"--algorithm sft --num_steps 1 --tasks_per_step 2 --max_prompt_tokens {limit - 8} "
+        "--max_tokens 8"
+    )
     data = ["--data.skip_long true --data.train", tmp_path / "rows.jsonl"]
     out = run(tmp_path / "run", "--model", tiny_model, flags, *data)
     [row] = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
@@ -114,7 +146,8 @@ def test_the_last_shorter_file_of_collected_episodes_is_written(tiny_model, tmp_
     flags = [flag for flag in flags if flag not in ("--num_steps", "1")]
     assert main(["collect", str(tiny_model), *flags]) == 0
     tasks = [
-        {row["task_id"] for row in trajectories(file)} for file in sorted((tmp_path / "out/rollouts").glob("step_*"))
+        {row["task_id"] for row in trajectories(file)}
+        for file in sorted((tmp_path / "out/rollouts").glob("step_*"))
     ]
     assert [len(found) for found in tasks] == [2, 2, 1]
     assert len(set().union(*tasks)) == 5

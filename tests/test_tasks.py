@@ -36,7 +36,10 @@ def arrow(path, make="new_stream"):
     import pyarrow
 
     table = pyarrow.Table.from_pylist(ROWS)
-    with pyarrow.OSFile(str(path), "wb") as sink, getattr(pyarrow.ipc, make)(sink, table.schema) as writer:
+    with (
+        pyarrow.OSFile(str(path), "wb") as sink,
+        getattr(pyarrow.ipc, make)(sink, table.schema) as writer,
+    ):
         writer.write_table(table)
 
 
@@ -105,17 +108,23 @@ def test_a_source_is_files_folders_globs_and_lists_of_them(source, tmp_path, mon
         "me@home/x": "e",
     }.items():
         (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / f"{file}.jsonl").write_text(json.dumps({"prompt": "x", "answer": answer}) + "\n")
+        (tmp_path / f"{file}.jsonl").write_text(
+            json.dumps({"prompt": "x", "answer": answer}) + "\n"
+        )
     (tmp_path / "plain/b.csv").write_text("prompt,answer\nx,b\n")
     (tmp_path / "plain/README.md").write_text("no rows")
     (tmp_path / "plain/also").mkdir()
     tables = {
-        name: datasets.Dataset.from_list([{"answer": answer}]) for name, answer in (("train", "b"), ("valid", "a"))
+        name: datasets.Dataset.from_list([{"answer": answer}])
+        for name, answer in (("train", "b"), ("valid", "a"))
     }
     datasets.DatasetDict(tables).save_to_disk(str(tmp_path / "saved"))
     for split, answers in zip(("train", "test"), SOURCES[source], strict=True):
         if answers is None:
-            with pytest.raises(ValueError, match=r"no file of the split 'dev'; .*train-0|no such file|no split 'test'"):
+            with pytest.raises(
+                ValueError,
+                match=r"no file of the split 'dev'; .*train-0|no such file|no split 'test'",
+            ):
                 load_rows(source, split)
         else:
             rows = load_rows(source, split)
@@ -126,8 +135,15 @@ def test_a_hub_name_has_a_config_and_a_split(monkeypatch):
     import datasets
 
     asked, table = [], datasets.Dataset.from_list(ROWS)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **how: asked.append((*args, how["split"])) or table)
-    for source in ("org/name", "org/name:main", "org/v1.2:main@train[:10%]", "org/name@validation,org/other"):
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *args, **how: asked.append((*args, how["split"])) or table
+    )
+    for source in (
+        "org/name",
+        "org/name:main",
+        "org/v1.2:main@train[:10%]",
+        "org/name@validation,org/other",
+    ):
         load_rows(source, "test")
     assert asked == [
         ("org/name", None, "test"),
@@ -159,17 +175,37 @@ NO_TABLE = b"a,b\n1,2,3,4\n" * 3 + b'"'
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
-        ("x.jsonl", JSONL + b'{"prompt": "say', r"row 6 of .*x.jsonl: not JSON: Unterminated string.* cut short\?"),
-        ("x.jsonl", b'{"a": 1}\n\n[1]\n', r"row 3 of .*x.jsonl: a row must be a JSON object, this is \[1\]"),
+        (
+            "x.jsonl",
+            JSONL + b'{"prompt": "say',
+            r"row 6 of .*x.jsonl: not JSON: Unterminated string.* cut short\?",
+        ),
+        (
+            "x.jsonl",
+            b'{"a": 1}\n\n[1]\n',
+            r"row 3 of .*x.jsonl: a row must be a JSON object, this is \[1\]",
+        ),
         ("x.jsonl", b'{"a": 1}\nnull\n', r"row 2 of .*: a row must be a JSON object, this is null"),
         (
             "x.jsonl",
             b'{"a": 1}\n{"a": "\xff"}\n',
             "row 2 of .*: it is not UTF-8, maybe Latin-1; .* iconv -f LATIN1 -t UTF-8",
         ),
-        ("x.jsonl", '{"a": "é"}'.encode("utf-16"), "row 1 of .*: it is UTF-16; rows must be UTF-8: iconv -f UTF-16"),
-        ("x.jsonl", '{"a": 1}'.encode("utf-16-le"), "row 1 of .*: it is UTF-16; rows must be UTF-8"),
-        ("x.csv", "prompt,answer\né,1\n".encode("latin-1"), "x.csv: it is not UTF-8, maybe Latin-1"),
+        (
+            "x.jsonl",
+            '{"a": "é"}'.encode("utf-16"),
+            "row 1 of .*: it is UTF-16; rows must be UTF-8: iconv -f UTF-16",
+        ),
+        (
+            "x.jsonl",
+            '{"a": 1}'.encode("utf-16-le"),
+            "row 1 of .*: it is UTF-16; rows must be UTF-8",
+        ),
+        (
+            "x.csv",
+            "prompt,answer\né,1\n".encode("latin-1"),
+            "x.csv: it is not UTF-8, maybe Latin-1",
+        ),
         ("x.csv", "prompt,answer\né,1\n".encode("utf-16"), "x.csv: it is UTF-16"),
         ("x.jsonl", b'{"a": 1}\n{"a": 1,}\n', r"row 2 of .*: not JSON: .* line 1 column 9"),
         ("x.jsonl", b"", r": the data set is empty"),
@@ -208,9 +244,13 @@ PLACES = {
 def test_errors_name_the_line_of_a_row_or_its_number_and_its_file(tmp_path):
     given = []
     for name, (text, _) in PLACES.items():
-        (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+        (tmp_path / name).write_bytes(
+            gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
+        )
         given.append(str(tmp_path / name))
-    want = [f"row {line} of {tmp_path / name}" for name, (_, lines) in PLACES.items() for line in lines]
+    want = [
+        f"row {line} of {tmp_path / name}" for name, (_, lines) in PLACES.items() for line in lines
+    ]
     origin = ",".join(given)
     rows = load_rows(origin)
     assert [row_place(f"eval/{n}", origin) for n in range(len(rows))] == want
@@ -221,14 +261,22 @@ def test_errors_name_the_line_of_a_row_or_its_number_and_its_file(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 0])
-def test_unicode_line_separators_and_a_byte_order_mark_do_not_split_rows(limit, tmp_path, monkeypatch):
+def test_unicode_line_separators_and_a_byte_order_mark_do_not_split_rows(
+    limit, tmp_path, monkeypatch
+):
     monkeypatch.setattr("rl_core.data.rows.IN_MEMORY_BYTES", limit)
     path = tmp_path / "x.jsonl"
-    path.write_bytes("\ufeff".encode() + json.dumps({"a": "x\u2028y\x85z"}, ensure_ascii=False).encode() + b"\r\n")
+    path.write_bytes(
+        "\ufeff".encode()
+        + json.dumps({"a": "x\u2028y\x85z"}, ensure_ascii=False).encode()
+        + b"\r\n"
+    )
     assert list(load_rows(str(path))) == [{"a": "x\u2028y\x85z"}]
 
 
-def test_rows_of_a_large_file_stay_on_disk_and_a_bad_one_is_named_when_it_is_drawn(tmp_path, monkeypatch):
+def test_rows_of_a_large_file_stay_on_disk_and_a_bad_one_is_named_when_it_is_drawn(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("rl_core.data.rows.IN_MEMORY_BYTES", 0)
     monkeypatch.setattr("rl_core.options.json_lines.CHECKED_ROWS", 2)
     lines = [json.dumps({"prompt": f"say {n}", "text": "x" * 1000}) for n in range(1000)]
@@ -239,7 +287,13 @@ def test_rows_of_a_large_file_stay_on_disk_and_a_bad_one_is_named_when_it_is_dra
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert kept < 100_000 and len(rows) == 1000  # of 1 MB
-    assert [rows[n]["prompt"] for n in (0, 499, 501, 999, -1)] == ["say 0", "say 499", "say 501", "say 999", "say 999"]
+    assert [rows[n]["prompt"] for n in (0, 499, 501, 999, -1)] == [
+        "say 0",
+        "say 499",
+        "say 501",
+        "say 999",
+        "say 999",
+    ]
     with pytest.raises(ValueError, match=r"row 502 of .*x\.jsonl: not JSON"):
         rows[500]
     (tmp_path / "x.jsonl").write_text("\n".join(lines)[:-9])
@@ -249,13 +303,17 @@ def test_rows_of_a_large_file_stay_on_disk_and_a_bad_one_is_named_when_it_is_dra
 
 def test_a_missing_file_is_refused_with_the_nearest_name(tmp_path):
     (tmp_path / "train.jsonl").write_bytes(JSONL)
-    with pytest.raises(ValueError, match=r"trian\.jsonl: no such file; did you mean 'train\.jsonl'\?"):
+    with pytest.raises(
+        ValueError, match=r"trian\.jsonl: no such file; did you mean 'train\.jsonl'\?"
+    ):
         load_rows(str(tmp_path / "trian.jsonl"))
     with pytest.raises(ValueError, match=r"the folder .*nowhere does not exist"):
         load_rows(str(tmp_path / "nowhere" / "train.jsonl"))
 
 
-@pytest.mark.parametrize("source", ["rows.jsonl", "data/rows.josnl", "./rows", "a/b/c", "~/rows", "x.csv.gz"])
+@pytest.mark.parametrize(
+    "source", ["rows.jsonl", "data/rows.josnl", "./rows", "a/b/c", "~/rows", "x.csv.gz"]
+)
 def test_what_looks_like_a_path_is_never_sent_to_the_hub(source, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="no such file"):
@@ -263,7 +321,9 @@ def test_what_looks_like_a_path_is_never_sent_to_the_hub(source, monkeypatch):
 
 
 def test_a_hub_name_that_cannot_be_reached_is_one_line():
-    with pytest.raises(ValueError, match=r"^nobody/nothing-v1\.2:main is no file here, and the hub: [^\n]*$"):
+    with pytest.raises(
+        ValueError, match=r"^nobody/nothing-v1\.2:main is no file here, and the hub: [^\n]*$"
+    ):
         load_rows("nobody/nothing-v1.2:main")
 
 
@@ -274,9 +334,17 @@ def test_a_task_takes_its_messages_from_any_of_the_usual_columns():
     share = [{"from": "system", "value": "be kind"}, *forms, *forms]
     talk = make_task({"conversations": share, "system": "not read"}, 0, "e", "train").messages
     assert talk == [system, *user, {"role": "assistant", "content": "hello"}, *user]
-    told = make_task({"instruction": "Add.", "input": "1 + 1", "output": "2"}, 0, "e", "train").messages
+    told = make_task(
+        {"instruction": "Add.", "input": "1 + 1", "output": "2"}, 0, "e", "train"
+    ).messages
     assert told == [{"role": "user", "content": "Add.\n\n1 + 1"}]
-    usual = ({"messages": user}, {"prompt": "hi"}, {"prompt": user}, {"question": "hi"}, {"problem": "hi"})
+    usual = (
+        {"messages": user},
+        {"prompt": "hi"},
+        {"prompt": user},
+        {"question": "hi"},
+        {"problem": "hi"},
+    )
     for row in (
         *usual,
         {"instruction": "hi", "input": ""},
@@ -300,14 +368,24 @@ def test_a_tasks_messages_are_a_copy_without_the_empty_keys_of_tables():
 @pytest.mark.parametrize(
     ("row", "match"),
     [
-        ({"answer": "1"}, r"row 4 of load_tasks\('train'\): needs one of the columns messages, prompt.*; has answer"),
+        (
+            {"answer": "1"},
+            r"row 4 of load_tasks\('train'\): needs one of the columns messages, prompt.*; has "
+            r"answer",
+        ),
         ({}, r"row 4 of .*has no columns"),
         ({"messages": "hi"}, r"row 4 of .*: column 'messages': must be a list of .* is 'hi'"),
         ({"messages": []}, r"must be a list of"),
         ({"messages": ["hi"]}, r"message 1 is 'hi'"),
-        ({"messages": [{"role": "user", "content": "a"}, {"content": "a"}]}, r"message 2 is {.content.: .a.}"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"content": "a"}]},
+            r"message 2 is {.content.: .a.}",
+        ),
         ({"messages": [{"role": "user"}]}, r"message 1 is {.role.: .user.}"),
-        ({"prompt": [{"role": "user", "content": None}]}, r"column .prompt.: .*message 1 is {.*None}"),
+        (
+            {"prompt": [{"role": "user", "content": None}]},
+            r"column .prompt.: .*message 1 is {.*None}",
+        ),
     ],
 )
 def test_a_row_without_well_formed_messages_is_refused_with_its_number(row, match):
@@ -326,24 +404,36 @@ def test_a_row_without_well_formed_messages_is_refused_with_its_number(row, matc
     ],
 )
 def test_columns_have_other_names(columns, prompt, answer):
-    row = {"messages": [{"role": "user", "content": "m"}], "problem": "p", "solution": "s", "answer": "a"}
+    row = {
+        "messages": [{"role": "user", "content": "m"}],
+        "problem": "p",
+        "solution": "s",
+        "answer": "a",
+    }
     row |= {"question": "q", "prompt": "r"}
     rows = RenamedColumns([row, {"other": 1}], columns, "x.jsonl")
     task = make_task(rows[0], 0, "e", "train")
-    assert (task.messages[-1]["content"], task.row["answer"], task.row["solution"]) == (prompt, answer, "s")
+    assert (task.messages[-1]["content"], task.row["answer"], task.row["solution"]) == (
+        prompt,
+        answer,
+        "s",
+    )
     assert len(rows) == 2 and rows[1] == {"other": 1}
 
 
 def test_a_column_that_no_row_has_is_refused():
     with pytest.raises(
-        ValueError, match=r"columns answer=solutoin: x.jsonl has no column 'solutoin'; did you mean 'sol"
+        ValueError,
+        match=r"columns answer=solutoin: x.jsonl has no column 'solutoin'; did you mean 'sol",
     ):
         RenamedColumns([{"solution": "s"}], {"answer": "solutoin"}, "x.jsonl")
     assert RenamedColumns([{"answer": "a"}], {"answer": "solution"}, "x")[0] == {"answer": "a"}
 
 
 def test_order_is_a_permutation_that_differs_by_epoch_and_seed():
-    epochs = [[RowOrder(50, 0, True).row_index(p) for p in range(50 * e, 50 * e + 50)] for e in range(3)]
+    epochs = [
+        [RowOrder(50, 0, True).row_index(p) for p in range(50 * e, 50 * e + 50)] for e in range(3)
+    ]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     other = [RowOrder(50, 1, True).row_index(p) for p in range(50)]
     assert len({tuple(e) for e in [*epochs, other, range(50)]}) == 5
@@ -351,7 +441,20 @@ def test_order_is_a_permutation_that_differs_by_epoch_and_seed():
 
 
 def test_order_is_the_same_everywhere_and_for_ever():
-    assert [RowOrder(10, 7, True).row_index(p) for p in range(12)] == [0, 6, 9, 5, 8, 1, 2, 7, 3, 4, 0, 9]
+    assert [RowOrder(10, 7, True).row_index(p) for p in range(12)] == [
+        0,
+        6,
+        9,
+        5,
+        8,
+        1,
+        2,
+        7,
+        3,
+        4,
+        0,
+        9,
+    ]
 
 
 def test_a_source_resumes_from_its_position(tmp_path):

@@ -29,22 +29,44 @@ def flags_of(places, tmp_path):
         (tmp_path / "env.py").write_text(f"{env}async def reward_fn(completion): return {reward}\n")
         sizes = "--max_tokens 6 --tasks_per_step 2 --group_size 2 --optim.lr 0"
         return words(
-            "--model", places["model"], "--env_path", tmp_path / "env.py", sizes, *more, "--out", tmp_path / "run"
+            "--model",
+            places["model"],
+            "--env_path",
+            tmp_path / "env.py",
+            sizes,
+            *more,
+            "--out",
+            tmp_path / "run",
         )
 
     return make
 
 
-def test_a_run_begins_with_what_was_loaded_and_libraries_are_quiet(flags_of, places, tmp_path, capfd):
-    assert main(flags_of("sum(map(ord, completion)) / 1000", "--num_steps 1 --actors.policy.lora.rank 2")) == 0
+def test_a_run_begins_with_what_was_loaded_and_libraries_are_quiet(
+    flags_of, places, tmp_path, capfd
+):
+    assert (
+        main(
+            flags_of(
+                "sum(map(ord, completion)) / 1000", "--num_steps 1 --actors.policy.lora.rank 2"
+            )
+        )
+        == 0
+    )
     said, errors = capfd.readouterr()
     model, work, place, *_ = said.splitlines()
     assert (
-        model.startswith(f"policy: {places['model']} (") and "k parameters, " in model and model.endswith("k trained)")
+        model.startswith(f"policy: {places['model']} (")
+        and "k parameters, " in model
+        and model.endswith("k trained)")
     )
     assert work == "grpo: 8 rows; 1 step of 2 tasks x 2 episodes"
     assert place == f"1 x CPU, embedded engine; begins at step 0, in {tmp_path / 'run'}"
-    assert "Loading weights" not in errors and "Writing model shards" not in errors and "\x1b" not in said
+    assert (
+        "Loading weights" not in errors
+        and "Writing model shards" not in errors
+        and "\x1b" not in said
+    )
 
 
 def test_a_panel_stands_below_the_lines_on_a_terminal(flags_of, monkeypatch):
@@ -62,7 +84,14 @@ def test_a_panel_stands_below_the_lines_on_a_terminal(flags_of, monkeypatch):
         monkeypatch.setattr(sys, "stdout", terminal)
         slow = "await __import__('asyncio').sleep(0.5) or 1.0"  # longer than the panel's period
         assert (
-            main(flags_of(slow, "--num_steps 3 --save_every 1 --eval_every 3 --eval.num_tasks 2 --eval.samples 0")) == 1
+            main(
+                flags_of(
+                    slow,
+                    "--num_steps 3 --save_every 1 --eval_every 3 --eval.num_tasks 2 --eval.samples "
+                    "0",
+                )
+            )
+            == 1
         )
         assert sys.stdout is terminal
         terminal.write("the end")
@@ -84,9 +113,16 @@ def test_a_panel_stands_below_the_lines_on_a_terminal(flags_of, monkeypatch):
 
 
 def test_the_progress_line_names_actors_and_counts_the_failures_of_all():
-    values = {"rollout/bob/reward_mean": 0.5, "learn/bob/loss": 0.1, "rollout/bob/failed": 1, "time/step_s": 2.0}
+    values = {
+        "rollout/bob/reward_mean": 0.5,
+        "learn/bob/loss": 0.1,
+        "rollout/bob/failed": 1,
+        "time/step_s": 2.0,
+    }
     values |= {"rollout/bob/maths/reward_mean": 9.0}
-    assert progress_line(3, 9, values).startswith("step 3/9  reward 0.5  loss 0.1  failed 1  2.00 s")
+    assert progress_line(3, 9, values).startswith(
+        "step 3/9  reward 0.5  loss 0.1  failed 1  2.00 s"
+    )
     times = {"time/generate_s": 0.5, "time/learn_s": 1.5, "time/sync_s": 0.001}
     assert progress_line(3, 9, values | times).endswith("2.00 s (generate 0.50, learn 1.50)")
     rows = {"learn/bob/loss": 0.1, "time/step_s": 2.0, **times}
@@ -99,7 +135,9 @@ def test_the_progress_line_names_actors_and_counts_the_failures_of_all():
         "step 3/9  bob:  reward 0.5  loss 0.1  alice:  no turns  failed 1"
     )
     values |= {"rollout/alice/reward_mean": 0.25, "rollout/alice/failed": 2}
-    assert progress_line(3, 9, values).startswith("step 3/9  bob:  reward 0.5  loss 0.1  alice:  reward 0.25  failed 3")
+    assert progress_line(3, 9, values).startswith(
+        "step 3/9  bob:  reward 0.5  loss 0.1  alice:  reward 0.25  failed 3"
+    )
 
 
 def test_short_steps_give_a_line_a_second_and_the_last_is_told(flags_of, capsys):
@@ -107,16 +145,32 @@ def test_short_steps_give_a_line_a_second_and_the_last_is_told(flags_of, capsys)
     assert main(flags_of("float(len(completion))", "--num_steps 40 --rollout.save false")) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert len(lines) <= time.monotonic() - began + 2
-    assert lines[0].startswith("step  1/40") and lines[-1].startswith("step 40/40") and "  ETA 0:00:00" in lines[-1]
+    assert (
+        lines[0].startswith("step  1/40")
+        and lines[-1].startswith("step 40/40")
+        and "  ETA 0:00:00" in lines[-1]
+    )
 
 
 def test_episodes_of_an_evaluation_are_printed_short(flags_of, capsys):
     more = "--eval_every 1 --log_samples 5 --eval.samples 0"
     prompt = "'7 ' * 100 + chr(27) + ' 7' * 100"
-    assert main(flags_of("{'sum': sum(map(ord, completion)), 'right': 0.5}", more, "--num_steps 1", prompt=prompt)) == 0
+    assert (
+        main(
+            flags_of(
+                "{'sum': sum(map(ord, completion)), 'right': 0.5}",
+                more,
+                "--num_steps 1",
+                prompt=prompt,
+            )
+        )
+        == 0
+    )
     said = capsys.readouterr().out.splitlines()
     shown = [line for line in said if line.startswith("-- eval/")]
-    assert len(shown) == 2 * 5 and ", right 0.5), truncated" in shown[0] and "reward" in shown[0], shown
+    assert len(shown) == 2 * 5 and ", right 0.5), truncated" in shown[0] and "reward" in shown[0], (
+        shown
+    )
     prompts = [line for line in said if line.startswith("   user: ")]
     assert len(prompts) == 10 and all(len(line) < 350 and "[...]" in line for line in prompts)
     assert len([line for line in said if line.startswith("   assistant: ")]) == 10
@@ -129,7 +183,8 @@ def test_the_time_left_is_that_of_usual_steps_and_of_the_evaluations_that_come()
         left.note_evaluation(0, seconds)
     for seconds in (60.0, 2.0, 2.0):
         left.note_step(seconds)
-    assert left.after(3) == timedelta(seconds=7 * 2 + 3 * 100)  # The evaluations are after steps 4, 8 and 10.
+    # The evaluations are after steps 4, 8 and 10.
+    assert left.after(3) == timedelta(seconds=7 * 2 + 3 * 100)
     assert left.after(4) == timedelta(seconds=6 * 2 + 3 * 100)
     left.note_evaluation(4, 100.0)
     assert left.after(4) == timedelta(seconds=6 * 2 + 2 * 100)
@@ -138,8 +193,13 @@ def test_the_time_left_is_that_of_usual_steps_and_of_the_evaluations_that_come()
     assert TimeLeft(8, 0).num_evaluations(1) == 0
 
 
-def test_a_run_ends_with_its_time_its_scores_before_and_after_and_how_to_look_at_it(flags_of, tmp_path, capsys):
-    assert main(flags_of("float(len(completion))", "--num_steps 4 --eval_every 4 --eval.samples 0")) == 0
+def test_a_run_ends_with_its_time_its_scores_before_and_after_and_how_to_look_at_it(
+    flags_of, tmp_path, capsys
+):
+    assert (
+        main(flags_of("float(len(completion))", "--num_steps 4 --eval_every 4 --eval.samples 0"))
+        == 0
+    )
     said = capsys.readouterr().out.splitlines()
     place = next(n for n, line in enumerate(said) if line.startswith("done: "))
     assert re.fullmatch(r"done: step 4 of 4 in \d+:\d\d:\d\d", said[place])
@@ -148,11 +208,16 @@ def test_a_run_ends_with_its_time_its_scores_before_and_after_and_how_to_look_at
     assert look == f"  look at it: rl-core view {tmp_path / 'run'}"
 
 
-@pytest.mark.parametrize(("name", "number", "at_once"), [("SIGTERM", 15, "Ctrl-C"), ("SIGINT", 2, "Ctrl-C again")])
+@pytest.mark.parametrize(
+    ("name", "number", "at_once"), [("SIGTERM", 15, "Ctrl-C"), ("SIGINT", 2, "Ctrl-C again")]
+)
 def test_a_run_that_a_signal_ended_says_how_it_goes_on(name, number, at_once, flags_of, capfd):
     # Of all hooks one alone, as Ctrl-C twice ends the process.
     seen = "vars(__import__('sys')).setdefault('signals_of_this_test', set())"
-    once = f"({number} in {seen} or {seen}.add({number}) or __import__('os').kill(__import__('os').getpid(), {number}))"
+    once = (
+        f"({number} in {seen} or {seen}.add({number}) or "
+        f"__import__('os').kill(__import__('os').getpid(), {number}))"
+    )
     assert main(flags_of(f"1.0 if {once} else 1.0", "--num_steps 40")) == 128 + number
     out, errors = capfd.readouterr()
     assert f"{name}: saves when this step is done, and ends; {at_once} ends at once\n" in errors
@@ -162,7 +227,9 @@ def test_a_run_that_a_signal_ended_says_how_it_goes_on(name, number, at_once, fl
 
 
 def test_what_a_run_measured_before_and_after_is_its_evaluations_or_means_of_its_steps():
-    steps = [{"step": n, "rollout/bob/reward_mean": float(n), "learn/bob/loss": 0.5} for n in range(1, 6)]
+    steps = [
+        {"step": n, "rollout/bob/reward_mean": float(n), "learn/bob/loss": 0.5} for n in range(1, 6)
+    ]
     assert before_and_after(steps) == ["bob/reward 1.5 -> 4.5 (means of 2 steps)"]
     evaluations = [{"step": n, "eval/sort/avg@4": value} for n, value in ((0, 0.25), (5, 0.75))]
     assert before_and_after([evaluations[0], *steps, evaluations[1]]) == ["sort/avg@4 0.25 -> 0.75"]

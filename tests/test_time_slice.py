@@ -1,4 +1,5 @@
-"""Engines that share a device: who has it when, what goes wrong, and that what they say stays the same."""
+"""Engines that share a device: who has it when, what goes wrong, and that what they say stays the
+same."""
 
 from __future__ import annotations
 
@@ -79,7 +80,9 @@ def test_the_engine_that_waited_longest_is_next_once_the_holder_is_idle():
         await settle()
         calls += [desk.enter(name) for name in "cbcba"]
         await settle()
-        assert desk.woken == "a" and desk.inside == {"a": 2, "b": 0, "c": 0}, "callers of the holder run side by side"
+        assert desk.woken == "a" and desk.inside == {"a": 2, "b": 0, "c": 0}, (
+            "callers of the holder run side by side"
+        )
         desk.gate.set()
         assert await asyncio.gather(*calls) == list("acbcba")
         assert desk.woken == "acb" and not desk.lease.queue and not desk.lease.inside
@@ -161,9 +164,16 @@ def whole_model(folder):
 
 @pytest.mark.parametrize("max_slice_s", [0.0, 1e9])
 def test_real_engines_that_share_a_device_say_what_they_say_alone(make_model, max_slice_s):
-    folders = dict(zip("abc", [make_model(), make_model(arch="llama", seed=1), make_model(seed=2)], strict=True))
+    folders = dict(
+        zip(
+            "abc", [make_model(), make_model(arch="llama", seed=1), make_model(seed=2)], strict=True
+        )
+    )
     params, draw = SamplingParams(max_tokens=6), random.Random(3)
-    requests = [(draw.choice("abc"), [draw.randrange(104) for _ in range(9)], draw.randrange(60)) for _ in range(24)]
+    requests = [
+        (draw.choice("abc"), [draw.randrange(104) for _ in range(9)], draw.randrange(60))
+        for _ in range(24)
+    ]
 
     def size(engine) -> int:
         return sum(p.untyped_storage().nbytes() for p in engine.model.parameters())
@@ -225,7 +235,9 @@ def test_paused_engines_lend_the_device_for_new_weights_and_go_on_where_they_sto
         for engine in engines:
             await engine.pause()
             await engine.sleep()
-        assert not any(p.untyped_storage().nbytes() for m in models for p in m.parameters()), "a learner has the device"
+        assert not any(p.untyped_storage().nbytes() for m in models for p in m.parameters()), (
+            "a learner has the device"
+        )
         for engine in engines:
             await engine.update(new.named_parameters(), 1)
             await engine.sleep()
@@ -241,7 +253,9 @@ def test_paused_engines_lend_the_device_for_new_weights_and_go_on_where_they_sto
         return run(plain.generate(prompt, params, seed=0)).token_ids
 
     assert last.token_ids == alone(new)
-    same = [x == y for x, y in zip(first.token_ids, alone(whole_model(make_model(seed=0))), strict=True)]
+    same = [
+        x == y for x, y in zip(first.token_ids, alone(whole_model(make_model(seed=0))), strict=True)
+    ]
     assert all(same[:5]) and not all(same)
 
 
@@ -251,12 +265,26 @@ def talk(make_model, tmp_path, *flags: str):
         'def load_tasks(split): return [{"prompt": f"say {n}"} for n in range(6)]\n'
         "def reward_fn(completion): return float(len(completion))\n"
     )
-    models = ["--actors.bob.model", str(make_model()), "--actors.alice.model", str(make_model(arch="llama", seed=1))]
+    models = [
+        "--actors.bob.model",
+        str(make_model()),
+        "--actors.alice.model",
+        str(make_model(arch="llama", seed=1)),
+    ]
     sizes = words(
-        "--tasks_per_step 4 --group_size 4 --num_steps 2 --optim.lr 1e-3 --max_tokens 60 --max_prompt_tokens 60"
+        "--tasks_per_step 4 --group_size 4 --num_steps 2 --optim.lr 1e-3 --max_tokens 60 "
+        "--max_prompt_tokens 60"
     )
     stop = json.dumps(list("abcdefghijklmnopqrstuvwxyz"))  # what is cut short ends the episode
-    return [*models, "--env_path", str(tmp_path / "talk.py"), *sizes, "--sampling.stop", stop, *flags]
+    return [
+        *models,
+        "--env_path",
+        str(tmp_path / "talk.py"),
+        *sizes,
+        "--sampling.stop",
+        stop,
+        *flags,
+    ]
 
 
 def test_a_run_of_engines_that_take_turns_learns_what_one_without_does(make_model, tmp_path):

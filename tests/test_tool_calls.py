@@ -20,13 +20,19 @@ PARAMETERS["unit"] = {"type": "string", "enum": ["C", "F"], "description": "b"}
 ALL_TYPES = [
     {
         "type": "function",
-        "function": {"name": "look", "description": "Looks.", "parameters": {"properties": PARAMETERS}},
+        "function": {
+            "name": "look",
+            "description": "Looks.",
+            "parameters": {"properties": PARAMETERS},
+        },
     }
 ]
 # Its calls are written in one way and read in another.
 FOREIGN = (
-    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.role + ': ' + m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ '@' + c.function.name + '!' }}{% endfor %}{{ '</s>' }}{% endfor %}ai: "
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.role + "
+    "': ' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '@' + c.function.name + '!' }}{% endfor %}{{ '</s>' }}{% "
+    "endfor %}ai: "
 )
 
 
@@ -53,7 +59,9 @@ def test_calls_of_every_template_that_takes_tools_come_back_or_are_refused():
 
 def test_arguments_of_python_calls_are_values_of_json():
     text = "[f(x=(1, 2), y={'a': true}, z=None)]"
-    assert python_calls(text) == [{"name": "f", "arguments": {"x": [1, 2], "y": {"a": True}, "z": None}}]
+    assert python_calls(text) == [
+        {"name": "f", "arguments": {"x": [1, 2], "y": {"a": True}, "z": None}}
+    ]
     for argument in ("**{'a': 1}", "x=b'a'", "x={1, 2}", "x=1j", "x=...", "1"):
         with pytest.raises((ValueError, TypeError)):
             python_calls(f"[f({argument})]")
@@ -67,7 +75,8 @@ def test_a_template_that_says_nothing_of_tools_is_left_to_the_environment():
 def test_tools_that_a_rollout_gives_are_refused_where_their_calls_are_not_read(tmp_path):
     (tmp_path / "env.py").write_text(
         f"_TOOLS = {TOOLS!r}\nasync def rollout(task, actors):\n"
-        "    reply = await actors['policy'].respond(task.messages, tools=_TOOLS)\n    return [reply.trajectory(1.0)]\n"
+        "    reply = await actors['policy'].respond(task.messages, tools=_TOOLS)\n    return "
+        "[reply.trajectory(1.0)]\n"
     )
     env = load_env(str(tmp_path / "env.py"))
     [failed] = stage.run(env, stage.cast(policy="hello", template=FOREIGN))
@@ -75,13 +84,17 @@ def test_tools_that_a_rollout_gives_are_refused_where_their_calls_are_not_read(t
     assert stage.play(env, "hello").reward == 1.0
 
 
-def test_tools_of_a_template_whose_calls_are_not_read_are_refused_before_a_model_loads(tiny_model, tmp_path, capsys):
+def test_tools_of_a_template_whose_calls_are_not_read_are_refused_before_a_model_loads(
+    tiny_model, tmp_path, capsys
+):
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "model")
     (tmp_path / "foreign.jinja").write_text(FOREIGN)
     (tmp_path / "env.py").write_text(f"tools = {TOOLS!r}\ndef reward_fn(messages): return 1.0\n")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n')
     flags = f"--env_path {tmp_path}/env.py --data.train {tmp_path}/rows.jsonl --out {tmp_path}/run"
-    template = f"--actors.policy.model {tiny_model} --actors.policy.chat_template {tmp_path}/foreign.jinja"
+    template = (
+        f"--actors.policy.model {tiny_model} --actors.policy.chat_template {tmp_path}/foreign.jinja"
+    )
     assert main(["train", *flags.split(), *template.split()]) == 1
     error = capsys.readouterr().err
     assert "env.py: tools: the chat template of" in error and "@weather!" in error
@@ -91,10 +104,14 @@ def test_tools_of_a_template_whose_calls_are_not_read_are_refused_before_a_model
 def test_a_judge_that_gets_no_tools_may_have_any_template(tiny_model, tmp_path):
     (tmp_path / "foreign.jinja").write_text(FOREIGN)
     code = (
-        f"tools = {TOOLS!r}\ndef reward_fn(messages): return 1.0\ndef load_tasks(split): return [{{'prompt': '1'}}]\n"
+        f"tools = {TOOLS!r}\ndef reward_fn(messages): return 1.0\ndef load_tasks(split): return "
+        f"[{{'prompt': '1'}}]\n"
     )
     env = tmp_path / "env.py"
-    judge = f"--actors.judge.model {tiny_model} --actors.judge.train false --actors.judge.chat_template {tmp_path}/foreign.jinja"
+    judge = (
+        f"--actors.judge.model {tiny_model} --actors.judge.train false "
+        f"--actors.judge.chat_template {tmp_path}/foreign.jinja"
+    )
     flags = f"--actors.policy.model {tiny_model} {judge} --env_path {env} --out {tmp_path}/run"
     env.write_text(f'turns = "policy"\n{code}')
     assert set(make_plan(parse_config(flags.split())).chats) == {"policy", "judge"}

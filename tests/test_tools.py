@@ -52,7 +52,9 @@ def test_the_page_for_users_of_trl_has_every_argument_that_has_a_flag_here():
 
     configs = (trl.GRPOConfig, trl.SFTConfig, trl.DPOConfig, trl.RewardConfig, trl.ModelConfig)
     fields = {f.name for config in configs for f in dataclasses.fields(config)}
-    known = {name.replace("NAME", "policy"): f.metadata["help"] for name, (_, f) in known_flags().items()}
+    known = {
+        name.replace("NAME", "policy"): f.metadata["help"] for name, (_, f) in known_flags().items()
+    }
     rows = ["| TRL | here | |", "|---|---|---|"]
     for ours, theirs in OURS.items():
         named = ", ".join(f"`{name}`" for name in theirs.split() if name in fields)
@@ -81,7 +83,9 @@ def test_info_names_versions_extras_algorithms_and_environments(capsys, monkeypa
     assert re.search(r"== algorithms\n  grpo dr_grpo(.*\n)+  envs/nim.py +Nim with one heap", text)
 
 
-def test_an_environment_that_does_not_parse_is_listed_with_its_mistake(tmp_path, monkeypatch, capsys):
+def test_an_environment_that_does_not_parse_is_listed_with_its_mistake(
+    tmp_path, monkeypatch, capsys
+):
     (tmp_path / "envs").mkdir()
     (tmp_path / "envs/broken.py").write_text("x = 1\ndef reward_fn(:\n")
     monkeypatch.chdir(tmp_path)
@@ -116,7 +120,10 @@ def run(tmp_path):
 
 
 def episode(step, number, reward, **more):
-    said = [{"role": "user", "content": f"step {step}?"}, {"role": "assistant", "content": "word " * 40}]
+    said = [
+        {"role": "user", "content": f"step {step}?"},
+        {"role": "assistant", "content": "word " * 40},
+    ]
     parts = {} if reward is None else {"right": reward, "form": 0.0}
     place = {"task_id": f"train/{number}", "env": "x", "group_id": f"train/{step}", "index": number}
     return Trajectory(**place, messages=said, reward=reward, reward_parts=parts, **more)
@@ -138,13 +145,20 @@ def test_show_prints_a_conversation_role_by_role(run, capsys, monkeypatch):
     assert main(["show", str(run), "--best", "--num", "1"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head == "== policy  train/3  episode 3  step_000012  reward 3 (right 3, form 0)  ok"
-    assert lines[:3] == ["[user]", "  step 12?", "[assistant]"] and len(lines) > 6 and max(map(len, lines)) <= 60
+    assert (
+        lines[:3] == ["[user]", "  step 12?", "[assistant]"]
+        and len(lines) > 6
+        and max(map(len, lines)) <= 60
+    )
     assert main(["show", str(run), "--failed"]) == 0
     assert "  reason: x.py:5: it broke\\x07\n" in capsys.readouterr().out
 
 
 def test_show_counts_why_episodes_failed_over_all_steps(run, capsys):
-    more = [episode(13, n, None, status="failed", error=f"r() failed for task train/{n}: x.py:2: no") for n in range(3)]
+    more = [
+        episode(13, n, None, status="failed", error=f"r() failed for task train/{n}: x.py:2: no")
+        for n in range(3)
+    ]
     write_trajectories(run / "rollouts/step_000013.jsonl.zst", more)
     assert main(["show", str(run), "--reasons"]) == 0
     table = [
@@ -152,7 +166,10 @@ def test_show_counts_why_episodes_failed_over_all_steps(run, capsys):
         "  failed  steps        reason",
         "       3  13           r() failed: x.py:2: no",
     ]
-    assert capsys.readouterr().out.splitlines() == [*table, "       2  1 to 12      x.py:5: it broke\\x07"]
+    assert capsys.readouterr().out.splitlines() == [
+        *table,
+        "       2  1 to 12      x.py:5: it broke\\x07",
+    ]
     assert main(["show", str(run), "--reasons", "--step", "12"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "1 of 5 episodes failed"
     assert main(["show", str(run), "--reasons", "--eval"]) == 0
@@ -211,9 +228,13 @@ def test_plot_draws_a_panel_for_each_kind_of_metric(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = curves_of(tmp_path)
     assert {title: sorted(curves) for title, curves in found.items()} == {
-        "reward": ["amy", "bob"], "evaluation": ["sort/greedy_score"], "loss": ["bob"], "KL (nats)": ["bob/step_kl"],
-        "entropy (nats)": ["bob"], "length (tokens)": ["bob"],
-    }  # fmt: skip
+        "reward": ["amy", "bob"],
+        "evaluation": ["sort/greedy_score"],
+        "loss": ["bob"],
+        "KL (nats)": ["bob/step_kl"],
+        "entropy (nats)": ["bob"],
+        "length (tokens)": ["bob"],
+    }
     assert found["loss"]["bob"] == [(1, 1), (2, 2)]
     assert main(["plot", str(tmp_path)]) == 0
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -230,8 +251,14 @@ def test_plot_reads_a_run_whose_last_line_is_cut_short(tmp_path):
 
 def test_plot_leaves_out_charts_that_are_constant_but_for_rounding(tmp_path, capsys):
     def write(**values) -> None:
-        rows = [{"step": step, **{name: value(step) for name, value in values.items()}} for step in (1, 2, 3)]
-        text = "".join(json.dumps({name.replace("__", "/"): v for name, v in row.items()}) + "\n" for row in rows)
+        rows = [
+            {"step": step, **{name: value(step) for name, value in values.items()}}
+            for step in (1, 2, 3)
+        ]
+        text = "".join(
+            json.dumps({name.replace("__", "/"): v for name, v in row.items()}) + "\n"
+            for row in rows
+        )
         (tmp_path / "metrics.jsonl").write_text(text)
 
     noise = {
@@ -242,10 +269,17 @@ def test_plot_leaves_out_charts_that_are_constant_but_for_rounding(tmp_path, cap
     assert main(["plot", str(tmp_path), "--out", str(tmp_path / "x.svg")]) == 0
     assert "constant, and so left out: loss -1e-09, length (tokens) 7\n" in capsys.readouterr().out
     drawn = (tmp_path / "x.svg").read_text()
-    assert "<!-- reward -->" in drawn and "<!-- loss -->" not in drawn and "<!-- length (tokens) -->" not in drawn
+    assert (
+        "<!-- reward -->" in drawn
+        and "<!-- loss -->" not in drawn
+        and "<!-- length (tokens) -->" not in drawn
+    )
     write(**noise)
     assert main(["plot", str(tmp_path), "--out", str(tmp_path / "x.svg")]) == 0
-    assert "left out" not in capsys.readouterr().out and "<!-- loss -->" in (tmp_path / "x.svg").read_text()
+    assert (
+        "left out" not in capsys.readouterr().out
+        and "<!-- loss -->" in (tmp_path / "x.svg").read_text()
+    )
 
 
 def test_an_axis_goes_at_least_over_a_hundredth_of_its_values():
@@ -261,7 +295,9 @@ def test_plot_draws_two_runs_of_one_name(tmp_path):
     runs = [tmp_path / "first/grpo", tmp_path / "second/grpo"]
     for run in runs:
         run.mkdir(parents=True)
-        (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "rollout/bob/reward_mean": 0.5}) + "\n")
+        (run / "metrics.jsonl").write_text(
+            json.dumps({"step": 1, "rollout/bob/reward_mean": 0.5}) + "\n"
+        )
     assert main(["plot", *map(str, runs), "--out", str(tmp_path / "x.svg")]) == 0
     drawn = (tmp_path / "x.svg").read_text()
     assert all(f"<!-- {run} bob -->" in drawn for run in runs)
@@ -277,10 +313,14 @@ def test_what_init_writes_runs_by_the_commands_that_it_prints(tmp_path, monkeypa
     for line in re.findall(r"rl-core (train|check) (.*?)(?: +#.*)?\n", printed):
         assert main([line[0], *line[1].split()]) == 0
     lines = metrics(tmp_path / "first/run")
-    rewards = [line["rollout/policy/reward_mean"] for line in lines if "rollout/policy/reward_mean" in line]
+    rewards = [
+        line["rollout/policy/reward_mean"] for line in lines if "rollout/policy/reward_mean" in line
+    ]
     assert len(rewards) == 60 and sum(rewards[-5:]) / 5 > 0.6 > sum(rewards[:5])
     assert "warning" not in capsys.readouterr().out.partition("step  1/60")[0]
     assert main(["init", "first/"]) == 1
-    assert "first exists already; name another folder: rl-core init first_2" in capsys.readouterr().err
+    assert (
+        "first exists already; name another folder: rl-core init first_2" in capsys.readouterr().err
+    )
     for line in re.findall(r"rl-core ((?:eval|show|plot)[^,\n]*)", printed):
         assert main(line.split()) == 0

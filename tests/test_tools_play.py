@@ -43,13 +43,18 @@ def test_an_interval_is_1_96_standard_errors_of_the_mean_over_tasks():
 
 def test_scores_of_known_rewards():
     def episodes(rewards, size):
-        places = ({"task_id": f"t{n // size}", "env": "x", "group_id": f"g{n // size}", "index": n} for n in range(99))
+        places = (
+            {"task_id": f"t{n // size}", "env": "x", "group_id": f"g{n // size}", "index": n}
+            for n in range(99)
+        )
         return [
             Trajectory(**place, reward=reward, status="ok" if reward is not None else "failed")
             for place, reward in zip(places, rewards, strict=False)
         ]
 
-    found = scores(episodes([1.0, 0.5], 1), episodes([1, 0, 0, 0, 1, 1, 0.5, None], 4), [1, 2, 4], 4, 1.0)
+    found = scores(
+        episodes([1.0, 0.5], 1), episodes([1, 0, 0, 0, 1, 1, 0.5, None], 4), [1, 2, 4], 4, 1.0
+    )
     assert {name: round(score.value, 4) for name, score in found.items()} == {
         "greedy_score": 0.75, "greedy_pass": 0.5, "avg@4": 0.5417, "pass@1": 0.4583,
         "pass@2": 0.75, "pass@4": 1.0, "tokens": 0.0, "truncated": 0.0, "failed": 0.1,
@@ -65,7 +70,9 @@ def test_scores_of_known_rewards():
     ("--actors.bob.model {model} --actors.alice.model {other} --env_path {dir}/talk.py --max_turns 3", ("",),
      {"talk/bob": "talk/bob", "talk/alice": "talk/alice"}),
 ])  # fmt: skip
-def test_eval_of_a_runs_model_gives_the_scores_that_the_run_logged(places, tmp_path, capsys, flags, models, where):
+def test_eval_of_a_runs_model_gives_the_scores_that_the_run_logged(
+    places, tmp_path, capsys, flags, models, where
+):
     learns = "--num_steps 2 --eval_every 2 --optim.lr 0.01 --eval.pass_reward 0.6"
     out = run(tmp_path / "run", flags.format(**places), SIZES, learns)
     first, *_, last = metrics(out)
@@ -92,9 +99,14 @@ def test_eval_asks_an_endpoint(places, capsys, monkeypatch):
 
 
 def test_eval_shows_several_models_and_environments_side_by_side(places, capsys):
-    flags = words(FLAGS.format(**places).replace("letters.py", "letters.py,{dir}/ask.py".format(**places)))
+    flags = words(
+        FLAGS.format(**places).replace("letters.py", "letters.py,{dir}/ask.py".format(**places))
+    )
     models = [places["model"], places["other"]]
-    assert main(["eval", *models, *flags, "--eval.samples", "2", "--k", "2", "--eval.num_tasks", "3"]) == 0
+    assert (
+        main(["eval", *models, *flags, "--eval.samples", "2", "--k", "2", "--eval.num_tasks", "3"])
+        == 0
+    )
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["environment", "metric", *models]
     named = [tuple(line.split()[:2]) for line in lines]
@@ -105,18 +117,30 @@ def test_eval_shows_several_models_and_environments_side_by_side(places, capsys)
 
 
 def test_eval_needs_no_tracker_and_no_optimizer_of_the_run(places, tmp_path, monkeypatch, capsys):
-    flags = "--model {model} --env_path {dir}/letters.py --num_steps 1 --eval.samples 0 --eval_every 1 --keep_best greedy_score"
+    flags = (
+        "--model {model} --env_path {dir}/letters.py --num_steps 1 --eval.samples 0 --eval_every 1 "
+        "--keep_best greedy_score"
+    )
     out = run(tmp_path / "run", flags.format(**places), SIZES)
     config = yaml.safe_load((out / "config.yaml").read_text()) | {"trackers": "not_here:Tracker"}
     config["optim"]["name"] = "adamw8bit"
     (out / "config.yaml").write_text(yaml.safe_dump(config))
     find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else find(name))
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else find(name)
+    )
     capsys.readouterr()
-    assert main(["eval", str(out), str(out / "best/policy"), "--out", str(tmp_path / "new/scores.json")]) == 0
+    assert (
+        main(
+            ["eval", str(out), str(out / "best/policy"), "--out", str(tmp_path / "new/scores.json")]
+        )
+        == 0
+    )
     best = json.loads((out / "best/best.json").read_text())["greedy_score"]
     found = json.loads((tmp_path / "new/scores.json").read_text())
-    assert found[str(out / "best/policy")]["letters"]["greedy_score"]["value"] == pytest.approx(best)
+    assert found[str(out / "best/policy")]["letters"]["greedy_score"]["value"] == pytest.approx(
+        best
+    )
 
 
 @pytest.mark.parametrize("argv, status, says", [
@@ -132,9 +156,19 @@ def test_eval_refuses(places, capsys, argv, status, says):
 # Collect
 
 
-def test_collected_episodes_are_read_by_sft_and_continue_where_they_stopped(places, tmp_path, capsys):
+def test_collected_episodes_are_read_by_sft_and_continue_where_they_stopped(
+    places, tmp_path, capsys
+):
     out = tmp_path / "out"
-    command = ["collect", places["model"], *words(FLAGS.format(**places)), "--out", str(out), "--min_reward", "0.4"]
+    command = [
+        "collect",
+        places["model"],
+        *words(FLAGS.format(**places)),
+        "--out",
+        str(out),
+        "--min_reward",
+        "0.4",
+    ]
     assert main(command) == 0
     files = sorted((out / "rollouts").glob("step_*"))
     assert len(files) == 2  # eight tasks, four in a file
@@ -153,22 +187,39 @@ def test_collected_episodes_are_read_by_sft_and_continue_where_they_stopped(plac
     files[1].unlink()
     written = files[0].stat().st_mtime_ns
     assert main(command) == 0
-    assert files[0].stat().st_mtime_ns == written and [trajectories(file) for file in files] == before
+    assert (
+        files[0].stat().st_mtime_ns == written and [trajectories(file) for file in files] == before
+    )
     assert main([*command[:-1], "0.5"]) == 1
     assert "--data.min_reward 0.4 -> 0.5" in capsys.readouterr().err
 
 
 def test_a_file_of_which_nothing_is_kept_is_not_played_again(places, tmp_path, capsys):
-    command = ["collect", places["model"], *words(FLAGS.format(**places)), "--out", str(tmp_path), "--min_reward", "99"]
+    command = [
+        "collect",
+        places["model"],
+        *words(FLAGS.format(**places)),
+        "--out",
+        str(tmp_path),
+        "--min_reward",
+        "99",
+    ]
     assert main([*command, "--num_tasks", "3"]) == 0
     assert capsys.readouterr().out.startswith("1/1  kept 0 of 8  reward ")
     assert main([*command, "--num_tasks", "3"]) == 0 and not capsys.readouterr().out
 
 
 def test_a_file_in_which_the_model_never_speaks_holds_nothing(places, tmp_path, capsys):
-    (tmp_path / "either.py").write_text((Path(places["dir"]) / "talk.py").read_text() + "turns = '(bob/alice)'\n")
-    models = "--actors.bob.model {model} --actors.alice.model {model} --actors.alice.train false --env_path"
-    flags = words(models.format(**places), tmp_path / "either.py", SIZES, "--tasks_per_step 1 --group_size 1")
+    (tmp_path / "either.py").write_text(
+        (Path(places["dir"]) / "talk.py").read_text() + "turns = '(bob/alice)'\n"
+    )
+    models = (
+        "--actors.bob.model {model} --actors.alice.model {model} --actors.alice.train false "
+        "--env_path"
+    )
+    flags = words(
+        models.format(**places), tmp_path / "either.py", SIZES, "--tasks_per_step 1 --group_size 1"
+    )
     assert main(["collect", places["model"], *flags, "--out", str(tmp_path / "out")]) == 0
     kept = [line.split("  ")[1] for line in capsys.readouterr().out.splitlines()]
     assert set(kept) == {"kept 0 of 0", "kept 1 of 1"} and len(kept) == 8
@@ -177,9 +228,19 @@ def test_a_file_in_which_the_model_never_speaks_holds_nothing(places, tmp_path, 
 def test_what_an_endpoint_says_is_collected_as_messages(places, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "x")
     with serving((200, reply("abc"))) as server:
-        command = ["collect", f"gpt@{server.url}", *words(FLAGS.format(**places)), "--out", str(tmp_path / "out")]
+        command = [
+            "collect",
+            f"gpt@{server.url}",
+            *words(FLAGS.format(**places)),
+            "--out",
+            str(tmp_path / "out"),
+        ]
         assert main(command) == 0
     rows = load_rows(str(tmp_path / "out/rollouts"))
-    assert len(rows) == 16 and [message["content"] for message in rows[0]["messages"]][1:] == ["abc"]
+    assert len(rows) == 16 and [message["content"] for message in rows[0]["messages"]][1:] == [
+        "abc"
+    ]
     sft = "--algorithm sft --num_steps 1 --tasks_per_step 2 --max_prompt_tokens 64 --max_tokens 8"
-    run(tmp_path / "sft", sft, "--model", places["model"], "--data.train", tmp_path / "out/rollouts")
+    run(
+        tmp_path / "sft", sft, "--model", places["model"], "--data.train", tmp_path / "out/rollouts"
+    )

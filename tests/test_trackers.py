@@ -1,4 +1,5 @@
-"""Trackers are read back with their own libraries; and whatever one does, the run stays as it is."""
+"""Trackers are read back with their own libraries; and whatever one does, the run stays as it
+is."""
 
 from __future__ import annotations
 
@@ -13,7 +14,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kit import RanksProcess, make_learner, metrics, run, run_ranks, sample, trajectories, wait_until, words
+from kit import (
+    RanksProcess,
+    make_learner,
+    metrics,
+    run,
+    run_ranks,
+    sample,
+    trajectories,
+    wait_until,
+    words,
+)
 
 from rl_core import cli
 from rl_core.data.rows import ROLLOUTS, TOKENIZERS, write_trajectories
@@ -73,8 +84,14 @@ def flags(places, tmp_path_factory):
         patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
         patch.setenv("MLFLOW_TRACKING_URI", f"file:{folder / 'mlruns'}")
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-        flags = f"--model {places['model']} --env_path {places['dir']}/letters.py --max_tokens 6 --max_prompt_tokens 24"
-        yield words(flags, "--tasks_per_step 2 --group_size 2 --eval_every 2 --eval.samples 0 --optim.lr 1e-2")
+        flags = (
+            f"--model {places['model']} --env_path {places['dir']}/letters.py --max_tokens 6 "
+            "--max_prompt_tokens 24"
+        )
+        yield words(
+            flags,
+            "--tasks_per_step 2 --group_size 2 --eval_every 2 --eval.samples 0 --optim.lr 1e-2",
+        )
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +105,20 @@ def tracked(flags, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def told(tracked) -> dict:
     """What each of them must hold."""
-    curves = {name: [(row["step"], row[name]) for row in metrics(tracked) if name in row] for name in (REWARD, SCORE)}
-    assert [step for step, _ in curves[REWARD]] == [1, 2, 3] and [step for step, _ in curves[SCORE]] == [0, 2, 3]
+    curves = {
+        name: [(row["step"], row[name]) for row in metrics(tracked) if name in row]
+        for name in (REWARD, SCORE)
+    }
+    assert [step for step, _ in curves[REWARD]] == [1, 2, 3] and [
+        step for step, _ in curves[SCORE]
+    ] == [0, 2, 3]
     [first, *_] = trajectories(tracked / "rollouts/step_000003.jsonl.zst")
     texts = [f"{m['role']}: {m['content']}" for m in first["messages"]]
-    return {"curves": curves, "names": [tracked.parts[-3], "digits", "one"], "row": [*texts, first["reward"]]}
+    return {
+        "curves": curves,
+        "names": [tracked.parts[-3], "digits", "one"],
+        "row": [*texts, first["reward"]],
+    }
 
 
 def test_tensorboard_has_it(tracked, told):
@@ -101,10 +127,16 @@ def test_tensorboard_has_it(tracked, told):
     found = EventAccumulator(str(tracked / "tensorboard")).Reload()
     for name, curve in told["curves"].items():
         assert {e.step: e.value for e in found.Scalars(name)} == pytest.approx(dict(curve))
-    texts = {step.step: step.tensor_proto.string_val[0].decode() for step in found.Tensors("samples/step/text_summary")}
+    texts = {
+        step.step: step.tensor_proto.string_val[0].decode()
+        for step in found.Tensors("samples/step/text_summary")
+    }
     assert sorted(texts) == [1, 2, 3] and "**status**" in texts[3]
     assert all(str(cell).splitlines()[0] in texts[3] for cell in told["row"])
-    assert "**group_size**\n\n    2" in found.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert (
+        "**group_size**\n\n    2"
+        in found.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    )
 
 
 def test_mlflow_has_it(tracked, told):
@@ -113,23 +145,41 @@ def test_mlflow_has_it(tracked, told):
     client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
     experiment = client.get_experiment_by_name(told["names"][0])
     [found] = client.search_runs([experiment.experiment_id])
-    assert (found.info.run_name, found.info.status, found.data.tags["group"]) == ("one", "FINISHED", "digits")
+    assert (found.info.run_name, found.info.status, found.data.tags["group"]) == (
+        "one",
+        "FINISHED",
+        "digits",
+    )
     assert found.data.params["group_size"] == "2"
     for name, curve in told["curves"].items():
-        assert [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, name)] == curve
-    table = json.loads(Path(client.download_artifacts(found.info.run_id, "samples/step_000003.json")).read_text())
-    assert table["columns"] == ["prompt", "reply", "reward", "status"] and table["data"][0][:3] == told["row"]
+        assert [
+            (m.step, m.value) for m in client.get_metric_history(found.info.run_id, name)
+        ] == curve
+    table = json.loads(
+        Path(client.download_artifacts(found.info.run_id, "samples/step_000003.json")).read_text()
+    )
+    assert (
+        table["columns"] == ["prompt", "reply", "reward", "status"]
+        and table["data"][0][:3] == told["row"]
+    )
 
 
 def test_trackio_has_it(told):
     [file] = Path(os.environ["TRACKIO_DIR"]).glob(f"{told['names'][0]}.db")
     with sqlite3.connect(file) as db:
         [(name, config)] = db.execute("select run_name, config from configs").fetchall()
-        lines = [(step, json.loads(text)) for step, text in db.execute("select step, metrics from metrics order by id")]
+        lines = [
+            (step, json.loads(text))
+            for step, text in db.execute("select step, metrics from metrics order by id")
+        ]
     assert name == "one" and json.loads(config)["group_size"] == 2
     for name, curve in told["curves"].items():
         assert [(step, values[name]) for step, values in lines if name in values] == curve
-    [table] = [values["samples/step"]["_value"] for step, values in lines if step == 3 and "samples/step" in values]
+    [table] = [
+        values["samples/step"]["_value"]
+        for step, values in lines
+        if step == 3 and "samples/step" in values
+    ]
     assert list(table[0].values())[:3] == told["row"]
 
 
@@ -152,7 +202,8 @@ def test_wandb_has_it(tracked, told):
 
 
 def wandb_records(file: Path) -> list:
-    """The messages of an offline run: after seven bytes, blocks of 32 KiB with pieces of them (LevelDB's log format)."""
+    """The messages of an offline run: after seven bytes, blocks of 32 KiB with pieces of them
+    (LevelDB's log format)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, found, text = file.read_bytes(), 7, [], b""
@@ -190,13 +241,26 @@ def lasting(out: Path) -> list[dict]:
             600,
             ["notes:Raises is off: RuntimeError: no route", "notes:no_account is off: "],
         ),
-        ("notes:Hangs,notes:never_made", 4, ["notes:Hangs was ended", "notes:never_made was ended"]),
+        (
+            "notes:Hangs,notes:never_made",
+            4,
+            ["notes:Hangs was ended", "notes:never_made was ended"],
+        ),
     ],
 )
-def test_a_tracker_that_raises_or_hangs_is_a_line_and_no_more(trackers, timeout_s, says, flags, tmp_path, capfd):
+def test_a_tracker_that_raises_or_hangs_is_a_line_and_no_more(
+    trackers, timeout_s, says, flags, tmp_path, capfd
+):
     without = run(tmp_path / "without", flags, "--num_steps 2")
     capfd.readouterr()
-    out = run(tmp_path / "out", flags, "--num_steps 2 --trackers", f"{trackers},notes:Notes", "--timeout_s", timeout_s)
+    out = run(
+        tmp_path / "out",
+        flags,
+        "--num_steps 2 --trackers",
+        f"{trackers},notes:Notes",
+        "--timeout_s",
+        timeout_s,
+    )
     shown = capfd.readouterr().err.splitlines()
     assert [sum(f"--trackers {text}" in line for line in shown) for text in says] == [1, 1], shown
     assert lasting(out) == lasting(without)
@@ -206,35 +270,54 @@ def test_a_tracker_that_raises_or_hangs_is_a_line_and_no_more(trackers, timeout_
     "trackers, says",
     [
         ("tensorboard,wanbd", "--trackers wanbd is not known; did you mean 'wandb'?"),
-        ("notes:Noets", "--trackers notes:Noets: AttributeError: module 'notes' has no attribute 'Noets'"),
+        (
+            "notes:Noets",
+            "--trackers notes:Noets: AttributeError: module 'notes' has no attribute 'Noets'",
+        ),
         (
             "no_such_module:Notes",
-            "--trackers no_such_module:Notes: ModuleNotFoundError: No module named 'no_such_module'",
+            "--trackers no_such_module:Notes: ModuleNotFoundError: No module named "
+            "'no_such_module'",
         ),
-        ("tensorboard,mlflow", "--trackers mlflow is not installed: pip install 'rl_core[trackers]'"),
+        (
+            "tensorboard,mlflow",
+            "--trackers mlflow is not installed: pip install 'rl_core[trackers]'",
+        ),
     ],
 )
-def test_a_tracker_that_cannot_be_is_refused_before_a_model_loads(trackers, says, flags, tmp_path, capfd, monkeypatch):
+def test_a_tracker_that_cannot_be_is_refused_before_a_model_loads(
+    trackers, says, flags, tmp_path, capfd, monkeypatch
+):
     find = importlib.util.find_spec
-    monkeypatch.setattr("rl_core.options.trackers.find_spec", lambda name: None if name == "mlflow" else find(name))
+    monkeypatch.setattr(
+        "rl_core.options.trackers.find_spec", lambda name: None if name == "mlflow" else find(name)
+    )
     assert main([*flags, "--trackers", trackers, "--out", str(tmp_path / "out")]) == 1
     assert f"error: {says}" in capfd.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_rl_core_train_finds_a_tracker_in_the_current_folder(flags, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(sys, "path", [place for place in sys.path if place and Path(place) != Path.cwd()])
+    monkeypatch.setattr(
+        sys, "path", [place for place in sys.path if place and Path(place) != Path.cwd()]
+    )
     monkeypatch.delitem(sys.modules, "notes", raising=False)
     out = tmp_path / "out"
-    assert cli.main(["train", *flags, *words("--num_steps 0 --trackers notes:Notes --out", out)]) == 0
+    assert (
+        cli.main(["train", *flags, *words("--num_steps 0 --trackers notes:Notes --out", out)]) == 0
+    )
     assert notes(out)[-1] == ["close", True]
 
 
 def test_one_rank_of_several_tracks(flags, tmp_path):
     out = tmp_path / "out"
-    given = words(flags, "--num_steps 1 --trackers notes:Notes --run_name team/first/try --out", out)
+    given = words(
+        flags, "--num_steps 1 --trackers notes:Notes --run_name team/first/try --out", out
+    )
     run_ranks(2, "-m", "rl_core.train", *given)
-    assert [note[:4] for note in notes(out) if note[0] == "made"] == [["made", "team", "first", "try"]]
+    assert [note[:4] for note in notes(out) if note[0] == "made"] == [
+        ["made", "team", "first", "try"]
+    ]
     assert [note[1:] for note in notes(out) if note[0] == "table"] == [
         [0, "samples/eval"],
         [1, "samples/step"],
@@ -261,13 +344,17 @@ def test_a_run_that_was_killed_goes_on_in_its_trackers_without_repeating(flags, 
     process = RanksProcess(1, ["-m", "rl_core.train", *given, "--num_steps", "1000"], None, {})
     wait_until(lambda: (out / "notes").exists() and 3 in steps_told(out), "three steps are tracked")
     process.signal(9)
-    wait_until(lambda: notes(out)[-1] == ["close", False], "the tracker hears that the run ended badly")
+    wait_until(
+        lambda: notes(out)[-1] == ["close", False], "the tracker hears that the run ended badly"
+    )
     last = metrics(out)[-1]["step"]
     run(out, given, "--num_steps", last + 2)
     assert [note[-1] for note in notes(out) if note[0] == "made"] == [False, True]
     rows = [step for step in range(last + 3) for _ in range(1 + (step > 0 and step % 2 == 0))]
     told = steps_told(out)
-    assert told[: len(rows) - 1] == rows[: len(rows) - 1] and set(told) == set(rows), "each once, in order"
+    assert told[: len(rows) - 1] == rows[: len(rows) - 1] and set(told) == set(rows), (
+        "each once, in order"
+    )
 
 
 def test_a_tracker_that_comes_later_gets_all(flags, tmp_path):
@@ -280,7 +367,12 @@ def test_a_run_that_fails_is_failed_in_its_trackers(flags, places, tmp_path):
     (tmp_path / "bad.py").write_text(
         Path(places["dir"], "letters.py").read_text().replace("return sum", "return 'x', sum")
     )
-    given = words(flags, "--env_path", tmp_path / "bad.py", "--eval_every 0 --num_steps 1 --trackers notes:Notes")
+    given = words(
+        flags,
+        "--env_path",
+        tmp_path / "bad.py",
+        "--eval_every 0 --num_steps 1 --trackers notes:Notes",
+    )
     assert main([*given, "--out", str(tmp_path / "out")]) == 1
     assert notes(tmp_path / "out")[-1] == ["close", False]
 
@@ -288,7 +380,11 @@ def test_a_run_that_fails_is_failed_in_its_trackers(flags, places, tmp_path):
 def test_trackers_hear_of_the_end_where_the_disk_is_full(flags, tmp_path):
     (tmp_path / "out/rollouts").mkdir(parents=True)
     (tmp_path / "out/rollouts/.step_000001.jsonl.zst.tmp").symlink_to("/dev/full")
-    given = words(flags, "--eval_every 0 --num_steps 1 --trackers notes:Notes --resume --out", tmp_path / "out")
+    given = words(
+        flags,
+        "--eval_every 0 --num_steps 1 --trackers notes:Notes --resume --out",
+        tmp_path / "out",
+    )
     assert main(given) == 1
     assert notes(tmp_path / "out")[-1] == ["close", False]
 
@@ -322,16 +418,27 @@ def test_mfu_is_the_matrix_products_over_the_peak(device, flags, passes, tiny_mo
         assert not found
     else:
         hf = learner.policy.hf
-        size, width = sum(p.numel() for p in hf.parameters()), hf.config.num_attention_heads * hf.config.head_dim
+        size, width = (
+            sum(p.numel() for p in hf.parameters()),
+            hf.config.num_attention_heads * hf.config.head_dim,
+        )
         attention = (
             2 * width * hf.config.num_hidden_layers * 30 * 30 / 2
         )  # multiply-adds of a triangle, of Q K and of P V
-        want = passes * (size * 30 + attention) / (2.0 * next(p for name, p in peak.items() if name in device))
+        want = (
+            passes
+            * (size * 30 + attention)
+            / (2.0 * next(p for name, p in peak.items() if name in device))
+        )
         assert found["mfu"].value == pytest.approx(want)
 
 
 @pytest.mark.gpu
 def test_memory_and_mfu_of_a_run_on_a_gpu(flags, tmp_path):
-    for row in (row for row in metrics(run(tmp_path / "out", flags, "--num_steps 2")) if "time/step_s" in row):
+    for row in (
+        row
+        for row in metrics(run(tmp_path / "out", flags, "--num_steps 2"))
+        if "time/step_s" in row
+    ):
         assert {"memory/generate_gib", "memory/learn_gib", "memory/sync_gib"} <= row.keys()
         assert 0 < row.get("learn/policy/mfu", 0.5) < 1

@@ -1,4 +1,5 @@
-"""What a checkpoint keeps of episodes that have not ended: the run that goes on samples nothing a second time."""
+"""What a checkpoint keeps of episodes that have not ended: the run that goes on samples nothing a
+second time."""
 
 from __future__ import annotations
 
@@ -26,8 +27,16 @@ from rl_core.types import Completion, SamplingParams
 @pytest.fixture
 def flags(tmp_path, tiny_model):
     (tmp_path / "uneven.py").write_text(UNEVEN)
-    given = words("--model", tiny_model, "--env_path", tmp_path / "uneven.py", "--data.shuffle false --max_tokens 8")
-    sizes = "--max_prompt_tokens 16 --tasks_per_step 4 --group_size 4 --optim.lr 1e-3 --max_staleness 2"
+    given = words(
+        "--model",
+        tiny_model,
+        "--env_path",
+        tmp_path / "uneven.py",
+        "--data.shuffle false --max_tokens 8",
+    )
+    sizes = (
+        "--max_prompt_tokens 16 --tasks_per_step 4 --group_size 4 --optim.lr 1e-3 --max_staleness 2"
+    )
     return words(given, sizes, "--num_steps 6 --save_every 2 --keep_checkpoints 0")
 
 
@@ -38,13 +47,21 @@ def back_to_step_2(out: Path) -> Path:
 
 
 def turns_of(group: dict) -> dict[tuple[str, int], list[list[dict]]]:
-    """(group, episode) -> completions of each of its conversations that were under way, in the order of turns."""
-    ended = [*group["trajectories"], *(t for e in group["episodes"].values() for t in e["trajectories"] or ())]
-    found = {(t["group_id"], t["index"]): [turn["completion"] for turn in t["turns"]] for t in ended}
+    """(group, episode) -> completions of each of its conversations that were under way, in the
+    order of turns."""
+    ended = [
+        *group["trajectories"],
+        *(t for e in group["episodes"].values() for t in e["trajectories"] or ()),
+    ]
+    found = {
+        (t["group_id"], t["index"]): [turn["completion"] for turn in t["turns"]] for t in ended
+    }
     for episode in group["episodes"].values():
         for turn, answer in episode["answers"].items():
             batch, number, step, index, *_ = turn.split("/")
-            found.setdefault((f"{batch}/{number}/{step}", int(index)), []).append(answer["completion"])
+            found.setdefault((f"{batch}/{number}/{step}", int(index)), []).append(
+                answer["completion"]
+            )
     return found
 
 
@@ -55,11 +72,18 @@ def is_start(kept: dict, whole: dict) -> bool:
     )
 
 
-RUNS = [(1, ""), (2, ""), (2, "--engine_ranks 1"), pytest.param(1, "--engine sglang", marks=needs_sglang)]
+RUNS = [
+    (1, ""),
+    (2, ""),
+    (2, "--engine_ranks 1"),
+    pytest.param(1, "--engine sglang", marks=needs_sglang),
+]
 
 
 @pytest.mark.parametrize("ranks, more", RUNS)
-def test_what_was_sampled_before_a_checkpoint_is_in_the_run_that_goes_on(ranks, more, flags, tmp_path):
+def test_what_was_sampled_before_a_checkpoint_is_in_the_run_that_goes_on(
+    ranks, more, flags, tmp_path
+):
     more = f"{more} --max_tokens 60"
     out = run(tmp_path / "run", flags, more, ranks=ranks)
     checkpoint = back_to_step_2(out)
@@ -67,11 +91,16 @@ def test_what_was_sampled_before_a_checkpoint_is_in_the_run_that_goes_on(ranks, 
     found = {key: turns for group in kept for key, turns in turns_of(group).items()}
     completions = [completion for turns in found.values() for completion in turns]
     assert sum(bool(c["finish_reason"]) for c in completions) > 4
-    assert any(c["token_ids"] and not c["finish_reason"] for c in completions), "turns that were cut off in the middle"
+    assert any(c["token_ids"] and not c["finish_reason"] for c in completions), (
+        "turns that were cut off in the middle"
+    )
     run(out, flags, more, "--resume", ranks=ranks)
     played = {}
     for file in sorted((out / "rollouts").glob("step_*")):
-        played |= {(t["group_id"], t["index"]): [turn["completion"] for turn in t["turns"]] for t in trajectories(file)}
+        played |= {
+            (t["group_id"], t["index"]): [turn["completion"] for turn in t["turns"]]
+            for t in trajectories(file)
+        }
     for key, turns in found.items():
         assert all(is_start(*pair) for pair in zip(turns, played[key], strict=False)), key
 
@@ -81,14 +110,20 @@ def test_a_checkpoint_without_what_was_under_way_has_its_tasks_played_again(flag
     checkpoint = back_to_step_2(out)
     [file] = checkpoint.glob("under_way*")
     file.unlink()
-    manifest, state = (json.loads((checkpoint / f"{name}.json").read_text()) for name in ("manifest", "state"))
+    manifest, state = (
+        json.loads((checkpoint / f"{name}.json").read_text()) for name in ("manifest", "state")
+    )
     del manifest["files"][file.name], state["collected"]
     text = json.dumps(state)
     manifest["files"]["state.json"] = {"bytes": len(text)}
     (checkpoint / "state.json").write_text(text)
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     run(out, flags, "--resume")
-    tasks = [t["task_id"] for step in range(1, 7) for t in trajectories(out / f"rollouts/step_{step:06d}.jsonl.zst")]
+    tasks = [
+        t["task_id"]
+        for step in range(1, 7)
+        for t in trajectories(out / f"rollouts/step_{step:06d}.jsonl.zst")
+    ]
     assert sorted(tasks) == sorted(f"train/{n}" for n in range(24) for _ in range(4))
 
 
@@ -103,7 +138,9 @@ def test_a_fixed_order_mixes_versions_and_repeats_bit_for_bit(flags, tmp_path):
         for t in trajectories(file)
         for turn in t["turns"]
     ]
-    assert sum(bool(c["newer_versions"]) for c in done) > 4, "turns that one version began and the next ended"
+    assert sum(bool(c["newer_versions"]) for c in done) > 4, (
+        "turns that one version began and the next ended"
+    )
 
 
 ASKING = """
@@ -126,7 +163,8 @@ def new_group(env):
 
 
 class Limited(RuleEngine):
-    """Answers after a while, so that some episodes end before others; after `limit` requests it answers none."""
+    """Answers after a while, so that some episodes end before others; after `limit` requests it
+    answers none."""
 
     limit: int | None = None
     has_limit = False
@@ -140,7 +178,10 @@ class Limited(RuleEngine):
 
 def test_a_group_that_goes_on_asks_only_what_nobody_has_answered(env_of):
     env, engine = env_of(ASKING), Limited(chat_of(), saying(["a", "b", "c"]), 0.01)
-    actors, scored = {"policy": actor("policy", engine)}, env.rewards[0].function.__globals__["scored"]
+    actors, scored = (
+        {"policy": actor("policy", engine)},
+        env.rewards[0].function.__globals__["scored"],
+    )
 
     def play(group):
         return run_group({env.name: env}, actors, RolloutConfig(), group)
@@ -164,7 +205,12 @@ def test_a_group_that_goes_on_asks_only_what_nobody_has_answered(env_of):
     num_ended = 0
     for num_answers in range(1, num_turns, 2):
         row = asyncio.run(until(num_answers))
-        known = [a for e in row["episodes"].values() for a in e["answers"].values() if a["completion"]["finish_reason"]]
+        known = [
+            a
+            for e in row["episodes"].values()
+            for a in e["answers"].values()
+            if a["completion"]["finish_reason"]
+        ]
         ended = [t for e in row["episodes"].values() for t in e["trajectories"] or ()]
         engine.asked.clear(), scored.clear()
         group = new_group(env)
@@ -173,7 +219,9 @@ def test_a_group_that_goes_on_asks_only_what_nobody_has_answered(env_of):
         assert [t.turns for t in again] == [t.turns for t in whole]
         assert [t.reward for t in again] == [t.reward for t in whole]
         assert len(engine.asked) == num_turns - len(known) - sum(len(t["turns"]) for t in ended)
-        assert len(scored) == 4 - len(ended), "hooks of an episode that has ended are not called again"
+        assert len(scored) == 4 - len(ended), (
+            "hooks of an episode that has ended are not called again"
+        )
         num_ended += len(ended)
     assert num_ended
 

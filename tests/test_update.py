@@ -1,4 +1,5 @@
-"""Whole steps against the same written out in plain torch: padded forward, formulas token by token, torch's optimizers."""
+"""Whole steps against the same written out in plain torch: padded forward, formulas token by token,
+torch's optimizers."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.types import TrainingSample
 
-BASE = "--optim.max_grad_norm 0 --learner.minibatches 2 --optim.lr 0.01 --optim.betas 0.9,0.95 --optim.eps 1e-4"
+BASE = (
+    "--optim.max_grad_norm 0 --learner.minibatches 2 --optim.lr 0.01 --optim.betas 0.9,0.95 "
+    "--optim.eps 1e-4"
+)
 
 
 @dataclass
@@ -36,32 +40,48 @@ FLAT = [[0.01, 0.01]] * 2
 CASES = {
     # Half a step on, the rate is half a step further on its way.
     "warm-up": Case(
-        "--optim.warmup_steps 3", [[0.01 / 4, 0.015 / 4], [0.02 / 4, 0.025 / 4], [0.03 / 4, 0.035 / 4], [0.01, 0.01]]
+        "--optim.warmup_steps 3",
+        [[0.01 / 4, 0.015 / 4], [0.02 / 4, 0.025 / 4], [0.03 / 4, 0.035 / 4], [0.01, 0.01]],
     ),
     "linear": Case("--optim.schedule linear --num_steps 4", [[0.01, 0.00875], [0.0075, 0.00625]]),
-    "beta2": Case("--optim.betas 0.8,0.6 --optim.eps 1e-4", FLAT, how=ADAMW | {"betas": (0.8, 0.6)}),
+    "beta2": Case(
+        "--optim.betas 0.8,0.6 --optim.eps 1e-4", FLAT, how=ADAMW | {"betas": (0.8, 0.6)}
+    ),
     "sgd": Case("--optim.name sgd", FLAT, torch.optim.SGD, SGD),
-    "norm": Case("--optim.name sgd --optim.max_grad_norm 0.1", FLAT, torch.optim.SGD, SGD, max_norm=0.1),
+    "norm": Case(
+        "--optim.name sgd --optim.max_grad_norm 0.1", FLAT, torch.optim.SGD, SGD, max_norm=0.1
+    ),
     "temperature": Case("--sampling.temperature 0.5", FLAT, temperature=0.5),
     "clip": Case(
-        "--learner.epochs 3 --algo.clip_low 0.05 --algo.clip_high 0.1", [[0.01] * 6], epochs=3, clip=(0.05, 0.1)
+        "--learner.epochs 3 --algo.clip_low 0.05 --algo.clip_high 0.1",
+        [[0.01] * 6],
+        epochs=3,
+        clip=(0.05, 0.1),
     ),
     "kl": Case("--algo.kl_coef 0.5 --sampling.temperature 0.5", FLAT, kl=0.5, temperature=0.5),
     "target": Case(
-        "--learner.epochs 3 --algo.target_kl 0.02 --optim.lr 0.003", [[0.003] * 6] * 2, epochs=3, target_kl=0.02
+        "--learner.epochs 3 --algo.target_kl 0.02 --optim.lr 0.003",
+        [[0.003] * 6] * 2,
+        epochs=3,
+        target_kl=0.02,
     ),
-    "epochs, hot": Case("--learner.epochs 2 --sampling.temperature 2", [[0.01] * 4], epochs=2, temperature=2.0),
+    "epochs, hot": Case(
+        "--learner.epochs 2 --sampling.temperature 2", [[0.01] * 4], epochs=2, temperature=2.0
+    ),
 }
 
 
 def make_samples(seed: int, num: int = 8) -> list[TrainingSample]:
-    """Two to a task, with two turns each, of different lengths. Each has one advantage, by which it is known."""
+    """Two to a task, with two turns each, of different lengths. Each has one advantage, by which it
+    is known."""
     draw, samples = random.Random(seed), []
     for i in range(num):
         lengths = 5, draw.randint(2, 30), 3, draw.randint(1, 9)
         mask = [turn % 2 for turn, length in enumerate(lengths) for _ in range(length)]
         advantage = draw.gauss(0, 1)
-        samples.append(sample([draw.randrange(8, 104) for _ in mask], mask, advantage, f"{i // 2:04d}"))
+        samples.append(
+            sample([draw.randrange(8, 104) for _ in mask], mask, advantage, f"{i // 2:04d}")
+        )
     return samples
 
 
@@ -82,11 +102,17 @@ def step_by_hand(
     for update, rate in enumerate(rates):
         part, losses, drift = parts[update % len(parts)], [], []
         for s in part:
-            new, advantage = logprobs(model, s, case.temperature), float(s.advantages.max() + s.advantages.min())
+            new, advantage = (
+                logprobs(model, s, case.temperature),
+                float(s.advantages.max() + s.advantages.min()),
+            )
             ratio = (new - old[id(s)]).exp()
             bounded = ratio.clamp(1 - case.clip[0], 1 + case.clip[1])
             above = ref[id(s)] - new
-            losses.append(case.kl * (above.exp() - 1 - above) - torch.minimum(ratio * advantage, bounded * advantage))
+            losses.append(
+                case.kl * (above.exp() - 1 - above)
+                - torch.minimum(ratio * advantage, bounded * advantage)
+            )
             drift.append((ratio - 1 - ratio.log()).detach())
         if case.target_kl and torch.cat(drift).mean() > case.target_kl:
             return
@@ -109,8 +135,13 @@ def test_a_step_is_what_the_formulas_say(name, tiny_model):
     for step, rates in enumerate(case.rates):
         samples = make_samples(step)
         plan, _ = learner.shard(samples)
-        known = [{round(a, 4) for b in part.batches for a in b.advantages.tolist()} for part in plan]
-        parts = [[s for s in samples if round(float(s.advantages.max() + s.advantages.min()), 4) in of] for of in known]
+        known = [
+            {round(a, 4) for b in part.batches for a in b.advantages.tolist()} for part in plan
+        ]
+        parts = [
+            [s for s in samples if round(float(s.advantages.max() + s.advantages.min()), 4) in of]
+            for of in known
+        ]
         assert [len(part) for part in parts] == [4, 4]
         [row] = learn(learner, samples, first=step)
         made += row["updates"]
@@ -118,14 +149,18 @@ def test_a_step_is_what_the_formulas_say(name, tiny_model):
         for key, weight in learner.named_weights():
             torch.testing.assert_close(weight, model.get_parameter(key), atol=3e-5, rtol=1e-3)
     all_updates = sum(map(len, case.rates))
-    assert made == all_updates if not case.target_kl else 2 < made < all_updates, "the target is to be met on the way"
+    assert made == all_updates if not case.target_kl else 2 < made < all_updates, (
+        "the target is to be met on the way"
+    )
 
 
 def gradients_of_updates(learner, samples: list[TrainingSample]) -> list[list[torch.Tensor]]:
     """Of each optimizer step of one step, unclipped."""
     found = []
     parameters = [weight for _, weight in learner.policy.hf.named_parameters()]
-    learner.optimizer.register_step_pre_hook(lambda *_: found.append([p.grad.clone() for p in parameters]))
+    learner.optimizer.register_step_pre_hook(
+        lambda *_: found.append([p.grad.clone() for p in parameters])
+    )
     learn(learner, samples)
     return found
 
@@ -133,11 +168,15 @@ def gradients_of_updates(learner, samples: list[TrainingSample]) -> list[list[to
 MANY = "--learner.minibatches 2 --learner.epochs 2 --learner.microbatch_tokens 220"
 
 
-@pytest.mark.parametrize("more", ["", "--learner.microbatch_tokens 220", "--learner.minibatches 2", MANY])
+@pytest.mark.parametrize(
+    "more", ["", "--learner.microbatch_tokens 220", "--learner.minibatches 2", MANY]
+)
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_an_update_divides_the_sum_of_losses_once(aggregation, more, tiny_model):
     """Whatever the number of its microbatches, of minibatches and of epochs."""
-    stays = "--optim.name sgd --optim.lr 1e-20 --optim.max_grad_norm 0 --max_turns 3 --algo.aggregation"
+    stays = (
+        "--optim.name sgd --optim.lr 1e-20 --optim.max_grad_norm 0 --max_turns 3 --algo.aggregation"
+    )
     learner, samples = make_learner(tiny_model, stays, aggregation, more), make_samples(1, 40)
     halves = [samples[:20], samples[20:]] if "minibatches" in more else [samples]
     if "microbatch" in more:
@@ -151,19 +190,35 @@ def test_an_update_divides_the_sum_of_losses_once(aggregation, more, tiny_model)
         for s in part:
             advantage = float(s.advantages.max() + s.advantages.min())
             said = logprobs(model, s, 1.0)
-            divisors = {"token": num_tokens, "sequence": len(part) * len(said), "constant": len(part) * 60 * 3}
+            divisors = {
+                "token": num_tokens,
+                "sequence": len(part) * len(said),
+                "constant": len(part) * 60 * 3,
+            }
             total = total - advantage * said.sum() / divisors[aggregation]
         total.backward()
         wanted = [weight.grad for _, weight in model.named_parameters()]
-        # A sum over some hundred tokens in fp32, of terms that are as large as the largest gradient.
+        # A sum over some hundred tokens in fp32, of terms that are as large as the largest
+        # gradient.
         tolerance = 1e-5 * max(w.abs().max().item() for w in wanted)
         for value, want in zip(gradients, wanted, strict=True):
             torch.testing.assert_close(value, want, atol=tolerance, rtol=1e-4)
 
 
-def test_dr_grpos_constant_counts_the_tokens_of_all_turns_that_the_environment_allows(places, tmp_path):
-    flags = words("--model {model} --env_path {dir}/ask.py --algorithm dr_grpo --num_steps 1".format(**places), STOP)
-    out = run(tmp_path / "run", flags, "--max_tokens 10 --max_prompt_tokens 24 --tasks_per_step 4 --group_size 4")
+def test_dr_grpos_constant_counts_the_tokens_of_all_turns_that_the_environment_allows(
+    places, tmp_path
+):
+    flags = words(
+        "--model {model} --env_path {dir}/ask.py --algorithm dr_grpo --num_steps 1".format(
+            **places
+        ),
+        STOP,
+    )
+    out = run(
+        tmp_path / "run",
+        flags,
+        "--max_tokens 10 --max_prompt_tokens 24 --tasks_per_step 4 --group_size 4",
+    )
     found, total = trajectories(out / "rollouts/step_000001.jsonl.zst"), 0.0
     assert max(len(t["turns"]) for t in found) == 3
     for t in found:
@@ -171,12 +226,17 @@ def test_dr_grpos_constant_counts_the_tokens_of_all_turns_that_the_environment_a
         num_tokens = sum(len(turn["completion"]["token_ids"]) for turn in t["turns"])
         total -= (t["reward"] - sum(rewards) / 4) * num_tokens
     [row] = steps(out)
-    assert row["learn/policy/loss"] == pytest.approx(total / (16 * 10 * 3), rel=1e-4) and abs(total) > 0.1
+    assert (
+        row["learn/policy/loss"] == pytest.approx(total / (16 * 10 * 3), rel=1e-4)
+        and abs(total) > 0.1
+    )
 
 
 def test_weight_decay_is_of_matrices_alone(tiny_model):
     learner = make_learner(
-        tiny_model, BASE, "--optim.weight_decay 1 --optim.lr 1e-4 --optim.betas 0.9,0.95 --optim.eps 1e9"
+        tiny_model,
+        BASE,
+        "--optim.weight_decay 1 --optim.lr 1e-4 --optim.betas 0.9,0.95 --optim.eps 1e9",
     )
     before = {name: weight.clone() for name, weight in learner.named_weights()}
     learn(learner, make_samples(0))
@@ -187,20 +247,28 @@ def test_weight_decay_is_of_matrices_alone(tiny_model):
 
 @pytest.mark.parametrize(
     "more, kind, bound",
-    [("", "ratio", 1.0), ("--algo.correction tis", "tis", 2.0), ("--algo.correction mask", "mask", 2.0)],
+    [
+        ("", "ratio", 1.0),
+        ("--algo.correction tis", "tis", 2.0),
+        ("--algo.correction mask", "mask", 2.0),
+    ],
 )
 def test_what_the_engine_sampled_is_weighted_by_the_correction(more, kind, bound, tiny_model):
     """The gradient of tokens whose rollout logprobs are e^0.2 and e^1 too low."""
     model, samples = AutoModelForCausalLM.from_pretrained(tiny_model), make_samples(3)
     with torch.no_grad():
         for n, s in enumerate(samples):
-            s.rollout_logprobs[s.loss_mask.astype(bool)] = logprobs(model, s, 1.0).numpy() - (0.2 if n % 2 else 1.0)
+            s.rollout_logprobs[s.loss_mask.astype(bool)] = logprobs(model, s, 1.0).numpy() - (
+                0.2 if n % 2 else 1.0
+            )
     weights = {"ratio": (1.0, 1.0), "tis": (torch.e**0.2, 2.0), "mask": (torch.e**0.2, 0.0)}[kind]
     _, got = gradient(tiny_model, samples, more)
     total, count = 0.0, sum(int(s.loss_mask.sum()) for s in samples)
     for n, s in enumerate(samples):
         advantage = float(s.advantages.max() + s.advantages.min())
-        total = total - advantage * weights[0 if n % 2 else 1] * logprobs(model, s, 1.0).sum() / count
+        total = (
+            total - advantage * weights[0 if n % 2 else 1] * logprobs(model, s, 1.0).sum() / count
+        )
     total.backward()
     for name, value in got.items():
         torch.testing.assert_close(value, model.get_parameter(name).grad, atol=2e-6, rtol=1e-3)

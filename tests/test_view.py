@@ -1,4 +1,5 @@
-"""rl-core view: what it reads of a run's folder, what its server gives away, and the report. test_view_page.py has the page."""
+"""rl-core view: what it reads of a run's folder, what its server gives away, and the report.
+test_view_page.py has the page."""
 
 from __future__ import annotations
 
@@ -43,13 +44,20 @@ def test_the_index_says_what_each_trajectory_is(run):
     assert (last.num_turns, last.num_tokens, last.preview) == (2, 5, "Reply 3")
     assert run.episode(last)["turns"][0]["new_ids"] == [7, 8]
     [failed] = matching(run.entries, reason="TOO LONG")
-    assert (failed.kind, failed.status, failed.reward, failed.num_turns) == ("greedy", "failed", None, 0)
+    assert (failed.kind, failed.status, failed.reward, failed.num_turns) == (
+        "greedy",
+        "failed",
+        None,
+        0,
+    )
     assert [e.index for e in matching(run.entries, rewards=(0.25, 0.5))] == [1, 2]
 
 
 def test_text_that_looks_like_the_file_itself_is_text(run):
     named = [{"role": "user", "content": HOSTILE, "name": HOSTILE, "turns": [1], "reward": 2}]
-    row = trajectory(9, messages=named, turns=[said(6, HOSTILE)], error=HOSTILE, reward_parts={HOSTILE: 1.0})
+    row = trajectory(
+        9, messages=named, turns=[said(6, HOSTILE)], error=HOSTILE, reward_parts={HOSTILE: 1.0}
+    )
     write_step(run.path, 2, [row, trajectory(1)])
     run.refresh()
     entry, other = matching(run.entries, step=2)
@@ -61,7 +69,10 @@ def test_text_that_looks_like_the_file_itself_is_text(run):
 
 @pytest.mark.parametrize("end", [b"", b"\xff" * 200_000], ids=["cut", "garbled"])
 def test_a_file_that_was_cut_short_is_read_as_far_as_it_goes(run, end):
-    rows = [trajectory(n, messages=[{"role": "user", "content": os.urandom(50_000).hex()}]) for n in range(20)]
+    rows = [
+        trajectory(n, messages=[{"role": "user", "content": os.urandom(50_000).hex()}])
+        for n in range(20)
+    ]
     file = write_step(run.path, 3, rows)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] + end)
     assert run.refresh()
@@ -79,9 +90,16 @@ def test_a_run_that_goes_on_adds_to_what_was_read(run):
 
 
 def test_bytes_that_are_no_character_have_a_place_among_the_tokens():
-    pieces = ["<0xE6>", "<0xBC>", "<0xA2>", "\u2581a", "b", "<0xFF>"]  # as Llama's vocabulary has them
-    tokenizer = Tokenizer(models.BPE(vocab={piece: n for n, piece in enumerate(pieces)}, merges=[], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    # As Llama's vocabulary has them.
+    pieces = ["<0xE6>", "<0xBC>", "<0xA2>", "\u2581a", "b", "<0xFF>"]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={piece: n for n, piece in enumerate(pieces)}, merges=[], byte_fallback=True
+        )
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     assert texts(tokenizer, [3, 0, 1, 2, 4]) == [" a", "", "", "\u6f22", "b"]
     for ids in itertools.product(range(6), repeat=4):
         assert [text.count("b") for text in texts(tokenizer, list(ids))] == [n == 4 for n in ids]
@@ -91,7 +109,12 @@ def test_every_metric_has_a_panel_and_what_belongs_together_has_one():
     panels = {
         "reward": ["rollout/bob/reward_mean", "rollout/bob/maths/reward_mean"],
         "parts of the reward": ["rollout/bob/reward/right"],
-        "evaluation": ["eval/letters/greedy_score", "eval/maths/aime/bob/pass@8", "eval/letters/avg@8", "eval/loss"],
+        "evaluation": [
+            "eval/letters/greedy_score",
+            "eval/maths/aime/bob/pass@8",
+            "eval/letters/avg@8",
+            "eval/loss",
+        ],
         "length (tokens)": ["rollout/bob/length_p95"],
         "entropy (nats)": ["learn/bob/entropy_nats"],
         "KL (nats)": ["learn/bob/step_kl_nats", "learn/bob/ref_kl_nats"],
@@ -99,7 +122,11 @@ def test_every_metric_has_a_panel_and_what_belongs_together_has_one():
         "clip fraction": ["learn/bob/clip_frac"],
         "gradient norm": ["learn/bob/grad_norm"],
         "failed, truncated, without signal": ["rollout/bob/failed", "rollout/bob/zero_signal_frac"],
-        "staleness (versions)": ["rollout/staleness", "rollout/staleness_max", "rollout/bob/lag_versions"],
+        "staleness (versions)": [
+            "rollout/staleness",
+            "rollout/staleness_max",
+            "rollout/bob/lag_versions",
+        ],
         "time per phase (s)": ["time/learn_s"],
         "tokens per second": ["time/learn_tokens_per_s"],
         "memory (GiB)": ["memory/generate_gib", "memory/learn_gib"],
@@ -110,7 +137,10 @@ def test_every_metric_has_a_panel_and_what_belongs_together_has_one():
     assert {title: sorted(curves.values()) for title, curves in found.items()} == {
         title: sorted(names) for title, names in panels.items()
     }
-    assert found["reward"] == {"bob": "rollout/bob/reward_mean", "bob/maths": "rollout/bob/maths/reward_mean"}
+    assert found["reward"] == {
+        "bob": "rollout/bob/reward_mean",
+        "bob/maths": "rollout/bob/maths/reward_mean",
+    }
     assert found["time per phase (s)"].keys() == found["tokens per second"].keys() == {"learn"}
 
 
@@ -132,19 +162,32 @@ def test_the_server_gives_what_the_page_has_not_seen(run):
     assert new["names"] == ["rollout/policy/reward_mean"] and new["rows"] == [[1, 0.5]]
     assert "reward" in new["about"]["rollout/policy/reward_mean"] and not new["is_live"]
     assert (len(new["entries"]), len(more["entries"]), more["rows"]) == (5, 1, [])
-    assert one["turns"][0]["ids"] == [7, 8, 0, 1, 2] and one["turns"][0]["values"]["advantage"] == [-0.125] * 3
+    assert (
+        one["turns"][0]["ids"] == [7, 8, 0, 1, 2]
+        and one["turns"][0]["values"]["advantage"] == [-0.125] * 3
+    )
 
 
 def test_numbers_that_are_not_finite_are_null_for_the_browser(run):
     odd = trajectory(0, metrics={"x": float("nan"), "y": float("-inf"), "z": 1.5})
     write_step(run.path, 2, [odd])
     _, (_, text) = answers(run.path, (NEW, {}), ("/api/0/episode?revision=0&number=0", {}))
-    assert json.loads(text, parse_constant=pytest.fail)["metrics"] == {"x": None, "y": None, "z": 1.5}
+    assert json.loads(text, parse_constant=pytest.fail)["metrics"] == {
+        "x": None,
+        "y": None,
+        "z": 1.5,
+    }
 
 
 def test_nothing_but_the_named_runs_can_be_reached(run):
     (run.path / "secret.txt").write_text("secret")
-    paths = ["/secret.txt", "/../secret.txt", "/api/0/../../secret.txt", "/api/..%2f..%2fsecret.txt/new", "/%2e%2e/etc"]
+    paths = [
+        "/secret.txt",
+        "/../secret.txt",
+        "/api/0/../../secret.txt",
+        "/api/..%2f..%2fsecret.txt/new",
+        "/%2e%2e/etc",
+    ]
     paths += [
         f"/api/1/{NEW[7:]}",
         "/api/-1/new",
@@ -162,7 +205,9 @@ def test_nothing_but_the_named_runs_can_be_reached(run):
 
 def test_a_page_elsewhere_cannot_ask_the_server_under_its_own_name(run):
     hosts = ["evil.example:6500", "localhost:6500", "127.0.0.1", "[::1]:1"]
-    found = answers(run.path, *((NEW, {"Host": host}) for host in hosts), ("/", {"Host": "evil.example"}))
+    found = answers(
+        run.path, *((NEW, {"Host": host}) for host in hosts), ("/", {"Host": "evil.example"})
+    )
     assert [status for status, _ in found] == [403, 200, 200, 200, 403]
 
 
@@ -171,7 +216,9 @@ def test_a_page_elsewhere_cannot_ask_the_server_under_its_own_name(run):
 
 def test_a_report_of_200_steps_is_small_and_says_what_it_leaves_out(run):
     names = [f"learn/policy/{n}" for n in range(100)]
-    write_metrics(run.path, [{"step": step} | dict.fromkeys(names, (step + 1) / 7**5) for step in range(200)])
+    write_metrics(
+        run.path, [{"step": step} | dict.fromkeys(names, (step + 1) / 7**5) for step in range(200)]
+    )
     for step in range(1, 201, 10):
         turns = [said(1900, "word " * 1900)]
         long = [trajectory(n, group_id=str(n // 8), turns=turns) for n in range(8)]
@@ -179,7 +226,10 @@ def test_a_report_of_200_steps_is_small_and_says_what_it_leaves_out(run):
     data = report_of(run.path)
     assert 1_000_000 < (run.path / "report.html").stat().st_size < 5_000_000
     assert len(data["report"][0]["news"]["rows"]) == 200
-    found = re.search(r"curves of all steps; (\d+) conversations of steps ([\d, ]+), of each the group", data["note"])
+    found = re.search(
+        r"curves of all steps; (\d+) conversations of steps ([\d, ]+), of each the group",
+        data["note"],
+    )
     assert (
         int(found[1]) == len(data["report"][0]["episodes"]) >= 16
         and found[2].startswith("1, ")
@@ -210,23 +260,36 @@ def test_a_report_that_cannot_be_written_is_a_warning_and_no_error(run, capsys, 
     monkeypatch.setattr(report, "MAX_WAIT_S", 0.0)
     report.write_at_end(done)
     out, [line] = (text.splitlines() for text in capsys.readouterr())
-    assert out == [f"writing {run.path}/report.html"] and "was not written: it took too long; rl-core view" in line
+    assert (
+        out == [f"writing {run.path}/report.html"]
+        and "was not written: it took too long; rl-core view" in line
+    )
 
 
 def test_no_rank_waits_for_the_report(tiny_model, tmp_path):
     slow = tmp_path / "out/rollouts/eval_000000_greedy.jsonl.zst"
-    makes = f"import contextlib, os\nwith contextlib.suppress(OSError): os.mkfifo({str(slow)!r})"  # there is no folder, or a pipe
+    # There is no folder, or a pipe.
+    makes = f"import contextlib, os\nwith contextlib.suppress(OSError): os.mkfifo({str(slow)!r})"
     env = LETTERS.replace("    return sum", f"    exec({makes!r})\n    return sum")
     (tmp_path / "letters.py").write_text(env)
     sizes = "--group_size 2 --tasks_per_step 2 --num_steps 1 --max_tokens 6 --max_prompt_tokens 16"
-    where = words("--model", tiny_model, "--env_path", tmp_path / "letters.py", "--out", tmp_path / "out", sizes)
+    where = words(
+        "--model",
+        tiny_model,
+        "--env_path",
+        tmp_path / "letters.py",
+        "--out",
+        tmp_path / "out",
+        sizes,
+    )
     ranks = RanksProcess(2, ["-m", "rl_core.train", *where], None, {})
     children = Path(f"/proc/{ranks.pid}/task/{ranks.pid}/children")
     try:
         wait_until(lambda: (tmp_path / "out/metrics.jsonl").exists(), "a step")
         wait_until(lambda: len(children.read_text().split()) == 1, "the end of the other rank")
         assert ranks.poll() is None and not (tmp_path / "out/report.html").exists()
-        wait_until(lambda: has_reader(slow), "the report")  # which goes on now: the pipe is at its end
+        # Which goes on now: the pipe is at its end.
+        wait_until(lambda: has_reader(slow), "the report")
         assert ranks.wait(60) == 0, ranks.both()
     finally:
         ranks.signal(signal.SIGKILL)

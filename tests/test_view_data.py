@@ -1,4 +1,5 @@
-"""rl-core view: folders of unusual runs, the values of tokens, and what a report leaves out. test_view.py has the usual."""
+"""rl-core view: folders of unusual runs, the values of tokens, and what a report leaves out.
+test_view.py has the usual."""
 
 from __future__ import annotations
 
@@ -8,7 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from view_parts import NEW, answers, report_of, said, small_run, trajectory, write_metrics, write_step
+from view_parts import (
+    NEW,
+    answers,
+    report_of,
+    said,
+    small_run,
+    trajectory,
+    write_metrics,
+    write_step,
+)
 
 from rl_core.data.rows import write_trajectories, write_whole
 from rl_core.tools.view import server
@@ -34,7 +44,10 @@ def test_a_line_of_metrics_is_read_when_it_is_complete(run):
     with open(file, "a") as more:
         more.write(text[-9:])
     run.refresh()
-    assert run.curves() == {"rollout/policy/reward_mean": [(1, 0.5)], "learn/policy/loss": [(2, 0.0)]}
+    assert run.curves() == {
+        "rollout/policy/reward_mean": [(1, 0.5)],
+        "learn/policy/loss": [(2, 0.0)],
+    }
 
 
 def test_a_resumed_run_is_read_anew_where_its_files_are_as_long_as_before(run):
@@ -53,7 +66,10 @@ def test_a_resumed_run_is_read_anew_where_its_files_are_as_long_as_before(run):
 def test_rollouts_are_read_newest_first_and_each_once_however_often_the_time_ends(run):
     for step in (999_999, 1_000_000):
         write_step(run.path, step, [trajectory(step)])
-    assert [(run.refresh(-1.0), len(run.entries)) for _ in range(5)] == [*((False, n) for n in (1, 2, 6, 7)), (True, 7)]
+    assert [(run.refresh(-1.0), len(run.entries)) for _ in range(5)] == [
+        *((False, n) for n in (1, 2, 6, 7)),
+        (True, 7),
+    ]
     assert [e.step for e in run.entries] == [1_000_000, 999_999, 1, 1, 1, 1, 1]
 
 
@@ -61,7 +77,11 @@ def test_evaluations_of_several_sets_are_told_apart(run):
     for name in ("greedy_aime", "sampled_maths_aime", "greedy_maths.v2.rank_00001"):
         write_step(run.path, 2, [trajectory(0)], f"eval_{{:06d}}_{name}")
     run.refresh()
-    assert {e.kind for e in matching(run.entries, step=2)} == {"greedy aime", "sampled maths_aime", "greedy maths.v2"}
+    assert {e.kind for e in matching(run.entries, step=2)} == {
+        "greedy aime",
+        "sampled maths_aime",
+        "greedy maths.v2",
+    }
 
 
 def test_calls_of_tools_are_searched(run):
@@ -89,7 +109,11 @@ def test_an_advantage_is_over_the_episodes_of_one_actor_seat_environment_and_ste
 
 def test_an_advantage_is_over_the_episodes_of_its_own_group_alone(run):
     rewards = {"train/0/0": (1.0, 4.0), "train/0/1": (10.0, 12.0), "train/0/2": (7.0, 7.0)}
-    rows = [trajectory(n, group_id=group, reward=r) for group, own in rewards.items() for n, r in enumerate(own)]
+    rows = [
+        trajectory(n, group_id=group, reward=r)
+        for group, own in rewards.items()
+        for n, r in enumerate(own)
+    ]
     write_step(run.path, 2, rows)
     run.refresh()
     own = matching(run.entries, step=2)
@@ -99,14 +123,23 @@ def test_an_advantage_is_over_the_episodes_of_its_own_group_alone(run):
 
 def test_each_token_has_its_own_logprob_and_version(run, tiny_model):
     done = Completion(
-        token_ids=[20, 21, 22, 23], logprobs=[-0.1, -0.2, -0.3, -0.4], text="", finish_reason="stop",
-        policy_version=3, newer_versions=[(1, 4), (3, 6)],
-    )  # fmt: skip
-    write_step(run.path, 2, [trajectory(0, actor="alice", turns=[Turn(new_ids=[9], is_fresh=True, completion=done)])])
+        token_ids=[20, 21, 22, 23],
+        logprobs=[-0.1, -0.2, -0.3, -0.4],
+        text="",
+        finish_reason="stop",
+        policy_version=3,
+        newer_versions=[(1, 4), (3, 6)],
+    )
+    write_step(
+        run.path,
+        2,
+        [trajectory(0, actor="alice", turns=[Turn(new_ids=[9], is_fresh=True, completion=done)])],
+    )
     own = {"bob": {"model": str(tiny_model)}, "alice": {"share": "bob"}}
     (run.path / "config.yaml").write_text(yaml.safe_dump({"actors": own}))
     (run.path / "tokens").mkdir()
-    recorded = {"turns": [{"logprobs": [-0.15, -0.2, None, -0.5], "ratios": [1.0, 2.0, 3.0]}]}  # a token too few
+    # A token too few.
+    recorded = {"turns": [{"logprobs": [-0.15, -0.2, None, -0.5], "ratios": [1.0, 2.0, 3.0]}]}
     write_trajectories(run.path / "tokens/step_000002.jsonl.zst", [recorded])
     run.refresh()
     [turn] = shown_episode(run, matching(run.entries, step=2)[0])["turns"]
@@ -114,7 +147,8 @@ def test_each_token_has_its_own_logprob_and_version(run, tiny_model):
         "logprob": [-0.1, -0.2, -0.3, -0.4], "version": [3, 4, 4, 6],
         "gap": [-0.05, 0.0, None, -0.1],
     }  # fmt: skip
-    assert turn["num_new"] == 1 and len(turn["texts"]) == 5 and all(turn["texts"])  # by the tokenizer of bob's model
+    # By the tokenizer of bob's model.
+    assert turn["num_new"] == 1 and len(turn["texts"]) == 5 and all(turn["texts"])
 
 
 # The server and the page
@@ -138,7 +172,11 @@ def test_what_was_seen_of_a_run_before_it_was_resumed_counts_for_nothing(run):
 
 
 def test_a_search_goes_on_where_the_time_ended(run, monkeypatch):
-    write_step(run.path, 1, [trajectory(n, messages=[{"role": "user", "content": f"x{n % 70}x"}]) for n in range(150)])
+    write_step(
+        run.path,
+        1,
+        [trajectory(n, messages=[{"role": "user", "content": f"x{n % 70}x"}]) for n in range(150)],
+    )
     run.read_rollouts(run.rollouts()[-1:])
     ask = {"q": "X65x", "first": "0", "revision": "0"}
     whole = {"found": [65, 135], "next": None}
@@ -154,16 +192,23 @@ def test_a_search_goes_on_where_the_time_ended(run, monkeypatch):
 
 def test_the_name_of_a_run_cannot_end_the_title():
     page = make_page({"runs": [{"name": "</title><script>&lt;", "config": {}}]})
-    assert re.search("<title>(.*?)</title>", page)[1].startswith("&lt;/title&gt;&lt;script&gt;&amp;lt;")
+    assert re.search("<title>(.*?)</title>", page)[1].startswith(
+        "&lt;/title&gt;&lt;script&gt;&amp;lt;"
+    )
 
 
 def test_the_page_may_run_only_its_own_scripts_and_ask_only_its_own_server():
     policy = re.search('Content-Security-Policy" content="(.*?)"', make_page({"runs": []}))[1]
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
-    assert rules.pop("script-src").count("'sha256-") == 2 and "unsafe" not in policy.replace("style-src 'unsafe", "")
+    assert rules.pop("script-src").count("'sha256-") == 2 and "unsafe" not in policy.replace(
+        "style-src 'unsafe", ""
+    )
     assert rules == {
-        "default-src": "'none'", "connect-src": "'self'", "img-src": "data:", "style-src": "'unsafe-inline'",
-    }  # fmt: skip
+        "default-src": "'none'",
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "style-src": "'unsafe-inline'",
+    }
 
 
 # The report
@@ -176,16 +221,22 @@ def test_a_report_of_a_long_run_keeps_all_evaluations(run):
     data = report_of(run.path)
     names = ["step", *data["report"][0]["news"]["names"]]
     shown = [dict(zip(names, row, strict=True)) for row in data["report"][0]["news"]["rows"]]
-    assert [row["step"] for row in shown if row["eval/letters/greedy_score"]] == [*range(100, 2501, 100)]
+    assert [row["step"] for row in shown if row["eval/letters/greedy_score"]] == [
+        *range(100, 2501, 100)
+    ]
     assert 800 < len(shown) < 1030 and "one step in 3;" in data["note"]
 
 
 def test_a_report_of_text_that_is_all_markup_is_small_too(run):
     for step in range(1, 9):
         messages = [{"role": "assistant", "content": "<" * 60_000}]
-        write_step(run.path, step, [trajectory(n, group_id="g", messages=messages) for n in range(8)])
+        write_step(
+            run.path, step, [trajectory(n, group_id="g", messages=messages) for n in range(8)]
+        )
     data = report_of(run.path)
-    assert (run.path / "report.html").stat().st_size < 3_000_000 and "more did not fit" in data["note"]
+    assert (run.path / "report.html").stat().st_size < 3_000_000 and "more did not fit" in data[
+        "note"
+    ]
     assert len(data["report"][0]["news"]["entries"]) == len(data["report"][0]["episodes"]) > 1
 
 
@@ -193,13 +244,23 @@ def test_a_report_has_the_first_and_the_last_step_and_no_tokens_of_long_episodes
     for step in range(2, 21):
         write_step(run.path, step, [trajectory(0, turns=[said(3000 if step == 20 else 2)])])
     [own] = report_of(run.path)["report"]
-    assert {1, 20} <= {entry[1] for entry in own["news"]["entries"]} and len(own["news"]["entries"]) < 20
+    assert {1, 20} <= {entry[1] for entry in own["news"]["entries"]} and len(
+        own["news"]["entries"]
+    ) < 20
     assert own["episodes"][-1]["turns"] == [] and "left out" in own["episodes"][-1]["note"]
 
 
 def test_a_folder_with_metrics_alone_is_a_run(tmp_path):
-    write_metrics(tmp_path, [{"step": 1, "learn/policy/loss": None}, {"step": 2, "learn/policy/loss": None}])
+    write_metrics(
+        tmp_path, [{"step": 1, "learn/policy/loss": None}, {"step": 2, "learn/policy/loss": None}]
+    )
     only = RunFolder(tmp_path)
-    assert only.refresh() and not only.entries and not only.config and not only.is_live and not only.warnings
+    assert (
+        only.refresh()
+        and not only.entries
+        and not only.config
+        and not only.is_live
+        and not only.warnings
+    )
     [own] = report_of(tmp_path)["report"]
     assert own["news"]["rows"] == [[1, None], [2, None]] and own["episodes"] == []

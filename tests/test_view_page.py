@@ -1,5 +1,5 @@
-"""rl-core view in a real browser: Debian's Chromium, headless, driven by Playwright. One browser for all tests.
-Screenshots lie in each test's tmp_path.
+"""rl-core view in a real browser: Debian's Chromium, headless, driven by Playwright. One browser
+for all tests. Screenshots lie in each test's tmp_path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from rl_core.tools.view.server import Viewer
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
-QUIET = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync --no-first-run"
+QUIET = (
+    "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update "
+    "--disable-sync --no-first-run"
+)
 TIMEOUT_MS = 40_000  # of busy cores
 AXE = Path(__file__).parent / "axe/axe.min.js"
 SCREENS = {"light": ("light", 1280, 860), "dark": ("dark", 1280, 860), "phone": ("light", 390, 800)}
@@ -44,12 +47,17 @@ def browser():
 
 @pytest.fixture
 def page_of(browser):
-    """page_of(address, screen) -> a page. At the end no console said anything, and nothing left the machine."""
+    """page_of(address, screen) -> a page. At the end no console said anything, and nothing left the
+    machine."""
     contexts, faults = [], []
 
     def make(address: str, screen: str = "light", **more):
         scheme, width, height = SCREENS[screen]
-        contexts.append(browser.new_context(color_scheme=scheme, viewport={"width": width, "height": height}, **more))
+        contexts.append(
+            browser.new_context(
+                color_scheme=scheme, viewport={"width": width, "height": height}, **more
+            )
+        )
         page = contexts[-1].new_page()
         page.on("console", lambda message: faults.append(message.text))
         page.on("pageerror", lambda error: faults.append(str(error)))
@@ -94,13 +102,21 @@ def serve():
 
 @pytest.fixture
 def game(tmp_path, tiny_model):
-    """Folder of a run: two steps of two groups of four episodes of two actors; the last of them failed."""
+    """Folder of a run: two steps of two groups of four episodes of two actors; the last of them
+    failed."""
     folder = tmp_path / "game"
     (folder / "rollouts").mkdir(parents=True)
     model = {"model": str(tiny_model)}
-    (folder / "config.yaml").write_text(yaml.safe_dump({"seed": 0, "actors": {"ann": model, "ben": model}}))
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump({"seed": 0, "actors": {"ann": model, "ben": model}})
+    )
     rows = [
-        {"step": step, "rollout/ann/reward_mean": step / 4, "learn/ann/grad_norm": 0.5, "learn/ann/updates": 1.0}
+        {
+            "step": step,
+            "rollout/ann/reward_mean": step / 4,
+            "learn/ann/grad_norm": 0.5,
+            "learn/ann/updates": 1.0,
+        }
         for step in (1, 2)
     ]
     write_metrics(folder, [*rows, {"step": 2, "eval/letters/greedy_score": 0.875}])
@@ -114,14 +130,22 @@ def episodes(step: int) -> list:
     for group in range(2):
         for n in range(4):
             asked = {"role": "user", "content": f"guess {group}"}
-            ann = [asked, {"role": "assistant", "content": f"high {n}"}, {"role": "user", "content": f"low {n}"}]
+            ann = [
+                asked,
+                {"role": "assistant", "content": f"high {n}"},
+                {"role": "user", "content": f"low {n}"},
+            ]
             ben = [
                 {"role": "user", "content": f"guess {group}\n\nhigh {n}"},
                 {"role": "assistant", "content": f"low {n}"},
             ]
             place = {"group_id": f"train/{step}/{group}", "reward": n / 4 + group}
-            found.append(trajectory(n, **place, actor="ben", messages=ben, turns=[said(2, f"low {n}")]))
-            found.append(trajectory(n, **place, actor="ann", messages=ann, turns=[said(3, f"high {n}")]))
+            found.append(
+                trajectory(n, **place, actor="ben", messages=ben, turns=[said(2, f"low {n}")])
+            )
+            found.append(
+                trajectory(n, **place, actor="ann", messages=ann, turns=[said(3, f"high {n}")])
+            )
     found[-2].status, found[-2].error, found[-2].reward = "failed", "the hook took too long", None
     return found
 
@@ -156,7 +180,9 @@ def test_the_mean_reward_of_the_list_is_over_episodes(serve, page_of, tmp_path):
     count(page, "5 of 5 trajectories, mean reward 0.5")
 
 
-def test_a_finished_run_loads_and_its_conversations_are_filtered_and_opened(game, serve, page_of, tmp_path):
+def test_a_finished_run_loads_and_its_conversations_are_filtered_and_opened(
+    game, serve, page_of, tmp_path
+):
     page = page_of(serve(game))
     page.wait_for_selector("[data-title=evaluation] .u-legend")
     assert shown(page, "[data-title=reward] .u-series .u-value") == ["2", "0.5"]
@@ -190,21 +216,32 @@ def test_a_finished_run_loads_and_its_conversations_are_filtered_and_opened(game
 def test_a_table_says_why_episodes_failed_and_lists_them(game, serve, page_of):
     found = episodes(3)
     for t in found[:4]:
-        t.status, t.error, t.reward = "failed", f"reward_fn() failed for task {t.task_id}: <b>no</b>", None
+        t.status, t.error, t.reward = (
+            "failed",
+            f"reward_fn() failed for task {t.task_id}: <b>no</b>",
+            None,
+        )
     write_trajectories(game / "rollouts/step_000003.jsonl.zst", found)
     page = page_of(serve(game) + "#talks")
     has(page, "#why summary", "Why 5 of 24 episodes failed")
     page.locator("#why summary").click()
-    assert shown(page, "#why tbody tr") == ["3\t1 to 3\tthe hook took too long", "2\t3\treward_fn() failed: <b>no</b>"]
+    assert shown(page, "#why tbody tr") == [
+        "3\t1 to 3\tthe hook took too long",
+        "2\t3\treward_fn() failed: <b>no</b>",
+    ]
     page.get_by_role("button", name="reward_fn() failed: <b>no</b>").click()
     count(page, "4 of 48")
 
 
 def test_each_filter_and_order_does_what_it_says(tmp_path, serve, page_of, monkeypatch):
-    monkeypatch.setattr(server, "SLICE_S", -1.0)  # one file, or 64 trajectories of a search, at a time
+    # One file, or 64 trajectories of a search, at a time.
+    monkeypatch.setattr(server, "SLICE_S", -1.0)
     for name, num in (("a", 2), ("b", 70)):
         (tmp_path / name / "rollouts").mkdir(parents=True)
-        rows = [trajectory(n, group_id=f"train/0/{n if num > 2 else 0}", turns=[said(n + 1)]) for n in range(num)]
+        rows = [
+            trajectory(n, group_id=f"train/0/{n if num > 2 else 0}", turns=[said(n + 1)])
+            for n in range(num)
+        ]
         write_trajectories(tmp_path / name / "rollouts/step_000001.jsonl.zst", rows)
     for name, env in (("step_000002", "letters"), ("eval_000002_greedy", "digits")):
         odd = trajectory(5, group_id="train/0/0", reward=-1.0)
@@ -216,24 +253,39 @@ def test_each_filter_and_order_does_what_it_says(tmp_path, serve, page_of, monke
     count(page, "11 of 74 ")
     page.get_by_label("Search in texts").fill("")
     chosen = {"run": ("a", 4), "kind": ("greedy", 1), "env": ("digits", 1), "status": ("ok", 74)}
-    typed = {"step": ("2", 2), "task": ("n/69", 1), "group": ("0/0", 5), "low": ("17", 2), "high": ("-0.5", 2)}
+    typed = {
+        "step": ("2", 2),
+        "task": ("n/69", 1),
+        "group": ("0/0", 5),
+        "low": ("17", 2),
+        "high": ("-0.5", 2),
+    }
     for name, (value, num) in (chosen | typed).items():
         field = page.locator(f"#talks form [name={name}]")
         field.select_option(label=value) if name in chosen else field.fill(value)
         count(page, f"{num} of 74 ")
         field.select_option(index=0) if name in chosen else field.fill("")
-    order = {"highest reward": "17.25", "lowest reward": "-1", "oldest first": "0", "newest first": "-1"}
+    order = {
+        "highest reward": "17.25",
+        "lowest reward": "-1",
+        "oldest first": "0",
+        "newest first": "-1",
+    }
     for name, reward in order.items():
         page.locator("#talks form [name=sort]").select_option(name)
         assert shown(page, "#list .reward")[0] == reward, name
     page.locator("#talks form [name=sort]").select_option("oldest first")
     page.locator("#list button").first.click()
-    page.get_by_role("button", name="Group of 2").wait_for()  # and not that of step 2, of the same name
-    write_trajectories(tmp_path / "b/rollouts/step_000001.jsonl.zst", [trajectory(0)])  # it was resumed
+    # And not that of step 2, of the same name.
+    page.get_by_role("button", name="Group of 2").wait_for()
+    # It was resumed.
+    write_trajectories(tmp_path / "b/rollouts/step_000001.jsonl.zst", [trajectory(0)])
     count(page, "5 of 5 ")
 
 
-def test_each_conversation_of_an_episode_has_its_address_and_stays_open_when_steps_come(tmp_path, serve, page_of):
+def test_each_conversation_of_an_episode_has_its_address_and_stays_open_when_steps_come(
+    tmp_path, serve, page_of
+):
     (tmp_path / "r/rollouts").mkdir(parents=True)
     conversations = [trajectory(0, reward=reward) for reward in (0.25, 0.5, 0.75)]
     write_trajectories(tmp_path / "r/rollouts/step_000005.jsonl.zst", conversations)
@@ -247,7 +299,9 @@ def test_each_conversation_of_an_episode_has_its_address_and_stays_open_when_ste
     other.locator("#reader .facts", has_text="reward 0.5").wait_for()
 
 
-def test_an_address_opens_the_same_conversation_after_new_steps_and_in_another_viewer(game, serve, page_of):
+def test_an_address_opens_the_same_conversation_after_new_steps_and_in_another_viewer(
+    game, serve, page_of
+):
     page = page_of(serve(game) + "#talks")
     page.locator("#talks form [name=step]").fill("1")
     page.locator("#list button", has_text="high 2").last.click()
@@ -274,7 +328,9 @@ def test_an_address_of_what_is_not_there_is_told(game, serve, page_of):
     assert page.locator("#reader h2").count() == 0
 
 
-def test_several_actors_are_one_chat_and_a_group_stands_side_by_side(game, serve, page_of, tmp_path):
+def test_several_actors_are_one_chat_and_a_group_stands_side_by_side(
+    game, serve, page_of, tmp_path
+):
     page = page_of(serve(game) + "#talks")
     page.locator("#list button").first.click()
     page.get_by_role("button", name="All actors").click()
@@ -288,31 +344,47 @@ def test_several_actors_are_one_chat_and_a_group_stands_side_by_side(game, serve
     has(page, "#reader h3", 4)
     assert shown(page, "#reader h3") == [f"#{n} reward {n / 4 or 0:g}" for n in range(4)]
     picture(page, tmp_path, "group")
-    alone = [trajectory(n, group_id="z", index=0, actor=name) for n, name in enumerate(("ann", "ben"))]
+    alone = [
+        trajectory(n, group_id="z", index=0, actor=name) for n, name in enumerate(("ann", "ben"))
+    ]
     write_trajectories(game / "rollouts/step_000003.jsonl.zst", alone)
     page.get_by_label("Step").fill("3")
     page.locator("#list button").first.click()
     page.get_by_role("button", name="All actors").click()  # who do not hear each other
     has(page, "#reader h3", ["ann  reward 0", "ben  reward 0.25"])
     asked = {"role": "user", "content": "guess"}
-    ann = [asked, {"role": "assistant", "content": "<think>hm</think>\nhigh", "tool_calls": [{"name": "dice"}]}]
+    ann = [
+        asked,
+        {
+            "role": "assistant",
+            "content": "<think>hm</think>\nhigh",
+            "tool_calls": [{"name": "dice"}],
+        },
+    ]
     ben = [asked | {"content": "guess\n\nhigh"}, {"role": "assistant", "content": "low"}]
     alone[0].messages, alone[1].messages = ann, ben  # who hears no thoughts
     write_trajectories(game / "rollouts/step_000004.jsonl.zst", alone)
     page.get_by_label("Step").fill("4")
     page.locator("#list button").first.click()
     has(page, "#reader .who", ["user to ann", "ann", "ben"])
-    assert "dice" in shown(page, "#reader .says p")[1] and shown(page, "#reader .says p")[::2] == ["guess", "low"]
+    assert "dice" in shown(page, "#reader .says p")[1] and shown(page, "#reader .says p")[::2] == [
+        "guess",
+        "low",
+    ]
 
 
 def test_speakers_stand_in_the_order_that_was_recorded(tmp_path, serve, page_of):
     def view(name, *said, places):
-        messages = [{"role": role, "content": text} for role, text in (part.split(": ") for part in said)]
+        messages = [
+            {"role": role, "content": text} for role, text in (part.split(": ") for part in said)
+        ]
         return trajectory(0, actor=name, messages=messages, places=places)
 
     task = ["user: play", "assistant: 9"]
     ann = view("ann", *task, "user: go", "assistant: 1", "user: 1", "assistant: 1", places=[4, 7])
-    ben = view("ben", *task, "user: go", "assistant: 1", "user: Continue.", "assistant: 1", places=[5, 6])
+    ben = view(
+        "ben", *task, "user: go", "assistant: 1", "user: Continue.", "assistant: 1", places=[5, 6]
+    )
     write_step(tmp_path, 1, [ben, ann])
     page = page_of(serve(tmp_path) + "#talks")
     page.locator("#list button").first.click()
@@ -324,7 +396,12 @@ def test_speakers_stand_in_the_order_that_was_recorded(tmp_path, serve, page_of)
 
 def test_tokens_are_coloured_and_tell_their_values(game, serve, page_of, tmp_path):
     (game / "tokens").mkdir()
-    values = {"logprobs": [-0.25] * 3, "ratios": [1, 1.5, 0.5], "advantages": [2.0] * 3, "entropy_nats": [0.1, None, 2]}
+    values = {
+        "logprobs": [-0.25] * 3,
+        "ratios": [1, 1.5, 0.5],
+        "advantages": [2.0] * 3,
+        "entropy_nats": [0.1, None, 2],
+    }
     lines = [{"turns": [values | {"ratios": [n, 1.5, 0.5]}]} for n in range(16)]
     write_trajectories(game / "tokens/step_000002.jsonl.zst", lines)
     page = page_of(serve(game) + "#talks")
@@ -335,20 +412,36 @@ def test_tokens_are_coloured_and_tell_their_values(game, serve, page_of, tmp_pat
     for name in ("mask", "advantage", "logprob", "ratio", "gap", "entropy", "version"):
         by.select_option(name)
         page.wait_for_selector("#reader .scale")
-        hues = [span.evaluate("node => node.style.background") for span in page.locator(".tokens span").all()]
-        assert len(hues) == 5 and not any(map(is_painted, hues[:2])) and any(map(is_painted, hues[2:])), (name, hues)
+        hues = [
+            span.evaluate("node => node.style.background")
+            for span in page.locator(".tokens span").all()
+        ]
+        assert (
+            len(hues) == 5 and not any(map(is_painted, hues[:2])) and any(map(is_painted, hues[2:]))
+        ), (name, hues)
         if name in ("ratio", "entropy"):
             colours[name] = hues[2:]
     (more, some, less), (low, unknown, high) = (colours[name] for name in ("ratio", "entropy"))
     strengths = [float(hue.split(",")[3][:-1]) for hue in (more, some, less, low, high)]
-    assert strengths == pytest.approx([0.5, 0.155, 0.155, 0.04, 0.5], abs=0.005)  # ratios 3, 1.5 and 0.5, around 1
+    # Ratios 3, 1.5 and 0.5, around 1.
+    assert strengths == pytest.approx([0.5, 0.155, 0.155, 0.04, 0.5], abs=0.005)
     assert more.startswith("rgba(214, 60, 40,")  # warm
-    assert more.split(",")[:3] == some.split(",")[:3] != less.split(",")[:3] and not is_painted(unknown)
+    assert more.split(",")[:3] == some.split(",")[:3] != less.split(",")[:3] and not is_painted(
+        unknown
+    )
     by.select_option("ratio")
     page.locator(".tokens span").nth(2).hover()
     told = page.locator("#tip").inner_text().split("\n")
-    assert told == ['"<|pad|>"  id 0', "sampled", "logprob (nats)  -0.5", "policy version  0", "advantage  2",
-                    "ratio new / old  3", "entropy (nats)  0.1", "engine-learner gap (nats)  0.25"]  # fmt: skip
+    assert told == [
+        '"<|pad|>"  id 0',
+        "sampled",
+        "logprob (nats)  -0.5",
+        "policy version  0",
+        "advantage  2",
+        "ratio new / old  3",
+        "entropy (nats)  0.1",
+        "engine-learner gap (nats)  0.25",
+    ]
     page.locator(".tokens").press("ArrowRight")
     assert "ratio new / old  1.5" in page.locator("#tip").inner_text()
     picture(page, tmp_path, "tokens")
@@ -375,8 +468,18 @@ def test_text_of_a_model_is_never_part_of_the_page(tmp_path, serve, page_of):
     (folder / "rollouts").mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump({"name": evil}))
     write_metrics(folder, [{"step": 1, f"rollout/{evil.replace('/', '')}/reward_mean": 0.5}])
-    messages = [{"role": evil, "content": evil}, {"role": "assistant", "content": evil, "name": evil}]
-    row = trajectory(0, messages=messages, actor=evil, error=evil, turns=[said(2, evil)], reward_parts={evil: 1.0})
+    messages = [
+        {"role": evil, "content": evil},
+        {"role": "assistant", "content": evil, "name": evil},
+    ]
+    row = trajectory(
+        0,
+        messages=messages,
+        actor=evil,
+        error=evil,
+        turns=[said(2, evil)],
+        reward_parts={evil: 1.0},
+    )
     row.env = row.task_id = row.seat = evil
     write_trajectories(folder / "rollouts/step_000001.jsonl.zst", [row])
     (folder / "warnings.jsonl").write_text(json.dumps({"step": 1, "text": evil}) + "\n")
@@ -384,15 +487,21 @@ def test_text_of_a_model_is_never_part_of_the_page(tmp_path, serve, page_of):
     for address in (serve(folder), f"file://{tmp_path}/report.html"):
         page = page_of(address)
         page.wait_for_selector(".u-legend")
-        assert shown(page, "#warnings li")[0].startswith("step 1: <script>window.evil = 1</script><img src=x")
+        assert shown(page, "#warnings li")[0].startswith(
+            "step 1: <script>window.evil = 1</script><img src=x"
+        )
         page.get_by_role("link", name="Configuration").click()
         page.get_by_role("link", name="Conversations").click()
         page.locator("#list button").click()
         page.wait_for_selector("#reader .says")
-        assert shown(page, "#reader .says p")[1].startswith("<script>window.evil = 1</script><img src=x")
+        assert shown(page, "#reader .says p")[1].startswith(
+            "<script>window.evil = 1</script><img src=x"
+        )
         page.get_by_label("Colour tokens by").select_option("logprob")
         page.locator(".tokens span").first.hover()
-        assert page.evaluate("[window.evil === undefined, document.images.length, document.scripts.length]") == [
+        assert page.evaluate(
+            "[window.evil === undefined, document.images.length, document.scripts.length]"
+        ) == [
             True,
             0,
             3,
@@ -410,18 +519,23 @@ def test_a_live_run_updates_by_itself(game, serve, page_of):
         write_trajectories(game / "rollouts/step_000003.jsonl.zst", episodes(3))
         page.get_by_text("step 3").wait_for()
         assert shown(page, "[data-title=reward] .u-series .u-value") == ["3", "0.75"]
-        (game / "warnings.jsonl").write_text(json.dumps({"step": 3, "text": "rewards are constant"}) + "\n")
+        (game / "warnings.jsonl").write_text(
+            json.dumps({"step": 3, "text": "rewards are constant"}) + "\n"
+        )
         page.get_by_text("step 3: rewards are constant").wait_for()
         page.get_by_role("link", name="Conversations").click()
         count(page, "48 of 48")
         page.get_by_label("Search in texts").fill("high 0")
         count(page, "12 of 48")
-        write_trajectories(game / "rollouts/step_000003.jsonl.zst", episodes(3)[:2] * 8)  # by a run that was resumed
+        # By a run that was resumed.
+        write_trajectories(game / "rollouts/step_000003.jsonl.zst", episodes(3)[:2] * 8)
         count(page, "24 of 48")
     has(page, ".live", 0)
 
 
-def test_what_is_missing_cut_short_or_removed_is_told_and_the_rest_is_shown(game, tmp_path, serve, page_of):
+def test_what_is_missing_cut_short_or_removed_is_told_and_the_rest_is_shown(
+    game, tmp_path, serve, page_of
+):
     other = tmp_path / "other"
     shutil.copytree(game, other)
     (other / "metrics.jsonl").unlink()
@@ -446,7 +560,9 @@ def test_what_is_missing_cut_short_or_removed_is_told_and_the_rest_is_shown(game
     count(page, "64 of 64")
 
 
-def test_a_run_on_a_slow_disk_holds_up_neither_its_curves_nor_other_runs(game, tmp_path, serve, page_of):
+def test_a_run_on_a_slow_disk_holds_up_neither_its_curves_nor_other_runs(
+    game, tmp_path, serve, page_of
+):
     slow = tmp_path / "slow"
     shutil.copytree(game, slow)
     pipe = slow / "rollouts/step_000003.jsonl.zst"
@@ -466,7 +582,9 @@ def test_runs_of_different_length_and_kind_show_each_its_own_last_values_and_can
 ):
     tuned = tmp_path / "tuned"
     tuned.mkdir()
-    write_metrics(tuned, [{"step": step, "learn/policy/grad_norm": 1 / step} for step in range(1, 6)])
+    write_metrics(
+        tuned, [{"step": step, "learn/policy/grad_norm": 1 / step} for step in range(1, 6)]
+    )
     page = page_of(serve(tuned, game))
     titles = ["reward", "evaluation", "gradient norm"]  # and not in the order of the first run
     has(page, "#curves > .charts .chart:visible h2", titles)
@@ -480,7 +598,8 @@ def test_runs_of_different_length_and_kind_show_each_its_own_last_values_and_can
 
 def test_new_points_leave_the_zoom_and_the_curves_that_are_hidden(game, serve, page_of):
     rows = [
-        {"step": step, "rollout/ann/reward_mean": step / 4, "rollout/ben/reward_mean": 0.5} for step in range(3, 13)
+        {"step": step, "rollout/ann/reward_mean": step / 4, "rollout/ben/reward_mean": 0.5}
+        for step in range(3, 13)
     ]
     write_metrics(game, rows, "a")
     page = page_of(serve(game))
@@ -520,40 +639,69 @@ def test_a_curve_that_hardly_changes_is_a_flat_line(tmp_path, serve, page_of):
         "loss": ("learn/ann/loss", [1e-10, -1e-10, 0.0]),
         "clip fraction": ("learn/ann/clip_frac", [0.0, 0.0, 0.0]),
     }
-    write_metrics(tmp_path, [{"step": n, **{name: v[n] for name, v in curves.values()}} for n in range(3)])
+    write_metrics(
+        tmp_path, [{"step": n, **{name: v[n] for name, v in curves.values()}} for n in range(3)]
+    )
     page = page_of(serve(tmp_path))
     for title, (_, values) in curves.items():
         area = f'[data-title="{title}"] [role=img]'
         page.locator(area).wait_for()
-        low, high = page.evaluate(f"(({{min, max}}) => [min, max])(document.querySelector('{area}').uplot.scales.y)")
+        low, high = page.evaluate(
+            f"(({{min, max}}) => [min, max])(document.querySelector('{area}').uplot.scales.y)"
+        )
         assert (low, high) == pytest.approx(axis_range(values), rel=1e-9), title
 
 
-def test_runs_are_overlaid_smoothed_on_log_axes_and_their_settings_compared(game, tmp_path, serve, page_of):
+def test_runs_are_overlaid_smoothed_on_log_axes_and_their_settings_compared(
+    game, tmp_path, serve, page_of
+):
     odd = {"learn/ann/clip_frac": 0.0, "learn/ann/lr": 1e300}
-    rows = [{"step": step, "rollout/ann/reward_mean": float(step == 24)} | odd for step in range(3, 25)]
-    write_metrics(game, [*rows, *({"step": step, "eval/letters/greedy_score": 1.0} for step in (0, 24))], "a")
+    rows = [
+        {"step": step, "rollout/ann/reward_mean": float(step == 24)} | odd for step in range(3, 25)
+    ]
+    write_metrics(
+        game, [*rows, *({"step": step, "eval/letters/greedy_score": 1.0} for step in (0, 24))], "a"
+    )
     other = tmp_path / "other"
     shutil.copytree(game, other)
-    (other / "config.yaml").write_text((other / "config.yaml").read_text().replace("seed: 0", "seed: 1\nlr: 0.5"))
+    (other / "config.yaml").write_text(
+        (other / "config.yaml").read_text().replace("seed: 0", "seed: 1\nlr: 0.5")
+    )
     page = page_of(serve(game, other))
     has(page, "[data-title=reward] .u-label", ["step", "ann, game", "ann, other"])
-    hues = "document.querySelector('[data-title=reward] [role=img]').uplot.series.slice(1).map(s => s.stroke())"
+    hues = (
+        "document.querySelector('[data-title=reward] [role=img]').uplot.series.slice(1).map(s => "
+        "s.stroke())"
+    )
     assert len(set(page.evaluate(hues))) == 2
     page.get_by_label("Smoothing").fill("0.5")
-    has(page, "[data-title=reward] .u-series:not(.raw) .u-value", ["24", "0.5", "0.5"])  # half of the last value
+    # Half of the last value.
+    has(page, "[data-title=reward] .u-series:not(.raw) .u-value", ["24", "0.5", "0.5"])
     has(page, "[data-title=evaluation] .u-series:not(.raw) .u-value", ["24", "1", "1"])
     page.hover("[data-title=reward] .u-over", position={"x": 3, "y": 40})
     has(page, "[data-title=reward] .u-series:not(.raw) .u-value", ["1", "0.25", "0.25"])
     steps = "document.querySelector('[data-title=%s] [role=img]').uplot.data[0]"
-    assert page.evaluate(steps % "evaluation") == [0, 2, 24] and len(page.evaluate(steps % "reward")) == 24
+    assert (
+        page.evaluate(steps % "evaluation") == [0, 2, 24]
+        and len(page.evaluate(steps % "reward")) == 24
+    )
     page.get_by_label("log y").check()
     page.get_by_label("log x").check()
-    assert page.evaluate(steps % "evaluation") == [2, 24] and page.evaluate(steps % "reward") == [1, 2, 24]
+    assert page.evaluate(steps % "evaluation") == [2, 24] and page.evaluate(steps % "reward") == [
+        1,
+        2,
+        24,
+    ]
     has(page, "[data-title='clip fraction'] .soft", "No value has a place on this axis.")
-    has(page, "[data-title='learning rate'] .u-series:not(.raw) .u-value", ["24", "1e+300", "1e+300"])
+    has(
+        page,
+        "[data-title='learning rate'] .u-series:not(.raw) .u-value",
+        ["24", "1e+300", "1e+300"],
+    )
     page.get_by_label("Find").first.fill("grad_norm")
-    assert page.locator("#curves > .charts .chart:visible h2").all_inner_texts() == ["gradient norm"]
+    assert page.locator("#curves > .charts .chart:visible h2").all_inner_texts() == [
+        "gradient norm"
+    ]
     page.get_by_role("link", name="Configuration").click()
     page.locator("#config tbody tr").first.wait_for()
     assert sorted(shown(page, "#config tbody tr")) == ["lr\t\t0.5", "seed\t0\t1"]
@@ -563,7 +711,9 @@ def test_runs_are_overlaid_smoothed_on_log_axes_and_their_settings_compared(game
 
 @pytest.mark.parametrize("screen", SCREENS)
 def test_axe_finds_no_serious_fault(screen, game, serve, page_of, tmp_path):
-    told = [json.dumps({"step": step, "text": "rewards are constant, " * 9}) + "\n" for step in range(9)]
+    told = [
+        json.dumps({"step": step, "text": "rewards are constant, " * 9}) + "\n" for step in range(9)
+    ]
     (game / "warnings.jsonl").write_text("".join(told))  # more than fit
     page = page_of(serve(game), screen, bypass_csp=True)  # axe is put into the page
     page.wait_for_selector(".u-legend")

@@ -1,4 +1,5 @@
-"""rl-core view --tui, by textual's own pilot: curves, a table with filters, conversations, coloured tokens."""
+"""rl-core view --tui, by textual's own pilot: curves, a table with filters, conversations, coloured
+tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ def made(places, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tui")
     (folder / "env.py").write_text(ENV)
     sizes = "--num_steps 3 --tasks_per_step 2 --group_size 4 --max_tokens 8 --optim.lr 1e-2"
-    return run(folder / "run", words("--model", places["model"], "--env_path", folder / "env.py", sizes, STOP))
+    return run(
+        folder / "run",
+        words("--model", places["model"], "--env_path", folder / "env.py", sizes, STOP),
+    )
 
 
 def seen(out: Path, look, *more: Path) -> None:
@@ -70,11 +74,15 @@ def test_curves_are_those_of_the_metrics_and_grow_with_the_run(made, tmp_path):
     out.mkdir()
     lines = (made / "metrics.jsonl").read_text().splitlines(keepends=True)
     (out / "metrics.jsonl").write_text("".join(lines[:2]))
-    (out / "warnings.jsonl").write_text(json.dumps({"step": 2, "text": "[b]rewards are constant"}) + "\n")
+    (out / "warnings.jsonl").write_text(
+        json.dumps({"step": 2, "text": "[b]rewards are constant"}) + "\n"
+    )
 
     async def look(app, pilot) -> None:
         def curve() -> list[float]:
-            [found] = [line for line in app.query(Sparkline) if line.name == "rollout/policy/reward_mean"]
+            [found] = [
+                line for line in app.query(Sparkline) if line.name == "rollout/policy/reward_mean"
+            ]
             return list(found.data)
 
         rewards = [row["rollout/policy/reward_mean"] for row in steps(made)]
@@ -97,14 +105,18 @@ def test_a_curve_that_hardly_changes_is_a_flat_line(tmp_path):
     async def look(app, pilot) -> None:
         [line] = app.query(Sparkline)
         assert list(line.data) == [100.0] * 3
-        assert any("100 to 100  (100 .. 100.2)" in str(label.render()) for label in app.query(Label))
+        assert any(
+            "100 to 100  (100 .. 100.2)" in str(label.render()) for label in app.query(Label)
+        )
 
     seen(tmp_path, look)
 
 
 def test_the_table_is_filtered_and_searched(made):
     async def look(app, pilot) -> None:
-        assert [row[0] for row in table_of(app)] == ["3"] * 8 + ["2"] * 8 + ["1"] * 8 and len(metrics(made)) == 3
+        assert [row[0] for row in table_of(app)] == ["3"] * 8 + ["2"] * 8 + ["1"] * 8 and len(
+            metrics(made)
+        ) == 3
         assert app.query_one(TabbedContent).active == "curves"
         rows = trajectories(made / "rollouts/step_000002.jsonl.zst")
         middle = sorted(row["reward"] for row in rows)[4]
@@ -112,14 +124,18 @@ def test_the_table_is_filtered_and_searched(made):
             "step:2": rows,
             f"step:2 reward:{middle}..": [row for row in rows if row["reward"] >= middle],
             f"step:2 {rows[0]['task_id'].replace('train/', '')} [RED]Say": [
-                row for row in rows if row["messages"][0]["content"].startswith(f"{rows[0]['task_id'][6:]} [red]say")
+                row
+                for row in rows
+                if row["messages"][0]["content"].startswith(f"{rows[0]['task_id'][6:]} [red]say")
             ],
             "actor:alice": [],
         }
         for filter, expected in told.items():
             await filtered(app, pilot, filter)
             assert app.query_one(TabbedContent).active == "conversations"
-            assert sorted(row[5] for row in table_of(app)) == sorted(f"{row['reward']:.4g}" for row in expected), filter
+            assert sorted(row[5] for row in table_of(app)) == sorted(
+                f"{row['reward']:.4g}" for row in expected
+            ), filter
         await filtered(app, pilot, "step:two")
         assert "invalid literal" in str(app.query_one("#count", Label).render())
 
@@ -135,23 +151,36 @@ def test_a_conversation_opens_and_its_tokens_are_coloured(made):
         row = trajectories(made / "rollouts/step_000003.jsonl.zst")[1]
         text = app.screen.query_one("#text", Static)
         plain = str(text.render())
-        assert row["messages"][-1]["content"] in plain and "[red]say \\x1b[2J<script>" in plain and "\x1b" not in plain
+        assert (
+            row["messages"][-1]["content"] in plain
+            and "[red]say \\x1b[2J<script>" in plain
+            and "\x1b" not in plain
+        )
         assert f"reward {row['reward']:.4g} (" in app.screen.headline()
         await pilot.press("c")
         logprobs = row["turns"][0]["completion"]["logprobs"]
-        assert str(text.render()).startswith(f"logprob from {min(logprobs):.4g} to {max(logprobs):.4g}")
-        spans = [span.style for span in app.screen.tokens("logprob").spans if "rgb" in str(span.style)]
+        assert str(text.render()).startswith(
+            f"logprob from {min(logprobs):.4g} to {max(logprobs):.4g}"
+        )
+        spans = [
+            span.style for span in app.screen.tokens("logprob").spans if "rgb" in str(span.style)
+        ]
         assert len(spans) == len(logprobs) and all(str(style).endswith(",0,0)") for style in spans)
         reds = [int(str(style).split("rgb(")[1].split(",")[0]) for style in spans]
-        assert reds.index(max(reds)) == logprobs.index(min(logprobs))  # the least likely token is the brightest
+        # The least likely token is the brightest.
+        assert reds.index(max(reds)) == logprobs.index(min(logprobs))
         own = [
             r["reward"]
             for r in trajectories(made / "rollouts/step_000003.jsonl.zst")
             if r["group_id"] == row["group_id"]
         ]
-        of_advantage = {str(s.style) for s in app.screen.tokens("advantage").spans if "rgb" in str(s.style)}
+        of_advantage = {
+            str(s.style) for s in app.screen.tokens("advantage").spans if "rgb" in str(s.style)
+        }
         assert of_advantage == {
-            "white on rgb(0,160,0)" if row["reward"] > sum(own) / len(own) else "white on rgb(160,0,0)"
+            "white on rgb(0,160,0)"
+            if row["reward"] > sum(own) / len(own)
+            else "white on rgb(160,0,0)"
         }
         await pilot.press("m")
         assert str(text.render()).startswith("[user]")
@@ -198,7 +227,10 @@ def test_a_run_whose_folder_is_removed_stays_on_the_screen(made, tmp_path):
         shutil.rmtree(out)
         app.look()
         await done(app, pilot)
-        assert "the folder is gone" in str(app.query_one("#count", Label).render()) and len(table_of(app)) == 24
+        assert (
+            "the folder is gone" in str(app.query_one("#count", Label).render())
+            and len(table_of(app)) == 24
+        )
         await filtered(app, pilot, "step:2 red")
         told = str(app.query_one("#count", Label).render())
         assert ("No such file" in told or "the folder is gone" in told) and len(table_of(app)) == 24
@@ -215,7 +247,9 @@ def test_a_run_beside_one_whose_folder_is_gone_grows_on(made, tmp_path):
     async def look(app, pilot) -> None:
         shutil.rmtree(gone)
         metrics = (live / "metrics.jsonl").read_text()
-        (live / "metrics.jsonl").write_text(metrics + json.dumps({"step": 9, "rollout/policy/reward": 1.0}) + "\n")
+        (live / "metrics.jsonl").write_text(
+            metrics + json.dumps({"step": 9, "rollout/policy/reward": 1.0}) + "\n"
+        )
         app.look()
         await done(app, pilot)
         assert app.runs[1].rows[-1]["step"] == 9

@@ -1,4 +1,5 @@
-"""How a process ends in which hooks run: in bounded time, and with a status of its own unless the run came to its end."""
+"""How a process ends in which hooks run: in bounded time, and with a status of its own unless the
+run came to its end."""
 
 from __future__ import annotations
 
@@ -16,8 +17,14 @@ from rl_core.distributed import Ranks
 from rl_core.options.watchdog import Neighbours, run_hooks
 from rl_core.sampling.hooks import Hook, LoopClock
 
-SIZES = "--data.shuffle false --max_tokens 4 --tasks_per_step 2 --group_size 2 --num_steps 6 --save_minutes 0 --save_every 100"
-ROWS = 'import asyncio, ctypes, os, re, threading, time\ndef load_tasks(split): return [{"prompt": str(n)} for n in range(64)]\n'
+SIZES = (
+    "--data.shuffle false --max_tokens 4 --tasks_per_step 2 --group_size 2 --num_steps 6 "
+    "--save_minutes 0 --save_every 100"
+)
+ROWS = (
+    'import asyncio, ctypes, os, re, threading, time\ndef load_tasks(split): return [{"prompt": '
+    "str(n)} for n in range(64)]\n"
+)
 SLOW_PATTERN = 're.match(r"(a+)+$", "a" * 40 + "b")'
 
 
@@ -27,7 +34,9 @@ def command(tiny_model, tmp_path):
 
     def of(code: str, *flags) -> list[str]:
         (tmp_path / "env.py").write_text(ROWS + code)
-        given = words("--model", tiny_model, "--env_path", tmp_path / "env.py", "--out", tmp_path / "run")
+        given = words(
+            "--model", tiny_model, "--env_path", tmp_path / "env.py", "--out", tmp_path / "run"
+        )
         return ["-m", "rl_core.train", *given, *words(SIZES, *flags)]
 
     return of
@@ -90,11 +99,17 @@ def test_hooks_that_wait_and_work_without_hooks_may_take_long(tmp_path):
 
 
 def test_a_run_ends_that_a_hook_holds(command, tmp_path):
-    code = f"def reward_fn(completion):\n    if os.path.exists('{tmp_path}/run/metrics.jsonl'): {SLOW_PATTERN}\n    return 1"
+    code = (
+        f"def reward_fn(completion):\n    if os.path.exists('{tmp_path}/run/metrics.jsonl'): "
+        f"{SLOW_PATTERN}\n    return 1"
+    )
     done = run_ranks(1, *command(code, "--rollout.hook_timeout_s 0.5"), check=False)
     assert done.returncode == 70 and len(metrics(tmp_path / "run")) == 1, done.stderr
     assert "in reward_fn" in done.stderr and f"but reward_fn() of {tmp_path}/env.py" in done.stderr
-    assert "or raise --rollout.hook_timeout_s; --resume goes on from the newest checkpoint" in done.stderr
+    assert (
+        "or raise --rollout.hook_timeout_s; --resume goes on from the newest checkpoint"
+        in done.stderr
+    )
 
 
 def test_a_run_that_is_done_ends_whatever_its_hooks_left_running(command, tmp_path):
@@ -109,7 +124,11 @@ async def reward_fn(task):
                 pass
     return int.from_bytes(os.urandom(4), "big")
 """
-    done = ended(*command(code, "--num_steps 1 --rollout.hook_timeout_s 0.5 --rollout.max_failed_fraction 0.9"))
+    done = ended(
+        *command(
+            code, "--num_steps 1 --rollout.hook_timeout_s 0.5 --rollout.max_failed_fraction 0.9"
+        )
+    )
     assert done.returncode == 0 and "saved step 1" in done.stdout, done.stderr
     assert f"left behind: reward_fn() of {tmp_path}/env.py" in done.stderr
     assert "without waiting for what hooks started: sleeper" in done.stderr
@@ -124,7 +143,9 @@ def reward_fn(task):
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 """
     # It learns from rewards that are all equal too.
-    done = run_ranks(1, *command(code, "--rollout.max_failed_fraction 0.9 --algorithm reinforce_pp"))
+    done = run_ranks(
+        1, *command(code, "--rollout.max_failed_fraction 0.9 --algorithm reinforce_pp")
+    )
     assert done.returncode == 0
     rows = metrics(tmp_path / "run")
     assert [row["rollout/policy/failed"] for row in rows] == [2, 0, 0, 0, 0, 0]
@@ -137,7 +158,9 @@ def reward_fn():
     if os.environ["RANK"] == "1": ctypes.CDLL(None)._exit(0)
     time.sleep(1000)
 """
-    done = run_ranks(2, *command(code, "--timeout_s 600 --rollout.hook_timeout_s 600"), check=False, timeout_s=60)
+    done = run_ranks(
+        2, *command(code, "--timeout_s 600 --rollout.hook_timeout_s 600"), check=False, timeout_s=60
+    )
     assert done.returncode == 1
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "a rank of this machine has ended in the middle of the run" in line
@@ -145,11 +168,23 @@ def reward_fn():
 
 def test_what_runs_hooks_runs_them_with_bounded_ends():
     """asyncio.run() waits for ever for a task that ignores its cancellation."""
-    runs_no_hooks = {"env.py", "serve.py", "sandbox.py", "worker.py", "contained.py", "client.py", "view/__init__.py"}
+    runs_no_hooks = {
+        "env.py",
+        "serve.py",
+        "sandbox.py",
+        "worker.py",
+        "contained.py",
+        "client.py",
+        "view/__init__.py",
+    }
     for file in (ROOT / "rl_core").rglob("*.py"):
-        calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        calls = [
+            node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)
+        ]
         if any(ast.unparse(call.func) == "asyncio.run" for call in calls):
-            assert runs_no_hooks & {file.name, f"{file.parent.name}/{file.name}"}, Path(file).relative_to(ROOT)
+            assert runs_no_hooks & {file.name, f"{file.parent.name}/{file.name}"}, Path(
+                file
+            ).relative_to(ROOT)
 
 
 WRAPPED = """
@@ -173,10 +208,12 @@ print("done", flush=True)
 
 
 def test_a_rank_with_a_parent_of_its_own_misses_nobody(tmp_path):
-    """As under `torchrun --no-python wrapper.sh`, whose shell has one child. It does not end, and saves after a signal."""
+    """As under `torchrun --no-python wrapper.sh`, whose shell has one child. It does not end, and
+    saves after a signal."""
     (tmp_path / "rank.py").write_text(WRAPPED)
     (tmp_path / "wrapper.py").write_text(
-        "import subprocess, sys\nsys.exit(subprocess.run([sys.executable, sys.argv[1]]).returncode)\n"
+        "import subprocess, sys\nsys.exit(subprocess.run([sys.executable, "
+        "sys.argv[1]]).returncode)\n"
     )
     done = ended(tmp_path / "wrapper.py", tmp_path / "rank.py")
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -1,4 +1,5 @@
-"""What tests of rl-core view look at: a small run's folder, its trajectories, what the server answers and a report holds."""
+"""What tests of rl-core view look at: a small run's folder, its trajectories, what the server
+answers and a report holds."""
 
 from __future__ import annotations
 
@@ -17,18 +18,34 @@ from rl_core.tools.view.data import RunFolder
 from rl_core.tools.view.server import LOCAL, Viewer
 from rl_core.types import Completion, Trajectory, Turn
 
-HOSTILE = 'x\n"], "turns": [{"token_ids": [1, 2]}], "reward": 5, "messages": [ \u2028</script><script>'
+HOSTILE = (
+    'x\n"], "turns": [{"token_ids": [1, 2]}], "reward": 5, "messages": [ \u2028</script><script>'
+)
 NEW = "/api/0/new?revision=-1&rows=0&entries=0"
 
 
 def said(num: int, text: str = "hi") -> Turn:
-    done = Completion(token_ids=[*range(num)], logprobs=[-0.5] * num, text=text, finish_reason="stop", policy_version=0)
+    done = Completion(
+        token_ids=[*range(num)],
+        logprobs=[-0.5] * num,
+        text=text,
+        finish_reason="stop",
+        policy_version=0,
+    )
     return Turn(new_ids=[7, 8], is_fresh=True, completion=done)
 
 
 def trajectory(n: int, **more) -> Trajectory:
-    messages = [{"role": "user", "content": f"ask {n}"}, {"role": "assistant", "content": f"Reply {n}"}]
-    given = {"messages": messages, "turns": [said(3), said(2, f"Reply {n}")], "reward": n / 4, "env": "letters"}
+    messages = [
+        {"role": "user", "content": f"ask {n}"},
+        {"role": "assistant", "content": f"Reply {n}"},
+    ]
+    given = {
+        "messages": messages,
+        "turns": [said(3), said(2, f"Reply {n}")],
+        "reward": n / 4,
+        "env": "letters",
+    }
     given |= {"task_id": f"train/{n}", "group_id": "train/0/0", "index": n} | more
     return Trajectory(**given)
 
@@ -72,7 +89,9 @@ def report_of(folder: Path) -> dict:
     """The data in a report that the command writes."""
     assert main([str(folder), "--report", str(folder / "report.html")]) == 0
     text = (folder / "report.html").read_text()
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text)[1])
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', text)[1]
+    )
 
 
 def has_reader(pipe: Path) -> bool:

@@ -1,10 +1,12 @@
 """Messages <-> token ids. The only file that knows chat templates.
 
-Tokens in, tokens out: a TokenStream keeps every sampled token and appends the template's text after it. The template's text
-("the rendering") is kept beside the ids only to see whether the template rewrote history.
+Tokens in, tokens out: a TokenStream keeps every sampled token and appends the template's text after
+it. The template's text ("the rendering") is kept beside the ids only to see whether the template
+rewrote history.
 
-User text never becomes a special token: `render` puts a mark inside each special token's string that stands in a
-message, and `encode` reads the text around a mark as ordinary text and removes the mark.
+User text never becomes a special token: `render` puts a mark inside each special token's string
+that stands in a message, and `encode` reads the text around a mark as ordinary text and removes the
+mark.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from rl_core.data.pretrained import load_pretrained
 from rl_core.rules import nearest
 from rl_core.types import Completion, Message, Turn, option
 
-_MARK = "\ufdd0"  # Unicode keeps these two for internal use: templates and tokenizers have no rule for them
+# Unicode keeps these two for internal use: templates and tokenizers have no rule for them.
+_MARK = "\ufdd0"
 PROBE = "\ufdd1"
 TOKENIZER_FILE = re.compile("token|vocab|merges|spiece|tekken")
 TOOL_CALLS = "rl_core.options.tool_calls"
@@ -30,63 +33,94 @@ _NOT_USER_TEXT = ("role", "type")  # templates compare these values, or put them
 
 
 class Chat:
-    """A tokenizer and its chat template. A template given here becomes the tokenizer's: an export then carries it."""
+    """A tokenizer and its chat template. A template given here becomes the tokenizer's: an export
+    then carries it."""
 
-    def __init__(self, tokenizer: Any, chat_template: str | None = None, variables: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template: str | None = None,
+        variables: dict[str, Any] | None = None,
+    ):
         if chat_template is not None:
             tokenizer.chat_template = chat_template
         if not tokenizer.chat_template:
             raise ValueError(
-                f"tokenizer {tokenizer.name_or_path!r} has no chat template: an actor needs one to read messages; "
+                f"tokenizer {tokenizer.name_or_path!r} has no chat template: an actor needs one to "
+                "read messages; "
                 "give one with --actors.NAME.chat_template FILE"
             )
         self.tokenizer = tokenizer
-        self.chat_template = tokenizer.chat_template  # one tokenizer may serve chats with different templates
+        # One tokenizer may serve chats with different templates.
+        self.chat_template = tokenizer.chat_template
         self.variables = variables or {}  # that the template reads, besides its own arguments
-        for name in self.variables.keys() - set(known := re.findall(r"[a-z]\w+", str(tokenizer.chat_template))):
+        for name in self.variables.keys() - set(
+            known := re.findall(r"[a-z]\w+", str(tokenizer.chat_template))
+        ):
             raise ValueError(
-                f"--chat_template_kwargs: the chat template does not read {name!r}; {nearest(name, known)}"
+                f"--chat_template_kwargs: the chat template does not read {name!r}; "
+                f"{nearest(name, known)}"
             )
-        self._wants_parts = not self._reads(PROBE) and self._reads([{"type": "text", "text": PROBE}])
+        self._wants_parts = not self._reads(PROBE) and self._reads(
+            [{"type": "text", "text": PROBE}]
+        )
         self.end_token_id = self._find_end_token()
         stops = (tokenizer.eos_token_id, self.end_token_id)
         self.stop_token_ids = tuple(dict.fromkeys(i for i in stops if i is not None))
         self._newest: tuple[Any, str, list[int]] | None = None
         self._checked_tools: set[str] = set()  # JSON of lists of tools whose calls are read back
         added = tokenizer.added_tokens_decoder.items()
-        self.special_ids = {token.content: i for i, token in added if token.special or i == self.end_token_id}
+        self.special_ids = {
+            token.content: i for i, token in added if token.special or i == self.end_token_id
+        }
         longest_first = sorted(self.special_ids, key=len, reverse=True)
         self._literal = re.compile("|".join(map(re.escape, [*longest_first, _MARK])))
         # A special token of the template, with the space that it swallows.
-        self.special_token = re.compile(f"({'|'.join(map(self._pattern, longest_first)) or '(?!)'})")
+        self.special_token = re.compile(
+            f"({'|'.join(map(self._pattern, longest_first)) or '(?!)'})"
+        )
         self._longest, self._all = max(map(len, longest_first), default=0), "\n".join(longest_first)
         self._heads = {s[:k] for s in longest_first for k in range(1, len(s))}
         self._tails = {s[k:] for s in longest_first for k in range(1, len(s))}
         self._newline_ids = tokenizer.encode("\n", add_special_tokens=False)
-        self._mark_text = lru_cache(512)(self._mark_text)  # every turn renders a conversation's messages again
+        # Every turn renders a conversation's messages again.
+        self._mark_text = lru_cache(512)(self._mark_text)
 
-    def render(self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True) -> str:
-        """The template's text for `encode`, with marks in special tokens' strings of messages. Raises ValueError if the
-        template refuses the messages."""
+    def render(
+        self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True
+    ) -> str:
+        """The template's text for `encode`, with marks in special tokens' strings of messages.
+        Raises ValueError if the template refuses the messages."""
         tools = self.marked(tools) if tools else None
-        return self._apply([self.marked(self._in_form(m)) for m in messages], tools, add_generation_prompt)
+        return self._apply(
+            [self.marked(self._in_form(m)) for m in messages], tools, add_generation_prompt
+        )
 
     def encode(self, text: str, continues: bool = False) -> list[int]:
-        """Token ids of a rendering or another marked text, or of a part of one that `continues` others."""
+        """Token ids of a rendering or another marked text, or of a part of one that `continues`
+        others."""
         if _MARK not in text:
             return self._encode(text, continues)
         ids: list[int] = []
-        for number, piece in enumerate(self.special_token.split(text)):  # odd ones are special tokens
-            ids += (self._encode if number % 2 else self._encode_plain)(piece, continues or bool(ids))
+        # Odd ones are special tokens.
+        for number, piece in enumerate(self.special_token.split(text)):
+            ids += (self._encode if number % 2 else self._encode_plain)(
+                piece, continues or bool(ids)
+            )
         return ids
 
     def _encode_plain(self, marked: str, continues: bool) -> list[int]:
         ids = self._encode(unmarked(marked), continues, split_special_tokens=True)
         if set(self.special_ids.values()).isdisjoint(ids):
             return ids
-        # A vocabulary may hold the string as an ordinary piece too, or the token is not flagged special: break it.
+        # A vocabulary may hold the string as an ordinary piece too, or the token is not flagged
+        # special: break it.
         pieces = [p for p in marked.split(_MARK) if p]
-        return [i for n, p in enumerate(pieces) for i in self._encode(p, continues or n > 0, split_special_tokens=True)]
+        return [
+            i
+            for n, p in enumerate(pieces)
+            for i in self._encode(p, continues or n > 0, split_special_tokens=True)
+        ]
 
     def _encode(self, text: str, continues: bool, **kwargs: Any) -> list[int]:
         if not text:
@@ -108,35 +142,44 @@ class Chat:
 
     def _mark_text(self, text: str) -> str:
         text = self._literal.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
-        # A template's own text may complete what begins or ends a message: '<' + 's>'. Templates also trim, so the
-        # marks go beside the first and last character that are no space.
+        # A template's own text may complete what begins or ends a message: '<' + 's>'. Templates
+        # also trim, so the marks go beside the first and last character that are no space.
         core = text.strip()
         reach = range(1, self._longest + 1)
-        if core and (core in self._all or any(core[:k] in self._tails or core[-k:] in self._heads for k in reach)):
+        if core and (
+            core in self._all
+            or any(core[:k] in self._tails or core[-k:] in self._heads for k in reach)
+        ):
             text = text.replace(core, _MARK + core + _MARK, 1)
         return text
 
     def _pattern(self, text: str) -> str:
         token = self.tokenizer.added_tokens_decoder[self.special_ids[text]]
         before, after = (r"\s*" if strips else "" for strips in (token.lstrip, token.rstrip))
-        inside = f"(?!{_MARK})" if len(text) == 1 else ""  # one character has no inside: its mark stands behind it
+        # One character has no inside: its mark stands behind it.
+        inside = f"(?!{_MARK})" if len(text) == 1 else ""
         return f"{before}{re.escape(text)}{inside}{after}"
 
     def prompt_ids(
         self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True
     ) -> list[int]:
-        """Token ids of a conversation. Without a generation prompt they are the input of a reward model."""
+        """Token ids of a conversation. Without a generation prompt they are the input of a reward
+        model."""
         return self.encode(self.render(messages, tools, add_generation_prompt))
 
     def prompt_lengths(self, prompts: list[list[Message]], tools: list | None = None) -> list[int]:
-        """The number of prompt_ids() of each: tokenizers take texts together several times faster."""
+        """The number of prompt_ids() of each: tokenizers take texts together several times
+        faster."""
         texts = [self.render(messages, tools) for messages in prompts]
         plain = [text for text in texts if _MARK not in text]
         ids = iter(self.tokenizer(plain, add_special_tokens=False)["input_ids"] if plain else ())
         return [len(self.encode(text) if _MARK in text else next(ids)) for text in texts]
 
-    def first_prompt(self, messages: list[Message], tools: list | None = None) -> tuple[str, list[int]]:
-        """The rendering of a conversation's first messages and its tokens; the newest is kept for the rest of a group."""
+    def first_prompt(
+        self, messages: list[Message], tools: list | None = None
+    ) -> tuple[str, list[int]]:
+        """The rendering of a conversation's first messages and its tokens; the newest is kept for
+        the rest of a group."""
         asked = (messages, tools)
         if self._newest is None or self._newest[0] != asked:
             rendered = self.render(messages, tools)
@@ -144,21 +187,25 @@ class Chat:
         return self._newest[1:]
 
     def check_tools(self, tools: list, where: str) -> None:
-        """Raises ValueError if a call of one of them, as the template writes it, is not read back. Asked once for the same
-        tools. `where`: who gives them."""
+        """Raises ValueError if a call of one of them, as the template writes it, is not read back.
+        Asked once for the same tools. `where`: who gives them."""
         key = json.dumps(tools, default=str)
         if key not in self._checked_tools:
             option(f"{TOOL_CALLS}:check_tools")(tools, self, where)
             self._checked_tools.add(key)
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text without special tokens, and without a final stop token that is not flagged special."""
+        """Text without special tokens, and without a final stop token that is not flagged
+        special."""
         if token_ids and token_ids[-1] in self.stop_token_ids:
             token_ids = token_ids[:-1]
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
     def encode_after(self, token_ids: list[int], suffix: str) -> list[int]:
-        """Token ids of the template's text after an assistant's tokens, without end tokens that they already have."""
+        """Token ids of the template's text after an assistant's tokens, without end tokens that
+        they already have."""
         ids = self.encode(suffix.lstrip(), continues=True)
         for k in (2, 1):  # some templates end a turn with two tokens
             if ids[:k] == token_ids[-k:] and set(ids[:k]) <= set(self.special_ids.values()):
@@ -180,7 +227,8 @@ class Chat:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip(), ids
 
     def assistant_message(self, text: str) -> Message:
-        """An actor's text as the template's history needs it, with separate thinking if the template reads it so."""
+        """An actor's text as the template's history needs it, with separate thinking if the
+        template reads it so."""
         thinking, closed, answer = text.partition("</think>")
         if not closed or "reasoning_content" not in str(self.chat_template):
             return {"role": "assistant", "content": text}
@@ -188,16 +236,24 @@ class Chat:
         return {"role": "assistant", "content": answer.lstrip("\n"), "reasoning_content": thinking}
 
     def _in_form(self, message: Message) -> Message:
-        """String content for templates that read strings, a list of parts for those that read only lists."""
+        """String content for templates that read strings, a list of parts for those that read only
+        lists."""
         content = message.get("content")
         if isinstance(content, str) and self._wants_parts:
             return {**message, "content": [{"type": "text", "text": content}]}
-        if isinstance(content, list) and not self._wants_parts and all(p.get("type") == "text" for p in content):
+        if (
+            isinstance(content, list)
+            and not self._wants_parts
+            and all(p.get("type") == "text" for p in content)
+        ):
             return {**message, "content": "".join(p["text"] for p in content)}
         return message
 
-    def _apply(self, messages: list[Message], tools: list | None, add_generation_prompt: bool) -> str:
-        from jinja2 import TemplateError  # imported with the first tokenizer, not with the command line
+    def _apply(
+        self, messages: list[Message], tools: list | None, add_generation_prompt: bool
+    ) -> str:
+        # Imported with the first tokenizer, not with the command line.
+        from jinja2 import TemplateError
 
         try:
             return self.tokenizer.apply_chat_template(
@@ -208,10 +264,18 @@ class Chat:
                 add_generation_prompt=add_generation_prompt,
                 **self.variables,
             )
-        except (TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        except (
+            TemplateError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            IndexError,
+        ) as error:
             roles = " ".join(str(m.get("role")) for m in messages)
             raise ValueError(
-                f"the chat template refuses messages with roles [{roles}]: {' '.join(str(error).split())}; change the "
+                f"the chat template refuses messages with roles [{roles}]: "
+                f"{' '.join(str(error).split())}; change the "
                 "messages, or give another template with --actors.NAME.chat_template FILE"
             ) from error
 
@@ -222,13 +286,20 @@ class Chat:
             return False
 
     def _find_end_token(self) -> int | None:
-        """The token that the template puts after an assistant's content. If the next header ends a turn, the header's
-        token; if nothing does, the tokenizer's end token."""
+        """The token that the template puts after an assistant's content. If the next header ends a
+        turn, the header's token; if nothing does, the tokenizer's end token."""
         added = {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items()}
-        talk = [{"role": r, "content": c} for r, c in (("user", "x"), ("assistant", PROBE), ("user", "x"))]
+        talk = [
+            {"role": r, "content": c}
+            for r, c in (("user", "x"), ("assistant", PROBE), ("user", "x"))
+        ]
         for messages in (talk[:2], talk):
             with suppress(ValueError):
-                text = self._apply([*map(self._in_form, messages)], None, False).rpartition(PROBE)[2].lstrip()
+                text = (
+                    self._apply([*map(self._in_form, messages)], None, False)
+                    .rpartition(PROBE)[2]
+                    .lstrip()
+                )
                 for token in sorted(added, key=len, reverse=True):
                     if text.startswith(token):
                         return added[token]
@@ -236,25 +307,33 @@ class Chat:
 
 
 class TokenStream:
-    """The tokens of one conversation as one actor sees it. They only grow, unless the template rewrites history."""
+    """The tokens of one conversation as one actor sees it. They only grow, unless the template
+    rewrites history."""
 
     def __init__(self, chat: Chat, messages: list[Message], tools: list | None = None):
         self._chat = chat
         self._tools = tools
         self.messages = list(messages)
-        self.rendered, self.prompt_ids = chat.first_prompt(messages, tools)  # prompt_ids: for the engine
+        # Prompt_ids: for the engine.
+        self.rendered, self.prompt_ids = chat.first_prompt(messages, tools)
         self.new_ids, self.is_fresh = self.prompt_ids, True  # as of the Turn that is to come
 
     def append(
-        self, token_ids: list[int], text: str, new_messages: list[Message], calls: Message | None = None
+        self,
+        token_ids: list[int],
+        text: str,
+        new_messages: list[Message],
+        calls: Message | None = None,
     ) -> bool:
-        """Adds the actor's sampled token_ids (decoded: text; read: calls, if it called tools) and new_messages of others;
-        prompt_ids then ends with the next generation prompt. False if the template rewrote history, so that prompt_ids begins
-        anew."""
+        """Adds the actor's sampled token_ids (decoded: text; read: calls, if it called tools) and
+        new_messages of others; prompt_ids then ends with the next generation prompt. False if the
+        template rewrote history, so that prompt_ids begins anew."""
         said, message = text, self._chat.assistant_message(text)
         if calls is not None:
             seen = (self._chat, self.rendered, self.messages)
-            said, message = option(f"{TOOL_CALLS}:in_stream")(*seen, calls, text, new_messages, self._tools)
+            said, message = option(f"{TOOL_CALLS}:in_stream")(
+                *seen, calls, text, new_messages, self._tools
+            )
         return self.extend(token_ids, said, [*self.messages, message, *new_messages])
 
     def extend(self, token_ids: list[int], said: str, messages: list[Message]) -> bool:
@@ -274,19 +353,26 @@ class TokenStream:
         return Turn(new_ids=self.new_ids, is_fresh=self.is_fresh, completion=completion)
 
 
-def load_chat(path: str, chat_template: str | None = None, variables: dict[str, Any] | None = None) -> Chat:
-    """The tokenizer at path (a folder or a hub name); chat_template is a file's path, or the template itself."""
+def load_chat(
+    path: str, chat_template: str | None = None, variables: dict[str, Any] | None = None
+) -> Chat:
+    """The tokenizer at path (a folder or a hub name); chat_template is a file's path, or the
+    template itself."""
     from transformers import AutoTokenizer  # seconds to import, which --help need not wait for
 
     if chat_template is not None and "{" not in chat_template:
         if not Path(chat_template).is_file():
-            raise ValueError(f"chat_template={chat_template!r} is neither a file nor a Jinja template; check the path")
+            raise ValueError(
+                f"chat_template={chat_template!r} is neither a file nor a Jinja template; check "
+                "the path"
+            )
         chat_template = Path(chat_template).read_text(encoding="utf-8")
     folder = Path(path)
     # For some families transformers makes a tokenizer without a vocabulary from nothing.
     if folder.is_dir() and not any(TOKENIZER_FILE.search(file.name) for file in folder.iterdir()):
         raise ValueError(
-            f"model {path} has no tokenizer, such as tokenizer.json; copy the tokenizer's files of the model that it was "
+            f"model {path} has no tokenizer, such as tokenizer.json; copy the tokenizer's files of "
+            "the model that it was "
             "made from into the folder"
         )
     return Chat(load_pretrained(AutoTokenizer, path), chat_template, variables)
@@ -299,12 +385,14 @@ def unmarked(text: str) -> str:
 
 def shared_length(a: str | list, b: str | list) -> int:
     """Length of the common beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def text_after(rendered: str, seen: str, said: str) -> str | None:
-    """What follows seen + said in rendered; None if rendered does not begin with them. Ignores whitespace, which templates
-    trim, and marks."""
+    """What follows seen + said in rendered; None if rendered does not begin with them. Ignores
+    whitespace, which templates trim, and marks."""
     start = seen + said
     if rendered.startswith(seen):
         rendered, start = rendered[len(seen) :], said

@@ -1,5 +1,5 @@
-"""Trajectories as episodes. What compares or counts weighs an episode of an (env, task, actor, seat) as one, however many
-conversations it returned."""
+"""Trajectories as episodes. What compares or counts weighs an episode of an (env, task, actor,
+seat) as one, however many conversations it returned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rl_core.types import Trajectory
 
-NO_SPREAD = 1e-6  # Rewards that differ by at most this times max(1, |mean|) differ by rounding alone.
+# Rewards that differ by at most this times max(1, |mean|) differ by rounding alone.
+NO_SPREAD = 1e-6
 
 
 def baseline_groups(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
@@ -23,7 +24,8 @@ def baseline_groups(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]
 
 
 def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
-    """The conversations of each episode of an (env, group, actor, seat), in the order of their first."""
+    """The conversations of each episode of an (env, group, actor, seat), in the order of their
+    first."""
     episodes: dict[tuple, list[Trajectory]] = {}
     for t in trajectories:
         # rl-core check has several tasks in one group.
@@ -37,7 +39,9 @@ def failure_reason(error: str, task_id: str) -> str:
     return error.replace(f" for task {task_id}", "")
 
 
-def episode_means(trajectories: Iterable[Trajectory], value: Callable[[Trajectory], float]) -> list[float]:
+def episode_means(
+    trajectories: Iterable[Trajectory], value: Callable[[Trajectory], float]
+) -> list[float]:
     """[episodes] the mean of value(t) over the conversations of each."""
     # Unlike a sum that is divided, statistics.mean gives equal values back exactly.
     return [statistics.mean(value(t) for t in episode) for episode in by_episode(trajectories)]

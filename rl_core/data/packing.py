@@ -33,8 +33,10 @@ class Entry(NamedTuple):
 class MinibatchPlan:
     num_tokens: int  # trained tokens of all samples, skipped ones included
     num_sequences: int  # of them
-    bins: list[list[Entry]]  # of samples that need a forward; bin b is a microbatch of rank b % num_ranks
-    bin_work: list[float]  # of each bin: matrix products and attention, in units of one token's matrix products
+    # Of samples that need a forward; bin b is a microbatch of rank b % num_ranks.
+    bins: list[list[Entry]]
+    # Of each bin: matrix products and attention, in units of one token's matrix products.
+    bin_work: list[float]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -44,14 +46,23 @@ class PackBudget:
     max_tokens: int  # of a microbatch, on all of its cp ranks together
     num_ranks: int = 1  # that train on different samples
     cp: int = 1  # ranks that compute a sequence together; it is padded, and shares no prompt
-    pair_work: float = 0.0  # of attention to one other token, as a fraction of a token's matrix products
+    # Of attention to one other token, as a fraction of a token's matrix products.
+    pair_work: float = 0.0
 
 
 def make_entry(sample: TrainingSample, rank: int, index: int) -> Entry:
     prompt = prompt_length(sample.loss_mask)
-    prompt_hash = zlib.crc32(sample.token_ids[:prompt].tobytes(), zlib.crc32(sample.group_id.encode()))
+    prompt_hash = zlib.crc32(
+        sample.token_ids[:prompt].tobytes(), zlib.crc32(sample.group_id.encode())
+    )
     sizes = rank, index, len(sample.token_ids), prompt
-    return Entry(sample.group_id, *sizes, prompt_hash, int(sample.loss_mask.sum()), bool(sample.advantages.any()))
+    return Entry(
+        sample.group_id,
+        *sizes,
+        prompt_hash,
+        int(sample.loss_mask.sum()),
+        bool(sample.advantages.any()),
+    )
 
 
 def prompt_length(loss_mask: np.ndarray) -> int:
@@ -69,10 +80,14 @@ def trimmed(sample: TrainingSample) -> TrainingSample:
 
 
 def plan_minibatches(
-    entries: list[Entry], num: int, budget: PackBudget, skip_zero_advantages: bool = False, is_pairs: bool = False
+    entries: list[Entry],
+    num: int,
+    budget: PackBudget,
+    skip_zero_advantages: bool = False,
+    is_pairs: bool = False,
 ) -> list[MinibatchPlan]:
-    """Splits groups in their order into minibatches, and balances the samples of each over ranks and microbatches. A pair is
-    a group of two that stays in one microbatch."""
+    """Splits groups in their order into minibatches, and balances the samples of each over ranks
+    and microbatches. A pair is a group of two that stays in one microbatch."""
     entries = sorted(entries)
     groups = {group_id: n for n, group_id in enumerate(dict.fromkeys(e.group_id for e in entries))}
     parts: list[list[Entry]] = [[] for _ in range(num)]
@@ -81,17 +96,24 @@ def plan_minibatches(
     return [plan_minibatch(part, budget, skip_zero_advantages, is_pairs) for part in parts]
 
 
-def plan_minibatch(part: list[Entry], budget: PackBudget, skip_zero_advantages: bool, is_pairs: bool) -> MinibatchPlan:
+def plan_minibatch(
+    part: list[Entry], budget: PackBudget, skip_zero_advantages: bool, is_pairs: bool
+) -> MinibatchPlan:
     used = [e for e in part if e.has_signal or not skip_zero_advantages]
     if is_pairs:
         units = [used[i : i + 2] for i in range(0, len(used), 2)]
     elif budget.cp > 1:
         units = [[e] for e in used]
     else:
-        # A group that shares its prompt goes to one bin, but no unit is so large that the ranks' loads would differ.
-        total = sum(unit_size(unit, budget)[0] for unit in shared_units(used, budget, budget.max_tokens))
+        # A group that shares its prompt goes to one bin, but no unit is so large that the ranks'
+        # loads would differ.
+        total = sum(
+            unit_size(unit, budget)[0] for unit in shared_units(used, budget, budget.max_tokens)
+        )
         units = shared_units(used, budget, min(budget.max_tokens, total // (2 * budget.num_ranks)))
-    tokens, work = zip(*(unit_size(unit, budget) for unit in units), strict=True) if units else ((), ())
+    tokens, work = (
+        zip(*(unit_size(unit, budget) for unit in units), strict=True) if units else ((), ())
+    )
     bins = balanced_bins(tokens, budget.max_tokens, budget.num_ranks, work) if units else []
     return MinibatchPlan(
         num_tokens=sum(e.num_trained for e in part),
@@ -102,7 +124,8 @@ def plan_minibatch(part: list[Entry], budget: PackBudget, skip_zero_advantages: 
 
 
 def is_worth_sharing(prompt_length: int, num_samples: int, num_tokens: int) -> bool:
-    """Whether to compute a prompt of samples with num_tokens in all once: attention over a shared prompt costs more."""
+    """Whether to compute a prompt of samples with num_tokens in all once: attention over a shared
+    prompt costs more."""
     return prompt_length * (num_samples - 1) >= SHARE_FROM * num_tokens
 
 
@@ -110,7 +133,11 @@ def shared_units(entries: list[Entry], budget: PackBudget, max_tokens: int) -> l
     """Entries that begin with the same prompt, in runs of at most max_tokens."""
     units: list[list[Entry]] = []
     for e in entries:
-        if units and units[-1][0].prompt == e.prompt and unit_size([*units[-1], e], budget)[0] <= max_tokens:
+        if (
+            units
+            and units[-1][0].prompt == e.prompt
+            and unit_size([*units[-1], e], budget)[0] <= max_tokens
+        ):
             units[-1].append(e)
         else:
             units.append([e])
@@ -122,7 +149,9 @@ def unit_size(unit: list[Entry], budget: PackBudget) -> tuple[int, float]:
     lengths, prompt, others = [e.length for e in unit], unit[0].prompt_length, len(unit) - 1
     shared = prompt if budget.cp == 1 and is_worth_sharing(prompt, len(unit), sum(lengths)) else 0
     tokens = sum([padded_length(n, budget.cp) for n in lengths]) - others * shared
-    return tokens, tokens + budget.pair_work * (sum([n * n for n in lengths]) - others * shared**2) / 2
+    return tokens, tokens + budget.pair_work * (
+        sum([n * n for n in lengths]) - others * shared**2
+    ) / 2
 
 
 def padded_length(length: int, cp: int) -> int:
@@ -130,10 +159,13 @@ def padded_length(length: int, cp: int) -> int:
     return length if cp == 1 else -(-length // (2 * cp)) * 2 * cp
 
 
-def balanced_bins(lengths: Sequence[int], max_tokens: int, multiple: int, work: Sequence[float]) -> list[list[int]]:
-    """Indices in bins of nearly equal work, each of at most max_tokens (a longer sample stands alone).
-    Their number is a multiple of `multiple`; some are empty where there are fewer samples. Most work first, each into the
-    bin with the least work that has space (Graham 1969; at most 4/3 of the best largest bin). It is deterministic."""
+def balanced_bins(
+    lengths: Sequence[int], max_tokens: int, multiple: int, work: Sequence[float]
+) -> list[list[int]]:
+    """Indices in bins of nearly equal work, each of at most max_tokens (a longer sample stands
+    alone). Their number is a multiple of `multiple`; some are empty where there are fewer samples.
+    Most work first, each into the bin with the least work that has space (Graham 1969; at most 4/3
+    of the best largest bin). It is deterministic."""
     order = sorted(range(len(lengths)), key=lambda i: (-work[i], i))
     num = -(-sum(lengths) // max_tokens)
     while True:
@@ -161,9 +193,10 @@ class Piece(NamedTuple):
 
 
 def pack_samples(samples: Sequence[TrainingSample], cp: int = 1) -> PackedBatch:
-    """The samples end to end, each without its last token (it predicts nothing). A shared prompt stands once: first unshared
-    sequences, then shared prompts, then their continuations, prompt by prompt. Without samples the batch has one untrained
-    token, for a rank that must keep step with the others. With cp > 1 each sample is unshared and padded."""
+    """The samples end to end, each without its last token (it predicts nothing). A shared prompt
+    stands once: first unshared sequences, then shared prompts, then their continuations, prompt by
+    prompt. Without samples the batch has one untrained token, for a rank that must keep step with
+    the others. With cp > 1 each sample is unshared and padded."""
     by_prompt: dict[bytes, list[int]] = {}
     for i, s in enumerate(samples):
         by_prompt.setdefault(s.token_ids[: prompt_length(s.loss_mask)].tobytes(), []).append(i)
@@ -193,16 +226,26 @@ def packed(pieces: list[Piece], samples: Sequence[TrainingSample], cp: int) -> P
         input_ids[start : start + len(p.token_ids)] = p.token_ids
     own = np.flatnonzero(order >= 0)
     members = [samples[i] for i in order[own]]
-    columns = {n: np.concatenate([np.zeros(0, t), *(getattr(s, n) for s in members)]) for n, t in PER_TOKEN.items()}
+    columns = {
+        n: np.concatenate([np.zeros(0, t), *(getattr(s, n) for s in members)])
+        for n, t in PER_TOKEN.items()
+    }
     sizes = np.array([len(s.loss_mask) for s in members], int)
     positions = np.arange(sizes.sum()) - (sizes.cumsum() - sizes).repeat(sizes)
     trained = np.flatnonzero(columns.pop("loss_mask") & (positions > 0))
     sequences, positions = np.arange(len(own)).repeat(sizes)[trained], positions[trained]
     piece = own[sequences]
     # The last token of a shared prompt predicts the first after it.
-    places = np.where(positions == firsts[piece], starts[parents[piece] + 1], positions + offsets[piece])
+    places = np.where(
+        positions == firsts[piece], starts[parents[piece] + 1], positions + offsets[piece]
+    )
     columns = {name: values[trained] for name, values in columns.items()}
-    columns |= {"sources": places - 1, "sequences": sequences, "order": order[own], "input_ids": input_ids}
+    columns |= {
+        "sources": places - 1,
+        "sequences": sequences,
+        "order": order[own],
+        "input_ids": input_ids,
+    }
     columns["position_ids"] = np.arange(starts[-1]) - offsets.repeat(lengths)
     joined = {name: torch.from_numpy(values) for name, values in columns.items()}
     return PackedBatch(
@@ -216,7 +259,8 @@ def packed(pieces: list[Piece], samples: Sequence[TrainingSample], cp: int) -> P
 def shard_sequences(batch: PackedBatch, cp: int, rank: int) -> PackedBatch:
     """The batch with the shard of one of cp ranks; it knows the shards of all ranks."""
     lengths = batch.cu_seqlens.long().diff()
-    chunk = batch.position_ids // (lengths // (2 * cp)).repeat_interleave(lengths)  # [T] of its sequence
+    # [T] of its sequence.
+    chunk = batch.position_ids // (lengths // (2 * cp)).repeat_interleave(lengths)
     owners = torch.minimum(chunk, 2 * cp - 1 - chunk)  # [T]
     tokens = (owners == rank).nonzero()[:, 0]
     here = torch.full_like(owners, -1).index_put((tokens,), torch.arange(len(tokens)))

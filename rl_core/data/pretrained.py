@@ -1,6 +1,7 @@
 """What transformers reads from a model's folder or name. Code that lies beside a model never runs.
 
-Without trust_remote_code=False transformers asks on the terminal, and runs the model's code if the answer is yes.
+Without trust_remote_code=False transformers asks on the terminal, and runs the model's code if the
+answer is yes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from typing import Any
 
 
 def load_pretrained(family: type, path: str, **options: Any) -> Any:
-    """family.from_pretrained(path). Raises what transformers raises: ValueError for a model that is only code of its own."""
+    """family.from_pretrained(path). Raises what transformers raises: ValueError for a model that is
+    only code of its own."""
     return family.from_pretrained(path, trust_remote_code=False, **options)
 
 

@@ -1,4 +1,5 @@
-"""Rows from files, folders, a run's rollouts, or the hub; `datasets` reads all but JSON. Trajectories -> a run's rollouts."""
+"""Rows from files, folders, a run's rollouts, or the hub; `datasets` reads all but JSON.
+Trajectories -> a run's rollouts."""
 
 from __future__ import annotations
 
@@ -26,33 +27,44 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 JSON = (".json", ".jsonl")
-CHECKED_ROWS = 20_000  # are checked at start-up where rows are many; those beyond when they are drawn
-IN_MEMORY_BYTES = 64 << 20  # of a .jsonl file; rows of a larger one stay on disk, as those of tables do
+# Are checked at start-up where rows are many; those beyond when they are drawn.
+CHECKED_ROWS = 20_000
+# Of a .jsonl file; rows of a larger one stay on disk, as those of tables do.
+IN_MEMORY_BYTES = 64 << 20
 JSON_LINES = "rl_core.options.json_lines:JsonLines"
-FILES, NAMED, TABLE = (f"rl_core.options.tables:{name}" for name in ("files_of", "load_named", "load_table"))
+FILES, NAMED, TABLE = (
+    f"rl_core.options.tables:{name}" for name in ("files_of", "load_named", "load_table")
+)
 ROLLOUTS = ".jsonl.zst"  # one trajectory a line
-TOKENIZERS = "tokenizers.json"  # beside a run's rollouts: actor -> fingerprint of the tokenizer that they are in
+# Beside a run's rollouts: actor -> fingerprint of the tokenizer that they are in.
+TOKENIZERS = "tokenizers.json"
 
 
 def load_rows(
     source: str, split: str = "train", min_reward: float | None = None, actor: str | None = None
 ) -> Sequence[Row]:
-    """The rows of one or several sources, with commas between them, one source after the other. A source is a file, a glob, a
-    folder of files or one made by `save_to_disk`, or "org/name[:config]" on the hub; "@validation" behind it names a split.
+    """The rows of one or several sources, with commas between them, one source after the other. A
+    source is a file, a glob, a folder of files or one made by `save_to_disk`, or
+    "org/name[:config]" on the hub; "@validation" behind it names a split.
 
-    `split` chooses where none is named; a file is one split. A run's rollouts (their folder, or files) give an actor's
-    episodes that did not fail and have at least min_reward. Raises ValueError, with file and line, for what is missing, cut
-    short, empty or no object.
+    `split` chooses where none is named; a file is one split. A run's rollouts (their folder, or
+    files) give an actor's episodes that did not fail and have at least min_reward. Raises
+    ValueError, with file and line, for what is missing, cut short, empty or no object.
     """
     return chained([load_source(part, split, min_reward, actor) for part in comma_split(source)])
 
 
-def load_source(source: str, split: str, min_reward: float | None, actor: str | None) -> Sequence[Row]:
+def load_source(
+    source: str, split: str, min_reward: float | None, actor: str | None
+) -> Sequence[Row]:
     files = option(FILES)(source, split)
     if files and all(file.name.endswith(ROLLOUTS) for file in files):
         return load_rollouts(files, source, min_reward, actor)
     if min_reward is not None:
-        raise ValueError(f"--data.min_reward={min_reward} is for a run's rollouts, and {source} holds none; drop it")
+        raise ValueError(
+            f"--data.min_reward={min_reward} is for a run's rollouts, and {source} holds none; "
+            "drop it"
+        )
     parts = [] if files else [option(NAMED)(source, split)]
     for suffix, same in itertools.groupby(files, suffix_of):
         group = list(same)
@@ -72,8 +84,11 @@ def suffix_of(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).suffix.lower()
 
 
-def load_rollouts(files: list[Path], source: str, min_reward: float | None, actor: str | None) -> list[Row]:
-    """Episodes as rows: messages, reward, and the tokens of each turn, with the fingerprint of their tokenizer."""
+def load_rollouts(
+    files: list[Path], source: str, min_reward: float | None, actor: str | None
+) -> list[Row]:
+    """Episodes as rows: messages, reward, and the tokens of each turn, with the fingerprint of
+    their tokenizer."""
     found: dict[str, list[Row]] = {}  # by actor
     for file in files:
         names = file.parent / TOKENIZERS
@@ -81,18 +96,29 @@ def load_rollouts(files: list[Path], source: str, min_reward: float | None, acto
         for episode in read_episodes(file):
             if episode["status"] != "failed" and episode["reward"] is not None and episode["turns"]:
                 # Arrays take a tenth of the memory of lists.
-                tokens = ((t["new_ids"], t["is_fresh"], t["completion"]["token_ids"]) for t in episode["turns"])
-                turns = [(array("i", new), is_fresh, array("i", said)) for new, is_fresh, said in tokens]
+                tokens = (
+                    (t["new_ids"], t["is_fresh"], t["completion"]["token_ids"])
+                    for t in episode["turns"]
+                )
+                turns = [
+                    (array("i", new), is_fresh, array("i", said)) for new, is_fresh, said in tokens
+                ]
                 row = {"messages": episode["messages"], "reward": episode["reward"], "turns": turns}
                 row["tokenizer"] = tokenizers.get(episode["actor"], "")
                 found.setdefault(episode["actor"], []).append(row)
     if len(found) == 1:
         [actor] = found
-    rows = [row for row in found.get(actor, []) if min_reward is None or row["reward"] >= min_reward]
+    rows = [
+        row for row in found.get(actor, []) if min_reward is None or row["reward"] >= min_reward
+    ]
     if not rows:
-        best = (f"{name} with rewards up to {max(row['reward'] for row in own)}" for name, own in sorted(found.items()))
+        best = (
+            f"{name} with rewards up to {max(row['reward'] for row in own)}"
+            for name, own in sorted(found.items())
+        )
         raise ValueError(
-            f"{source}: no episode of {actor} with --data.min_reward={min_reward}; it holds those of "
+            f"{source}: no episode of {actor} with --data.min_reward={min_reward}; it holds those "
+            "of "
             f"{', '.join(best) or 'nobody: all failed'}; --actors.bob.model takes those of bob"
         )
     return rows
@@ -102,7 +128,9 @@ def read_episodes(file: Path) -> Iterator[Row]:
     """A file of a run's rollouts. Raises ValueError for another one."""
     for number, episode in enumerate(read_json(file), 1):
         if not {"messages", "turns", "reward", "status", "actor"} <= episode.keys():
-            raise ValueError(f"row {number} of {file}: no episode of a run; it has {', '.join(episode)}")
+            raise ValueError(
+                f"row {number} of {file}: no episode of a run; it has {', '.join(episode)}"
+            )
         yield episode
 
 
@@ -113,7 +141,9 @@ def is_trajectory(row: Row) -> bool:
 
 def write_tokenizers(folder: Path, chats: Mapping[str, Chat]) -> None:
     """Beside rollouts: in which tokenizer each actor's tokens are."""
-    (folder / TOKENIZERS).write_text(json.dumps({name: chat.fingerprint for name, chat in chats.items()}))
+    (folder / TOKENIZERS).write_text(
+        json.dumps({name: chat.fingerprint for name, chat in chats.items()})
+    )
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -125,8 +155,8 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def rename_into_place(beside: Path, folder: Path) -> None:
-    """`beside` becomes `folder`, which is complete, or as it was before, after a crash of the machine too. A crash between the
-    two renames leaves what was before as `.NAME.old`."""
+    """`beside` becomes `folder`, which is complete, or as it was before, after a crash of the
+    machine too. A crash between the two renames leaves what was before as `.NAME.old`."""
     for path in beside.rglob("*"):
         flush_to_disk(path)
     flush_to_disk(beside)
@@ -143,14 +173,16 @@ def flush_to_disk(path: Path) -> None:
     """Returns once the disk has the content of a file, or the names in a folder."""
     opened = os.open(path, os.O_RDONLY)
     try:
-        with suppress(OSError) if path.is_dir() else nullcontext():  # some file systems flush no folders
+        # Some file systems flush no folders.
+        with suppress(OSError) if path.is_dir() else nullcontext():
             os.fsync(opened)
     finally:
         os.close(opened)
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object of a file that a run has written. Raises ValueError with its name if it holds none."""
+    """The JSON object of a file that a run has written. Raises ValueError with its name if it holds
+    none."""
     try:
         found = json.loads(file.read_bytes())
     except ValueError as error:
@@ -169,7 +201,8 @@ def write_trajectories(file: Path, trajectories: list[Trajectory]) -> None:
 
 
 def jsonable(value: Any) -> Any:
-    """A dataclass as a dictionary, without fields that are not shown (repr=False); what JSON does not know, as text."""
+    """A dataclass as a dictionary, without fields that are not shown (repr=False); what JSON does
+    not know, as text."""
     if dataclasses.is_dataclass(value):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.repr}
     return str(value)
@@ -217,7 +250,9 @@ def parse_rows(text: bytes, place: str, is_array: bool = False) -> Iterator[Row]
         raise ValueError(f"{place}: not JSON: {error}. Is it cut short{hint}") from None
     for row in found if is_array and isinstance(found, list) else [found]:
         if not isinstance(row, dict):
-            raise ValueError(f"{place}: a row must be a JSON object, this is {json.dumps(row)[:40]}")
+            raise ValueError(
+                f"{place}: a row must be a JSON object, this is {json.dumps(row)[:40]}"
+            )
         yield row
 
 
@@ -242,5 +277,7 @@ def read_bytes(path: Path) -> bytes:
                 raise EOFError("it ends early")
             data = frame.unused_data
     except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
-        raise ValueError(f"{path}: not {path.suffix[1:]}, or the file is cut short: {error}") from None
+        raise ValueError(
+            f"{path}: not {path.suffix[1:]}, or the file is cut short: {error}"
+        ) from None
     return b"".join(parts) or data

@@ -14,8 +14,9 @@ def samples_from_turns(
     group_id: str = "",
     heard: Sequence[Sequence[float]] | None = None,
 ) -> list[TrainingSample]:
-    """One sample for each fresh turn and those that extend it. `advantages` is one number, or one for each turn. `heard` gives
-    each token of a turn's new_ids a weight to train it with; 0, the default, is context. A sample needs a trained token."""
+    """One sample for each fresh turn and those that extend it. `advantages` is one number, or one
+    for each turn. `heard` gives each token of a turn's new_ids a weight to train it with; 0, the
+    default, is context. A sample needs a trained token."""
     each = [advantages] * len(turns) if isinstance(advantages, (int, float)) else advantages
     drafts: list[dict[str, list]] = []
     for number, (turn, advantage) in enumerate(zip(turns, each, strict=True)):
@@ -32,4 +33,6 @@ def samples_from_turns(
         draft["policy_versions"] += said.policy_versions
         draft["advantages"] += [*weights, *[advantage] * num]
         draft["experts"] = said.experts  # of the stream up to here
-    return [TrainingSample(**draft, group_id=group_id) for draft in drafts if any(draft["loss_mask"])]
+    return [
+        TrainingSample(**draft, group_id=group_id) for draft in drafts if any(draft["loss_mask"])
+    ]

@@ -1,4 +1,5 @@
-"""Rows -> Tasks, and the order in which they come. The only state is a position: the number of tasks drawn so far."""
+"""Rows -> Tasks, and the order in which they come. The only state is a position: the number of
+tasks drawn so far."""
 
 from __future__ import annotations
 
@@ -17,9 +18,12 @@ PROMPT_COLUMNS = ("messages", "prompt", "question", "problem", "instruction", "c
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 
 
-def make_task(row: dict[str, Any], index: int, env: str, split: str, is_pair: bool = False, origin: str = "") -> Task:
-    """The task of row `index` (from 0). Its messages are in the first of PROMPT_COLUMNS that it has: a list of messages, or
-    text, which becomes one user message. Of `conversations` the replies at the end are left out. A preference pair has none."""
+def make_task(
+    row: dict[str, Any], index: int, env: str, split: str, is_pair: bool = False, origin: str = ""
+) -> Task:
+    """The task of row `index` (from 0). Its messages are in the first of PROMPT_COLUMNS that it
+    has: a list of messages, or text, which becomes one user message. Of `conversations` the replies
+    at the end are left out. A preference pair has none."""
     if is_pair:
         return Task(id=f"{split}/{index}", env=env, row=row, messages=[], origin=origin)
     try:
@@ -47,19 +51,24 @@ def first_column(row: dict[str, Any], names: Sequence[str]) -> str | None:
 
 
 def column_messages(row: dict[str, Any], column: str, role: str = "user") -> list[Message]:
-    """A column's messages; text, but in `messages`, is one message of `role`. ShareGPT's {"from", "value"} is a message too, and
-    `input` the rest of `instruction`. Raises ValueError if there are none, and as check_messages."""
+    """A column's messages; text, but in `messages`, is one message of `role`. ShareGPT's {"from",
+    "value"} is a message too, and `input` the rest of `instruction`. Raises ValueError if there are
+    none, and as check_messages."""
     if column in row and row[column] is None:
         raise ValueError(f"column {column!r} is null; give text or messages, or leave the row out")
     if column not in row:
         near = nearest(column, [name for name, value in row.items() if value is not None])
-        raise ValueError(f"it needs a column {column!r}; {near}; read another by --data.columns {column}=NAME")
+        raise ValueError(
+            f"it needs a column {column!r}; {near}; read another by --data.columns {column}=NAME"
+        )
     value, more = row[column], row.get("input") if column == "instruction" else None
     if isinstance(value, str) and column != "messages":
         return [{"role": role, "content": f"{value}\n\n{more}" if more else value}]
     try:
         value = [value] if isinstance(value, dict) else value
-        return check_messages([*map(as_message, value)] if isinstance(value, (list, tuple)) else value)
+        return check_messages(
+            [*map(as_message, value)] if isinstance(value, (list, tuple)) else value
+        )
     except ValueError as error:
         raise ValueError(f"column {column!r}: {error}") from None
 
@@ -71,18 +80,22 @@ def as_message(value: Any) -> Any:
 
 
 def check_messages(messages: Any) -> list[Message]:
-    """A copy of a conversation. Raises ValueError unless it is a list of at least one {"role", "content"}; the content is text,
-    or a list of parts, or None beside tool calls."""
+    """A copy of a conversation. Raises ValueError unless it is a list of at least one {"role",
+    "content"}; the content is text, or a list of parts, or None beside tool calls."""
     rule = 'must be a list of {"role": ..., "content": ...}'
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"{rule}, is {shorten(messages)}")
     checked = []
     for number, message in enumerate(messages, 1):
         has_role = isinstance(message, dict) and isinstance(message.get("role"), str)
-        if not has_role or not (isinstance(message.get("content"), (str, list)) or message.get("tool_calls")):
+        if not has_role or not (
+            isinstance(message.get("content"), (str, list)) or message.get("tool_calls")
+        ):
             raise ValueError(f"{rule}, message {number} is {shorten(message)}")
         # Tables give every message every key; a chat template may test whether a key is there.
-        checked.append({key: value for key, value in message.items() if value is not None or key == "content"})
+        checked.append(
+            {key: value for key, value in message.items() if value is not None or key == "content"}
+        )
     return checked
 
 
@@ -92,7 +105,8 @@ def shorten(value: Any, width: int = 80) -> str:
 
 
 class RowOrder:
-    """The row at each position: every epoch is a new permutation, drawn from the seed and its number."""
+    """The row at each position: every epoch is a new permutation, drawn from the seed and its
+    number."""
 
     def __init__(self, num_rows: int, seed: int, shuffle: bool):
         self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
@@ -103,14 +117,16 @@ class RowOrder:
         if not self.shuffle:
             return offset
         if epoch != self._epoch:
-            # RandomState's stream never changes, unlike default_rng's: a run may resume with another numpy.
+            # RandomState's stream never changes, unlike default_rng's: a run may resume with
+            # another numpy.
             random = np.random.RandomState(counter_seed(self.seed, "order", epoch))
             self._epoch, self._permutation = epoch, random.permutation(self.num_rows)
         return int(self._permutation[offset])
 
 
 class TaskSource:
-    """The tasks of one environment's split, in order. Of several environments options/mix.py makes one object like it."""
+    """The tasks of one environment's split, in order. Of several environments options/mix.py makes
+    one object like it."""
 
     def __init__(
         self,
@@ -136,7 +152,8 @@ class TaskSource:
         return map(self.task_of_row, self.kept)
 
     def task(self, position: int) -> Task:
-        """The task at a position, the number of tasks drawn since the run began, over all epochs."""
+        """The task at a position, the number of tasks drawn since the run began, over all
+        epochs."""
         return self.task_of_row(self.kept[self.order.row_index(position)])
 
     def task_of_row(self, index: int) -> Task:
@@ -149,15 +166,20 @@ class TaskSource:
     def keep(self, indices: Sequence[int]) -> None:
         """Keeps these rows alone; they keep their ids."""
         if not indices:
-            raise ValueError(f"{self.env}: the {self.split} data set has no row, or none that fits; it must have one")
+            raise ValueError(
+                f"{self.env}: the {self.split} data set has no row, or none that fits; it must "
+                "have one"
+            )
         self.kept = indices
         self.order = RowOrder(len(indices), self.seed, self.shuffle)
 
 
 def fits(what: str, length: int, limit: int, named: str, skip_long: bool) -> bool:
-    """Whether a row is taken. Raises ValueError for one that is too long, unless such rows are left out."""
+    """Whether a row is taken. Raises ValueError for one that is too long, unless such rows are left
+    out."""
     if length > limit and not skip_long:
         raise ValueError(
-            f"{what} of {length} tokens is longer than {named}; raise it, or leave such rows out with --data.skip_long"
+            f"{what} of {length} tokens is longer than {named}; raise it, or leave such rows out "
+            "with --data.skip_long"
         )
     return length <= limit

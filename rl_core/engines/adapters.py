@@ -1,10 +1,12 @@
 """Adapters of several actors over one model, in one batch: each row of a forward has its own.
-y = W x + alpha/rank B A x, as Punica (Chen et al. 2023, arXiv:2310.18547) and S-LoRA (Sheng et al. 2023, arXiv:2311.03285) do.
+y = W x + alpha/rank B A x, as Punica (Chen et al. 2023, arXiv:2310.18547) and S-LoRA (Sheng et al.
+2023, arXiv:2311.03285) do.
 
-Legend: n rows in a forward, S new tokens of each, I and O widths of a layer, R ranks of all adapters together, K adapters.
+Legend: n rows in a forward, S new tokens of each, I and O widths of a layer, R ranks of all
+adapters together, K adapters.
 
-Every row is multiplied with all adapters. Between the two products the parts of other adapters are set to 0. A run has few
-adapters, so this is less work than gathering matrices for each row.
+Every row is multiplied with all adapters. Between the two products the parts of other adapters are
+set to 0. A run has few adapters, so this is less work than gathering matrices for each row.
 """
 
 from __future__ import annotations
@@ -23,34 +25,45 @@ from rl_core.sampling.weights import arriving_adapter
 
 
 class AdapterTable:
-    """The adapters of an engine by name; "" is none. `configs`: what adapter_config.json holds of each. They act inside
-    `of_rows`."""
+    """The adapters of an engine by name; "" is none. `configs`: what adapter_config.json holds of
+    each. They act inside `of_rows`."""
 
     def __init__(self, model: nn.Module, configs: dict[str, dict[str, Any]]):
-        self.linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        self.linear = {
+            name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+        }
         self.configs, self.num_ranks = configs, sum(config["r"] for config in configs.values())
         ends = accumulate(config["r"] for config in configs.values())
         self.spans = {
-            name: slice(end - configs[name]["r"], end) for name, end in zip(configs, ends, strict=True)
+            name: slice(end - configs[name]["r"], end)
+            for name, end in zip(configs, ends, strict=True)
         }  # in R
         self.numbers = {name: i for i, name in enumerate(["", *configs])}
-        owners = [self.numbers[name] for name, config in configs.items() for _ in range(config["r"])]
+        owners = [
+            self.numbers[name] for name, config in configs.items() for _ in range(config["r"])
+        ]
         self.owners = torch.tensor(owners, device=model.device)  # [R] number of the adapter
-        self.layers: dict[str, tuple[Tensor, Tensor]] = {}  # A [R, I] and scaled, transposed B [R, O]
+        # A [R, I] and scaled, transposed B [R, O].
+        self.layers: dict[str, tuple[Tensor, Tensor]] = {}
         self.arrived: dict[str, set[str]] = {}  # names of each adapter's weights
         self.active: slice | None = None  # the one adapter of the current forward
-        self.hidden: Tensor | None = None  # [n, 1, R] ranks of other adapters; None: all rows have the same adapter
+        # [n, 1, R] ranks of other adapters; None: all rows have the same adapter.
+        self.hidden: Tensor | None = None
 
     @torch.no_grad()
     def load(self, name: str, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Fills an adapter from peft's (name, tensor) pairs. Raises as arriving_adapter."""
         span, config, arrived = self.spans[name], self.configs[name], set()
-        coming = arriving_adapter(name, weights, config["r"], self.linear, self.arrived.get(name, set()))
+        coming = arriving_adapter(
+            name, weights, config["r"], self.linear, self.arrived.get(name, set())
+        )
         for full, layer, kind, weight in coming:
             if layer not in self.layers:
                 module = self.linear[layer]
                 widths = (module.in_features, module.out_features)
-                self.layers[layer] = tuple(module.weight.new_zeros(self.num_ranks, width) for width in widths)
+                self.layers[layer] = tuple(
+                    module.weight.new_zeros(self.num_ranks, width) for width in widths
+                )
                 module.register_forward_hook(partial(self.add_products, layer))
             a_RI, b_RO = self.layers[layer]
             if kind == "lora_A":

@@ -1,10 +1,12 @@
-"""An actor that is an OpenAI-compatible endpoint: a provider's, or what SGLang, vLLM and others serve.
+"""An actor that is an OpenAI-compatible endpoint: a provider's, or what SGLang, vLLM and others
+serve.
 
-judge = ApiActor(name="judge", url="http://127.0.0.1:8000/v1", model="Qwen/Qwen3-8B", api_key_env="")
-reply = await judge.in_episode(SamplingParams(max_tokens=256), seed=0).respond(messages)
+judge = ApiActor(name="judge", url="http://127.0.0.1:8000/v1", model="Qwen/Qwen3-8B",
+api_key_env="") reply = await judge.in_episode(SamplingParams(max_tokens=256),
+seed=0).respond(messages)
 
-It cannot be trained: only the text of its replies is known. The key is read from the environment. It is never printed or written,
-and is removed from an endpoint's answers.
+It cannot be trained: only the text of its replies is known. The key is read from the environment.
+It is never printed or written, and is removed from an endpoint's answers.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from rl_core.sampling.hooks import LAST_ERROR
 from rl_core.types import Completion, Message, SamplingParams
 
 PING_TIMEOUT_S = 10.0
-SENT = ("role", "content", "name", "tool_calls", "tool_call_id")  # keys of a message; endpoints refuse others
+# Keys of a message; endpoints refuse others.
+SENT = ("role", "content", "name", "tool_calls", "tool_call_id")
 COUNTS = ("requests", "retries", "failed", "prompt_tokens", "completion_tokens")
 
 
@@ -56,12 +59,14 @@ class ApiActor:
     name: str
     url: str  # up to and with /v1
     model: str  # as the endpoint calls it
-    api_key_env: str = "OPENAI_API_KEY"  # the environment variable that holds the key; "" for an endpoint without one
+    # The environment variable that holds the key; "" for an endpoint without one.
+    api_key_env: str = "OPENAI_API_KEY"
     max_tokens: int | None = None  # upper bound of one turn
     max_concurrent: int = 64  # requests in flight
     timeout_s: float = 120.0  # of one attempt
     max_retries: int = 8  # after 408, 409, 429, 5xx and broken connections; respects Retry-After
-    request: dict[str, Any] = field(default_factory=dict)  # added to every request; None leaves a key out
+    # Added to every request; None leaves a key out.
+    request: dict[str, Any] = field(default_factory=dict)
     is_trainable: bool = field(init=False, default=False)
     capacity: int = field(
         init=False, default=sys.maxsize
@@ -70,9 +75,16 @@ class ApiActor:
 
     def __post_init__(self) -> None:
         url = urlsplit(self.url)
-        if url.scheme not in ("http", "https") or not url.hostname or url.username or url.password or url.query:
+        if (
+            url.scheme not in ("http", "https")
+            or not url.hostname
+            or url.username
+            or url.password
+            or url.query
+        ):
             rule = "must be like http://127.0.0.1:8000/v1, without a password or a query"
-            raise ValueError(f"actor {self.name!r}: its url {rule}")  # which may hold a secret, so it is not shown
+            # Which may hold a secret, so it is not shown.
+            raise ValueError(f"actor {self.name!r}: its url {rule}")
         self.key = read_key(self.name, self.api_key_env)
         limits = {"timeout": self.timeout_s, "max_retries": self.max_retries}
         how = {"base_url": self.url, "api_key": self.key or "none"}
@@ -83,7 +95,8 @@ class ApiActor:
         self.slots = asyncio.Semaphore(self.max_concurrent)
 
     def ping(self) -> None:
-        """Raises ValueError if nobody answers at the URL. Any answer will do: not every endpoint lists its models."""
+        """Raises ValueError if nobody answers at the URL. Any answer will do: not every endpoint
+        lists its models."""
         try:
             with self.sync_client() as client:
                 client.models.list()
@@ -93,17 +106,21 @@ class ApiActor:
         except (openai.OpenAIError, ValueError, TypeError, AttributeError):
             return
 
-    def in_episode(self, params: SamplingParams, seed: int, session: str = "", max_turns: int = 0) -> Actor:
-        """This actor in one episode. Its conversations hold messages and no tokens: they are not trained, and only the
-        endpoint knows how full its context is."""
-        actor = Actor(name=self.name, engine=self, chat=None, max_tokens=self.max_tokens, is_trainable=False)
+    def in_episode(
+        self, params: SamplingParams, seed: int, session: str = "", max_turns: int = 0
+    ) -> Actor:
+        """This actor in one episode. Its conversations hold messages and no tokens: they are not
+        trained, and only the endpoint knows how full its context is."""
+        actor = Actor(
+            name=self.name, engine=self, chat=None, max_tokens=self.max_tokens, is_trainable=False
+        )
         return actor.in_episode(params, seed, session, max_turns)
 
     async def chat(
         self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int
     ) -> tuple[Message, Completion]:
-        """The next message, and a completion with its text. Raises ValueError if the endpoint refuses the request or its
-        answer cannot be read, ConnectionError if it does not answer."""
+        """The next message, and a completion with its text. Raises ValueError if the endpoint
+        refuses the request or its answer cannot be read, ConnectionError if it does not answer."""
         request = {"model": self.model, **request_of(messages, tools, params, seed), **self.request}
         request = {key: value for key, value in request.items() if value is not None}
         known = {key: request.pop(key) for key in ("model", "messages")}
@@ -111,17 +128,27 @@ class ApiActor:
         async with self.slots:
             self.counts["requests"] += 1
             try:
-                raw = await self.client.chat.completions.with_raw_response.create(**known, extra_body=request)
+                raw = await self.client.chat.completions.with_raw_response.create(
+                    **known, extra_body=request
+                )
                 self.counts["retries"] += raw.retries_taken
                 answer = raw.http_response.text
                 return self._read(json.loads(answer))
             except openai.APIStatusError as found:
-                kind = ConnectionError if found.status_code == 429 or found.status_code >= 500 else ValueError
-                error = kind(self._told(f"{found.status_code}: {found.response.text or found.message}"))
+                kind = (
+                    ConnectionError
+                    if found.status_code == 429 or found.status_code >= 500
+                    else ValueError
+                )
+                error = kind(
+                    self._told(f"{found.status_code}: {found.response.text or found.message}")
+                )
             except openai.APIConnectionError as found:
                 error = ConnectionError(self._told(f"no answer ({root_of(found)}); is it up?"))
             except (ValueError, LookupError, TypeError, AttributeError) as found:
-                error = ValueError(self._told(f"an answer that cannot be read ({found!r}): {answer}"))
+                error = ValueError(
+                    self._told(f"an answer that cannot be read ({found!r}): {answer}")
+                )
         self.counts["failed"] += 1
         raise error  # raised here, it has no context whose request would hold the key
 
@@ -134,7 +161,10 @@ class ApiActor:
             raise TypeError("its content is no text")
         for name in ("prompt_tokens", "completion_tokens"):
             self.counts[name] += usage.get(name) or 0
-        how = {"finish_reason": "length" if choice.get("finish_reason") == "length" else "stop", "policy_version": -1}
+        how = {
+            "finish_reason": "length" if choice.get("finish_reason") == "length" else "stop",
+            "policy_version": -1,
+        }
         return message, Completion(token_ids=[], logprobs=[], text=message["content"], **how)
 
     def _told(self, text: str) -> str:
@@ -145,7 +175,8 @@ class ApiActor:
     def end_session(self, session: str) -> None: ...
 
     def take_metrics(self) -> dict[str, Metric]:
-        """Counts since the last call: requests, retries, replies that failed, and tokens as the endpoint counts them."""
+        """Counts since the last call: requests, retries, replies that failed, and tokens as the
+        endpoint counts them."""
         taken, self.counts = self.counts, dict.fromkeys(COUNTS, 0.0)
         return {name: Sum(number) for name, number in taken.items()}
 
@@ -153,7 +184,9 @@ class ApiActor:
         await self.client.close()
 
 
-def request_of(messages: list[Message], tools: list | None, params: SamplingParams, seed: int) -> dict[str, Any]:
+def request_of(
+    messages: list[Message], tools: list | None, params: SamplingParams, seed: int
+) -> dict[str, Any]:
     """Body of a request. A parameter that is off is None, since not every endpoint knows it."""
     return {
         "messages": [{key: message[key] for key in SENT if key in message} for message in messages],
@@ -169,8 +202,11 @@ def request_of(messages: list[Message], tools: list | None, params: SamplingPara
 
 
 def root_of(error: BaseException) -> str:
-    """What began it: ConnectionRefusedError, say, where the libraries in between say that all attempts failed."""
-    while (inner := error.__cause__ or error.__context__) and isinstance(inner, OSError) >= isinstance(error, OSError):
+    """What began it: ConnectionRefusedError, say, where the libraries in between say that all
+    attempts failed."""
+    while (inner := error.__cause__ or error.__context__) and isinstance(
+        inner, OSError
+    ) >= isinstance(error, OSError):
         error = inner
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
@@ -183,7 +219,8 @@ def read_key(actor: str, variable: str) -> str:
     if not re.fullmatch(r"[!-~]+", key):
         shown = variable if variable.isidentifier() else "it"  # it may be the key itself
         raise ValueError(
-            f"actor {actor!r}: api_key_env must name an environment variable with a key, and {shown} holds none; for an "
+            f"actor {actor!r}: api_key_env must name an environment variable with a key, and "
+            f"{shown} holds none; for an "
             "endpoint without a key give api_key_env=''"
         )
     return key

@@ -1,10 +1,12 @@
-"""The in-process engine: continuous batching over a Hugging Face model's own forward, with its weights read in place.
+"""The in-process engine: continuous batching over a Hugging Face model's own forward, with its
+weights read in place.
 
 Legend: n requests in a forward, S new tokens of each, V vocabulary.
 
-Row i of the KV cache belongs to the i-th active request, so a forward reads the first rows as one view and never gathers. A row
-holds the keys and values of every token before the newest one. A decode step sends one tensor of numbers to the device and brings
-one tensor of sampled tokens back; nothing else waits for the device.
+Row i of the KV cache belongs to the i-th active request, so a forward reads the first rows as one
+view and never gathers. A row holds the keys and values of every token before the newest one. A
+decode step sends one tensor of numbers to the device and brings one tensor of sampled tokens back;
+nothing else waits for the device.
 """
 
 from __future__ import annotations
@@ -29,9 +31,10 @@ from rl_core.sampling.weights import load_weights
 from rl_core.types import Completion, SamplingParams, option
 
 PREFILL_TOKENS = 8192  # padded tokens in one prefill forward: bounds its activations
-REFILL_STEPS = 8  # waiting requests are admitted at the latest this many decode steps after the last ones
-# Rounds of the event loop before a decode step with free slots: callers that were answered score the reply and ask again
-# meanwhile. A step that does not wait for them runs half empty.
+# Waiting requests are admitted at the latest this many decode steps after the last ones.
+REFILL_STEPS = 8
+# Rounds of the event loop before a decode step with free slots: callers that were answered score
+# the reply and ask again meanwhile. A step that does not wait for them runs half empty.
 LOOP_ROUNDS = 12
 RECORDER = "rl_core.options.router_replay:Recorder"
 RANDOM_BITS = 24  # of each token's draw
@@ -59,9 +62,9 @@ class Request:
 
 
 class EmbeddedEngine:
-    """Samples from `spec.module`, which it borrows while requests run: attention implementation and mode are put back. A
-    context is at most as long as the model has positions. With weights of its own it starts asleep, and CPU-offloads them while
-    it sleeps."""
+    """Samples from `spec.module`, which it borrows while requests run: attention implementation and
+    mode are put back. A context is at most as long as the model has positions. With weights of its
+    own it starts asleep, and CPU-offloads them while it sleeps."""
 
     def __init__(self, spec: EngineSpec) -> None:
         model = self.model = spec.module
@@ -74,7 +77,8 @@ class EmbeddedEngine:
         self._slots = choose_model(model)
         if spec.adapters and not self._slots.is_batched:
             raise ValueError(
-                f"{type(model).__name__} is sampled row by row, which has no adapters of several actors; leave share"
+                f"{type(model).__name__} is sampled row by row, which has no adapters of several "
+                "actors; leave share"
             )
         self.shortage = ""  # why it has fewer slots than it was to have
         self._parked_room = 0  # tokens
@@ -84,24 +88,33 @@ class EmbeddedEngine:
         self._waiting: deque[Request] = deque()
         self._active: list[Request] = []  # the i-th has row i
         self._num_waiting: Counter[tuple] = Counter()  # by their keys
-        self._prompts: dict[tuple, tuple[Snapshot, Tensor]] = {}  # of waiting requests: cache and last hidden state
-        self._parked: dict[str, tuple[str, list[int], Snapshot]] = {}  # session -> adapter, ids, cache; oldest first
+        # Of waiting requests: cache and last hidden state.
+        self._prompts: dict[tuple, tuple[Snapshot, Tensor]] = {}
+        # Session -> adapter, ids, cache; oldest first.
+        self._parked: dict[str, tuple[str, list[int], Snapshot]] = {}
         self._steps_since_refill = 0
         self._is_paused = False
         self._task: asyncio.Task[None] | None = None
-        self._own, self._copies = list(model.parameters()) if spec.owns_weights else [], HostCopies(model.device)
+        self._own, self._copies = (
+            list(model.parameters()) if spec.owns_weights else [],
+            HostCopies(model.device),
+        )
         self._drop_cache()
         self._copies.to_host(self._own)
 
     def _fit_memory(self, spec: EngineSpec) -> None:
-        """Takes as many slots, and parks as much, as fits in its part of the device beside the weights."""
+        """Takes as many slots, and parks as much, as fits in its part of the device beside the
+        weights."""
         total = spec.memory_frac * device_memory(self.model.device)
         weights = sum(parameter.nbytes for parameter in self.model.parameters())
         room = max(0.0, total - weights) / bytes_per_token(self._slots)
-        self.capacity, self._parked_room = share_cache(spec.num_slots, self.max_context_tokens, room)
+        self.capacity, self._parked_room = share_cache(
+            spec.num_slots, self.max_context_tokens, room
+        )
         if self.capacity < spec.num_slots:
             self.shortage = (
-                f"{spec.name}: {self.capacity} of {spec.num_slots} slots of {self.max_context_tokens} tokens fit beside the "
+                f"{spec.name}: {self.capacity} of {spec.num_slots} slots of "
+                f"{self.max_context_tokens} tokens fit beside the "
                 f"weights in {total / 2**30:.3g} GiB (--engine_memory_frac); other requests wait"
             )
 
@@ -118,7 +131,9 @@ class EmbeddedEngine:
         """One completion; see Engine."""
         check_request(prompt_ids, params, self.max_context_tokens, self.tokenizer)
         assert not adapter or adapter in self.adapter_versions, adapter
-        said = begun or Completion(token_ids=[], logprobs=[], text="", finish_reason="", policy_version=self.version)
+        said = begun or Completion(
+            token_ids=[], logprobs=[], text="", finish_reason="", policy_version=self.version
+        )
         random_bits = random.Random(seed).getrandbits
         for _ in said.token_ids:
             random_bits(RANDOM_BITS)
@@ -140,11 +155,15 @@ class EmbeddedEngine:
     def end_session(self, session: str) -> None:
         self._parked.pop(session, None)
 
-    async def update(self, weights: Iterable[tuple[str, Tensor]] | None, version: int, *, adapter: str = "") -> None:
+    async def update(
+        self, weights: Iterable[tuple[str, Tensor]] | None, version: int, *, adapter: str = ""
+    ) -> None:
         """Copies each weight into the model; see Engine. It is awake afterwards."""
         await self._drain()
         await self.wake()
-        self._parked = {s: parked for s, parked in self._parked.items() if adapter and parked[0] != adapter}
+        self._parked = {
+            s: parked for s, parked in self._parked.items() if adapter and parked[0] != adapter
+        }
         if adapter:
             self._adapters.load(adapter, weights)
             self.adapter_versions[adapter] = version
@@ -154,11 +173,13 @@ class EmbeddedEngine:
             self.version = version
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of what it samples with, without adapters; a tied weight comes once."""
+        """(Hugging Face name, tensor) of what it samples with, without adapters; a tied weight
+        comes once."""
         return self.model.named_parameters()
 
     async def sleep(self) -> None:
-        """Frees the memory of the cache, of every session and, if it offloads, of the weights; see Engine."""
+        """Frees the memory of the cache, of every session and, if it offloads, of the weights; see
+        Engine."""
         await self._drain()
         self._drop_cache()
         if not self._copies.waiting:
@@ -168,7 +189,8 @@ class EmbeddedEngine:
         self._copies.to_device()
 
     async def pause(self) -> None:
-        """Stops between two tokens; see Engine. Requests are queued again with their sampled tokens."""
+        """Stops between two tokens; see Engine. Requests are queued again with their sampled
+        tokens."""
         self._is_paused = True
         if self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
@@ -199,7 +221,9 @@ class EmbeddedEngine:
     async def _drain(self) -> None:
         num = sum(not r.future.done() for r in (*self._waiting, *self._active))
         if num and not self._is_paused:
-            raise RuntimeError(f"{num} requests are running; await or cancel them, or pause the engine")
+            raise RuntimeError(
+                f"{num} requests are running; await or cancel them, or pause the engine"
+            )
         if self._task is not None and not self._task.done():
             await asyncio.wait([self._task])  # it drops requests that were cancelled
 
@@ -221,7 +245,8 @@ class EmbeddedEngine:
         with self._slots.borrowed():
             while True:
                 self._step()
-                # No await before this block is left: a caller must not find the model in the wrong mode.
+                # No await before this block is left: a caller must not find the model in the wrong
+                # mode.
                 if self._is_paused or (not self._waiting and not self._active):
                     return
                 for _ in range(LOOP_ROUNDS if len(self._active) < self.capacity else 1):
@@ -232,7 +257,8 @@ class EmbeddedEngine:
             self._fail_all(None if task.cancelled() else task.exception())
 
     def _fail_all(self, error: BaseException | None) -> None:
-        """Raises the error in every generate() without an answer, so that none waits for ever; None cancels them."""
+        """Raises the error in every generate() without an answer, so that none waits for ever; None
+        cancels them."""
         for request in (*self._waiting, *self._active):
             if not request.future.done():
                 request.future.cancel() if error is None else request.future.set_exception(error)
@@ -247,7 +273,11 @@ class EmbeddedEngine:
         # A prefill costs a forward however small it is: wait for more requests, but not for long.
         num_new = min(len(self._waiting), self.capacity - len(self._active))
         self._steps_since_refill += 1
-        is_enough = not self._active or 4 * num_new >= self.capacity or self._steps_since_refill >= REFILL_STEPS
+        is_enough = (
+            not self._active
+            or 4 * num_new >= self.capacity
+            or self._steps_since_refill >= REFILL_STEPS
+        )
         if num_new > 0 and is_enough:
             self._admit()
         if self._active:
@@ -270,7 +300,10 @@ class EmbeddedEngine:
                 admitted.append(request)
         leaders: dict[tuple, Request] = {}
         for request in admitted:
-            if request.key not in self._prompts and leaders.setdefault(request.key, request) is request:
+            if (
+                request.key not in self._prompts
+                and leaders.setdefault(request.key, request) is request
+            ):
                 request.num_cached = self._num_reusable(request)
         chunks = list(prefill_chunks(leaders.values()))
         followers = [request for request in admitted if leaders.get(request.key) is not request]
@@ -283,7 +316,9 @@ class EmbeddedEngine:
             kept, request.hidden = self._prompts[request.key]
             self._cache.restore(request.row, kept, len(request.ids))
         self._num_waiting -= begun  # drops what is 0
-        self._prompts = {key: kept for key, kept in self._prompts.items() if key in self._num_waiting}
+        self._prompts = {
+            key: kept for key, kept in self._prompts.items() if key in self._num_waiting
+        }
         if started := self._active[first:]:
             for request in started:
                 note_version(request.said, self.adapter_versions.get(request.adapter, self.version))
@@ -308,9 +343,14 @@ class EmbeddedEngine:
         piece_tokens = PREFILL_TOKENS if self._slots.is_batched else longest
         for done in range(0, longest, piece_tokens):
             starts = [r.num_cached + done for r in requests]
-            pieces = [r.ids[start : start + piece_tokens] for r, start in zip(requests, starts, strict=True)]
+            pieces = [
+                r.ids[start : start + piece_tokens]
+                for r, start in zip(requests, starts, strict=True)
+            ]
             sizes = list(map(len, pieces))
-            tokens = torch.tensor([piece + [0] * (max(sizes) - len(piece)) for piece in pieces], device=device)
+            tokens = torch.tensor(
+                [piece + [0] * (max(sizes) - len(piece)) for piece in pieces], device=device
+            )
             length = max(map(sum, zip(starts, sizes, strict=True)))
             ragged = torch.tensor(sizes, device=device) if min(sizes) < max(sizes) else None
             where = torch.tensor(starts, device=device) if any(starts) else None
@@ -319,12 +359,16 @@ class EmbeddedEngine:
         for i, request in enumerate(requests):
             request.hidden = hidden[i, sizes[i] - 1].clone()
             if self._num_waiting[request.key] > 1:
-                self._prompts[request.key] = self._cache.snapshot(request.row, len(request.ids)), request.hidden
+                self._prompts[request.key] = (
+                    self._cache.snapshot(request.row, len(request.ids)),
+                    request.hidden,
+                )
         self.stats.update(prefill_tokens=sum(r.num_new for r in requests))
 
     def _numbers(self, requests: list[Request]) -> Tensor:
-        """[4, 5 or 8, n] on the device: last token, its position, uniform in [0, 1), is greedy; temperature if one is not 1;
-        top_k, top_p, min_p if one has limits. Greedy requests have neither: their logprobs are those without."""
+        """[4, 5 or 8, n] on the device: last token, its position, uniform in [0, 1), is greedy;
+        temperature if one is not 1; top_k, top_p, min_p if one has limits. Greedy requests have
+        neither: their logprobs are those without."""
         params = [r.params for r in requests]
         temperatures = [p.temperature or 1.0 for p in params]
         limits = [(p.top_k, p.top_p, p.min_p) if p.temperature else NO_LIMITS for p in params]
@@ -347,7 +391,9 @@ class EmbeddedEngine:
         tokens, logprobs = sampled.tolist()  # the one wait for the device
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
             if logprob != logprob:
-                raise ValueError("the model's logits are NaN; its weights have diverged or were never loaded")
+                raise ValueError(
+                    "the model's logits are NaN; its weights have diverged or were never loaded"
+                )
             request.ids.append(int(token))
             request.said.token_ids.append(int(token))
             request.said.logprobs.append(logprob)
@@ -361,7 +407,8 @@ class EmbeddedEngine:
         if ids[-1] in params.stop_token_ids:
             return "stop"
         if params.stop:
-            # A token that decodes to something has a byte at least, so this tail holds any stop string that just ended.
+            # A token that decodes to something has a byte at least, so this tail holds any stop
+            # string that just ended.
             length = max(len(s.encode()) for s in params.stop) + 4
             text = self._decoded(ids[-length:], skip_special_tokens=False)
             if any(s in text for s in params.stop):
@@ -384,16 +431,26 @@ class EmbeddedEngine:
         self._leave(request)
 
     def _park(self, request: Request) -> None:
-        """Keeps a conversation's keys and values beside the slots, which other requests need meanwhile."""
+        """Keeps a conversation's keys and values beside the slots, which other requests need
+        meanwhile."""
         ids = request.ids[:-1]
         self._parked.pop(request.session, None)  # the newest comes last
         # Counting tokens at each turn takes time.
-        while (len(self._parked) + 1) * self.max_context_tokens > self._parked_room and self._parked:
-            if sum(len(kept) for _, kept, _ in self._parked.values()) + len(ids) <= self._parked_room:
+        while (
+            len(self._parked) + 1
+        ) * self.max_context_tokens > self._parked_room and self._parked:
+            if (
+                sum(len(kept) for _, kept, _ in self._parked.values()) + len(ids)
+                <= self._parked_room
+            ):
                 break
             del self._parked[next(iter(self._parked))]
         if len(ids) <= self._parked_room:
-            self._parked[request.session] = request.adapter, ids, self._cache.snapshot(request.row, len(ids))
+            self._parked[request.session] = (
+                request.adapter,
+                ids,
+                self._cache.snapshot(request.row, len(ids)),
+            )
 
     def _leave(self, request: Request) -> None:
         """Frees a request's row, and moves the last row into it."""
@@ -405,12 +462,15 @@ class EmbeddedEngine:
 
 
 def prefill_chunks(requests: Iterable[Request]) -> Iterator[list[Request]]:
-    """Batches of requests with similar lengths, cached or not, of at most PREFILL_TOKENS with padding."""
+    """Batches of requests with similar lengths, cached or not, of at most PREFILL_TOKENS with
+    padding."""
     chunk: list[Request] = []
     for request in sorted(requests, key=lambda r: (r.num_cached > 0, r.num_new)):
         first = chunk[0] if chunk else request
         is_full = request.num_new * (len(chunk) + 1) > PREFILL_TOKENS
-        is_unlike = request.num_new > 2 * first.num_new + 16 or bool(request.num_cached) != bool(first.num_cached)
+        is_unlike = request.num_new > 2 * first.num_new + 16 or bool(request.num_cached) != bool(
+            first.num_cached
+        )
         if chunk and (is_full or is_unlike):
             yield chunk
             chunk = []

@@ -1,7 +1,9 @@
-"""Engines on other ranks (--engine_ranks): torchrun's last ranks serve the engine's verbs over HTTP to the learners.
+"""Engines on other ranks (--engine_ranks): torchrun's last ranks serve the engine's verbs over HTTP
+to the learners.
 
-Requests are JSON: POST /ACTOR/VERB. Weights do not pass through HTTP. The first learner broadcasts them in buckets, by a process
-group of itself and all ranks that sample. Each bucket has a checksum of its bits. Nothing is pickled.
+Requests are JSON: POST /ACTOR/VERB. Weights do not pass through HTTP. The first learner broadcasts
+them in buckets, by a process group of itself and all ranks that sample. Each bucket has a checksum
+of its bits. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -35,12 +37,15 @@ from rl_core.types import Completion, RunError, SamplingParams
 
 BUCKET_BYTES = 512 << 20
 WORDS = 64  # of 8 bytes, that a checksum folds into one on the device
-ERRORS = {503: EngineDied, 500: RunError, 400: ValueError}  # how a server's error reaches the learner
+# How a server's error reaches the learner.
+ERRORS = {503: EngineDied, 500: RunError, 400: ValueError}
 
 
-async def ask(url: str, body: Any = None, token: str = "", timeout_s: float | None = None) -> tuple[int, bytes]:
-    """(status, content) of a POST of JSON; of a GET without a body. Raises aiohttp.ClientError or TimeoutError if there is no
-    answer. Cancelling it closes the connection."""
+async def ask(
+    url: str, body: Any = None, token: str = "", timeout_s: float | None = None
+) -> tuple[int, bytes]:
+    """(status, content) of a POST of JSON; of a GET without a body. Raises aiohttp.ClientError or
+    TimeoutError if there is no answer. Cancelling it closes the connection."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     limits, method = aiohttp.ClientTimeout(total=timeout_s), "GET" if body is None else "POST"
     # One session per request: a session belongs to one event loop, and a run has several.
@@ -58,7 +63,8 @@ class WeightChannel:
     device: torch.device  # of the buckets
 
     def send(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
-        """Sends (name, full tensor) pairs in `dtype`. Every learner must call it: all gather, the first one sends."""
+        """Sends (name, full tensor) pairs in `dtype`. Every learner must call it: all gather, the
+        first one sends."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # each thread has its own
         if self.group is None:
@@ -73,17 +79,23 @@ class WeightChannel:
         self._broadcast_json([])
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """What the first learner sends. Raises RunError at the end if a bucket's checksum differs."""
+        """What the first learner sends. Raises RunError at the end if a bucket's checksum
+        differs."""
         number, error = 0, ""
         while facts := self._broadcast_json(None):
             dtype, shapes, sent = facts
             sizes = [torch.Size(shape).numel() for _, shape in shapes]
-            flat = self._broadcast(torch.empty(sum(sizes), dtype=getattr(torch, dtype), device=self.device))
+            flat = self._broadcast(
+                torch.empty(sum(sizes), dtype=getattr(torch, dtype), device=self.device)
+            )
             if (found := checksum(flat)) != sent:
                 error = error or (
-                    f"engine rank {self.number} received other weights than were sent to it: bucket {number}, from "
-                    f"{shapes[0][0]} to {shapes[-1][0]}, has checksum {found:08x} instead of {sent:08x}; check the "
-                    "network and the memory between it and the first learner, and go on with --resume"
+                    f"engine rank {self.number} received other weights than were sent to it: "
+                    f"bucket {number}, from "
+                    f"{shapes[0][0]} to {shapes[-1][0]}, has checksum {found:08x} instead of "
+                    f"{sent:08x}; check the "
+                    "network and the memory between it and the first learner, and go on with "
+                    "--resume"
                 )
             for (name, shape), part in zip(shapes, flat.split(sizes), strict=True):
                 yield name, part.view(shape)
@@ -95,7 +107,9 @@ class WeightChannel:
         """The first learner's value; others give None."""
         data = b"" if value is None else json.dumps(value).encode()
         size = int(self._broadcast(torch.tensor([len(data)], device=self.device)))
-        content = torch.frombuffer(bytearray(data or bytes(size)), dtype=torch.uint8).to(self.device)
+        content = torch.frombuffer(bytearray(data or bytes(size)), dtype=torch.uint8).to(
+            self.device
+        )
         return json.loads(self._broadcast(content).cpu().numpy().tobytes())
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
@@ -116,10 +130,22 @@ def make_weight_channel(ranks: Ranks, timeout_s: float) -> WeightChannel:
 
 
 class EngineServer:
-    """Serves the engines of a rank that only samples. `engines` has None where another rank holds an actor's engine."""
+    """Serves the engines of a rank that only samples. `engines` has None where another rank holds
+    an actor's engine."""
 
-    def __init__(self, engines: dict[str, Engine | None], lease: DeviceLease | None, ranks: Ranks, timeout_s: float):
-        self.engines, self.lease, self.ranks, self.token = engines, lease, ranks, secrets.token_hex(16)
+    def __init__(
+        self,
+        engines: dict[str, Engine | None],
+        lease: DeviceLease | None,
+        ranks: Ranks,
+        timeout_s: float,
+    ):
+        self.engines, self.lease, self.ranks, self.token = (
+            engines,
+            lease,
+            ranks,
+            secrets.token_hex(16),
+        )
         self.channel, self.stopped = make_weight_channel(ranks, timeout_s), asyncio.Event()
         self.num_open, self.idle_s, self.asked_at = 0, 0.0, time.monotonic()
         self.begun: dict[str, Completion] = {}  # under way, by the key that the learner gave it
@@ -145,21 +171,37 @@ class EngineServer:
         await runner.cleanup()
 
     async def handle(self, request: web.Request) -> web.Response:
-        if not hmac.compare_digest(request.headers.get("Authorization", ""), f"Bearer {self.token}"):
+        if not hmac.compare_digest(
+            request.headers.get("Authorization", ""), f"Bearer {self.token}"
+        ):
             return web.Response(status=401)
         verb, engine = request.match_info["verb"], self.engines.get(request.match_info["actor"])
         try:
-            return web.json_response(await getattr(self, f"do_{verb}")(engine, **await request.json()))
+            return web.json_response(
+                await getattr(self, f"do_{verb}")(engine, **await request.json())
+            )
         except Exception as error:
-            status = next((status for status, kind in ERRORS.items() if isinstance(error, kind)), 500)
-            text = str(error) if isinstance(error, tuple(ERRORS.values())) else f"{type(error).__name__}: {error}"
+            status = next(
+                (status for status, kind in ERRORS.items() if isinstance(error, kind)), 500
+            )
+            text = (
+                str(error)
+                if isinstance(error, tuple(ERRORS.values()))
+                else f"{type(error).__name__}: {error}"
+            )
             return web.json_response(text, status=status)
 
     def of_device(self, engine: Engine) -> contextlib.AbstractAsyncContextManager[None]:
         return self.lease.of(engine) if self.lease else contextlib.nullcontext()
 
     async def do_generate(
-        self, engine: Engine, params: dict, ended: list[str], key: str, begun: dict | None, **request
+        self,
+        engine: Engine,
+        params: dict,
+        ended: list[str],
+        key: str,
+        begun: dict | None,
+        **request,
     ) -> dict:
         for session in ended:
             engine.end_session(session)
@@ -168,9 +210,14 @@ class EngineServer:
         if begun is not None:
             self.begun[key] = request["begun"] = completion_from(begun)
         try:
-            params = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
+            params = {
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in params.items()
+            }
             async with self.of_device(engine):
-                return dataclasses.asdict(await engine.generate(params=SamplingParams(**params), **request))
+                return dataclasses.asdict(
+                    await engine.generate(params=SamplingParams(**params), **request)
+                )
         finally:
             self.begun.pop(key, None)
             self.count_idle()
@@ -209,7 +256,10 @@ class EngineServer:
         idle = Mean(self.idle_s, self.counted_at - self.asked_at)
         self.idle_s, self.asked_at = 0.0, self.counted_at
         found = {"time/engines_idle_frac": idle, **await engine.take_metrics()}
-        return {name: [type(metric).__name__, *dataclasses.astuple(metric)] for name, metric in found.items()}
+        return {
+            name: [type(metric).__name__, *dataclasses.astuple(metric)]
+            for name, metric in found.items()
+        }
 
     def count_idle(self) -> None:
         since, self.counted_at = self.counted_at, time.monotonic()
@@ -220,15 +270,19 @@ class EngineServer:
 
 
 def own_address() -> tuple[str, str]:
-    """(name by which other ranks reach this node, address to listen on): loopback if all ranks are on one node."""
+    """(name by which other ranks reach this node, address to listen on): loopback if all ranks are
+    on one node."""
     if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
         return "127.0.0.1", "127.0.0.1"
     first = os.environ["MASTER_ADDR"]
-    family, kind, *_, address = socket.getaddrinfo(first, int(os.environ["MASTER_PORT"]), type=socket.SOCK_DGRAM)[0]
+    family, kind, *_, address = socket.getaddrinfo(
+        first, int(os.environ["MASTER_PORT"]), type=socket.SOCK_DGRAM
+    )[0]
     with socket.socket(family, kind) as probe:  # UDP sends nothing when it connects
         probe.connect(address)
         found = probe.getsockname()[0]
-    if found.startswith("127.") or found == "::1":  # node 0, which others reach by the name that torchrun gave them
+    # Node 0, which others reach by the name that torchrun gave them.
+    if found.startswith("127.") or found == "::1":
         return first, ""
     return f"[{found}]" if ":" in found else found, found
 
@@ -247,17 +301,22 @@ class Server:
         try:
             status, content = await ask(f"{self.url}/{verb}", body, self.token, timeout_s)
         except asyncio.TimeoutError:
-            raise RunError(f"{self.url} did not answer {verb!r} within --timeout_s={timeout_s:g}") from None
+            raise RunError(
+                f"{self.url} did not answer {verb!r} within --timeout_s={timeout_s:g}"
+            ) from None
         except aiohttp.ClientError as error:
             raise EngineDied(f"the engine at {self.url} does not answer: {error}") from None
         if status != 200:
-            raise ERRORS.get(status, RunError)(json.loads(content) if content else f"{self.url} answered {status}")
+            raise ERRORS.get(status, RunError)(
+                json.loads(content) if content else f"{self.url} answered {status}"
+            )
         return json.loads(content)
 
 
 @dataclass(kw_only=True, eq=False)
 class RemoteEngine:
-    """An Engine on the ranks that only sample. A session stays with the rank that has its KV cache."""
+    """An Engine on the ranks that only sample. A session stays with the rank that has its KV
+    cache."""
 
     name: str
     servers: list[Server]
@@ -267,7 +326,8 @@ class RemoteEngine:
     timeout_s: float
     version: int = 0
     places: dict[str, Server] = field(default_factory=dict)  # of sessions
-    begun: dict[str, Completion] = field(default_factory=dict)  # under way, by a key that the server is told
+    # Under way, by a key that the server is told.
+    begun: dict[str, Completion] = field(default_factory=dict)
 
     @property
     def sampling(self) -> list[Server]:
@@ -283,7 +343,9 @@ class RemoteEngine:
         adapter: str = "",
         begun: Completion | None = None,
     ) -> Completion:
-        server = self.places.get(session) or min(self.sampling, key=lambda s: s.num_open / s.capacity)
+        server = self.places.get(session) or min(
+            self.sampling, key=lambda s: s.num_open / s.capacity
+        )
         if session:
             self.places[session] = server
         ended, server.ended = server.ended, []
@@ -292,7 +354,12 @@ class RemoteEngine:
             self.begun[key] = begun
         server.num_open += 1
         try:
-            request = {"prompt_ids": list(prompt_ids), "seed": seed, "session": session, "adapter": adapter}
+            request = {
+                "prompt_ids": list(prompt_ids),
+                "seed": seed,
+                "session": session,
+                "adapter": adapter,
+            }
             how = {"params": dataclasses.asdict(params), "ended": ended, "key": key, "begun": known}
             found = await server.ask(f"{self.name}/generate", **request, **how)
         finally:
@@ -314,8 +381,11 @@ class RemoteEngine:
         if server := self.places.pop(session, None):
             server.ended.append(session)
 
-    async def update(self, weights: Iterable[tuple[str, Tensor]], version: int, *, adapter: str = "") -> None:
-        """Requests pause between two tokens and continue with the new weights. Every learner must call it."""
+    async def update(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, *, adapter: str = ""
+    ) -> None:
+        """Requests pause between two tokens and continue with the new weights. Every learner must
+        call it."""
         await self._tell_all("pause")
         # In a thread, so that this one can ask the ranks that sample to receive.
         sending = asyncio.to_thread(self.channel.send, weights, self.dtype)
@@ -337,7 +407,9 @@ class RemoteEngine:
         found: dict[str, Metric] = {}
         for server in self.sampling if self.channel.group is not None else ():
             answer = await server.ask(f"{self.name}/take_metrics")
-            add_metrics(found, {name: KINDS[kind](*numbers) for name, (kind, *numbers) in answer.items()})
+            add_metrics(
+                found, {name: KINDS[kind](*numbers) for name, (kind, *numbers) in answer.items()}
+            )
         return found
 
     async def close(self) -> None:
@@ -348,16 +420,25 @@ class RemoteEngine:
         """The first learner sends it for all."""
         if self.channel.group is not None:
             how = {"timeout_s": self.timeout_s, **body}
-            await asyncio.gather(*(server.ask(f"{self.name}/{verb}", **how) for server in self.servers))
+            await asyncio.gather(
+                *(server.ask(f"{self.name}/{verb}", **how) for server in self.servers)
+            )
 
 
-def connect(names: Iterable[str], ranks: Ranks, dtype: torch.dtype, timeout_s: float) -> dict[str, RemoteEngine]:
-    """A learner's engines, by actor. Waits until the ranks that sample have published their addresses."""
+def connect(
+    names: Iterable[str], ranks: Ranks, dtype: torch.dtype, timeout_s: float
+) -> dict[str, RemoteEngine]:
+    """A learner's engines, by actor. Waits until the ranks that sample have published their
+    addresses."""
     channel = make_weight_channel(ranks, timeout_s)
-    found = [json.loads(ranks.store.get(f"engine/{number}")) for number in range(ranks.engine_ranks)]
+    found = [
+        json.loads(ranks.store.get(f"engine/{number}")) for number in range(ranks.engine_ranks)
+    ]
     engines = {}
     for name in names:
-        servers = [Server(url=f["url"], token=f["token"], capacity=f["capacity"][name]) for f in found]
+        servers = [
+            Server(url=f["url"], token=f["token"], capacity=f["capacity"][name]) for f in found
+        ]
         capacity = -(-sum(server.capacity for server in servers) // ranks.size)
         same = {"channel": channel, "dtype": dtype, "timeout_s": timeout_s}
         engines[name] = RemoteEngine(name=name, servers=servers, capacity=capacity, **same)
@@ -378,8 +459,8 @@ def in_buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tens
 
 
 def checksum(flat: Tensor) -> int:
-    """CRC-32 of a tensor's bits, of which each WORDS words are one by exclusive or: the same on every device. A changed
-    bit changes it, and so do parts that change places."""
+    """CRC-32 of a tensor's bits, of which each WORDS words are one by exclusive or: the same on
+    every device. A changed bit changes it, and so do parts that change places."""
     data = flat.reshape(-1).view(torch.uint8)
     end = len(data) // (8 * WORDS) * 8 * WORDS
     folded = torch.hash_tensor(data[:end].view(torch.int64).view(-1, WORDS), 1)

@@ -1,4 +1,5 @@
-"""An engine with written replies, and a tokenizer for any text: they try environments without a model."""
+"""An engine with written replies, and a tokenizer for any text: they try environments without a
+model."""
 
 from __future__ import annotations
 
@@ -20,19 +21,28 @@ PLAIN_TEMPLATE = (
 
 
 class ScriptedEngine:
-    """Gives its replies in order, then the last one again, with logprobs of 0. It has no weights."""
+    """Gives its replies in order, then the last one again, with logprobs of 0. It has no
+    weights."""
 
     def __init__(self, chat: Chat, replies: Sequence[str], capacity: int = 256):
         self.chat, self.replies, self.capacity = chat, list(replies), capacity
         self.version = self.num_requests = 0
 
     async def generate(
-        self, prompt_ids: list[int], params: SamplingParams, *, seed: int, session: str = "", adapter: str = ""
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        session: str = "",
+        adapter: str = "",
     ) -> Completion:
         text = self.replies[min(self.num_requests, len(self.replies) - 1)]
         self.num_requests += 1
         stops = [text.find(stop) + len(stop) for stop in params.stop if stop in text]
-        ids = self.chat.encode(self.chat.marked(text[: min(stops, default=len(text))]), continues=True)
+        ids = self.chat.encode(
+            self.chat.marked(text[: min(stops, default=len(text))]), continues=True
+        )
         ids += [] if stops else params.stop_token_ids[:1]
         is_cut = len(ids) > params.max_tokens
         ids = ids[: params.max_tokens]
@@ -58,10 +68,17 @@ class ScriptedActor:
     capacity: int = 256
     is_trainable: bool = True
 
-    def in_episode(self, params: SamplingParams, seed: int, session: str, max_turns: int = 0) -> Actor:
-        same = {name: getattr(self, name) for name in ("name", "chat", "max_context_tokens", "is_trainable")}
+    def in_episode(
+        self, params: SamplingParams, seed: int, session: str, max_turns: int = 0
+    ) -> Actor:
+        same = {
+            name: getattr(self, name)
+            for name in ("name", "chat", "max_context_tokens", "is_trainable")
+        }
         engine, stops = ScriptedEngine(self.chat, self.replies), self.chat.stop_token_ids
-        return Actor(engine=engine, stop_token_ids=stops, **same).in_episode(params, seed, session, max_turns)
+        return Actor(engine=engine, stop_token_ids=stops, **same).in_episode(
+            params, seed, session, max_turns
+        )
 
 
 def plain_chat() -> Chat:
@@ -69,12 +86,18 @@ def plain_chat() -> Chat:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {token: i for i, token in enumerate([START, END, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    vocab = {
+        token: i
+        for i, token in enumerate([START, END, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([START, END])
     found = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, additional_special_tokens=[START], chat_template=PLAIN_TEMPLATE
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        additional_special_tokens=[START],
+        chat_template=PLAIN_TEMPLATE,
     )
     return Chat(found)

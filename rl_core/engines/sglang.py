@@ -1,8 +1,8 @@
 """SGLang as an engine, behind its HTTP server (sglang_server.py).
 
-New weights are safetensors files in memory. The server reads them by /update_weights_from_disk: no pickle, and the same on every
-device, for every number of GPUs and in all supported versions. They stay until the next update, for another server if this one
-dies.
+New weights are safetensors files in memory. The server reads them by /update_weights_from_disk: no
+pickle, and the same on every device, for every number of GPUs and in all supported versions. They
+stay until the next update, for another server if this one dies.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ from rl_core.sampling.engine import EngineDied, EngineSpec, check_request, note_
 from rl_core.sampling.weights import arriving, arriving_adapter, on_host
 from rl_core.types import Completion, SamplingParams
 
-FORGETS_ABORTED = (0, 5, 22)  # older versions wait for ever for an adapter's requests that were aborted in their queue
+# Older versions wait for ever for an adapter's requests that were aborted in their queue.
+FORGETS_ABORTED = (0, 5, 22)
 ANSWER_TIMEOUT_S = 600.0  # of every request but sampling, which has the episode's deadline
 MEMORY = ("weights", "kv_cache", "cuda_graph")
-# SGLang computes each of these as one layer and loads no adapter for a part of it: the other parts get zeros.
+# SGLang computes each of these as one layer and loads no adapter for a part of it: the other parts
+# get zeros.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -57,22 +59,27 @@ class AdapterSlot:
     """An actor's adapter at the server."""
 
     version: int
-    folder: Path  # its name is unique to this version: SGLang keeps the old adapter if a name comes again
+    # Its name is unique to this version: SGLang keeps the old adapter if a name comes again.
+    folder: Path
     arrived: set[str]  # names of its weights
     was_aborted: bool = False  # a request for it
 
 
 class SGLangEngine:
-    """See Engine. It starts its server at the first call. Seeds are the server's: the same seed gives other tokens."""
+    """See Engine. It starts its server at the first call. Seeds are the server's: the same seed
+    gives other tokens."""
 
     def __init__(self, spec: EngineSpec):
         """spec.module has the names and shapes of the weights; it may be on "meta"."""
         self.spec, self.server, self.files = spec, Server(spec), Files(spec)
         self.version, self.capacity, self._num_restarts = 0, spec.num_slots, 0
         self._is_started = False  # with the newest weights and adapters
-        self._weights: Path | None = None  # the last ones that were sent; None: the server has its model's own
+        # The last ones that were sent; None: the server has its model's own.
+        self._weights: Path | None = None
         self._slots: dict[str, AdapterSlot] = {}  # by actor
-        self._linear = {name: m for name, m in spec.module.named_modules() if isinstance(m, nn.Linear)}
+        self._linear = {
+            name: m for name, m in spec.module.named_modules() if isinstance(m, nn.Linear)
+        }
         self._asleep: set[str] = set()  # of MEMORY
         self._changing, self._may_run = asyncio.Lock(), asyncio.Event()
         self._may_run.set()
@@ -80,8 +87,9 @@ class SGLangEngine:
         self._aborts: set[asyncio.Task] = set()
 
     async def wake(self) -> None:
-        """Starts the server, or a new one with the same weights if it died, and takes the memory that sleep freed. While the
-        engine is paused a learner may have the device: a caller who found the server dead then waits for `resume`."""
+        """Starts the server, or a new one with the same weights if it died, and takes the memory
+        that sleep freed. While the engine is paused a learner may have the device: a caller who
+        found the server dead then waits for `resume`."""
         await self._may_run.wait()
         await self._be_awake(restarts=True)
 
@@ -119,7 +127,9 @@ class SGLangEngine:
         check_request(prompt_ids, params, spec.max_context_tokens, spec.tokenizer)
         assert not adapter or adapter in self._slots, adapter
         max_tokens = min(params.max_tokens, spec.max_context_tokens - len(prompt_ids))
-        nothing = Completion(token_ids=[], logprobs=[], text="", finish_reason="", policy_version=self.version)
+        nothing = Completion(
+            token_ids=[], logprobs=[], text="", finish_reason="", policy_version=self.version
+        )
         done = begun or nothing
         while not done.finish_reason:
             await self._may_run.wait()
@@ -134,7 +144,12 @@ class SGLangEngine:
         return done
 
     async def _extend(
-        self, done: Completion, prompt_ids: list[int], params: SamplingParams, max_tokens: int, adapter: str
+        self,
+        done: Completion,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        max_tokens: int,
+        adapter: str,
     ) -> None:
         """Samples more tokens, up to the end or the next pause."""
         slot, rid = self._slots.get(adapter), uuid.uuid4().hex
@@ -157,19 +172,26 @@ class SGLangEngine:
             slot.was_aborted |= answer["meta_info"]["finish_reason"]["type"] == "abort"
         self._take(answer, done, params, max_tokens)
 
-    def _take(self, answer: dict, done: Completion, params: SamplingParams, max_tokens: int) -> None:
+    def _take(
+        self, answer: dict, done: Completion, params: SamplingParams, max_tokens: int
+    ) -> None:
         meta, tokens = answer["meta_info"], answer.get("output_ids") or []
         if self._weights and meta.get("weight_version", self._weights.name) != self._weights.name:
             self.server.stop()
-            raise self.server.died("answered with other weights than it was given: somebody restarted or updated it")
+            raise self.server.died(
+                "answered with other weights than it was given: somebody restarted or updated it"
+            )
         logprobs = [item[0] for item in meta.get("output_token_logprobs") or []]
         if any(x is None or x != x for x in logprobs):
-            raise ValueError("the model's logits are NaN; its weights have diverged or were never loaded")
+            raise ValueError(
+                "the model's logits are NaN; its weights have diverged or were never loaded"
+            )
         assert len(logprobs) == len(tokens), (len(logprobs), len(tokens))
         done.token_ids += tokens
         done.logprobs += logprobs
         reason = meta["finish_reason"]
-        if reason["type"] == "abort" and self._may_run.is_set():  # not by a pause, which waits for all answers
+        # Not by a pause, which waits for all answers.
+        if reason["type"] == "abort" and self._may_run.is_set():
             raise RuntimeError(f"SGLang aborted a request: {reason.get('message') or reason}")
         is_stop_token = bool(tokens) and tokens[-1] in params.stop_token_ids
         if reason["type"] == "stop" and (isinstance(reason.get("matched"), str) or is_stop_token):
@@ -179,13 +201,18 @@ class SGLangEngine:
             done.finish_reason = "length"
         elif not tokens and reason["type"] != "abort":
             raise RuntimeError(f"SGLang gave no token: {reason}")
-        # Else it was paused, or it stopped at the tokenizer's end token, which is no stop token here: the request is sent again.
+        # Else it was paused, or it stopped at the tokenizer's end token, which is no stop token
+        # here: the request is sent again.
 
-    def end_session(self, session: str) -> None: ...  # SGLang finds shared prefixes itself and drops the oldest
+    # SGLang finds shared prefixes itself and drops the oldest.
+    def end_session(self, session: str) -> None: ...
 
-    async def update(self, weights: Iterable[tuple[str, Tensor]] | None, version: int, *, adapter: str = "") -> None:
-        """See Engine. Names and shapes are checked first: SGLang ignores unknown names and dies of wrong shapes. A server that
-        is dead, or dies of this, gets the weights when wake() starts it again."""
+    async def update(
+        self, weights: Iterable[tuple[str, Tensor]] | None, version: int, *, adapter: str = ""
+    ) -> None:
+        """See Engine. Names and shapes are checked first: SGLang ignores unknown names and dies of
+        wrong shapes. A server that is dead, or dies of this, gets the weights when wake() starts it
+        again."""
         assert weights is not None, "the server has weights of its own"
         self._check_idle()
         if adapter:
@@ -200,7 +227,9 @@ class SGLangEngine:
         coming = ((name, weight) for name, weight, _ in arriving(self.spec.module, weights))
         named = checkpoint_weights(self.spec.module, coming)  # SGLang reads published checkpoints
         buckets = enumerate(in_buckets(on_host(named, self.spec.dtype)))
-        self._weights = self.files.write((f"{n:05d}.safetensors", safetensors.torch.save(part)) for n, part in buckets)
+        self._weights = self.files.write(
+            (f"{n:05d}.safetensors", safetensors.torch.save(part)) for n, part in buckets
+        )
         await self._unless_dead(self._renew_weights)
 
     async def _renew_weights(self) -> None:
@@ -209,19 +238,36 @@ class SGLangEngine:
         await self._flush()
 
     async def _load_weights(self) -> None:
-        body = {"model_path": str(self._weights), "load_format": "safetensors", "flush_cache": False}
+        body = {
+            "model_path": str(self._weights),
+            "load_format": "safetensors",
+            "flush_cache": False,
+        }
         # Each answer repeats the label.
         await self._ask("update_weights_from_disk", body | {"weight_version": self._weights.name})
 
-    async def _send_adapter(self, actor: str, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def _send_adapter(
+        self, actor: str, weights: Iterable[tuple[str, Tensor]], version: int
+    ) -> None:
         config, old = self.spec.adapters[actor], self._slots.get(actor)
-        arrived = [*arriving_adapter(actor, weights, config["r"], self._linear, old.arrived if old else set())]
-        folder = self.files.write(adapter_files(arrived, config, self._linear, self.spec.dtype), f"{actor}_")
+        arrived = [
+            *arriving_adapter(
+                actor, weights, config["r"], self._linear, old.arrived if old else set()
+            )
+        ]
+        folder = self.files.write(
+            adapter_files(arrived, config, self._linear, self.spec.dtype), f"{actor}_"
+        )
         await self._unless_dead(partial(self._add_adapter, folder))
-        self._slots[actor] = AdapterSlot(version=version, folder=folder, arrived={full for full, *_ in arrived})
+        self._slots[actor] = AdapterSlot(
+            version=version, folder=folder, arrived={full for full, *_ in arrived}
+        )
         if old is not None:
             self.files.remove(old.folder)
-            if not old.was_aborted or numbers(importlib.metadata.version("sglang")) >= FORGETS_ABORTED:
+            if (
+                not old.was_aborted
+                or numbers(importlib.metadata.version("sglang")) >= FORGETS_ABORTED
+            ):
                 unload = partial(self._ask, "unload_lora_adapter", {"lora_name": old.folder.name})
                 await self._unless_dead(unload)
 
@@ -234,7 +280,9 @@ class SGLangEngine:
 
     def _check_idle(self) -> None:
         if self._num_asked and self._may_run.is_set():
-            raise RuntimeError(f"{self._num_asked} requests are running; await or cancel them, or pause the engine")
+            raise RuntimeError(
+                f"{self._num_asked} requests are running; await or cancel them, or pause the engine"
+            )
 
     async def sleep(self) -> None:
         """See Engine. A server that somebody else runs keeps its memory."""
@@ -245,25 +293,30 @@ class SGLangEngine:
     async def _release(self) -> None:
         if self._asleep == set(MEMORY):
             return
-        await self._flush()  # also waits for cancelled requests: SGLang dies of a release beside requests
+        # Also waits for cancelled requests: SGLang dies of a release beside requests.
+        await self._flush()
         async with self._changing:
-            await self._ask("release_memory_occupation", {"tags": sorted(set(MEMORY) - self._asleep)})
+            await self._ask(
+                "release_memory_occupation", {"tags": sorted(set(MEMORY) - self._asleep)}
+            )
             self._asleep = set(MEMORY)
 
     async def _unless_dead(self, work: Callable[[], Awaitable[object]]) -> None:
-        """Does what a dead server does not need, or does when it is started again. So only those who sample, or wait for the
-        engine to be awake, meet its death. The run's own server is not started here: a learner may have the device, and the
-        server would take a share of what is left."""
+        """Does what a dead server does not need, or does when it is started again. So only those
+        who sample, or wait for the engine to be awake, meet its death. The run's own server is not
+        started here: a learner may have the device, and the server would take a share of what is
+        left."""
         if self.server.is_own and not self.server.is_alive:
             return
         with contextlib.suppress(EngineDied):
             await work()
 
     async def pause(self) -> None:
-        """See Engine. Requests are aborted at the server. After `resume` they are sent again with their tokens. Meanwhile the
-        server may sleep, restart and get weights."""
+        """See Engine. Requests are aborted at the server. After `resume` they are sent again with
+        their tokens. Meanwhile the server may sleep, restart and get weights."""
         self._may_run.clear()
-        # Whoever paused first may resume while others wait here; by then each request has given its tokens.
+        # Whoever paused first may resume while others wait here; by then each request has given its
+        # tokens.
         while self._num_asked and self.server.is_alive and not self._may_run.is_set():
             await self._unless_dead(partial(self._ask, "abort_request", {"abort_all": True}))
             await asyncio.sleep(0.02)  # a request may have been on its way
@@ -272,7 +325,8 @@ class SGLangEngine:
         self._may_run.set()
 
     async def catch_up(self) -> None:
-        """See Engine. Requests are sent again with their tokens. Several learners may ask at once."""
+        """See Engine. Requests are sent again with their tokens. Several learners may ask at
+        once."""
         was_running = self._may_run.is_set()
         await self.pause()
         if was_running:
@@ -304,28 +358,46 @@ class SGLangEngine:
                     raise
             await asyncio.sleep(0.1)
 
-    async def _ask(self, path: str, body: dict[str, Any], timeout_s: float | None = ANSWER_TIMEOUT_S) -> dict[str, Any]:
+    async def _ask(
+        self, path: str, body: dict[str, Any], timeout_s: float | None = ANSWER_TIMEOUT_S
+    ) -> dict[str, Any]:
         """The answer's JSON, {} if it is a text. Raises RuntimeError if the server refuses."""
         if not self.server.is_alive:
             raise self.server.died("has died")
         number = self.server.num_starts
         try:
-            status, content = await ask(f"{self.server.url}/{path}", body, self.server.key, timeout_s)
+            status, content = await ask(
+                f"{self.server.url}/{path}", body, self.server.key, timeout_s
+            )
         except asyncio.TimeoutError:
-            raise await self.server.lost(number, f"did not answer /{path} within {timeout_s:g} s") from None
+            raise await self.server.lost(
+                number, f"did not answer /{path} within {timeout_s:g} s"
+            ) from None
         except aiohttp.ClientError as error:
-            raise await self.server.lost(number, f"does not answer ({type(error).__name__}: {error})") from None
+            raise await self.server.lost(
+                number, f"does not answer ({type(error).__name__}: {error})"
+            ) from None
         found = json.loads(content) if content.startswith(b"{") else {}
-        if status != 200 or found.get("success") is False:  # SGLang reports some refusals with status 200
+        # SGLang reports some refusals with status 200.
+        if status != 200 or found.get("success") is False:
             raise RuntimeError(f"{self.server} refused /{path} with {status}: {content[:500]!r}")
         return found
 
 
 def sampling_params(params: SamplingParams, max_tokens: int) -> dict[str, Any]:
-    """In SGLang's names. Its logprobs are of the distribution before truncation, which training does not use."""
+    """In SGLang's names. Its logprobs are of the distribution before truncation, which training
+    does not use."""
     found = {name: getattr(params, name) for name in ("temperature", "top_p", "min_p")}
-    found |= {"max_new_tokens": max_tokens, "top_k": params.top_k or -1, "skip_special_tokens": False}
-    found |= {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids), "no_stop_trim": True}
+    found |= {
+        "max_new_tokens": max_tokens,
+        "top_k": params.top_k or -1,
+        "skip_special_tokens": False,
+    }
+    found |= {
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids),
+        "no_stop_trim": True,
+    }
     return found if params.stop or params.stop_token_ids else found | {"ignore_eos": True}
 
 
@@ -335,28 +407,42 @@ def adapter_files(
     layers: dict[str, nn.Linear],
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, bytes]]:
-    """An adapter as peft writes it, in a form that SGLang can load. `arrived`: what arriving_adapter yields."""
+    """An adapter as peft writes it, in a form that SGLang can load. `arrived`: what
+    arriving_adapter yields."""
     rank, tensors = config["r"], {}
     for _, layer, kind, _ in arrived:
         parent, _, own = layer.rpartition(".")
         for other in next((parts for parts in FUSED if own in parts), ()):
             if module := layers.get(f"{parent}.{other}"):
-                shape = (rank, module.in_features) if kind == "lora_A" else (module.out_features, rank)
-                tensors[f"base_model.model.{parent}.{other}.{kind}.weight"] = torch.zeros(shape, dtype=dtype)
+                shape = (
+                    (rank, module.in_features) if kind == "lora_A" else (module.out_features, rank)
+                )
+                tensors[f"base_model.model.{parent}.{other}.{kind}.weight"] = torch.zeros(
+                    shape, dtype=dtype
+                )
     tensors |= on_host(((full, weight) for full, _, _, weight in arrived), dtype)
     targets = sorted({full.split(".")[-3] for full in tensors})
-    read = {"peft_type": "LORA", "r": rank, "lora_alpha": config["lora_alpha"], "target_modules": targets}
+    read = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": config["lora_alpha"],
+        "target_modules": targets,
+    }
     yield "adapter_model.safetensors", safetensors.torch.save(tensors)
     yield "adapter_config.json", json.dumps(read).encode()
 
 
 class Files:
-    """Folders that the server reads. For the run's own server each file is a link to memory of this process, which the system
-    frees however the process ends. A server that somebody else runs may not see these: it reads spec.folder, or /dev/shm."""
+    """Folders that the server reads. For the run's own server each file is a link to memory of this
+    process, which the system frees however the process ends. A server that somebody else runs may
+    not see these: it reads spec.folder, or /dev/shm."""
 
     def __init__(self, spec: EngineSpec):
         place = spec.folder or ("/dev/shm" if spec.url and os.access("/dev/shm", os.W_OK) else None)
-        self.home, self.are_links = tempfile.TemporaryDirectory(prefix="rl_core_weights_", dir=place), not spec.url
+        self.home, self.are_links = (
+            tempfile.TemporaryDirectory(prefix="rl_core_weights_", dir=place),
+            not spec.url,
+        )
 
     def write(self, files: Iterable[tuple[str, bytes]], prefix: str = "") -> Path:
         """A new folder with these files, and a name that no other has."""
@@ -371,7 +457,8 @@ class Files:
     def remove(self, folder: Path) -> None:
         for file in folder.glob("*") if self.are_links else ():
             os.close(int(file.readlink().name))
-        shutil.rmtree(folder, ignore_errors=True)  # it is gone if the weights of an update did not fit
+        # It is gone if the weights of an update did not fit.
+        shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
         for folder in Path(self.home.name).glob("*"):

@@ -1,6 +1,7 @@
 """SGLang's HTTP server: the child process (main) and the rank's handle of it (Server).
 
-`python -m rl_core.engines.sglang_server` reads its arguments as JSON from standard input. Only this file imports sglang.
+`python -m rl_core.engines.sglang_server` reads its arguments as JSON from standard input. Only this
+file imports sglang.
 """
 
 from __future__ import annotations
@@ -34,16 +35,36 @@ PR_SET_PDEATHSIG = 1
 OWN_FLAGS = {
     **dict.fromkeys(("--model-path", "--model"), "--model"),
     **dict.fromkeys(("--tp-size", "--tensor-parallel-size", "--tp"), "--engine_tp"),
-    **{"--dtype": "--learner.dtype", "--random-seed": "--seed", "--max-running-requests": "--rollout.max_concurrent"},
-    **{"--mem-fraction-static": "--engine_memory_frac", "--max-lora-rank": "--actors.NAME.lora.rank"},
-    **{"--lora-target-modules": "--actors.NAME.lora.targets", "--base-gpu-id": "CUDA_VISIBLE_DEVICES"},
-    **dict.fromkeys(("--host", "--port", "--api-key", "--device", "--log-level-http", "--skip-server-warmup"), ""),
+    **{
+        "--dtype": "--learner.dtype",
+        "--random-seed": "--seed",
+        "--max-running-requests": "--rollout.max_concurrent",
+    },
+    **{
+        "--mem-fraction-static": "--engine_memory_frac",
+        "--max-lora-rank": "--actors.NAME.lora.rank",
+    },
+    **{
+        "--lora-target-modules": "--actors.NAME.lora.targets",
+        "--base-gpu-id": "CUDA_VISIBLE_DEVICES",
+    },
+    **dict.fromkeys(
+        ("--host", "--port", "--api-key", "--device", "--log-level-http", "--skip-server-warmup"),
+        "",
+    ),
     "--enable-fp32-lm-head": "",
     **dict.fromkeys(
-        ("--enable-memory-saver", "--enable-weights-cpu-backup", "--enable-lora", "--max-loras-per-batch"), ""
+        (
+            "--enable-memory-saver",
+            "--enable-weights-cpu-backup",
+            "--enable-lora",
+            "--max-loras-per-batch",
+        ),
+        "",
     ),
 }
-# torchrun's variables would make a child join the ranks' groups. Expandable segments break SGLang's memory saver.
+# torchrun's variables would make a child join the ranks' groups. Expandable segments break SGLang's
+# memory saver.
 NOT_FOR_CHILDREN = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|PYTORCH(_CUDA)?_ALLOC_CONF)$"
     r"|TORCHELASTIC_|GROUP_|ROLE_"
@@ -51,12 +72,14 @@ NOT_FOR_CHILDREN = re.compile(
 
 
 def check_sglang(args: str = "", may_lack: bool = False) -> None:
-    """Raises ValueError if rl_core itself sets one of the server's flags, and if SGLang is too old or, unless it may lack, not
-    installed. Imports nothing."""
+    """Raises ValueError if rl_core itself sets one of the server's flags, and if SGLang is too old
+    or, unless it may lack, not installed. Imports nothing."""
     for name in (arg.partition("=")[0].replace("_", "-") for arg in shlex.split(args)):
         if name in OWN_FLAGS:
             instead = f"give {OWN_FLAGS[name]}" if OWN_FLAGS[name] else "leave it out"
-            raise ValueError(f"--engine_args={args}: rl_core itself sets {name} of SGLang's server; {instead}")
+            raise ValueError(
+                f"--engine_args={args}: rl_core itself sets {name} of SGLang's server; {instead}"
+            )
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -66,7 +89,9 @@ def check_sglang(args: str = "", may_lack: bool = False) -> None:
             "--engine=sglang needs sglang, which is not installed: pip install 'rl_core[sglang]'"
         ) from None
     if numbers(version) < OLDEST:
-        raise ValueError(f"--engine=sglang needs sglang >= {'.'.join(map(str, OLDEST))}, {version} is installed")
+        raise ValueError(
+            f"--engine=sglang needs sglang >= {'.'.join(map(str, OLDEST))}, {version} is installed"
+        )
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -74,25 +99,34 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 class Server:
-    """SGLang's HTTP server: a child process in a process group of its own, or one that somebody else runs at spec.url."""
+    """SGLang's HTTP server: a child process in a process group of its own, or one that somebody
+    else runs at spec.url."""
 
     def __init__(self, spec: EngineSpec):
         self.spec, self.is_own, self.process, self._answered = spec, not spec.url, None, False
         self.num_starts = 0
         self.url, self.key = spec.url.rstrip("/"), os.environ.get("SGLANG_API_KEY", "")
         if self.is_own:
-            # Bound, and not listening: the child listens on this port, and nobody else gets it before or after.
+            # Bound, and not listening: the child listens on this port, and nobody else gets it
+            # before or after.
             self.port = socket.socket()
             self.port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.port.bind(("127.0.0.1", 0))
-            self.url, self.key = f"http://127.0.0.1:{self.port.getsockname()[1]}", secrets.token_hex(16)
+            self.url, self.key = (
+                f"http://127.0.0.1:{self.port.getsockname()[1]}",
+                secrets.token_hex(16),
+            )
 
     def __str__(self) -> str:
         return f"engine {self.spec.name}" + (f" at {self.url}" if not self.is_own else "")
 
     @property
     def is_alive(self) -> bool:
-        return self.process is not None and self.process.poll() is None if self.is_own else self._answered
+        return (
+            self.process is not None and self.process.poll() is None
+            if self.is_own
+            else self._answered
+        )
 
     async def start(self) -> None:
         """Returns once it answers. Raises EngineDied if it ended or does not answer in time."""
@@ -109,7 +143,11 @@ class Server:
                 raise self.died(f"did not answer within {limit_s:g} s")
             if waited_s > told_s + PROGRESS_S:
                 told_s = waited_s
-                print(f"{self} has not answered for {waited_s:.0f} s: {self._log_end(1)}", file=sys.stderr, flush=True)
+                print(
+                    f"{self} has not answered for {waited_s:.0f} s: {self._log_end(1)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             await asyncio.sleep(0.5)
         self._answered = True
 
@@ -125,18 +163,35 @@ class Server:
 
     def _launch(self) -> None:
         self.stop()
-        env = {name: value for name, value in os.environ.items() if not NOT_FOR_CHILDREN.match(name)}
+        env = {
+            name: value for name, value in os.environ.items() if not NOT_FOR_CHILDREN.match(name)
+        }
         if self.spec.device.type == "cpu":
             env["SGLANG_USE_CPU_ENGINE"] = "1"
             if self.spec.tp > 1:
                 env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.spec.tp)))
-        args = [*server_args(self.spec), "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]]
+        args = [
+            *server_args(self.spec),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            self.url.rpartition(":")[2],
+        ]
         command = [sys.executable, "-m", "rl_core.engines.sglang_server"]
-        with open(os.open(self.spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w") as log:
+        with open(
+            os.open(self.spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w"
+        ) as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=env, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=env,
+                start_new_session=True,
             )
-        self.process.stdin.write(json.dumps({"parent": os.getpid(), "args": args, "key": self.key}).encode())
+        self.process.stdin.write(
+            json.dumps({"parent": os.getpid(), "args": args, "key": self.key}).encode()
+        )
         self.process.stdin.close()
 
     def _log_end(self, num_lines: int) -> str:
@@ -145,12 +200,17 @@ class Server:
         return "\n".join([line[:300] for line in lines if line.strip()][-num_lines:])
 
     def died(self, what: str) -> EngineDied:
-        code, log = self.process and self.process.poll(), f"the end of {self.spec.log}:\n{self._log_end(LOG_LINES)}"
-        return EngineDied(f"{self} {what}" + (f" (exit status {code}); {log}" if self.process else ""))
+        code, log = (
+            self.process and self.process.poll(),
+            f"the end of {self.spec.log}:\n{self._log_end(LOG_LINES)}",
+        )
+        return EngineDied(
+            f"{self} {what}" + (f" (exit status {code}); {log}" if self.process else "")
+        )
 
     async def lost(self, number: int, what: str) -> EngineDied:
-        """The error to raise after it gave no answer, which counts as its death. `number`: of the start before the request;
-        a later one is another server."""
+        """The error to raise after it gave no answer, which counts as its death. `number`: of the
+        start before the request; a later one is another server."""
         for _ in range(DYING_POLLS):
             if not self.is_own or not self.is_alive or self.num_starts != number:
                 break
@@ -172,9 +232,13 @@ class Server:
 
 def server_args(spec: EngineSpec) -> list[str]:
     """Arguments of sglang.launch_server."""
-    args = f"--dtype {str(spec.dtype).removeprefix('torch.')} --tp-size {spec.tp} --random-seed {spec.seed} "
+    args = (
+        f"--dtype {str(spec.dtype).removeprefix('torch.')} --tp-size {spec.tp} --random-seed "
+        f"{spec.seed} "
+    )
     args += f"--max-running-requests {max(spec.num_slots, spec.tp)} --log-level-http warning "
-    # Its warm-up request may come after its first answer; the server dies if it is put to sleep then.
+    # Its warm-up request may come after its first answer; the server dies if it is put to sleep
+    # then.
     args += "--skip-server-warmup "
     # Logits that are rounded to bf16 are no longer the learner's.
     args += "--enable-fp32-lm-head "
@@ -183,14 +247,21 @@ def server_args(spec: EngineSpec) -> list[str]:
         targets = sorted({name for config in configs for name in config["target_modules"]})
         # One slot more than adapters: requests without an adapter take one too.
         args += (
-            f"--enable-lora --max-lora-rank {max(c['r'] for c in configs)} --max-loras-per-batch {len(configs) + 1} "
+            f"--enable-lora --max-lora-rank {max(c['r'] for c in configs)} --max-loras-per-batch "
+            f"{len(configs) + 1} "
         )
         args += f"--lora-target-modules {' '.join(targets)} "
         args += "--lora-backend torch_native " if spec.device.type == "cpu" else ""
     if spec.device.type == "cpu":
         # This needs none of SGLang's own kernels, which few processors can run.
-        args += "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph "
-        args += f"--disable-overlap-schedule --max-total-tokens {spec.num_slots * spec.max_context_tokens + 256}"
+        args += (
+            "--device cpu --attention-backend torch_native --sampling-backend pytorch "
+            "--disable-cuda-graph "
+        )
+        args += (
+            "--disable-overlap-schedule --max-total-tokens "
+            f"{spec.num_slots * spec.max_context_tokens + 256}"
+        )
     else:
         args += f"--base-gpu-id {spec.device.index or 0} --mem-fraction-static {spec.memory_frac} "
         args += "--enable-memory-saver --enable-weights-cpu-backup"
@@ -198,7 +269,8 @@ def server_args(spec: EngineSpec) -> list[str]:
 
 
 def main() -> None:
-    order = json.load(sys.stdin)  # not arguments: every user of this machine can read those, and the order has the key
+    # Not arguments: every user of this machine can read those, and the order has the key.
+    order = json.load(sys.stdin)
     # The system kills this process when the thread that started it ends.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != order["parent"]:

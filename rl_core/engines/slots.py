@@ -1,7 +1,9 @@
-"""The embedded engine on the device: a KV cache in slots, the attention that writes and reads it, a model's forward over it, and
-sampling. Nothing here waits for the device but the check of a model before its first step.
+"""The embedded engine on the device: a KV cache in slots, the attention that writes and reads it, a
+model's forward over it, and sampling. Nothing here waits for the device but the check of a model
+before its first step.
 
-Legend: n rows in a forward, S new tokens per row, L cached tokens, H heads, K key-value heads, D head dim, V vocabulary.
+Legend: n rows in a forward, S new tokens per row, L cached tokens, H heads, K key-value heads, D
+head dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,24 +25,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ATTENTION = "rl_core_slots"
-SLOTS_FRAC = 0.75  # of the cache's memory at most, where it does not hold all slots and as many parked sessions
+# Of the cache's memory at most, where it does not hold all slots and as many parked sessions.
+SLOTS_FRAC = 0.75
 
 Snapshot = list[tuple[Tensor, Tensor]]  # per layer, keys and values [K, L, D] of one row
 
 
 class SlotCache:
-    """Keys and values, per layer [num_slots, K, max_tokens + 1, D]; padding writes to the last column."""
+    """Keys and values, per layer [num_slots, K, max_tokens + 1, D]; padding writes to the last
+    column."""
 
     def __init__(self, num_slots: int, max_tokens: int) -> None:
         self.num_slots, self.max_tokens = num_slots, max_tokens
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of a layer, allocated when it is first seen in the shape and type of what it stores."""
+        """The keys and values of a layer, allocated when it is first seen in the shape and type of
+        what it stores."""
         if index not in self.layers:
             # Zeros, because what a mask hides still has to be finite.
             self.layers[index] = tuple(
-                x.new_zeros(self.num_slots, x.shape[1], self.max_tokens + 1, x.shape[3]) for x in (key, value)
+                x.new_zeros(self.num_slots, x.shape[1], self.max_tokens + 1, x.shape[3])
+                for x in (key, value)
             )
         return self.layers[index]
 
@@ -54,7 +60,10 @@ class SlotCache:
                 cache[target, :, :length] = cache[source, :, :length]
 
     def snapshot(self, row: int, length: int) -> Snapshot:
-        return [(k[row, :, :length].clone(), v[row, :, :length].clone()) for k, v in self.layers.values()]
+        return [
+            (k[row, :, :length].clone(), v[row, :, :length].clone())
+            for k, v in self.layers.values()
+        ]
 
     def restore(self, row: int, kept: Snapshot, length: int) -> None:
         for pair, kept_pair in zip(self.layers.values(), kept, strict=True):
@@ -64,14 +73,16 @@ class SlotCache:
 
 @dataclass(kw_only=True, slots=True)
 class ForwardPlan:
-    """Where one forward's tokens are written, and which keys they see. A model argument that slot_attention gets."""
+    """Where one forward's tokens are written, and which keys they see. A model argument that
+    slot_attention gets."""
 
     cache: SlotCache
     rows: slice
     length: int  # L, the longest of its rows with the new tokens
     fresh: bool  # nothing is cached before these tokens
     positions: Tensor  # [n, S] column that each token is written to; [1, S] if fresh
-    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window, built once for all layers
+    # By sliding window, built once for all layers.
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
     write_index: Tensor | None = None  # [n * K] decode only
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,9 +94,13 @@ class ForwardPlan:
             elif new.shape[2] == 1:
                 num_heads, size = cache.shape[1], cache.shape[2]
                 if self.write_index is None or len(self.write_index) != len(new) * num_heads:
-                    heads = torch.arange(self.rows.start * num_heads, self.rows.stop * num_heads, device=new.device)
+                    heads = torch.arange(
+                        self.rows.start * num_heads, self.rows.stop * num_heads, device=new.device
+                    )
                     self.write_index = heads * size + self.positions.repeat_interleave(num_heads)
-                cache.view(-1, cache.shape[3]).index_copy_(0, self.write_index, new.reshape(-1, new.shape[3]))
+                cache.view(-1, cache.shape[3]).index_copy_(
+                    0, self.write_index, new.reshape(-1, new.shape[3])
+                )
             else:
                 rows = torch.arange(self.rows.start, self.rows.stop, device=new.device)[:, None]
                 cache[rows, :, self.positions] = new.transpose(1, 2)
@@ -114,38 +129,57 @@ def slot_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention output [n, S, H, D] over the slots, after the new keys and values were written into them."""
+    """Attention output [n, S, H, D] over the slots, after the new keys and values were written into
+    them."""
     keys, values = slot_plan.write(module.layer_idx, key, value)
     if softcap is not None or s_aux is not None:
-        out = plain_attention(query, keys, values, slot_plan.mask(sliding_window), scaling, softcap, s_aux)
+        out = plain_attention(
+            query, keys, values, slot_plan.mask(sliding_window), scaling, softcap, s_aux
+        )
     elif slot_plan.fresh and (sliding_window is None or slot_plan.length <= sliding_window):
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
     elif query.shape[2] == 1:
         out = decode_attention(query, keys, values, slot_plan.mask(sliding_window), scaling)
     else:
         mask = slot_plan.mask(sliding_window)
-        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True
+        )
     return out.transpose(1, 2), None
 
 
 def plain_attention(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, cap: float | None, sinks: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scaling: float,
+    cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Attention output [n, H, S, D] with scores that a cap bounds, or with one more key of each head, of score sinks [H] and
-    value 0."""
+    """Attention output [n, H, S, D] with scores that a cap bounds, or with one more key of each
+    head, of score sinks [H] and value 0."""
     folded = query.unflatten(1, (keys.shape[1], -1)).float() * scaling  # [n, K, H / K, S, D]
-    scores = capped_(folded @ keys[:, :, None].float().mT, cap).masked_fill_(~mask[:, :, None], -torch.inf)
+    scores = capped_(folded @ keys[:, :, None].float().mT, cap).masked_fill_(
+        ~mask[:, :, None], -torch.inf
+    )
     lse = scores.logsumexp(-1, keepdim=True)
     if sinks is not None:
         lse = lse.logaddexp(sinks.float().view(1, keys.shape[1], -1, 1, 1))
     return ((scores - lse).exp().to(values.dtype) @ values[:, :, None]).flatten(1, 2)
 
 
-def decode_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """Attention output [n, H, 1, D] of one query per row. The heads that share keys are folded into its length."""
+def decode_attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float
+) -> Tensor:
+    """Attention output [n, H, 1, D] of one query per row. The heads that share keys are folded into
+    its length."""
     folded = query.reshape(*keys.shape[:2], -1, query.shape[-1])
     if query.dtype == torch.float32:
-        # For one query plain products are quicker than the fused kernel, by a third at head dimension 32 on a CPU.
+        # For one query plain products are quicker than the fused kernel, by a third at head
+        # dimension 32 on a CPU.
         scores = (folded * scaling) @ keys.transpose(2, 3)
         out = scores.masked_fill_(~mask, -torch.inf).softmax(-1) @ values
     else:
@@ -153,7 +187,8 @@ def decode_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, 
     return out.view(*query.shape[:3], -1)
 
 
-# No mask function is registered under this name, which is how transformers is told to build no mask.
+# No mask function is registered under this name, which is how transformers is told to build no
+# mask.
 AttentionInterface.register(ATTENTION, slot_attention)
 
 
@@ -171,7 +206,8 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 
 class SlotModel:
-    """A causal language model that reads and writes a SlotCache. It is borrowed inside `borrowed`."""
+    """A causal language model that reads and writes a SlotCache. It is borrowed inside
+    `borrowed`."""
 
     make_cache = SlotCache
     is_batched = True  # rows are computed together, and several tokens may follow cached ones
@@ -181,7 +217,8 @@ class SlotModel:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Inside, the model is in evaluation mode and has the slots' attention; then it is put back as it was."""
+        """Inside, the model is in evaluation mode and has the slots' attention; then it is put back
+        as it was."""
         config = self.decoder.config
         implementation = config._attn_implementation
         try:
@@ -200,14 +237,17 @@ class SlotModel:
         length: int,
         sizes: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [n, S, hidden size] of tokens [n, S] that come at `starts` [n] of their rows; None: all at 0. `length`:
-        of the longest row with them. `sizes` [n]: without padding."""
+        """Hidden states [n, S, hidden size] of tokens [n, S] that come at `starts` [n] of their
+        rows; None: all at 0. `length`: of the longest row with them. `sizes` [n]: without
+        padding."""
         columns = torch.arange(tokens.shape[1], device=tokens.device)[None]
         position_ids = positions = columns if starts is None else starts[:, None] + columns
         if starts is not None and sizes is not None:
             positions = position_ids.masked_fill(columns >= sizes[:, None], cache.max_tokens)
             position_ids = positions.clamp(max=cache.max_tokens - 1)
-        plan = ForwardPlan(cache=cache, rows=rows, length=length, fresh=starts is None, positions=positions)
+        plan = ForwardPlan(
+            cache=cache, rows=rows, length=length, fresh=starts is None, positions=positions
+        )
         return self.decoder(
             input_ids=tokens, position_ids=position_ids, use_cache=False, slot_plan=plan
         ).last_hidden_state
@@ -217,7 +257,8 @@ class SlotModel:
 
 
 def choose_model(model: PreTrainedModel) -> Any:
-    """A SlotModel, if it computes what the model does; else a RowModel, which is slower. Raises ValueError if neither does."""
+    """A SlotModel, if it computes what the model does; else a RowModel, which is slower. Raises
+    ValueError if neither does."""
     own = option("rl_core.options.padded:OwnHeadModel")(model)
     samplers = [option("rl_core.options.padded:RowModel")(model), own]
     if not option("rl_core.options.padded:own_layers")(model):
@@ -227,13 +268,15 @@ def choose_model(model: PreTrainedModel) -> Any:
         if not problem:
             return sampler
     raise ValueError(
-        f"{type(model).__name__} does not sample token by token as it reads: {problem}; use another engine"
+        f"{type(model).__name__} does not sample token by token as it reads: {problem}; use "
+        "another engine"
     )
 
 
 @torch.inference_mode()
 def problem_of(sampler: Any, own: Any) -> str:
-    """How the third token's logits differ from those of the model's own forward; "" if they do not."""
+    """How the third token's logits differ from those of the model's own forward; "" if they do
+    not."""
     model, cache = sampler.model, sampler.make_cache(1, 3)
     ids = torch.tensor([[1, 2, 3]], device=model.device) % model.config.get_text_config().vocab_size
     with own.borrowed():
@@ -241,12 +284,15 @@ def problem_of(sampler: Any, own: Any) -> str:
     try:
         with sampler.borrowed():
             sampler.forward(cache, slice(0, 1), ids[:, :2], None, 2)
-            hidden = sampler.forward(cache, slice(0, 1), ids[:, 2:], torch.full((1,), 2, device=model.device), 3)
+            hidden = sampler.forward(
+                cache, slice(0, 1), ids[:, 2:], torch.full((1,), 2, device=model.device), 3
+            )
             error = (sampler.logits(hidden[0, -1]) - expected).abs().max()
     except (ValueError, TypeError, AttributeError, RuntimeError, KeyError) as problem:
         return str(problem).splitlines()[0]
     tolerance = (1e-3 if model.dtype == torch.float32 else 0.1) * expected.abs().max()
-    return f"its logits differ by {error:.2g}" if error > tolerance else ""  # where weights are NaN, both are
+    # Where weights are NaN, both are.
+    return f"its logits differ by {error:.2g}" if error > tolerance else ""
 
 
 @torch.inference_mode()
@@ -254,13 +300,19 @@ def bytes_per_token(slots: SlotModel) -> float:
     """What the cache keeps of a token, in all layers."""
     cache = slots.make_cache(1, 1)
     with slots.borrowed():
-        slots.forward(cache, slice(0, 1), torch.zeros(1, 1, dtype=torch.long, device=slots.model.device), None, 1)
+        slots.forward(
+            cache,
+            slice(0, 1),
+            torch.zeros(1, 1, dtype=torch.long, device=slots.model.device),
+            None,
+            1,
+        )
     return cache.num_bytes / (cache.max_tokens + 1)
 
 
 def share_cache(wanted: int, max_tokens: int, room: float) -> tuple[int, int]:
-    """(slots, tokens of parked sessions) in a cache with room for so many tokens. Slots come first; sessions that are not
-    parked are prefilled again."""
+    """(slots, tokens of parked sessions) in a cache with room for so many tokens. Slots come first;
+    sessions that are not parked are prefilled again."""
     row = max_tokens + 1
     if 2 * wanted * row <= room:
         return wanted, wanted * row  # no more conversations are open than there are slots
@@ -269,8 +321,8 @@ def share_cache(wanted: int, max_tokens: int, room: float) -> tuple[int, int]:
 
 
 def sample(logits: Tensor, numbers: Tensor) -> Tensor:
-    """[2, n] fp32 on the device: tokens, which are exact in fp32, and their logprobs. logits [n, V] fp32; numbers: uniforms in
-    [0, 1), is greedy; then temperatures; then top_k, top_p, min_p."""
+    """[2, n] fp32 on the device: tokens, which are exact in fp32, and their logprobs. logits [n, V]
+    fp32; numbers: uniforms in [0, 1), is greedy; then temperatures; then top_k, top_p, min_p."""
     if len(numbers) > 2:
         logits = logits / numbers[2, :, None].float()
     if len(numbers) > 3:
@@ -279,7 +331,8 @@ def sample(logits: Tensor, numbers: Tensor) -> Tensor:
 
 
 def truncated_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Logits [n, V] with -inf where top-k, then top-p of the rest, then min-p exclude; limits [n] are per row."""
+    """Logits [n, V] with -inf where top-k, then top-p of the rest, then min-p exclude; limits [n]
+    are per row."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     ordered = ordered.masked_fill((rank >= top_k[:, None]) & (top_k[:, None] > 0), -torch.inf)
@@ -290,11 +343,14 @@ def truncated_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 
 
 def sample_tokens(logits: Tensor, uniforms: Tensor, greedy: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [n] by inverse CDF at uniforms [n] in [0, 1), or the most likely where greedy, and their logprobs [n]."""
+    """Tokens [n] by inverse CDF at uniforms [n] in [0, 1), or the most likely where greedy, and
+    their logprobs [n]."""
     logprobs = logits.log_softmax(-1)
     cdf = logprobs.exp().cumsum(-1)
-    # Scaled by the last entry, a uniform below 1 stays below it: rounding can never pick an excluded token.
+    # Scaled by the last entry, a uniform below 1 stays below it: rounding can never pick an
+    # excluded token.
     drawn = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)
-    drawn = drawn.clamp(max=logits.shape[-1] - 1)  # NaN ends up behind the last token; the caller sees its logprob
+    # NaN ends up behind the last token; the caller sees its logprob.
+    drawn = drawn.clamp(max=logits.shape[-1] - 1)
     tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), drawn)
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]

@@ -1,16 +1,19 @@
-"""Attention over packed sequences: one mechanism for whole sequences, shared prompts and sequences cut over ranks.
+"""Attention over packed sequences: one mechanism for whole sequences, shared prompts and sequences
+cut over ranks.
 
-Queries attend to segments of keys, which a kernel computes without a mask or padding. Where a query sees several segments,
-their results are merged by log-sum-exp. The backward of each segment takes the output and the log-sum-exp of whole rows: its
-probabilities are then the final ones, and the gradients of all segments only need adding.
+Queries attend to segments of keys, which a kernel computes without a mask or padding. Where a query
+sees several segments, their results are merged by log-sum-exp. The backward of each segment takes
+the output and the log-sum-exp of whole rows: its probabilities are then the final ones, and the
+gradients of all segments only need adding.
 
     queries                         segments of keys
     each piece                      itself, causal
     what follows a shared prompt    that prompt, all of it
 
-With cp ranks, sequence n is padded at its end to 2 * cp * c_n tokens and cut into 2 * cp chunks. Rank r holds, for each
-sequence in order, chunk r and then chunk 2cp-1-r: all ranks have the same work under a causal mask. Keys and values travel
-round the ring while the segments at hand are computed (Ring Attention, arXiv 2310.01889). One rank is a ring of one.
+With cp ranks, sequence n is padded at its end to 2 * cp * c_n tokens and cut into 2 * cp chunks.
+Rank r holds, for each sequence in order, chunk r and then chunk 2cp-1-r: all ranks have the same
+work under a causal mask. Keys and values travel round the ring while the segments at hand are
+computed (Ring Attention, arXiv 2310.01889). One rank is a ring of one.
 
     keys from           segments        seen by the queries
     this rank           both chunks     both, causal: the two chunks lie in their order
@@ -66,7 +69,8 @@ class Kernel:
 
 
 def find_kernel(name: str, device: torch.device) -> Kernel:
-    """Raises ValueError if its library does not import here. "auto": flash-attn's on a GPU where it imports, else torch's."""
+    """Raises ValueError if its library does not import here. "auto": flash-attn's on a GPU where it
+    imports, else torch's."""
     if name == "auto":
         has_flash_attn = device.type == "cuda" and not import_error("flash_attn")
         name = "flash_attn" if has_flash_attn else "torch"
@@ -80,8 +84,8 @@ def find_kernel(name: str, device: torch.device) -> Kernel:
 
 @cache  # Each batch asks, and a library that fails to import would be searched for each time.
 def import_error(name: str) -> str:
-    """Why the kernel's library does not import; "" if it does. A folder of the library's name is not the library:
-    flash-attn-4, which SGLang requires, has none of flash-attn 2's functions."""
+    """Why the kernel's library does not import; "" if it does. A folder of the library's name is
+    not the library: flash-attn-4, which SGLang requires, has none of flash-attn 2's functions."""
     try:
         if name in LIBRARIES:
             option(LIBRARIES[name])
@@ -91,7 +95,8 @@ def import_error(name: str) -> str:
 
 
 class Segments:
-    """P runs of queries, each with the segment of keys that it attends to. If causal, the last of both is one token."""
+    """P runs of queries, each with the segment of keys that it attends to. If causal, the last of
+    both is one token."""
 
     def __init__(
         self,
@@ -105,15 +110,22 @@ class Segments:
         self.q_rows, self.k_rows = (rows_of([run[i] for run in runs], device) for i in range(2))
         starts = np.cumsum([(0, 0), *self.lengths], 0, dtype=np.int32).T.copy()
         self.cu_q, self.cu_k = torch.from_numpy(starts).to(device)  # [P+1] each
-        # One query a sequence sends the flash kernels down their path for decoding, which lays out its results otherwise.
-        self.max_q, self.max_k = max([2, *(q for q, _ in self.lengths)]), max([1, *(k for _, k in self.lengths)])
+        # One query a sequence sends the flash kernels down their path for decoding, which lays out
+        # its results otherwise.
+        self.max_q, self.max_k = (
+            max([2, *(q for q, _ in self.lengths)]),
+            max([1, *(k for _, k in self.lengths)]),
+        )
         self.is_causal, self.window = is_causal, window
         self.layout: Any = None  # of the kernel that uses it
 
 
 def rows_of(parts: list[range | np.ndarray], device: torch.device) -> Rows:
-    """These tokens one after the other: a slice, which costs no copy, where nothing lies between them."""
-    rows = np.concatenate([np.arange(x.start, x.stop) if isinstance(x, range) else x for x in parts or [range(0)]])
+    """These tokens one after the other: a slice, which costs no copy, where nothing lies between
+    them."""
+    rows = np.concatenate(
+        [np.arange(x.start, x.stop) if isinstance(x, range) else x for x in parts or [range(0)]]
+    )
     first = int(rows[0]) if len(rows) else 0
     is_slice = np.array_equal(rows, np.arange(first, first + len(rows)))
     return slice(first, first + len(rows)) if is_slice else torch.from_numpy(rows).to(device)
@@ -122,8 +134,9 @@ def rows_of(parts: list[range | np.ndarray], device: torch.device) -> Rows:
 class AttentionPlan:
     """What attention needs to know about one batch, made once and given to every layer.
 
-    Its pieces start at cu_seqlens [N+1], on the CPU, and follow the prompts `parents` (-1: none); what follows one prompt
-    stands together. With a group of ranks the pieces are this rank's parts of whole sequences."""
+    Its pieces start at cu_seqlens [N+1], on the CPU, and follow the prompts `parents` (-1: none);
+    what follows one prompt stands together. With a group of ranks the pieces are this rank's parts
+    of whole sequences."""
 
     def __init__(
         self,
@@ -138,31 +151,46 @@ class AttentionPlan:
         self.pieces = pieces = [range(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist())]
         self.prompts = [pieces[parent] if parent >= 0 else range(0) for parent in parents]
         both = list(zip(self.prompts, pieces, strict=True))
-        self.longest = max(len(prompt) + len(piece) * self.size for prompt, piece in both)  # tokens of a sequence
+        # Tokens of a sequence.
+        self.longest = max(len(prompt) + len(piece) * self.size for prompt, piece in both)
         causal = Segments([(piece, piece) for piece in pieces], device, is_causal=True)
         if self.size == 1:
             # The queries after one prompt are one run, for which its keys are read once.
             families = [list(family) for _, family in itertools.groupby(both, lambda x: x[0])]
-            prompts = Segments([(range(f[0][1].start, f[-1][1].stop), f[0][0]) for f in families], device)
+            prompts = Segments(
+                [(range(f[0][1].start, f[-1][1].stop), f[0][0]) for f in families], device
+            )
             by_source = [[causal, prompts] if prompts.lengths else [causal]]
         else:
             lower = Segments([(piece, piece[: len(piece) // 2]) for piece in pieces], device)
             higher = Segments([(piece[len(piece) // 2 :], piece) for piece in pieces], device)
-            by_source = [[lower]] * self.rank + [[causal]] + [[higher]] * (self.size - 1 - self.rank)
-        self.by_source = by_source  # segments in the keys of each rank; the first in this one's keys covers all queries
+            by_source = (
+                [[lower]] * self.rank + [[causal]] + [[higher]] * (self.size - 1 - self.rank)
+            )
+        # Segments in the keys of each rank; the first in this one's keys covers all queries.
+        self.by_source = by_source
         self.windows: dict[int, Segments] = {}
 
     def near(self, window: int) -> Segments:
-        """Each run of queries with the keys within its window, which are few: rows of the keys of all ranks, rank by rank."""
+        """Each run of queries with the keys within its window, which are few: rows of the keys of
+        all ranks, rank by rank."""
         if window not in self.windows:
             runs, size = [], self.size
             chunks = [0] if size == 1 else [self.rank, 2 * size - 1 - self.rank]
             for piece, prompt in zip(self.pieces, self.prompts, strict=True):
-                length, rows = len(piece) // len(chunks), np.concatenate([prompt, piece]).astype(np.int64)
+                length, rows = (
+                    len(piece) // len(chunks),
+                    np.concatenate([prompt, piece]).astype(np.int64),
+                )
                 if size > 1:  # of the whole sequence
                     number, place = divmod(np.arange(2 * size * length), max(1, length))
                     owner = np.minimum(number, 2 * size - 1 - number)
-                    rows = owner * self.pieces[-1].stop + piece.start + (number >= size) * length + place
+                    rows = (
+                        owner * self.pieces[-1].stop
+                        + piece.start
+                        + (number >= size) * length
+                        + place
+                    )
                 for n, chunk in enumerate(chunks):
                     first = len(prompt) + chunk * length
                     keys = rows[max(0, first - window + 1) : first + length]
@@ -181,9 +209,10 @@ def packed_attention(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """[T, H, D]: what this rank's tokens see of their whole sequences, causal. With a window a token sees that many, itself
-    included. A cap bounds scores. Sinks [H] are the scores of one more key of each head, whose value is 0. Every rank of the
-    group must call it, and run its backward, in the same order."""
+    """[T, H, D]: what this rank's tokens see of their whole sequences, causal. With a window a
+    token sees that many, itself included. A cap bounds scores. Sinks [H] are the scores of one more
+    key of each head, whose value is 0. Every rank of the group must call it, and run its backward,
+    in the same order."""
     assert len(query_THD) == plan.pieces[-1].stop, (query_THD.shape, plan.pieces[-1])
     if window is not None and window >= plan.longest:
         window = None
@@ -198,10 +227,15 @@ class PackedAttention(torch.autograd.Function):
         out = lse = None
         for kv, parts in keys_and_segments([k_TGD, v_TGD], plan, window):
             for part in parts:
-                result = plan.kernel.forward(q_THD[part.q_rows], *(x[part.k_rows] for x in kv), part, *how)
+                result = plan.kernel.forward(
+                    q_THD[part.q_rows], *(x[part.k_rows] for x in kv), part, *how
+                )
                 out, lse = result if out is None else merged(out, lse, *result, part.q_rows)
         if sinks is not None:
-            share, lse = torch.sigmoid(lse - sinks[:, None]), torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
+            share, lse = (
+                torch.sigmoid(lse - sinks[:, None]),
+                torch.logaddexp(lse, sinks[:, None].to(lse.dtype)),
+            )
             out = out * share.T[:, :, None]
         out = out.to(q_THD.dtype)
         ctx.save_for_backward(q_THD, k_TGD, v_TGD, out, lse, sinks)
@@ -213,28 +247,47 @@ class PackedAttention(torch.autograd.Function):
     def backward(ctx, dout):
         (q, k, v, out, lse, sinks), (plan, how, window) = ctx.saved_tensors, ctx.how
         dq = dkv = dsinks = None
-        if sinks is not None:  # the score of a key with value 0: dp = 0 in ds = p (dp - sum(dout * out))
-            dsinks = -((sinks[:, None] - lse).exp() * (dout.to(lse.dtype) * out).sum(-1).T).sum(1).to(sinks.dtype)
+        # The score of a key with value 0: dp = 0 in ds = p (dp - sum(dout * out))
+        if sinks is not None:
+            dsinks = (
+                -((sinks[:, None] - lse).exp() * (dout.to(lse.dtype) * out).sum(-1).T)
+                .sum(1)
+                .to(sinks.dtype)
+            )
         for kv, parts in keys_and_segments([k, v], plan, window):
-            # The gradient of these keys so far arrives from the rank before, which has just added its own part.
+            # The gradient of these keys so far arrives from the rank before, which has just added
+            # its own part.
             arriving = None if dkv is None else Shift(dkv, plan)
-            grads = [part_gradients(plan.kernel, dout, q, kv, out, lse, part, how) for part in parts]
+            grads = [
+                part_gradients(plan.kernel, dout, q, kv, out, lse, part, how) for part in parts
+            ]
             dkv = arriving.wait() if arriving else [None, None]
             for part, (dq_part, *dkv_part) in zip(parts, grads, strict=True):
                 dq = added(dq, dq_part, part.q_rows, len(q))
-                dkv = [added(total, x, part.k_rows, len(kv[0])) for total, x in zip(dkv, dkv_part, strict=True)]
+                dkv = [
+                    added(total, x, part.k_rows, len(kv[0]))
+                    for total, x in zip(dkv, dkv_part, strict=True)
+                ]
             del grads  # not while the next segments are computed
         if plan.size > 1:
-            dkv = [scattered(x.to(lse.dtype), plan) for x in dkv] if window else Shift(dkv, plan).wait()
+            dkv = (
+                [scattered(x.to(lse.dtype), plan) for x in dkv]
+                if window
+                else Shift(dkv, plan).wait()
+            )
         return dq.to(q.dtype), *(x.to(k.dtype) for x in dkv), dsinks, None, None, None
 
 
 def part_gradients(kernel: Kernel, dout, q, kv: list[Tensor], out, lse, part: Segments, how: tuple):
     rows = part.q_rows
-    return kernel.backward(dout[rows], q[rows], *(x[part.k_rows] for x in kv), out[rows], lse[:, rows], part, *how)
+    return kernel.backward(
+        dout[rows], q[rows], *(x[part.k_rows] for x in kv), out[rows], lse[:, rows], part, *how
+    )
 
 
-def merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+def merged(
+    out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of queries of which `rows` see more keys: those of the part."""
     out, before = out.to(lse.dtype), lse[:, rows]
     share = torch.sigmoid(part_lse - before).T[:, :, None]
@@ -247,7 +300,8 @@ def merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Rows)
 
 
 def added(total: Tensor | None, part: Tensor, rows: Rows, num: int) -> Tensor:
-    """[num, heads, D] sum of gradients, the part's at `rows`; in fp32, or fp64, once there are several."""
+    """[num, heads, D] sum of gradients, the part's at `rows`; in fp32, or fp64, once there are
+    several."""
     if total is None and isinstance(rows, slice) and rows.stop - rows.start == num:
         return part
     wide = torch.promote_types(part.dtype, torch.float32)
@@ -259,9 +313,11 @@ def added(total: Tensor | None, part: Tensor, rows: Rows, num: int) -> Tensor:
     return total
 
 
-def keys_and_segments(kv: list[Tensor], plan: AttentionPlan, window: int | None) -> Iterator[tuple[list, list]]:
-    """Keys and values of each rank, this one first, and the segments in them. The next travel while the caller works. With
-    a window, the keys of all ranks at once."""
+def keys_and_segments(
+    kv: list[Tensor], plan: AttentionPlan, window: int | None
+) -> Iterator[tuple[list, list]]:
+    """Keys and values of each rank, this one first, and the segments in them. The next travel while
+    the caller works. With a window, the keys of all ranks at once."""
     if window is not None:
         yield [gathered(x, plan) for x in kv], [plan.near(window)]
         return
@@ -272,14 +328,17 @@ def keys_and_segments(kv: list[Tensor], plan: AttentionPlan, window: int | None)
 
 
 class Shift:
-    """One step round the ring: the tensors leave for the next rank, and wait() gives those of the rank before."""
+    """One step round the ring: the tensors leave for the next rank, and wait() gives those of the
+    rank before."""
 
     def __init__(self, tensors: list[Tensor], plan: AttentionPlan):
         to, source = (plan.rank + 1) % plan.size, (plan.rank - 1) % plan.size
         self.sent = [x.contiguous() for x in tensors]
         self.received = [torch.empty_like(x) for x in self.sent]
         moves = [dist.P2POp(dist.isend, x, group=plan.group, group_peer=to) for x in self.sent]
-        moves += [dist.P2POp(dist.irecv, x, group=plan.group, group_peer=source) for x in self.received]
+        moves += [
+            dist.P2POp(dist.irecv, x, group=plan.group, group_peer=source) for x in self.received
+        ]
         self.works = dist.batch_isend_irecv(moves)
 
     def wait(self) -> list[Tensor]:
@@ -305,9 +364,12 @@ def scattered(grad: Tensor, plan: AttentionPlan) -> Tensor:
     return summed
 
 
-def attention_forward(module, query, key, value, _, scaling=None, sliding_window=None, attention_plan=None, **more):
-    """[1, T, H, D]. query [1, H, T, D], key and value [1, G, T, D]; `attention_plan` comes through the model's forward.
-    Raises ValueError if a model's attention asks for what would be left out silently."""
+def attention_forward(
+    module, query, key, value, _, scaling=None, sliding_window=None, attention_plan=None, **more
+):
+    """[1, T, H, D]. query [1, H, T, D], key and value [1, G, T, D]; `attention_plan` comes through
+    the model's forward. Raises ValueError if a model's attention asks for what would be left out
+    silently."""
     if more.get("dropout"):
         raise ValueError("attention here has no dropout; train a model without it")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
@@ -316,9 +378,12 @@ def attention_forward(module, query, key, value, _, scaling=None, sliding_window
         v = pad(v, (0, head_dim - width))
     scale = head_dim**-0.5 if scaling is None else scaling
     changes = more.get("softcap"), more.get("s_aux")
-    return packed_attention(q, k, v, attention_plan, scale, sliding_window, *changes)[None, ..., :width], None
+    return packed_attention(q, k, v, attention_plan, scale, sliding_window, *changes)[
+        None, ..., :width
+    ], None
 
 
-# No mask function is registered under this name, which is how transformers is told to build no mask: the plan says all that
-# one would, and transformers waits for the device to see whether positions are of packed sequences.
+# No mask function is registered under this name, which is how transformers is told to build no
+# mask: the plan says all that one would, and transformers waits for the device to see whether
+# positions are of packed sequences.
 AttentionInterface.register(NAME, attention_forward)

@@ -1,9 +1,12 @@
 """Save and resume a run: every rank writes its own shards, and any number of ranks reads them.
 
-checkpoints/step_000010/manifest.json               written last: every file with its size and checksum
+checkpoints/step_000010/manifest.json               written last: every file with its size and
+checksum
                         state.json                  step, data position
-                        policy.lagged.safetensors   unsharded weights of an engine's older version, where it has one
-                        policy/*.safetensors        trained weights and the optimizer's state, by torch.distributed.checkpoint
+                        policy.lagged.safetensors   unsharded weights of an engine's older version,
+                        where it has one
+                        policy/*.safetensors        trained weights and the optimizer's state, by
+                        torch.distributed.checkpoint
 """
 
 from __future__ import annotations
@@ -34,10 +37,11 @@ READ_BYTES = 16 << 20
 
 
 def saved_tensors(learner: Learner) -> dict[str, Tensor]:
-    """Name -> trained weight or optimizer state, as this rank holds it. State in 8 bits cannot be cut for another number of
-    ranks: its names tell whose it is."""
+    """Name -> trained weight or optimizer state, as this rank holds it. State in 8 bits cannot be
+    cut for another number of ranks: its names tell whose it is."""
     if isinstance(learner.policy, FSDPModule):
-        learner.policy.reshard()  # after a forward without a backward some parameters are still gathered
+        # After a forward without a backward some parameters are still gathered.
+        learner.policy.reshard()
     ranks, weights = learner.ranks, {n: p.detach() for n, p in learner.trained_parameters()}
     tensors, shared = {f"param/{name}": weight for name, weight in weights.items()}, set()
     for group in learner.optimizer.param_groups:
@@ -45,7 +49,9 @@ def saved_tensors(learner: Learner) -> dict[str, Tensor]:
             for kind, value in learner.optimizer.state.get(parameter, {}).items():
                 if kind != "step" and isinstance(value, Tensor) and id(value) not in shared:
                     shared.add(id(value))  # bitsandbytes' tables are the same for all parameters
-                    is_cut_alike = isinstance(value, DTensor) or not isinstance(weights[name], DTensor)
+                    is_cut_alike = isinstance(value, DTensor) or not isinstance(
+                        weights[name], DTensor
+                    )
                     owner = "" if is_cut_alike else f"@{ranks.rank}of{ranks.size}"
                     tensors[f"{kind}{owner}/{name}"] = value
     return tensors
@@ -53,17 +59,28 @@ def saved_tensors(learner: Learner) -> dict[str, Tensor]:
 
 def trained_learners(learners: dict[str, Learner]) -> dict[str, Learner]:
     """All that actors' learners train, critics included."""
-    return {name: learner for actor, owner in learners.items() for name, learner in owner.trained(actor).items()}
+    return {
+        name: learner
+        for actor, owner in learners.items()
+        for name, learner in owner.trained(actor).items()
+    }
 
 
 def save_checkpoint(
-    folder: Path, learners: dict[str, Learner], state: dict, ranks: Ranks, keep: int, files: Iterable[Path] = ()
+    folder: Path,
+    learners: dict[str, Learner],
+    state: dict,
+    ranks: Ranks,
+    keep: int,
+    files: Iterable[Path] = (),
 ) -> None:
-    """checkpoints/step_N, complete or not there at all: all that each actor's learner trains, and a copy of further files
-    of rank 0. Then deletes those before the newest `keep`. Every rank must call it. Raises RunError on all of them, and
-    writes nothing, if a weight is not finite."""
+    """checkpoints/step_N, complete or not there at all: all that each actor's learner trains, and a
+    copy of further files of rank 0. Then deletes those before the newest `keep`. Every rank must
+    call it. Raises RunError on all of them, and writes nothing, if a weight is not finite."""
     trained = trained_learners(learners)
-    broken = all_gather_json([name for actor in trained for name in broken_weights(actor, trained[actor])], ranks)
+    broken = all_gather_json(
+        [name for actor in trained for name in broken_weights(actor, trained[actor])], ranks
+    )
     refuse_nonfinite([name for part in broken for name in part], f"{folder} is not written")
     beside = folder.with_name(f".{folder.name}.tmp")
     if ranks.rank == 0:
@@ -81,7 +98,8 @@ def save_checkpoint(
     if ranks.rank == 0:
         (beside / "manifest.json").write_text(json.dumps({"files": manifest}, indent=1))
         rename_into_place(beside, folder)
-        # While updates are skipped the weights may be ruined, and an older checkpoint the only way back.
+        # While updates are skipped the weights may be ruined, and an older checkpoint the only way
+        # back.
         if keep and not any(learner.nonfinite_in_a_row for learner in trained.values()):
             delete_old(folder, keep)
     barrier(ranks)  # no rank goes on before the checkpoint stands
@@ -90,7 +108,11 @@ def save_checkpoint(
 def broken_weights(actor: str, learner: Learner) -> list[str]:
     """Names of trained weights of which this rank holds a number that is NaN or infinite."""
     with learner.on_device():  # elsewhere its memory may be given back
-        return [f"{actor}: {name}" for name, p in learner.trained_parameters() if not local(p).isfinite().all()]
+        return [
+            f"{actor}: {name}"
+            for name, p in learner.trained_parameters()
+            if not local(p).isfinite().all()
+        ]
 
 
 def save_learner(folder: Path, learner: Learner) -> dict[str, Any]:
@@ -99,11 +121,16 @@ def save_learner(folder: Path, learner: Learner) -> dict[str, Any]:
         writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
         with warnings.catch_warnings(action="ignore"):  # of torch, about a single process
             dcp.save(saved_tensors(learner), storage_writer=writer)
-    return {"name": type(learner.optimizer).__name__, "steps": learner.num_updates, "ranks": learner.ranks.size}
+    return {
+        "name": type(learner.optimizer).__name__,
+        "steps": learner.num_updates,
+        "ranks": learner.ranks.size,
+    }
 
 
 def make_manifest(folder: Path, ranks: Ranks) -> dict[str, dict]:
-    """File -> its size and checksum. Each rank reads a part of the files. Every rank must call it."""
+    """File -> its size and checksum. Each rank reads a part of the files. Every rank must call
+    it."""
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     names = all_gather_json(names, ranks)[0]  # a shared file system may show others later
     own = {name: facts_of(folder / name) for name in names[ranks.rank :: ranks.size]}
@@ -114,7 +141,8 @@ def make_manifest(folder: Path, ranks: Ranks) -> dict[str, dict]:
 
 
 def facts_of(file: Path) -> dict[str, Any]:
-    """Size and checksum of a file; the checksum finds damage at the speed of the disk, and no forgery."""
+    """Size and checksum of a file; the checksum finds damage at the speed of the disk, and no
+    forgery."""
     digest = xxhash.xxh3_64()
     with open(file, "rb") as opened:
         while part := opened.read(READ_BYTES):
@@ -123,7 +151,8 @@ def facts_of(file: Path) -> dict[str, Any]:
 
 
 def delete_old(folder: Path, keep: int) -> None:
-    """Deletes those before the newest `keep`, of which `folder` is the last: later ones were damaged when the run resumed."""
+    """Deletes those before the newest `keep`, of which `folder` is the last: later ones were
+    damaged when the run resumed."""
     saved = checkpoints_in(folder.parent)
     until = saved.index(folder) + 1
     for old in saved[:until][:-keep]:
@@ -142,8 +171,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def newest_intact(folder: Path, ranks: Ranks) -> Path | None:
-    """The newest checkpoint whose files are as they were written; None where there is none at all. Says which are damaged.
-    Every rank must call it. Raises ValueError if all are damaged."""
+    """The newest checkpoint whose files are as they were written; None where there is none at all.
+    Says which are damaged. Every rank must call it. Raises ValueError if all are damaged."""
     if ranks.is_engine:  # that has no part in the other ranks' collectives
         name = ranks.store.get(RESUMED).decode()
         return folder / name if name else None
@@ -157,7 +186,9 @@ def newest_intact(folder: Path, ranks: Ranks) -> Path | None:
         else:
             found = checkpoint
     if damages and not found:
-        raise ValueError(f"{damages[0]}; no checkpoint before it is whole: remove them, to begin at step 0")
+        raise ValueError(
+            f"{damages[0]}; no checkpoint before it is whole: remove them, to begin at step 0"
+        )
     if ranks.rank == 0:
         for damage in damages:
             print(f"warning: {damage}; goes on from {found.name}, the one before it", flush=True)
@@ -166,11 +197,15 @@ def newest_intact(folder: Path, ranks: Ranks) -> Path | None:
 
 
 def find_damage(folder: Path, ranks: Ranks) -> str:
-    """What is wrong with a checkpoint's files; "" if nothing is. Each rank reads a part of them. Every rank must call it."""
+    """What is wrong with a checkpoint's files; "" if nothing is. Each rank reads a part of them.
+    Every rank must call it."""
     try:
         read_object(folder / "state.json")
         files = read_manifest(folder)
-        found = [difference(folder / name, files[name]) for name in sorted(files)[ranks.rank :: ranks.size]]
+        found = [
+            difference(folder / name, files[name])
+            for name in sorted(files)[ranks.rank :: ranks.size]
+        ]
     except (OSError, ValueError) as error:
         found = [str(error)]
     every = all_gather_json([text for text in found if text], ranks)
@@ -182,13 +217,17 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     file = folder / "manifest.json"
     files = read_object(file).get("files")
     try:
-        return {name: {"bytes": facts["bytes"], "xxh3_64": facts.get("xxh3_64")} for name, facts in files.items()}
+        return {
+            name: {"bytes": facts["bytes"], "xxh3_64": facts.get("xxh3_64")}
+            for name, facts in files.items()
+        }
     except (AttributeError, KeyError, TypeError):
         raise ValueError(f"{file} is damaged: it must name files with their sizes") from None
 
 
 def difference(file: Path, facts: dict[str, Any]) -> str:
-    """What a file differs in from its manifest; "" if it is as it was written. Old manifests have sizes alone."""
+    """What a file differs in from its manifest; "" if it is as it was written. Old manifests have
+    sizes alone."""
     size = file.stat().st_size if file.is_file() else "no"
     if size != facts["bytes"]:
         return f"{file} is damaged: it has {size} bytes, its manifest says {facts['bytes']}"
@@ -198,8 +237,8 @@ def difference(file: Path, facts: dict[str, Any]) -> str:
 
 
 def load_checkpoint(folder: Path, learners: dict[str, Learner], is_verified: bool = False) -> dict:
-    """Fills the learners and returns the saved state. Raises ValueError if a file is damaged, unless that `is_verified`, or
-    if the checkpoint is of another model."""
+    """Fills the learners and returns the saved state. Raises ValueError if a file is damaged,
+    unless that `is_verified`, or if the checkpoint is of another model."""
     trained = trained_learners(learners)
     if trained and not is_verified:
         damage = find_damage(folder, next(iter(trained.values())).ranks)
@@ -208,7 +247,9 @@ def load_checkpoint(folder: Path, learners: dict[str, Learner], is_verified: boo
     state = read_object(folder / "state.json")
     for name, learner in trained.items():
         if name not in state["optimizers"]:
-            raise ValueError(f"{folder} has no actor {name!r}; it has {', '.join(state['optimizers'])}")
+            raise ValueError(
+                f"{folder} has no actor {name!r}; it has {', '.join(state['optimizers'])}"
+            )
         load_learner(folder / name, learner, **state["optimizers"][name])
         learner.num_updates = state["optimizers"][name]["steps"]
     return state
@@ -217,11 +258,13 @@ def load_checkpoint(folder: Path, learners: dict[str, Learner], is_verified: boo
 def load_learner(folder: Path, learner: Learner, name: str, steps: int, ranks: int) -> None:
     if name != (ours := type(learner.optimizer).__name__):
         raise ValueError(
-            f"{folder} holds the state of {name}, which {ours} cannot use; resume with the --optim.name that it was saved with"
+            f"{folder} holds the state of {name}, which {ours} cannot use; resume with the "
+            "--optim.name that it was saved with"
         )
     if name.endswith("8bit") and steps and ranks != learner.ranks.size:
         raise ValueError(
-            f"{folder} holds 8-bit optimizer state of {ranks} ranks, which cannot be cut for {learner.ranks.size}; "
+            f"{folder} holds 8-bit optimizer state of {ranks} ranks, which cannot be cut for "
+            f"{learner.ranks.size}; "
             "resume with as many ranks"
         )
     if steps:
@@ -231,7 +274,8 @@ def load_learner(folder: Path, learner: Learner, name: str, steps: int, ranks: i
     for key, value in wanted.items():
         if key not in saved or saved[key].size != value.shape:
             raise ValueError(
-                f"{folder}: {key} is missing or has another shape; is it of another model, or of one with other adapters?"
+                f"{folder}: {key} is missing or has another shape; is it of another model, or of "
+                "one with other adapters?"
             )
     with warnings.catch_warnings(action="ignore"):
         dcp.load(wanted, storage_reader=reader)
@@ -248,4 +292,8 @@ def make_state(learner: Learner, steps: int) -> None:
         parameter.grad = None
     for state in learner.optimizer.state.values():
         if "step" in state:
-            state["step"] = torch.full_like(state["step"], steps) if isinstance(state["step"], Tensor) else steps
+            state["step"] = (
+                torch.full_like(state["step"], steps)
+                if isinstance(state["step"], Tensor)
+                else steps
+            )

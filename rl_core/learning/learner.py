@@ -1,4 +1,5 @@
-"""One trainable model: samples -> microbatches -> loss -> optimizer step. Every algorithm learns here."""
+"""One trainable model: samples -> microbatches -> loss -> optimizer step. Every algorithm learns
+here."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl_core.config import Config, OptimConfig
 from rl_core.data.packing import PackBudget
 from rl_core.distributed import Ranks, all_gather_json, local, unsharded
-from rl_core.learning.algorithms import Algorithm, kl_estimate, kl_penalised, learning_rate, mean_and_std, token_losses
+from rl_core.learning.algorithms import (
+    Algorithm,
+    kl_estimate,
+    kl_penalised,
+    learning_rate,
+    mean_and_std,
+    token_losses,
+)
 from rl_core.learning.minibatches import Minibatch, pair_work, shard_samples
 from rl_core.learning.model import PolicyModel, engine_weights, named_weights, reads_in_place
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics, count_once
@@ -38,26 +46,39 @@ class Learner:
         name: str = "policy",
         adapter: str | None = None,
     ):
-        self.config, self.algorithm, self.policy, self.ranks, self.name = config, algorithm, policy, ranks, name
-        self.adapter = next(iter(policy.adapters), "") if adapter is None else adapter  # that it trains, if any
-        self.reference = reference  # frozen; or the policy, which then acts as its own without adapters
+        self.config, self.algorithm, self.policy, self.ranks, self.name = (
+            config,
+            algorithm,
+            policy,
+            ranks,
+            name,
+        )
+        # That it trains, if any.
+        self.adapter = next(iter(policy.adapters), "") if adapter is None else adapter
+        # Frozen; or the policy, which then acts as its own without adapters.
+        self.reference = reference
         self.critic = critic  # trained beside the policy
         self.temperature = config.sampling.temperature if algorithm.is_rl else 1.0
         self.optimizer = make_optimizer(self.trained_parameters(), config.optim)
-        self.state_on_device = nullcontext  # makes a context in which the optimizer's state is on the device
+        # Makes a context in which the optimizer's state is on the device.
+        self.state_on_device = nullcontext
         if config.learner.offload == "phase":
             self.state_on_device = option(f"{OFFLOAD}:offload_state")(self.optimizer, ranks.device)
-            if policy.on_device is nullcontext and not reads_in_place(policy):  # which others may share
+            # Which others may share.
+            if policy.on_device is nullcontext and not reads_in_place(policy):
                 policy.on_device = option(f"{OFFLOAD}:offload_weights")(policy, ranks.device)
         self.updates_per_step = config.learner.minibatches * config.learner.epochs
         tokens, mesh = config.learner.microbatch_tokens * ranks.mesh.cp, ranks.mesh
-        self.budget = PackBudget(max_tokens=tokens, num_ranks=mesh.dp, cp=mesh.cp, pair_work=pair_work(policy.hf))
+        self.budget = PackBudget(
+            max_tokens=tokens, num_ranks=mesh.dp, cp=mesh.cp, pair_work=pair_work(policy.hf)
+        )
         self.num_updates = 0  # since the run began, before it was resumed too
         self.nonfinite_in_a_row = 0
         self.experts: Any = None  # an options.experts.Experts, where the model has some
 
     def shard(self, samples: list[TrainingSample]) -> tuple[list[Minibatch], dict[str, Metric]]:
-        """This rank's share of every rank's samples, and metrics of their packing. Every rank must call it."""
+        """This rank's share of every rank's samples, and metrics of their packing. Every rank must
+        call it."""
         replay = self.experts and self.experts.replay
         return shard_samples(samples, self.algorithm, self.config, self.budget, self.ranks, replay)
 
@@ -67,9 +88,9 @@ class Learner:
 
     @torch.no_grad()
     def annotate(self, minibatches: list[Minibatch]) -> dict[str, Metric]:
-        """Fills in old logprobs, where a batch is used for more than one update (the first update's ratio is 1 by
-        definition), and what advantages need: the KL to the reference, the critic's values, the deviation over the whole
-        batch. Returns the critic's metrics."""
+        """Fills in old logprobs, where a batch is used for more than one update (the first update's
+        ratio is 1 by definition), and what advantages need: the KL to the reference, the critic's
+        values, the deviation over the whole batch. Returns the critic's metrics."""
         a, batches = self.algorithm, [b for m in minibatches for b in m.batches]
         if a.is_rl and self.updates_per_step > 1:
             for batch in batches:
@@ -79,7 +100,9 @@ class Learner:
                 for batch in batches:
                     batch.ref_logprobs = self.reference(batch, self.temperature)[0]
         metrics = self.critic.annotate(a, batches) if self.critic else {}
-        if self.reference is not None and (a.kl_in == "advantage" or (a.kl_in == "reward" and not self.critic)):
+        if self.reference is not None and (
+            a.kl_in == "advantage" or (a.kl_in == "reward" and not self.critic)
+        ):
             for batch in batches:
                 batch.advantages = kl_penalised(a, batch)
         if a.normalize == "batch":
@@ -94,7 +117,9 @@ class Learner:
 
     def global_sums(self, sums: Tensor) -> list[float]:
         """Sums over the ranks."""
-        return [sum(column) for column in zip(*all_gather_json(sums.tolist(), self.ranks), strict=True)]
+        return [
+            sum(column) for column in zip(*all_gather_json(sums.tolist(), self.ranks), strict=True)
+        ]
 
     @torch.no_grad()
     def evaluate(self, minibatches: list[Minibatch]) -> dict[str, Metric]:
@@ -109,14 +134,17 @@ class Learner:
         return fetched(parts)[0]
 
     def step(self, minibatches: list[Minibatch], step: int) -> dict[str, Metric]:
-        """One optimizer step per minibatch and epoch, until one's KL to the start of the step exceeds the target. A
-        minibatch that carries no signal changes nothing."""
+        """One optimizer step per minibatch and epoch, until one's KL to the start of the step
+        exceeds the target. A minibatch that carries no signal changes nothing."""
         metrics: dict[str, Metric] = {}
         with ExitStack() as states:
             for learner in self.trained("").values():
                 states.enter_context(learner.state_on_device())
             for number in range(self.updates_per_step):
-                minibatch, at = minibatches[number % len(minibatches)], step + number / self.updates_per_step
+                minibatch, at = (
+                    minibatches[number % len(minibatches)],
+                    step + number / self.updates_per_step,
+                )
                 has_work, is_done = bool(minibatch.batches and minibatch.denominator), False
                 if self.critic and has_work:
                     add_metrics(metrics, self.critic.update(minibatch, at))
@@ -131,19 +159,21 @@ class Learner:
         return metrics
 
     def update(self, minibatch: Minibatch, step: float) -> tuple[dict[str, Metric], bool]:
-        """The metrics, and whether the step ends here without this update, because the policy is too far from its start. An
-        update whose loss or gradient is not finite changes nothing."""
+        """The metrics, and whether the step ends here without this update, because the policy is
+        too far from its start. An update whose loss or gradient is not finite changes nothing."""
         parts, experts = [], self.experts
         if experts:
             experts.begin(minibatch.batches)
         for number, batch in enumerate(minibatch.batches, 1):
-            if self.ranks.mesh.dp_replicate > 1:  # copies of the weights add up their gradients once
+            # Copies of the weights add up their gradients once.
+            if self.ranks.mesh.dp_replicate > 1:
                 self.policy.set_requires_all_reduce(number == len(minibatch.batches))
             losses, metrics = self.losses(batch)
             loss = losses.sum() / minibatch.denominator
             # Propagate NaN into the gradient so that all ranks skip this update together.
             one = 1 + (loss - loss).detach()
-            # FSDP averages gradients over ranks; undo it, the loss is already a share of a global mean.
+            # FSDP averages gradients over ranks; undo it, the loss is already a share of a global
+            # mean.
             whole = loss * one + (experts.loss() if experts else 0.0)
             (whole * (self.ranks.size / self.ranks.mesh.tp)).backward()
             parts.append(metrics | {"loss": Mean(loss.detach(), 0)})
@@ -169,21 +199,27 @@ class Learner:
         return self.skip(metrics["loss"].total, grad_norm, step), False
 
     def skip(self, loss: float, grad_norm: float, step: float) -> dict[str, Metric]:
-        """Counts an update that was not made. Raises RunError on all ranks alike after too many in a row."""
+        """Counts an update that was not made. Raises RunError on all ranks alike after too many in
+        a row."""
         self.nonfinite_in_a_row += 1
         losses = ", ".join(all_gather_json(repr(loss), self.ranks))  # of each rank
         number = round(step % 1 * self.updates_per_step)
-        text = f"step {int(step) + 1}, update {number} of {self.name} is not finite: gradient norm {grad_norm}, loss {losses}"
+        text = (
+            f"step {int(step) + 1}, update {number} of {self.name} is not finite: gradient norm "
+            f"{grad_norm}, loss {losses}"
+        )
         if self.nonfinite_in_a_row > MAX_NONFINITE:
             raise RunError(
-                f"{text}. It is number {self.nonfinite_in_a_row} in a row; weights and optimizer are as before the first"
+                f"{text}. It is number {self.nonfinite_in_a_row} in a row; weights and optimizer "
+                "are as before the first"
             )
         if self.ranks.rank == 0:
             print(f"{text}; skipped ({self.nonfinite_in_a_row} in a row)", flush=True)
         return {"nonfinite_updates": count_once(self.ranks)}
 
     def losses(self, batch: PackedBatch) -> tuple[Tensor, dict[str, Metric]]:
-        """What is minimised, of each trained token or of each pair, and metrics whose numbers are still on the device."""
+        """What is minimised, of each trained token or of each pair, and metrics whose numbers are
+        still on the device."""
         outputs, entropy = self.forward(batch)
         if self.algorithm.loss:
             return option(self.algorithm.loss)(self.config, batch, outputs)
@@ -191,14 +227,17 @@ class Learner:
         return losses, self.measure(batch, outputs.detach(), entropy.detach(), is_clipped)
 
     def exceeds_target(self, metrics: dict[str, Metric]) -> bool:
-        """Whether the mean KL(old || new) of the minibatch is above the target; the same on all ranks."""
+        """Whether the mean KL(old || new) of the minibatch is above the target; the same on all
+        ranks."""
         if not self.algorithm.target_kl:
             return False
         kl = metrics["step_kl_nats"]
         total, count = self.global_sums(torch.tensor([kl.total, kl.count], dtype=torch.float64))
         return total > self.algorithm.target_kl * count
 
-    def measure(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor, is_clipped: Tensor) -> dict[str, Metric]:
+    def measure(
+        self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor, is_clipped: Tensor
+    ) -> dict[str, Metric]:
         n, old = logprobs.numel(), batch.old_logprobs
         metrics: dict[str, Metric] = {"entropy_nats": Mean(entropy.sum(), n)}
         if self.algorithm.is_rl:
@@ -219,7 +258,8 @@ class Learner:
     def clip_gradients(self) -> Tensor:
         """The norm before it is bounded, over all ranks."""
         self.policy.finish_gradients()
-        by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}  # torch takes the norm of tensors on one mesh
+        # Torch takes the norm of tensors on one mesh.
+        by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
         for grad in (p.grad for _, p in self.trained_parameters() if p.grad is not None):
             by_mesh.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
         norms = [unsharded(torch.nn.utils.get_total_norm(grads)) for grads in by_mesh.values()]
@@ -231,8 +271,8 @@ class Learner:
         return norm
 
     def on_device(self) -> ExitStack:
-        """A context in which the weights are on the device; outside they are CPU-offloaded, if --learner.offload says so.
-        The optimizer's state is there only within step()."""
+        """A context in which the weights are on the device; outside they are CPU-offloaded, if
+        --learner.offload says so. The optimizer's state is there only within step()."""
         stack = ExitStack()
         for learner in self.trained("").values():
             stack.enter_context(learner.policy.on_device())
@@ -264,9 +304,12 @@ class Learner:
 
 
 def fetched(parts: list[dict[str, Metric]], *more: Tensor) -> tuple:
-    """The sum of the parts, whose numbers may be on the device, and further numbers: all in one transfer from each device
-    that has some. With --learner.offload always the gradient's norm is on the CPU."""
-    places = [(m, "total" if isinstance(m, Mean) else "value") for part in parts for m in part.values()]
+    """The sum of the parts, whose numbers may be on the device, and further numbers: all in one
+    transfer from each device that has some. With --learner.offload always the gradient's norm is on
+    the CPU."""
+    places = [
+        (m, "total" if isinstance(m, Mean) else "value") for part in parts for m in part.values()
+    ]
     places = [place for place in places if isinstance(getattr(*place), Tensor)]
     tensors = [getattr(*place) for place in places] + list(more)
     numbers = numbers_of(tensors)
@@ -290,7 +333,9 @@ def numbers_of(tensors: list[Tensor]) -> list[float]:
     return numbers
 
 
-def make_optimizer(named: Iterator[tuple[str, nn.Parameter]], config: OptimConfig) -> torch.optim.Optimizer:
+def make_optimizer(
+    named: Iterator[tuple[str, nn.Parameter]], config: OptimConfig
+) -> torch.optim.Optimizer:
     if config.name in OPTIMIZERS:
         return option(OPTIMIZERS[config.name])(list(named), config)
     groups = parameter_groups(named, config.weight_decay)
@@ -300,9 +345,12 @@ def make_optimizer(named: Iterator[tuple[str, nn.Parameter]], config: OptimConfi
 
 
 def parameter_groups(named: Iterator[tuple[str, Tensor]], weight_decay: float) -> list[dict]:
-    """Weight decay on matrices, not on norms and biases. torch computes with a group's parameters together, which must
-    therefore be sharded over one mesh."""
+    """Weight decay on matrices, not on norms and biases. torch computes with a group's parameters
+    together, which must therefore be sharded over one mesh."""
     kinds: dict[tuple, list] = {}
     for name, p in named:
         kinds.setdefault((p.ndim > 1, getattr(p, "device_mesh", None)), []).append((name, p))
-    return [{"params": part, "weight_decay": weight_decay * is_matrix} for (is_matrix, _), part in kinds.items()]
+    return [
+        {"params": part, "weight_decay": weight_decay * is_matrix}
+        for (is_matrix, _), part in kinds.items()
+    ]

@@ -1,7 +1,9 @@
-"""Hidden states x head weight -> logprob and entropy of each trained token, never all tokens x vocabulary at once.
+"""Hidden states x head weight -> logprob and entropy of each trained token, never all tokens x
+vocabulary at once.
 
-Logits live in tiles of C tokens x S vocabulary ids, and a token's softmax is put together tile by tile. On a GPU with Triton
-the kernels of options/triton_logprobs.py fill the tiles, elsewhere torch does.
+Logits live in tiles of C tokens x S vocabulary ids, and a token's softmax is put together tile by
+tile. On a GPU with Triton the kernels of options/triton_logprobs.py fill the tiles, elsewhere torch
+does.
 
 M trained tokens, D hidden, V vocabulary, C tokens and S vocabulary ids of one tile.
 """
@@ -24,25 +26,32 @@ from torch.nn.functional import linear
 from rl_core.types import logit_change
 
 TRITON = "rl_core.options.triton_logprobs"
-# Of one fp32 tile. On a CPU it stays in the cache; with fewer than 512 tokens or 2048 ids products get slow.
+# Of one fp32 tile. On a CPU it stays in the cache; with fewer than 512 tokens or 2048 ids products
+# get slow.
 CPU_TILE_BYTES, CUDA_TILE_BYTES, TRITON_TILE_BYTES = 4 << 20, 64 << 20, 256 << 20
 LEAST_IDS = 2048
 SIDE_BYTES = 128 << 20  # of the hidden states, and of the weights, of one tile in fp32
-KEPT_BYTES = 512 << 20  # on a CPU probabilities of up to this size are kept for the backward, not computed again
+# On a CPU probabilities of up to this size are kept for the backward, not computed again.
+KEPT_BYTES = 512 << 20
 FAR_BELOW = -1e30  # under any logit; finite, since -inf * 0 is not a number
 
 
 def fused_logprobs(
-    hidden_MD: Tensor, weight_VD: Tensor, labels: Tensor, temperature: float = 1.0, cap: float | None = None
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of `labels` and entropies, both [M] in nats, of softmax(z / temperature) with z = hidden @ weight.T, or
-    cap * tanh(z / cap): fp64 if hidden is, else fp32. Both are differentiable, once, in hidden and weight. bf16 factors
-    are multiplied as they are but their sums, logits included, stay in fp32; on a GPU alone, gradients of logits are
-    rounded to bf16 for their products.
-    Of a weight that is split by rows, a DTensor, each rank computes the logits of its own ids; all give the same.
+    """Logprobs of `labels` and entropies, both [M] in nats, of softmax(z / temperature) with z =
+    hidden @ weight.T, or cap * tanh(z / cap): fp64 if hidden is, else fp32. Both are
+    differentiable, once, in hidden and weight. bf16 factors are multiplied as they are but their
+    sums, logits included, stay in fp32; on a GPU alone, gradients of logits are rounded to bf16 for
+    their products. Of a weight that is split by rows, a DTensor, each rank computes the logits of
+    its own ids; all give the same.
 
-    Peak extra memory is below 1 GiB at any M and V, beside the two gradients; that of a bf16 weight is summed in fp32
-    where the tokens do not fit one tile."""
+    Peak extra memory is below 1 GiB at any M and V, beside the two gradients; that of a bf16 weight
+    is summed in fp32 where the tokens do not fit one tile."""
     assert hidden_MD.dtype == weight_VD.dtype, (hidden_MD.dtype, weight_VD.dtype)
     group = None
     if isinstance(weight_VD, DTensor):
@@ -56,8 +65,8 @@ def fused_logprobs(
 
 
 def logits_of(hf: nn.Module, hidden: Tensor) -> Tensor:
-    """[..., V] in fp32 from hidden states [..., D], by the product of fused_logprobs: the head's own forward would round them
-    to its dtype, by up to 0.1 nats in bf16."""
+    """[..., V] in fp32 from hidden states [..., D], by the product of fused_logprobs: the head's
+    own forward would round them to its dtype, by up to 0.1 nats in bf16."""
     head, (scale, cap) = hf.get_output_embeddings(), logit_change(hf.config)
     logits = product(hidden.reshape(-1, hidden.shape[-1]), head.weight.T)
     if getattr(head, "bias", None) is not None:
@@ -67,9 +76,11 @@ def logits_of(hf: nn.Module, hidden: Tensor) -> Tensor:
     return capped_(logits, cap).view(*hidden.shape[:-1], -1)
 
 
-def head_factors(hf: nn.Module, hidden_MD: Tensor, temperature: float) -> tuple[Tensor, Tensor, float, float | None]:
-    """(hidden, weight, temperature, cap) for fused_logprobs. A bias is one more column of the weight. A scale divides
-    temperature and cap, because hidden states times it would be rounded."""
+def head_factors(
+    hf: nn.Module, hidden_MD: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, float, float | None]:
+    """(hidden, weight, temperature, cap) for fused_logprobs. A bias is one more column of the
+    weight. A scale divides temperature and cap, because hidden states times it would be rounded."""
     head, (scale, cap) = hf.get_output_embeddings(), logit_change(hf.config)
     weight = head.weight
     if getattr(head, "bias", None) is not None:
@@ -79,7 +90,8 @@ def head_factors(hf: nn.Module, hidden_MD: Tensor, temperature: float) -> tuple[
 
 
 def scores_of(hf: nn.Module, hidden_MD: Tensor) -> Tensor:
-    """[M] in fp32, a classifier's scores of hidden states. Its one row of weights is raised, not the score rounded."""
+    """[M] in fp32, a classifier's scores of hidden states. Its one row of weights is raised, not
+    the score rounded."""
     dtype = sum_dtype(hidden_MD)
     bias = None if hf.score.bias is None else hf.score.bias.to(dtype)
     return linear(hidden_MD.to(dtype), hf.score.weight.to(dtype), bias)[:, 0]
@@ -95,14 +107,20 @@ def triton_kernels(hidden_MD: Tensor) -> ModuleType | None:
 
 
 class FusedLogprobs(torch.autograd.Function):
-    """With z = h W^T / t and p = softmax(z): logprob = z[label] - lse(z), entropy = -sum(p log p), and so
-    d logprob / dz = onehot - p and d entropy / dz = -p (log p + entropy)."""
+    """With z = h W^T / t and p = softmax(z): logprob = z[label] - lse(z), entropy = -sum(p log p),
+    and so d logprob / dz = onehot - p and d entropy / dz = -p (log p + entropy)."""
 
     @staticmethod
     def forward(ctx, hidden_MD, weight_VD, labels, how, keeps, group):
         (temperature, cap), num = how, len(labels)
         kernels = triton_kernels(hidden_MD) if cap is None else None
-        tile_bytes = TRITON_TILE_BYTES if kernels else CUDA_TILE_BYTES if hidden_MD.is_cuda else CPU_TILE_BYTES
+        tile_bytes = (
+            TRITON_TILE_BYTES
+            if kernels
+            else CUDA_TILE_BYTES
+            if hidden_MD.is_cuda
+            else CPU_TILE_BYTES
+        )
         tile = tile_shape(num, *weight_VD.shape, tile_bytes)
         stats, kept = hidden_MD.new_empty(3, num, dtype=sum_dtype(hidden_MD)), []
         for rows in slices(num, tile[0]):
@@ -115,7 +133,8 @@ class FusedLogprobs(torch.autograd.Function):
         logprobs, entropy, lse = (x.clone() for x in stats)
         ctx.save_for_backward(hidden_MD, weight_VD, labels, lse, entropy, *kept)
         ctx.how = tile, how, kernels, group
-        ctx.set_materialize_grads(False)  # None, not zeros, for the entropy's gradient where no bonus is asked
+        # None, not zeros, for the entropy's gradient where no bonus is asked.
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
@@ -128,12 +147,17 @@ class FusedLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden_MD) if of_hidden else None
         is_summed = len(labels) > num_tokens  # over several tiles of tokens
         grad_weight = (
-            torch.zeros_like(weight_VD, dtype=sum_dtype(weight_VD) if is_summed else None) if of_weight else None
+            torch.zeros_like(weight_VD, dtype=sum_dtype(weight_VD) if is_summed else None)
+            if of_weight
+            else None
         )
         for tile, rows in enumerate(slices(len(labels), num_tokens)):
             h_CD = hidden_MD[rows]
             sum_CD = torch.zeros_like(h_CD, dtype=sum_dtype(h_CD)) if of_hidden else None
-            of_rows = [None if x is None else x[rows] for x in (labels, lse, entropy, grad_logprobs, grad_entropy)]
+            of_rows = [
+                None if x is None else x[rows]
+                for x in (labels, lse, entropy, grad_logprobs, grad_entropy)
+            ]
             for ids in slices(len(weight_VD), num_ids):
                 args = h_CD, weight_VD[ids], ids.start, *of_rows, temperature
                 if kernels:
@@ -148,7 +172,11 @@ class FusedLogprobs(torch.autograd.Function):
                 grad_hidden[rows] = sum_CD
         if group is not None and of_hidden:
             dist.all_reduce(grad_hidden, group=group)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), *[None] * 4
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight_VD.dtype),
+            *[None] * 4,
+        )
 
 
 def tile_shape(num_tokens: int, num_ids: int, width: int, tile_bytes: int) -> tuple[int, int]:
@@ -179,9 +207,9 @@ def softmax_stats(
     num_ids: int,
     kept: list[Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprobs, entropy, lse), all [C], in one pass over the vocabulary (online softmax, Milakov and Gimelshein 2018):
-    top is the largest logit so far, total the sum of e^(z - top) and moment that of e^(z - top) (z - top). The
-    probabilities [C, V] are appended to `kept`."""
+    """(logprobs, entropy, lse), all [C], in one pass over the vocabulary (online softmax, Milakov
+    and Gimelshein 2018): top is the largest logit so far, total the sum of e^(z - top) and moment
+    that of e^(z - top) (z - top). The probabilities [C, V] are appended to `kept`."""
     top = h_CD.new_full((len(h_CD),), FAR_BELOW, dtype=sum_dtype(h_CD))
     total, moment, chosen = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(top)
     # One block: many of a tile's size would leave holes of that size in the heap.
@@ -189,7 +217,9 @@ def softmax_stats(
     for ids in slices(len(weight_VD), num_ids):
         z_CS = capped_(product(h_CD, weight_VD[ids].T), cap).div_(temperature)
         place = (labels - ids.start).clamp(0, z_CS.shape[1] - 1)[:, None]
-        chosen = torch.where(is_between(labels, ids.start, ids.stop), z_CS.gather(-1, place)[:, 0], chosen)
+        chosen = torch.where(
+            is_between(labels, ids.start, ids.stop), z_CS.gather(-1, place)[:, 0], chosen
+        )
         last, top = top, torch.maximum(top, z_CS.amax(-1))
         z_CS -= top[:, None]
         e_CS = torch.exp(z_CS, out=None if p_CV is None else p_CV[:, ids])
@@ -208,8 +238,8 @@ def softmax_stats(
 def stats_of_all_ids(
     logprobs, entropy, lse, is_here: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of all ranks' ids, from those of each one's, all [M]. A rank's ids have the share w = e^(lse_r - lse),
-    and entropy = sum_r w (entropy_r - log w)."""
+    """The same of all ranks' ids, from those of each one's, all [M]. A rank's ids have the share w
+    = e^(lse_r - lse), and entropy = sum_r w (entropy_r - log w)."""
     top = lse.clone()
     dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
     share = (lse - top).exp()
@@ -220,9 +250,20 @@ def stats_of_all_ids(
 
 
 def logit_gradients(
-    h_CD, weight_SD, first_id, labels, lse, entropy, grad_logprobs, grad_entropy, temperature, cap=None, p_CS=None
+    h_CD,
+    weight_SD,
+    first_id,
+    labels,
+    lse,
+    entropy,
+    grad_logprobs,
+    grad_entropy,
+    temperature,
+    cap=None,
+    p_CS=None,
 ) -> Tensor:
-    """[C, S]: the gradient of the undivided logits h @ weight.T, from their probabilities if these are known."""
+    """[C, S]: the gradient of the undivided logits h @ weight.T, from their probabilities if these
+    are known."""
     if p_CS is None:
         z_CS = capped_(product(h_CD, weight_SD.T), cap)
         slope_CS = None if cap is None else 1 - (z_CS / cap) ** 2
@@ -236,12 +277,15 @@ def logit_gradients(
         grad_CS.addcmul_(p_CS, (-onehot_C - entropy_C * entropy)[:, None])
     last_id = first_id + grad_CS.shape[1]
     place = (labels - first_id).clamp(0, grad_CS.shape[1] - 1)[:, None]
-    grad_CS.scatter_add_(-1, place, torch.where(is_between(labels, first_id, last_id), onehot_C, 0.0)[:, None])
+    grad_CS.scatter_add_(
+        -1, place, torch.where(is_between(labels, first_id, last_id), onehot_C, 0.0)[:, None]
+    )
     return grad_CS if cap is None else grad_CS.mul_(slope_CS)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of bf16 factors in fp32, not rounded to bf16. On a CPU, where torch cannot do that, the factors are raised."""
+    """a @ b of bf16 factors in fp32, not rounded to bf16. On a CPU, where torch cannot do that, the
+    factors are raised."""
     dtype = sum_dtype(b)
     if b.is_cuda and b.dtype != dtype:
         return torch.mm(a.to(b.dtype), b, out_dtype=dtype)

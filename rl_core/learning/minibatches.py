@@ -36,11 +36,16 @@ class Minibatch:
 
 
 def shard_samples(
-    samples: list[TrainingSample], algorithm: Algorithm, config: Config, budget: PackBudget, ranks: Ranks, replay=None
+    samples: list[TrainingSample],
+    algorithm: Algorithm,
+    config: Config,
+    budget: PackBudget,
+    ranks: Ranks,
+    replay=None,
 ) -> tuple[list[Minibatch], dict[str, Metric]]:
-    """Every rank's samples -> balanced minibatches, and metrics of their packing. Each sample moves at most once, from
-    the rank that has it to the ranks that train on it. Every rank must call it; the plan is computed alike on all. `replay`: an
-    options.router_replay.Replay."""
+    """Every rank's samples -> balanced minibatches, and metrics of their packing. Each sample moves
+    at most once, from the rank that has it to the ranks that train on it. Every rank must call it;
+    the plan is computed alike on all. `replay`: an options.router_replay.Replay."""
     me, dp, cp = ranks.dp_rank, ranks.mesh.dp, ranks.mesh.cp
     samples = [trimmed(s) for s in samples]
     facts = all_gather_json([make_entry(s, ranks.rank, i) for i, s in enumerate(samples)], ranks)
@@ -62,12 +67,15 @@ def shard_samples(
         longest = config.max_tokens * config.turn_limit
         minibatches.append(
             Minibatch(
-                denominator=loss_denominator(algorithm.aggregation, plan.num_tokens, plan.num_sequences, longest),
+                denominator=loss_denominator(
+                    algorithm.aggregation, plan.num_tokens, plan.num_sequences, longest
+                ),
                 num_tokens=plan.num_tokens,
                 batches=[to_device(b, ranks.device) for b in batches],
             )
         )
-        fullest = max(plan.bin_work, default=0) * len(plan.bin_work)  # bins run in step across the ranks
+        # Bins run in step across the ranks.
+        fullest = max(plan.bin_work, default=0) * len(plan.bin_work)
         share = dp / ranks.size  # of what the ranks compute together
         packing = {
             "fill_frac": Mean(sum(plan.bin_work), fullest),
@@ -79,15 +87,23 @@ def shard_samples(
     return minibatches, metrics
 
 
-def move_samples(samples: list[TrainingSample], trainer: dict[Entry, int], ranks: Ranks) -> dict[Entry, TrainingSample]:
-    """The samples that this rank trains on. `trainer`: the data parallel rank that trains on each. Per-token arrays
-    travel end to end as float64, which holds token ids exactly."""
+def move_samples(
+    samples: list[TrainingSample], trainer: dict[Entry, int], ranks: Ranks
+) -> dict[Entry, TrainingSample]:
+    """The samples that this rank trains on. `trainer`: the data parallel rank that trains on each.
+    Per-token arrays travel end to end as float64, which holds token ids exactly."""
     if ranks.size == 1:
         return {e: samples[e.index] for e in trainer}
     me, size, dp_rank_of = ranks.rank, ranks.size, ranks.dp_rank_of
-    outgoing = [[e for e in trainer if e.rank == me and trainer[e] == dp_rank_of(r)] for r in range(size)]
-    incoming = [[e for e in trainer if e.rank == r and trainer[e] == dp_rank_of(me)] for r in range(size)]
-    arrays = [[getattr(samples[e.index], name) for e in part for name in PER_TOKEN] for part in outgoing]
+    outgoing = [
+        [e for e in trainer if e.rank == me and trainer[e] == dp_rank_of(r)] for r in range(size)
+    ]
+    incoming = [
+        [e for e in trainer if e.rank == r and trainer[e] == dp_rank_of(me)] for r in range(size)
+    ]
+    arrays = [
+        [getattr(samples[e.index], name) for e in part for name in PER_TOKEN] for part in outgoing
+    ]
     flat = [torch.from_numpy(np.concatenate([*part, []], dtype=np.float64)) for part in arrays]
     lengths = [[e.length * len(PER_TOKEN) for e in part] for part in incoming]
     received = exchange(flat, [sum(part) for part in lengths], ranks)
@@ -100,21 +116,24 @@ def move_samples(samples: list[TrainingSample], trainer: dict[Entry, int], ranks
 
 
 def pair_work(hf: nn.Module) -> float:
-    """What it costs a token to see one other in attention, as a share of the token's matrix products. 0 where no layer has
-    attention."""
+    """What it costs a token to see one other in attention, as a share of the token's matrix
+    products. 0 where no layer has attention."""
     text = hf.config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     if not heads:
         return 0.0
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    layers = sum(kind == "hybrid" or (kind.endswith("attention") and kind != "linear_attention") for kind in kinds)
+    layers = sum(
+        kind == "hybrid" or (kind.endswith("attention") and kind != "linear_attention")
+        for kind in kinds
+    )
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     return 2 * heads * head_dim * layers / active_parameters(hf)
 
 
 def active_parameters(hf: nn.Module) -> float:
-    """Parameters that a token of text meets: those of the language model and its head, of each layer's experts the share
-    that its router chooses."""
+    """Parameters that a token of text meets: those of the language model and its head, of each
+    layer's experts the share that its router chooses."""
     text = backbone(hf)
     head = hf.score if hasattr(hf, "score") else hf.get_output_embeddings()
     parameters = [*text.parameters()]
@@ -131,7 +150,9 @@ def idle_weights(block: nn.Module) -> float:
         return 0.0
     for router in block.children():
         if router is not experts and hasattr(router, "top_k") and hasattr(router, "num_experts"):
-            return (1 - router.top_k / router.num_experts) * sum(map(num_weights, experts.parameters()))
+            return (1 - router.top_k / router.num_experts) * sum(
+                map(num_weights, experts.parameters())
+            )
     return 0.0
 
 
@@ -140,10 +161,14 @@ def num_weights(parameter: Tensor) -> int:
     return parameter.numel() * in_one
 
 
-def to_device(batch: PackedBatch | SequenceShard, device: torch.device) -> PackedBatch | SequenceShard:
+def to_device(
+    batch: PackedBatch | SequenceShard, device: torch.device
+) -> PackedBatch | SequenceShard:
     """The batch with its tensors on the device, but for cu_seqlens."""
     fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-    moved = {n: v.to(device) for n, v in fields.items() if isinstance(v, Tensor) and n != "cu_seqlens"}
+    moved = {
+        n: v.to(device) for n, v in fields.items() if isinstance(v, Tensor) and n != "cu_seqlens"
+    }
     if fields.get("shard"):
         moved["shard"] = to_device(batch.shard, device)
     return dataclasses.replace(batch, **moved)

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.functional import pad
 from transformers import AutoConfig, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -37,10 +43,13 @@ FUSED_LATER = "rl_core.options.fused_weights:fused_later"
 
 
 class PolicyModel(nn.Module):
-    """A causal language model that gives logprobs of a packed batch, or a classifier that gives scores. The head is
-    applied in here, so that FSDP has gathered its weight. Options set the hooks below."""
+    """A causal language model that gives logprobs of a packed batch, or a classifier that gives
+    scores. The head is applied in here, so that FSDP has gathered its weight. Options set the hooks
+    below."""
 
-    def __init__(self, hf: nn.Module, export_dtype: torch.dtype, compute_dtype: torch.dtype = torch.float32):
+    def __init__(
+        self, hf: nn.Module, export_dtype: torch.dtype, compute_dtype: torch.dtype = torch.float32
+    ):
         super().__init__()
         self.hf, self.export_dtype, self.compute_dtype = hf, export_dtype, compute_dtype
         self.cp_group: dist.ProcessGroup | None = None  # ranks that compute each batch together
@@ -48,14 +57,18 @@ class PolicyModel(nn.Module):
         self.adapters: dict[str, peft.LoraConfig] = {}  # by name; the model itself is then frozen
         self.sends_adapters = False  # engines apply its adapters beside its weights
         self.compute = packed_outputs  # (self, batch, temperature) -> what forward() gives
-        self.activate = do_nothing  # (adapter): forwards from here on use it; "" is the model without adapters
+        # (adapter): forwards from here on use it; "" is the model without adapters.
+        self.activate = do_nothing
         self.on_device = nullcontext  # makes a context in which the weights are on the device
         self.keeps_activations = nullcontext  # makes the context of a forward
-        self.finish_gradients = do_nothing  # completes gradients that are partial sums, before they are clipped
+        # Completes gradients that are partial sums, before they are clipped.
+        self.finish_gradients = do_nothing
 
-    def forward(self, batch: PackedBatch, temperature: float, adapter: str = "") -> tuple[Tensor, Tensor]:
-        """(logprobs, entropy), both [M] fp32, of the M trained tokens of the batch in their order; of a classifier (scores
-        of the tokens before them, 0)."""
+    def forward(
+        self, batch: PackedBatch, temperature: float, adapter: str = ""
+    ) -> tuple[Tensor, Tensor]:
+        """(logprobs, entropy), both [M] fp32, of the M trained tokens of the batch in their order;
+        of a classifier (scores of the tokens before them, 0)."""
         assert self.is_on_device, "the weights are CPU-offloaded: enter learner.on_device()"
         self.activate(adapter)
         return self.compute(self, batch, temperature)
@@ -64,7 +77,9 @@ class PolicyModel(nn.Module):
         with self.keeps_activations():
             return backbone(self.hf)(**inputs, use_cache=False).last_hidden_state
 
-    def outputs(self, hidden_MD: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def outputs(
+        self, hidden_MD: Tensor, labels: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         """What forward() gives of the hidden states before the trained tokens."""
         if self.is_scoring:
             scores = scores_of(self.hf, hidden_MD)
@@ -86,20 +101,31 @@ class PolicyModel(nn.Module):
         return not part.numel() or part.untyped_storage().nbytes() > 0
 
     def trained(self, adapter: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of what an actor trains: all weights, or one adapter, named as if there were no other."""
+        """(name, parameter) of what an actor trains: all weights, or one adapter, named as if there
+        were no other."""
         for name, parameter in self.named_parameters():
             if parameter.requires_grad and (not adapter or f".{adapter}." in name):
                 yield name.replace(f".{adapter}.", ".default.") if adapter else name, parameter
 
 
-def packed_outputs(policy: PolicyModel, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+def packed_outputs(
+    policy: PolicyModel, batch: PackedBatch, temperature: float
+) -> tuple[Tensor, Tensor]:
     """What forward() gives, by one row of tokens in which attention knows the sequences."""
-    ids, positions, labels, part, group = batch.input_ids, batch.position_ids, batch.labels, batch, None
+    ids, positions, labels, part, group = (
+        batch.input_ids,
+        batch.position_ids,
+        batch.labels,
+        batch,
+        None,
+    )
     if batch.shard is not None:
         part, group = batch.shard, policy.cp_group
         ids, positions, labels = ids[part.tokens], positions[part.tokens], labels[part.trained]
     plan = AttentionPlan(part.cu_seqlens, batch.parents, ids.device, policy.attention, group)
-    hidden_1TD = policy.hidden_states(input_ids=ids[None], position_ids=positions[None], attention_plan=plan)
+    hidden_1TD = policy.hidden_states(
+        input_ids=ids[None], position_ids=positions[None], attention_plan=plan
+    )
     outputs, entropy = policy.outputs(hidden_1TD[0, part.sources], labels, temperature)
     if batch.shard is not None:
         outputs, entropy = FromShards.apply(part, policy.cp_group, torch.stack([outputs, entropy]))
@@ -133,16 +159,18 @@ def make_policy(
     is_frozen: bool = False,
     attention: str = "auto",
 ) -> PolicyModel:
-    """Weights that are trained in fp32, frozen ones in the dtype of compute; sharded over all ranks if there are several or
-    compute is not in fp32. `how`: memory and kernels; with CPU offload each block's weights come to the device to compute.
-    `adapters`: by name, each with its seed."""
+    """Weights that are trained in fp32, frozen ones in the dtype of compute; sharded over all ranks
+    if there are several or compute is not in fp32. `how`: memory and kernels; with CPU offload each
+    block's weights come to the device to compute. `adapters`: by name, each with its seed."""
     find_kernel(attention, ranks.device)  # before the weights are read
     how = how or LearnerConfig()
     cpu_offload = how.offload == "always"
     came_in = load_model_config(path).dtype or torch.float32
     is_split = ranks.size > 1 or dtype != torch.float32 or cpu_offload
     loras = {name: lora for name, (lora, _) in adapters.items()} if adapters else {}
-    quantized = option(f"{LORA}:quantization")(loras["default"], dtype, ranks.device) if loras else {}
+    quantized = (
+        option(f"{LORA}:quantization")(loras["default"], dtype, ranks.device) if loras else {}
+    )
     kept_in = dtype if is_frozen or (loras and dtype == came_in) else torch.float32
     if is_split and not quantized:
         with option(FUSED_LATER)() as fused:
@@ -150,7 +178,13 @@ def make_policy(
         weights = take_weights(hf, kept_in) | fused
     else:
         # FSDP moves a block at a time from the CPU.
-        hf = load_hf_model(path, kept_in, torch.device("cpu") if is_split else ranks.device, is_scoring, **quantized)
+        hf = load_hf_model(
+            path,
+            kept_in,
+            torch.device("cpu") if is_split else ranks.device,
+            is_scoring,
+            **quantized,
+        )
         weights = {}
     policy = PolicyModel(hf, came_in, dtype)
     if loras:
@@ -168,7 +202,9 @@ def make_policy(
     if weights:
         # Not to_empty(), which would destroy the buffers. FSDP hears of it through its own _apply.
         weights_on = torch.device("cpu") if cpu_offload else ranks.device
-        policy._apply(lambda t: torch.empty_like(t, device=weights_on) if t.is_meta else t.to(ranks.device))
+        policy._apply(
+            lambda t: torch.empty_like(t, device=weights_on) if t.is_meta else t.to(ranks.device)
+        )
         fill_weights(hf, weights)
     for name in loras:
         option(f"{LORA}:draw_adapter")(hf, adapters[name][1], name)
@@ -180,8 +216,8 @@ def make_policy(
 
 
 def without_dropout(hf: nn.Module) -> None:
-    """Turns off all that is random in training, so that the learner's logprobs are those that the engine samples with. Not
-    eval(), with which transformers would not recompute activations."""
+    """Turns off all that is random in training, so that the learner's logprobs are those that the
+    engine samples with. Not eval(), with which transformers would not recompute activations."""
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -192,23 +228,27 @@ def without_dropout(hf: nn.Module) -> None:
 
 
 def make_reference(path: str, dtype: torch.dtype, ranks: Ranks, attention: str) -> PolicyModel:
-    """A frozen copy of the model at the start, in the dtype of compute, sharded as the policy is. On a GPU it is
-    CPU-offloaded to pinned memory while it is not used."""
+    """A frozen copy of the model at the start, in the dtype of compute, sharded as the policy is.
+    On a GPU it is CPU-offloaded to pinned memory while it is not used."""
     policy = make_policy(path, dtype, ranks, is_frozen=True, attention=attention)
     if ranks.device.type == "cuda":
         policy.on_device = option("rl_core.options.offload:offload_frozen")(policy, ranks.device)
     return policy
 
 
-def shard_policy(policy: PolicyModel, dtype: torch.dtype, ranks: Ranks, cpu_offload: bool = False) -> None:
-    """Matrices split over tp ranks, then each block and the rest over the others of a copy (FSDP2; HSDP with several
-    copies); compute in `dtype`, sums of gradients in fp32."""
+def shard_policy(
+    policy: PolicyModel, dtype: torch.dtype, ranks: Ranks, cpu_offload: bool = False
+) -> None:
+    """Matrices split over tp ranks, then each block and the rest over the others of a copy (FSDP2;
+    HSDP with several copies); compute in `dtype`, sums of gradients in fp32."""
     split_again = None
     if ranks.mesh.tp > 1:
         split_again = option(f"{TP}:split_matrices")(policy, ranks.weights_mesh)
     dims = ("dp_replicate", "dp_shard_cp") if ranks.mesh.dp_replicate > 1 else ("dp_shard_cp",)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if cpu_offload else OffloadPolicy()
+    offload = (
+        CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if cpu_offload else OffloadPolicy()
+    )
     how = {"mesh": ranks.weights_mesh[dims], "offload_policy": offload}
     for block in blocks_of(policy.hf):
         fully_shard(block, mp_policy=precision, **how)
@@ -217,8 +257,8 @@ def shard_policy(policy: PolicyModel, dtype: torch.dtype, ranks: Ranks, cpu_offl
 
 
 def compile_blocks(policy: PolicyModel) -> None:
-    """torch compiles each block's MLP and norms at their first use, once for all blocks and sizes of batches. Attention is
-    not compiled: its Python differs from batch to batch."""
+    """torch compiles each block's MLP and norms at their first use, once for all blocks and sizes
+    of batches. Attention is not compiled: its Python differs from batch to batch."""
     for block in blocks_of(policy.hf):
         for name, part in block.named_children():
             if name != "self_attn":
@@ -226,7 +266,8 @@ def compile_blocks(policy: PolicyModel) -> None:
 
 
 def end_token_ids(path: str) -> list[int]:
-    """Tokens that a model's generation_config.json, or else its config.json, names as ends of a turn; some have several."""
+    """Tokens that a model's generation_config.json, or else its config.json, names as ends of a
+    turn; some have several."""
     try:
         generation = load_pretrained(GenerationConfig, path)
     except OSError:
@@ -236,31 +277,42 @@ def end_token_ids(path: str) -> list[int]:
 
 
 def reads_in_place(policy: PolicyModel) -> bool:
-    """True if an engine can sample from the policy's own weights: they are unsharded and have no adapter, which is slow to
-    apply at every token, unless the engine applies adapters."""
-    may_read = not hasattr(policy.hf.config, "quantization_config") if policy.sends_adapters else not policy.adapters
+    """True if an engine can sample from the policy's own weights: they are unsharded and have no
+    adapter, which is slow to apply at every token, unless the engine applies adapters."""
+    may_read = (
+        not hasattr(policy.hf.config, "quantization_config")
+        if policy.sends_adapters
+        else not policy.adapters
+    )
     return may_read and not policy.is_sharded
 
 
 def engine_weights(
     policy: PolicyModel, adapter: str = "", in_place: bool = True
 ) -> Iterator[tuple[str, Tensor]] | None:
-    """What an update sends to the engine: the adapter alone, by peft's names, if the engine applies it; None if the engine can
-    read in place, and does; else all weights in the dtype of compute. Every rank must exhaust it."""
+    """What an update sends to the engine: the adapter alone, by peft's names, if the engine applies
+    it; None if the engine can read in place, and does; else all weights in the dtype of compute.
+    Every rank must exhaust it."""
     if policy.sends_adapters:
         return option(f"{LORA}:adapter_weights")(policy.hf, adapter)
-    return None if in_place and reads_in_place(policy) else named_weights(policy, adapter, policy.compute_dtype)
+    return (
+        None
+        if in_place and reads_in_place(policy)
+        else named_weights(policy, adapter, policy.compute_dtype)
+    )
 
 
 def named_weights(
     policy: PolicyModel, adapter: str = "", dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(transformers' name, unsharded tensor) of each parameter, in `dtype` or its own, the adapter merged; a tied weight
-    comes once. Then each buffer that a checkpoint has. Every rank must exhaust it."""
+    """(transformers' name, unsharded tensor) of each parameter, in `dtype` or its own, the adapter
+    merged; a tied weight comes once. Then each buffer that a checkpoint has. Every rank must
+    exhaust it."""
     assert policy.is_on_device, "the weights are CPU-offloaded: enter learner.on_device()"
     if policy.is_sharded:
-        # After a forward without a backward some parameters are still gathered. Their memory goes when state_dict() is called
-        # below, and who collects the weights in buckets would hold tensors without memory.
+        # After a forward without a backward some parameters are still gathered. Their memory goes
+        # when state_dict() is called below, and who collects the weights in buckets would hold
+        # tensors without memory.
         policy.reshard()
     if policy.adapters:
         yield from option(f"{LORA}:merged_weights")(policy.hf, adapter, dtype)
@@ -273,10 +325,14 @@ def named_weights(
             yield name, value.detach()
 
 
-def checkpoint_weights(hf: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names that published checkpoints of this model have, such as one tensor for each expert. Weights
-    of one layer must come together, as named_weights() gives them."""
-    if not get_model_conversion_mapping(hf, add_legacy=False) and not getattr(hf, "_weight_conversions", None):
+def checkpoint_weights(
+    hf: nn.Module, named: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights under the names that published checkpoints of this model have, such as one tensor
+    for each expert. Weights of one layer must come together, as named_weights() gives them."""
+    if not get_model_conversion_mapping(hf, add_legacy=False) and not getattr(
+        hf, "_weight_conversions", None
+    ):
         yield from named
         return
     number = lambda item: next((part for part in item[0].split(".") if part.isdigit()), "")  # noqa: E731
@@ -284,10 +340,13 @@ def checkpoint_weights(hf: nn.Module, named: Iterable[tuple[str, Tensor]]) -> It
         yield from revert_weight_conversion(hf, dict(layer)).items()
 
 
-def export_policy(policy: PolicyModel, tokenizer: Any, folder: Path, ranks: Ranks, adapter: str = "") -> None:
-    """A Hugging Face folder that from_pretrained loads, in the dtype that the model came in, the adapter merged; the adapter
-    also on its own in FOLDER_adapter. An old export stays until the new one is complete. Raises RunError on all ranks, and
-    leaves it as it was, if a weight is not finite in that dtype."""
+def export_policy(
+    policy: PolicyModel, tokenizer: Any, folder: Path, ranks: Ranks, adapter: str = ""
+) -> None:
+    """A Hugging Face folder that from_pretrained loads, in the dtype that the model came in, the
+    adapter merged; the adapter also on its own in FOLDER_adapter. An old export stays until the new
+    one is complete. Raises RunError on all ranks, and leaves it as it was, if a weight is not
+    finite in that dtype."""
     weights = {}
     broken = []
     buffers = dict(policy.hf.named_buffers())  # a mask may be infinite
@@ -298,7 +357,9 @@ def export_policy(policy: PolicyModel, tokenizer: Any, folder: Path, ranks: Rank
             weights[name] = value.to("cpu")
     refuse_nonfinite(all_gather_json(broken, ranks)[0], f"{folder} stays as it was")
     if policy.adapters:
-        option(f"{LORA}:export_adapter")(policy, adapter, folder.with_name(folder.name + "_adapter"), ranks)
+        option(f"{LORA}:export_adapter")(
+            policy, adapter, folder.with_name(folder.name + "_adapter"), ranks
+        )
     if ranks.rank == 0:
         config = copy.deepcopy(policy.hf.config)
         if hasattr(config, "quantization_config"):
@@ -310,7 +371,8 @@ def export_policy(policy: PolicyModel, tokenizer: Any, folder: Path, ranks: Rank
         if not policy.is_scoring:
             plain.generation_config = policy.hf.generation_config
         with replaced(folder) as beside:
-            plain.save_pretrained(beside, state_dict=weights)  # by the names that checkpoints of it have
+            # By the names that checkpoints of it have.
+            plain.save_pretrained(beside, state_dict=weights)
             tokenizer.save_pretrained(beside)
 
 
@@ -319,7 +381,8 @@ def refuse_nonfinite(names: list[str], what_stays: str) -> None:
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise RunError(
-            f"weights are NaN or infinite ({names[0]}{more}): {what_stays}; go on from the newest checkpoint by --resume, "
+            f"weights are NaN or infinite ({names[0]}{more}): {what_stays}; go on from the newest "
+            "checkpoint by --resume, "
             "with a lower --optim.lr"
         )
 
@@ -335,8 +398,9 @@ def replaced(folder: Path) -> Iterator[Path]:
 
 
 class FromShards(torch.autograd.Function):
-    """[n, m] values of this rank's trained tokens -> [n, M] those of the whole batch. Every rank goes on to compute the same
-    loss from all of them; a gradient goes back to this rank's tokens alone, since the other ranks send theirs."""
+    """[n, m] values of this rank's trained tokens -> [n, M] those of the whole batch. Every rank
+    goes on to compute the same loss from all of them; a gradient goes back to this rank's tokens
+    alone, since the other ranks send theirs."""
 
     @staticmethod
     def forward(ctx, shard, group, values):

@@ -1,4 +1,5 @@
-"""Attention kernels: each run of queries with its segment of keys, separate forward and backward, with the log-sum-exp.
+"""Attention kernels: each run of queries with its segment of keys, separate forward and backward,
+with the log-sum-exp.
 
 T tokens, H heads of queries, G of keys (H is a multiple of G), D head dim.
 """
@@ -31,21 +32,34 @@ def fused_on_cpu(q: Tensor) -> bool:
 
 
 def window_sizes(segments: Segments) -> tuple[int, int]:
-    """How many keys before and after its own a query sees, in the flash kernels' way; -1 for all."""
+    """How many keys before and after its own a query sees, in the flash kernels' way; -1 for
+    all."""
     if segments.window is not None:
         return segments.window - 1, 0
     return -1, (0 if segments.is_causal else -1)
 
 
 def torch_forward(q, k, v, segments, scale, cap=None):
-    """Of torch.nn.attention.varlen.varlen_attn, whose own backward ignores the gradient of the log-sum-exp."""
+    """Of torch.nn.attention.varlen.varlen_attn, whose own backward ignores the gradient of the
+    log-sum-exp."""
     if cap is not None or not has_flash(q):
         return dense_forward(q, k, v, segments, scale, cap)
     left, right = window_sizes(segments)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, segments.cu_q, segments.cu_k, segments.max_q, segments.max_k, 0.0, (left, right) == (-1, 0), False,
-        scale=scale, window_size_left=left, window_size_right=right,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        segments.cu_q,
+        segments.cu_k,
+        segments.max_q,
+        segments.max_k,
+        0.0,
+        (left, right) == (-1, 0),
+        False,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+    )
     assert lse.shape == (q.shape[1], len(q)), lse.shape
     return out, lse
 
@@ -54,11 +68,30 @@ def torch_backward(dout, q, k, v, out, lse, segments, scale, cap=None):
     if cap is not None or not has_flash(q):
         return dense_backward(dout, q, k, v, out, lse, segments, scale, cap)
     left, right = window_sizes(segments)
-    seed, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)  # no dropout
+    # No dropout.
+    seed, unused = (
+        torch.zeros(2, dtype=torch.uint64, device=q.device),
+        torch.empty(0, device=q.device),
+    )
     return torch.ops.aten._flash_attention_backward(
-        dout.contiguous(), q, k, v, out, lse.contiguous(), segments.cu_q, segments.cu_k, segments.max_q, segments.max_k,
-        0.0, (left, right) == (-1, 0), seed, unused, scale=scale, window_size_left=left, window_size_right=right,
-    )  # fmt: skip
+        dout.contiguous(),
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),
+        segments.cu_q,
+        segments.cu_k,
+        segments.max_q,
+        segments.max_k,
+        0.0,
+        (left, right) == (-1, 0),
+        seed,
+        unused,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+    )
 
 
 def flash_attn_forward(q, k, v, segments, scale, cap=None):
@@ -66,9 +99,20 @@ def flash_attn_forward(q, k, v, segments, scale, cap=None):
 
     left, right = window_sizes(segments)
     out, lse, *_ = _flash_attn_varlen_forward(
-        q, k, v, segments.cu_q, segments.cu_k, segments.max_q, segments.max_k, 0.0, scale, causal=segments.is_causal,
-        window_size_left=left, window_size_right=right, softcap=cap or 0.0,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        segments.cu_q,
+        segments.cu_k,
+        segments.max_q,
+        segments.max_k,
+        0.0,
+        scale,
+        causal=segments.is_causal,
+        window_size_left=left,
+        window_size_right=right,
+        softcap=cap or 0.0,
+    )
     assert lse.shape == (q.shape[1], len(q)), lse.shape
     return out, lse
 
@@ -79,10 +123,28 @@ def flash_attn_backward(dout, q, k, v, out, lse, segments, scale, cap=None):
     left, right = window_sizes(segments)
     grads = dq, dk, dv = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
     _flash_attn_varlen_backward(
-        dout.contiguous(), q, k, v, out, lse.contiguous(), dq, dk, dv, segments.cu_q, segments.cu_k, segments.max_q,
-        segments.max_k, 0.0, scale, segments.is_causal, window_size_left=left, window_size_right=right, softcap=cap or 0.0,
-        alibi_slopes=None, deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
+        dout.contiguous(),
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),
+        dq,
+        dk,
+        dv,
+        segments.cu_q,
+        segments.cu_k,
+        segments.max_q,
+        segments.max_k,
+        0.0,
+        scale,
+        segments.is_causal,
+        window_size_left=left,
+        window_size_right=right,
+        softcap=cap or 0.0,
+        alibi_slopes=None,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
     return grads
 
 
@@ -125,7 +187,8 @@ def padded_layout(lengths: np.ndarray, device: torch.device) -> Layout:
         members.append(order[begin:] if is_full.all() else order[begin : begin + is_full.argmin()])
         begin += len(members[-1])
     blocks, tokens = [], []
-    for runs in sorted(members, key=lambda runs: runs[0]):  # where all runs of a block are equally long, no token moves
+    # Where all runs of a block are equally long, no token moves.
+    for runs in sorted(members, key=lambda runs: runs[0]):
         column = np.arange(lengths[runs[-1]])
         is_token = column < lengths[runs][:, None]
         tokens.append(np.where(is_token, (ends - lengths)[runs][:, None] + column, -1).ravel())
@@ -141,24 +204,39 @@ def padded_layout(lengths: np.ndarray, device: torch.device) -> Layout:
 
 def padded(x: Tensor, layout: Layout) -> Tensor:
     # embedding() copies rows several times faster than index_select() does.
-    return x if layout.tokens is None else embedding(layout.tokens, x.flatten(1)).view(-1, *x.shape[1:])
+    return (
+        x
+        if layout.tokens is None
+        else embedding(layout.tokens, x.flatten(1)).view(-1, *x.shape[1:])
+    )
 
 
 def unpadded(parts: list[Tensor], layout: Layout) -> Tensor:
     """[T, H, D] of blocks [runs, H, length, D]."""
     rows = [part.transpose(1, 2).flatten(0, 1) for part in parts]
     x = torch.cat(rows) if len(rows) > 1 else rows[0]
-    return x if layout.places is None else embedding(layout.places, x.flatten(1)).view(-1, *x.shape[1:])
+    return (
+        x
+        if layout.places is None
+        else embedding(layout.places, x.flatten(1)).view(-1, *x.shape[1:])
+    )
 
 
-def blocks_of(layout: Layout, segments: Segments, queries: list[Tensor], keys: list[Tensor]) -> Iterator[tuple]:
+def blocks_of(
+    layout: Layout, segments: Segments, queries: list[Tensor], keys: list[Tensor]
+) -> Iterator[tuple]:
     """(is causal, mask, the block of each of `queries`, and of each of `keys`)"""
-    sizes_q, sizes_k = [num * m for num, m, _ in layout.blocks], [num * n for num, _, n in layout.blocks]
+    sizes_q, sizes_k = (
+        [num * m for num, m, _ in layout.blocks],
+        [num * n for num, _, n in layout.blocks],
+    )
     parts = [x.split(sizes_q) for x in queries] + [x.split(sizes_k) for x in keys]
     for (num, m, n), *blocks in zip(layout.blocks, *parts, strict=True):
         mask, window = None, segments.window
         if window is not None and not m == n <= window:
-            is_seen = queries[0].new_ones((m, n), dtype=torch.bool).tril(n - m).triu(n - m - window + 1)
+            is_seen = (
+                queries[0].new_ones((m, n), dtype=torch.bool).tril(n - m).triu(n - m - window + 1)
+            )
             mask = queries[0].new_zeros(m, n).masked_fill_(~is_seen, -torch.inf)
         yield (
             segments.is_causal and mask is None,
@@ -172,7 +250,9 @@ def dense_forward(q, k, v, segments, scale, cap=None):
     of_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     forward = of_cpu if fused_on_cpu(q) and cap is None else partial(math_forward, cap=cap)
     outs, lses = [], []
-    for is_causal, mask, *qkv in blocks_of(layout, segments, [padded(q, layout)], [padded(x, layout) for x in (k, v)]):
+    for is_causal, mask, *qkv in blocks_of(
+        layout, segments, [padded(q, layout)], [padded(x, layout) for x in (k, v)]
+    ):
         out, lse = forward(*qkv, 0.0, is_causal, attn_mask=mask, scale=scale)
         outs.append(out)
         lses.append(lse.transpose(0, 1).flatten(1))
@@ -186,12 +266,20 @@ def dense_backward(dout, q, k, v, out, lse, segments, scale, cap=None):
     backward = of_cpu if fused_on_cpu(q) and cap is None else partial(math_backward, cap=cap)
     lse, grads = lse.T, []
     if layout.places is not None:  # padded queries have no probabilities, and so no gradient
-        lse = lse.new_full((len(layout.tokens), lse.shape[1]), HIDDEN).index_copy_(0, layout.places, lse)
+        lse = lse.new_full((len(layout.tokens), lse.shape[1]), HIDDEN).index_copy_(
+            0, layout.places, lse
+        )
     dout, q, k, v, out = (padded(x, layout) for x in (dout, q, k, v, out))
     queries = [dout, q, out, lse[:, :, None]]
-    for is_causal, mask, dout_b, q_b, out_b, lse_b, k_b, v_b in blocks_of(layout, segments, queries, [k, v]):
+    for is_causal, mask, dout_b, q_b, out_b, lse_b, k_b, v_b in blocks_of(
+        layout, segments, queries, [k, v]
+    ):
         lse_b = lse_b[..., 0].contiguous()
-        grads.append(backward(dout_b, q_b, k_b, v_b, out_b, lse_b, 0.0, is_causal, attn_mask=mask, scale=scale))
+        grads.append(
+            backward(
+                dout_b, q_b, k_b, v_b, out_b, lse_b, 0.0, is_causal, attn_mask=mask, scale=scale
+            )
+        )
     return [unpadded(list(parts), layout) for parts in zip(*grads, strict=True)]
 
 
@@ -212,11 +300,16 @@ def math_backward(dout, q, k, v, out, lse, dropout, is_causal, attn_mask=None, s
     if cap is not None:
         dscores *= 1 - (scores.clamp(min=-cap) / cap) ** 2  # masked ones are -inf
     dq = dscores @ repeated(k, q)
-    dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dscores.mT @ q.to(probs.dtype), probs.mT @ dout))
+    dk, dv = (
+        x.unflatten(1, (k.shape[1], -1)).sum(2)
+        for x in (dscores.mT @ q.to(probs.dtype), probs.mT @ dout)
+    )
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def math_scores(q: Tensor, k: Tensor, is_causal: bool, mask: Tensor | None, scale: float, cap: float | None) -> Tensor:
+def math_scores(
+    q: Tensor, k: Tensor, is_causal: bool, mask: Tensor | None, scale: float, cap: float | None
+) -> Tensor:
     k = repeated(k, q)
     scores = capped_(q.to(k.dtype) @ k.mT * scale, cap)
     if is_causal:
@@ -225,8 +318,11 @@ def math_scores(q: Tensor, k: Tensor, is_causal: bool, mask: Tensor | None, scal
 
 
 def repeated(x: Tensor, q: Tensor) -> Tensor:
-    """[B, H, length, D]: the heads of keys or values, each as often as heads of queries share it, wide."""
-    return x.to(torch.promote_types(x.dtype, torch.float32)).repeat_interleave(q.shape[1] // x.shape[1], 1)
+    """[B, H, length, D]: the heads of keys or values, each as often as heads of queries share it,
+    wide."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)).repeat_interleave(
+        q.shape[1] // x.shape[1], 1
+    )
 
 
 TORCH = Kernel(forward=torch_forward, backward=torch_backward)

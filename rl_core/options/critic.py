@@ -1,6 +1,8 @@
-"""PPO's critic: its loss, advantages and metrics. M trained tokens; a value is the reward still to come.
+"""PPO's critic: its loss, advantages and metrics. M trained tokens; a value is the reward still to
+come.
 
-The critic is a classifier of one label with weights and an optimizer of its own: a Learner with the loss of values.
+The critic is a classifier of one label with weights and an optimizer of its own: a Learner with the
+loss of values.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ from rl_core.learning.minibatches import Minibatch
 from rl_core.metrics import Mean, Metric
 from rl_core.types import PackedBatch
 
-CRITIC = Algorithm(loss="rl_core.options.critic:losses_of_values")  # of the learner that trains the critic
+# Of the learner that trains the critic.
+CRITIC = Algorithm(loss="rl_core.options.critic:losses_of_values")
 
 
 class Critic:
     def __init__(self, config: Config, policy, ranks, name: str = "policy"):
         """`policy`: a classifier. --optim with --critic.lr trains it."""
-        config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=config.critic.lr))
+        config = dataclasses.replace(
+            config, optim=dataclasses.replace(config.optim, lr=config.critic.lr)
+        )
         self.learner = Learner(config, CRITIC, policy, ranks, name=f"{name}_critic")
         self.config = config.critic
 
@@ -35,14 +40,19 @@ class Critic:
             rewards = token_rewards(algorithm, batch)
             batch.values = self.learner.forward(batch)[0]
             gamma, sequences = self.config.gamma, batch.sequences
-            batch.advantages = gae_advantages(rewards, batch.values, sequences, gamma, self.config.gae_lambda)
+            batch.advantages = gae_advantages(
+                rewards, batch.values, sequences, gamma, self.config.gae_lambda
+            )
             batch.returns = batch.advantages + batch.values
             sums += value_sums(batch.values, sums_to_go(rewards, sequences, gamma))
         return value_metrics(self.learner.global_sums(sums))
 
     def update(self, minibatch: Minibatch, step: float) -> dict[str, Metric]:
         of_tokens = dataclasses.replace(minibatch, denominator=minibatch.num_tokens)
-        return {f"critic_{name}": metric for name, metric in self.learner.update(of_tokens, step)[0].items()}
+        return {
+            f"critic_{name}": metric
+            for name, metric in self.learner.update(of_tokens, step)[0].items()
+        }
 
 
 def is_last(sequences: Tensor) -> Tensor:
@@ -51,31 +61,42 @@ def is_last(sequences: Tensor) -> Tensor:
 
 
 def token_rewards(a: Algorithm, batch: PackedBatch) -> Tensor:
-    """[M] the reward of each trained token: the sample's, which batch.advantages holds, at its last one, less
-    kl_coef times the KL of each if that is in the reward (Ziegler et al. 2019, arXiv:1909.08593)."""
+    """[M] the reward of each trained token: the sample's, which batch.advantages holds, at its last
+    one, less kl_coef times the KL of each if that is in the reward (Ziegler et al. 2019,
+    arXiv:1909.08593)."""
     rewards = torch.where(is_last(batch.sequences), batch.advantages, 0.0)
     if a.kl_coef and a.kl_in == "reward":
-        rewards = rewards - a.kl_coef * kl_estimate(a.kl, batch.rollout_logprobs, batch.ref_logprobs)
+        rewards = rewards - a.kl_coef * kl_estimate(
+            a.kl, batch.rollout_logprobs, batch.ref_logprobs
+        )
     return rewards
 
 
-def gae_advantages(rewards: Tensor, values: Tensor, sequences: Tensor, gamma: float, lam: float) -> Tensor:
-    """[M] sum over l of (gamma lam)^l d(t+l), with d(t) = r(t) + gamma V(t+1) - V(t) and V = 0 after a sequence's last
-    token (Schulman et al. 2016, arXiv:1506.02438, eq. 16). Steps are trained tokens: what an environment said between
-    two turns is none, so that a turn's last token is followed by the next turn's first. values[t] is V of the state in
-    which token t was chosen."""
+def gae_advantages(
+    rewards: Tensor, values: Tensor, sequences: Tensor, gamma: float, lam: float
+) -> Tensor:
+    """[M] sum over l of (gamma lam)^l d(t+l), with d(t) = r(t) + gamma V(t+1) - V(t) and V = 0
+    after a sequence's last token (Schulman et al. 2016, arXiv:1506.02438, eq. 16). Steps are
+    trained tokens: what an environment said between two turns is none, so that a turn's last token
+    is followed by the next turn's first. values[t] is V of the state in which token t was
+    chosen."""
     following = torch.where(is_last(sequences), 0.0, pad(values[1:], (0, 1)))
     return sums_to_go(rewards + gamma * following - values, sequences, gamma * lam)
 
 
-def losses_of_values(config: Config, batch: PackedBatch, values: Tensor) -> tuple[Tensor, dict[str, Metric]]:
+def losses_of_values(
+    config: Config, batch: PackedBatch, values: Tensor
+) -> tuple[Tensor, dict[str, Metric]]:
     losses, is_clipped = value_losses(values, batch.values, batch.returns, config.critic.value_clip)
     return losses, {"clip_frac": Mean(is_clipped.sum(), losses.numel())}
 
 
-def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """([M] losses, [M] bool whether the bound decides): max((V - R)^2, (V' - R)^2) / 2 with V' = V clipped to
-    old - clip .. old + clip; clip 0 is no bound. As in OpenAI's PPO2, whose paper does not have it."""
+def value_losses(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float
+) -> tuple[Tensor, Tensor]:
+    """([M] losses, [M] bool whether the bound decides): max((V - R)^2, (V' - R)^2) / 2 with V' = V
+    clipped to old - clip .. old + clip; clip 0 is no bound. As in OpenAI's PPO2, whose paper does
+    not have it."""
     losses = (values - returns).square() / 2
     if not clip:
         return losses, torch.zeros_like(losses, dtype=torch.bool)
@@ -86,12 +107,15 @@ def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, clip: floa
 def value_sums(values: Tensor, rewards_to_go: Tensor) -> Tensor:
     """[5] sums over tokens for value_metrics(); they add up over batches and ranks."""
     goal, error = rewards_to_go.double(), (rewards_to_go - values).double()
-    return torch.stack([x.sum() for x in (torch.ones_like(goal), goal, goal.square(), error, error.square())])
+    return torch.stack(
+        [x.sum() for x in (torch.ones_like(goal), goal, goal.square(), error, error.square())]
+    )
 
 
 def value_metrics(sums: list[float]) -> dict[str, Metric]:
-    """Mean value, and the explained variance 1 - Var(G - V) / Var(G): 0 for a constant V, 1 for a perfect one. G is the
-    discounted sum of rewards from the token on; lambda-returns contain V itself. Missing if G is constant."""
+    """Mean value, and the explained variance 1 - Var(G - V) / Var(G): 0 for a constant V, 1 for a
+    perfect one. G is the discounted sum of rewards from the token on; lambda-returns contain V
+    itself. Missing if G is constant."""
     count, goal, goal_squares, error, error_squares = sums
     metrics: dict[str, Metric] = {"critic_value_mean": Mean(goal - error, count)}
     if count and (deviation := mean_and_std(goal, goal_squares, count)[1]):

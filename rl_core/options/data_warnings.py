@@ -16,18 +16,25 @@ def data_warnings(
     config: Config, algorithm: Algorithm, train: TaskSource, evals: dict[str, TaskSource]
 ) -> Iterator[str]:
     if config.tasks_per_step > len(train):
-        yield f"--tasks_per_step={config.tasks_per_step} draws rows twice in one step: there are {len(train)} training rows"
+        yield (
+            f"--tasks_per_step={config.tasks_per_step} draws rows twice in one step: "
+            f"there are {len(train)} training rows"
+        )
     for name, source in evals.items():
         for other in train.sources:
             num = min(NUM_ROWS, len(source), len(other))
             if source.env == other.env and first_rows(source, num) == first_rows(other, num):
-                yield f"the first {num} held-out rows of {name} are training rows too; --data.eval or load_tasks must give others"
+                yield (
+                    f"the first {num} held-out rows of {name} are training rows too; "
+                    "--data.eval or load_tasks must give others"
+                )
     for source in (*train.sources, *evals.values()) if algorithm.is_rl else ():
         tasks = [(task, [m["role"] for m in task.messages]) for task in islice(source, NUM_ROWS)]
         odd = [task for task, roles in tasks if roles[-1] == "assistant" or "user" not in roles]
         if odd:
             yield (
-                f"{len(odd)} of the first {len(tasks)} prompts of {source.env} end with an assistant's turn, or have no user "
+                f"{len(odd)} of the first {len(tasks)} prompts of {source.env} end with an "
+                "assistant's turn, or have no user "
                 f"message, such as {row_place(odd[0].id, odd[0].origin)}"
             )
 

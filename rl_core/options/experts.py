@@ -1,6 +1,8 @@
-"""Mixtures of experts: which experts their routers choose, how even the load is, and the loss that evens it.
+"""Mixtures of experts: which experts their routers choose, how even the load is, and the loss that
+evens it.
 
-T tokens that a forward reads, R routers (one for each layer with experts), E experts, K that a token goes to.
+T tokens that a forward reads, R routers (one for each layer with experts), E experts, K that a
+token goes to.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ SIGMOIDS = (torch.sigmoid, Tensor.sigmoid)
 
 
 class Choice(TorchFunctionMode):
-    """Inside, a router's choice of experts is seen, and replaced where `forced` [T, K] is not negative. What it computes from
-    the choice, such as the weights of these experts, stays its own."""
+    """Inside, a router's choice of experts is seen, and replaced where `forced` [T, K] is not
+    negative. What it computes from the choice, such as the weights of these experts, stays its
+    own."""
 
     def __init__(self, num_experts: int, forced: Tensor | None):
         super().__init__()
@@ -66,7 +69,8 @@ class Routers:
         self.is_open, self.is_sigmoid = False, False
         self.logits: list[Tensor] = []  # R of [T, E]
         self.experts: list[Tensor] = []  # R of [T, K]
-        self.forced: Tensor | None = None  # [T, R, K] that take the place of its choices; -1: none does
+        # [T, R, K] that take the place of its choices; -1: none does.
+        self.forced: Tensor | None = None
         for number, module in enumerate(self.modules):
             module.forward = partial(self.route, number, module.forward)
 
@@ -92,7 +96,8 @@ class Routers:
         self.logits, self.experts, self.forced = [], [], None
 
     def probabilities(self) -> Tensor:
-        """[R, T, E] fp32 of the last forward. Of sigmoids (DeepSeek-V3, arXiv:2412.19437, eq. 15 and 19): over their sum."""
+        """[R, T, E] fp32 of the last forward. Of sigmoids (DeepSeek-V3, arXiv:2412.19437, eq. 15
+        and 19): over their sum."""
         logits = torch.stack(self.logits).float()
         if not self.is_sigmoid or self.has_loss:
             return logits.softmax(-1)
@@ -100,16 +105,22 @@ class Routers:
 
 
 def find_routers(hf: nn.Module) -> tuple[OutputRecorder | None, list[nn.Module]]:
-    """What transformers says of their output, and the routers by layer; (None, []) of a model without experts."""
+    """What transformers says of their output, and the routers by layer; (None, []) of a model
+    without experts."""
     recorder = (getattr(backbone(hf), "_can_record_outputs", None) or {}).get("router_logits")
     if not isinstance(recorder, OutputRecorder):
         return None, []
-    routers = [m for m in backbone(hf).modules() if isinstance(m, recorder.target_class) and hasattr(m, "num_experts")]
+    routers = [
+        m
+        for m in backbone(hf).modules()
+        if isinstance(m, recorder.target_class) and hasattr(m, "num_experts")
+    ]
     return (recorder, routers) if routers else (None, [])
 
 
 def check_experts(config: Config, name: str, model_config: PretrainedConfig) -> None:
-    """Raises ValueError if the actor's flags of routers cannot be had, before any weight is read."""
+    """Raises ValueError if the actor's flags of routers cannot be had, before any weight is
+    read."""
     actor = config.actors[name]
     given = f"--actors.{name}.router_aux_loss_coef={actor.router_aux_loss_coef}"
     if actor.router_replay:
@@ -125,7 +136,10 @@ def check_experts(config: Config, name: str, model_config: PretrainedConfig) -> 
         routers.open()
         routers.modules[0](torch.empty(2, size, dtype=dtype, device="meta"))
     if not routers.experts or routers.experts[0] is None:
-        raise ValueError(f"{given} is of mixtures of experts; {model_config.model_type} has no routers: leave it out")
+        raise ValueError(
+            f"{given} is of mixtures of experts; {model_config.model_type} has no routers: leave "
+            "it out"
+        )
 
 
 def watch(learner: Learner) -> None:
@@ -136,8 +150,8 @@ def watch(learner: Learner) -> None:
 
 
 class Experts:
-    """Load and auxiliary loss of a learner's experts. Each sample's tokens count once, but for its last, which no forward
-    reads: a prompt that several share counts for each of them."""
+    """Load and auxiliary loss of a learner's experts. Each sample's tokens count once, but for its
+    last, which no forward reads: a prompt that several share counts for each of them."""
 
     def __init__(self, learner: Learner):
         self.learner, self.routers = learner, Routers(learner.policy.hf)
@@ -145,13 +159,15 @@ class Experts:
         self.coef = actor.router_aux_loss_coef
         self.replay = option(f"{REPLAY}:Replay")(self.routers) if actor.router_replay else None
         self.weights: Tensor | None = None  # [T] of the last forward: how often each token counts
-        self.counts: Tensor | None = None  # [R, E] tokens of the minibatch; of all ranks if is_whole
+        # [R, E] tokens of the minibatch; of all ranks if is_whole.
+        self.counts: Tensor | None = None
         self.is_whole = False
         self.aux_loss: Tensor | float = 0.0  # of the minibatch's tokens on this rank
 
     @contextmanager
     def of(self, batch: PackedBatch) -> Iterator[None]:
-        """Around a forward of this batch. What is replayed stays until the next, for what the backward recomputes."""
+        """Around a forward of this batch. What is replayed stays until the next, for what the
+        backward recomputes."""
         places, self.weights = forwarded(self.learner.policy, batch)
         self.routers.forced = None if batch.experts is None else batch.experts[places]
         self.routers.open()
@@ -163,7 +179,8 @@ class Experts:
                 self.routers.forced = None
 
     def begin(self, batches: list[PackedBatch]) -> None:
-        """Before an update. The loss needs the load of the whole minibatch: of several batches by one more forward."""
+        """Before an update. The loss needs the load of the whole minibatch: of several batches by
+        one more forward."""
         self.counts, self.aux_loss, self.is_whole = None, 0.0, False
         if self.coef and len(batches) > 1:
             with torch.no_grad():
@@ -188,9 +205,10 @@ class Experts:
         self.is_whole = True
 
     def loss(self) -> Tensor | float:
-        """The part of the last forward's tokens in coef * E * sum_i f_i P_i, differentiable: f_i is the share of the tokens of
-        the minibatch that go to expert i, and P_i their mean probability of it, both over all layers and ranks (Fedus et al.
-        2021, arXiv:2101.03961, eq. 4-6, for K experts as transformers has it: sum_i f_i = K)."""
+        """The part of the last forward's tokens in coef * E * sum_i f_i P_i, differentiable: f_i is
+        the share of the tokens of the minibatch that go to expert i, and P_i their mean probability
+        of it, both over all layers and ranks (Fedus et al. 2021, arXiv:2101.03961, eq. 4-6, for K
+        experts as transformers has it: sum_i f_i = K)."""
         if not self.is_whole:
             self.count()
         if not self.coef:
@@ -204,8 +222,9 @@ class Experts:
         return self.coef * loss
 
     def metrics(self) -> dict[str, Metric]:
-        """After an update, still on the device. expert_load_maxvio: tokens of the fullest expert over the mean, less 1, averaged
-        over layers (MaxVio of Wang et al. 2024, arXiv:2408.15664, eq. 4); 0 is even, E / K - 1 the worst."""
+        """After an update, still on the device. expert_load_maxvio: tokens of the fullest expert
+        over the mean, less 1, averaged over layers (MaxVio of Wang et al. 2024, arXiv:2408.15664,
+        eq. 4); 0 is even, E / K - 1 the worst."""
         self.routers.forget()
         self.sum_counts()
         violation = self.counts.amax(1) / self.counts.mean(1) - 1
@@ -216,7 +235,8 @@ class Experts:
 
 
 def forwarded(policy: PolicyModel, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """([n] which of the batch's tokens each token of the forward is, [n] fp32 how often it counts); padding counts 0."""
+    """([n] which of the batch's tokens each token of the forward is, [n] fp32 how often it counts);
+    padding counts 0."""
     device, num_tokens = batch.input_ids.device, len(batch.input_ids)
     tokens = torch.arange(num_tokens, device=device)
     lengths = batch.cu_seqlens.long().diff()
@@ -230,9 +250,14 @@ def forwarded(policy: PolicyModel, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         children = Counter(batch.parents)
         counts = torch.tensor([float(children[n] or 1) for n in range(len(lengths))])
         weights = is_real * sent(counts, device)[pieces]
-        return (tokens, weights) if batch.shard is None else (batch.shard.tokens, weights[batch.shard.tokens])
+        return (
+            (tokens, weights)
+            if batch.shard is None
+            else (batch.shard.tokens, weights[batch.shard.tokens])
+        )
     places, _ = padded_rows(replace(batch, input_ids=tokens))
-    is_token = (places > 0) | (torch.arange(places.shape[1], device=device) == 0)  # token 0 begins a row
+    # Token 0 begins a row.
+    is_token = (places > 0) | (torch.arange(places.shape[1], device=device) == 0)
     return places.flatten(), (is_token & is_real[places]).float().flatten()
 
 

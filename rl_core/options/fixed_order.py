@@ -1,9 +1,11 @@
-"""--rollout.fixed_order: which weights sample which tokens, and which groups a step takes, depends on nothing but counters. So a
-run with --max_staleness or --engine_ranks can be compared, bit for bit, with one that was stopped. For tests: it is slow.
+"""--rollout.fixed_order: which weights sample which tokens, and which groups a step takes, depends
+on nothing but counters. So a run with --max_staleness or --engine_ranks can be compared, bit for
+bit, with one that was stopped. For tests: it is slow.
 
-A step takes the oldest groups, complete or not, and waits for them. Each conversation of a group of later steps gets at most half
-of a turn's tokens meanwhile. Then all wait until the next step. Requests are sampled one at a time, without a KV cache of
-earlier turns, so that no token depends on what is computed beside it. Groups go to ranks in turn.
+A step takes the oldest groups, complete or not, and waits for them. Each conversation of a group of
+later steps gets at most half of a turn's tokens meanwhile. Then all wait until the next step.
+Requests are sampled one at a time, without a KV cache of earlier turns, so that no token depends on
+what is computed beside it. Groups go to ranks in turn.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class FixedOrder:
 
     window: int = 0  # counts the times that it was opened
     due: set[int] = field(default_factory=set)  # numbers of the groups that the step takes
-    had_part: set[str] = field(default_factory=set)  # conversations of later steps that had their part
+    # Conversations of later steps that had their part.
+    had_part: set[str] = field(default_factory=set)
     is_open: bool = False
     opened: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -45,7 +48,8 @@ class FixedOrder:
         group.under_way.make_gate = partial(Gate, order=self, number=number)
 
     def is_at_rest(self, group: Group) -> bool:
-        """Whether all its episodes wait for the next time. One whose hook does something else is waited for."""
+        """Whether all its episodes wait for the next time. One whose hook does something else is
+        waited for."""
         episodes = group.under_way.episodes
         parts = [episodes.get(str(index)) for index in range(group.size)]
         live = [part for part in parts if part is None or part.trajectories is None]
@@ -67,9 +71,14 @@ class Gate:
         return self.held_in == self.order.window and not self.num_sampled
 
     async def sample(
-        self, turn: str, params: SamplingParams, begun: Completion, sample: Callable[..., Awaitable[Completion]]
+        self,
+        turn: str,
+        params: SamplingParams,
+        begun: Completion,
+        sample: Callable[..., Awaitable[Completion]],
     ) -> Completion:
-        """The turn with the tokens that it may have now. Without a finish_reason it has more to come."""
+        """The turn with the tokens that it may have now. Without a finish_reason it has more to
+        come."""
         limit = self.limit(turn, params, len(begun.token_ids))
         while not limit:
             self.held_in = self.order.window

@@ -1,4 +1,5 @@
-"""Weights that transformers makes of several of a checkpoint, such as all experts of a layer: each rank makes its own part."""
+"""Weights that transformers makes of several of a checkpoint, such as all experts of a layer: each
+rank makes its own part."""
 
 from __future__ import annotations
 
@@ -18,10 +19,24 @@ CONVERT = WeightConverter.convert
 
 
 class FusedWeight:
-    """What transformers would make of weights in files. An index reads only the experts that it names."""
+    """What transformers would make of weights in files. An index reads only the experts that it
+    names."""
 
-    def __init__(self, converter: WeightConverter, parts: dict[str, list[Tensor]], name: str, like: Tensor, how: dict):
-        self.converter, self.parts, self.name, self.like, self.how = converter, parts, name, like, how
+    def __init__(
+        self,
+        converter: WeightConverter,
+        parts: dict[str, list[Tensor]],
+        name: str,
+        like: Tensor,
+        how: dict,
+    ):
+        self.converter, self.parts, self.name, self.like, self.how = (
+            converter,
+            parts,
+            name,
+            like,
+            how,
+        )
         first, *rest = converter.operations
         self.is_by_expert = isinstance(first, MergeModulelist) and first.dim == 0
         self.is_by_expert &= all(isinstance(op, Concatenate) and op.dim != 0 for op in rest)
@@ -37,9 +52,14 @@ class FusedWeight:
         return found
 
 
-def converted(converter: WeightConverter, parts: dict[str, list[Tensor]], name: str, how: dict) -> dict[str, Tensor]:
+def converted(
+    converter: WeightConverter, parts: dict[str, list[Tensor]], name: str, how: dict
+) -> dict[str, Tensor]:
     converter.collected_tensors = {pattern: list(tensors) for pattern, tensors in parts.items()}
-    return {key: v[0] if isinstance(v, list) else v for key, v in CONVERT(converter, name, **how).items()}
+    return {
+        key: v[0] if isinstance(v, list) else v
+        for key, v in CONVERT(converter, name, **how).items()
+    }
 
 
 def forget(parts: dict[str, list[Tensor]]) -> None:
@@ -49,13 +69,16 @@ def forget(parts: dict[str, list[Tensor]]) -> None:
 
 @contextmanager
 def fused_later() -> Iterator[dict[str, Any]]:
-    """Inside, what transformers converts while it loads stays on "meta". Gives its names with a FusedWeight each."""
+    """Inside, what transformers converts while it loads stays on "meta". Gives its names with a
+    FusedWeight each."""
     found: dict[str, Any] = {}
 
     def convert(converter: WeightConverter, layer_name: str, **how) -> dict[str, Tensor]:
         parts = converter.materialize_tensors()  # from files that are mapped
         forget(parts)
-        shapes = {pattern: [tensor.to("meta") for tensor in tensors] for pattern, tensors in parts.items()}
+        shapes = {
+            pattern: [tensor.to("meta") for tensor in tensors] for pattern, tensors in parts.items()
+        }
         made = converted(converter, shapes, layer_name, how)
         for name, like in made.items():
             found[name] = FusedWeight(converter, parts, name, like, how)

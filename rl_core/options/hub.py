@@ -1,4 +1,5 @@
-"""--push_to_hub ORG/NAME: the exported model goes to the Hugging Face hub. With several actors each has ORG/NAME-ACTOR."""
+"""--push_to_hub ORG/NAME: the exported model goes to the Hugging Face hub. With several actors each
+has ORG/NAME-ACTOR."""
 
 from __future__ import annotations
 
@@ -17,12 +18,15 @@ def repositories(config: Config) -> dict[str, str]:
 
 
 def create(config: Config) -> None:
-    """Before a model loads: a name or token that is wrong is refused now, not after days. Raises ValueError."""
+    """Before a model loads: a name or token that is wrong is refused now, not after days. Raises
+    ValueError."""
     for repository in repositories(config).values():
         try:
             HfApi().create_repo(repository, exist_ok=True)
         except Exception as error:  # of the network, the hub, the name
-            raise ValueError(f"--push_to_hub {repository}: {error}; log in by `hf auth login` or HF_TOKEN") from error
+            raise ValueError(
+                f"--push_to_hub {repository}: {error}; log in by `hf auth login` or HF_TOKEN"
+            ) from error
 
 
 def push(config: Config) -> None:
@@ -30,11 +34,16 @@ def push(config: Config) -> None:
     for name, repository in repositories(config).items():
         folder = Path(config.out) / "hf" / name
         try:
-            HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message="Model trained with rl_core")
+            HfApi().upload_folder(
+                repo_id=repository, folder_path=folder, commit_message="Model trained with rl_core"
+            )
             if (adapter := folder.with_name(f"{name}_adapter")).is_dir():
-                HfApi().upload_folder(repo_id=repository, folder_path=adapter, path_in_repo="adapter")
+                HfApi().upload_folder(
+                    repo_id=repository, folder_path=adapter, path_in_repo="adapter"
+                )
         except Exception as error:
             raise RunError(
-                f"--push_to_hub {repository}: {error}; the model is in {folder}: hf upload {repository} {folder}"
+                f"--push_to_hub {repository}: {error}; the model is in {folder}: hf upload "
+                f"{repository} {folder}"
             ) from error
         print(f"pushed {folder} to {repository}", flush=True)

@@ -1,4 +1,5 @@
-"""Samples of rows that are imitated, or of pairs (SFT, DPO, reward models). No row is tokenized twice."""
+"""Samples of rows that are imitated, or of pairs (SFT, DPO, reward models). No row is tokenized
+twice."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class ImitatedRows:
         self.config, self.chat, self.known, self.num_tokens = config, chat, {}, 0
 
     def samples(self, task: Task, group_id: str = "") -> list[TrainingSample]:
-        """The samples of one row or of one pair. Raises ValueError if it is too long, unless such rows are skipped."""
+        """The samples of one row or of one pair. Raises ValueError if it is too long, unless such
+        rows are skipped."""
         samples = self.known.get(task.id)
         if samples is None:
             samples = self._tokenize(task)
@@ -34,7 +36,14 @@ class ImitatedRows:
         weights = config.sft.weights if config.algorithm == "sft" else ()
         try:
             samples = option(PRESETS[config.algorithm].rows)(self.chat, task.row, *weights)
-            longest, named = max([len(s.token_ids) for s in samples], default=0), "(max_prompt_tokens + max_tokens)"
-            return samples if fits("a sequence", longest, limit, f"{limit} {named}", config.data.skip_long) else []
+            longest, named = (
+                max([len(s.token_ids) for s in samples], default=0),
+                "(max_prompt_tokens + max_tokens)",
+            )
+            return (
+                samples
+                if fits("a sequence", longest, limit, f"{limit} {named}", config.data.skip_long)
+                else []
+            )
         except ValueError as error:
             raise ValueError(f"{row_place(task.id, task.origin)}: {error}") from None

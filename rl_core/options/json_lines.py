@@ -10,8 +10,9 @@ from rl_core.data.rows import CHECKED_ROWS, Row, parse_rows
 
 
 class JsonLines(Sequence):
-    """Reads a row from disk whenever it is asked for; 12 bytes of each are in memory. The file must not change. Raises
-    ValueError, with file and line, for a bad line among the first CHECKED_ROWS or the last; others are found when drawn."""
+    """Reads a row from disk whenever it is asked for; 12 bytes of each are in memory. The file must
+    not change. Raises ValueError, with file and line, for a bad line among the first CHECKED_ROWS
+    or the last; others are found when drawn."""
 
     def __init__(self, path: Path):
         self.path, self.starts, self.numbers, end = path, array("q"), array("I"), 0

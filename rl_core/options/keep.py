@@ -1,7 +1,8 @@
-"""When a run saves, and when it ends before its last step: by the clock, by a signal, and the best by an evaluation.
+"""When a run saves, and when it ends before its last step: by the clock, by a signal, and the best
+by an evaluation.
 
-Each rank notes signals and the age of its last checkpoint beside a step's metrics, so that all ranks decide alike without one
-more exchange.
+Each rank notes signals and the age of its last checkpoint beside a step's metrics, so that all
+ranks decide alike without one more exchange.
 """
 
 from __future__ import annotations
@@ -25,10 +26,16 @@ WATCH_S = 0.2
 
 
 class Keeper:
-    """`best`: an evaluation's metric such as greedy_score, the best of which is kept in `folder`."""
+    """`best`: an evaluation's metric such as greedy_score, the best of which is kept in
+    `folder`."""
 
     def __init__(self, folder: Path, minutes: float, best: str | None, is_writer: bool):
-        self.folder, self.max_age_s, self.metric, self.is_writer = folder, 60 * minutes, best, is_writer
+        self.folder, self.max_age_s, self.metric, self.is_writer = (
+            folder,
+            60 * minutes,
+            best,
+            is_writer,
+        )
         self.saved_at, self.saved_step, self.is_due = time.monotonic(), -1, False
         self.received = self.signal = 0  # the signal that this rank got; that all ranks know of
         self.before: dict[int, object] = {}
@@ -40,8 +47,10 @@ class Keeper:
             self.best = read_object(folder / "best.json").get(best)
 
     def listen(self) -> None:
-        """From now on a signal is for the end of the step. Two of them, one of which is Ctrl-C, end this process."""
-        self.sees_others = not has_lost_a_neighbour()  # Not where each rank has a parent of its own, such as a wrapper.
+        """From now on a signal is for the end of the step. Two of them, one of which is Ctrl-C, end
+        this process."""
+        # Not where each rank has a parent of its own, such as a wrapper.
+        self.sees_others = not has_lost_a_neighbour()
         if threading.current_thread() is threading.main_thread():
             self.before = {number: signal.signal(number, self._receive) for number in SIGNALS}
 
@@ -73,7 +82,10 @@ class Keeper:
             time.sleep(WATCH_S)
 
     def metrics(self) -> dict[str, Metric]:
-        return {"keep/signal": Max(self.received), "keep/age_s": Max(time.monotonic() - self.saved_at)}
+        return {
+            "keep/signal": Max(self.received),
+            "keep/age_s": Max(time.monotonic() - self.saved_at),
+        }
 
     def agree(self, values: dict[str, float]) -> dict[str, float]:
         """Reads what all ranks noted."""
@@ -85,13 +97,16 @@ class Keeper:
         self.saved_at, self.saved_step, self.is_due = time.monotonic(), step, False
 
     def is_best(self, values: dict[str, float]) -> bool:
-        """Whether this evaluation is better than all before, by the mean over environments. Raises RunError if it lacks the
-        metric."""
+        """Whether this evaluation is better than all before, by the mean over environments. Raises
+        RunError if it lacks the metric."""
         known = {name: value for name, value in values.items() if name.startswith("eval/")}
         found = [value for name, value in known.items() if name.endswith(f"/{self.metric}")]
         if not found:
             names = sorted({name.rpartition("/")[2] for name in known})
-            raise RunError(f"--keep_best {self.metric} is no metric of this evaluation; it has {', '.join(names)}")
+            raise RunError(
+                f"--keep_best {self.metric} is no metric of this evaluation; it has "
+                f"{', '.join(names)}"
+            )
         value = sum(found) / len(found)
         if not (self.best is None or self.sign * value > self.sign * self.best):  # NaN is none
             return False
@@ -101,11 +116,14 @@ class Keeper:
     def note_best(self, step: int) -> None:
         """Once its models are written."""
         if self.is_writer:
-            write_whole(self.folder / "best.json", json.dumps({"step": step, self.metric: self.best}))
+            write_whole(
+                self.folder / "best.json", json.dumps({"step": step, self.metric: self.best})
+            )
 
 
 def has_lost_a_neighbour() -> bool:
-    """Whether torchrun has fewer ranks than it started here: then it signals because one failed (Linux)."""
+    """Whether torchrun has fewer ranks than it started here: then it signals because one failed
+    (Linux)."""
     parent, size = os.getppid(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     try:
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()

@@ -1,5 +1,5 @@
-"""Adapters beside a frozen model, through peft: y = W x + alpha/rank B A x (LoRA, Hu et al. 2021, arXiv:2106.09685). W may
-be held in 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
+"""Adapters beside a frozen model, through peft: y = W x + alpha/rank B A x (LoRA, Hu et al. 2021,
+arXiv:2106.09685). W may be held in 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
 
 from __future__ import annotations
 
@@ -29,31 +29,43 @@ EXPERTS = "experts"  # a target beside linear layers
 NAMED_AS_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 # Layers for whose adapters SGLang has kernels in all its models.
 SERVED = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-STATE_SPACES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")  # for which peft refuses out_proj
+# For which peft refuses out_proj.
+STATE_SPACES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 
 
 def check_lora(lora: LoraConfig, model_config: PretrainedConfig) -> None:
-    """Raises ValueError if the model has no such layers or a rank is larger than a layer, before any weight is read."""
+    """Raises ValueError if the model has no such layers or a rank is larger than a layer, before
+    any weight is read."""
     model = on_meta(model_config)
     layers, experts = linear_layers(model), experts_of(model)
     if not layers:
         raise ValueError(
-            f"--actors.policy.lora.rank={lora.rank}: this model has no linear layers (torch.nn.Linear) for adapters"
+            f"--actors.policy.lora.rank={lora.rank}: this model has no linear layers "
+            "(torch.nn.Linear) for adapters"
         )
     names = target_names(lora, layers)
     known = sorted({name.rpartition(".")[2] for name in layers})
-    if unknown := [n for n in names if n not in known] or [EXPERTS] * (has_experts(lora) and not experts):
+    if unknown := [n for n in names if n not in known] or [EXPERTS] * (
+        has_experts(lora) and not experts
+    ):
         raise ValueError(
-            f"--actors.policy.lora.targets={lora.targets}: {unknown[0]!r} is no linear layer of a block of this model; "
-            f"take some of {', '.join(known)}, or all-linear{experts and f', or experts: {experts}'}"
+            f"--actors.policy.lora.targets={lora.targets}: {unknown[0]!r} is no linear layer of a "
+            "block of this model; "
+            f"take some of {', '.join(known)}, or "
+            f"all-linear{experts and f', or experts: {experts}'}"
         )
     sizes = [(min(m.weight.shape), n) for n, m in layers.items() if n.rpartition(".")[2] in names]
     if has_experts(lora):
-        sizes += [(min(p.shape[1:]), n) for n, p in model.named_parameters() if n.endswith(tuple(experts.split(", ")))]
+        sizes += [
+            (min(p.shape[1:]), n)
+            for n, p in model.named_parameters()
+            if n.endswith(tuple(experts.split(", ")))
+        ]
     smallest, layer = min(sizes)
     if lora.rank > smallest:
         raise ValueError(
-            f"--actors.policy.lora.rank={lora.rank} is larger than the rank of {layer}; take at most {smallest}"
+            f"--actors.policy.lora.rank={lora.rank} is larger than the rank of {layer}; take at "
+            f"most {smallest}"
         )
 
 
@@ -65,7 +77,11 @@ def on_meta(model_config: PretrainedConfig, **how) -> nn.Module:
 
 def experts_of(model: nn.Module) -> str:
     """Names of the weights of experts in a layer."""
-    names = {plain(name) for name, p in backbone(model).named_parameters() if EXPERTS in name and p.ndim == 3}
+    names = {
+        plain(name)
+        for name, p in backbone(model).named_parameters()
+        if EXPERTS in name and p.ndim == 3
+    }
     return ", ".join(sorted({".".join(name.split(".")[-2:]) for name in names}))
 
 
@@ -87,8 +103,9 @@ def is_served(path: str, lora: LoraConfig) -> bool:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Name -> layer of the language model that may have an adapter. Not the head, since logprobs use its plain weight; not
-    experts, nor what has their names, which peft takes for theirs; not routers and gates of one number."""
+    """Name -> layer of the language model that may have an adapter. Not the head, since logprobs
+    use its plain weight; not experts, nor what has their names, which peft takes for theirs; not
+    routers and gates of one number."""
     text, left_out = backbone(model), set()
     if experts_of(model):
         left_out |= NAMED_AS_EXPERTS
@@ -121,12 +138,15 @@ def quantization(lora: LoraConfig, dtype: torch.dtype, device: torch.device) -> 
         return {}
     from transformers import BitsAndBytesConfig
 
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=lora.quantize, bnb_4bit_compute_dtype=dtype)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=lora.quantize, bnb_4bit_compute_dtype=dtype
+    )
     return {"quantization_config": config, "device_map": {"": device}}
 
 
 def add_adapters(policy: PolicyModel, loras: dict[str, LoraConfig], path: str) -> None:
-    """Freezes the model and puts fp32 adapters beside its layers, several by name; draw_adapter() fills them."""
+    """Freezes the model and puts fp32 adapters beside its layers, several by name; draw_adapter()
+    fills them."""
     import peft
 
     model = policy.hf
@@ -140,11 +160,14 @@ def add_adapters(policy: PolicyModel, loras: dict[str, LoraConfig], path: str) -
         for _, parameter in adapter_parameters(model, name):
             parameter.data = torch.zeros(parameter.shape, device=parameter.device)
             parameter.requires_grad_(True)  # peft's versions differ in this for a second adapter
-    policy.activate = partial(activate, [m for m in model.modules() if hasattr(m, "_disable_adapters")])
+    policy.activate = partial(
+        activate, [m for m in model.modules() if hasattr(m, "_disable_adapters")]
+    )
 
 
 def activate(layers: list[nn.Module], adapter: str) -> None:
-    """Later forwards use this adapter, or none. It stays active after a forward, for what the backward recomputes."""
+    """Later forwards use this adapter, or none. It stays active after a forward, for what the
+    backward recomputes."""
     # peft's own switches change requires_grad, which FSDP must not see.
     for layer in layers:
         layer._disable_adapters = not adapter
@@ -159,15 +182,20 @@ def peft_config(lora: LoraConfig, model: nn.Module, path: str) -> peft.LoraConfi
     text = backbone(model)
     inside = next(name for name, module in model.named_modules() if module is text)
     return peft.LoraConfig(
-        exclude_modules=None if text is model.base_model else rf"(?!{inside}\.).*",  # the rest of a multimodal model
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=target_names(lora, linear_layers(model)) or None,
+        # The rest of a multimodal model.
+        exclude_modules=None if text is model.base_model else rf"(?!{inside}\.).*",
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=target_names(lora, linear_layers(model)) or None,
         target_parameters=experts_of(model).split(", ") if has_experts(lora) else None,
-        task_type="CAUSAL_LM", base_model_name_or_path=path,
-    )  # fmt: skip
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=path,
+    )
 
 
 def draw_adapter(model: nn.Module, seed: int, adapter: str) -> None:
-    """Initialises an adapter: A is random, B is 0. The same for any number of ranks and of other adapters."""
+    """Initialises an adapter: A is random, B is 0. The same for any number of ranks and of other
+    adapters."""
     for name, parameter in adapter_parameters(model, adapter):
         draw = torch.zeros(parameter.shape)
         if ".lora_A." in name:
@@ -177,7 +205,9 @@ def draw_adapter(model: nn.Module, seed: int, adapter: str) -> None:
         local.copy_(draw[slices])
 
 
-def adapter_parameters(model: nn.Module, adapter: str = "default") -> Iterator[tuple[str, nn.Parameter]]:
+def adapter_parameters(
+    model: nn.Module, adapter: str = "default"
+) -> Iterator[tuple[str, nn.Parameter]]:
     """Weights of one adapter, named as if there were no other."""
     for name, parameter in model.named_parameters():
         if f".lora_A.{adapter}." in name or f".lora_B.{adapter}." in name:
@@ -190,23 +220,30 @@ def adapter_weights(model: nn.Module, adapter: str) -> Iterator[tuple[str, Tenso
         yield f"base_model.model.{name.replace('.default.', '.')}", unsharded(parameter.detach())
 
 
-def merged_weights(model: nn.Module, adapter: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(transformers' name, unsharded tensor) with an adapter added, W + alpha/rank B A, and nothing in 4 bits; a tied weight
-    comes once. Every rank must exhaust it."""
+def merged_weights(
+    model: nn.Module, adapter: str, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(transformers' name, unsharded tensor) with an adapter added, W + alpha/rank B A, and nothing
+    in 4 bits; a tied weight comes once. Every rank must exhaust it."""
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             continue
         layer_name, _, kind = name.rpartition(".")
         owner_name, value = plain(layer_name), unsharded(parameter.detach())
         layer, owner = model.get_submodule(layer_name), model.get_submodule(owner_name)
-        while getattr(owner, "parameter_name", kind) != kind:  # peft has a layer for each weight of experts
+        # Peft has a layer for each weight of experts.
+        while getattr(owner, "parameter_name", kind) != kind:
             owner = owner.base_layer
         if kind == "weight" and (quant_state := getattr(layer, "quant_state", None)) is not None:
             from bitsandbytes.functional import dequantize_4bit
 
             value = dequantize_4bit(value, quant_state)
-        if kind in ("weight", getattr(owner, "parameter_name", "")) and adapter in getattr(owner, "lora_A", ()):
-            a_RD, b_DR = (unsharded(part[adapter].weight.detach()) for part in (owner.lora_A, owner.lora_B))
+        if kind in ("weight", getattr(owner, "parameter_name", "")) and adapter in getattr(
+            owner, "lora_A", ()
+        ):
+            a_RD, b_DR = (
+                unsharded(part[adapter].weight.detach()) for part in (owner.lora_A, owner.lora_B)
+            )
             if value.ndim == 3:  # rows of A expert by expert; columns of B rank by rank
                 a_RD, b_DR = (
                     a_RD.view(len(value), -1, a_RD.shape[1]),
@@ -219,7 +256,9 @@ def merged_weights(model: nn.Module, adapter: str, dtype: torch.dtype | None = N
 
 def export_adapter(policy: PolicyModel, adapter: str, folder: Path, ranks: Ranks) -> None:
     """A folder that peft loads beside the model it began with."""
-    weights = {name: value.cpu().contiguous() for name, value in adapter_weights(policy.hf, adapter)}
+    weights = {
+        name: value.cpu().contiguous() for name, value in adapter_weights(policy.hf, adapter)
+    }
     if ranks.rank == 0:
         with replaced(folder) as beside:
             policy.adapters[adapter].save_pretrained(beside)
@@ -229,7 +268,10 @@ def export_adapter(policy: PolicyModel, adapter: str, folder: Path, ranks: Ranks
 def second_model(hf: nn.Module) -> nn.Module:
     """A second model over the same weights, without adapters: an engine samples with it."""
     model = on_meta(hf.config, dtype=hf.dtype)
-    tensors = [*hf.named_parameters(remove_duplicate=False), *hf.named_buffers(remove_duplicate=False)]
+    tensors = [
+        *hf.named_parameters(remove_duplicate=False),
+        *hf.named_buffers(remove_duplicate=False),
+    ]
     for name, tensor in tensors:
         if ".lora_" not in name:
             owner, _, kind = plain(name).rpartition(".")

@@ -10,7 +10,8 @@ from rl_core.types import Task
 
 
 class TaskMix:
-    """The tasks of several sources in turn: among the first n each has its share by weight, to within one task."""
+    """The tasks of several sources in turn: among the first n each has its share by weight, to
+    within one task."""
 
     def __init__(self, sources: Sequence[TaskSource], weights: Sequence[float]):
         self.sources, self.weights = sources, weights
@@ -26,7 +27,8 @@ class TaskMix:
 
     def drawn_before(self, position: int) -> list[int]:
         """Number of tasks of each source before a position."""
-        # Task k of a source is due at (k + 0.5) / weight. All that is due by this time certainly comes before.
+        # Task k of a source is due at (k + 0.5) / weight. All that is due by this time certainly
+        # comes before.
         time = max(0, position - len(self.sources)) / sum(self.weights)
         drawn = [math.floor(time * weight + 0.5) for weight in self.weights]
         while sum(drawn) < position:

@@ -1,5 +1,5 @@
-"""CPU offload: a learner's tensors while engines sample, an unused reference, and activations between forward and
-backward."""
+"""CPU offload: a learner's tensors while engines sample, an unused reference, and activations
+between forward and backward."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ MIN_BYTES = 1024  # of an activation that is worth moving
 OnDevice = Callable[[], object]  # makes a context in which the tensors are on the device
 
 
-def offloaded(tensors: Callable[[], Iterable[Tensor]], device: torch.device, is_constant: bool = False) -> OnDevice:
-    """A context in which the tensors are on the device. They leave it at the end of the first context. Contexts may be
-    nested. Constant tensors are copied to the CPU once."""
+def offloaded(
+    tensors: Callable[[], Iterable[Tensor]], device: torch.device, is_constant: bool = False
+) -> OnDevice:
+    """A context in which the tensors are on the device. They leave it at the end of the first
+    context. Contexts may be nested. Constant tensors are copied to the CPU once."""
     copies, depth = HostCopies(device, is_constant), 0
 
     @contextmanager
@@ -43,7 +45,8 @@ def offloaded(tensors: Callable[[], Iterable[Tensor]], device: torch.device, is_
 def weights_of(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward without a backward some parameters are still gathered
+            # After a forward without a backward some parameters are still gathered.
+            module.reshard()
     return map(local, model.parameters())
 
 
@@ -61,14 +64,20 @@ def offload_frozen(model: PolicyModel, device: torch.device) -> OnDevice:
 
 def offload_state(optimizer: torch.optim.Optimizer, device: torch.device) -> OnDevice:
     def tensors() -> Iterator[Tensor]:
-        return (local(v) for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
+        return (
+            local(v)
+            for state in optimizer.state.values()
+            for v in state.values()
+            if isinstance(v, Tensor)
+        )
 
     return offloaded(tensors, device)
 
 
 def activations_on_host() -> saved_tensors_hooks:
     """A context in which a forward keeps its saved tensors on the CPU, except weights."""
-    # All copies are on the compute stream, which the backward uses too: nothing waits for them here.
+    # All copies are on the compute stream, which the backward uses too: nothing waits for them
+    # here.
     return saved_tensors_hooks(to_host, to_device)
 
 

@@ -1,5 +1,6 @@
-"""Older weights: a second engine of each actor that learns, which gets the newest weights every few versions only. A part of the
-actor's turns goes to it (Actor.generate), so that episodes mix policies."""
+"""Older weights: a second engine of each actor that learns, which gets the newest weights every few
+versions only. A part of the actor's turns goes to it (Actor.generate), so that episodes mix
+policies."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class OlderPolicy:
             await self._renew(name, self.learners[name].engine_weights(in_place=False), version)
 
     async def restore(self, name: str, version: int, checkpoint: Path) -> None:
-        """When a run resumes, older weights are those of its checkpoint, or the newest where it has none."""
+        """When a run resumes, older weights are those of its checkpoint, or the newest where it has
+        none."""
         if name not in self.engines or self._is_renewed(name, version):
             return
         weights, file = None, file_of(checkpoint, name)
@@ -41,7 +43,9 @@ class OlderPolicy:
             with safe_open(file, framework="pt") as saved:
                 version = int(saved.metadata()["version"])
             weights = load_file(file).items()
-        await self._renew(name, weights or self.learners[name].engine_weights(in_place=False), version)
+        await self._renew(
+            name, weights or self.learners[name].engine_weights(in_place=False), version
+        )
 
     def files_to_save(self, step: int) -> list[Path]:
         """Rank 0's files of weights that are older than a checkpoint's own, which it copies."""
@@ -51,7 +55,9 @@ class OlderPolicy:
     def _is_renewed(self, name: str, version: int) -> bool:
         return name in self.engines and version % self.every == 0
 
-    async def _renew(self, name: str, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    async def _renew(
+        self, name: str, weights: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> None:
         """Every rank must call it: gathering a weight is a collective."""
         engine, kept = self.engines[name], {}
 
@@ -65,7 +71,9 @@ class OlderPolicy:
             for _ in coming():
                 pass
         else:
-            await engine.update(coming(), version, adapter=name if self.learners[name].policy.sends_adapters else "")
+            await engine.update(
+                coming(), version, adapter=name if self.learners[name].policy.sends_adapters else ""
+            )
             await engine.sleep()
         if self.folder is not None:
             file = file_of(self.folder, name)

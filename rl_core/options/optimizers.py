@@ -11,20 +11,27 @@ from rl_core.learning.learner import parameter_groups
 
 
 def adamw8bit(named: list[tuple[str, Tensor]], config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW whose state takes 8 bits a number, in blocks of 256 (Dettmers et al. 2021, arXiv:2110.02861)."""
+    """AdamW whose state takes 8 bits a number, in blocks of 256 (Dettmers et al. 2021,
+    arXiv:2110.02861)."""
     import bitsandbytes.optim
 
     views, links = local_views(named)
     groups = parameter_groups(views, config.weight_decay)
-    optimizer = bitsandbytes.optim.AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    optimizer = bitsandbytes.optim.AdamW8bit(
+        groups, lr=config.lr, betas=config.betas, eps=config.eps
+    )
     optimizer.register_step_pre_hook(lambda *_: refresh_views(links))
-    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())  # a gradient must not live on in a view
+    # A gradient must not live on in a view.
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
     return optimizer
 
 
-def local_views(named: list[tuple[str, Tensor]]) -> tuple[list[tuple[str, Tensor]], list[tuple[Tensor, Tensor]]]:
-    """(named plain parameters, pairs (view, sharded)): bitsandbytes knows no DTensor, so a view shares the memory of this rank's
-    shard. A rank without a part of a parameter has no view of it."""
+def local_views(
+    named: list[tuple[str, Tensor]],
+) -> tuple[list[tuple[str, Tensor]], list[tuple[Tensor, Tensor]]]:
+    """(named plain parameters, pairs (view, sharded)): bitsandbytes knows no DTensor, so a view
+    shares the memory of this rank's shard. A rank without a part of a parameter has no view of
+    it."""
     views, links = [], []
     for name, parameter in named:
         if isinstance(parameter, DTensor):

@@ -1,8 +1,11 @@
-"""Models that packed attention does not cover: their own forward on padded rows, in the learner and in the embedded engine.
+"""Models that packed attention does not cover: their own forward on padded rows, in the learner and
+in the embedded engine.
 
-It is slower, and exact: no token sees what is behind it, so that padding on the right changes nothing.
+It is slower, and exact: no token sees what is behind it, so that padding on the right changes
+nothing.
 
-N rows of at most L tokens, T tokens of a packed batch, M trained tokens, V vocabulary, S new tokens of an engine's row.
+N rows of at most L tokens, T tokens of a packed batch, M trained tokens, V vocabulary, S new tokens
+of an engine's row.
 """
 
 from __future__ import annotations
@@ -25,16 +28,19 @@ from rl_core.learning.model import PolicyModel, backbone, packed_outputs
 from rl_core.types import PackedBatch
 
 PACKABLE = {"full_attention", "sliding_attention"}
-# Where a model's own attention and its head are found out: a prompt, a sequence, and two that follow the prompt.
+# Where a model's own attention and its head are found out: a prompt, a sequence, and two that
+# follow the prompt.
 PROBE, PARENTS = (9, 7, 6, 5), [-1, -1, 0, 0]
 # What a forward that is not made for its model raises.
 ERRORS = (ValueError, TypeError, AttributeError, RuntimeError, KeyError)
-TOLERANCE_NATS, ROUNDED_TOLERANCE_NATS = 1e-4, 0.25  # the largest difference in fp32; the mean one in less
+# The largest difference in fp32; the mean one in less.
+TOLERANCE_NATS, ROUNDED_TOLERANCE_NATS = 1e-4, 0.25
 
 
 @torch.no_grad()
 def choose_forward(policy: PolicyModel, ranks: Ranks) -> None:
-    """Packed, if that gives what the model's own forward gives; else its own forward on padded rows."""
+    """Packed, if that gives what the model's own forward gives; else its own forward on padded
+    rows."""
     hf, adapter, own = policy.hf, next(iter(policy.adapters), ""), own_attention(policy.hf)
     batch = probe_batch(hf.config.get_text_config().vocab_size, ranks.device)
 
@@ -51,14 +57,21 @@ def choose_forward(policy: PolicyModel, ranks: Ranks) -> None:
             return str(problem).splitlines()[0]
         # Where weights are NaN, both are.
         is_rounded = policy.compute_dtype != torch.float32
-        differs = error.mean() > ROUNDED_TOLERANCE_NATS if is_rounded else error.max() > TOLERANCE_NATS
+        differs = (
+            error.mean() > ROUNDED_TOLERANCE_NATS if is_rounded else error.max() > TOLERANCE_NATS
+        )
         return f"its logprobs differ by {error.max():.2g} nats" if differs else ""
 
-    with nullcontext() if policy.is_on_device else policy.on_device(), torch.compiler.set_stance("force_eager"):
+    with (
+        nullcontext() if policy.is_on_device else policy.on_device(),
+        torch.compiler.set_stance("force_eager"),
+    ):
         if policy.is_scoring:  # a new head is 0 everywhere
             policy.outputs = lambda hidden_MD, *_: (hidden_MD.float(), hidden_MD)
         # A head that is split over ranks has no logits of its own.
-        expected = logprobs(padded_outputs if policy.is_scoring or ranks.mesh.tp > 1 else own_outputs, own)
+        expected = logprobs(
+            padded_outputs if policy.is_scoring or ranks.mesh.tp > 1 else own_outputs, own
+        )
         reason = own_layers(hf) or difference(packed_outputs, attention.NAME)
         if reason and difference(padded_outputs, own):
             policy.compute = own_outputs
@@ -68,10 +81,14 @@ def choose_forward(policy: PolicyModel, ranks: Ranks) -> None:
             policy.reshard()  # FSDP leaves it to the backward
     if reason and ranks.mesh.cp > 1:
         raise ValueError(
-            f"--cp={ranks.mesh.cp} cuts packed sequences, which this model does not allow: {reason}; take --cp 1"
+            f"--cp={ranks.mesh.cp} cuts packed sequences, which this model does not allow: "
+            f"{reason}; take --cp 1"
         )
     if reason and ranks.rank == 0:
-        print(f"{hf.name_or_path} is trained on padded rows, which is slower than packed: {reason}", flush=True)
+        print(
+            f"{hf.name_or_path} is trained on padded rows, which is slower than packed: {reason}",
+            flush=True,
+        )
 
 
 def own_layers(hf: nn.Module) -> str:
@@ -94,24 +111,44 @@ def set_attention(hf: nn.Module, implementation: str) -> None:
 def probe_batch(vocab_size: int, device: torch.device) -> PackedBatch:
     starts = list(itertools.accumulate(PROBE, initial=0))
     _, whole, *after = (torch.arange(*ends) for ends in itertools.pairwise(starts))
-    sources = [whole[:-1], *(torch.cat([torch.tensor([PROBE[0] - 1]), piece[:-1]]) for piece in after)]
+    sources = [
+        whole[:-1],
+        *(torch.cat([torch.tensor([PROBE[0] - 1]), piece[:-1]]) for piece in after),
+    ]
     labels = torch.cat([whole[1:], *after])
     ids = torch.arange(starts[-1]).mul(7).add(3) % vocab_size
     first = [0, 0, PROBE[0], PROBE[0]]
     positions = torch.cat([torch.arange(n) + at for n, at in zip(PROBE, first, strict=True)])
     none, order = torch.zeros(len(labels)), torch.arange(3)
     sequences = torch.repeat_interleave(order, torch.tensor([len(part) for part in sources]))
-    tensors = {"input_ids": ids, "position_ids": positions, "sources": torch.cat(sources), "labels": ids[labels]}
-    tensors |= {"sequences": sequences, "order": order, "rollout_logprobs": none, "advantages": none}
-    tensors = {name: value.to(device) for name, value in (tensors | {"policy_versions": sequences}).items()}
-    return PackedBatch(cu_seqlens=torch.tensor(starts, dtype=torch.int32), parents=PARENTS, **tensors)
+    tensors = {
+        "input_ids": ids,
+        "position_ids": positions,
+        "sources": torch.cat(sources),
+        "labels": ids[labels],
+    }
+    tensors |= {
+        "sequences": sequences,
+        "order": order,
+        "rollout_logprobs": none,
+        "advantages": none,
+    }
+    tensors = {
+        name: value.to(device) for name, value in (tensors | {"policy_versions": sequences}).items()
+    }
+    return PackedBatch(
+        cu_seqlens=torch.tensor(starts, dtype=torch.int32), parents=PARENTS, **tensors
+    )
 
 
 def padded_rows(batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """(ids [N, L] of sequences, shared prompts in each; where the token before each trained one is among N * L)."""
+    """(ids [N, L] of sequences, shared prompts in each; where the token before each trained one is
+    among N * L)."""
     pieces = [range(a, b) for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
     both, prompts = enumerate(zip(batch.parents, pieces, strict=True)), set(batch.parents)
-    rows = [[*(pieces[up] if up >= 0 else ()), *piece] for n, (up, piece) in both if n not in prompts]
+    rows = [
+        [*(pieces[up] if up >= 0 else ()), *piece] for n, (up, piece) in both if n not in prompts
+    ]
     length = max(map(len, rows))
     tokens = torch.zeros(len(rows), length, dtype=torch.long)
     places = torch.empty(len(batch.input_ids), dtype=torch.long)
@@ -122,13 +159,19 @@ def padded_rows(batch: PackedBatch) -> tuple[Tensor, Tensor]:
     return batch.input_ids[tokens.to(device)], places.to(device)[batch.sources]
 
 
-def padded_outputs(policy: PolicyModel, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+def padded_outputs(
+    policy: PolicyModel, batch: PackedBatch, temperature: float
+) -> tuple[Tensor, Tensor]:
     """What PolicyModel.forward gives, by the model's own layers."""
     ids, places = padded_rows(batch)
-    return policy.outputs(policy.hidden_states(input_ids=ids).flatten(0, 1)[places], batch.labels, temperature)
+    return policy.outputs(
+        policy.hidden_states(input_ids=ids).flatten(0, 1)[places], batch.labels, temperature
+    )
 
 
-def own_outputs(policy: PolicyModel, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+def own_outputs(
+    policy: PolicyModel, batch: PackedBatch, temperature: float
+) -> tuple[Tensor, Tensor]:
     """The same by its own head too, with all logits at once."""
     ids, places = padded_rows(batch)
     with policy.keeps_activations():
@@ -140,7 +183,8 @@ def own_outputs(policy: PolicyModel, batch: PackedBatch, temperature: float) -> 
 
 
 class RowCaches:
-    """transformers' cache of each row. It is never cut: recurrent layers keep a state, not tokens."""
+    """transformers' cache of each row. It is never cut: recurrent layers keep a state, not
+    tokens."""
 
     def __init__(self, *_) -> None:
         self.rows: dict[int, Any] = {}
@@ -168,7 +212,8 @@ class RowModel:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Inside, the model is in evaluation mode and has its own attention; then it is put back as it was."""
+        """Inside, the model is in evaluation mode and has its own attention; then it is put back as
+        it was."""
         before = self.model.config._attn_implementation
         if before == attention.NAME:
             set_attention(self.model, own_attention(self.model))
@@ -192,7 +237,9 @@ class RowModel:
         found = []
         for row, ids, size in zip(range(rows.start, rows.stop), tokens, sizes, strict=True):
             kept = None if starts is None else cache.rows[row]
-            last, cache.rows[row] = self.read(input_ids=ids[None, :size], use_cache=True, **{self.cache_name: kept})
+            last, cache.rows[row] = self.read(
+                input_ids=ids[None, :size], use_cache=True, **{self.cache_name: kept}
+            )
             found.append(last)
         return torch.stack(found)[:, None].expand(-1, tokens.shape[1], -1)
 
@@ -206,7 +253,8 @@ class RowModel:
 
 
 class OwnHeadModel(RowModel):
-    """A RowModel whose head computes what no other does. In place of hidden states are logits, in the model's dtype."""
+    """A RowModel whose head computes what no other does. In place of hidden states are logits, in
+    the model's dtype."""
 
     def read(self, **inputs: Any) -> tuple[Tensor, Any]:
         out = self.model(**inputs)

@@ -1,5 +1,6 @@
-"""Losses of preference pairs. M trained tokens, P pairs. `replies` [M] is each token's reply: 2p for pair p's chosen
-one, 2p + 1 for its rejected one. A loss comes with rewards [P, 2]: those of both replies, as the model ranks them."""
+"""Losses of preference pairs. M trained tokens, P pairs. `replies` [M] is each token's reply: 2p
+for pair p's chosen one, 2p + 1 for its rejected one. A loss comes with rewards [P, 2]: those of
+both replies, as the model ranks them."""
 
 from __future__ import annotations
 
@@ -12,36 +13,51 @@ from rl_core.metrics import Mean, Metric
 from rl_core.types import PackedBatch
 
 
-def losses_of_replies(config: Config, batch: PackedBatch, logprobs: Tensor) -> tuple[Tensor, dict[str, Metric]]:
-    """DPO's losses of the pairs of a batch, [P], from its tokens' logprobs [M]. Its samples are chosen and rejected in turn."""
+def losses_of_replies(
+    config: Config, batch: PackedBatch, logprobs: Tensor
+) -> tuple[Tensor, dict[str, Metric]]:
+    """DPO's losses of the pairs of a batch, [P], from its tokens' logprobs [M]. Its samples are
+    chosen and rejected in turn."""
     pairs = batch.order[batch.sequences], len(batch.order) // 2
     losses, rewards = dpo_losses(logprobs, batch.ref_logprobs, *pairs, config.preference)
     return losses, pair_metrics(rewards)
 
 
-def losses_of_scores(config: Config, batch: PackedBatch, scores: Tensor) -> tuple[Tensor, dict[str, Metric]]:
-    """A reward model's losses of the pairs of a batch, [P], from its tokens' scores [M]. A chosen sample's advantage is the
-    margin."""
-    losses, rewards = rm_losses(scores, batch.advantages, batch.order[batch.sequences], len(batch.order) // 2)
+def losses_of_scores(
+    config: Config, batch: PackedBatch, scores: Tensor
+) -> tuple[Tensor, dict[str, Metric]]:
+    """A reward model's losses of the pairs of a batch, [P], from its tokens' scores [M]. A chosen
+    sample's advantage is the margin."""
+    losses, rewards = rm_losses(
+        scores, batch.advantages, batch.order[batch.sequences], len(batch.order) // 2
+    )
     return losses, pair_metrics(rewards)
 
 
 def pair_metrics(rewards: Tensor) -> dict[str, Metric]:
     """A pair with equal rewards counts as half right."""
     chosen, rejected = rewards.detach().T
-    values = {"accuracy": ((chosen > rejected).float() + (chosen >= rejected)) / 2, "margin_mean": chosen - rejected}
+    values = {
+        "accuracy": ((chosen > rejected).float() + (chosen >= rejected)) / 2,
+        "margin_mean": chosen - rejected,
+    }
     values |= {"chosen_reward_mean": chosen, "rejected_reward_mean": rejected}
     return {name: Mean(value.sum(), len(value)) for name, value in values.items()}
 
 
 def dpo_losses(
-    logprobs: Tensor, ref_logprobs: Tensor, replies: Tensor, num_pairs: int, config: PreferenceConfig
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    replies: Tensor,
+    num_pairs: int,
+    config: PreferenceConfig,
 ) -> tuple[Tensor, Tensor]:
-    """With the log-ratio l = sum of logprobs - ref_logprobs over a reply (its mean in losses with _norm) and
-    h = l(chosen) - l(rejected): sigmoid -log sigma(beta h) (Rafailov et al. 2023, arXiv:2305.18290,
-    eq. 7), which label smoothing e makes -(1 - e) log sigma(beta h) - e log sigma(-beta h) (Mitchell 2023, "A note on
-    DPO with noisy preferences"); ipo (h - 1 / (2 beta))^2 (Azar et al. 2023, arXiv:2310.12036, eq. 17); hinge
-    max(0, 1 - beta h) (Zhao et al. 2023, arXiv:2305.10425). A reply's reward is beta l."""
+    """With the log-ratio l = sum of logprobs - ref_logprobs over a reply (its mean in losses with
+    _norm) and h = l(chosen) - l(rejected): sigmoid -log sigma(beta h) (Rafailov et al. 2023,
+    arXiv:2305.18290, eq. 7), which label smoothing e makes -(1 - e) log sigma(beta h) - e log
+    sigma(-beta h) (Mitchell 2023, "A note on DPO with noisy preferences"); ipo (h - 1 / (2 beta))^2
+    (Azar et al. 2023, arXiv:2310.12036, eq. 17); hinge max(0, 1 - beta h) (Zhao et al. 2023,
+    arXiv:2305.10425). A reply's reward is beta l."""
     logratios = logprobs - ref_logprobs
     sums = logratios.new_zeros(2 * num_pairs).index_add(0, replies, logratios)
     if config.loss.endswith("_norm"):
@@ -56,10 +72,12 @@ def dpo_losses(
     return -(1 - e) * logsigmoid(margin) - e * logsigmoid(-margin), rewards
 
 
-def rm_losses(scores: Tensor, margins: Tensor, replies: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
-    """-log sigma(s(chosen) - s(rejected) - margin), with the score s at a reply's last token and the margin that its
-    chosen side carries, all [M] (Ouyang et al. 2022, arXiv:2203.02155, eq. 1; the margin: Touvron et al. 2023,
-    arXiv:2307.09288, eq. 2)."""
+def rm_losses(
+    scores: Tensor, margins: Tensor, replies: Tensor, num_pairs: int
+) -> tuple[Tensor, Tensor]:
+    """-log sigma(s(chosen) - s(rejected) - margin), with the score s at a reply's last token and
+    the margin that its chosen side carries, all [M] (Ouyang et al. 2022, arXiv:2203.02155, eq. 1;
+    the margin: Touvron et al. 2023, arXiv:2307.09288, eq. 2)."""
     places = torch.arange(len(replies), device=replies.device)
     last = places.new_zeros(2 * num_pairs).scatter_reduce(0, replies, places, "amax")
     rewards, margin = scores[last].view(-1, 2), margins[last].view(-1, 2)[:, 0]

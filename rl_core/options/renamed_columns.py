@@ -10,10 +10,13 @@ from rl_core.rules import nearest
 
 
 class RenamedColumns(Sequence):
-    """Rows with the columns that they have, and these: new name -> theirs. A new prompt's column is read even where the rows
-    have one that would come before it. Strict: raises ValueError if the first row has neither name."""
+    """Rows with the columns that they have, and these: new name -> theirs. A new prompt's column is
+    read even where the rows have one that would come before it. Strict: raises ValueError if the
+    first row has neither name."""
 
-    def __init__(self, rows: Sequence[Row], columns: dict[str, str], source: str, is_strict: bool = True):
+    def __init__(
+        self, rows: Sequence[Row], columns: dict[str, str], source: str, is_strict: bool = True
+    ):
         self.rows, self.columns = rows, columns
         prompts = [PROMPT_COLUMNS.index(name) for name in columns if name in PROMPT_COLUMNS]
         self.hidden = PROMPT_COLUMNS[: min(prompts, default=0)]
@@ -21,7 +24,8 @@ class RenamedColumns(Sequence):
         for name, theirs in columns.items():
             if is_strict and theirs not in first and name not in first:
                 raise ValueError(
-                    f"--data.columns {name}={theirs}: {source} has no column {theirs!r}; {nearest(theirs, first)}"
+                    f"--data.columns {name}={theirs}: {source} has no column {theirs!r}; "
+                    f"{nearest(theirs, first)}"
                 )
 
     def __len__(self) -> int:

@@ -1,13 +1,16 @@
 """A reward model scores conversations: in this process, or asked for over HTTP.
 
 model = RewardModel("runs/rm/hf/policy")
-model.score([[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]])     # [1.25]
+model.score([[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]])     #
+[1.25]
 
 python -m rl_core.options.reward_model --model runs/rm/hf/policy --port 8001
-await remote_scores("http://127.0.0.1:8001", [messages])                                         # [1.25]
+await remote_scores("http://127.0.0.1:8001", [messages])                                         #
+[1.25]
 
-POST /classify {"messages": [...] or [[...], ...], "tools": [...]} -> {"data": [{"index": 0, "score": 1.25}], ...}
-GET  /health                                                       -> {"status": "ok", "model": "..."}
+POST /classify {"messages": [...] or [[...], ...], "tools": [...]} -> {"data": [{"index": 0,
+"score": 1.25}], ...} GET  /health                                                       ->
+{"status": "ok", "model": "..."}
 """
 
 from __future__ import annotations
@@ -34,26 +37,39 @@ MAX_PAUSE_S = 5.0  # between two attempts at a server
 
 
 class RewardModel:
-    """A sequence classifier with one label, such as --algorithm rm exports. Threads may share it; they take turns."""
+    """A sequence classifier with one label, such as --algorithm rm exports. Threads may share it;
+    they take turns."""
 
     def __init__(
-        self, path: str, device: str | None = None, chat_template: str | None = None, batch_tokens: int = 16384
+        self,
+        path: str,
+        device: str | None = None,
+        chat_template: str | None = None,
+        batch_tokens: int = 16384,
     ):
-        """batch_tokens bounds one forward, padding included. Weights are held in fp32 on a CPU, elsewhere in the folder's
-        dtype. Raises ValueError if the folder holds no trained reward model."""
+        """batch_tokens bounds one forward, padding included. Weights are held in fp32 on a CPU,
+        elsewhere in the folder's dtype. Raises ValueError if the folder holds no trained reward
+        model."""
         import torch  # takes seconds to import, which --help does not wait for
 
         if device is None:
-            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+            device = (
+                f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+            )
         self.path, self.device, self.batch_tokens = path, torch.device(device), batch_tokens
         self.model = load_classifier(path, self.device)
         self.chat = load_chat(path, chat_template)
-        self.max_tokens = getattr(self.model.config.get_text_config(), "max_position_embeddings", math.inf)
+        self.max_tokens = getattr(
+            self.model.config.get_text_config(), "max_position_embeddings", math.inf
+        )
         self.lock = threading.Lock()  # tokenizers are not thread-safe
 
-    def score(self, conversations: Sequence[list[Message]], tools: list | None = None) -> list[float]:
-        """A finite score of each conversation: the higher, the better its last reply. Raises ValueError for messages that
-        the chat template refuses, and for more tokens than the model reads."""
+    def score(
+        self, conversations: Sequence[list[Message]], tools: list | None = None
+    ) -> list[float]:
+        """A finite score of each conversation: the higher, the better its last reply. Raises
+        ValueError for messages that the chat template refuses, and for more tokens than the model
+        reads."""
         return self.score_ids([self.token_ids(messages, tools) for messages in conversations])
 
     def token_ids(self, messages: list[Message], tools: list | None = None) -> list[int]:
@@ -61,7 +77,9 @@ class RewardModel:
         with self.lock:
             ids = self.chat.prompt_ids(check_messages(messages), tools, add_generation_prompt=False)
         if not 0 < len(ids) <= self.max_tokens:
-            raise ValueError(f"a conversation of {len(ids)} tokens; the model reads 1 to {self.max_tokens}")
+            raise ValueError(
+                f"a conversation of {len(ids)} tokens; the model reads 1 to {self.max_tokens}"
+            )
         return ids
 
     def score_ids(self, conversations: Sequence[list[int]]) -> list[float]:
@@ -74,7 +92,10 @@ class RewardModel:
                 batch, waiting = waiting[-num:], waiting[:-num]
                 scores |= zip(batch, self.forward([conversations[i] for i in batch]), strict=True)
         if bad := [score for score in scores.values() if not math.isfinite(score)]:
-            raise ValueError(f"{self.path} gave a score of {bad[0]}: its weights are broken, or overflow in this dtype")
+            raise ValueError(
+                f"{self.path} gave a score of {bad[0]}: its weights are broken, or overflow in "
+                "this dtype"
+            )
         return [scores[i] for i in range(len(conversations))]
 
     def forward(self, conversations: list[list[int]]) -> list[float]:
@@ -86,14 +107,20 @@ class RewardModel:
         last = torch.tensor([len(ids) - 1 for ids in conversations], device=self.device)
         input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         mask = (torch.arange(input_ids.shape[1], device=self.device) <= last[:, None]).long()
-        # The classifier's own forward finds the end by a padding token, in which a conversation may end.
+        # The classifier's own forward finds the end by a padding token, in which a conversation may
+        # end.
         with torch.inference_mode():
-            hidden = self.model.base_model(input_ids=input_ids, attention_mask=mask, use_cache=False).last_hidden_state
-            return scores_of(self.model, hidden[torch.arange(len(rows), device=self.device), last]).tolist()
+            hidden = self.model.base_model(
+                input_ids=input_ids, attention_mask=mask, use_cache=False
+            ).last_hidden_state
+            return scores_of(
+                self.model, hidden[torch.arange(len(rows), device=self.device), last]
+            ).tolist()
 
 
 def load_classifier(path: str, device: Any) -> Any:
-    """The model with its head in fp32. Weights come from safetensors alone, code from transformers alone."""
+    """The model with its head in fp32. Weights come from safetensors alone, code from transformers
+    alone."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
@@ -107,7 +134,8 @@ def load_classifier(path: str, device: Any) -> Any:
     if missing or model.config.num_labels != 1 or not hasattr(model, "score"):
         why = f"it lacks {missing[0]}" if missing else f"it has {model.config.num_labels} labels"
         raise ValueError(
-            f"model {path!r} is no trained reward model, {why}: give a sequence classifier with one label, such as "
+            f"model {path!r} is no trained reward model, {why}: give a sequence classifier with "
+            "one label, such as "
             "the folder hf/policy of a run with --algorithm rm"
         )
     model.score.float()
@@ -115,12 +143,18 @@ def load_classifier(path: str, device: Any) -> Any:
 
 
 async def remote_scores(
-    url: str, conversations: Sequence[list[Message]], tools: list | None = None, timeout_s: float = 30.0
+    url: str,
+    conversations: Sequence[list[Message]],
+    tools: list | None = None,
+    timeout_s: float = 30.0,
 ) -> list[float]:
-    """Scores as RewardModel.score(), by the server at `url`. A server that is not there or busy is asked again until
-    timeout_s is over, then ConnectionError says why. Raises ValueError for what the server refuses."""
+    """Scores as RewardModel.score(), by the server at `url`. A server that is not there or busy is
+    asked again until timeout_s is over, then ConnectionError says why. Raises ValueError for what
+    the server refuses."""
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url=} must begin with http:// or https://, such as http://127.0.0.1:8001")
+        raise ValueError(
+            f"{url=} must begin with http:// or https://, such as http://127.0.0.1:8001"
+        )
     body = {"messages": list(conversations)} | ({"tools": tools} if tools else {})
     deadline_s, pause_s = asyncio.get_running_loop().time() + timeout_s, 0.1
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
@@ -135,14 +169,17 @@ async def remote_scores(
             except (aiohttp.ClientError, asyncio.TimeoutError) as error:
                 reason = f"{type(error).__name__}: {error}" if str(error) else "no answer"
             if asyncio.get_running_loop().time() + pause_s >= deadline_s:
-                raise ConnectionError(f"no scores from {url} within {timeout_s:g} s ({reason}); is the server up?")
+                raise ConnectionError(
+                    f"no scores from {url} within {timeout_s:g} s ({reason}); is the server up?"
+                )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
 
 def page_check(host: str) -> Callable:
-    """Refuses what pages in a browser ask, of any site: they would have the model of whoever runs the server work for them.
-    A page whose name is made to resolve to this machine has another Host than a loopback address."""
+    """Refuses what pages in a browser ask, of any site: they would have the model of whoever runs
+    the server work for them. A page whose name is made to resolve to this machine has another Host
+    than a loopback address."""
     is_local = host in LOCAL
 
     @web.middleware
@@ -150,7 +187,9 @@ def page_check(host: str) -> Callable:
         if "Origin" in request.headers:
             return web.json_response({"error": "pages in a browser may not ask"}, status=403)
         if is_local and request.url.host not in LOCAL:
-            error = f"Host {request.host} is not {host}; listen on all interfaces with --host 0.0.0.0"
+            error = (
+                f"Host {request.host} is not {host}; listen on all interfaces with --host 0.0.0.0"
+            )
             return web.json_response({"error": error}, status=403)
         return await handler(request)
 
@@ -158,7 +197,8 @@ def page_check(host: str) -> Callable:
 
 
 class ScoreServer:
-    """Answers POST /classify. Requests that arrive while the model computes share the next forward."""
+    """Answers POST /classify. Requests that arrive while the model computes share the next
+    forward."""
 
     def __init__(self, model: RewardModel):
         self.model, self.turn = model, asyncio.Lock()
@@ -197,13 +237,28 @@ class ScoreServer:
 
 def main(argv: list[str] | None = None) -> int:
     """Loads the model once and serves until Ctrl-C. Gives the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m rl_core.options.reward_model", allow_abbrev=False)
-    parser.add_argument("--model", required=True, help="folder or hub name of a reward model: runs/rm/hf/policy")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all interfaces")
+    parser = argparse.ArgumentParser(
+        prog="python -m rl_core.options.reward_model", allow_abbrev=False
+    )
+    parser.add_argument(
+        "--model", required=True, help="folder or hub name of a reward model: runs/rm/hf/policy"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all interfaces"
+    )
     parser.add_argument("--port", type=int, default=8001, help="[8001]")
-    parser.add_argument("--device", help="such as cuda:1 or cpu; default: the first GPU if there is one")
-    parser.add_argument("--batch_tokens", type=int, default=16384, help="tokens of one forward, with padding [16384]")
-    parser.add_argument("--max_request_mib", type=float, default=16, help="a larger request is refused [16]")
+    parser.add_argument(
+        "--device", help="such as cuda:1 or cpu; default: the first GPU if there is one"
+    )
+    parser.add_argument(
+        "--batch_tokens",
+        type=int,
+        default=16384,
+        help="tokens of one forward, with padding [16384]",
+    )
+    parser.add_argument(
+        "--max_request_mib", type=float, default=16, help="a larger request is refused [16]"
+    )
     args = parser.parse_args(argv)
     size = int(args.max_request_mib * 2**20)
     app = web.Application(client_max_size=size, middlewares=[page_check(args.host)])
@@ -211,7 +266,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         server = ScoreServer(RewardModel(args.model, args.device, batch_tokens=args.batch_tokens))
         app.add_routes([web.post("/classify", server.classify), web.get("/health", server.health)])
-        web.run_app(app, host=args.host, port=args.port, access_log=None, print=lambda _: print(ready, flush=True))
+        web.run_app(
+            app,
+            host=args.host,
+            port=args.port,
+            access_log=None,
+            print=lambda _: print(ready, flush=True),
+        )
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

@@ -1,6 +1,8 @@
-"""Router replay: the learner's routers choose the experts that the engine's chose (R3, Ma et al. 2025, arXiv:2510.11370).
+"""Router replay: the learner's routers choose the experts that the engine's chose (R3, Ma et al.
+2025, arXiv:2510.11370).
 
-A token's experts [R, K] travel with its completion and sample, for every token that the engine read.
+A token's experts [R, K] travel with its completion and sample, for every token that the engine
+read.
 
 R routers, K experts that a token goes to, n rows of S tokens in a forward of the engine.
 """
@@ -43,7 +45,8 @@ def check_replay(config: Config, name: str) -> None:
 
 
 class Recorder:
-    """Keeps the experts of each token beside its keys and values, in the cache of an embedded engine."""
+    """Keeps the experts of each token beside its keys and values, in the cache of an embedded
+    engine."""
 
     def __init__(self, model: nn.Module):
         self.routers, decoder = Routers(model), model.get_decoder()
@@ -51,25 +54,32 @@ class Recorder:
         decoder.register_forward_hook(self.keep, with_kwargs=True)
 
     def begin(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if kwargs.get("slot_plan") or kwargs.get("use_cache"):  # not the learner, which may have the same model
+        # Not the learner, which may have the same model.
+        if kwargs.get("slot_plan") or kwargs.get("use_cache"):
             self.routers.open()
 
     def keep(self, _: nn.Module, args: tuple, kwargs: dict[str, Any], found: Any) -> None:
         if not self.routers.is_open:
             return
         self.routers.close()
-        experts, plan = torch.stack(self.routers.experts).short(), kwargs.get("slot_plan")  # [R, n * S, K]
+        # [R, n * S, K].
+        experts, plan = torch.stack(self.routers.experts).short(), kwargs.get("slot_plan")
         if plan is None:  # one row, in transformers' own cache
             cache = found.past_key_values
             before = getattr(cache, KEPT, experts[:, :0])
             setattr(cache, KEPT, torch.cat([before, experts], 1))
         else:
-            experts = experts.unflatten(1, (plan.rows.stop - plan.rows.start, -1)).transpose(0, 1)  # [n, R, S, K]
+            # [n, R, S, K].
+            experts = experts.unflatten(1, (plan.rows.stop - plan.rows.start, -1)).transpose(0, 1)
             plan.write(KEPT, experts, experts[:, :1, :, :1])
 
     def experts_of(self, cache: Any, row: int, length: int) -> np.ndarray:
         """[length, R, K] int16 of a row's tokens."""
-        kept = cache.layers[KEPT][0][row] if hasattr(cache, "layers") else getattr(cache.rows[row], KEPT)
+        kept = (
+            cache.layers[KEPT][0][row]
+            if hasattr(cache, "layers")
+            else getattr(cache.rows[row], KEPT)
+        )
         return kept[:, :length].transpose(0, 1).cpu().numpy().copy()  # the row gets other tokens
 
 
@@ -86,22 +96,36 @@ class Replay:
         received: dict[Entry, TrainingSample],
         ranks: Ranks,
     ) -> None:
-        """Gives `received` the experts of their tokens; see move_samples. Every rank must call it."""
+        """Gives `received` the experts of their tokens; see move_samples. Every rank must call
+        it."""
         if ranks.size == 1:
             return
         places, num_bytes = range(ranks.size), 2 * self.shape[0] * self.shape[1]
-        outgoing = [[e for e in trainer if e.rank == ranks.rank and trainer[e] == ranks.dp_rank_of(r)] for r in places]
-        incoming = [[e for e in trainer if e.rank == r and trainer[e] == ranks.dp_rank] for r in places]
+        outgoing = [
+            [e for e in trainer if e.rank == ranks.rank and trainer[e] == ranks.dp_rank_of(r)]
+            for r in places
+        ]
+        incoming = [
+            [e for e in trainer if e.rank == r and trainer[e] == ranks.dp_rank] for r in places
+        ]
         none = np.zeros((0, *self.shape), np.int16)
-        flat = [np.concatenate([none, *(samples[e.index].experts[: e.length - 1] for e in p)]) for p in outgoing]
+        flat = [
+            np.concatenate([none, *(samples[e.index].experts[: e.length - 1] for e in p)])
+            for p in outgoing
+        ]
         sizes = [[(e.length - 1) * num_bytes for e in part] for part in incoming]
-        parts = exchange([torch.from_numpy(x.reshape(-1).view(np.uint8)) for x in flat], list(map(sum, sizes)), ranks)
+        parts = exchange(
+            [torch.from_numpy(x.reshape(-1).view(np.uint8)) for x in flat],
+            list(map(sum, sizes)),
+            ranks,
+        )
         for entries, part, lengths in zip(incoming, parts, sizes, strict=True):
             for e, piece in zip(entries, part.split(lengths), strict=True):
                 received[e].experts = piece.numpy().view(np.int16).reshape(-1, *self.shape)
 
     def place(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
-        """The batch with the experts of its tokens. A prompt that several share gets those of one of them."""
+        """The batch with the experts of its tokens. A prompt that several share gets those of one
+        of them."""
         experts = np.full((len(batch.input_ids), *self.shape), OWN, np.int16)
         pieces = [slice(a, b) for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
         prompts, order = set(batch.parents), iter(batch.order.tolist())

@@ -20,7 +20,8 @@ CHECKED_TOGETHER = 500  # rows, which are rendered one by one and tokenized by o
 def check_lengths(
     config: Config, envs: dict[str, Env], chats: dict[str, Chat], imitated: Any, source: TaskSource
 ) -> None:
-    """Every row that is checked at start-up renders and fits, or is left out if --data.skip_long says so."""
+    """Every row that is checked at start-up renders and fits, or is left out if --data.skip_long
+    says so."""
 
     def is_fit(task: Task) -> bool:
         if imitated:
@@ -29,17 +30,23 @@ def check_lengths(
         prompts = ((chat, env.opening(task, name)) for name, chat in chats.items())
         try:
             length = max(len(chat.prompt_ids(messages, env.tools)) for chat, messages in prompts)
-            return fits("a prompt", length, limit, f"--max_prompt_tokens={limit}", config.data.skip_long)
+            return fits(
+                "a prompt", length, limit, f"--max_prompt_tokens={limit}", config.data.skip_long
+            )
         except ValueError as error:
             raise ValueError(f"{row_place(task.id, task.origin)}: {error}") from None
 
     def longest(name: str, tasks: list[Task]) -> int:
         env = envs[source.env]
-        return max(chats[name].prompt_lengths([env.opening(task, name) for task in tasks], env.tools))
+        return max(
+            chats[name].prompt_lengths([env.opening(task, name) for task in tasks], env.tools)
+        )
 
     def are_fit(tasks: list[Task]) -> list[bool]:
         with suppress(ValueError):  # is_fit() names the row
-            if not imitated and all(longest(name, tasks) <= config.max_prompt_tokens for name in chats):
+            if not imitated and all(
+                longest(name, tasks) <= config.max_prompt_tokens for name in chats
+            ):
                 return [True] * len(tasks)
         return [is_fit(task) for task in tasks]
 

@@ -1,4 +1,5 @@
-"""What a run says when it ends: steps and time, scores before and after, how to look at it, and how it goes on."""
+"""What a run says when it ends: steps and time, scores before and after, how to look at it, and how
+it goes on."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ MOST_STEPS = 10  # whose mean is told, of values that are of a step's own tasks
 
 
 def tell_end(run: Any, ended: str = "ended", go_on: str = "the same command with --resume") -> None:
-    """Prints the lines. The run's files are complete. `ended`: how, if neither its last step nor a signal that it heard
-    ended it."""
+    """Prints the lines. The run's files are complete. `ended`: how, if neither its last step nor a
+    signal that it heard ended it."""
     done = run.terminal.step_done
     taken = timedelta(seconds=int(time.monotonic() - run.terminal.started))
     file = run.out / "metrics.jsonl"
@@ -67,7 +68,8 @@ def before_and_after(rows: Sequence[Row]) -> list[str]:
             match = re.fullmatch(pattern, name)
             values = [row[name] for row in rows if row.get(name) is not None]
             if match and len(values) > 1:
-                # Evaluations are of the same tasks each time; a step's value is mostly the luck of its tasks.
+                # Evaluations are of the same tasks each time; a step's value is mostly the luck of
+                # its tasks.
                 count = 1 if name.startswith("eval/") else min(MOST_STEPS, len(values) // 2)
                 first = sum(values[:count]) / count
                 last = sum(values[-count:]) / count

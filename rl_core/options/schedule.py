@@ -4,7 +4,8 @@ schedule := piece ("->" piece)*
 piece    := item [ "*" INT | "*" "(" INT ".." INT ")" ]          # inclusive; 0 means no turn
 item     := NAME | "*" | "(" NAME ("/" NAME)+ ")" | "(" schedule ")"
 
-`*` is any actor. A choice is drawn anew for every repetition. Names are case-sensitive, spaces are free.
+`*` is any actor. A choice is drawn anew for every repetition. Names are case-sensitive, spaces are
+free.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class Piece:
 
 
 def parse_schedule(text: str, actors: Sequence[str] = ()) -> tuple[Piece, ...]:
-    """The pieces of a schedule. Raises ValueError with the place marked if it does not parse, names an actor that is not
-    one of `actors`, has no turn, or may last longer than MAX_TURNS. Without `actors` any name is allowed, and `*` stays."""
+    """The pieces of a schedule. Raises ValueError with the place marked if it does not parse, names
+    an actor that is not one of `actors`, has no turn, or may last longer than MAX_TURNS. Without
+    `actors` any name is allowed, and `*` stays."""
     reader = Reader(text, actors)
     tree = reader.schedule()
     if reader.token:
@@ -67,7 +69,11 @@ def num_turns(tree: Sequence[Piece]) -> int:
 def speakers_of(tree: Sequence[Piece]) -> list[str]:
     """Names that an order may contain, in the order of the text."""
     spoken = [piece for piece in tree if piece.high]
-    return list(dict.fromkeys(name for piece in spoken for name in (*piece.names, *speakers_of(piece.pieces))))
+    return list(
+        dict.fromkeys(
+            name for piece in spoken for name in (*piece.names, *speakers_of(piece.pieces))
+        )
+    )
 
 
 class Reader:

@@ -22,7 +22,9 @@ class SystemPrompt:
         try:
             return self.template.render(task.row)
         except Exception as error:  # a template is a hook too: filters raise what they like
-            raise ValueError(f"{self.where} fails for task {task.id}: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"{self.where} fails for task {task.id}: {type(error).__name__}: {error}"
+            ) from error
 
 
 def load_prompts(texts: Mapping[str, str], path: str) -> dict[str, SystemPrompt]:
@@ -32,7 +34,9 @@ def load_prompts(texts: Mapping[str, str], path: str) -> dict[str, SystemPrompt]
         where = f"{path}: system_prompts[{actor!r}]"
         try:
             columns = meta.find_undeclared_variables(sandbox.parse(text))
-            prompts[actor] = SystemPrompt(template=sandbox.from_string(text), columns=columns, where=where)
+            prompts[actor] = SystemPrompt(
+                template=sandbox.from_string(text), columns=columns, where=where
+            )
         except TemplateSyntaxError as error:
             raise ValueError(f"{where}, line {error.lineno}: {error.message}") from None
     return prompts

@@ -1,4 +1,5 @@
-"""Files, folders and names of rows -> rows: which files a source means, and all that `datasets` reads."""
+"""Files, folders and names of rows -> rows: which files a source means, and all that `datasets`
+reads."""
 
 from __future__ import annotations
 
@@ -24,16 +25,19 @@ def located(source: str, split: str) -> tuple[str, str]:
 
 
 def files_of(source: str, split: str) -> list[Path]:
-    """A file itself, those that a glob matches, the rollouts in a run's folder, or a folder's files of rows: of this split, if
-    names tell splits apart. None if the source is a folder that `datasets` saved, or a name on the hub. Raises ValueError for
-    a file that does not exist, and if the folder has none of this split."""
+    """A file itself, those that a glob matches, the rollouts in a run's folder, or a folder's files
+    of rows: of this split, if names tell splits apart. None if the source is a folder that
+    `datasets` saved, or a name on the hub. Raises ValueError for a file that does not exist, and if
+    the folder has none of this split."""
     name, split = located(source, split)
     path = Path(name).expanduser()
     if not path.is_dir():
-        found = [path] if path.is_file() else map(Path, sorted(glob.glob(str(path), recursive=True)))
+        found = (
+            [path] if path.is_file() else map(Path, sorted(glob.glob(str(path), recursive=True)))
+        )
         files = [file for file in found if file.is_file()]
-        # Names on the hub may have dots (org/data-v1.2), so that only a suffix of letters tells a file. What looks like a file
-        # and does not exist is never sent to the hub.
+        # Names on the hub may have dots (org/data-v1.2), so that only a suffix of letters tells a
+        # file. What looks like a file and does not exist is never sent to the hub.
         if not files and re.search(r"^[./~]|\.[a-z]+$|/.*/|[*?]", name, re.I):
             check_exists(path)
         return files
@@ -43,11 +47,15 @@ def files_of(source: str, split: str) -> list[Path]:
         return []
     files = sorted(file for file in path.iterdir() if suffix_of(file) in (*JSON, *TABLES))
     words = {word: rf"(?<![a-z]){re.escape(word)}(?![a-z])" for word in ("train", "test", split)}
-    named = {word: [file for file in files if re.search(words[word], file.name.lower())] for word in words}
+    named = {
+        word: [file for file in files if re.search(words[word], file.name.lower())]
+        for word in words
+    }
     if any(named.values()) and not named[split]:
         names = ", ".join(file.name for file in files)
         raise ValueError(
-            f"{path}: no file of the split {split!r}; name the split by {path}@WORD of these names: {names}"
+            f"{path}: no file of the split {split!r}; name the split by {path}@WORD of these "
+            f"names: {names}"
         )
     return named[split] or files
 
@@ -59,7 +67,11 @@ def load_named(source: str, split: str) -> Any:
     if not path.is_dir():
         name, _, config = name.partition(":")
         return from_datasets(
-            f"{source} is no file here, and the hub", "load_dataset", name, config or None, split=split
+            f"{source} is no file here, and the hub",
+            "load_dataset",
+            name,
+            config or None,
+            split=split,
         )
     rows = from_datasets(str(path), "load_from_disk", str(path))
     if not isinstance(rows, dict):
@@ -70,18 +82,29 @@ def load_named(source: str, split: str) -> Any:
 
 
 def load_table(files: list[Path], suffix: str) -> Any:
-    """The rows of files of one format. Cells of text files stay text: 007 is no 7, and NA is no empty cell."""
+    """The rows of files of one format. Cells of text files stay text: 007 is no 7, and NA is no
+    empty cell."""
     if suffix not in TABLES:
-        raise ValueError(f"{files[0]}: format {suffix!r} is not known; use {', '.join((*JSON, *TABLES))} (.gz too)")
+        raise ValueError(
+            f"{files[0]}: format {suffix!r} is not known; use {', '.join((*JSON, *TABLES))} (.gz "
+            "too)"
+        )
     names, kind, given = [str(path) for path in files], suffix[1:], {}
     if suffix in SEPARATORS:
         from datasets import Features, Value
 
-        with (gzip.open if names[0].endswith(".gz") else open)(names[0], "rt", errors="replace", newline="") as file:
+        with (gzip.open if names[0].endswith(".gz") else open)(
+            names[0], "rt", errors="replace", newline=""
+        ) as file:
             columns = next(csv.reader(file, delimiter=SEPARATORS[suffix]), [])
         features = Features({column.removeprefix("\ufeff"): Value("string") for column in columns})
-        kind, given = "csv", {"sep": SEPARATORS[suffix], "features": features, "keep_default_na": False}
-    return from_datasets(", ".join(names), "load_dataset", kind, data_files=names, split="train", **given)
+        kind, given = (
+            "csv",
+            {"sep": SEPARATORS[suffix], "features": features, "keep_default_na": False},
+        )
+    return from_datasets(
+        ", ".join(names), "load_dataset", kind, data_files=names, split="train", **given
+    )
 
 
 def from_datasets(source: str, load: str, *args: Any, **kwargs: Any) -> Any:
@@ -94,4 +117,6 @@ def from_datasets(source: str, load: str, *args: Any, **kwargs: Any) -> Any:
         cause = error.__cause__ or error
         if isinstance(cause, UnicodeDecodeError):
             raise ValueError(f"{source}: {encoding_rule(cause.object)}") from None
-        raise ValueError(f"{source}: {type(cause).__name__}: {' '.join(str(cause).split())}") from None
+        raise ValueError(
+            f"{source}: {type(cause).__name__}: {' '.join(str(cause).split())}"
+        ) from None

@@ -1,8 +1,9 @@
-"""Tensor parallel: each of `tp` ranks holds a part of every matrix and computes with it (Shoeybi et al. 2019,
-arXiv:1909.08053), by transformers' plan for the model.
+"""Tensor parallel: each of `tp` ranks holds a part of every matrix and computes with it (Shoeybi et
+al. 2019, arXiv:1909.08053), by transformers' plan for the model.
 
-A matrix is split by its outputs (colwise) or by its inputs (rowwise); between the two each rank has its own heads
-and its own part of the MLP. An all-reduce follows the second. Embedding and head are split over the vocabulary.
+A matrix is split by its outputs (colwise) or by its inputs (rowwise); between the two each rank has
+its own heads and its own part of the MLP. An all-reduce follows the second. Embedding and head are
+split over the vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from rl_core.config import LoraConfig
 from rl_core.learning.model import PolicyModel
 from rl_core.options.lora import on_meta
 
-PARTIAL = "replicated_with_grad_allreduce"  # unsharded on every rank; a rank's gradient is of its own heads alone
+# Unsharded on every rank; a rank's gradient is of its own heads alone.
+PARTIAL = "replicated_with_grad_allreduce"
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel, PARTIAL: None}
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
@@ -39,15 +41,22 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def check_tensor_parallel(tp: int, model_config: PretrainedConfig, lora: LoraConfig | None = None) -> None:
+def check_tensor_parallel(
+    tp: int, model_config: PretrainedConfig, lora: LoraConfig | None = None
+) -> None:
     """Raises ValueError if the model cannot be split over `tp` ranks, before any weight is read."""
     if tp == 1:
         return
     if lora is not None and lora.rank:
-        raise ValueError(f"--tp={tp} does not split adapters; take --tp 1 with --actors.policy.lora.rank={lora.rank}")
+        raise ValueError(
+            f"--tp={tp} does not split adapters; take --tp 1 with "
+            f"--actors.policy.lora.rank={lora.rank}"
+        )
     config, plan = model_config.get_text_config(), tp_plan(model_config)
     if problem := problem_of(plan, model_config):
-        raise ValueError(f"--tp={tp}: {problem.format(f'a {config.model_type} model')}; take --tp 1")
+        raise ValueError(
+            f"--tp={tp}: {problem.format(f'a {config.model_type} model')}; take --tp 1"
+        )
     sizes = {name: getattr(config, name, None) or config.num_attention_heads for name in DIVIDED}
     common = math.gcd(*sizes.values())
     # A rank without a vocabulary id has no softmax.
@@ -55,7 +64,8 @@ def check_tensor_parallel(tp: int, model_config: PretrainedConfig, lora: LoraCon
     if tp not in fits:
         given = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
-            f"--tp={tp} must divide the model's {given}, and leave vocabulary ids of {config.vocab_size} to every rank; "
+            f"--tp={tp} must divide the model's {given}, and leave vocabulary ids of "
+            f"{config.vocab_size} to every rank; "
             f"try --tp {min(fits, key=lambda n: (abs(n - tp), n))}"
         )
 
@@ -70,19 +80,26 @@ def problem_of(plan: dict[str, str], model_config: PretrainedConfig) -> str | No
     names = (n.rpartition(".")[0] for n, _ in layers.named_parameters())
     inside = [f"{name.rpartition('.')[0]}.*" for name in plan]  # attention and MLP
     if left_out := [name for name in names if matches(name, inside) and not matches(name, plan)]:
-        return f"the plan for {{}} leaves out {left_out[0]}, whose gradient would be of a rank's own heads alone"
+        return (
+            f"the plan for {{}} leaves out {left_out[0]}, whose gradient would be of a rank's own "
+            "heads alone"
+        )
     return None
 
 
-def split_matrices(policy: PolicyModel, weights_mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
-    """Replaces each matrix of the plan, the embedding and the head by this rank's slice; tied weights stay tied. Returns
-    the dimension by which FSDP splits a parameter over the other ranks of a copy."""
+def split_matrices(
+    policy: PolicyModel, weights_mesh: DeviceMesh
+) -> Callable[[nn.Parameter], Shard | None]:
+    """Replaces each matrix of the plan, the embedding and the head by this rank's slice; tied
+    weights stay tied. Returns the dimension by which FSDP splits a parameter over the other ranks
+    of a copy."""
     mesh, hf = weights_mesh["tp"], policy.hf
     policy.finish_gradients = partial(sum_partial_gradients, hf, mesh)
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
     plan = {name: style() for name, key in tp_plan(hf.config).items() if (style := STYLES[key])}
-    # torch advises, once on every rank, to gather what is split twice in another way, which FSDP2 does not offer.
+    # torch advises, once on every rank, to gather what is split twice in another way, which FSDP2
+    # does not offer.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # Each rank has the same unsharded weights, or none yet: nothing is sent.
     parallelize_module(hf.base_model, mesh, plan, src_data_rank=None)
@@ -90,26 +107,36 @@ def split_matrices(policy: PolicyModel, weights_mesh: DeviceMesh) -> Callable[[n
     for name, module in hf.base_model.named_modules():
         if matches(name, readers):
             module.register_forward_pre_hook(partial(share_input, mesh), with_kwargs=True)
-    parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None)
+    parallelize_module(
+        embedding, mesh, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None
+    )
     if is_tied:
         head.weight = embedding.weight
     elif head is not None:  # its product is taken in fused_logprobs
-        head.weight = nn.Parameter(distribute_tensor(head.weight, mesh, [Shard(0)], src_data_rank=None))
+        head.weight = nn.Parameter(
+            distribute_tensor(head.weight, mesh, [Shard(0)], src_data_rank=None)
+        )
     return partial(split_again, num_parts=weights_mesh["dp_shard_cp"].size())
 
 
-def share_input(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The hidden states of a forward as one DTensor for all matrices that read them: their gradients are added up on each
-    rank before they are summed over ranks, once and not for every matrix."""
-    shared = partial(DTensor.from_local, device_mesh=mesh, placements=[Replicate()], run_check=False)
+def share_input(
+    mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
+    """The hidden states of a forward as one DTensor for all matrices that read them: their
+    gradients are added up on each rank before they are summed over ranks, once and not for every
+    matrix."""
+    shared = partial(
+        DTensor.from_local, device_mesh=mesh, placements=[Replicate()], run_check=False
+    )
     if args:
         return (shared(args[0]), *args[1:]), kwargs
     return args, kwargs | {"hidden_states": shared(kwargs["hidden_states"])}
 
 
 def split_again(parameter: nn.Parameter, num_parts: int) -> Shard | None:
-    """The dimension that FSDP splits over `num_parts` ranks; None: rows. DTensor misplaces rows that are split unevenly over
-    tp and again over other ranks. Raises ValueError if no dimension can be split."""
+    """The dimension that FSDP splits over `num_parts` ranks; None: rows. DTensor misplaces rows
+    that are split unevenly over tp and again over other ranks. Raises ValueError if no dimension
+    can be split."""
     if not isinstance(parameter, DTensor) or parameter.shape[0] % parameter.device_mesh.size() == 0:
         return None
     if parameter.placements[0] != Shard(0) or num_parts == 1:
@@ -117,18 +144,22 @@ def split_again(parameter: nn.Parameter, num_parts: int) -> Shard | None:
     vocab_size, width = parameter.shape
     if width % num_parts:
         raise ValueError(
-            f"--tp={parameter.device_mesh.size()} does not divide the model's vocabulary of {vocab_size}, so that the other "
-            f"ranks of a copy must divide its hidden_size={width}; try {math.gcd(width, num_parts)} of them, or --tp 1"
+            f"--tp={parameter.device_mesh.size()} does not divide the model's vocabulary of "
+            f"{vocab_size}, so that the other "
+            f"ranks of a copy must divide its hidden_size={width}; try "
+            f"{math.gcd(width, num_parts)} of them, or --tp 1"
         )
     return Shard(1)
 
 
 def sum_partial_gradients(hf: nn.Module, mesh: DeviceMesh) -> None:
-    """Adds up the gradients of unsharded weights that act on a rank's own heads alone: norms of queries or keys. Called once
-    for an optimizer step; every other gradient is complete."""
+    """Adds up the gradients of unsharded weights that act on a rank's own heads alone: norms of
+    queries or keys. Called once for an optimizer step; every other gradient is complete."""
     patterns = [f"{name}.*" for name, key in tp_plan(hf.config).items() if key == PARTIAL]
     grads = [
-        p.grad.to_local() for n, p in hf.base_model.named_parameters() if p.grad is not None and matches(n, patterns)
+        p.grad.to_local()
+        for n, p in hf.base_model.named_parameters()
+        if p.grad is not None and matches(n, patterns)
     ]
     if grads:
         total = torch.cat([g.flatten() for g in grads])

@@ -1,4 +1,5 @@
-"""What a terminal shows: what was loaded, a line for each step, a live panel, episodes of an evaluation, and warnings."""
+"""What a terminal shows: what was loaded, a line for each step, a live panel, episodes of an
+evaluation, and warnings."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def quiet() -> None:
         transformers.utils.logging.set_verbosity_error()
         huggingface_hub.utils.enable_progress_bars()
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # hooks have deadlines of their own
+        # Hooks have deadlines of their own.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def counted(num: int, thing: str) -> str:
@@ -57,14 +59,20 @@ def loaded(run: Any) -> str:
         if learner is not None:
             total = sum(p.numel() for p in learner.policy.hf.parameters())
             trained = sum(p.numel() for _, p in learner.trained_parameters())
-            text += f" ({short(total)} parameters" + (f", {short(trained)} trained" if trained != total else "")
+            text += f" ({short(total)} parameters" + (
+                f", {short(trained)} trained" if trained != total else ""
+            )
             leaves_out = learner.policy.adapters and not has_experts(actor.lora)
             experts = experts_of(learner.policy.hf) if leaves_out else ""
             text += f"; no adapters on {experts})" if experts else ")"
-        models.append(text + ("" if learner is not None else f" ({actor.api})" if actor.api else " (frozen)"))
+        models.append(
+            text + ("" if learner is not None else f" ({actor.api})" if actor.api else " (frozen)")
+        )
     rows = sum(len(source) for source in plan.train.sources)
     held_out = sum(len(source) for source in plan.eval.values())
-    work = f"{config.algorithm}: {counted(rows, 'row')}" + (f", {held_out:,} held out" if held_out else "")
+    work = f"{config.algorithm}: {counted(rows, 'row')}" + (
+        f", {held_out:,} held out" if held_out else ""
+    )
     each = f" x {counted(config.group_size, 'episode')}" if config.is_rl else ""
     of_step = counted(config.tasks_per_step, "task" if config.is_rl else "row")
     work += f"; {counted(config.num_steps, 'step')} of {of_step}{each}"
@@ -73,7 +81,11 @@ def loaded(run: Any) -> str:
     mesh = {name: getattr(ranks.mesh, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")}
     mesh |= {"engine_ranks": ranks.engine_ranks}
     split = " ".join(f"{name} {n}" for name, n in mesh.items() if n > 1)
-    devices = f"{size} x {device}" + (f" ({split})" if split else "") + (f", {config.engine} engine" if each else "")
+    devices = (
+        f"{size} x {device}"
+        + (f" ({split})" if split else "")
+        + (f", {config.engine} engine" if each else "")
+    )
     short_of = [engine.shortage for engine in run.all_engines if getattr(engine, "shortage", "")]
     return "\n".join([", ".join(models), work, f"{devices}; {run.beginning}", *short_of])
 
@@ -106,7 +118,9 @@ class Terminal:
         if run.ranks.is_writer:
             self.warnings = RunWarnings(run.config, run.out, run.plan.envs.values())
         if run.ranks.is_writer and sys.stdout.isatty():
-            self.live = Live(get_renderable=self.panel, refresh_per_second=REFRESH_PER_S, transient=True)
+            self.live = Live(
+                get_renderable=self.panel, refresh_per_second=REFRESH_PER_S, transient=True
+            )
             self.live.start()
             self.live.console.show_cursor(True)  # a run that is killed leaves it
 
@@ -115,15 +129,25 @@ class Terminal:
             self.live.stop()
 
     def panel(self) -> Group:
-        """phase, groups of the step that are done, and rewards, tokens per second and time left as of the step before."""
+        """phase, groups of the step that are done, and rewards, tokens per second and time left as
+        of the step before."""
         run, config, table = self.run, self.run.config, Table.grid(padding=(0, 2))
         step = self.values.get("step", run.start)
-        cells = [f"step {step}/{config.num_steps}", self.phase, f"{time.monotonic() - self.began:.0f} s"]
+        cells = [
+            f"step {step}/{config.num_steps}",
+            self.phase,
+            f"{time.monotonic() - self.began:.0f} s",
+        ]
         if self.phase == "generate" and config.is_rl:
             every = config.tasks_per_step
-            with suppress(RuntimeError):  # the store ended with another rank, which the run finds out itself
+            # The store ended with another rank, which the run finds out itself.
+            with suppress(RuntimeError):
                 done = min(run.worker.num_ready(), every)
-                cells[2:] = [ProgressBar(total=every, completed=done, width=24), f"{done}/{every} groups", cells[2]]
+                cells[2:] = [
+                    ProgressBar(total=every, completed=done, width=24),
+                    f"{done}/{every} groups",
+                    cells[2],
+                ]
         table.add_row(*cells)
         rest = [f"{actor} {value:.4g}" for actor, value in rewards(self.values).items()]
         rest = ["reward " + ", ".join(rest)] if rest else []
@@ -133,7 +157,9 @@ class Terminal:
         if step > run.start:
             rest.append(f"ETA {self.time_left.after(step)}")
         told = [text for _, text in list(self.warnings.now.values())]
-        lines = (Text(f"! {text}", style="yellow", no_wrap=True, overflow="ellipsis") for text in told)
+        lines = (
+            Text(f"! {text}", style="yellow", no_wrap=True, overflow="ellipsis") for text in told
+        )
         return Group(table, Text("  ".join(rest)), *lines)
 
     def show(self, phase: str) -> None:
@@ -149,7 +175,9 @@ class Terminal:
             parts = ", ".join(f"{name} {value:.4g}" for name, value in t.reward_parts.items())
             reward = "no reward" if t.reward is None else f"reward {t.reward:.4g}"
             reward += f" ({parts})" if len(t.reward_parts) > 1 else ""
-            self.run.log.say(f"-- {t.task_id} {t.actor}: {reward}, {t.status} {cut(t.error)}".rstrip())
+            self.run.log.say(
+                f"-- {t.task_id} {t.actor}: {reward}, {t.status} {cut(t.error)}".rstrip()
+            )
             for message in t.messages:
                 self.run.log.say(f"   {message['role']}: {cut(message.get('content'))}")
 
@@ -160,12 +188,15 @@ class Terminal:
         self.time_left.note_step(values["time/step_s"])
         if time.monotonic() > self.said_at + 1 or step == num_steps:
             self.said_at = time.monotonic()
-            self.run.log.say(f"{progress_line(step, num_steps, values)}  ETA {self.time_left.after(step)}")
+            self.run.log.say(
+                f"{progress_line(step, num_steps, values)}  ETA {self.time_left.after(step)}"
+            )
         if self.warnings:
             self.warn(step, self.warnings.step(step, values))
 
     def failures(self, step: int, reasons: dict[str, int]) -> None:
-        """Tells each reason once. `reasons`: reason -> episodes of the step, or of its evaluation, that failed for it."""
+        """Tells each reason once. `reasons`: reason -> episodes of the step, or of its evaluation,
+        that failed for it."""
         if self.warnings:
             self.warn(step, self.warnings.failures(step, reasons))
 
@@ -175,7 +206,8 @@ class Terminal:
 
 
 class TimeLeft:
-    """Of the steps and evaluations that come, by the median of those that were. Start-up and saving do not count."""
+    """Of the steps and evaluations that come, by the median of those that were. Start-up and saving
+    do not count."""
 
     def __init__(self, num_steps: int, eval_every: int):
         self.num_steps, self.eval_every = num_steps, eval_every
@@ -209,13 +241,19 @@ class TimeLeft:
 def progress_line(step: int, num_steps: int, values: dict[str, float]) -> str:
     """step 12/200  reward 0.412  tokens 24.1  loss 0.0123  1.4 s (generate 0.9, learn 0.5)"""
     shown = [f"step {step:>{len(str(num_steps))}}/{num_steps}"]
-    matches = (re.fullmatch(r"(?:rollout|learn)/([^/]+)/(?:reward_mean|loss)", name) for name in values)
+    matches = (
+        re.fullmatch(r"(?:rollout|learn)/([^/]+)/(?:reward_mean|loss)", name) for name in values
+    )
     actors = list(dict.fromkeys(match[1] for match in matches if match))
     for actor in actors:
         names = {"reward": f"rollout/{actor}/reward_mean", "tokens": f"rollout/{actor}/length_mean"}
         names |= {"loss": f"learn/{actor}/loss"}
         shown += [f"{actor}:"] if len(actors) > 1 else []
-        known = {label: values[name] for label, name in names.items() if not math.isnan(values.get(name, math.nan))}
+        known = {
+            label: values[name]
+            for label, name in names.items()
+            if not math.isnan(values.get(name, math.nan))
+        }
         shown += [f"{label} {value:.4g}" for label, value in known.items()] or ["no turns"]
     if failed := sum(values.get(f"rollout/{actor}/failed", 0) for actor in actors):
         shown.append(f"failed {failed:.4g}")
@@ -228,5 +266,7 @@ def progress_line(step: int, num_steps: int, values: dict[str, float]) -> str:
 
 def rewards(values: dict[str, float]) -> dict[str, float]:
     """Actor -> mean reward."""
-    found = {re.fullmatch(r"rollout/([^/]+)/reward_mean", name): value for name, value in values.items()}
+    found = {
+        re.fullmatch(r"rollout/([^/]+)/reward_mean", name): value for name, value in values.items()
+    }
     return {match[1]: value for match, value in found.items() if match}

@@ -1,7 +1,8 @@
-"""Trackers beside metrics.jsonl: wandb, TensorBoard, Trackio, MLflow. Each runs in a process of its own, which reads what the
-run writes into its folder. So it can neither slow the run nor stop it.
+"""Trackers beside metrics.jsonl: wandb, TensorBoard, Trackio, MLflow. Each runs in a process of its
+own, which reads what the run writes into its folder. So it can neither slow the run nor stop it.
 
-OUT/trackers/NAME.json holds the last line that a tracker got: a resumed run continues there, and repeats nothing.
+OUT/trackers/NAME.json holds the last line that a tracker got: a resumed run continues there, and
+repeats nothing.
 """
 
 from __future__ import annotations
@@ -43,21 +44,36 @@ class Trackers:
 
     def __init__(self, config: Config):
         self.deadline_s = min(60.0, config.timeout_s / 2)  # the other ranks wait
-        *before, name = (config.run_name or "/".join(Path(config.out).parts[-3:])).strip("/").split("/")
+        *before, name = (
+            (config.run_name or "/".join(Path(config.out).parts[-3:])).strip("/").split("/")
+        )
         project, *group = before or ["rl_core"]
         run = {"project": project, "group": "/".join(group), "name": name, "out": config.out}
-        run |= {"deadline_s": self.deadline_s, "config": {flag: value for flag, value, _ in flags_in(config)}}
+        run |= {
+            "deadline_s": self.deadline_s,
+            "config": {flag: value for flag, value, _ in flags_in(config)},
+        }
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self.processes = {}
         for tracker in split(config.trackers):
-            command = [sys.executable, "-m", "rl_core.options.trackers", json.dumps(run | {"tracker": tracker})]
+            command = [
+                sys.executable,
+                "-m",
+                "rl_core.options.trackers",
+                json.dumps(run | {"tracker": tracker}),
+            ]
             # In a session of its own, so that Ctrl-C is for the run alone.
-            process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, start_new_session=True)
+            process = subprocess.Popen(
+                command, env=env, stdin=subprocess.PIPE, start_new_session=True
+            )
             self.processes[tracker] = process
 
     def close(self) -> None:
         """Waits until all is sent, but not beyond the deadline."""
-        deadline, word = time.monotonic() + self.deadline_s, b"failed" if sys.exc_info()[0] else b"ok"
+        deadline, word = (
+            time.monotonic() + self.deadline_s,
+            b"failed" if sys.exc_info()[0] else b"ok",
+        )
         for process in self.processes.values():
             with suppress(BrokenPipeError), process.stdin:
                 process.stdin.write(word)
@@ -66,11 +82,14 @@ class Trackers:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                print(f"--trackers {name} was ended: not done {self.deadline_s:g} s after the run", file=sys.stderr)
+                print(
+                    f"--trackers {name} was ended: not done {self.deadline_s:g} s after the run",
+                    file=sys.stderr,
+                )
 
 
-# A tracker is made of `run`: its name, project, group, config, folder `out`, `id` (which it may set) and is_resumed. It has
-# log(step, values), table(step, name, a DataFrame) and close(is_ok).
+# A tracker is made of `run`: its name, project, group, config, folder `out`, `id` (which it may
+# set) and is_resumed. It has log(step, values), table(step, name, a DataFrame) and close(is_ok).
 
 
 def wandb(run: SimpleNamespace) -> SimpleNamespace:
@@ -78,7 +97,9 @@ def wandb(run: SimpleNamespace) -> SimpleNamespace:
     library, is_wandb = import_module(run.tracker), run.tracker == "wandb"
     own = {"id": run.id, "dir": run.out} if is_wandb else {"embed": False}
     names = {"project": run.project, "group": run.group or None, "name": run.name}
-    it = library.init(**names, **own, config=run.config, resume="allow" if run.is_resumed else "never")
+    it = library.init(
+        **names, **own, config=run.config, resume="allow" if run.is_resumed else "never"
+    )
     return SimpleNamespace(
         log=lambda step, values: it.log(values, step),
         table=lambda step, name, table: it.log({name: library.Table(dataframe=table)}, step),
@@ -94,7 +115,9 @@ def tensorboard(run: SimpleNamespace) -> SimpleNamespace:
 
     def table(step: int, name: str, table: DataFrame) -> None:
         cells = (item for row in table.to_dict("records") for item in row.items())
-        writer.add_text(name, "\n\n".join(f"**{k}**\n\n{indent(str(v), '    ')}" for k, v in cells), step)
+        writer.add_text(
+            name, "\n\n".join(f"**{k}**\n\n{indent(str(v), '    ')}" for k, v in cells), step
+        )
 
     def log(step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
@@ -113,7 +136,9 @@ def mlflow(run: SimpleNamespace) -> SimpleNamespace:
         library.log_params({name: str(value)[:500] for name, value in run.config.items()})
     allowed = partial(re.sub, r"[^\w\-./ ]", "_")  # avg@4 -> avg_4
     return SimpleNamespace(
-        log=lambda step, values: library.log_metrics({allowed(k): v for k, v in values.items()}, step),
+        log=lambda step, values: library.log_metrics(
+            {allowed(k): v for k, v in values.items()}, step
+        ),
         table=lambda step, name, table: library.log_table(table, f"{name}_{step:06d}.json"),
         close=lambda is_ok: library.end_run("FINISHED" if is_ok else "FAILED"),
     )
@@ -158,8 +183,8 @@ def lines(path: Path, end: threading.Event) -> Iterator[dict[str, Any]]:
 
 
 def samples(folder: Path, name: str, end: threading.Event) -> DataFrame:
-    """Some episodes of the first file of rollouts with this name that has any: a slow rank may have played none, and files may
-    be complete only after the metrics are."""
+    """Some episodes of the first file of rollouts with this name that has any: a slow rank may have
+    played none, and files may be complete only after the metrics are."""
     from pandas import DataFrame
 
     rows, is_last = [], not (folder / TOKENIZERS).exists()
@@ -168,7 +193,9 @@ def samples(folder: Path, name: str, end: threading.Event) -> DataFrame:
     num = min(NUM_ROWS, len(episodes))
     for episode in (episodes[i * len(episodes) // num] for i in range(num)):
         texts = [f"{m['role']}: {m.get('content')}" for m in episode["messages"]]
-        said = next((i for i, text in enumerate(texts) if text.startswith("assistant: ")), len(texts))
+        said = next(
+            (i for i, text in enumerate(texts) if text.startswith("assistant: ")), len(texts)
+        )
         parts = "\n\n".join(texts[:said]), "\n\n".join(texts[said:])
         rows.append([*parts, episode["reward"], f"{episode['status']} {episode['error']}".strip()])
     return DataFrame(rows, columns=["prompt", "reply", "reward", "status"])
@@ -196,7 +223,9 @@ def follow(run: SimpleNamespace) -> None:
                 continue
             tracker.log(step, {name: value for name, value in line.items() if value is not None})
             kind = "eval" if is_eval else "step"
-            if run.config["rollout.save"] and len(table := samples(out / "rollouts", f"{kind}_{step:06d}", end)):
+            if run.config["rollout.save"] and len(
+                table := samples(out / "rollouts", f"{kind}_{step:06d}", end)
+            ):
                 tracker.table(step, f"samples/{kind}", table)
             write_whole(path, json.dumps({"id": run.id, "done": [step, is_eval]}))
         tracker.close(end.is_ok)
@@ -207,4 +236,7 @@ if __name__ == "__main__":
     try:
         follow(asked)
     except Exception as error:
-        sys.exit(f"--trackers {asked.tracker} is off: {type(error).__name__}: {' '.join(str(error).split())}")
+        sys.exit(
+            f"--trackers {asked.tracker} is off: {type(error).__name__}: "
+            f"{' '.join(str(error).split())}"
+        )

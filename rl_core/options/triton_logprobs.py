@@ -1,12 +1,14 @@
-"""The two halves of fused_logprobs on a GPU: a token's softmax in one pass over the vocabulary, without a logit in memory,
-and one tile of the logits' gradient, from logits that are computed again.
+"""The two halves of fused_logprobs on a GPU: a token's softmax in one pass over the vocabulary,
+without a logit in memory, and one tile of the logits' gradient, from logits that are computed
+again.
 
-The two products of that gradient, with the weights and with the hidden states, are left to torch: its library computes them at
-the device's full rate, and a kernel of our own would compute the logits a third time. Launches are fixed, not tuned: the
-interpreter refuses a search, and its result would differ between ranks.
+The two products of that gradient, with the weights and with the hidden states, are left to torch:
+its library computes them at the device's full rate, and a kernel of our own would compute the
+logits a third time. Launches are fixed, not tuned: the interpreter refuses a search, and its result
+would differ between ranks.
 
-C tokens and S vocabulary ids of one tile, D hidden. A program takes TOKENS x IDS logits at a time, summed over
-WIDTH of D.
+C tokens and S vocabulary ids of one tile, D hidden. A program takes TOKENS x IDS logits at a time,
+summed over WIDTH of D.
 """
 
 from __future__ import annotations
@@ -17,24 +19,36 @@ import triton.language as tl
 from torch import Tensor
 
 TOKENS, IDS = 128, 128
-# Vocabulary ids of one program of the forward pass: few enough that 1,000 tokens fill a GPU, many enough that each output
-# stays small.
+# Vocabulary ids of one program of the forward pass: few enough that 1,000 tokens fill a GPU, many
+# enough that each output stays small.
 SPAN = 4096
 
 
 @triton.jit
 def logits_tile(
-    h_ptr, w_ptr, tokens, ids, num_tokens, num_ids, scale,
-    D: tl.constexpr, TOKENS: tl.constexpr, IDS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """[TOKENS, IDS] fp32: h @ w.T scale; 0 where there is no such token, -inf where there is no such id."""
+    h_ptr,
+    w_ptr,
+    tokens,
+    ids,
+    num_tokens,
+    num_ids,
+    scale,
+    D: tl.constexpr,
+    TOKENS: tl.constexpr,
+    IDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """[TOKENS, IDS] fp32: h @ w.T scale; 0 where there is no such token, -inf where there is no
+    such id."""
     # 64 bits: a head of 152,064 ids x 16,384 has more numbers than 32 count.
     h_row = h_ptr + tokens.to(tl.int64)[:, None] * D
     w_row = w_ptr + ids.to(tl.int64)[None, :] * D
     z = tl.zeros((TOKENS, IDS), tl.float32)
     for k in range(0, D, WIDTH):
         d = k + tl.arange(0, WIDTH)
-        h = tl.load(h_row + d[None, :], mask=(tokens[:, None] < num_tokens) & (d[None, :] < D), other=0.0)
+        h = tl.load(
+            h_row + d[None, :], mask=(tokens[:, None] < num_tokens) & (d[None, :] < D), other=0.0
+        )
         w = tl.load(w_row + d[:, None], mask=(ids[None, :] < num_ids) & (d[:, None] < D), other=0.0)
         # ieee: fp32 factors are not rounded to TF32; bf16 ones are multiplied as they are.
         z = tl.dot(h, w, z, input_precision="ieee")
@@ -43,12 +57,23 @@ def logits_tile(
 
 @triton.jit
 def stats_kernel(
-    h_ptr, w_ptr, labels_ptr, out_ptr, num_tokens, num_ids, scale,
-    D: tl.constexpr, TOKENS: tl.constexpr, IDS: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
-    """out [4, spans, C]: of each span of ids the largest logit, the sums of e^(z - top) and of e^(z - top) (z - top),
-    and the label's logit, 0 if the label is not in it."""
-    # Programs that run together share their ids, so that the weights come from the cache for all but the first.
+    h_ptr,
+    w_ptr,
+    labels_ptr,
+    out_ptr,
+    num_tokens,
+    num_ids,
+    scale,
+    D: tl.constexpr,
+    TOKENS: tl.constexpr,
+    IDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """out [4, spans, C]: of each span of ids the largest logit, the sums of e^(z - top) and of e^(z
+    - top) (z - top), and the label's logit, 0 if the label is not in it."""
+    # Programs that run together share their ids, so that the weights come from the cache for all
+    # but the first.
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     span = tl.program_id(1)
     in_range = tokens < num_tokens
@@ -59,7 +84,9 @@ def stats_kernel(
     chosen = tl.zeros((TOKENS,), tl.float32)
     for first in range(span * SPAN, tl.minimum(span * SPAN + SPAN, num_ids), IDS):
         ids = first + tl.arange(0, IDS)
-        z = logits_tile(h_ptr, w_ptr, tokens, ids, num_tokens, num_ids, scale, D, TOKENS, IDS, WIDTH)
+        z = logits_tile(
+            h_ptr, w_ptr, tokens, ids, num_tokens, num_ids, scale, D, TOKENS, IDS, WIDTH
+        )
         chosen += tl.sum(tl.where(ids[None, :] == labels[:, None], z, 0.0), 1)
         last = top
         top = tl.maximum(top, tl.max(z, 1))
@@ -78,11 +105,25 @@ def stats_kernel(
 
 @triton.jit
 def gradients_kernel(
-    h_ptr, w_ptr, places_ptr, lse_ptr, entropy_ptr, grad_logprobs_ptr, grad_entropy_ptr, out_ptr,
-    num_tokens, num_ids, scale,
-    D: tl.constexpr, TOKENS: tl.constexpr, IDS: tl.constexpr, WIDTH: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-):  # fmt: skip
-    """out [C, S]: scale (g (onehot - p) - g' p (log p + entropy)), with the gradients g of logprobs and g' of entropy."""
+    h_ptr,
+    w_ptr,
+    places_ptr,
+    lse_ptr,
+    entropy_ptr,
+    grad_logprobs_ptr,
+    grad_entropy_ptr,
+    out_ptr,
+    num_tokens,
+    num_ids,
+    scale,
+    D: tl.constexpr,
+    TOKENS: tl.constexpr,
+    IDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+):
+    """out [C, S]: scale (g (onehot - p) - g' p (log p + entropy)), with the gradients g of logprobs
+    and g' of entropy."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     ids = tl.program_id(1) * IDS + tl.arange(0, IDS)
     in_range = tokens < num_tokens
@@ -103,20 +144,37 @@ def gradients_kernel(
 
 
 def launch(h_CD: Tensor) -> dict[str, int]:
-    """Three stages of two blocks of 128 bytes a row: 96 KiB of shared memory, which every GPU since 2020 has."""
+    """Three stages of two blocks of 128 bytes a row: 96 KiB of shared memory, which every GPU since
+    2020 has."""
     return {
-        "D": h_CD.shape[1], "TOKENS": TOKENS, "IDS": IDS, "WIDTH": 128 // h_CD.element_size(),
-        "num_warps": 8, "num_stages": 3,
-    }  # fmt: skip
+        "D": h_CD.shape[1],
+        "TOKENS": TOKENS,
+        "IDS": IDS,
+        "WIDTH": 128 // h_CD.element_size(),
+        "num_warps": 8,
+        "num_stages": 3,
+    }
 
 
-def softmax_stats(h_CD: Tensor, weight_VD: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def softmax_stats(
+    h_CD: Tensor, weight_VD: Tensor, labels: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """(logprobs, entropy, lse), all [C] fp32."""
     h_CD, weight_VD = h_CD.contiguous(), weight_VD.contiguous()
     num_tokens, num_ids = len(h_CD), len(weight_VD)
     grid = triton.cdiv(num_tokens, TOKENS), triton.cdiv(num_ids, SPAN)
     out = h_CD.new_empty((4, grid[1], num_tokens), dtype=torch.float32)
-    stats_kernel[grid](h_CD, weight_VD, labels, out, num_tokens, num_ids, 1 / temperature, SPAN=SPAN, **launch(h_CD))
+    stats_kernel[grid](
+        h_CD,
+        weight_VD,
+        labels,
+        out,
+        num_tokens,
+        num_ids,
+        1 / temperature,
+        SPAN=SPAN,
+        **launch(h_CD),
+    )
     tops, totals, moments, chosen = out
     top = tops.amax(0)
     shrink = (tops - top).exp()
@@ -138,12 +196,27 @@ def logit_gradients(
     temperature: float,
 ) -> Tensor:
     """[C, S] of h's dtype: the gradient of the undivided logits h @ weight.T."""
-    h_CD, weight_SD, grad_logprobs = h_CD.contiguous(), weight_SD.contiguous(), grad_logprobs.contiguous()
+    h_CD, weight_SD, grad_logprobs = (
+        h_CD.contiguous(),
+        weight_SD.contiguous(),
+        grad_logprobs.contiguous(),
+    )
     has_entropy = grad_entropy is not None
     grad_entropy = grad_entropy.contiguous() if has_entropy else grad_logprobs
     out = h_CD.new_empty(len(h_CD), len(weight_SD))
     gradients_kernel[triton.cdiv(len(h_CD), TOKENS), triton.cdiv(len(weight_SD), IDS)](
-        h_CD, weight_SD, labels - first_id, lse, entropy, grad_logprobs, grad_entropy, out,
-        len(h_CD), len(weight_SD), 1 / temperature, HAS_ENTROPY=has_entropy, **launch(h_CD),
-    )  # fmt: skip
+        h_CD,
+        weight_SD,
+        labels - first_id,
+        lse,
+        entropy,
+        grad_logprobs,
+        grad_entropy,
+        out,
+        len(h_CD),
+        len(weight_SD),
+        1 / temperature,
+        HAS_ENTROPY=has_entropy,
+        **launch(h_CD),
+    )
     return out

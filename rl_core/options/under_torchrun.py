@@ -22,14 +22,16 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_launcher() -> None:
-    """A rank whose launcher is killed outright, so that it can tell its ranks nothing, ends too (Linux)."""
+    """A rank whose launcher is killed outright, so that it can tell its ranks nothing, ends too
+    (Linux)."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def tell_failure(error: Exception, ranks: Ranks | None) -> None:
-    """Prints one line, after the traceback if the error is not the user's, and leaves it to torchrun's summary, which is the
-    last that torchrun prints. Only the first rank that fails knows the cause."""
+    """Prints one line, after the traceback if the error is not the user's, and leaves it to
+    torchrun's summary, which is the last that torchrun prints. Only the first rank that fails knows
+    the cause."""
     if not is_first_to_fail(ranks):
         return
     if os.environ.get("RL_CORE_DEBUG") or not isinstance(error, (ValueError, OSError, RunError)):
@@ -37,7 +39,8 @@ def tell_failure(error: Exception, ranks: Ranks | None) -> None:
     text = f"error: {' '.join(str(error).split())}"
     print(text, file=sys.stderr, flush=True)
     with suppress(LookupError, OSError):  # not started by torchrun
-        # torchrun shows the earliest failure. Those of the other ranks follow from it, perhaps in the same second.
+        # torchrun shows the earliest failure. Those of the other ranks follow from it, perhaps in
+        # the same second.
         about = {"message": text, "extraInfo": {"timestamp": int(time.time()) - 1}}
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": about}))
 
@@ -48,7 +51,9 @@ def is_first_to_fail(ranks: Ranks | None) -> bool:
         if ranks is not None:
             return ranks.add("failures", 1) == 1
         # torchrun gives each rank of a node a folder of its own in a new one.
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1].joinpath("rl_core_failed").touch(exist_ok=False)
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1].joinpath("rl_core_failed").touch(
+            exist_ok=False
+        )
         return True
     except LookupError:
         return os.environ.get("LOCAL_RANK", "0") == "0"  # not started by torchrun

@@ -1,6 +1,8 @@
-"""The end of a process in which hooks run is bounded in time, and has status 0 only if the run came to it.
+"""The end of a process in which hooks run is bounded in time, and has status 0 only if the run came
+to it.
 
-run_hooks() is asyncio.run() with these bounds. For a hook that lets nothing else run, signal handlers included, see Watchdog.
+run_hooks() is asyncio.run() with these bounds. For a hook that lets nothing else run, signal
+handlers included, see Watchdog.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ exit_now = os._exit  # refusing_exits() replaces that name
 
 
 def run_hooks(work: Coroutine, hook_timeout_s: float | None = None, advice: str = ADVICE) -> Any:
-    """What `work` returns, on an event loop of its own. With a hook's deadline a Watchdog looks after the process, whose
-    line ends with `advice`."""
+    """What `work` returns, on an event loop of its own. With a hook's deadline a Watchdog looks
+    after the process, whose line ends with `advice`."""
     from rl_core.sampling.hooks import LoopClock
 
     loop = asyncio.new_event_loop()
@@ -64,7 +66,10 @@ async def end_tasks() -> None:
     loop, tasks = asyncio.get_running_loop(), asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
-    closing = {loop.create_task(loop.shutdown_asyncgens()), loop.create_task(loop.shutdown_default_executor())}
+    closing = {
+        loop.create_task(loop.shutdown_asyncgens()),
+        loop.create_task(loop.shutdown_default_executor()),
+    }
     _, left = await asyncio.wait(tasks | closing, timeout=END_S)
     names = sorted({task.get_name() for task in left - closing})
     if left & closing:
@@ -76,8 +81,11 @@ async def end_tasks() -> None:
 
 
 def leave_threads(status: int) -> None:
-    """Python waits at its end for threads and processes that hooks started. It does so for END_S."""
-    names = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+    """Python waits at its end for threads and processes that hooks started. It does so for
+    END_S."""
+    names = [
+        t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()
+    ]
     if "multiprocessing" in sys.modules:
         names += [process.name for process in sys.modules["multiprocessing"].active_children()]
     if names:
@@ -97,8 +105,8 @@ def tell(text: str) -> None:
 
 @contextmanager
 def refusing_exits() -> Iterator[None]:
-    """os._exit(0) in a hook would end the run with status 0, half-done. It fails the hook's episode instead. Processes that a
-    hook forks may call it."""
+    """os._exit(0) in a hook would end the run with status 0, half-done. It fails the hook's episode
+    instead. Processes that a hook forks may call it."""
     process = os.getpid()
 
     def refuse(status: int) -> None:
@@ -114,15 +122,17 @@ def refusing_exits() -> Iterator[None]:
 
 
 class Neighbours:
-    """Ends this rank if another one of this machine is gone that had not come to its end. torchrun does so if it failed, but
-    takes status 0 for a good end, and its ranks would wait for --timeout_s."""
+    """Ends this rank if another one of this machine is gone that had not come to its end. torchrun
+    does so if it failed, but takes status 0 for a good end, and its ranks would wait for
+    --timeout_s."""
 
     def __init__(self, ranks: Ranks):
         from rl_core.options.keep import has_lost_a_neighbour
 
         self.ranks, self.is_closed = ranks, threading.Event()
         self.has_others = ranks.size + ranks.engine_ranks > 1
-        # All ranks have met by now. Who misses one has a launcher that starts each in a process of its own.
+        # All ranks have met by now. Who misses one has a launcher that starts each in a process of
+        # its own.
         if self.has_others and not has_lost_a_neighbour():
             threading.Thread(target=self._watch, name="watch over ranks", daemon=True).start()
 
@@ -145,7 +155,10 @@ class Neighbours:
                 continue
             lost_at = min(lost_at, time.monotonic())
             if time.monotonic() - lost_at >= LOST_S:
-                text = "a rank of this machine has ended in the middle of the run, with status 0 or without a word"
+                text = (
+                    "a rank of this machine has ended in the middle of the run, with status 0 or "
+                    "without a word"
+                )
                 tell_failure(RunError(f"{text}; go on with --resume"), self.ranks)
                 exit_now(1)
 
@@ -181,11 +194,13 @@ class TimerSpec(ctypes.Structure):
 
 
 class Watchdog:
-    """Ends the process if hooks are running and one of them lets nothing else run for `bound_s`: it holds the interpreter's
-    lock, as re.match(r"(a+)+$", ...) does, or it is async and does not await.
+    """Ends the process if hooks are running and one of them lets nothing else run for `bound_s`: it
+    holds the interpreter's lock, as re.match(r"(a+)+$", ...) does, or it is async and does not
+    await.
 
-    No Python could run then, so it takes three timers of the kernel, which run C functions: faulthandler writes the stacks,
-    warnx which hooks were running, _exit ends the process with EXIT_HELD. A thread sets the timers back. Linux only."""
+    No Python could run then, so it takes three timers of the kernel, which run C functions:
+    faulthandler writes the stacks, warnx which hooks were running, _exit ends the process with
+    EXIT_HELD. A thread sets the timers back. Linux only."""
 
     def __init__(self, clock: LoopClock, bound_s: float, advice: str = ADVICE):
         self.clock, self.bound_s, self.is_closed = clock, bound_s, threading.Event()
@@ -218,8 +233,10 @@ class Watchdog:
         """Hooks began or ended."""
         running = self.clock.running()
         text = (
-            f"error: for {self.bound_s:g} s nothing could run but {' or '.join(running)}, whose stack is above: "
-            "a hook must not hold the interpreter's lock nor block the event loop for so long; run what it waits for in "
+            f"error: for {self.bound_s:g} s nothing could run but {' or '.join(running)}, whose "
+            "stack is above: "
+            "a hook must not hold the interpreter's lock nor block the event loop for so long; run "
+            "what it waits for in "
             f"another process, or {self.advice}"
         )
         self.text.value = text.encode().replace(b"%", b"%%")[: NUM_CHARS - 1]
@@ -241,7 +258,8 @@ class Watchdog:
     def close(self) -> None:
         self.is_closed.set()
         self.thread.join()
-        self.clock.watchdog = None  # A hook that was left behind ends later, and the timers are gone then.
+        # A hook that was left behind ends later, and the timers are gone then.
+        self.clock.watchdog = None
         for timer in self.timers:
             self.libc.timer_delete(timer)
         faulthandler.unregister(self.signal)

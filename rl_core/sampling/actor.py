@@ -19,9 +19,18 @@ from rl_core.rules import nearest
 from rl_core.sampling.engine import DeviceLease, Engine, EngineDied
 from rl_core.sampling.hooks import finite_parts, wait_for_all
 from rl_core.sampling.under_way import EpisodeUnderWay
-from rl_core.types import Completion, Message, RunError, SamplingParams, Trajectory, counter_seed, option
+from rl_core.types import (
+    Completion,
+    Message,
+    RunError,
+    SamplingParams,
+    Trajectory,
+    counter_seed,
+    option,
+)
 
-# The learner assumes how a trainable actor samples: a reply that overrides one of these is not trained.
+# The learner assumes how a trainable actor samples: a reply that overrides one of these is not
+# trained.
 DRAWING = ("temperature", "top_p", "top_k", "min_p")
 MAX_REVIVALS = 3  # times that one piece of work may lose an engine
 
@@ -30,7 +39,8 @@ Result = TypeVar("Result")
 
 @dataclass(kw_only=True, slots=True)
 class Actor:
-    """A name with a model. Hooks hold the copy that in_episode() makes, with a seed and its conversations."""
+    """A name with a model. Hooks hold the copy that in_episode() makes, with a seed and its
+    conversations."""
 
     name: str
     engine: Engine | None  # None: another rank samples with this one's device
@@ -60,9 +70,15 @@ class Actor:
         return [engine for engine in (self.engine, self.older) if engine is not None]
 
     async def generate(
-        self, prompt_ids: list[int], params: SamplingParams, seed: int, session: str = "", turn: str = ""
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        seed: int,
+        session: str = "",
+        turn: str = "",
     ) -> Completion:
-        """One completion. Which engine gives it depends on the seed alone. `turn` names it in the episode."""
+        """One completion. Which engine gives it depends on the seed alone. `turn` names it in the
+        episode."""
         is_older = self.older is not None and counter_seed("lagged", seed) < self.older_frac * 2**32
         engine = self.older if is_older else self.engine
         is_alone = self.under_way is not None and self.under_way.gate is not None
@@ -85,30 +101,44 @@ class Actor:
     def device(self, engine: Engine) -> AbstractAsyncContextManager[None]:
         return self.lease.of(engine) if self.lease else nullcontext()
 
-    def in_episode(self, params: SamplingParams, seed: int, session: str, max_turns: int = 0) -> Actor:
+    def in_episode(
+        self, params: SamplingParams, seed: int, session: str, max_turns: int = 0
+    ) -> Actor:
         if self.max_tokens and self.max_tokens < params.max_tokens:
             params = replace(params, max_tokens=self.max_tokens)
         episode = {"params": params, "seed": seed, "session": session, "max_turns": max_turns}
         return replace(self, **episode, num_replies=Counter(), conversations=[])
 
-    def converse(self, messages: list[Message], tools: list | None = None, label: str = "", **sampling) -> Conversation:
-        """A conversation that begins with these messages. Its seeds depend on its label, by default its number.
-        Raises ValueError if the chat template refuses the messages."""
+    def converse(
+        self, messages: list[Message], tools: list | None = None, label: str = "", **sampling
+    ) -> Conversation:
+        """A conversation that begins with these messages. Its seeds depend on its label, by default
+        its number. Raises ValueError if the chat template refuses the messages."""
         session = f"{self.session}/{label or len(self.conversations)}"
         self.conversations.append(Conversation(self, messages, tools, sampling, session))
         return self.conversations[-1]
 
     async def respond(
-        self, messages: str | Sequence[Message], n: int | None = None, tools: list | None = None, **sampling
+        self,
+        messages: str | Sequence[Message],
+        n: int | None = None,
+        tools: list | None = None,
+        **sampling,
     ) -> Conversation | list[Conversation]:
-        """One reply, or a list of `n` that are sampled concurrently. A string is one user message. `sampling`: max_tokens and
-        stop; temperature, top_p, top_k and min_p too, but then the reply cannot be trained."""
+        """One reply, or a list of `n` that are sampled concurrently. A string is one user message.
+        `sampling`: max_tokens and stop; temperature, top_p, top_k and min_p too, but then the reply
+        cannot be trained."""
         for name in sampling.keys() - {"max_tokens", "stop", *DRAWING}:
             raise ValueError(
-                f"respond({name}=...) is unknown; {nearest(name, ('n', 'tools', 'max_tokens', 'stop', *DRAWING))}"
+                f"respond({name}=...) is unknown; "
+                f"{nearest(name, ('n', 'tools', 'max_tokens', 'stop', *DRAWING))}"
             )
         if "stop" in sampling:
-            sampling["stop"] = (sampling["stop"],) if isinstance(sampling["stop"], str) else tuple(sampling["stop"])
+            sampling["stop"] = (
+                (sampling["stop"],)
+                if isinstance(sampling["stop"], str)
+                else tuple(sampling["stop"])
+            )
         messages = as_messages(messages)
         # Not a running number: the order of calls may depend on timing.
         prompt_hash = f"{crc32(json.dumps([messages, tools], default=str).encode()):08x}"
@@ -121,9 +151,11 @@ class Actor:
         return replies[0] if n is None else replies
 
 
-async def revived(work: Callable[[], Awaitable[Result]], actors: Iterable[Any], where: str) -> Result:
-    """What `work` returns. Whoever samples calls this: if an engine dies meanwhile, it is started again, and the work is done
-    again. Raises RunError if that does not help; it says `where`."""
+async def revived(
+    work: Callable[[], Awaitable[Result]], actors: Iterable[Any], where: str
+) -> Result:
+    """What `work` returns. Whoever samples calls this: if an engine dies meanwhile, it is started
+    again, and the work is done again. Raises RunError if that does not help; it says `where`."""
     for _ in range(MAX_REVIVALS):
         try:
             return await work()
@@ -167,10 +199,17 @@ class Cast(dict[str, Actor]):
 
 
 class Conversation:
-    """Messages, and the tokens that the actor saw and sampled. Tokens only grow, except where the chat template rewrites
-    history. A conversation without a returned trajectory is not trained."""
+    """Messages, and the tokens that the actor saw and sampled. Tokens only grow, except where the
+    chat template rewrites history. A conversation without a returned trajectory is not trained."""
 
-    def __init__(self, speaker: Actor, messages: list[Message], tools: list | None, sampling: dict, session: str):
+    def __init__(
+        self,
+        speaker: Actor,
+        messages: list[Message],
+        tools: list | None,
+        sampling: dict,
+        session: str,
+    ):
         self.speaker, self.tools, self.session = speaker, tools, session
         self.params = replace(speaker.params, **sampling) if sampling else speaker.params
         self.overridden = [name for name in DRAWING if name in sampling]
@@ -205,11 +244,15 @@ class Conversation:
 
     @property
     def is_full(self) -> bool:
-        return self.stream is not None and len(self.stream.prompt_ids) >= self.speaker.max_context_tokens
+        return (
+            self.stream is not None
+            and len(self.stream.prompt_ids) >= self.speaker.max_context_tokens
+        )
 
     async def respond(self, messages: str | Sequence[Message] = ()) -> Conversation:
-        """This conversation, continued by the actor's next turn after `messages` from others. If the context is full, its
-        text is "" and it is truncated. Raises ValueError if the first prompt fills the context."""
+        """This conversation, continued by the actor's next turn after `messages` from others. If
+        the context is full, its text is "" and it is truncated. Raises ValueError if the first
+        prompt fills the context."""
         self._check_idle()
         messages = as_messages(messages) if messages else []
         self.is_busy = True  # for good if this raises: tokens and messages may differ
@@ -259,11 +302,16 @@ class Conversation:
         max_new_tokens = actor.max_context_tokens - len(prompt_ids)
         if max_new_tokens < 1:
             raise ValueError(
-                f"a prompt of {len(prompt_ids)} tokens fills the context of {actor.max_context_tokens}; "
+                f"a prompt of {len(prompt_ids)} tokens fills the context of "
+                f"{actor.max_context_tokens}; "
                 "raise --max_prompt_tokens"
             )
-        limits = {"max_tokens": min(max_new_tokens, self.params.max_tokens), "stop_token_ids": actor.stop_token_ids}
-        is_last = len(self.turns) + 1 == actor.max_turns  # nothing is kept for a turn that will not come
+        limits = {
+            "max_tokens": min(max_new_tokens, self.params.max_tokens),
+            "stop_token_ids": actor.stop_token_ids,
+        }
+        # Nothing is kept for a turn that will not come.
+        is_last = len(self.turns) + 1 == actor.max_turns
         params, session = replace(self.params, **limits), "" if is_last else self.session
         return await actor.generate(prompt_ids, params, seed, session, self.turn_name)
 
@@ -271,7 +319,11 @@ class Conversation:
         """A second conversation with the same tokens so far, which continues with its own seeds."""
         self._check_idle()
         fork = copy.copy(self)
-        fork.history, fork.turns, fork.stream = list(self.history), list(self.turns), copy.copy(self.stream)
+        fork.history, fork.turns, fork.stream = (
+            list(self.history),
+            list(self.turns),
+            copy.copy(self.stream),
+        )
         fork.metrics = dict(self.metrics)
         fork.session, fork.num_forks = f"{self.session}.{self.num_forks}", 0
         self.num_forks += 1
@@ -279,30 +331,42 @@ class Conversation:
         return fork
 
     def trajectory(
-        self, reward: float | dict[str, float] | None, *, seat: str = "", metrics: dict[str, float] | None = None
+        self,
+        reward: float | dict[str, float] | None,
+        *,
+        seat: str = "",
+        metrics: dict[str, float] | None = None,
     ) -> Trajectory:
-        """The conversation as it stands, scored. A dict is summed and each part is logged. In a group, trajectories of one
-        actor and seat share a baseline. The caller fills in task, group and index."""
+        """The conversation as it stands, scored. A dict is summed and each part is logged. In a
+        group, trajectories of one actor and seat share a baseline. The caller fills in task, group
+        and index."""
         self._check_idle()
         if self.overridden and self.speaker.is_trainable:
             raise ValueError(
-                f"a reply of {self.actor} for which {self.overridden[0]} was given cannot be trained: the learner assumes "
+                f"a reply of {self.actor} for which {self.overridden[0]} was given cannot be "
+                "trained: the learner assumes "
                 f"--sampling.*; leave {self.overridden[0]} out, or return no trajectory of it"
             )
         parts = finite_parts(reward, "rollout", f"trajectory(reward=...) of {self.actor}")
         total = math.fsum(parts.values())
-        return self.record(reward=total, reward_parts=parts, seat=seat, metrics=self.metrics | (metrics or {}))
+        return self.record(
+            reward=total, reward_parts=parts, seat=seat, metrics=self.metrics | (metrics or {})
+        )
 
     def record(self, **more) -> Trajectory:
         """The conversation as it stands."""
         more |= {"messages": self.messages, "turns": list(self.turns)}
         status = "truncated" if self.truncated else "ok"
-        return Trajectory(**{"task_id": "", "env": "", "group_id": "", "actor": self.actor, "status": status} | more)
+        return Trajectory(
+            **{"task_id": "", "env": "", "group_id": "", "actor": self.actor, "status": status}
+            | more
+        )
 
     def _check_idle(self) -> None:
         if self.is_busy:
             raise ValueError(
-                f"this reply of {self.actor} is still being continued, or its continuation failed; fork() it before each branch"
+                f"this reply of {self.actor} is still being continued, or its continuation failed; "
+                "fork() it before each branch"
             )
 
 
@@ -313,4 +377,8 @@ def without_thoughts(text: str) -> str:
 
 
 def as_messages(messages: str | Sequence[Message]) -> list[Message]:
-    return [{"role": "user", "content": messages}] if isinstance(messages, str) else check_messages(messages)
+    return (
+        [{"role": "user", "content": messages}]
+        if isinstance(messages, str)
+        else check_messages(messages)
+    )

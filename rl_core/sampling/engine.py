@@ -39,27 +39,35 @@ class Engine(Protocol):
         adapter: str = "",
         begun: Completion | None = None,
     ) -> Completion:
-        """One completion. `session` names a conversation whose next prompt extends this one. `adapter` names a LoRA adapter;
-        the completion has the version of the adapter. `begun` is continued in place: it has the first tokens, or none.
-        Raises ValueError for an impossible request, EngineDied."""
+        """One completion. `session` names a conversation whose next prompt extends this one.
+        `adapter` names a LoRA adapter; the completion has the version of the adapter. `begun` is
+        continued in place: it has the first tokens, or none. Raises ValueError for an impossible
+        request, EngineDied."""
 
-    def end_session(self, session: str) -> None: ...  # frees what is kept for its next turn; an unknown name is ignored
+    # Frees what is kept for its next turn; an unknown name is ignored.
+    def end_session(self, session: str) -> None: ...
 
     async def update(
         self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int, *, adapter: str = ""
     ) -> None:
-        """Loads (Hugging Face name, full tensor) pairs and drops the KV cache. With `adapter`, the pairs have peft's names and
-        replace that adapter. None: the weights are read in place and have changed. Raises ValueError on an unknown,
-        missing or misshapen tensor, RuntimeError while requests run unless the engine is paused."""
+        """Loads (Hugging Face name, full tensor) pairs and drops the KV cache. With `adapter`, the
+        pairs have peft's names and replace that adapter. None: the weights are read in place and
+        have changed. Raises ValueError on an unknown, missing or misshapen tensor, RuntimeError
+        while requests run unless the engine is paused."""
 
-    async def sleep(self) -> None: ...  # frees device memory; RuntimeError while requests run unless it is paused
-    async def wake(self) -> None: ...  # takes the memory again; after EngineDied starts again with the same weights
-    async def pause(self) -> None: ...  # stops between two tokens; requests keep theirs, and new ones wait
-    async def resume(self) -> None: ...  # continues with the newest weights; each further token has their version
+    # Frees device memory; RuntimeError while requests run unless it is paused.
+    async def sleep(self) -> None: ...
+    # Takes the memory again; after EngineDied starts again with the same weights.
+    async def wake(self) -> None: ...
+    # Stops between two tokens; requests keep theirs, and new ones wait.
+    async def pause(self) -> None: ...
+    # Continues with the newest weights; each further token has their version.
+    async def resume(self) -> None: ...
     async def catch_up(
         self,
     ) -> None: ...  # what generate() was given as `begun` has all tokens that were sampled so far
-    async def take_metrics(self) -> dict[str, Metric]: ...  # since the last call, by their names in metrics.jsonl
+    # Since the last call, by their names in metrics.jsonl.
+    async def take_metrics(self) -> dict[str, Metric]: ...
     async def close(self) -> None: ...  # ends what runs and frees everything
 
 
@@ -76,7 +84,8 @@ class EngineSpec:
     dtype: torch.dtype
     device: torch.device
     seed: int
-    adapters: dict[str, dict[str, Any]] = field(default_factory=dict)  # what adapter_config.json holds, by actor
+    # What adapter_config.json holds, by actor.
+    adapters: dict[str, dict[str, Any]] = field(default_factory=dict)
     records_experts: bool = False  # its completions have experts
     owns_weights: bool = False  # they are CPU-offloaded while it sleeps
     log: Path  # of its process
@@ -88,17 +97,29 @@ class EngineSpec:
     folder: str | None = None  # where weights wait for that server
 
 
-def check_request(prompt_ids: list[int], params: SamplingParams, max_context_tokens: int, tokenizer: Any) -> None:
+def check_request(
+    prompt_ids: list[int], params: SamplingParams, max_context_tokens: int, tokenizer: Any
+) -> None:
     """Raises ValueError for a request that no engine can answer."""
     if not 0 < len(prompt_ids) < max_context_tokens:
         raise ValueError(
-            f"a prompt of {len(prompt_ids)} tokens must have at least 1 and fewer than {max_context_tokens=}; shorten it or "
+            f"a prompt of {len(prompt_ids)} tokens must have at least 1 and fewer than "
+            f"{max_context_tokens=}; shorten it or "
             "raise the limit"
         )
-    if params.max_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1 or not 0 <= params.min_p <= 1:
-        raise ValueError(f"{params} must have max_tokens >= 1, temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1")
+    if (
+        params.max_tokens < 1
+        or params.temperature < 0
+        or not 0 < params.top_p <= 1
+        or not 0 <= params.min_p <= 1
+    ):
+        raise ValueError(
+            f"{params} must have max_tokens >= 1, temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1"
+        )
     if params.stop and tokenizer is None:
-        raise ValueError(f"stop={params.stop} needs a tokenizer; give the engine one or use stop_token_ids")
+        raise ValueError(
+            f"stop={params.stop} needs a tokenizer; give the engine one or use stop_token_ids"
+        )
 
 
 def note_version(completion: Completion, version: int) -> None:
@@ -112,22 +133,25 @@ def note_version(completion: Completion, version: int) -> None:
 class DeviceLease:
     """One device for several engines; one of them is awake at a time.
 
-    Callers of the engine that holds the device run concurrently; callers of other engines queue. Once the holder is idle, the
-    engine that waited longest takes over. After `max_slice_s` the holder admits no new caller while others queue.
+    Callers of the engine that holds the device run concurrently; callers of other engines queue.
+    Once the holder is idle, the engine that waited longest takes over. After `max_slice_s` the
+    holder admits no new caller while others queue.
     """
 
     def __init__(self, max_slice_s: float = 30.0):
         self.max_slice_s = max_slice_s
         self.holder: Engine | None = None
         self.inside: set[asyncio.Future[None]] = set()  # callers of the holder
-        self.queue: dict[Engine, list[asyncio.Future[None]]] = {}  # engine -> callers that wait, longest wait first
+        # Engine -> callers that wait, longest wait first.
+        self.queue: dict[Engine, list[asyncio.Future[None]]] = {}
         self.since = 0.0  # when the holder took over
         self.switch: asyncio.Task[None] | None = None  # of the device to another engine, under way
         self.num_switches, self.switch_s = 0, 0.0
 
     @asynccontextmanager
     async def of(self, engine: Engine) -> AsyncIterator[None]:
-        """Inside, `engine` is awake and holds the device. Raises what wake() or the other engine's sleep() raised."""
+        """Inside, `engine` is awake and holds the device. Raises what wake() or the other engine's
+        sleep() raised."""
         turn = asyncio.get_running_loop().create_future()
         self.queue.setdefault(engine, []).append(turn)
         self._admit()
@@ -147,7 +171,9 @@ class DeviceLease:
         other = next((e for e in self.queue if e is not self.holder), None)
         if self.switch is not None:
             return
-        if self.holder in self.queue and (other is None or time.monotonic() - self.since < self.max_slice_s):
+        if self.holder in self.queue and (
+            other is None or time.monotonic() - self.since < self.max_slice_s
+        ):
             self._let_in(self.holder)
         elif other is not None and not self.inside:
             self.switch = asyncio.create_task(self._hand_over(other))
@@ -166,7 +192,10 @@ class DeviceLease:
             self.holder = None  # if waking fails, nobody holds the device
             await engine.wake()
             self.holder, self.since = engine, time.monotonic()
-            self.num_switches, self.switch_s = self.num_switches + 1, self.switch_s + self.since - began
+            self.num_switches, self.switch_s = (
+                self.num_switches + 1,
+                self.switch_s + self.since - began,
+            )
             self._let_in(engine)
         except Exception as error:
             for turn in self.queue.pop(engine, ()):

@@ -1,4 +1,5 @@
-"""Calls functions of a user's file by the names of their parameters, each with a deadline, and reads what they return."""
+"""Calls functions of a user's file by the names of their parameters, each with a deadline, and
+reads what they return."""
 
 from __future__ import annotations
 
@@ -13,7 +14,16 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+)
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -28,7 +38,10 @@ BEAT_S = 0.05  # the event loop wakes up at least so often
 BLOCKED_S = 1.0  # an async hook that blocks the event loop for so long is named
 # Few: hooks that compute share one interpreter lock with the engine. Those that wait can be async.
 MAX_THREADS = 16
-TRUNCATED = "; the episode was truncated: a turn was cut off, as by --max_tokens, and interact() not called after it"
+TRUNCATED = (
+    "; the episode was truncated: a turn was cut off, as by --max_tokens, and interact() not "
+    "called after it"
+)
 SHARED = ("actors", "state")  # arguments that hooks get themselves; of all others they get copies
 
 
@@ -63,10 +76,15 @@ class Hook:
 
     def __post_init__(self) -> None:
         call = getattr(self.function, "__call__", None)  # noqa: B004  (an object's async __call__)
-        self.is_async = inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
+        self.is_async = inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
+            call
+        )
         parameters = inspect.signature(self.function).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self.named, self.required = {p.name for p in named}, {p.name for p in named if p.default is p.empty}
+        self.named, self.required = (
+            {p.name for p in named},
+            {p.name for p in named if p.default is p.empty},
+        )
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     @property
@@ -75,13 +93,19 @@ class Hook:
         return self.takes_all or not self.named.isdisjoint(("actor", "trajectory"))
 
     def arguments(self, row: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Argument -> value. Copies: a hook changes neither the episode nor the row of the next one."""
+        """Argument -> value. Copies: a hook changes neither the episode nor the row of the next
+        one."""
         values = row | {name: given[name] for name in self.ours}
-        taken = (values.keys() if self.takes_all else self.named & values.keys()) - ({"actors"} - self.named)
-        return {name: values[name] if name in SHARED else copy.deepcopy(values[name]) for name in taken}
+        taken = (values.keys() if self.takes_all else self.named & values.keys()) - (
+            {"actors"} - self.named
+        )
+        return {
+            name: values[name] if name in SHARED else copy.deepcopy(values[name]) for name in taken
+        }
 
     async def __call__(self, task: Task, given: Mapping[str, Any]) -> Any:
-        """What the function returns. `given`: at least our arguments. Raises HookError, or TimeoutError after timeout_s."""
+        """What the function returns. `given`: at least our arguments. Raises HookError, or
+        TimeoutError after timeout_s."""
         clock = LoopClock.of_running_loop()
         with clock.noting(self):
             return await self._call(task, given, clock)
@@ -93,7 +117,9 @@ class Hook:
             clock.watch(self.path)
         try:
             if self.is_async:
-                result, error = await self._in_time(outcome(self.function(**self.arguments(task.row, given))))
+                result, error = await self._in_time(
+                    outcome(self.function(**self.arguments(task.row, given)))
+                )
             else:
                 result, error = await clock.in_thread(
                     lambda: self.function(**self.arguments(task.row, given)), self.timeout_s
@@ -102,7 +128,8 @@ class Hook:
                 result, error = await self._in_time(outcome(result))
         except DeadlineError:
             raise TimeoutError(
-                f"{self.path}: {self.name}() ran longer than {self.timeout_s:g} s for task {task.id}"
+                f"{self.path}: {self.name}() ran longer than {self.timeout_s:g} s for task "
+                f"{task.id}"
                 + (f", in which it last waited after: {causes[-1]}" if causes else "")
                 + "; make it faster or raise --rollout.hook_timeout_s"
             ) from None
@@ -178,7 +205,9 @@ class Job:
         except BaseException as error:
             done = None, error
         with suppress(RuntimeError):  # the loop is closed: nobody waits
-            self.future.get_loop().call_soon_threadsafe(lambda: self.future.done() or self.future.set_result(done))
+            self.future.get_loop().call_soon_threadsafe(
+                lambda: self.future.done() or self.future.set_result(done)
+            )
         return not self.is_given_up
 
     def give_up_after(self, timeout_s: float) -> None:
@@ -201,8 +230,8 @@ def work(jobs: SimpleQueue[Job | None]) -> None:
 
 
 class LoopClock:
-    """The clock of an event loop and of all its deadlines. It stands still while something blocks the loop's thread, such as a
-    save: nothing that waits could continue meanwhile."""
+    """The clock of an event loop and of all its deadlines. It stands still while something blocks
+    the loop's thread, such as a save: nothing that waits could continue meanwhile."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop, self.real, self.held_s, self.last_s = loop, loop.time, 0.0, loop.time()
@@ -219,8 +248,9 @@ class LoopClock:
         return loop.time if isinstance(loop.time, cls) else cls(loop)
 
     async def in_thread(self, function: Callable[[], Any], timeout_s: float | None) -> Outcome:
-        """In a daemon thread: a function that hangs outlives its deadline, but blocks neither the event loop nor the
-        interpreter's exit. Raises DeadlineError once it has run for timeout_s."""
+        """In a daemon thread: a function that hangs outlives its deadline, but blocks neither the
+        event loop nor the interpreter's exit. Raises DeadlineError once it has run for
+        timeout_s."""
         job = Job(function=function, future=self.loop.create_future(), clock=self)
         self.num_jobs += 1
         self._add_thread()
@@ -245,7 +275,8 @@ class LoopClock:
     def _add_thread(self) -> None:
         if self.num_threads < min(MAX_THREADS, self.num_jobs):
             self.num_threads += 1
-            _thread.start_new_thread(work, (self.jobs,))  # a threading.Thread's start() waits for the new thread
+            # A threading.Thread's start() waits for the new thread.
+            _thread.start_new_thread(work, (self.jobs,))
 
     def __call__(self) -> float:
         now = self.real()
@@ -276,13 +307,15 @@ class LoopClock:
         return sorted(name for name, num in list(self.calls.items()) if num)
 
     def watch(self, path: str) -> None:
-        """From now on a function of this file that blocks the loop's thread for BLOCKED_S is named on stderr, once."""
+        """From now on a function of this file that blocks the loop's thread for BLOCKED_S is named
+        on stderr, once."""
         if not self.watched:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         self.watched.add(path)
 
     def frames_that_block(self) -> list[FrameType]:
-        """Frames of watched files, the innermost first, that have blocked the loop's thread for BLOCKED_S."""
+        """Frames of watched files, the innermost first, that have blocked the loop's thread for
+        BLOCKED_S."""
         frame = sys._current_frames().get(self.loop_thread)
         if frame is None or self.real() - self.last_s < BLOCKED_S:
             return []
@@ -296,8 +329,10 @@ class LoopClock:
             if inside and (name := inside[-1].f_code.co_name) not in told:
                 told.add(name)
                 print(
-                    f"{inside[0].f_code.co_filename}:{inside[0].f_lineno}: async {name}() has blocked the event loop for "
-                    f"{BLOCKED_S:g} s, so that all episodes and deadlines stand still; await inside it, or write it as def, "
+                    f"{inside[0].f_code.co_filename}:{inside[0].f_lineno}: async {name}() has "
+                    "blocked the event loop for "
+                    f"{BLOCKED_S:g} s, so that all episodes and deadlines stand still; await "
+                    "inside it, or write it as def, "
                     "which runs in a thread",
                     file=sys.stderr,
                     flush=True,
@@ -319,24 +354,33 @@ def describe_error(error: BaseException, path: str) -> str:
         return described  # by a service, where the file is
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: SyntaxError: {error.msg}"
-    frames = [f for e in (error, error.__cause__) if e is not None for f in traceback.extract_tb(e.__traceback__)]
+    frames = [
+        f
+        for e in (error, error.__cause__)
+        if e is not None
+        for f in traceback.extract_tb(e.__traceback__)
+    ]
     inside = [frame for frame in frames if frame.filename == path] or frames[-1:]
     place = f"{inside[-1].filename}:{inside[-1].lineno}: " if inside else ""
     return f"{place}{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def plain(value: Any) -> Any:
-    """A scalar of numpy or torch as a number of Python, which JSON can hold; anything else as it is."""
+    """A scalar of numpy or torch as a number of Python, which JSON can hold; anything else as it
+    is."""
     return value.item() if hasattr(value, "item") else value
 
 
 def finite(value: Any, what: str) -> float:
     """A Python float of a bool, an int, a float, or a scalar of numpy or torch."""
-    with suppress(ValueError, RuntimeError, OverflowError):  # an array of several numbers, or an int too large
+    # An array of several numbers, or an int too large.
+    with suppress(ValueError, RuntimeError, OverflowError):
         number = plain(value)
         if isinstance(number, numbers.Real) and math.isfinite(number):
             return float(number)
-    raise ValueError(f"{what} is {shorten(value)}; a reward must be a finite number, or a dict of them")
+    raise ValueError(
+        f"{what} is {shorten(value)}; a reward must be a finite number, or a dict of them"
+    )
 
 
 def finite_parts(value: Any, name: str, what: str) -> dict[str, float]:
@@ -344,32 +388,47 @@ def finite_parts(value: Any, name: str, what: str) -> dict[str, float]:
     if not isinstance(value, dict):
         return {name: finite(value, what)}
     if not value or not all(isinstance(part, str) for part in value):
-        raise ValueError(f"{what} is {shorten(value)}; a dict must name each part, as 'format': 0.5")
+        raise ValueError(
+            f"{what} is {shorten(value)}; a dict must name each part, as 'format': 0.5"
+        )
     return {part: finite(number, f"{what}: part {part!r}") for part, number in value.items()}
 
 
 def add_parts(
-    rewards: MutableMapping, metrics: MutableMapping, hook: Hook, parts: dict[str, float], actors: Collection[str] = ()
+    rewards: MutableMapping,
+    metrics: MutableMapping,
+    hook: Hook,
+    parts: dict[str, float],
+    actors: Collection[str] = (),
 ) -> None:
-    """Adds what a reward gave: to the reward's parts, or to the metrics if its weight is 0. Raises ValueError."""
+    """Adds what a reward gave: to the reward's parts, or to the metrics if its weight is 0. Raises
+    ValueError."""
     if len(actors) > 1 and (named := [part for part in parts if part in actors]):
         raise ValueError(
-            f"{hook.path}: {hook.name}() returned a part named {min(named)!r}, which is an actor; parts are summed. For "
+            f"{hook.path}: {hook.name}() returned a part named {min(named)!r}, which is an actor; "
+            "parts are summed. For "
             "a reward of each actor name `actor` among its arguments"
         )
     for part, value in parts.items():
         if hook.weight and part in rewards:
-            raise ValueError(f"{hook.path}: two hooks give the reward part {part!r}; rename it in one of them")
+            raise ValueError(
+                f"{hook.path}: two hooks give the reward part {part!r}; rename it in one of them"
+            )
         (rewards if hook.weight else metrics)[part] = hook.weight * value if hook.weight else value
 
 
 def read_answer(answer: Any, path: str, ends: bool) -> tuple[list[Message], float | None, bool]:
-    """(messages, reward, is_done) of what interact returned. `ends`: the episode ends without messages."""
+    """(messages, reward, is_done) of what interact returned. `ends`: the episode ends without
+    messages."""
     what, reward, is_done = f"{path}: what interact() returned", None, False
     if isinstance(answer, dict):
         for key in answer.keys() - {"messages", "reward", "done"}:
             raise ValueError(f"{what} has an unknown key {key!r}; known: messages, reward, done")
-        reward = None if answer.get("reward") is None else finite(answer["reward"], f"the reward in {what}")
+        reward = (
+            None
+            if answer.get("reward") is None
+            else finite(answer["reward"], f"the reward in {what}")
+        )
         is_done, answer = bool(answer.get("done")), answer.get("messages")
     if answer is None or answer in ([], ()):
         return [], reward, is_done or ends

@@ -19,16 +19,23 @@ def write_groups(file: Path, groups: Iterable[Group]) -> None:
 
 
 def group_row(group: Group) -> dict[str, Any]:
-    row = {"position": group.position, "version": group.version, "env": group.task.env, "task": group.task.id}
+    row = {
+        "position": group.position,
+        "version": group.version,
+        "env": group.task.env,
+        "task": group.task.id,
+    }
     row |= {"trajectories": group.trajectories, "episodes": {}}
     for name, episode in group.under_way.episodes.items() if group.under_way else ():
         row["episodes"][name] = {"answers": episode.answers, "trajectories": episode.trajectories}
     return row
 
 
-def read_groups(checkpoint: Path, positions: Container[int], oldest: int) -> dict[int, dict[str, Any]]:
-    """Position -> what group_row() gave, of these positions. Groups that began before version `oldest` are left out: they
-    would be too stale."""
+def read_groups(
+    checkpoint: Path, positions: Container[int], oldest: int
+) -> dict[int, dict[str, Any]]:
+    """Position -> what group_row() gave, of these positions. Groups that began before version
+    `oldest` are left out: they would be too stale."""
     found = {}
     for file in sorted(checkpoint.glob(f"{FILE}*")):
         for row in read_json(file):

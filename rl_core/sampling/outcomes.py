@@ -17,7 +17,8 @@ from rl_core.metrics import Mean, Metric, Percentile, Sum
 from rl_core.types import RunError, Trajectory
 
 MAX_REASONS, MAX_REASON_CHARS = 20, 600  # that ranks tell each other of one step
-WINDOW_ROWS, MIN_ROWS = 200, 50  # max_failed_fraction is of the newest WINDOW_ROWS rows, and of at least MIN_ROWS
+# Max_failed_fraction is of the newest WINDOW_ROWS rows, and of at least MIN_ROWS.
+WINDOW_ROWS, MIN_ROWS = 200, 50
 
 
 def refuse_failures(
@@ -29,16 +30,26 @@ def refuse_failures(
     min_rows: int = MIN_ROWS,
     tally: Counter[str] | None = None,
 ) -> dict[str, int]:
-    """Reason -> how many of these episodes failed for it, on all ranks. Raises RunError on all ranks alike if all of these
-    episodes failed, or more than the limit among the newest rows. `rows` holds the failed part of each row's last group, the
-    newest last, and is updated. A row counts once, however often it was drawn: one bad row of twenty is a twentieth. Adds to
-    `tally` how many "episodes" there were, and how many "failed"."""
+    """Reason -> how many of these episodes failed for it, on all ranks. Raises RunError on all
+    ranks alike if all of these episodes failed, or more than the limit among the newest rows.
+    `rows` holds the failed part of each row's last group, the newest last, and is updated. A row
+    counts once, however often it was drawn: one bad row of twenty is a twentieth. Adds to `tally`
+    how many "episodes" there were, and how many "failed"."""
     episodes = {(t.env, t.task_id, t.group_id, t.index) for t in trajectories}
-    failures = {(t.env, t.task_id, t.group_id, t.index): t.error for t in trajectories if t.status == "failed"}
+    failures = {
+        (t.env, t.task_id, t.group_id, t.index): t.error
+        for t in trajectories
+        if t.status == "failed"
+    }
     num_failed = Counter((env, task) for env, task, *_ in failures)
-    counts = [[*row, num_failed[row], n] for row, n in Counter((env, task) for env, task, *_ in episodes).items()]
+    counts = [
+        [*row, num_failed[row], n]
+        for row, n in Counter((env, task) for env, task, *_ in episodes).items()
+    ]
     first = next((f"{task}: {error}" for (_, task, *_), error in failures.items()), "")
-    reasons = Counter(failure_reason(error, task)[:MAX_REASON_CHARS] for (_, task, *_), error in failures.items())
+    reasons = Counter(
+        failure_reason(error, task)[:MAX_REASON_CHARS] for (_, task, *_), error in failures.items()
+    )
     parts = all_gather_json([counts, first, reasons.most_common(MAX_REASONS)], ranks)
     new = sorted(tuple(row) for part, _, _ in parts for row in part)
     for env, task, bad, total in new:
@@ -55,7 +66,10 @@ def refuse_failures(
     if failed and (failed == total or are_too_many):
         rule = ", all that there were"
         if are_too_many:
-            rule = f", and more than --rollout.max_failed_fraction={limit} of the last {len(rows)} rows"
+            rule = (
+                f", and more than --rollout.max_failed_fraction={limit} of the last {len(rows)} "
+                "rows"
+            )
             if counted > len(rows):
                 rule += f", which count as {counted}"
             rule += f" ({bad_rows:.4g} failed, {limit * counted:.4g} may)"
@@ -68,7 +82,8 @@ def refuse_failures(
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
-    """Means over the episodes that did not fail. One that returned several conversations counts with their mean."""
+    """Means over the episodes that did not fail. One that returned several conversations counts
+    with their mean."""
     done = [t for t in trajectories if t.status != "failed"]
     lengths = episode_means(done, lambda t: t.num_tokens)
     all_lengths = [t.num_tokens for t in done]
@@ -93,8 +108,11 @@ def mean_of(values: list[float]) -> Mean:
     return Mean(sum(values), len(values))
 
 
-def held_out_metrics(trajectories: list[Trajectory], score: str, passed: str, pass_reward: float) -> dict[str, Metric]:
-    """Means over the tasks: `score` is the mean reward of a task's episodes, `passed` whether any of them passes."""
+def held_out_metrics(
+    trajectories: list[Trajectory], score: str, passed: str, pass_reward: float
+) -> dict[str, Metric]:
+    """Means over the tasks: `score` is the mean reward of a task's episodes, `passed` whether any
+    of them passes."""
     tasks = [episode_rewards(group) for group in baseline_groups(trajectories)]
     scores = [sum(rewards) / len(rewards) for rewards in tasks]
     passes = [float(max(rewards) >= pass_reward) for rewards in tasks]
@@ -102,7 +120,8 @@ def held_out_metrics(trajectories: list[Trajectory], score: str, passed: str, pa
 
 
 def lag_metrics(trajectories: list[Trajectory], version: int) -> dict[str, Metric]:
-    """Fraction of sampled tokens by weights older than `version`, and the mean age of these in versions."""
+    """Fraction of sampled tokens by weights older than `version`, and the mean age of these in
+    versions."""
     turns = (turn for t in trajectories if t.status != "failed" for turn in t.turns)
     lags = [version - v for turn in turns for v in turn.completion.policy_versions]
     older = [lag for lag in lags if lag > 0]
@@ -111,7 +130,8 @@ def lag_metrics(trajectories: list[Trajectory], version: int) -> dict[str, Metri
 
 
 def part_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
-    """Means of each part of the reward and of each metric that the environment gives, over the episodes that have it."""
+    """Means of each part of the reward and of each metric that the environment gives, over the
+    episodes that have it."""
     values: dict[str, list[float]] = {}
     for episode in by_episode(trajectories):
         own: dict[str, list[float]] = {}

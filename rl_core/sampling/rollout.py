@@ -1,4 +1,5 @@
-"""Groups of episodes with their deadlines and failures, run side by side: training and evaluation get trajectories here."""
+"""Groups of episodes with their deadlines and failures, run side by side: training and evaluation
+get trajectories here."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Group:
     size: int
     params: SamplingParams
     seed: int  # of the run
-    label: str = ""  # begins its id instead of `batch`, which all evaluations have in common, and so their seeds
+    # Begins its id instead of `batch`, which all evaluations have in common, and so their seeds.
+    label: str = ""
     position: int = 0  # of the task in the order of the training data
     version: int = -1  # of the weights by which it began
     under_way: GroupUnderWay | None = None  # for checkpoints
@@ -69,8 +71,8 @@ def make_group(config: Config, task: Task, drawn: dict[str, float], **place) -> 
 async def run_group(
     envs: Mapping[str, Env], actors: Mapping[str, Actor], config: RolloutConfig, group: Group
 ) -> list[Trajectory]:
-    """The trajectories of one group. If an engine dies it is started again, and the group is done again. Raises RunError if
-    that does not help."""
+    """The trajectories of one group. If an engine dies it is started again, and the group is done
+    again. Raises RunError if that does not help."""
     env = envs[group.task.env]
     play = partial(play_group, env, actors, config, group)
     trajectories = await revived(play, actors.values(), f"one group of {group.batch}")
@@ -80,13 +82,18 @@ async def run_group(
     return trajectories
 
 
-async def play_group(env: Env, actors: Mapping[str, Actor], config: RolloutConfig, group: Group) -> list[Trajectory]:
-    """The trajectories of one group. The order of speakers is drawn once. Group rewards come last; if they raise, the whole
-    group has failed. Raises EngineDied once all its episodes have ended."""
+async def play_group(
+    env: Env, actors: Mapping[str, Actor], config: RolloutConfig, group: Group
+) -> list[Trajectory]:
+    """The trajectories of one group. The order of speakers is drawn once. Group rewards come last;
+    if they raise, the whole group has failed. Raises EngineDied once all its episodes have
+    ended."""
     seed, trajectories = group.seed_of("schedule"), []
     try:
         task = await env.draw(group.task, list(actors), seed)
-        episodes = [run_episode(env, actors, config, group, task, index) for index in range(group.size)]
+        episodes = [
+            run_episode(env, actors, config, group, task, index) for index in range(group.size)
+        ]
         ended = await asyncio.gather(*episodes, return_exceptions=True)
         for died in (e for e in ended if isinstance(e, BaseException)):
             raise died
@@ -94,13 +101,17 @@ async def play_group(env: Env, actors: Mapping[str, Actor], config: RolloutConfi
         if env.group_rewards:
             cast = group.cast(env, actors, counter_seed(seed, "group"), SCORING)
             try:
-                await asyncio.wait_for(score_group(env, task, trajectories, cast), config.episode_timeout_s)
+                await asyncio.wait_for(
+                    score_group(env, task, trajectories, cast), config.episode_timeout_s
+                )
             finally:
                 cast.close()
     except Exception as error:
         reason = reason_of(error, "what scores the group", config)
         if not trajectories:
-            return [t for index in range(group.size) for t in failures(actors, group, index, reason)]
+            return [
+                t for index in range(group.size) for t in failures(actors, group, index, reason)
+            ]
         for t in trajectories:
             if t.status != "failed":
                 t.status, t.error, t.reward = "failed", reason, None
@@ -108,10 +119,16 @@ async def play_group(env: Env, actors: Mapping[str, Actor], config: RolloutConfi
 
 
 async def run_episode(
-    env: Env, actors: Mapping[str, Actor], config: RolloutConfig, group: Group, task: Task, index: int
+    env: Env,
+    actors: Mapping[str, Actor],
+    config: RolloutConfig,
+    group: Group,
+    task: Task,
+    index: int,
 ) -> list[Trajectory]:
-    """One attempt at one task. What goes wrong in it ends here, as a failed trajectory of every actor, with its reason, but
-    for the death of an engine, which is no fault of the episode: EngineDied."""
+    """One attempt at one task. What goes wrong in it ends here, as a failed trajectory of every
+    actor, with its reason, but for the death of an engine, which is no fault of the episode:
+    EngineDied."""
     if group.under_way and (ended := group.under_way.ended(index)):
         return ended
     cast = group.cast(env, actors, group.seed_of(task.id, index), index)
@@ -133,7 +150,8 @@ async def run_episode(
 
 
 def reason_of(error: Exception, timed: str, config: RolloutConfig) -> str:
-    """Why an episode failed. Raises the EngineDied that caused the error, also where a hook that called an actor raised."""
+    """Why an episode failed. Raises the EngineDied that caused the error, also where a hook that
+    called an actor raised."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, EngineDied):
@@ -144,25 +162,37 @@ def reason_of(error: Exception, timed: str, config: RolloutConfig) -> str:
     return str(error) or type(error).__name__
 
 
-def failures(actors: Mapping[str, Actor], group: Group, index: int, reason: str) -> list[Trajectory]:
-    """An episode that failed: all conversations so far, and at least one trajectory of each actor that would have learned from
-    it, or of all if none has a learner."""
-    learn, task = [name for name, actor in actors.items() if actor.is_trainable] or list(actors), group.task
+def failures(
+    actors: Mapping[str, Actor], group: Group, index: int, reason: str
+) -> list[Trajectory]:
+    """An episode that failed: all conversations so far, and at least one trajectory of each actor
+    that would have learned from it, or of all if none has a learner."""
+    learn, task = (
+        [name for name, actor in actors.items() if actor.is_trainable] or list(actors),
+        group.task,
+    )
     place = {"task_id": task.id, "env": task.env, "group_id": group.id, "index": index}
     place |= {"status": "failed", "error": reason}
-    failed = [c.record() for actor in actors.values() for c in getattr(actor, "conversations", ()) if c.num_replies]
+    failed = [
+        c.record()
+        for actor in actors.values()
+        for c in getattr(actor, "conversations", ())
+        if c.num_replies
+    ]
     silent = set(learn) - {t.actor for t in failed}
-    failed += [Trajectory(**place, actor=name, messages=task.messages) for name in learn if name in silent]
+    failed += [
+        Trajectory(**place, actor=name, messages=task.messages) for name in learn if name in silent
+    ]
     return [replace(t, **place) for t in failed]
 
 
 class RolloutWorker:
-    """Runs submitted groups in the background, oldest first, at most `width` at once on this rank. Ranks draw groups from a
-    shared counter, so that fast ranks run more.
+    """Runs submitted groups in the background, oldest first, at most `width` at once on this rank.
+    Ranks draw groups from a shared counter, so that fast ranks run more.
 
-    Training submits the groups of `1 + max_staleness` steps ahead and collects one step's. With max_staleness 0 that is the
-    synchronous loop; above it is the bound of AReaL (Fu et al. 2025, arXiv:2505.24298, section 5.1). An evaluation submits
-    its groups and collects all of them.
+    Training submits the groups of `1 + max_staleness` steps ahead and collects one step's. With
+    max_staleness 0 that is the synchronous loop; above it is the bound of AReaL (Fu et al. 2025,
+    arXiv:2505.24298, section 5.1). An evaluation submits its groups and collects all of them.
     """
 
     def __init__(
@@ -174,8 +204,15 @@ class RolloutWorker:
         timeout_s: float,
         order: Any = None,
     ):
-        """`order`: an options.fixed_order.FixedOrder. None: groups are collected as they are complete."""
-        self.run, self.ranks, self.width, self.name, self.timeout_s = run, ranks, width, name, timeout_s
+        """`order`: an options.fixed_order.FixedOrder. None: groups are collected as they are
+        complete."""
+        self.run, self.ranks, self.width, self.name, self.timeout_s = (
+            run,
+            ranks,
+            width,
+            name,
+            timeout_s,
+        )
         self.order = order
         self.version = 0  # of the weights by which groups begin
         self.pending: dict[int, Group] = {}  # submitted and not collected, on any rank
@@ -188,8 +225,9 @@ class RolloutWorker:
         self.go_on(0, 0)
 
     def go_on(self, num_collected: int, num_begun: int) -> None:
-        """Numbers groups as the run before did, which collected so many and had begun so many others. Ranks take these in
-        turn: each has read what was under way in its own. Groups after them are drawn."""
+        """Numbers groups as the run before did, which collected so many and had begun so many
+        others. Ranks take these in turn: each has read what was under way in its own. Groups after
+        them are drawn."""
         self.first = self.num_submitted = self.num_collected = num_collected
         self.first_drawn = num_collected + num_begun
         own = num_collected + (self.ranks.rank - num_collected) % self.ranks.size
@@ -234,10 +272,12 @@ class RolloutWorker:
         self._fill()
 
     async def collect(self, num_groups: int, oldest: int | None = None) -> list[Group]:
-        """This rank's part of the `num_groups` oldest complete groups, on all ranks together. Waits too for each group that
-        began by the weights of version `oldest` or before, because it would be too stale for the next step. Every rank
-        must call it. Raises RunError if an engine cannot go on, or other ranks do not."""
-        from rl_core.distributed import all_gather_json  # imports torch, which rl-core check does without
+        """This rank's part of the `num_groups` oldest complete groups, on all ranks together. Waits
+        too for each group that began by the weights of version `oldest` or before, because it would
+        be too stale for the next step. Every rank must call it. Raises RunError if an engine cannot
+        go on, or other ranks do not."""
+        # Imports torch, which rl-core check does without.
+        from rl_core.distributed import all_gather_json
 
         if self.order is not None:
             await self._collect_in_order(set(sorted(self.pending)[:num_groups]))
@@ -246,7 +286,9 @@ class RolloutWorker:
         await self._meet(num_groups)
         ages = {n: self.pending[n].version if self.order is None else 0 for n in self.done}
         by_rank = all_gather_json([(ages[n], n) for n in self.done], self.ranks)
-        numbers = [n for _, n in sorted(tuple(pair) for pairs in by_rank for pair in pairs)[:num_groups]]
+        numbers = [
+            n for _, n in sorted(tuple(pair) for pairs in by_rank for pair in pairs)[:num_groups]
+        ]
         self.num_collected += num_groups
         groups = {n: self.pending.pop(n) for n in numbers}
         collected_here = [groups[n] for n in self.done if n in groups]
@@ -259,26 +301,34 @@ class RolloutWorker:
     async def _collect_in_order(self, due: set[int]) -> None:
         """Waits until these groups are done, and all others of this rank wait for the next time."""
         self.order.open(due)
-        while due & self.running.keys() or not all(self.order.is_at_rest(self.pending[n]) for n in self.running):
+        while due & self.running.keys() or not all(
+            self.order.is_at_rest(self.pending[n]) for n in self.running
+        ):
             await self._has_finished(FIXED_POLL_S)
         self.order.close()
 
     async def _meet(self, num_groups: int) -> None:
-        """Waits until all ranks are here and have finished so many groups that are not collected."""
+        """Waits until all ranks are here and have finished so many groups that are not
+        collected."""
         here, met = f"collect/{self.num_collects}", f"{self.name}/collect/{self.num_collects}/met"
         self.num_collects += 1
         self._count(here, 1)
         known, until = self.num_ready(), time.monotonic() + self.timeout_s
         is_new = True  # only the last rank to arrive, or to finish a group, can find that all have
-        while not (is_new and self._count(here, 0) == self.ranks.size and self.num_ready() >= num_groups):
+        while not (
+            is_new and self._count(here, 0) == self.ranks.size and self.num_ready() >= num_groups
+        ):
             if self.ranks.was_said(met):
                 return
             is_new = await self._has_finished(POLL_S if self.ranks.size > 1 else self.timeout_s)
-            if not is_new and time.monotonic() > until and not self.running:  # its own episodes have deadlines
+            # Its own episodes have deadlines.
+            if not is_new and time.monotonic() > until and not self.running:
                 if (num_ready := self.num_ready()) == known:
                     raise RunError(
-                        f"rank {self.ranks.rank} waited in the phase 'generate' for {num_groups} groups of episodes, of which "
-                        f"{num_ready} are complete: other ranks finished none within --timeout_s={self.timeout_s:g}"
+                        f"rank {self.ranks.rank} waited in the phase 'generate' for {num_groups} "
+                        "groups of episodes, of which "
+                        f"{num_ready} are complete: other ranks finished none within "
+                        f"--timeout_s={self.timeout_s:g}"
                     )
                 known, until = num_ready, time.monotonic() + self.timeout_s
         self.ranks.say(met)
@@ -288,7 +338,9 @@ class RolloutWorker:
         if not self.running:
             await asyncio.sleep(timeout_s)
             return False
-        ended, _ = await asyncio.wait(self.running.values(), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait(
+            self.running.values(), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
         for task in ended:
             task.result()
         return bool(ended)
@@ -314,8 +366,8 @@ async def rollout(
     ranks: Ranks,
     timeout_s: float = 600,
 ) -> list[Trajectory]:
-    """The trajectories of the groups that this rank drew, failed ones included, sorted by group and index. Every rank
-    must call it."""
+    """The trajectories of the groups that this rank drew, failed ones included, sorted by group and
+    index. Every rank must call it."""
     width = groups_at_once(actors, config, len(groups), groups[0].size, ranks)
     name = groups[0].id.rpartition("/")[0]
     worker = RolloutWorker(partial(run_group, envs, actors, config), ranks, width, name, timeout_s)
@@ -327,9 +379,14 @@ async def rollout(
 
 
 def groups_at_once(
-    actors: Mapping[str, Actor], config: RolloutConfig, num_groups: int, group_size: int, ranks: Ranks
+    actors: Mapping[str, Actor],
+    config: RolloutConfig,
+    num_groups: int,
+    group_size: int,
+    ranks: Ranks,
 ) -> int:
-    """Groups that one rank runs at once: at most an even share, so that no rank takes all before the others begin."""
+    """Groups that one rank runs at once: at most an even share, so that no rank takes all before
+    the others begin."""
     # Engines of actors that learn; requests beyond the capacity of the others wait there.
     capacities = [actor.capacity for actor in actors.values() if actor.is_trainable]
     episodes = min([config.max_concurrent, *capacities])
@@ -339,4 +396,7 @@ def groups_at_once(
 
 
 def in_order(groups: Iterable[Group]) -> list[Trajectory]:
-    return sorted((t for group in groups for t in group.trajectories), key=lambda t: (t.group_id, t.index, t.actor))
+    return sorted(
+        (t for group in groups for t in group.trajectories),
+        key=lambda t: (t.group_id, t.index, t.actor),
+    )

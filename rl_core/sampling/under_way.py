@@ -1,5 +1,6 @@
-"""What the actors of a group have been answered so far. A checkpoint keeps it (--max_staleness), and the run that goes on answers
-the same again: hooks are called once more, but nothing is sampled a second time.
+"""What the actors of a group have been answered so far. A checkpoint keeps it (--max_staleness),
+and the run that goes on answers the same again: hooks are called once more, but nothing is sampled
+a second time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Answer:
 
 @dataclass(kw_only=True, slots=True)
 class EpisodeUnderWay:
-    answers: dict[str, Answer] = field(default_factory=dict)  # by conversation and number of the turn
+    # By conversation and number of the turn.
+    answers: dict[str, Answer] = field(default_factory=dict)
     trajectories: list[Trajectory] | None = None  # once it has ended
     gate: Any = None  # an options.fixed_order.Gate
     num_asked: Counter[str] = field(default_factory=Counter)  # since it began in this process
@@ -36,20 +38,26 @@ class EpisodeUnderWay:
         self.num_asked.clear()
 
     def answer(self, turn: str, *asked: Any) -> Answer:
-        """What the turn was answered so far. A hook that asks otherwise than before gets a new answer, and so does one that
-        begins two conversations of one label."""
+        """What the turn was answered so far. A hook that asks otherwise than before gets a new
+        answer, and so does one that begins two conversations of one label."""
         checksum = crc32(repr(asked).encode())
         self.num_asked[turn] += 1
         if self.num_asked[turn] > 1:
             turn = f"{turn}~{self.num_asked[turn]}"
         known = self.answers.get(turn)
         if known is None or known.asked != checksum:
-            nothing = Completion(token_ids=[], logprobs=[], text="", finish_reason="", policy_version=-1)
+            nothing = Completion(
+                token_ids=[], logprobs=[], text="", finish_reason="", policy_version=-1
+            )
             known = self.answers[turn] = Answer(asked=checksum, completion=nothing)
         return known
 
     async def complete(
-        self, turn: str, prompt_ids: list[int], params: SamplingParams, sample: Callable[..., Awaitable[Completion]]
+        self,
+        turn: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        sample: Callable[..., Awaitable[Completion]],
     ) -> Completion:
         """`sample(params, begun=completion)` continues what was sampled so far."""
         answer = self.answer(turn, list(prompt_ids), params)
@@ -78,7 +86,8 @@ class EpisodeUnderWay:
 class GroupUnderWay:
     """Of one group. It is empty until the group begins."""
 
-    episodes: dict[str, EpisodeUnderWay] = field(default_factory=dict)  # by their number, or SCORING
+    # By their number, or SCORING.
+    episodes: dict[str, EpisodeUnderWay] = field(default_factory=dict)
     make_gate: Callable[[], Any] | None = None
 
     def episode(self, name: int | str) -> EpisodeUnderWay:
@@ -116,7 +125,9 @@ def answer_from(row: dict[str, Any]) -> Answer:
 
 
 def trajectory_from(row: dict[str, Any]) -> Trajectory:
-    turns = [Turn(**turn | {"completion": completion_from(turn["completion"])}) for turn in row["turns"]]
+    turns = [
+        Turn(**turn | {"completion": completion_from(turn["completion"])}) for turn in row["turns"]
+    ]
     return Trajectory(**row | {"turns": turns})
 
 

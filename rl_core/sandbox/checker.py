@@ -1,5 +1,6 @@
-"""The tests' own process, which holds the expected values. No line of the program runs here. A name that tests use and do not
-define stands for the program's: a call of it goes to the other process as plain values, and its result comes back as one."""
+"""The tests' own process, which holds the expected values. No line of the program runs here. A name
+that tests use and do not define stands for the program's: a call of it goes to the other process as
+plain values, and its result comes back as one."""
 
 from __future__ import annotations
 
@@ -23,10 +24,22 @@ class Short(reprlib.Repr):
 
 SHORT = Short()
 SHORT.maxstring = SHORT.maxother = 120
-MODULES = {"math", "cmath", "re", "random", "collections", "itertools", "functools", "datetime", "json", "sys"}
+MODULES = {
+    "math",
+    "cmath",
+    "re",
+    "random",
+    "collections",
+    "itertools",
+    "functools",
+    "datetime",
+    "json",
+    "sys",
+}
 # Which status an exception of the program gives its tests.
 STATUS = {"SyntaxError": "syntax", "MemoryError": "memory", "SystemExit": "exit"}
-# Not raised as such: the first two would end a map() of the tests early, and the third needs other arguments.
+# Not raised as such: the first two would end a map() of the tests early, and the third needs other
+# arguments.
 UNFIT = (StopIteration, StopAsyncIteration, UnicodeDecodeError)
 
 
@@ -35,7 +48,8 @@ class ProgramEnded(Exception):
 
 
 class Program:
-    """Calls into the program. `last` says what the last one gave, `status` why the last one failed."""
+    """Calls into the program. `last` says what the last one gave, `status` why the last one
+    failed."""
 
     def __init__(self, rpc: socket.socket):
         self.rpc, self.last, self.status, self.broken = rpc, "", "wrong", None
@@ -45,12 +59,28 @@ class Program:
             self.broken = error
             self.status = "ended" if isinstance(error, (EOFError, ConnectionError)) else self.status
 
-    def ask(self, name: str | None, number: int | None, path: tuple[str, ...], how: str, args=(), kwargs=None) -> Any:
+    def ask(
+        self,
+        name: str | None,
+        number: int | None,
+        path: tuple[str, ...],
+        how: str,
+        args=(),
+        kwargs=None,
+    ) -> Any:
         if self.broken is not None:
             raise self.broken
-        shown = ", ".join([*map(SHORT.repr, args), *(f"{k}={SHORT.repr(v)}" for k, v in (kwargs or {}).items())])
+        shown = ", ".join(
+            [*map(SHORT.repr, args), *(f"{k}={SHORT.repr(v)}" for k, v in (kwargs or {}).items())]
+        )
         call = ".".join([name or "object", *path]) + (f"({shown})" if how == "call" else "")
-        request = {"name": name, "object": number, "path": path, "how": how, "args": [encode(a) for a in args]}
+        request = {
+            "name": name,
+            "object": number,
+            "path": path,
+            "how": how,
+            "args": [encode(a) for a in args],
+        }
         try:
             send(self.rpc, request | {"kwargs": {k: encode(v) for k, v in (kwargs or {}).items()}})
             answer = receive(self.rpc)
@@ -63,22 +93,37 @@ class Program:
         except Exception as error:
             self.last = f"{call} raised {type(error).__name__}"
             raise
-        self.last = f"{call} gave {value!r}" if isinstance(value, Remote) else f"{call} gave {SHORT.repr(value)}"
+        self.last = (
+            f"{call} gave {value!r}"
+            if isinstance(value, Remote)
+            else f"{call} gave {SHORT.repr(value)}"
+        )
         return value
 
     def read(self, answer: dict[str, Any], args=()) -> Any:
         if "error" in answer:
-            kinds, where = list(answer["error"]), f" (line {answer['line']})" if answer.get("line") else ""
+            kinds, where = (
+                list(answer["error"]),
+                f" (line {answer['line']})" if answer.get("line") else "",
+            )
             self.status = next((STATUS[kind] for kind in kinds if kind in STATUS), "error")
             known = [getattr(builtins, str(kind), None) for kind in kinds]
-            usable = [k for k in known if isinstance(k, type) and issubclass(k, Exception) and k not in UNFIT]
+            usable = [
+                k
+                for k in known
+                if isinstance(k, type) and issubclass(k, Exception) and k not in UNFIT
+            ]
             text = str(answer["text"]) + where
             if self.status != "error" or not usable or kinds[0] != usable[0].__name__:
                 text = f"{kinds[0]}: {text}"
             raise (usable[0](text) if usable else Exception(text))
         for number, now in answer.get("changed", {}).items():
             change_in_place(args[int(number)], decode(now))
-        return Remote(self, None, int(answer["object"])) if "object" in answer else decode(answer["value"])
+        return (
+            Remote(self, None, int(answer["object"]))
+            if "object" in answer
+            else decode(answer["value"])
+        )
 
 
 def change_in_place(old: Any, now: Any) -> None:
@@ -93,10 +138,17 @@ def change_in_place(old: Any, now: Any) -> None:
 
 
 class Remote:
-    """Something that lives in the program: a function, or a value that is not plain. It can be called, iterated over and asked
-    for attributes. It equals nothing and is neither true nor false, so that no method of the program decides a test."""
+    """Something that lives in the program: a function, or a value that is not plain. It can be
+    called, iterated over and asked for attributes. It equals nothing and is neither true nor false,
+    so that no method of the program decides a test."""
 
-    def __init__(self, program: Program, name: str | None, number: int | None = None, path: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        program: Program,
+        name: str | None,
+        number: int | None = None,
+        path: tuple[str, ...] = (),
+    ):
         self._where = program, name, number, path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +172,9 @@ class Remote:
         return list(iter(self))[key]
 
     def _refuse(self, *_: Any) -> Any:
-        raise TypeError("the program returned an object that is no plain value; tests cannot compare it")
+        raise TypeError(
+            "the program returned an object that is no plain value; tests cannot compare it"
+        )
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __hash__ = _refuse
 
@@ -129,20 +183,25 @@ class Remote:
 
 
 def names_in(code: CodeType) -> set[str]:
-    return set(code.co_names).union(*(names_in(c) for c in code.co_consts if isinstance(c, CodeType)))
+    return set(code.co_names).union(
+        *(names_in(c) for c in code.co_consts if isinstance(c, CodeType))
+    )
 
 
 def stand_in(code: CodeType, names: dict[str, Any], program: Program) -> None:
-    """A Remote for each name that is neither a builtin nor defined by the tests, nor a module that tests often use unimported."""
+    """A Remote for each name that is neither a builtin nor defined by the tests, nor a module that
+    tests often use unimported."""
     for name in names_in(code) - names.keys() - vars(builtins).keys():
         names[name] = import_module(name) if name in MODULES else Remote(program, name)
 
 
 def check(job: socket.socket, rpc: socket.socket) -> int:
-    """Sends one line for each test as soon as it is known: passed, status, reason. Or `broken`, if the tests are."""
+    """Sends one line for each test as soon as it is known: passed, status, reason. Or `broken`, if
+    the tests are."""
     wanted = receive(job)
     program, names = Program(rpc), {"__name__": "tests"}
-    sys.modules["program"] = module = ModuleType("program")  # `from program import sum`: a name that is not the builtin
+    # `from program import sum`: a name that is not the builtin.
+    sys.modules["program"] = module = ModuleType("program")
     module.__getattr__ = lambda name: Remote(program, name)
     try:
         codes = [compile_test(test) for test in wanted["tests"]]
@@ -159,10 +218,16 @@ def check(job: socket.socket, rpc: socket.socket) -> int:
 
 
 def compile_test(test: str | dict[str, Any]) -> CodeType:
-    return compile(test, "test", "exec") if isinstance(test, str) else compile(test["call"].strip(), "test", "eval")
+    return (
+        compile(test, "test", "exec")
+        if isinstance(test, str)
+        else compile(test["call"].strip(), "test", "eval")
+    )
 
 
-def run_test(test: str | dict[str, Any], code: CodeType, names: dict[str, Any], program: Program) -> dict[str, Any]:
+def run_test(
+    test: str | dict[str, Any], code: CodeType, names: dict[str, Any], program: Program
+) -> dict[str, Any]:
     program.last, text = "", test if isinstance(test, str) else test["call"]
     if program.broken is None:
         program.status = "wrong"

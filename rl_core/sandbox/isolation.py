@@ -1,8 +1,10 @@
-"""What closes a program in: namespaces, Landlock, seccomp and limits, each by the kernel's own means. Standard library only.
+"""What closes a program in: namespaces, Landlock, seccomp and limits, each by the kernel's own
+means. Standard library only.
 
-Two layers. The *box* is made once, around the process that forks programs: bubblewrap, or a mount namespace of our own. It has no
-network, no environment variables, and of the disk only the interpreter and the system's libraries, read-only. Each *program* gets
-namespaces of its own inside the box. Where namespaces are not allowed, Landlock and seccomp close files and network instead.
+Two layers. The *box* is made once, around the process that forks programs: bubblewrap, or a mount
+namespace of our own. It has no network, no environment variables, and of the disk only the
+interpreter and the system's libraries, read-only. Each *program* gets namespaces of its own inside
+the box. Where namespaces are not allowed, Landlock and seccomp close files and network instead.
 """
 
 from __future__ import annotations
@@ -57,26 +59,32 @@ RDONLY, NOSUID, NODEV, BIND, REC, PRIVATE = 1, 2, 4, 0x1000, 0x4000, 0x40000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS = 1, 4, 8
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 READ_SEARCH = 1 << 2  # CAP_DAC_READ_SEARCH
-# mount_setattr, pivot_root, capset. What is not listed has the kernel's generic numbers, as aarch64.
+# mount_setattr, pivot_root, capset. What is not listed has the kernel's generic numbers, as
+# aarch64.
 NUMBERS = {"x86_64": (442, 155, 126), "generic": (442, 41, 91)}
 MOUNT_SETATTR, PIVOT_ROOT, CAPSET = NUMBERS.get(os.uname().machine, NUMBERS["generic"])
-# Refused with EPERM by seccomp. A program has no use for them; each has been, or helps, a way out or a way to hold memory.
+# Refused with EPERM by seccomp. A program has no use for them; each has been, or helps, a way out
+# or a way to hold memory.
 DENIED = """
-socket connect bind listen
-ptrace process_vm_readv process_vm_writev process_madvise kcmp pidfd_getfd pidfd_open unshare setns mount
-umount2 pivot_root chroot open_tree open_tree_attr move_mount fsopen fsconfig fsmount fspick mount_setattr open_by_handle_at
-name_to_handle_at keyctl add_key request_key bpf perf_event_open userfaultfd io_uring_setup io_uring_enter
-io_uring_register memfd_create memfd_secret fanotify_init kexec_load kexec_file_load
-shmget shmat shmctl msgget msgsnd msgrcv msgctl semget semop semtimedop semctl mq_open mq_unlink
-init_module finit_module delete_module swapon swapoff reboot acct quotactl syslog iopl ioperm modify_ldt settimeofday
-clock_settime clock_adjtime adjtimex personality lookup_dcookie vhangup sethostname setdomainname
+socket connect bind listen ptrace process_vm_readv process_vm_writev process_madvise kcmp
+pidfd_getfd pidfd_open unshare setns mount umount2 pivot_root chroot open_tree open_tree_attr
+move_mount fsopen fsconfig fsmount fspick mount_setattr open_by_handle_at name_to_handle_at keyctl
+add_key request_key bpf perf_event_open userfaultfd io_uring_setup io_uring_enter
+io_uring_register memfd_create memfd_secret fanotify_init kexec_load kexec_file_load shmget shmat
+shmctl msgget msgsnd msgrcv msgctl semget semop semtimedop semctl mq_open mq_unlink init_module
+finit_module delete_module swapon swapoff reboot acct quotactl syslog iopl ioperm modify_ldt
+settimeofday clock_settime clock_adjtime adjtimex personality lookup_dcookie vhangup sethostname
+setdomainname
 """.split()  # noqa: SIM905
-# Landlock does not know them, and the host's files may be of the same user. Done in name only, so that copies of files succeed.
+# Landlock does not know them, and the host's files may be of the same user. Done in name only, so
+# that copies of files succeed.
 METADATA = """
 chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes utimensat futimesat
-setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr setxattrat removexattrat file_setattr
+setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr setxattrat removexattrat
+file_setattr
 """.split()  # noqa: SIM905
-# Of these a libseccomp that is older than the kernel does not know the names. Their numbers are the same on all machines.
+# Of these a libseccomp that is older than the kernel does not know the names. Their numbers are the
+# same on all machines.
 NEW = {
     "memfd_secret": 447,
     "fchmodat2": 452,
@@ -87,17 +95,29 @@ NEW = {
 }
 # Landlock keeps signals inside from its sixth version on, Linux 6.12.
 SIGNALS = ["kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal"]
-# Of any process of the same user, where there is no pid namespace; of a program itself the first argument is 0.
-OF_OTHERS = ["prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"]
+# Of any process of the same user, where there is no pid namespace; of a program itself the first
+# argument is 0.
+OF_OTHERS = [
+    "prlimit64",
+    "sched_setaffinity",
+    "sched_setscheduler",
+    "sched_setparam",
+    "sched_setattr",
+]
 PRIORITIES = ["setpriority", "ioprio_set"]
-# Which argument holds the flags. MSG_OOB between unix sockets has been a way into the kernel, CVE-2025-38236.
+# Which argument holds the flags. MSG_OOB between unix sockets has been a way into the kernel,
+# CVE-2025-38236.
 FLAGS_OF = {"sendto": 3, "recvfrom": 3, "sendmsg": 2, "recvmsg": 2, "sendmmsg": 3, "recvmmsg": 3}
-# Sockets of these types reach any Unix socket of the host by its address, which sendmsg holds in memory where no filter sees it.
-# Of streams and SOCK_SEQPACKET a pair speaks with its other end alone. The kernel takes SOCK_RAW for SOCK_DGRAM.
+# Sockets of these types reach any Unix socket of the host by its address, which sendmsg holds in
+# memory where no filter sees it. Of streams and SOCK_SEQPACKET a pair speaks with its other end
+# alone. The kernel takes SOCK_RAW for SOCK_DGRAM.
 ADDRESSED, SOCKET_TYPE = [int(socket.SOCK_DGRAM), int(socket.SOCK_RAW)], 0xF
-# A descriptor's owner gets signals of the descriptor's, any that the program names: a way around SIGNALS.
-SET_OWNER = {"fcntl": [8, 15], "ioctl": [0x8901, 0x8902]}  # F_SETOWN, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP
-OWN_GROUP = ["setsid", "setpgid"]  # without pid namespaces the process group is what ends a program's children
+# A descriptor's owner gets signals of the descriptor's, any that the program names: a way around
+# SIGNALS.
+# F_SETOWN, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP.
+SET_OWNER = {"fcntl": [8, 15], "ioctl": [0x8901, 0x8902]}
+# Without pid namespaces the process group is what ends a program's children.
+OWN_GROUP = ["setsid", "setpgid"]
 
 
 def must(result: int, what: str) -> None:
@@ -112,17 +132,25 @@ def unshare(*names: str) -> None:
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
     text = [part.encode() or None for part in (source, target, kind)]
-    must(LIBC.mount(*text, ctypes.c_ulong(flags), data.encode() or None), f"mount {source} at {target}")
+    must(
+        LIBC.mount(*text, ctypes.c_ulong(flags), data.encode() or None),
+        f"mount {source} at {target}",
+    )
 
 
 def make_read_only(target: str) -> None:
-    """This mount and those below it. Unlike a remount it keeps the flags that an outer namespace has locked."""
+    """This mount and those below it. Unlike a remount it keeps the flags that an outer namespace
+    has locked."""
     attributes = (ctypes.c_uint64 * 4)(RDONLY | NOSUID, 0, 0, 0)
-    must(LIBC.syscall(MOUNT_SETATTR, -100, target.encode(), 0x8000, attributes, 32), f"mount_setattr {target}")
+    must(
+        LIBC.syscall(MOUNT_SETATTR, -100, target.encode(), 0x8000, attributes, 32),
+        f"mount_setattr {target}",
+    )
 
 
 def become_nobody(keeps_reading: bool = False) -> None:
-    """Root gives up its rights for good, except to read what root can if `keeps_reading`; others stay who they are."""
+    """Root gives up its rights for good, except to read what root can if `keeps_reading`; others
+    stay who they are."""
     if os.geteuid() == 0:
         if keeps_reading:
             must(LIBC.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0), "keepcaps")
@@ -130,7 +158,8 @@ def become_nobody(keeps_reading: bool = False) -> None:
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
         set_capabilities(READ_SEARCH if keeps_reading else 0)
-    LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else root owns /proc/self, and nobody may map its own ids
+    # Else root owns /proc/self, and nobody may map its own ids.
+    LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 def set_capabilities(mask: int) -> None:
@@ -153,15 +182,26 @@ def map_ids(inside: int, uid: int, gid: int) -> None:
 
 
 def visible_paths() -> list[str]:
-    """What a program may read: system libraries and tools, and the interpreter with its packages."""
-    found = [*SYSTEM, sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))]
+    """What a program may read: system libraries and tools, and the interpreter with its
+    packages."""
+    found = [
+        *SYSTEM,
+        sys.prefix,
+        sys.base_prefix,
+        os.path.dirname(os.path.realpath(sys.executable)),
+    ]
     found += [os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix)]  # behind links
     paths = [path for path in dict.fromkeys(found) if os.path.exists(path)]
-    return [p for p in paths if not any(p != other and p.startswith(other.rstrip("/") + "/") for other in paths)]
+    return [
+        p
+        for p in paths
+        if not any(p != other and p.startswith(other.rstrip("/") + "/") for other in paths)
+    ]
 
 
 def bubblewrap(argv: list[str]) -> list[str]:
-    """The command that runs argv in a box by bubblewrap: as root with the right to become nobody."""
+    """The command that runs argv in a box by bubblewrap: as root with the right to become
+    nobody."""
     line = [
         shutil.which("bwrap") or "bwrap",
         "--unshare-net",
@@ -170,35 +210,82 @@ def bubblewrap(argv: list[str]) -> list[str]:
         "--unshare-uts",
         "--clearenv",
     ]
-    line += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if os.geteuid() == 0 else ["--unshare-user"]
+    line += (
+        ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        if os.geteuid() == 0
+        else ["--unshare-user"]
+    )
     parents = {str(folder) for path in visible_paths() for folder in Path(path).parents} - {"/"}
-    for folder in sorted(parents):  # of a closed folder such as /root bubblewrap makes a closed copy
+    # Of a closed folder such as /root bubblewrap makes a closed copy.
+    for folder in sorted(parents):
         line += ["--perms", "0755", "--dir", folder]
     for path in visible_paths():
-        line += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
-    line += ["--ro-bind", str(PACKAGE), BOX_PACKAGE, "--proc", "/proc", "--dev", "/dev", "--dir", "/tmp"]
+        line += (
+            ["--symlink", os.readlink(path), path]
+            if os.path.islink(path)
+            else ["--ro-bind", path, path]
+        )
+    line += [
+        "--ro-bind",
+        str(PACKAGE),
+        BOX_PACKAGE,
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--dir",
+        "/tmp",
+    ]
     for name in program_environment().items():
         line += ["--setenv", *name]
     return [*line, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", *argv]
 
 
-def container(runtime: str, image: str, flags: list[str], folder: str, argv: list[str]) -> list[str]:
-    """The command that runs argv in a container of docker or podman. `folder` holds the socket by which it is reached."""
-    line = [runtime, "run", "--rm", "--network=none", "--read-only", "--cap-drop=ALL", f"--user={NOBODY}:{NOBODY}"]
-    line += ["--security-opt=no-new-privileges", "--tmpfs=/tmp:rw,exec,nosuid,nodev,mode=1777", "--workdir=/tmp"]
+def container(
+    runtime: str, image: str, flags: list[str], folder: str, argv: list[str]
+) -> list[str]:
+    """The command that runs argv in a container of docker or podman. `folder` holds the socket by
+    which it is reached."""
+    line = [
+        runtime,
+        "run",
+        "--rm",
+        "--network=none",
+        "--read-only",
+        "--cap-drop=ALL",
+        f"--user={NOBODY}:{NOBODY}",
+    ]
+    line += [
+        "--security-opt=no-new-privileges",
+        "--tmpfs=/tmp:rw,exec,nosuid,nodev,mode=1777",
+        "--workdir=/tmp",
+    ]
     line += [f"--volume={PACKAGE}:{BOX_PACKAGE}:ro", f"--volume={folder}:{BOX_FOLDER}"]
-    line += [f"--env={name}={value}" for name, value in program_environment().items() if name != "PATH"]
+    line += [
+        f"--env={name}={value}" for name, value in program_environment().items() if name != "PATH"
+    ]
     return [*line, *flags, "--entrypoint=python3", image, *argv[1:]]
 
 
 def program_environment() -> dict[str, str]:
-    """All environment variables that a program sees. The hash seed is fixed: sets have the same order in every run."""
-    names = {"PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp"}
-    return names | {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    """All environment variables that a program sees. The hash seed is fixed: sets have the same
+    order in every run."""
+    names = {
+        "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
+        "HOME": "/tmp",
+        "TMPDIR": "/tmp",
+    }
+    return names | {
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def enter_own_box() -> None:
-    """Moves this process into a mount namespace whose root shows visible_paths() alone, read-only, and /proc for itself."""
+    """Moves this process into a mount namespace whose root shows visible_paths() alone, read-only,
+    and /proc for itself."""
     uid, gid = os.geteuid(), os.getegid()
     others = ("mount", "net", "ipc", "uts")
     try:
@@ -210,7 +297,11 @@ def enter_own_box() -> None:
         map_ids(uid, uid, gid)
     mount("none", "/", flags=REC | PRIVATE)
     paths = visible_paths()
-    root = next(place for place in ("/mnt", "/media", "/tmp") if not any(path.startswith(place) for path in paths))
+    root = next(
+        place
+        for place in ("/mnt", "/media", "/tmp")
+        if not any(path.startswith(place) for path in paths)
+    )
     mount("box", root, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
     devices = [f"/dev/{name}" for name in DEVICES]
     for path in [*paths, *devices, "/proc"]:
@@ -228,12 +319,16 @@ def enter_own_box() -> None:
     must(LIBC.syscall(PIVOT_ROOT, b".", b"."), "pivot_root")
     must(LIBC.umount2(b".", 2), "umount of the old root")
     os.chdir("/")
-    must(LIBC.mount(None, b"/", None, ctypes.c_ulong(0x20 | BIND | RDONLY | NOSUID | NODEV), None), "read-only root")
+    must(
+        LIBC.mount(None, b"/", None, ctypes.c_ulong(0x20 | BIND | RDONLY | NOSUID | NODEV), None),
+        "read-only root",
+    )
     become_nobody()
 
 
 def enter_program_namespaces(disk_mib: int) -> None:
-    """Namespaces for one program. Its first child is process 1 of it: when that ends, the kernel ends all others."""
+    """Namespaces for one program. Its first child is process 1 of it: when that ends, the kernel
+    ends all others."""
     uid, gid = os.geteuid(), os.getegid()
     unshare("user", "mount", "pid", "net", "ipc", "uts")
     map_ids(1000, uid, gid)
@@ -241,12 +336,19 @@ def enter_program_namespaces(disk_mib: int) -> None:
     mount("none", "/proc", "tmpfs", RDONLY | NOSUID | NODEV, "size=4k,mode=555")
     if os.path.isdir("/dev/pts"):  # bubblewrap's: terminals that programs beside this one would see
         mount("none", "/dev/pts", "tmpfs", RDONLY | NOSUID | NODEV, "size=4k,mode=555")
-    mount("none", "/tmp", "tmpfs", NOSUID | NODEV, f"size={disk_mib}m,nr_inodes=4096,mode=700,uid=1000,gid=1000")
+    mount(
+        "none",
+        "/tmp",
+        "tmpfs",
+        NOSUID | NODEV,
+        f"size={disk_mib}m,nr_inodes=4096,mode=700,uid=1000,gid=1000",
+    )
     os.chdir("/tmp")
 
 
 def make_filter(level: str) -> Any:
-    """A seccomp filter, or None where pyseccomp or libseccomp is missing. load() it in the program's process."""
+    """A seccomp filter, or None where pyseccomp or libseccomp is missing. load() it in the
+    program's process."""
     try:
         import pyseccomp as seccomp
     except (ImportError, OSError, RuntimeError):
@@ -255,7 +357,8 @@ def make_filter(level: str) -> Any:
     alone = level in NAMESPACED
     more = [] if alone else OWN_GROUP + PRIORITIES + ([] if landlock_version() >= 6 else SIGNALS)
     for name in DENIED + more:
-        with suppress(OSError, ValueError):  # unknown on this machine, so it cannot be called by that name
+        # Unknown on this machine, so it cannot be called by that name.
+        with suppress(OSError, ValueError):
             made.add_rule(seccomp.ERRNO(errno.EPERM), NEW.get(name, name))
     for name in METADATA if level == "landlock" else []:
         with suppress(OSError, ValueError):
@@ -263,20 +366,33 @@ def make_filter(level: str) -> Any:
     for name in [] if alone else OF_OTHERS:
         made.add_rule(seccomp.ERRNO(errno.EPERM), name, seccomp.Arg(0, seccomp.NE, 0))
     low = 0xFFFFFFFF  # of the register the kernel reads these bits alone
-    made.add_rule(seccomp.ERRNO(errno.EPERM), "prctl", seccomp.Arg(0, seccomp.MASKED_EQ, low, PR_SET_PDEATHSIG))
-    made.add_rule(seccomp.ERRNO(errno.EPERM), "socketpair", seccomp.Arg(0, seccomp.NE, socket.AF_UNIX))
+    made.add_rule(
+        seccomp.ERRNO(errno.EPERM),
+        "prctl",
+        seccomp.Arg(0, seccomp.MASKED_EQ, low, PR_SET_PDEATHSIG),
+    )
+    made.add_rule(
+        seccomp.ERRNO(errno.EPERM), "socketpair", seccomp.Arg(0, seccomp.NE, socket.AF_UNIX)
+    )
     for kind in ADDRESSED:
         refused = seccomp.Arg(1, seccomp.MASKED_EQ, SOCKET_TYPE, kind)
         made.add_rule(seccomp.ERRNO(errno.EPERM), "socketpair", refused)
     urgent = int(socket.MSG_OOB)
     for name, flags in FLAGS_OF.items():
-        made.add_rule(seccomp.ERRNO(errno.EPERM), name, seccomp.Arg(flags, seccomp.MASKED_EQ, urgent, urgent))
+        made.add_rule(
+            seccomp.ERRNO(errno.EPERM), name, seccomp.Arg(flags, seccomp.MASKED_EQ, urgent, urgent)
+        )
     for name, commands in SET_OWNER.items():
         for command in commands:
-            made.add_rule(seccomp.ERRNO(errno.EPERM), name, seccomp.Arg(1, seccomp.MASKED_EQ, low, command))
+            made.add_rule(
+                seccomp.ERRNO(errno.EPERM), name, seccomp.Arg(1, seccomp.MASKED_EQ, low, command)
+            )
     for flag in (*NAMESPACES.values(), 0x2000000):
-        made.add_rule(seccomp.ERRNO(errno.EPERM), "clone", seccomp.Arg(0, seccomp.MASKED_EQ, flag, flag))
-    made.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags lie in memory; libraries then use clone
+        made.add_rule(
+            seccomp.ERRNO(errno.EPERM), "clone", seccomp.Arg(0, seccomp.MASKED_EQ, flag, flag)
+        )
+    # Its flags lie in memory; libraries then use clone.
+    made.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")
     return made
 
 
@@ -291,14 +407,23 @@ def landlock_version() -> int:
 
 
 def restrict_files(folder: str) -> None:
-    """Landlock: reads and runs visible_paths(), writes in its folder, signals and traces nobody outside."""
+    """Landlock: reads and runs visible_paths(), writes in its folder, signals and traces nobody
+    outside."""
     from py_landlock import AccessFs, Landlock
 
     def allow(path: str, access: AccessFs) -> None:
         if os.path.exists(path):
-            rules.add_path_rule(path, access=access if os.path.isdir(path) else access & ~of_folders)
+            rules.add_path_rule(
+                path, access=access if os.path.isdir(path) else access & ~of_folders
+            )
 
-    of_folders = AccessFs.READ_DIR | AccessFs.MAKE_REG | AccessFs.MAKE_DIR | AccessFs.MAKE_SYM | AccessFs.MAKE_FIFO
+    of_folders = (
+        AccessFs.READ_DIR
+        | AccessFs.MAKE_REG
+        | AccessFs.MAKE_DIR
+        | AccessFs.MAKE_SYM
+        | AccessFs.MAKE_FIFO
+    )
     of_folders |= AccessFs.REMOVE_DIR | AccessFs.REMOVE_FILE | AccessFs.REFER
     reads = AccessFs.READ_FILE | AccessFs.READ_DIR
     writes = AccessFs.WRITE_FILE | AccessFs.TRUNCATE
@@ -313,8 +438,17 @@ def restrict_files(folder: str) -> None:
 
 def set_limits(limits: dict[str, int]) -> None:
     mib = 1 << 20
-    values = {"AS": limits["memory_mib"] * mib, "CPU": limits["cpu_s"], "FSIZE": limits["file_mib"] * mib}
-    values |= {"NPROC": limits["processes"], "NOFILE": limits["open_files"], "CORE": 0, "MSGQUEUE": 0}
+    values = {
+        "AS": limits["memory_mib"] * mib,
+        "CPU": limits["cpu_s"],
+        "FSIZE": limits["file_mib"] * mib,
+    }
+    values |= {
+        "NPROC": limits["processes"],
+        "NOFILE": limits["open_files"],
+        "CORE": 0,
+        "MSGQUEUE": 0,
+    }
     for name, value in values.items():
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
@@ -323,15 +457,22 @@ def set_limits(limits: dict[str, int]) -> None:
 
 
 def num_threads_of(uid: int) -> int:
-    """Of this user on this machine: without a user namespace of its own a program's limit counts them too."""
+    """Of this user on this machine: without a user namespace of its own a program's limit counts
+    them too."""
     found = 0
     for folder in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
-            found += len(os.listdir(f"/proc/{folder}/task")) if os.stat(f"/proc/{folder}").st_uid == uid else 0
+            found += (
+                len(os.listdir(f"/proc/{folder}/task"))
+                if os.stat(f"/proc/{folder}").st_uid == uid
+                else 0
+            )
     return found
 
 
-def confine(level: str, folder: str, limits: dict[str, int], filters: Any, keeps_reading: bool) -> None:
+def confine(
+    level: str, folder: str, limits: dict[str, int], filters: Any, keeps_reading: bool
+) -> None:
     """The last step, in the program's own process: no way back from here."""
     others = num_threads_of(os.getuid()) if level not in NAMESPACED else 0
     set_limits(limits | {"processes": limits["processes"] + others})
@@ -344,25 +485,32 @@ def confine(level: str, folder: str, limits: dict[str, int], filters: Any, keeps
 
 
 def prepare(level: str) -> tuple[Any, bool]:
-    """What the forking process does once. Returns the filter that each program loads, and whether programs keep root's right to
-    read: where Landlock names what they may read, and Python lies below /root. Raises OSError where the level cannot be had."""
+    """What the forking process does once. Returns the filter that each program loads, and whether
+    programs keep root's right to read: where Landlock names what they may read, and Python lies
+    below /root. Raises OSError where the level cannot be had."""
     with suppress(OSError):  # where memory runs out, the kernel ends a program, and no rank
         Path("/proc/self/oom_score_adj").write_text("1000")
     filters = make_filter(level)
     keeps_reading = level not in NAMESPACED and python_needs_root()
     if level == "landlock" and not (filters and landlock_version()):
-        raise OSError("Landlock in the kernel, and the packages py-landlock and pyseccomp, are needed")
+        raise OSError(
+            "Landlock in the kernel, and the packages py-landlock and pyseccomp, are needed"
+        )
     if level == "namespaces":
         enter_own_box()
     become_nobody(keeps_reading)
     if not os.path.exists(os.path.realpath(sys.executable)):
-        raise OSError(f"uid {os.geteuid()} cannot read {sys.executable}; install Python where other users can read it")
+        raise OSError(
+            f"uid {os.geteuid()} cannot read {sys.executable}; install Python where other users "
+            "can read it"
+        )
     try_a_program(level)
     return filters, keeps_reading
 
 
 def try_a_program(level: str) -> None:
-    """Raises OSError where a program would not get its namespaces: AppArmor or a container can allow the box and refuse these."""
+    """Raises OSError where a program would not get its namespaces: AppArmor or a container can
+    allow the box and refuse these."""
     receive, send = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -395,6 +543,9 @@ def open_folder(level: str, disk_mib: int) -> str:
 def remove_folder(folder: str) -> None:
     with suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
-    if os.path.lexists(folder):  # a program closed a folder to its owner, or nested folders too deep for Python
+    # A program closed a folder to its owner, or nested folders too deep for Python.
+    if os.path.lexists(folder):
         for command in (["chmod", "-R", "u+rwx", folder], ["rm", "-rf", folder]):
-            subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+            subprocess.run(
+                command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
+            )

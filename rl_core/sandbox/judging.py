@@ -16,9 +16,10 @@ MAX_SHOWN = 200  # characters of one text in a failure
 class Result:
     """What a program did.
 
-    status: `ok` if it ended well and passed every test, otherwise why not: `wrong` (another value or output than expected),
-    `error` (an exception, or an exit status other than 0), `syntax` (it does not compile), `exit` (it called sys.exit in a test),
-    `timeout`, `memory`, `output` (more than the limit), `ended` (its process ended before its tests).
+    status: `ok` if it ended well and passed every test, otherwise why not: `wrong` (another value
+    or output than expected), `error` (an exception, or an exit status other than 0), `syntax` (it
+    does not compile), `exit` (it called sys.exit in a test), `timeout`, `memory`, `output` (more
+    than the limit), `ended` (its process ended before its tests).
     """
 
     status: str
@@ -37,7 +38,11 @@ class Result:
 
 
 def is_pair(test: Any) -> bool:
-    return isinstance(test, (tuple, list)) and len(test) == 2 and all(isinstance(text, str) for text in test)
+    return (
+        isinstance(test, (tuple, list))
+        and len(test) == 2
+        and all(isinstance(text, str) for text in test)
+    )
 
 
 def text_of(data: bytes) -> str:
@@ -86,7 +91,11 @@ def judge_runs(outcomes: list[Outcome], tests: Sequence[Any], cpu_s: int) -> Res
         printed = text_of(outcomes[n].stdout)
         if statuses[n] == "ok" and lines_of(printed) != lines_of(expected):
             statuses[n] = "wrong"
-        what = f"printed {shown(printed)}" if statuses[n] == "wrong" else f"{statuses[n]}, {last_line(outcomes[n])}"
+        what = (
+            f"printed {shown(printed)}"
+            if statuses[n] == "wrong"
+            else f"{statuses[n]}, {last_line(outcomes[n])}"
+        )
         reason = f"input {shown(given)}: expected {shown(expected)}, {what}"
         found.append((statuses[n] == "ok", "" if statuses[n] == "ok" else reason))
     return as_result(outcomes, next((status for status in statuses if status != "ok"), "ok"), found)
@@ -107,8 +116,13 @@ def last_line(outcome: Outcome) -> str:
 
 
 def judge_calls(done: Outcome, checked: Outcome, tests: Sequence[Any], cpu_s: int) -> Result:
-    """Of a program's functions, from what the tests' process says. Raises ValueError for tests that are broken themselves."""
-    ends = {"timeout": f"no answer within {cpu_s} s", "output": "too much output", "memory": "out of memory"}
+    """Of a program's functions, from what the tests' process says. Raises ValueError for tests that
+    are broken themselves."""
+    ends = {
+        "timeout": f"no answer within {cpu_s} s",
+        "output": "too much output",
+        "memory": "out of memory",
+    }
     found, data = [], checked.back
     while len(data) >= 4 and len(data) >= (size := 4 + int.from_bytes(data[:4], "big")):
         found.append(json.loads(data[4:size]))
@@ -124,4 +138,6 @@ def judge_calls(done: Outcome, checked: Outcome, tests: Sequence[Any], cpu_s: in
             row["status"] = ended
             row["reason"] += f" ({ends.get(ended) or last_line(done)})"
     status = next((row["status"] for row in rows if not row["passed"]), "ok")
-    return as_result([done, checked], status, [(row["passed"], row["reason"].strip()) for row in rows])
+    return as_result(
+        [done, checked], status, [(row["passed"], row["reason"].strip()) for row in rows]
+    )

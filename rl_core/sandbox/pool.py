@@ -23,7 +23,10 @@ from rl_core.sandbox import isolation
 START_TIMEOUT_S = 60.0
 MAX_WAIT = 10  # times its timeout_s that a program may wait for a core beside it
 GRACE_S = 30.0  # beyond a program's own deadline, until its supervisor counts as lost
-BEGIN = "import sys; sys.path[0] = {path!r}; from rl_core.sandbox.zygote import serve; del sys.path[0]; serve({args})"
+BEGIN = (
+    "import sys; sys.path[0] = {path!r}; from rl_core.sandbox.zygote import serve; del "
+    "sys.path[0]; serve({args})"
+)
 
 
 class Refused(RuntimeError):
@@ -66,7 +69,9 @@ def accept(listener: socket.socket, process: subprocess.Popen) -> socket.socket:
         with suppress(TimeoutError):
             return listener.accept()[0]
     process.kill()
-    raise OSError(process.communicate()[1].decode(errors="replace")[-2000:].strip() or "it did not connect")
+    raise OSError(
+        process.communicate()[1].decode(errors="replace")[-2000:].strip() or "it did not connect"
+    )
 
 
 def close_all(control: socket.socket, process: subprocess.Popen) -> None:
@@ -79,11 +84,18 @@ def close_all(control: socket.socket, process: subprocess.Popen) -> None:
 
 
 class Pool:
-    """Starts the process that forks programs at the first level of `levels` that works here. Safe in threads and after a fork."""
+    """Starts the process that forks programs at the first level of `levels` that works here. Safe
+    in threads and after a fork."""
 
     def __init__(self, levels: list[str], image: str = "", flags: Sequence[str] = ()):
         self.image, self.flags = image, list(flags)
-        self.levels, self.lock, self.pid, self.level, self.has_seccomp = levels, threading.Lock(), 0, "", False
+        self.levels, self.lock, self.pid, self.level, self.has_seccomp = (
+            levels,
+            threading.Lock(),
+            0,
+            "",
+            False,
+        )
         self.control: socket.socket | None = None
         self.finalizer: Any = None
         self.process: subprocess.Popen | None = None
@@ -106,8 +118,10 @@ class Pool:
                 ) as error:  # no pidfd: not Linux
                     reasons.append(f"{level}: {error}")
         raise Refused(
-            "this machine cannot close off network and files for code that a model wrote; allow user namespaces, install "
-            f"bubblewrap, or accept it: Sandbox(unsafe=True), --unsafe_code true ({'; '.join(reasons)})"
+            "this machine cannot close off network and files for code that a model wrote; allow "
+            "user namespaces, install "
+            "bubblewrap, or accept it: Sandbox(unsafe=True), --unsafe_code true "
+            f"({'; '.join(reasons)})"
         )
 
     def begin(self, level: str) -> None:
@@ -118,7 +132,11 @@ class Pool:
             stack.callback(os.close, owner)
             fds = [theirs.fileno(), owner]
             in_container = level in isolation.CONTAINERS
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rl_core_sandbox_")) if in_container else ""
+            folder = (
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="rl_core_sandbox_"))
+                if in_container
+                else ""
+            )
             listener = stack.enter_context(listen(f"{folder}/socket")) if in_container else None
             process = subprocess.Popen(
                 self.command(level, fds, folder),
@@ -138,7 +156,11 @@ class Pool:
         finalizer = weakref.finalize(self, close_all, ours, process)
         try:
             answer = json.loads(ours.recv(1 << 16) or b"{}")
-            said = "" if answer.get("level") else answer.get("error") or process.stderr.read(2000).decode().strip()
+            said = (
+                ""
+                if answer.get("level")
+                else answer.get("error") or process.stderr.read(2000).decode().strip()
+            )
         except OSError as error:
             said, answer = str(error), {}
         process.stderr.close()
@@ -158,7 +180,12 @@ class Pool:
         args = [level, *fds] if not folder else [level, f"{isolation.BOX_FOLDER}/socket"]
         boxed = level == "bubblewrap" or folder
         path = os.path.dirname(isolation.BOX_PACKAGE) if boxed else str(isolation.PACKAGE.parent)
-        argv = [sys.executable, "-s", "-c", BEGIN.format(path=path, args=", ".join(map(repr, args)))]
+        argv = [
+            sys.executable,
+            "-s",
+            "-c",
+            BEGIN.format(path=path, args=", ".join(map(repr, args))),
+        ]
         if folder:
             return isolation.container(level, self.image, self.flags, folder, argv)
         if level == "bubblewrap" and not shutil.which("bwrap"):
@@ -185,7 +212,8 @@ class Pool:
 
 
 class Channels:
-    """The four sockets of one process: status, job, stdout, stderr; what was read from them, and how to end it."""
+    """The four sockets of one process: status, job, stdout, stderr; what was read from them, and
+    how to end it."""
 
     def __init__(self, pool: Pool, header: dict[str, Any], rpc: socket.socket | None):
         self.pairs = [socket.socketpair() for _ in range(4)]
@@ -194,7 +222,11 @@ class Channels:
         try:
             for ours, _ in self.pairs:
                 ours.setblocking(False)
-            pool.launch(header, [end.fileno() for _, end in self.pairs] + ([rpc.fileno()] if rpc is not None else []))
+            pool.launch(
+                header,
+                [end.fileno() for _, end in self.pairs]
+                + ([rpc.fileno()] if rpc is not None else []),
+            )
         except BaseException:
             self.close()
             raise
@@ -202,7 +234,9 @@ class Channels:
             end.close()
 
     def close(self) -> None:
-        for end in [end for pair in self.pairs for end in pair] + ([self.rpc] if self.rpc is not None else []):
+        for end in [end for pair in self.pairs for end in pair] + (
+            [self.rpc] if self.rpc is not None else []
+        ):
             end.close()
 
     def end(self) -> None:
@@ -242,15 +276,21 @@ async def run_process(
     rpc: socket.socket | None = None,
     stop: asyncio.Event | None = None,
 ) -> Outcome:
-    """One process of a program. `header`: role, limits, timeout_s. `parts`: what it reads from its job socket. `rpc`: its end of
-    a socket to another process, closed here. `stop`: end it when set; cancelling ends it too. Raises Lost, Refused."""
+    """One process of a program. `header`: role, limits, timeout_s. `parts`: what it reads from its
+    job socket. `rpc`: its end of a socket to another process, closed here. `stop`: end it when set;
+    cancelling ends it too. Raises Lost, Refused."""
     channels = Channels(pool, header, rpc)
     limits = header["limits"]
     most, back = limits["output_kib"] << 10, limits["file_mib"] + 1 << 20
     beside = [asyncio.ensure_future(channels.feed(parts))]
     beside += [asyncio.ensure_future(channels.end_after(stop))] if stop is not None else []
     try:
-        sources = ((channels.status, 1 << 20), (channels.out, most), (channels.err, most), (channels.job, back))
+        sources = (
+            (channels.status, 1 << 20),
+            (channels.out, most),
+            (channels.err, most),
+            (channels.job, back),
+        )
         reading = channels.read_all(sources)
         most_s = (MAX_WAIT + 1) * header["timeout_s"] + GRACE_S
         said, stdout, stderr, sent = await asyncio.wait_for(reading, most_s)
@@ -263,7 +303,10 @@ async def run_process(
             task.cancel()
         channels.close()
     if len(said) < 4:
-        raise Lost(f"the supervisor of a program ended without a word: {stderr[-300:].decode(errors='replace')}")
+        raise Lost(
+            "the supervisor of a program ended without a word: "
+            f"{stderr[-300:].decode(errors='replace')}"
+        )
     told = json.loads(said[4:])
     if "refused" in told:
         raise Refused(told["refused"])

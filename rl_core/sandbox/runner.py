@@ -1,5 +1,6 @@
-"""In the program's own process: runs what a model wrote, and answers calls to its functions. Nothing here is a secret or trusted:
-whatever a program does to this file, all it can send out are plain values."""
+"""In the program's own process: runs what a model wrote, and answers calls to its functions.
+Nothing here is a secret or trusted: whatever a program does to this file, all it can send out are
+plain values."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def run(job: socket.socket, rpc: socket.socket | None) -> int:
     if wanted["do"] == "execute":
         binary = read_frame(job)
         if binary:
-            with open("program", "wb", opener=lambda path, flags: os.open(path, flags, 0o700)) as file:
+            with open(
+                "program", "wb", opener=lambda path, flags: os.open(path, flags, 0o700)
+            ) as file:
                 file.write(binary)
         os.dup2(job.fileno(), 0)
         os.execvp(wanted["argv"][0], wanted["argv"])
@@ -45,7 +48,8 @@ def run(job: socket.socket, rpc: socket.socket | None) -> int:
 def open_streams() -> None:
     sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)  # noqa: SIM115
+    lines = {"errors": "backslashreplace", "closefd": False, "buffering": 1}
+    sys.stderr = open(2, "w", encoding="utf-8", **lines)  # noqa: SIM115
 
 
 def execute(code: str, name: str) -> dict[str, Any]:
@@ -122,8 +126,11 @@ def finish(status: int) -> int:
     return status
 
 
-def answer_call(request: dict[str, Any], names: dict[str, Any], objects: list[Any]) -> dict[str, Any]:
-    """A plain value, or the number of an object that stays here; and arguments that the call has changed."""
+def answer_call(
+    request: dict[str, Any], names: dict[str, Any], objects: list[Any]
+) -> dict[str, Any]:
+    """A plain value, or the number of an object that stays here; and arguments that the call has
+    changed."""
     if request["name"] is not None and request["name"] not in names:
         raise NameError(f"name {request['name']!r} is not defined")
     target = names[request["name"]] if request["name"] is not None else objects[request["object"]]
@@ -138,7 +145,11 @@ def answer_call(request: dict[str, Any], names: dict[str, Any], objects: list[An
     else:
         value = target
     after = [encode(arg) for arg in args]
-    changed = {n: now for n, (now, before) in enumerate(zip(after, request["args"], strict=True)) if now != before}
+    changed = {
+        n: now
+        for n, (now, before) in enumerate(zip(after, request["args"], strict=True))
+        if now != before
+    }
     try:
         return {"value": encode(value), "changed": changed}
     except TypeError:
@@ -148,5 +159,16 @@ def answer_call(request: dict[str, Any], names: dict[str, Any], objects: list[An
 
 def failure(error: BaseException) -> dict[str, Any]:
     kinds = [kind.__name__ for kind in type(error).__mro__]
-    line = next((f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == FILE), None)
-    return {"error": kinds, "text": str(error)[:MAX_TEXT], "line": getattr(error, "lineno", None) or line}
+    line = next(
+        (
+            f.lineno
+            for f in reversed(traceback.extract_tb(error.__traceback__))
+            if f.filename == FILE
+        ),
+        None,
+    )
+    return {
+        "error": kinds,
+        "text": str(error)[:MAX_TEXT],
+        "line": getattr(error, "lineno", None) or line,
+    }

@@ -17,15 +17,21 @@ from rl_core.sandbox.judging import Result, is_pair, judge_calls, judge_runs, no
 from rl_core.sandbox.pool import MAX_WAIT, Lost, Outcome, Pool, run_process
 from rl_core.sandbox.values import encode
 
-# Language -> the file, the command that compiles it (or none), the command that runs it. Python runs in a fork of a warm process.
+# Language -> the file, the command that compiles it (or none), the command that runs it. Python
+# runs in a fork of a warm process.
 LANGUAGES: dict[str, tuple[str, list[str], list[str]]] = {
     "python": ("program.py", [], []),
     "bash": ("program.sh", [], ["bash", "program.sh"]),
-    "cpp": ("program.cpp", ["g++", "-O2", "-std=c++17", "-o", "program", "program.cpp"], ["./program"]),
+    "cpp": (
+        "program.cpp",
+        ["g++", "-O2", "-std=c++17", "-o", "program", "program.cpp"],
+        ["./program"],
+    ),
 }
 COMPILE_S, COMPILE_MIB = 30.0, 1024
 CHECKER_S = 5.0  # that the tests may take beyond the program
-TRIES = 5  # one kill of the warm process can cost three: what it ran, what it had taken, the next launch
+# One kill of the warm process can cost three: what it ran, what it had taken, the next launch.
+TRIES = 5
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,9 +48,10 @@ class Limits:
 
 @dataclass(slots=True)
 class Sandbox:
-    """Runs programs, `workers` of them at a time; others wait. One warm process per Sandbox is started with the first program
-    and ends with this process. `level`: one of LEVELS instead of the strongest that works here. `unsafe`: where neither files nor
-    network can be closed, run all the same; the environment variable RL_CORE_UNSAFE_CODE=true says the same."""
+    """Runs programs, `workers` of them at a time; others wait. One warm process per Sandbox is
+    started with the first program and ends with this process. `level`: one of LEVELS instead of the
+    strongest that works here. `unsafe`: where neither files nor network can be closed, run all the
+    same; the environment variable RL_CORE_UNSAFE_CODE=true says the same."""
 
     workers: int = 0  # 0: this rank's share of the cores
     limits: Limits = field(default_factory=Limits)
@@ -59,10 +66,14 @@ class Sandbox:
         if self.level and self.level not in LEVELS | CONTAINERS:
             raise ValueError(f"level={self.level!r} is not one of {', '.join(LEVELS | CONTAINERS)}")
         if (self.level in CONTAINERS) != bool(self.image):
-            raise ValueError(f"image={self.image!r} is for level=docker and podman alone, and they need one")
+            raise ValueError(
+                f"image={self.image!r} is for level=docker and podman alone, and they need one"
+            )
         unsafe = self.unsafe or os.environ.get("RL_CORE_UNSAFE_CODE", "").lower() in ("1", "true")
         if self.level == "rlimits" and not unsafe:
-            raise ValueError("level='rlimits' leaves network and files open; say so with Sandbox(unsafe=True)")
+            raise ValueError(
+                "level='rlimits' leaves network and files open; say so with Sandbox(unsafe=True)"
+            )
         levels = [self.level] if self.level else [x for x in LEVELS if x != "rlimits" or unsafe]
         self._pool = Pool(levels, self.image, self.flags)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
@@ -71,15 +82,18 @@ class Sandbox:
 
     @property
     def has_seccomp(self) -> bool:
-        """Whether system calls of programs are filtered, once it has started. Needs pyseccomp where the level sees it."""
+        """Whether system calls of programs are filtered, once it has started. Needs pyseccomp where
+        the level sees it."""
         return self._pool.has_seccomp
 
     def start(self) -> str:
-        """The level of isolation, after starting the warm process. Raises RuntimeError where there is none."""
+        """The level of isolation, after starting the warm process. Raises RuntimeError where there
+        is none."""
         return self._pool.start()
 
     def close(self) -> None:
-        """Ends the warm process. A program that runs goes on until its end or deadline; cancel run() to end it."""
+        """Ends the warm process. A program that runs goes on until its end or deadline; cancel
+        run() to end it."""
         self._pool.close()
 
     async def run(
@@ -94,29 +108,35 @@ class Sandbox:
     ) -> Result:
         """Runs a program, or tests it.
 
-        `tests` of Python functions: strings of statements, such as "assert f(2) == 4", which pass if they raise nothing; or
-        {"call": "f(2)", "expected": 4}, which passes if the value is the same in type and value at every depth. Names that tests
-        do not define are the program's. `setup`: trusted Python that defines names for the tests. The program is then a module,
-        not __main__.
+        `tests` of Python functions: strings of statements, such as "assert f(2) == 4", which pass
+        if they raise nothing; or {"call": "f(2)", "expected": 4}, which passes if the value is the
+        same in type and value at every depth. Names that tests do not define are the program's.
+        `setup`: trusted Python that defines names for the tests. The program is then a module, not
+        __main__.
 
-        `tests` of whole programs, in any language: pairs (stdin, stdout). Each is a run of its own, and passes if it ends with
-        status 0 and prints stdout, but for spaces at ends of lines and empty lines at the end.
+        `tests` of whole programs, in any language: pairs (stdin, stdout). Each is a run of its own,
+        and passes if it ends with status 0 and prints stdout, but for spaces at ends of lines and
+        empty lines at the end.
 
-        `timeout_s`: of one run, or of all calls together, in wall-clock seconds without those in which no core was free; rounded
-        up, also in CPU seconds.
+        `timeout_s`: of one run, or of all calls together, in wall-clock seconds without those in
+        which no core was free; rounded up, also in CPU seconds.
 
-        Raises ValueError for a wrong argument, RuntimeError where the machine has no isolation or the kernel ends a supervisor.
+        Raises ValueError for a wrong argument, RuntimeError where the machine has no isolation or
+        the kernel ends a supervisor.
         """
         if language not in LANGUAGES:
             raise ValueError(f"language={language!r} is not one of {', '.join(LANGUAGES)}")
         if not (0 < timeout_s < 86400):
             raise ValueError(f"timeout_s={timeout_s} must be above 0, and below a day")
         calls = all(
-            isinstance(test, str) or (isinstance(test, dict) and test.keys() == {"call", "expected"}) for test in tests
+            isinstance(test, str)
+            or (isinstance(test, dict) and test.keys() == {"call", "expected"})
+            for test in tests
         )
         if not (calls and language == "python") and not all(is_pair(test) for test in tests):
             raise ValueError(
-                'tests are all pairs (stdin, stdout) of texts; or, for Python, strings such as "assert f(2) == 4" and '
+                "tests are all pairs (stdin, stdout) of texts; or, for Python, strings such as "
+                '"assert f(2) == 4" and '
                 '{"call": "f(2)", "expected": 4}'
             )
         if tests and calls:
@@ -134,22 +154,35 @@ class Sandbox:
         outcomes = await asyncio.gather(*runs)
         return judge_runs(outcomes, tests, math.ceil(timeout_s))
 
-    async def _program(self, code: str, language: str, binary: bytes | None, stdin: str, timeout_s: float) -> Outcome:
+    async def _program(
+        self, code: str, language: str, binary: bytes | None, stdin: str, timeout_s: float
+    ) -> Outcome:
         parts = job(language, code, "execute" if LANGUAGES[language][2] else "program")
         if LANGUAGES[language][2]:
             parts.append(binary or bytes(4))
-        return await self._process("program", [*parts, stdin.encode(errors="surrogatepass")], timeout_s)
+        return await self._process(
+            "program", [*parts, stdin.encode(errors="surrogatepass")], timeout_s
+        )
 
     async def _call(self, code: str, tests: Sequence[Any], setup: str, timeout_s: float) -> Result:
-        """Two processes: the program's, and the tests' with the expected values. They talk in plain values."""
-        wanted = [t if isinstance(t, str) else t | {"expected": encode(t["expected"])} for t in tests]
+        """Two processes: the program's, and the tests' with the expected values. They talk in plain
+        values."""
+        wanted = [
+            t if isinstance(t, str) else t | {"expected": encode(t["expected"])} for t in tests
+        ]
         async with self._slot():
             for attempt in range(TRIES):
                 ours, theirs = socket.socketpair()
                 ended = asyncio.Event()
                 try:
                     program = asyncio.ensure_future(
-                        self._try("program", frame({"do": "call", "code": code}), timeout_s, rpc=ours, stop=ended)
+                        self._try(
+                            "program",
+                            frame({"do": "call", "code": code}),
+                            timeout_s,
+                            rpc=ours,
+                            stop=ended,
+                        )
                     )
                     await asyncio.sleep(0)
                     spec = frame({"tests": wanted, "setup": setup})
@@ -172,7 +205,9 @@ class Sandbox:
     def _slot(self) -> asyncio.Semaphore:
         return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.workers))
 
-    async def _process(self, role: str, parts: list[bytes], timeout_s: float, memory_mib: int = 0) -> Outcome:
+    async def _process(
+        self, role: str, parts: list[bytes], timeout_s: float, memory_mib: int = 0
+    ) -> Outcome:
         async with self._slot():
             for attempt in range(TRIES):
                 try:
@@ -182,10 +217,14 @@ class Sandbox:
                         raise
         raise AssertionError
 
-    async def _try(self, role: str, parts: list[bytes], timeout_s: float, memory_mib: int = 0, **more: Any) -> Outcome:
+    async def _try(
+        self, role: str, parts: list[bytes], timeout_s: float, memory_mib: int = 0, **more: Any
+    ) -> Outcome:
         if self._pool.control is None or self._pool.pid != os.getpid():
             await asyncio.to_thread(self._pool.start)
-        limits = {name: getattr(self.limits, name) for name in Limits.__slots__} | {"cpu_s": math.ceil(timeout_s)}
+        limits = {name: getattr(self.limits, name) for name in Limits.__slots__} | {
+            "cpu_s": math.ceil(timeout_s)
+        }
         limits["memory_mib"] = max(memory_mib, limits["memory_mib"])
         header = {"role": role, "limits": limits, "timeout_s": timeout_s, "max_wait": MAX_WAIT}
         if role == "check":  # it waits for the program, whose time may be longer

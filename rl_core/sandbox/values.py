@@ -1,4 +1,5 @@
-"""Frames on a socket, and plain values as JSON with their types: nothing that a sender writes is ever executed."""
+"""Frames on a socket, and plain values as JSON with their types: nothing that a sender writes is
+ever executed."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ MAKERS = {name: kind for kind, name in TAGS.items()}
 
 
 def encode(value: Any) -> Any:
-    """JSON of None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and dict. A subclass is written as the
-    builtin type, by that type's own methods. Raises TypeError for anything else."""
+    """JSON of None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and dict. A
+    subclass is written as the builtin type, by that type's own methods. Raises TypeError for
+    anything else."""
     if value is None or value is True or value is False:
         return value
     if isinstance(value, int):
@@ -50,7 +52,11 @@ def decode(found: Any) -> Any:
         return {decode(key): decode(value) for key, value in inner}
     if name in MAKERS:
         return MAKERS[name](map(decode, inner))
-    makers = {"int": lambda text: int(text, 16), "bytes": bytes.fromhex, "complex": lambda parts: complex(*parts)}
+    makers = {
+        "int": lambda text: int(text, 16),
+        "bytes": bytes.fromhex,
+        "complex": lambda parts: complex(*parts),
+    }
     if name not in makers:
         raise ValueError(f"no value is called {name!r}")
     return makers[name](inner)

@@ -1,5 +1,6 @@
-"""The process that forks programs. It waits inside the box with everything imported. It never sees a program or a test: those go
-through sockets that it hands on, so no fork of it can find them in memory."""
+"""The process that forks programs. It waits inside the box with everything imported. It never sees
+a program or a test: those go through sockets that it hands on, so no fork of it can find them in
+memory."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ from rl_core.sandbox.values import send
 
 
 def serve(level: str, where: int | str, owner_fd: int = -1) -> None:
-    """Forks a supervisor for every request until the socket closes or the owner, a pidfd, has ended. `where`: the socket, or in a
-    container its path, where the pidfd comes with the first message."""
+    """Forks a supervisor for every request until the socket closes or the owner, a pidfd, has
+    ended. `where`: the socket, or in a container its path, where the pidfd comes with the first
+    message."""
     if isinstance(where, str):
         control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         control.connect(where)
@@ -76,14 +78,17 @@ def in_child(work: Callable[[], int]) -> None:
     os._exit(status)
 
 
-def supervise(wanted: dict[str, Any], fds: list[int], level: str, confinement: tuple[Any, bool]) -> int:
-    """Runs one program in a process of its own, ends it and all that it started, and says how it went. `fds`: status, job,
-    stdout, stderr, and the socket to the other side of a test."""
+def supervise(
+    wanted: dict[str, Any], fds: list[int], level: str, confinement: tuple[Any, bool]
+) -> int:
+    """Runs one program in a process of its own, ends it and all that it started, and says how it
+    went. `fds`: status, job, stdout, stderr, and the socket to the other side of a test."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Processes whose parents have ended become this one's children, so that is_alone() sees them.
     isolation.LIBC.prctl(isolation.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     status = socket.socket(fileno=os.dup(fds[0]))
-    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)  # hidden from here on, where programs have namespaces
+    # Hidden from here on, where programs have namespaces.
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
     try:
         folder = isolation.open_folder(level, wanted["limits"]["disk_mib"])
     except OSError as error:
@@ -102,7 +107,11 @@ def supervise(wanted: dict[str, Any], fds: list[int], level: str, confinement: t
             os.killpg(pid, signal.SIGKILL)
         os.chdir("/")
         isolation.remove_folder(folder)
-    found = {"timed_out": timed_out, "exit": os.waitstatus_to_exitcode(code), "wall_s": time.monotonic() - began}
+    found = {
+        "timed_out": timed_out,
+        "exit": os.waitstatus_to_exitcode(code),
+        "wall_s": time.monotonic() - began,
+    }
     own = resource.getrusage(resource.RUSAGE_SELF)
     found |= {"cpu_s": used.ru_utime + used.ru_stime, "supervisor_s": own.ru_utime + own.ru_stime}
     with suppress(OSError):  # the owner is gone
@@ -111,23 +120,26 @@ def supervise(wanted: dict[str, Any], fds: list[int], level: str, confinement: t
 
 
 def wait_for(pid: int, status: socket.socket, timeout_s: float, max_wait: float, proc: int) -> bool:
-    """Has the process run out of time? It is ended then, and when the owner closes the socket or is gone. Seconds that it waited
-    for a core do not count, up to `max_wait` times its own, unless it shares cores with processes and threads of its own."""
+    """Has the process run out of time? It is ended then, and when the owner closes the socket or is
+    gone. Seconds that it waited for a core do not count, up to `max_wait` times its own, unless it
+    shares cores with processes and threads of its own."""
     process, waiting, began = os.pidfd_open(pid), select.poll(), time.monotonic()
     waiting.register(process, select.POLLIN)
     waiting.register(status, select.POLLIN)
     left, events = timeout_s, []
     while left > 0 and not events:
         events = waiting.poll(left * 1000 + 1)
-        left = timeout_s + min(waited_s(pid, proc), max_wait * timeout_s) - (time.monotonic() - began)
+        left = (
+            timeout_s + min(waited_s(pid, proc), max_wait * timeout_s) - (time.monotonic() - began)
+        )
     if process not in {fd for fd, _ in events}:
         os.kill(pid, signal.SIGKILL)
     return not events
 
 
 def waited_s(pid: int, proc: int) -> float:
-    """Seconds that the process was ready and had no core. 0 where the kernel does not count them, and for a process that may have
-    waited for its own children or threads."""
+    """Seconds that the process was ready and had no core. 0 where the kernel does not count them,
+    and for a process that may have waited for its own children or threads."""
     try:
         if not is_alone(pid, proc):
             return 0.0
@@ -137,8 +149,8 @@ def waited_s(pid: int, proc: int) -> float:
 
 
 def is_alone(pid: int, proc: int) -> bool:
-    """Whether a child of this process has one thread, and neither has nor had children. Raises OSError where the kernel does not
-    list children."""
+    """Whether a child of this process has one thread, and neither has nor had children. Raises
+    OSError where the kernel does not list children."""
     ours = os.getpid()
     if read(proc, f"{pid}/task/{pid}/children").split():
         return False

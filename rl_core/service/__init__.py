@@ -1,12 +1,13 @@
-"""Environments in other processes and on other machines: `rl-core serve` hosts environment files over gRPC, and a run reaches
-them through `--env_path grpc://host:port/name`. What is said is in environments.proto. docs/service.md"""
+"""Environments in other processes and on other machines: `rl-core serve` hosts environment files
+over gRPC, and a run reaches them through `--env_path grpc://host:port/name`. What is said is in
+environments.proto. docs/service.md"""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# A process with a connection may fork: gRPC's handlers of forks end one child in five with a segmentation fault, even one that
-# does not use gRPC. Read before gRPC's first channel.
+# A process with a connection may fork: gRPC's handlers of forks end one child in five with a
+# segmentation fault, even one that does not use gRPC. Read before gRPC's first channel.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 

@@ -1,4 +1,5 @@
-"""Actors as hooks of a served environment hold them: their models are at the client, who answers for them."""
+"""Actors as hooks of a served environment hold them: their models are at the client, who answers
+for them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from rl_core.types import Completion, Message, SamplingParams, Task, Trajectory,
 
 LISTEN_S = 20.0  # a request that waits for news is answered after so long in any case
 LOOK_S = 0.05  # at least, between looks at the deadline of a hook that waits for actors
-ERRORS = {kind.__name__: kind for kind in (ValueError, ConnectionError, TimeoutError)}  # what actors raise
+# What actors raise.
+ERRORS = {kind.__name__: kind for kind in (ValueError, ConnectionError, TimeoutError)}
 CALL: ContextVar[Call] = ContextVar("CALL")  # whose hook runs
 Said = tuple[pb.Spoken, list[Message], "Turn | None"]
 
@@ -50,11 +52,15 @@ class RemoteConversation(Conversation):
 class RemoteActor(Actor):
     asks: Asks
 
-    def converse(self, messages: list[Message], tools: list | None = None, label: str = "", **sampling) -> Conversation:
+    def converse(
+        self, messages: list[Message], tools: list | None = None, label: str = "", **sampling
+    ) -> Conversation:
         session = f"{self.session}/{label or len(self.conversations)}"
         made = RemoteConversation(self, messages, tools, sampling, session)
         given = {"tools": tools, "sampling": sampling}
-        given = {name: to_json(value, name) for name, value in given.items() if value} | {"label": label}
+        given = {name: to_json(value, name) for name, value in given.items() if value} | {
+            "label": label
+        }
         made.id = self.asks.open(actor=self.name, messages=to_json(messages, "messages"), **given)
         made.num_told = len(messages)
         self.conversations.append(made)
@@ -74,7 +80,9 @@ class Asks:
         for one in from_json(cast, list, "cast"):
             try:
                 drawn = {"max_tokens": 0} | one.pop("params", {})
-                params = SamplingParams(**{k: tuple(v) if isinstance(v, list) else v for k, v in drawn.items()})
+                params = SamplingParams(
+                    **{k: tuple(v) if isinstance(v, list) else v for k, v in drawn.items()}
+                )
                 actor = RemoteActor(engine=None, chat=None, asks=self, params=params, **one)
             except (TypeError, AttributeError) as error:
                 raise wrong(f"cast: it is no actor: {error}") from None
@@ -93,14 +101,20 @@ class Asks:
             raise RuntimeError("actors are asked while a hook runs, and this one's has returned")
         self.num_asks += 1
         self.waiting[self.num_asks] = future
-        call.put(pb.Ask(id=self.num_asks, conversation=conversation, messages=to_json(messages, "messages")))
+        call.put(
+            pb.Ask(
+                id=self.num_asks, conversation=conversation, messages=to_json(messages, "messages")
+            )
+        )
         try:
             spoken, said, turn = await future
         finally:
             call.count_waiting(-1)
         if spoken.error:
             kind, _, message = spoken.error.partition(": ")
-            error = ERRORS.get(kind) or type(kind if kind.isidentifier() else "Error", (RuntimeError,), {})
+            error = ERRORS.get(kind) or type(
+                kind if kind.isidentifier() else "Error", (RuntimeError,), {}
+            )
             raise error(message or kind)
         if turn:
             self.turns[id(turn)] = spoken.ask, turn
@@ -111,9 +125,13 @@ class Asks:
         heard = {}
         for spoken in answers:
             if not 0 < spoken.ask <= self.num_asks:
-                raise ServiceError(StatusCode.NOT_FOUND, f"answers: nothing was asked by the number {spoken.ask}")
+                raise ServiceError(
+                    StatusCode.NOT_FOUND, f"answers: nothing was asked by the number {spoken.ask}"
+                )
             if spoken.ask not in self.waiting or spoken.ask in heard:
-                raise ServiceError(StatusCode.ALREADY_EXISTS, f"answers: ask {spoken.ask} has been answered")
+                raise ServiceError(
+                    StatusCode.ALREADY_EXISTS, f"answers: ask {spoken.ask} has been answered"
+                )
             heard[spoken.ask] = read_spoken(spoken)
         for ask, said in heard.items():
             future = self.waiting.pop(ask)
@@ -122,7 +140,10 @@ class Asks:
 
     def packed(self, trajectory: Trajectory) -> dict[str, Any]:
         """For JSON; a turn that the client gave is the number of its ask."""
-        turns = [self.turns[id(turn)][0] if id(turn) in self.turns else asdict(turn) for turn in trajectory.turns]
+        turns = [
+            self.turns[id(turn)][0] if id(turn) in self.turns else asdict(turn)
+            for turn in trajectory.turns
+        ]
         return asdict(replace(trajectory, turns=[])) | {"turns": turns}
 
 
@@ -167,8 +188,8 @@ class Call:
             self.waited_s += self.loop.time() - self.since_s
 
     async def news(self) -> Any:
-        """The result, or pb.Asked: for the last one who waits for it. None for others, and after LISTEN_S. Raises what the work
-        raises."""
+        """The result, or pb.Asked: for the last one who waits for it. None for others, and after
+        LISTEN_S. Raises what the work raises."""
         self._tell()
         self.listener = mine = self.loop.create_future()
         if self.unsent or self.task.done():
@@ -183,14 +204,21 @@ class Call:
         return asked
 
     async def in_time(self, hook: Hook, task: Task, given: dict[str, Any]) -> Any:
-        """What a hook returns. Raises as Hook does; the deadline counts its own time alone, not that of actors."""
-        running, began_s = asyncio.ensure_future(replace(hook, timeout_s=None)(task, given)), self._own_s()
+        """What a hook returns. Raises as Hook does; the deadline counts its own time alone, not
+        that of actors."""
+        running, began_s = (
+            asyncio.ensure_future(replace(hook, timeout_s=None)(task, given)),
+            self._own_s(),
+        )
         try:
             while not running.done():
-                left_s = None if hook.timeout_s is None else hook.timeout_s - (self._own_s() - began_s)
+                left_s = (
+                    None if hook.timeout_s is None else hook.timeout_s - (self._own_s() - began_s)
+                )
                 if left_s is not None and left_s <= 0:
                     raise TimeoutError(
-                        f"{hook.path}: {hook.name}() ran longer than {hook.timeout_s:g} s for task {task.id}, in which it "
+                        f"{hook.path}: {hook.name}() ran longer than {hook.timeout_s:g} s for task "
+                        f"{task.id}, in which it "
                         "waited for no actor; make it faster or raise --rollout.hook_timeout_s"
                     )
                 await asyncio.wait({running}, timeout=left_s and max(left_s, LOOK_S))

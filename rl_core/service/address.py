@@ -1,4 +1,5 @@
-"""A service's URL, as --env_path and --service give it: grpc://HOST:PORT/NAME?token_file=FILE&ca=FILE."""
+"""A service's URL, as --env_path and --service give it:
+grpc://HOST:PORT/NAME?token_file=FILE&ca=FILE."""
 
 from __future__ import annotations
 
@@ -14,16 +15,22 @@ HOST_PORT = re.compile(r"([^:\[\]]+|\[[^\[\]]+\]):(\d+)")
 
 
 def read_url(url: str, flag: str, form: str) -> tuple[SplitResult, dict[str, str]]:
-    """Its parts, and its settings. Raises ValueError unless it is a service's; the text holds no setting's value."""
+    """Its parts, and its settings. Raises ValueError unless it is a service's; the text holds no
+    setting's value."""
     parts, plain_url = urlsplit(url), url.partition("?")[0]
     settings = dict(parse_qsl(parts.query))
     if "@" in parts.netloc:
-        raise ValueError(f"{flag} holds a password, which files and a shell's history would keep; use ?token_file=")
+        raise ValueError(
+            f"{flag} holds a password, which files and a shell's history would keep; use "
+            "?token_file="
+        )
     port = HOST_PORT.fullmatch(parts.netloc)
     if parts.scheme not in ("grpc", "grpcs") or not port or not 0 < int(port[2]) < 1 << 16:
         raise ValueError(f"{plain_url} must be grpc://{form}, or grpcs:// with TLS")
     for key in settings.keys() - SETTINGS:
-        raise ValueError(f"{plain_url}: unknown setting {key!r}; known: {', '.join(sorted(SETTINGS))}")
+        raise ValueError(
+            f"{plain_url}: unknown setting {key!r}; known: {', '.join(sorted(SETTINGS))}"
+        )
     return parts, settings
 
 
@@ -40,4 +47,6 @@ def seconds(text: str, what: str) -> float:
 
 def access_to(token_file: str, ca: str, is_tls: bool) -> Access:
     """Raises ValueError or OSError for files that are not there."""
-    return Access(token=read_token(token_file), ca=Path(ca).read_bytes() if ca else None, tls=is_tls)
+    return Access(
+        token=read_token(token_file), ca=Path(ca).read_bytes() if ca else None, tls=is_tls
+    )

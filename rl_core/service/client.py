@@ -1,4 +1,5 @@
-"""`--env_path grpc://host:port/name`: a served environment as a module with hooks, so that a run treats it as any other."""
+"""`--env_path grpc://host:port/name`: a served environment as a module with hooks, so that a run
+treats it as any other."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ with needing_grpc("--env_path grpc://..."):
     from rl_core.service.speakers import Speakers, plain_turn
     from rl_core.service.wire import VERB_OF, ServiceError, from_json, to_json
 
-# Until an answer: room for a session, or a thread of the worker for a hook, is waited for. Hooks have a deadline of their own.
+# Until an answer: room for a session, or a thread of the worker for a hook, is waited for. Hooks
+# have a deadline of their own.
 ANSWER_S = 600.0
 SOON_S = 0.05  # an actor that speaks within it costs one request, others two
 MAX_REPLAYS = 3  # of one session: an environment that ends its workers shall not end all of them
@@ -47,12 +49,13 @@ class Served:
     codes: set[str] = field(default_factory=set)  # all that were heard
 
     def hear_code(self, code: str) -> None:
-        """Tells on stderr that a worker loaded another file: rewards may not compare. Told once of each file, for
-        workers with the old one and with the new one may serve side by side."""
+        """Tells on stderr that a worker loaded another file: rewards may not compare. Told once of
+        each file, for workers with the old one and with the new one may serve side by side."""
         if code and self.code and code not in self.codes:
             print(
                 f"warning: {self.url}: the environment's file has changed while the run goes on: "
-                f"a newly started worker loaded another one (env_code {self.code} -> {code} in rollouts/), "
+                f"a newly started worker loaded another one (env_code {self.code} -> {code} in "
+                "rollouts/), "
                 "and rewards of the two may not compare",
                 file=sys.stderr,
                 flush=True,
@@ -82,14 +85,21 @@ class Session:
     """The trainer's side of an episode: the `state` that hooks share."""
 
     def __init__(self, served: Served, start: pb.StartRequest, actors: Cast | None = None):
-        self.served, self.start, self.speakers = served, start, Speakers(actors, served.is_replaying)
+        self.served, self.start, self.speakers = (
+            served,
+            start,
+            Speakers(actors, served.is_replaying),
+        )
         self.start.cast = self.speakers.described() if actors else ""
         self.name, self.number = "", 0  # no name: it begins with the next request
         self.messages: list[dict] = []  # that the server has heard
         self.past: list[tuple[pb.Said, pb.InteractReply]] = []  # for a replay
         self.num_lost, self.lock = 0, asyncio.Lock()
-        self.kept = {"session": "", "status": pb.CANCELLED}  # what the end needs, when this object is gone
-        self.end = weakref.finalize(self, lambda end, kept: end(**kept), served.connection.end, self.kept)
+        # What the end needs, when this object is gone.
+        self.kept = {"session": "", "status": pb.CANCELLED}
+        self.end = weakref.finalize(
+            self, lambda end, kept: end(**kept), served.connection.end, self.kept
+        )
 
     async def begin(self, hook: str) -> None:
         """A new session, in which all is said again that was said. Raises ServiceError."""
@@ -107,23 +117,33 @@ class Session:
         reply = await self.result(hook, name, 0, reply)
         for turn, (said, before) in enumerate(self.past, 1):
             now = await self.numbered(hook, name, pb.InteractRequest(said=said))
-            if (now.messages, now.reward, now.done) != (before.messages, before.reward, before.done):
-                message = f"session {lost} was lost, and its replay differs: turn {turn} was answered otherwise"
+            if (now.messages, now.reward, now.done) != (
+                before.messages,
+                before.reward,
+                before.done,
+            ):
+                message = (
+                    f"session {lost} was lost, and its replay differs: turn {turn} was answered "
+                    "otherwise"
+                )
                 error = ServiceError(StatusCode.ABORTED, message)
                 error.told_by_service = f"{served.url}: {message}"
                 raise error
-        self.messages = from_json(reply.messages, list, "messages")  # after a replay the rest is sent once more
+        # After a replay the rest is sent once more.
+        self.messages = from_json(reply.messages, list, "messages")
         self.name = name
 
     async def ask(self, hook: pb.Hook, make: Callable[[], Any]) -> tuple[Any, Any]:
-        """The result of a request that make() gives, and the request. Raises ServiceError, after which the session is over."""
+        """The result of a request that make() gives, and the request. Raises ServiceError, after
+        which the session is over."""
         while True:
             asked = ""
             try:
                 async with self.lock:
                     if not self.name:
                         await self.begin(hook.name)
-                # From here to the sending nothing else runs: requests are sent in the order of their numbers.
+                # From here to the sending nothing else runs: requests are sent in the order of
+                # their numbers.
                 asked, request = self.name, make()
                 result = await self.numbered(hook.name, asked, request)
                 if self.num_lost and not isinstance(request, pb.ScoreRequest):
@@ -132,15 +152,22 @@ class Session:
             except ServiceError as error:
                 if not self.may_replay(error, asked):
                     self.end()
-                    error.told_by_service = error.told_by_service.replace("the session", f"session {asked}", 1)
+                    error.told_by_service = error.told_by_service.replace(
+                        "the session", f"session {asked}", 1
+                    )
                     raise
                 if asked == self.name:
                     self.name, self.num_lost = "", self.num_lost + 1
 
     def may_replay(self, error: BaseException, session: str) -> bool:
-        """Whether a new session may take the place of one that is lost; of each loss, the first hook that hears it decides."""
+        """Whether a new session may take the place of one that is lost; of each loss, the first
+        hook that hears it decides."""
         is_lost = isinstance(error, ServiceError) and error.code is StatusCode.DATA_LOSS
-        return is_lost and self.served.is_replaying and (session != self.name or self.num_lost < MAX_REPLAYS)
+        return (
+            is_lost
+            and self.served.is_replaying
+            and (session != self.name or self.num_lost < MAX_REPLAYS)
+        )
 
     async def numbered(self, hook: str, session: str, request: Any) -> Any:
         """The result of a numbered request."""
@@ -148,13 +175,15 @@ class Session:
         return await self.result(hook, session, request.number, reply)
 
     async def send(self, hook: str, session: str, request: Any) -> Any:
-        if session != self.kept["session"]:  # another hook's request heard it first: numbers are of the new one
+        # Another hook's request heard it first: numbers are of the new one.
+        if session != self.kept["session"]:
             raise ServiceError(StatusCode.DATA_LOSS, f"session {session} was lost")
         request.session, request.number, self.number = session, self.number + 1, self.number + 1
         return await self.served.ask(hook, self.start.task_id, **{VERB_OF[type(request)]: request})
 
     async def result(self, hook: str, session: str, call: int, reply: Any) -> Any:
-        """The result of a request whose hook asks actors. They speak while the service listens to it."""
+        """The result of a request whose hook asks actors. They speak while the service listens to
+        it."""
         if not reply.HasField("asked"):
             return reply
         running, listening, speakers = set(), None, self.speakers
@@ -172,7 +201,9 @@ class Session:
                 running |= {asyncio.ensure_future(speakers.speak(ask)) for ask in reply.asked.asks}
                 if listening is None:
                     if running:
-                        await asyncio.wait(running, timeout=SOON_S, return_when=asyncio.FIRST_COMPLETED)
+                        await asyncio.wait(
+                            running, timeout=SOON_S, return_when=asyncio.FIRST_COMPLETED
+                        )
                     listening = answer()
                 await asyncio.wait({listening, *running}, return_when=asyncio.FIRST_COMPLETED)
                 # Once an actor has spoken, a new request listens, and the one before ends.
@@ -200,7 +231,9 @@ class Session:
                 break
             keep += 1
         self.messages = messages
-        said = pb.Said(keep=keep, actor=given.get("actor") or "", completion=given.get("completion"))
+        said = pb.Said(
+            keep=keep, actor=given.get("actor") or "", completion=given.get("completion")
+        )
         said.messages = to_json(messages[keep:], "messages")
         if hook.takes_all or "trajectory" in {*hook.required, *hook.optional}:
             said.trajectory = to_json(plain(given["trajectory"]), "the trajectory")
@@ -208,7 +241,9 @@ class Session:
 
 
 @cache
-def connect(address: str, token_file: str, ca: str, is_tls: bool, reconnect_s: float | None) -> Connection:
+def connect(
+    address: str, token_file: str, ca: str, is_tls: bool, reconnect_s: float | None
+) -> Connection:
     """The one of this process."""
     return Connection(address, access_to(token_file, ca, is_tls), reconnect_s)
 
@@ -218,7 +253,9 @@ def parse(url: str) -> Served:
     parts, settings = read_url(url, "--env_path", "HOST:PORT/NAME")
     plain_url, name = url.partition("?")[0], parts.path.strip("/")
     if not name:
-        raise ValueError(f"{plain_url} must be grpc://HOST:PORT/NAME: which environment of the service?")
+        raise ValueError(
+            f"{plain_url} must be grpc://HOST:PORT/NAME: which environment of the service?"
+        )
     if (on_lost := settings.get("on_lost", "fail")) not in ("fail", "replay"):
         raise ValueError(f"{plain_url}: on_lost={on_lost} must be fail or replay")
     wait = settings.get("reconnect_s")
@@ -252,12 +289,17 @@ def load_module(url: str) -> ModuleType:
         module.truncated_reward = described.truncated_reward
     if "rollout" not in hooks:  # which nothing stands beside that is for turns
         module.name_prefix = described.name_prefix
-        module.start = start_hook(served, hooks.get("start"), any(map(asks_actors, described.hooks)))
+        module.start = start_hook(
+            served, hooks.get("start"), any(map(asks_actors, described.hooks))
+        )
     for hook in described.hooks:
         if hook.is_reward:
             reward = (group_hook if hook.batched else reward_hook)(served, hook)
             # The service multiplies by a weight, but for a group's.
-            reward.reward_mark = hook.weight if hook.batched else float(hook.weight != 0), hook.batched
+            reward.reward_mark = (
+                hook.weight if hook.batched else float(hook.weight != 0),
+                hook.batched,
+            )
             setattr(module, hook.name, reward)
         elif hook.name in PROXIES:
             setattr(module, hook.name, PROXIES[hook.name](served, hook))
@@ -268,10 +310,14 @@ def load_module(url: str) -> ModuleType:
 
 
 def signed(function: Callable, hook: pb.Hook, *more: str) -> Callable:
-    """With the parameters of the served function, so that columns are checked as for a file, and some of ours."""
+    """With the parameters of the served function, so that columns are checked as for a file, and
+    some of ours."""
     names = {*hook.required, *more}
     values = dict.fromkeys(names, inspect.Parameter.empty) | dict.fromkeys({*hook.optional} - names)
-    parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=values[n]) for n in sorted(values)]
+    parameters = [
+        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=values[n])
+        for n in sorted(values)
+    ]
     if hook.takes_all:
         parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
     function.__signature__, function.__name__ = inspect.Signature(parameters), hook.name
@@ -280,7 +326,9 @@ def signed(function: Callable, hook: pb.Hook, *more: str) -> Callable:
 
 def asks_actors(hook: pb.Hook) -> bool:
     """Whether it gets actors, and not their names alone."""
-    return hook.name == "rollout" or ("actors" in {*hook.required, *hook.optional} and hook.name != "turns")
+    return hook.name == "rollout" or (
+        "actors" in {*hook.required, *hook.optional} and hook.name != "turns"
+    )
 
 
 def start_request(served: Served, task: Task, **more: Any) -> pb.StartRequest:
@@ -295,7 +343,9 @@ def start_hook(served: Served, hook: pb.Hook | None, asks: bool) -> Callable:
     """`asks`: a hook of the file asks actors."""
 
     async def start(task: Task, actor: str, actors: Cast | None = None, **_: Any) -> Session:
-        session = Session(served, start_request(served, task, actors=[actor] if actor else []), actors)
+        session = Session(
+            served, start_request(served, task, actors=[actor] if actor else []), actors
+        )
         if hook:
             async with session.lock:
                 await session.begin("start")
@@ -306,21 +356,29 @@ def start_hook(served: Served, hook: pb.Hook | None, asks: bool) -> Callable:
 
 def interact_hook(served: Served, hook: pb.Hook) -> Callable:
     async def interact(state: Session, **given: Any) -> dict[str, Any]:
-        reply, request = await state.ask(hook, lambda: pb.InteractRequest(said=state.said(hook, given)))
+        reply, request = await state.ask(
+            hook, lambda: pb.InteractRequest(said=state.said(hook, given))
+        )
         messages = from_json(reply.messages, list, "messages")
         state.messages = [*state.messages, *messages]
         if served.is_replaying:
             state.past.append((request.said, reply))
         if reply.done:
             state.kept["status"] = pb.COMPLETED
-        return {"messages": messages, "reward": reply.reward if reply.HasField("reward") else None, "done": reply.done}
+        return {
+            "messages": messages,
+            "reward": reply.reward if reply.HasField("reward") else None,
+            "done": reply.done,
+        }
 
     return signed(interact, hook, "state", "messages", "completion", "actor")
 
 
 def reward_hook(served: Served, hook: pb.Hook) -> Callable:
     async def score(state: Session, **given: Any) -> dict[str, float]:
-        reply, _ = await state.ask(hook, lambda: pb.ScoreRequest(said=state.said(hook, given), hooks=[hook.name]))
+        reply, _ = await state.ask(
+            hook, lambda: pb.ScoreRequest(said=state.said(hook, given), hooks=[hook.name])
+        )
         state.kept["status"] = pb.COMPLETED
         return dict(reply.scores[0].parts or reply.scores[0].metrics)
 
@@ -347,7 +405,9 @@ def group_hook(served: Served, hook: pb.Hook) -> Callable:
             session = Session(served, start_request(served, task, no_start=True), actors)
             reply, _ = await session.ask(hook, lambda: pb.RunRequest(**of_hook))
         else:
-            reply = await served.ask(hook.name, task.id, call=pb.CallRequest(env=served.name, **of_hook))
+            reply = await served.ask(
+                hook.name, task.id, call=pb.CallRequest(env=served.name, **of_hook)
+            )
         return from_json(reply.value, list, "the rewards of a group")
 
     return signed(score, hook, "task", "trajectories")
@@ -387,13 +447,17 @@ def advantages_hook(served: Served, hook: pb.Hook) -> Callable:
 
 def call(served: Served, hook: str, **given: Any) -> Any:
     """What a function gives that belongs to no session and is not async."""
-    request = pb.CallRequest(env=served.name, hook=hook, given=to_json(given, f"what {hook}() is given"))
+    request = pb.CallRequest(
+        env=served.name, hook=hook, given=to_json(given, f"what {hook}() is given")
+    )
     return from_json(served.ask_now(hook, call=request).value, object, "a value")
 
 
 def plain(trajectory: Trajectory) -> dict[str, Any]:
     """For JSON, without the routes of experts."""
-    return asdict(replace(trajectory, turns=[])) | {"turns": list(map(plain_turn, trajectory.turns))}
+    return asdict(replace(trajectory, turns=[])) | {
+        "turns": list(map(plain_turn, trajectory.turns))
+    }
 
 
 def plain_task(task: Task) -> dict[str, Any]:

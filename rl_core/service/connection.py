@@ -1,5 +1,6 @@
-"""One stream to a service, shared by all environments and sessions of a process. It is opened again when it breaks, and what was
-not answered is sent again: a request with a number or a key is never done twice."""
+"""One stream to a service, shared by all environments and sessions of a process. It is opened again
+when it breaks, and what was not answered is sent again: a request with a number or a key is never
+done twice."""
 
 from __future__ import annotations
 
@@ -22,16 +23,27 @@ import grpc
 
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.security import Access
-from rl_core.service.wire import CHANNEL_OPTIONS, CODES, ENVIRONMENTS, MAX_REQUEST, Outbox, ServiceError
+from rl_core.service.wire import (
+    CHANNEL_OPTIONS,
+    CODES,
+    ENVIRONMENTS,
+    MAX_REQUEST,
+    Outbox,
+    ServiceError,
+)
 
 MARGIN_S = 10.0  # that an answer may take beyond the server's own deadline
 BACKOFF_S = (0.1, 5.0)  # between attempts to connect, or to repeat a request: at first, and at most
 TELL_S = 1.0  # a service that is waited for so long is named on stderr
 RECONNECT_S = 120.0  # a service that cannot be reached for so long fails what waits for it
-# Where it was never reached, nobody knows its name or this machine's port is closed, and the URL does not say how long to wait.
+# Where it was never reached, nobody knows its name or this machine's port is closed, and the URL
+# does not say how long to wait.
 NOWHERE_S = 15.0
-NOWHERE = re.compile(r"name not found|name or service not known|ip(v4:127\.|v6:\S*::1).*connection refused", re.I)
-EXIT_S = 1.0  # that a process waits at its end until the service has heard which sessions end with it
+NOWHERE = re.compile(
+    r"name not found|name or service not known|ip(v4:127\.|v6:\S*::1).*connection refused", re.I
+)
+# That a process waits at its end until the service has heard which sessions end with it.
+EXIT_S = 1.0
 TICK_S = 0.25
 HOPELESS = (
     grpc.StatusCode.UNAUTHENTICATED,
@@ -48,9 +60,9 @@ class Unreachable(ServiceError):
 
 @cache
 def service_loop() -> tuple[asyncio.AbstractEventLoop, int]:
-    """The event loop of all connections of this process, in a thread of its own, and the process. Nothing else touches what they
-    hold, so that neither threads nor garbage collections that end sessions meet a lock. A fork has the same, without the thread:
-    gRPC cannot go on there."""
+    """The event loop of all connections of this process, in a thread of its own, and the process.
+    Nothing else touches what they hold, so that neither threads nor garbage collections that end
+    sessions meet a lock. A fork has the same, without the thread: gRPC cannot go on there."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="service", daemon=True)
     thread.start()
@@ -66,14 +78,18 @@ def service_loop() -> tuple[asyncio.AbstractEventLoop, int]:
 
 class Connection:
     def __init__(self, address: str, access: Access, reconnect_s: float | None):
-        """reconnect_s: how long the service may be away; None: RECONNECT_S, or NOWHERE_S if it cannot be there."""
+        """reconnect_s: how long the service may be away; None: RECONNECT_S, or NOWHERE_S if it
+        cannot be there."""
         self.address, self.access, self.may_be_nowhere = address, access, reconnect_s is None
         self.reconnect_s = RECONNECT_S if reconnect_s is None else reconnect_s
         (self.loop, self.pid), self.ids = service_loop(), itertools.count(1)
         # The loop's thread alone uses these.
-        self.pending: dict[int, tuple[pb.Request, Future]] = {}  # in the order in which they were sent
-        self.sessions: dict[str, float] = {}  # those to renew: name -> seconds after which it would expire
-        self.outbox, self.trouble, self.down_s = Outbox(), "", None  # since when no stream has answered
+        # In the order in which they were sent.
+        self.pending: dict[int, tuple[pb.Request, Future]] = {}
+        # Those to renew: name -> seconds after which it would expire.
+        self.sessions: dict[str, float] = {}
+        # Since when no stream has answered.
+        self.outbox, self.trouble, self.down_s = Outbox(), "", None
         self.running: asyncio.Task | None = None
         self.loop.call_soon_threadsafe(self._begin)
         atexit.register(self.close)
@@ -84,19 +100,28 @@ class Connection:
         """A future of the verb's reply. It raises ServiceError."""
         request, future = pb.Request(id=next(self.ids), timeout_s=timeout_s, **verb), Future()
         if (size := request.ByteSize()) > MAX_REQUEST:
-            message = f"a request of {size / 2**20:.1f} MiB; at most {MAX_REQUEST >> 20} can be sent"
+            message = (
+                f"a request of {size / 2**20:.1f} MiB; at most {MAX_REQUEST >> 20} can be sent"
+            )
             future.set_exception(ServiceError(grpc.StatusCode.INVALID_ARGUMENT, message))
         elif os.getpid() != self.pid:
-            message = "this process was forked from one with a connection to a service: gRPC does not work; spawn it"
+            message = (
+                "this process was forked from one with a connection to a service: gRPC does not "
+                "work; spawn it"
+            )
             future.set_exception(ServiceError(grpc.StatusCode.FAILED_PRECONDITION, message))
         else:
             self.loop.call_soon_threadsafe(self._post, request, future)
         return future
 
     async def ask(self, timeout_s: float, **verb: Any) -> Any:
-        """The verb's reply, within the server's timeout and the time to connect again. Sent again where there is no room yet.
-        Raises ServiceError."""
-        loop, limit_s, wait_s = asyncio.get_running_loop(), timeout_s + self.reconnect_s + MARGIN_S, BACKOFF_S[0]
+        """The verb's reply, within the server's timeout and the time to connect again. Sent again
+        where there is no room yet. Raises ServiceError."""
+        loop, limit_s, wait_s = (
+            asyncio.get_running_loop(),
+            timeout_s + self.reconnect_s + MARGIN_S,
+            BACKOFF_S[0],
+        )
         until_s = loop.time() + limit_s
         while True:
             sent = asyncio.wrap_future(self.send(timeout_s, **verb))
@@ -139,12 +164,21 @@ class Connection:
 
     def _end(self, session: str, status: int) -> None:
         if self.sessions.pop(session, None) is not None:
-            self._post(pb.Request(id=next(self.ids), cancel=pb.CancelRequest(session=session, status=status)), Future())
+            self._post(
+                pb.Request(
+                    id=next(self.ids), cancel=pb.CancelRequest(session=session, status=status)
+                ),
+                Future(),
+            )
 
     async def _close(self) -> None:
         for session in list(self.sessions):
             self._end(session, pb.CANCELLED)
-        told = [asyncio.wrap_future(future) for request, future in self.pending.values() if request.HasField("cancel")]
+        told = [
+            asyncio.wrap_future(future)
+            for request, future in self.pending.values()
+            if request.HasField("cancel")
+        ]
         if told and not self.down_s:
             await asyncio.wait(told, timeout=EXIT_S / 2)
         self.running.cancel()
@@ -165,8 +199,15 @@ class Connection:
                     if code in HOPELESS:
                         self._fail(Unreachable(code, f"{self.address}: {self.trouble}"))
                     elif left_s <= 0:
-                        hint = f"; ?reconnect_s={RECONNECT_S:g} in its URL waits longer" if limit_s == NOWHERE_S else ""
-                        message = f"{self.address} could not be reached for {limit_s:g} s: {self.trouble}{hint}"
+                        hint = (
+                            f"; ?reconnect_s={RECONNECT_S:g} in its URL waits longer"
+                            if limit_s == NOWHERE_S
+                            else ""
+                        )
+                        message = (
+                            f"{self.address} could not be reached for {limit_s:g} s: "
+                            f"{self.trouble}{hint}"
+                        )
                         self._fail(Unreachable(grpc.StatusCode.UNAVAILABLE, message))
                     await asyncio.sleep(min(jittered(wait_s), left_s if left_s > 0 else math.inf))
                     wait_s = min(2 * wait_s, BACKOFF_S[1])
@@ -174,7 +215,9 @@ class Connection:
             ticking.cancel()
 
     def _limit_s(self) -> float:
-        return NOWHERE_S if self.may_be_nowhere and NOWHERE.search(self.trouble) else self.reconnect_s
+        return (
+            NOWHERE_S if self.may_be_nowhere and NOWHERE.search(self.trouble) else self.reconnect_s
+        )
 
     def _is_waited_for(self) -> bool:
         return any(not request.HasField("renew") for request, _ in self.pending.values())
@@ -208,13 +251,15 @@ class Connection:
             stream.cancel()
 
     async def _write(self, stream: grpc.aio.StreamStreamCall, outbox: Outbox) -> None:
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader tells why it broke
+        # The reader tells why it broke.
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 await outbox.filled.wait()
                 await stream.write(pb.Requests(requests=outbox.take()))
 
     async def _tick(self) -> None:
-        """Sessions do not expire while engines work or learners learn. A service that is away is named once."""
+        """Sessions do not expire while engines work or learners learn. A service that is away is
+        named once."""
         renewed_s, told_s = self.loop.time(), None
         while True:
             await asyncio.sleep(TICK_S)
@@ -231,13 +276,18 @@ class Connection:
         """On stderr, by one rank of each machine."""
         if left_s > 0 and os.environ.get("LOCAL_RANK", "0") == "0":
             until = time.strftime("%H:%M:%S", time.localtime(time.time() + left_s))
-            how = f"waiting for a service at {self.address} until {until} (?reconnect_s= in its URL says how long)"
+            how = (
+                f"waiting for a service at {self.address} until {until} (?reconnect_s= in its URL "
+                "says how long)"
+            )
             print(f"{how}: {self.trouble or 'no answer yet'}", file=sys.stderr, flush=True)
 
     def _post_renewal(self) -> None:
         future: Future = Future()
         future.add_done_callback(self._renewed)
-        self._post(pb.Request(id=next(self.ids), renew=pb.RenewRequest(sessions=self.sessions)), future)
+        self._post(
+            pb.Request(id=next(self.ids), renew=pb.RenewRequest(sessions=self.sessions)), future
+        )
 
     def _renewed(self, future: Future) -> None:
         if not future.cancelled() and not future.exception():
@@ -251,7 +301,9 @@ class Connection:
                 self.sessions[reply.start.session] = reply.start.idle_s
                 self._end(reply.start.session, pb.CANCELLED)
         elif reply.code or verb is None:
-            future.set_exception(ServiceError(CODES.get(reply.code, grpc.StatusCode.UNKNOWN), reply.error))
+            future.set_exception(
+                ServiceError(CODES.get(reply.code, grpc.StatusCode.UNKNOWN), reply.error)
+            )
         else:
             future.set_result(getattr(reply, verb))
 

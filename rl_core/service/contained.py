@@ -1,5 +1,5 @@
-"""What runs in a container: one environment file, asked over stdin and stdout in frames (4 bytes of length, then a Request or a
-Reply). What hooks print goes to stderr.
+"""What runs in a container: one environment file, asked over stdin and stdout in frames (4 bytes of
+length, then a Request or a Reply). What hooks print goes to stderr.
 
 python -m rl_core.service.contained env.py
 """
@@ -48,7 +48,9 @@ async def serve(worker: Worker, requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m rl_core.service.contained", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m rl_core.service.contained", description=__doc__
+    )
     parser.add_argument("env", metavar="ENV.py")
     parser.add_argument("--hook_timeout_s", type=float, default=60.0)
     args = parser.parse_args(argv)
@@ -59,7 +61,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         env = LocalEnv(args.env, hook_timeout_s=args.hook_timeout_s, idle_s=0.0)
     except (ValueError, OSError) as error:
-        fix = f"; let uid {os.getuid()} of the image read the file and its folder" * isinstance(error, PermissionError)
+        fix = f"; let uid {os.getuid()} of the image read the file and its folder" * isinstance(
+            error, PermissionError
+        )
         print(f"error: {error}{fix}", file=sys.stderr, flush=True)
         return 1
     asyncio.run(serve(Worker([env], capacity=1 << 30, idle_s=0.0), requests, replies))

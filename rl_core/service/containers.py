@@ -1,4 +1,5 @@
-"""Sessions in containers of their own: an environment file with `image = "..."`, by docker or podman. docs/service.md"""
+"""Sessions in containers of their own: an environment file with `image = "..."`, by docker or
+podman. docs/service.md"""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ SETTINGS = ("image", "network", "cpus", "memory", "capacity")
 OWNER = "rl_core.owner"  # label: HOST PID START of the worker's process
 CAPACITY = 16  # sessions, which are containers, of one worker
 CONFINED = (
-    "--rm --interactive --init --read-only --tmpfs /tmp:rw,nosuid,nodev,size=256m --env HOME=/tmp --pids-limit 512 "
+    "--rm --interactive --init --read-only --tmpfs /tmp:rw,nosuid,nodev,size=256m --env HOME=/tmp "
+    "--pids-limit 512 "
     "--cap-drop ALL --security-opt no-new-privileges --log-driver none"
 )
 OPEN_S = 300.0  # an image may have to be pulled
@@ -48,8 +50,8 @@ class Settings:
 
 
 def container_settings(path: str) -> Settings | None:
-    """What the file says of its container; None without an image. It is read, not run: what it imports is in the image. Raises
-    ValueError for settings that are no literals, or wrong."""
+    """What the file says of its container; None without an image. It is read, not run: what it
+    imports is in the image. Raises ValueError for settings that are no literals, or wrong."""
     try:
         tree = ast.parse(Path(path).expanduser().read_bytes(), path)
     except (OSError, SyntaxError):
@@ -64,13 +66,23 @@ def container_settings(path: str) -> Settings | None:
     try:
         given = {name: ast.literal_eval(value) for name, value in given.items()}
     except ValueError:
-        raise ValueError(f"{path}: {', '.join(given)}: a file with an image says these as literals") from None
+        raise ValueError(
+            f"{path}: {', '.join(given)}: a file with an image says these as literals"
+        ) from None
     settings = Settings(**given)
     rules = [
-        ("image", isinstance(settings.image, str) and re.fullmatch(r"\w\S*", settings.image), "an image's name"),
+        (
+            "image",
+            isinstance(settings.image, str) and re.fullmatch(r"\w\S*", settings.image),
+            "an image's name",
+        ),
         ("network", isinstance(settings.network, bool), "True or False"),
         ("cpus", type(settings.cpus) in (int, float) and settings.cpus > 0, "a number above 0"),
-        ("memory", re.fullmatch(r"[1-9]\d*[bkmg]", str(settings.memory)), 'text such as "512m" or "2g"'),
+        (
+            "memory",
+            re.fullmatch(r"[1-9]\d*[bkmg]", str(settings.memory)),
+            'text such as "512m" or "2g"',
+        ),
     ]
     for name, is_good, rule in rules:
         if not is_good:
@@ -88,17 +100,44 @@ class Runtime:
     def argv(self, name: str, path: str, settings: Settings, hook_timeout_s: float) -> list[str]:
         """The command that asks for a container, and then speaks with what runs in it."""
         file = Path(path).expanduser().resolve()
-        given = ["--name", name, "--label", f"{OWNER}={owner()}", "--label", f"rl_core.worker={self.worker}"]
-        given += ["--cpus", f"{settings.cpus:g}", "--memory", settings.memory, "--memory-swap", settings.memory]
+        given = [
+            "--name",
+            name,
+            "--label",
+            f"{OWNER}={owner()}",
+            "--label",
+            f"rl_core.worker={self.worker}",
+        ]
+        given += [
+            "--cpus",
+            f"{settings.cpus:g}",
+            "--memory",
+            settings.memory,
+            "--memory-swap",
+            settings.memory,
+        ]
         given += ["--network", "bridge" if settings.network else "none"]
-        given += ["--mount", f"type=bind,source={file.parent},target=/env,readonly", "--entrypoint", "python"]
-        inside = ["-m", "rl_core.service.contained", f"/env/{file.name}", "--hook_timeout_s", f"{hook_timeout_s:g}"]
+        given += [
+            "--mount",
+            f"type=bind,source={file.parent},target=/env,readonly",
+            "--entrypoint",
+            "python",
+        ]
+        inside = [
+            "-m",
+            "rl_core.service.contained",
+            f"/env/{file.name}",
+            "--hook_timeout_s",
+            f"{hook_timeout_s:g}",
+        ]
         return [self.program, "run", *CONFINED.split(), *given, settings.image, *inside]
 
     def remove_argv(self, names: list[str]) -> list[str]:
         return [self.program, "rm", "--force", *names]
 
-    async def open(self, path: str, settings: Settings, hook_timeout_s: float, died: Callable[[str], None]) -> Box:
+    async def open(
+        self, path: str, settings: Settings, hook_timeout_s: float, died: Callable[[str], None]
+    ) -> Box:
         name = f"rl-core-{self.worker}-{secrets.token_hex(4)}"
         argv = self.argv(name, path, settings, hook_timeout_s)
         pipe = asyncio.subprocess.PIPE
@@ -112,8 +151,11 @@ class Runtime:
         return Box(self, name, process, died)
 
     def reap(self) -> None:
-        """Removes containers of workers of this host that are no more. Raises OSError if there is no engine."""
-        listed = self._run(["ps", "--all", "--filter", f"label={OWNER}", "--format", "{{.ID}} {{.Labels}}"])
+        """Removes containers of workers of this host that are no more. Raises OSError if there is
+        no engine."""
+        listed = self._run(
+            ["ps", "--all", "--filter", f"label={OWNER}", "--format", "{{.ID}} {{.Labels}}"]
+        )
         # docker writes owner=X,other=Y and podman map[owner:X other:Y]
         found = re.findall(rf"^(\S+) .*\b{re.escape(OWNER)}[=:](\S+ \d+ \d*)", listed, re.MULTILINE)
         dead = [id for id, label in found if is_dead(label)]
@@ -122,7 +164,9 @@ class Runtime:
                 self._run(self.remove_argv(dead)[1:])
 
     def _run(self, args: list[str]) -> str:
-        done = subprocess.run([self.program, *args], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [self.program, *args], capture_output=True, text=True, timeout=60, check=False
+        )
         if done.returncode:
             raise OSError(" ".join(done.stderr.split())[:300])
         return done.stdout
@@ -168,7 +212,13 @@ def start_time(pid: int) -> str:
 class Box:
     """A container's process: Requests go in, Replies come out."""
 
-    def __init__(self, runtime: Runtime, name: str, process: asyncio.subprocess.Process, died: Callable[[str], None]):
+    def __init__(
+        self,
+        runtime: Runtime,
+        name: str,
+        process: asyncio.subprocess.Process,
+        died: Callable[[str], None],
+    ):
         self.runtime, self.name, self.process, self.died = runtime, name, process, died
         self.waiting: dict[int, asyncio.Future] = {}
         self.next_id, self.end = 0, ""
@@ -178,7 +228,10 @@ class Box:
     async def ask(self, timeout_s: float, **verb: Any) -> Any:
         """The verb's reply. Raises ServiceError."""
         self.next_id += 1
-        request, future = pb.Request(id=self.next_id, **verb), asyncio.get_running_loop().create_future()
+        request, future = (
+            pb.Request(id=self.next_id, **verb),
+            asyncio.get_running_loop().create_future(),
+        )
         if self.end:
             raise ServiceError(StatusCode.UNKNOWN, self.end)
         self.waiting[request.id] = future
@@ -245,7 +298,8 @@ class ContainedSession:
         self.name, self.env, self.request = name, env, request
         self.status, self.reason = pb.RUNNING, ""
         self.box: Box | None = None
-        self.inner, self.number = "", 0  # its name in the container; the last number that was answered
+        # Its name in the container; the last number that was answered.
+        self.inner, self.number = "", 0
 
     async def start(self) -> pb.StartReply:
         """Raises ServiceError if there is no container, or the file's start() fails in it."""
@@ -278,7 +332,11 @@ class ContainedSession:
         try:
             return await self.box.ask(timeout_s, **verb)
         except ServiceError as error:
-            if error.code in (StatusCode.UNKNOWN, StatusCode.DEADLINE_EXCEEDED, StatusCode.INTERNAL):
+            if error.code in (
+                StatusCode.UNKNOWN,
+                StatusCode.DEADLINE_EXCEEDED,
+                StatusCode.INTERNAL,
+            ):
                 self.fail(error.message)
             raise
 
@@ -293,9 +351,18 @@ class ContainedSession:
 
 
 class ContainedEnv:
-    """A file whose sessions run in containers. One more container answers what belongs to no session."""
+    """A file whose sessions run in containers. One more container answers what belongs to no
+    session."""
 
-    def __init__(self, path: str, settings: Settings, runtime: Runtime, *, hook_timeout_s: float, idle_s: float):
+    def __init__(
+        self,
+        path: str,
+        settings: Settings,
+        runtime: Runtime,
+        *,
+        hook_timeout_s: float,
+        idle_s: float,
+    ):
         self.name, self.path = Path(path).stem, path
         self.settings, self.runtime, self.hook_timeout_s = settings, runtime, hook_timeout_s
         self.capacity, self.idle_s, self.patience_s = settings.capacity, idle_s, hook_timeout_s
@@ -304,7 +371,9 @@ class ContainedEnv:
         self.lock = asyncio.Lock()
 
     @classmethod
-    async def open(cls, path: str, settings: Settings, runtime: Runtime, **limits: float) -> ContainedEnv:
+    async def open(
+        cls, path: str, settings: Settings, runtime: Runtime, **limits: float
+    ) -> ContainedEnv:
         """Raises ValueError if its container does not start, or the file cannot be served."""
         env = cls(path, settings, runtime, **limits)
         try:
@@ -312,7 +381,8 @@ class ContainedEnv:
         except ServiceError as error:
             raise ValueError(f"{path}: {settings.image}: {error}; why is written above") from None
         env.described.idle_s = env.idle_s
-        env.patience_s = 2 * env.hook_timeout_s + 30.0  # hooks in the container have deadlines of their own
+        # Hooks in the container have deadlines of their own.
+        env.patience_s = 2 * env.hook_timeout_s + 30.0
         return env
 
     async def open_box(self, died: Callable[[str], None]) -> Box:

@@ -1,5 +1,5 @@
-"""Who may hold a connection of the HTTP port. One that has not shown the token is a stranger's: it has seconds to do so,
-there are few of them, and what is refused is told once a minute."""
+"""Who may hold a connection of the HTTP port. One that has not shown the token is a stranger's: it
+has seconds to do so, there are few of them, and what is refused is told once a minute."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ TOLD_S = 60.0
 
 
 class Refusals:
-    """Tells on stderr what was refused: of each kind one line a minute at most, with how often it happened."""
+    """Tells on stderr what was refused: of each kind one line a minute at most, with how often it
+    happened."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.clock, self.told_s, self.num_untold = clock, {}, Counter()
@@ -55,7 +56,8 @@ class Refusals:
 
 
 class Door:
-    """Ends connections that do not show the token in time, and the oldest of them where there are too many."""
+    """Ends connections that do not show the token in time, and the oldest of them where there are
+    too many."""
 
     def __init__(self, refusals: Refusals):
         self.refusals = refusals
@@ -64,7 +66,10 @@ class Door:
 
     def meet(self, visitor: Visitor) -> None:
         if len(self.strangers) >= self.most:
-            self.end(next(iter(self.strangers)), f"connections beside {self.most} others that have not shown the token")
+            self.end(
+                next(iter(self.strangers)),
+                f"connections beside {self.most} others that have not shown the token",
+            )
         late = f"connections that had not shown the token after {FIRST_S:g} s"
         timer = asyncio.get_running_loop().call_later(FIRST_S, self.end, visitor, late)
         self.strangers[visitor] = timer
@@ -99,7 +104,8 @@ class Visitor(web.RequestHandler):
 
 
 def raise_open_files() -> int:
-    """How many files this process may have open: as many as the system lets it, up to MAX_OPEN_FILES."""
+    """How many files this process may have open: as many as the system lets it, up to
+    MAX_OPEN_FILES."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft == resource.RLIM_INFINITY:

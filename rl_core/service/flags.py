@@ -8,17 +8,34 @@ TOKEN_VARIABLE = "RL_CORE_SERVICE_TOKEN"
 
 
 def add_access(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--token_file", default="", help=f"file with the token; default: the variable {TOKEN_VARIABLE}")
+    parser.add_argument(
+        "--token_file",
+        default="",
+        help=f"file with the token; default: the variable {TOKEN_VARIABLE}",
+    )
     parser.add_argument("--tls_cert", default="", help="PEM file: the server's certificate chain")
     parser.add_argument("--tls_key", default="", help="PEM file: its key")
-    parser.add_argument("--tls_ca", default="", help="PEM file: whom to trust when joining by TLS; or: system")
+    parser.add_argument(
+        "--tls_ca", default="", help="PEM file: whom to trust when joining by TLS; or: system"
+    )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Of rl-core serve and of its workers."""
     parser.add_argument("envs", nargs="*", metavar="ENV.py", help="environment files")
-    parser.add_argument("--capacity", type=int, default=1_000, help="sessions of each environment in one worker")
-    parser.add_argument("--idle_s", type=float, default=600.0, help="a session expires after so long without a request")
-    parser.add_argument("--hook_timeout_s", type=float, default=60.0, help="deadline of each call of a hook")
-    parser.add_argument("--join", default="", help="HOST:PORT of a controller, or several with commas")
+    parser.add_argument(
+        "--capacity", type=int, default=1_000, help="sessions of each environment in one worker"
+    )
+    parser.add_argument(
+        "--idle_s",
+        type=float,
+        default=600.0,
+        help="a session expires after so long without a request",
+    )
+    parser.add_argument(
+        "--hook_timeout_s", type=float, default=60.0, help="deadline of each call of a hook"
+    )
+    parser.add_argument(
+        "--join", default="", help="HOST:PORT of a controller, or several with commas"
+    )
     add_access(parser)

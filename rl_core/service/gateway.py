@@ -21,7 +21,15 @@ from rl_core.service import environments_pb2 as pb
 from rl_core.service.door import FIRST_S, Door, Refusals, Visitor, make_log
 from rl_core.service.hub import Hub
 from rl_core.service.security import Access
-from rl_core.service.wire import CODES, MAX_REQUEST, REQUESTS, ServiceError, failed, from_json, wrong
+from rl_core.service.wire import (
+    CODES,
+    MAX_REQUEST,
+    REQUESTS,
+    ServiceError,
+    failed,
+    from_json,
+    wrong,
+)
 
 # As in Google's table of canonical codes.
 HTTP = {
@@ -40,7 +48,9 @@ SHORT = 1 << 16  # bytes of a body that is read though its request is refused
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
-async def open_http(hub: Hub, access: Access, args: argparse.Namespace, stack: AsyncExitStack) -> int:
+async def open_http(
+    hub: Hub, access: Access, args: argparse.Namespace, stack: AsyncExitStack
+) -> int:
     """The port."""
     context, metrics = None, Metrics(hub)
     if access.cert:
@@ -50,7 +60,9 @@ async def open_http(hub: Hub, access: Access, args: argparse.Namespace, stack: A
     door = Door(refusals)
     loop.set_exception_handler(refusals.handle)
     stack.callback(loop.set_exception_handler, None)
-    runner = web.AppRunner(make_app(hub, access, metrics, door), handler_cancellation=True, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        make_app(hub, access, metrics, door), handler_cancellation=True, shutdown_timeout=1.0
+    )
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     # Bodies are not inflated: those of strangers would be, before anybody asks for the token.
@@ -58,10 +70,13 @@ async def open_http(hub: Hub, access: Access, args: argparse.Namespace, stack: A
     host = args.host.strip("[]")
     tls = {"ssl": context, "ssl_handshake_timeout": FIRST_S} if context else {}
     try:
-        server = await loop.create_server(lambda: Visitor(runner.server, door, **how), host, args.http_port, **tls)
+        server = await loop.create_server(
+            lambda: Visitor(runner.server, door, **how), host, args.http_port, **tls
+        )
     except OSError as error:
         raise ValueError(
-            f"--http_port {args.http_port} of {host}: {os.strerror(error.errno)}; --http_port 0 finds one"
+            f"--http_port {args.http_port} of {host}: {os.strerror(error.errno)}; --http_port 0 "
+            "finds one"
         ) from None
     stack.callback(server.close)
     return server.sockets[0].getsockname()[1]
@@ -69,14 +84,18 @@ async def open_http(hub: Hub, access: Access, args: argparse.Namespace, stack: A
 
 def check_admission(access: Access, request: web.Request) -> None:
     """Raises ServiceError for whom no body is read."""
-    if "Origin" in request.headers:  # a page of any site would reach a service of this machine without a token
+    # A page of any site would reach a service of this machine without a token.
+    if "Origin" in request.headers:
         raise ServiceError(StatusCode.PERMISSION_DENIED, "pages in a browser may not ask")
     if not access.is_right(request.headers.get("Authorization", "")):
-        raise ServiceError(StatusCode.UNAUTHENTICATED, "the token is missing or wrong: Authorization: Bearer TOKEN")
+        raise ServiceError(
+            StatusCode.UNAUTHENTICATED, "the token is missing or wrong: Authorization: Bearer TOKEN"
+        )
 
 
 async def turn_away(request: web.Request, response: web.Response) -> None:
-    """Ends the connection of a request that is not admitted. The rest of a short body is read, so that its sender hears why."""
+    """Ends the connection of a request that is not admitted. The rest of a short body is read, so
+    that its sender hears why."""
     response.force_close()
     is_short = not request.body_exists or (request.content_length or math.inf) <= SHORT
     if not is_short:
@@ -99,12 +118,19 @@ def make_app(hub: Hub, access: Access, metrics: Metrics, door: Door) -> web.Appl
         if encoding != "identity":
             raise wrong(f"Content-Encoding: {encoding[:40]} is not read; send the body as it is")
         if verb not in REQUESTS:
-            raise ServiceError(StatusCode.NOT_FOUND, f"there is no verb {verb[:40]!r}; there are {', '.join(REQUESTS)}")
+            raise ServiceError(
+                StatusCode.NOT_FOUND,
+                f"there is no verb {verb[:40]!r}; there are {', '.join(REQUESTS)}",
+            )
         try:
-            message = json_format.ParseDict(from_json(await request.text() or "{}", dict, "the body"), REQUESTS[verb]())
+            message = json_format.ParseDict(
+                from_json(await request.text() or "{}", dict, "the body"), REQUESTS[verb]()
+            )
             timeout_s = float(request.query.get("timeout_s", 0))
         except web.HTTPRequestEntityTooLarge:
-            raise ServiceError(StatusCode.RESOURCE_EXHAUSTED, f"a request may have {MAX_REQUEST} bytes") from None
+            raise ServiceError(
+                StatusCode.RESOURCE_EXHAUSTED, f"a request may have {MAX_REQUEST} bytes"
+            ) from None
         except (ValueError, LookupError, json_format.ParseError) as error:
             raise wrong(f"no {REQUESTS[verb].DESCRIPTOR.name} in JSON: {error}") from None
         return await hub.answer(pb.Request(timeout_s=timeout_s, **{verb: message}))
@@ -149,7 +175,9 @@ class Metrics:
     def __init__(self, hub: Hub):
         self.hub, self.registry = hub, CollectorRegistry()
         about = "Seconds from a request's arrival to its reply, time in the queue included"
-        self.seconds = Histogram("rl_core_request_seconds", about, ["verb"], buckets=BUCKETS, registry=self.registry)
+        self.seconds = Histogram(
+            "rl_core_request_seconds", about, ["verb"], buckets=BUCKETS, registry=self.registry
+        )
         self.of_verb = {verb: self.seconds.labels(verb) for verb in (*REQUESTS, "none")}
         self.registry.register(self)
         hub.observe = lambda verb, seconds: self.of_verb[verb].observe(seconds)
@@ -178,11 +206,15 @@ class Metrics:
             for env, value in values.items():
                 gauge.add_metric([env], value)
             yield gauge
-        counter = CounterMetricFamily("rl_core_interactions", "Interactions of workers that were here", labels=["env"])
+        counter = CounterMetricFamily(
+            "rl_core_interactions", "Interactions of workers that were here", labels=["env"]
+        )
         for env, value in interactions.items():
             counter.add_metric([env], value)
         yield counter
-        counter = CounterMetricFamily("rl_core_ended", "Sessions that ended so", labels=["env", "status"])
+        counter = CounterMetricFamily(
+            "rl_core_ended", "Sessions that ended so", labels=["env", "status"]
+        )
         for labels, value in ended.items():
             counter.add_metric(labels, value)
         yield counter

@@ -1,4 +1,5 @@
-"""An environment file as a worker serves it: what clients must know of it, its tasks, and its functions without a session."""
+"""An environment file as a worker serves it: what clients must know of it, its tasks, and its
+functions without a session."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class LocalEnv:
 
     def describe(self, has: dict[str, Any]) -> pb.Environment:
         env, path = self.env, self.path
-        described = pb.Environment(name=env.name, max_turns=env.max_turns, name_prefix=env.name_prefix)
+        described = pb.Environment(
+            name=env.name, max_turns=env.max_turns, name_prefix=env.name_prefix
+        )
         described.tools = to_json(env.tools, f"{path}: tools") if env.tools else ""
         described.code = env.code()
         described.turns = env.turns if isinstance(env.turns, str) else ""
@@ -77,7 +80,9 @@ class LocalEnv:
                     task.id, task.info = request.task_id or task.id, info
                     return task
                 messages = check_messages(from_json(request.messages, list, "messages"))
-                return Task(id=request.task_id, env=self.name, row=row, messages=messages, info=info)
+                return Task(
+                    id=request.task_id, env=self.name, row=row, messages=messages, info=info
+                )
             except ValueError as error:
                 raise wrong(str(error)) from None
         split, _, index = request.task_id.rpartition("/")
@@ -85,7 +90,9 @@ class LocalEnv:
         rows = await self.rows_of(split) if split in SPLITS and is_index else []
         if not is_index or int(index) >= len(rows):
             hint = "its tasks are train/0, train/1 ... and eval/0 ...; or send a row"
-            raise ServiceError(StatusCode.NOT_FOUND, f"{self.name} has no task {request.task_id[:80]!r}; {hint}")
+            raise ServiceError(
+                StatusCode.NOT_FOUND, f"{self.name} has no task {request.task_id[:80]!r}; {hint}"
+            )
         task = make_task(rows[int(index)], int(index), self.name, split)
         task.info = info
         return task
@@ -93,7 +100,9 @@ class LocalEnv:
     async def rows_of(self, split: str) -> Any:
         """The rows of a split, loaded once."""
         if self.env.load_tasks is None:
-            raise ServiceError(StatusCode.NOT_FOUND, f"{self.name} brings no tasks (no load_tasks); send rows")
+            raise ServiceError(
+                StatusCode.NOT_FOUND, f"{self.name} brings no tasks (no load_tasks); send rows"
+            )
         if split not in SPLITS:
             raise wrong(f"{split[:80]!r} is no split; there are {' and '.join(SPLITS)}")
         if split not in self.rows or (self.rows[split].done() and self.rows[split].exception()):
@@ -106,8 +115,12 @@ class LocalEnv:
     async def tasks(self, request: pb.TasksRequest) -> pb.TasksReply:
         rows, size = await self.rows_of(request.split), 0
         reply = pb.TasksReply(total=len(rows))
-        for index in range(request.first, min(request.first + min(request.count or ROWS, ROWS), len(rows))):
-            row = to_json(rows[index], f"row {index} of {self.path}'s load_tasks({request.split!r})")
+        for index in range(
+            request.first, min(request.first + min(request.count or ROWS, ROWS), len(rows))
+        ):
+            row = to_json(
+                rows[index], f"row {index} of {self.path}'s load_tasks({request.split!r})"
+            )
             size += len(row)
             if size > ROW_BYTES and reply.rows:
                 break
@@ -116,7 +129,10 @@ class LocalEnv:
 
     async def call(self, request: pb.CallRequest) -> pb.CallReply:
         """A function that belongs to no session."""
-        given, what = from_json(request.given, dict, "given"), f"{self.path}: what {request.hook}() returned"
+        given, what = (
+            from_json(request.given, dict, "given"),
+            f"{self.path}: what {request.hook}() returned",
+        )
         try:
             if request.hook == "advantage_fn" and self.env.advantage_fn:
                 value = await asyncio.to_thread(self.env.advantage_fn, from_list(given, "rewards"))
@@ -131,7 +147,9 @@ class LocalEnv:
                 raise wrong(f"given: task is none: {error}") from None
             given |= {"task": task, "prompt": task.messages, "messages": task.messages}
             if "trajectories" in given:
-                given["trajectories"] = [read_trajectory(t) for t in from_list(given, "trajectories")]
+                given["trajectories"] = [
+                    read_trajectory(t) for t in from_list(given, "trajectories")
+                ]
             value = await hook(task, dict.fromkeys(hook.ours) | given)
             return pb.CallReply(value=to_json(value, what))
         except (HookError, RunError) as error:

@@ -1,5 +1,6 @@
-"""The server that clients and workers dial: it passes requests to the worker of their session, and starts sessions where there
-is most room. It keeps no state that its death loses: a session's name begins with its worker's, and workers tell their loads."""
+"""The server that clients and workers dial: it passes requests to the worker of their session, and
+starts sessions where there is most room. It keeps no state that its death loses: a session's name
+begins with its worker's, and workers tell their loads."""
 
 from __future__ import annotations
 
@@ -39,16 +40,20 @@ PENDING = 20_000  # requests of one client that are not answered; more are refus
 MAX_DETAILS = 2_000  # bytes of an error of a verb that is called alone
 NOT_FOUND = StatusCode.NOT_FOUND.value[0]
 KEPT_PAST = 1_000  # workers that are gone and could come back
-UNREAD = 16 << 20  # bytes of replies that a client has not read, during which the server begins no more of its requests
+# Bytes of replies that a client has not read, during which the server begins no more of its
+# requests.
+UNREAD = 16 << 20
 
 
 class Hub:
     def __init__(self, *, heartbeat_s: float = 2.0, max_queue: int = 10_000):
         self.heartbeat_s = heartbeat_s
-        self.observe: Callable[[str, float], None] = lambda verb, seconds: None  # of each request that was answered
+        # Of each request that was answered.
+        self.observe: Callable[[str, float], None] = lambda verb, seconds: None
         self.links: dict[str, WorkerLink] = {}
         self.lost: dict[str, float] = {}  # worker -> when it was last heard; 0: known to be dead
-        # Worker that is gone -> its last heartbeat, for totals; "": the sum of those before the last KEPT_PAST.
+        # Worker that is gone -> its last heartbeat, for totals; "": the sum of those before the
+        # last KEPT_PAST.
         self.past = {"": pb.Worker()}
         self.envs: dict[str, pb.Environment] = {}
         self.starts = Starts(self.links, max_queue, self.link_of)
@@ -63,7 +68,8 @@ class Hub:
     # --- requests
 
     def submit(self, request: pb.Request, client: ClientStream) -> None:
-        """Answers a request of a stream. The common case, a session whose worker is here, costs no task."""
+        """Answers a request of a stream. The common case, a session whose worker is here, costs no
+        task."""
         client.num_open += 1
         id, verb, began_s = request.id, request.WhichOneof("verb"), time.perf_counter()
         link = self.links.get(getattr(request, verb).session[:12]) if verb in OF_SESSION else None
@@ -100,12 +106,18 @@ class Hub:
 
     async def answer(self, request: pb.Request, again: bool = False) -> pb.Reply:
         """The reply to any request; errors are replies too. again: a worker may have it already."""
-        timeout_s, verb, began_s = limit(request.timeout_s), request.WhichOneof("verb"), time.perf_counter()
+        timeout_s, verb, began_s = (
+            limit(request.timeout_s),
+            request.WhichOneof("verb"),
+            time.perf_counter(),
+        )
         try:
             if verb is None:
                 raise wrong("the request has no verb")
             if request.ByteSize() > MAX_REQUEST:
-                raise ServiceError(StatusCode.RESOURCE_EXHAUSTED, f"a request may have {MAX_REQUEST} bytes")
+                raise ServiceError(
+                    StatusCode.RESOURCE_EXHAUSTED, f"a request may have {MAX_REQUEST} bytes"
+                )
             return await asyncio.wait_for(self.route(request, verb, again), timeout_s)
         except ServiceError as error:
             return failed(0, error)
@@ -135,14 +147,18 @@ class Hub:
         raise ServiceError(StatusCode.DATA_LOSS, f"2 workers went away while they answered {verb}")
 
     async def in_session(self, request: pb.Request, verb: str, again: bool) -> pb.Reply:
-        """Asks again if the connection broke and the worker came back: it does nothing twice that has a number."""
+        """Asks again if the connection broke and the worker came back: it does nothing twice that
+        has a number."""
         asked = getattr(request, verb)
         found = SESSION.fullmatch(asked.session)
         if not found:
             raise ServiceError(StatusCode.NOT_FOUND, f"{asked.session[:40]!r} is no session's name")
         while True:
             if again and verb in NUMBERED and asked.number == 0:
-                message = "the connection to the worker broke, and a request without a number is not sent again"
+                message = (
+                    "the connection to the worker broke, and a request without a number is not "
+                    "sent again"
+                )
                 raise ServiceError(StatusCode.ABORTED, message)
             reply = await (await self.link_of(found[1])).answer(request)
             if reply is not None:
@@ -158,7 +174,9 @@ class Hub:
         """Raises ServiceError (DATA_LOSS) for a worker that is gone."""
         while worker not in self.links:
             if self.left_s(worker) <= 0:
-                raise ServiceError(StatusCode.DATA_LOSS, f"the session is lost: its worker {worker} is gone")
+                raise ServiceError(
+                    StatusCode.DATA_LOSS, f"the session is lost: its worker {worker} is gone"
+                )
             await self.changed.wait()
         return self.links[worker]
 
@@ -166,7 +184,9 @@ class Hub:
         while env not in self.envs:
             if time.monotonic() - self.began_s > (self.grace_s if self.envs else FIRST_S):
                 known = ", ".join(sorted(self.envs)) or "none yet: no worker has joined"
-                raise ServiceError(StatusCode.NOT_FOUND, f"there is no environment {env[:80]!r}; there are {known}")
+                raise ServiceError(
+                    StatusCode.NOT_FOUND, f"there is no environment {env[:80]!r}; there are {known}"
+                )
             await self.changed.wait()
 
     async def any_link(self, env: str) -> WorkerLink:
@@ -178,7 +198,9 @@ class Hub:
     async def describe(self, env: str) -> pb.DescribeReply:
         if env:
             await self.must_know(env)
-        return pb.DescribeReply(envs=[self.envs[name] for name in sorted(self.envs) if env in ("", name)])
+        return pb.DescribeReply(
+            envs=[self.envs[name] for name in sorted(self.envs) if env in ("", name)]
+        )
 
     def workers(self) -> pb.WorkersReply:
         now = time.monotonic()
@@ -207,25 +229,34 @@ class Hub:
         return pb.RenewReply(gone=gone)
 
     async def find_key(self, start: pb.StartRequest) -> None:
-        """Asks the workers whose session a start's key is: it was sent before, perhaps over another hub."""
+        """Asks the workers whose session a start's key is: it was sent before, perhaps over another
+        hub."""
         while time.monotonic() - self.began_s < self.grace_s:  # not all have dialled in yet
             await self.changed.wait()
         if start.key and (start.env, start.key) not in self.starts.worker_of:
             asks = {"env": start.env, "key": start.key, "again": True}
             of_env = [name for name, link in self.links.items() if start.env in link.loads]
-            replies = await self.ask_all({name: pb.Request(start=pb.StartRequest(**asks)) for name in of_env})
+            replies = await self.ask_all(
+                {name: pb.Request(start=pb.StartRequest(**asks)) for name in of_env}
+            )
             for name in [name for name, reply in replies.items() if reply.code != NOT_FOUND]:
                 self.starts.remember((start.env, start.key), name)
         start.again = False
 
     async def ask_all(self, requests: dict[str, pb.Request]) -> dict[str, pb.Reply]:
-        """Worker -> its reply. A worker that is blocked hears of this when it goes on; others do not wait for it."""
-        asked = {name: asyncio.ensure_future(self.links[name].answer(request)) for name, request in requests.items()}
+        """Worker -> its reply. A worker that is blocked hears of this when it goes on; others do
+        not wait for it."""
+        asked = {
+            name: asyncio.ensure_future(self.links[name].answer(request))
+            for name, request in requests.items()
+        }
         if asked:
             _, blocked = await asyncio.wait(asked.values(), timeout=self.grace_s)
             for task in blocked:
                 task.cancel()
-        return {name: task.result() for name, task in asked.items() if task.done() and task.result()}
+        return {
+            name: task.result() for name, task in asked.items() if task.done() and task.result()
+        }
 
     # --- workers
 
@@ -235,8 +266,8 @@ class Hub:
         self.starts.release()
 
     async def watch(self) -> None:
-        """Removes silent workers, and lets those who wait for one look at the clock. While this process stands still it hears
-        none of them: that is no silence."""
+        """Removes silent workers, and lets those who wait for one look at the clock. While this
+        process stands still it hears none of them: that is no silence."""
         now = time.monotonic()
         while True:
             before = now
@@ -248,7 +279,9 @@ class Hub:
                 if now - link.heard_s > self.grace_s:
                     self.drop(link)
             if now - self.began_s > self.grace_s:  # one that was never here is lost then, too
-                self.lost = {name: seen_s for name, seen_s in self.lost.items() if self.left_s(name) > 0}
+                self.lost = {
+                    name: seen_s for name, seen_s in self.lost.items() if self.left_s(name) > 0
+                }
             self.tell()
 
     def died(self, worker: str) -> None:
@@ -261,12 +294,15 @@ class Hub:
             self.lost.setdefault(link.name, link.heard_s)
             self.past[link.name] = link.beat
             if len(self.past) > 1 + KEPT_PAST:
-                # Which of them counted what is forgotten: if it came back, its numbers would count twice.
+                # Which of them counted what is forgotten: if it came back, its numbers would count
+                # twice.
                 add_loads(self.past[""], self.past.pop(next(filter(None, self.past))))
             self.tell()
         link.close()
 
-    async def join(self, _: AsyncIterator[pb.FromWorker], context: grpc.aio.ServicerContext) -> None:
+    async def join(
+        self, _: AsyncIterator[pb.FromWorker], context: grpc.aio.ServicerContext
+    ) -> None:
         try:
             data = await asyncio.wait_for(context.read(), self.grace_s)
             first = parse(pb.FromWorker, b"" if data is grpc.aio.EOF else data)
@@ -316,23 +352,32 @@ class Hub:
     def unary(self, verb: str) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]:
         async def handle(data: bytes, context: grpc.aio.ServicerContext) -> Any:
             try:
-                request = pb.Request(timeout_s=context.time_remaining() or 0.0, **{verb: parse(REQUESTS[verb], data)})
+                request = pb.Request(
+                    timeout_s=context.time_remaining() or 0.0, **{verb: parse(REQUESTS[verb], data)}
+                )
                 reply = await self.answer(request)
             except ServiceError as error:
                 reply = failed(0, error)
             if reply.code:
-                # It travels as a header, of which clients take 8 KiB; each byte that is not ASCII takes three.
-                await context.abort(CODES[reply.code], reply.error.encode()[:MAX_DETAILS].decode(errors="ignore"))
+                # It travels as a header, of which clients take 8 KiB; each byte that is not ASCII
+                # takes three.
+                await context.abort(
+                    CODES[reply.code], reply.error.encode()[:MAX_DETAILS].decode(errors="ignore")
+                )
             return getattr(reply, verb)
 
         return handle
 
-    async def stream(self, _: AsyncIterator[pb.Requests], context: grpc.aio.ServicerContext) -> None:
+    async def stream(
+        self, _: AsyncIterator[pb.Requests], context: grpc.aio.ServicerContext
+    ) -> None:
         """Many requests at a time; replies as they come."""
         client = ClientStream()
         reader = asyncio.ensure_future(self.hear_client(client, context))
         try:
-            while not client.is_over and (not client.has_said_all or client.num_open or client.outbox.messages):
+            while not client.is_over and (
+                not client.has_said_all or client.num_open or client.outbox.messages
+            ):
                 await client.outbox.filled.wait()
                 if batch := client.outbox.take():
                     await context.write(pb.Replies(replies=batch))
@@ -351,7 +396,10 @@ class Hub:
                     if client.num_open < PENDING:
                         self.submit(request, client)
                     else:
-                        error = ServiceError(StatusCode.RESOURCE_EXHAUSTED, f"{PENDING} requests are not answered yet")
+                        error = ServiceError(
+                            StatusCode.RESOURCE_EXHAUSTED,
+                            f"{PENDING} requests are not answered yet",
+                        )
                         client.outbox.put(failed(request.id, error))
         except ServiceError as error:
             client.close(error)
@@ -361,10 +409,14 @@ class Hub:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         handlers = {
-            verb.title(): grpc.unary_unary_rpc_method_handler(self.unary(verb), None, REPLIES[verb].SerializeToString)
+            verb.title(): grpc.unary_unary_rpc_method_handler(
+                self.unary(verb), None, REPLIES[verb].SerializeToString
+            )
             for verb in VERBS
         }
-        handlers["Stream"] = grpc.stream_stream_rpc_method_handler(self.stream, None, pb.Replies.SerializeToString)
+        handlers["Stream"] = grpc.stream_stream_rpc_method_handler(
+            self.stream, None, pb.Replies.SerializeToString
+        )
         join = grpc.stream_stream_rpc_method_handler(self.join, None, pb.ToWorker.SerializeToString)
         server.add_generic_rpc_handlers(
             [

@@ -1,4 +1,5 @@
-"""Which hubs a worker joins: each address of --join, and each that a name in it means (a headless service of Kubernetes)."""
+"""Which hubs a worker joins: each address of --join, and each that a name in it means (a headless
+service of Kubernetes)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ LOOK_S = 5.0  # how often names are looked up again
 
 
 async def join_all(join: str, uplinks: list[Any], open_uplink: Callable[[str, str], Any]) -> None:
-    """Keeps a link to each hub in `uplinks`. open_uplink(address, host) makes one; host is the name in its certificate."""
+    """Keeps a link to each hub in `uplinks`. open_uplink(address, host) makes one; host is the name
+    in its certificate."""
     known: dict[str, dict[str, str]] = {}  # item of join -> its addresses
     links: dict[str, Any] = {}
     while True:
@@ -29,14 +31,17 @@ async def join_all(join: str, uplinks: list[Any], open_uplink: Callable[[str, st
 
 
 async def addresses(item: str) -> dict[str, str]:
-    """Address -> host of a HOST:PORT or unix:PATH: itself if it has one address. Empty if the name is not known (yet)."""
+    """Address -> host of a HOST:PORT or unix:PATH: itself if it has one address. Empty if the name
+    is not known (yet)."""
     host, colon, port = item.rpartition(":")
     if item.startswith("unix:"):
         return {item: ""}
     if not colon or not port.isdecimal():
         raise ValueError(f"--join {item} must be HOST:PORT, or several with commas")
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM
+        )
     except OSError as error:
         print(f"--join {item}: {error}; looked up again soon", file=sys.stderr, flush=True)
         return {}

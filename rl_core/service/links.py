@@ -13,7 +13,8 @@ from grpc import StatusCode
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.wire import CODES, Outbox, ServiceError, failed
 
-MAX_UNREAD = 128 << 20  # bytes of replies that a client may leave unread; then its stream ends, and it may ask again
+# Bytes of replies that a client may leave unread; then its stream ends, and it may ask again.
+MAX_UNREAD = 128 << 20
 
 Done = Callable[["pb.Reply | None"], Any]
 
@@ -35,10 +36,15 @@ class WorkerLink:
     def room(self, env: str) -> int:
         """Sessions that it can still take."""
         load = self.loads.get(env)
-        return load.capacity - load.sessions - self.started[env] if load and not self.beat.draining else 0
+        return (
+            load.capacity - load.sessions - self.started[env]
+            if load and not self.beat.draining
+            else 0
+        )
 
     def ask(self, request: pb.Request, verb: str, done: Done) -> int:
-        """The number by which the worker knows the request. done(reply) is called once, with None if the connection breaks."""
+        """The number by which the worker knows the request. done(reply) is called once, with None
+        if the connection breaks."""
         self.last_id += 1
         request.id = self.last_id
         self.waiting[request.id] = verb, done
@@ -63,7 +69,10 @@ class WorkerLink:
             return
         if reply.code not in CODES or (reply.code == 0 and reply.WhichOneof("verb") != verb):
             reply = failed(
-                0, ServiceError(StatusCode.INTERNAL, f"worker {self.name} answered {verb} with something else")
+                0,
+                ServiceError(
+                    StatusCode.INTERNAL, f"worker {self.name} answered {verb} with something else"
+                ),
             )
         done(reply)
 

@@ -1,4 +1,5 @@
-"""Who may speak: a bearer token, and TLS by files. A token is read from a file or the environment, never from a flag or a URL."""
+"""Who may speak: a bearer token, and TLS by files. A token is read from a file or the environment,
+never from a flag or a URL."""
 
 from __future__ import annotations
 
@@ -23,10 +24,12 @@ class Access:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Access:
-        """Raises ValueError or OSError for files that are not there. Takes the token out of this process's environment, which
-        programs that environments start would inherit."""
+        """Raises ValueError or OSError for files that are not there. Takes the token out of this
+        process's environment, which programs that environments start would inherit."""
         if bool(args.tls_cert) != bool(args.tls_key):
-            raise ValueError("--tls_cert and --tls_key belong together: give both, or none for plain text")
+            raise ValueError(
+                "--tls_cert and --tls_key belong together: give both, or none for plain text"
+            )
         token = read_token(args.token_file)
         os.environ.pop(TOKEN_VARIABLE, None)
         return cls(
@@ -45,7 +48,11 @@ class Access:
         return self.is_right(dict(metadata or ()).get("authorization", ""))
 
     def is_right(self, authorization: str | bytes) -> bool:
-        given = authorization.encode(errors="replace") if isinstance(authorization, str) else authorization
+        given = (
+            authorization.encode(errors="replace")
+            if isinstance(authorization, str)
+            else authorization
+        )
         return not self.token or hmac.compare_digest(given, f"Bearer {self.token}".encode())
 
     def channel_aio(self, address: str, options: list) -> grpc.aio.Channel:
@@ -60,13 +67,16 @@ class Access:
 
 
 class Admission(grpc.aio.ServerInterceptor):
-    """Refuses calls of some services without the token, before their messages are read into memory."""
+    """Refuses calls of some services without the token, before their messages are read into
+    memory."""
 
     def __init__(self, access: Access, services: tuple[str, ...]):
         self.access, self.methods = access, tuple(f"/{service}/" for service in services)
 
     async def intercept_service(self, continuation, details):
-        if not details.method.startswith(self.methods) or self.access.admits(details.invocation_metadata):
+        if not details.method.startswith(self.methods) or self.access.admits(
+            details.invocation_metadata
+        ):
             return await continuation(details)
         return grpc.stream_stream_rpc_method_handler(refuse)
 
@@ -78,13 +88,20 @@ async def refuse(_, context: grpc.aio.ServicerContext) -> None:
 
 
 def read_token(path: str) -> str:
-    """The token of a file, or of the environment variable. Raises ValueError for one that a header cannot hold."""
+    """The token of a file, or of the environment variable. Raises ValueError for one that a header
+    cannot hold."""
     try:
-        token = Path(path).read_text(encoding="utf-8").strip() if path else os.environ.get(TOKEN_VARIABLE, "").strip()
+        token = (
+            Path(path).read_text(encoding="utf-8").strip()
+            if path
+            else os.environ.get(TOKEN_VARIABLE, "").strip()
+        )
     except OSError as error:
         raise ValueError(f"token_file {path}: {error.strerror}") from None
     if path and not token:
         raise ValueError(f"token_file {path} is empty")
     if not (token.isascii() and token.isprintable() and " " not in token):
-        raise ValueError(f"the token of {path or TOKEN_VARIABLE} must be printable ASCII without spaces")
+        raise ValueError(
+            f"the token of {path or TOKEN_VARIABLE} must be printable ASCII without spaces"
+        )
     return token

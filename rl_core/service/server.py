@@ -30,11 +30,13 @@ NEW_TOKEN = "python -c 'import secrets; print(secrets.token_urlsafe())'"
 
 
 async def serve(args: argparse.Namespace, access: Access) -> int:
-    """Until SIGTERM or SIGINT, and until the sessions that run have ended or --drain_s is over. Raises ValueError for what
-    cannot be served."""
+    """Until SIGTERM or SIGINT, and until the sessions that run have ended or --drain_s is over.
+    Raises ValueError for what cannot be served."""
     stop, now = asyncio.Event(), asyncio.Event()
     for sign in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(sign, lambda: (now if stop.is_set() else stop).set())
+        asyncio.get_running_loop().add_signal_handler(
+            sign, lambda: (now if stop.is_set() else stop).set()
+        )
     async with AsyncExitStack() as stack:
         hub, join = (None, args.join) if args.join else await open_hub(args, access, stack)
         keepers = [
@@ -44,7 +46,10 @@ async def serve(args: argparse.Namespace, access: Access) -> int:
         try:
             await first_of(stop.wait(), *keepers)
             if stop.is_set() and keepers:
-                print(f"draining for up to {args.drain_s:g} s; a second signal ends at once", flush=True)
+                print(
+                    f"draining for up to {args.drain_s:g} s; a second signal ends at once",
+                    flush=True,
+                )
                 if hub:
                     hub.starts.drain()
                     hub.tell()
@@ -59,7 +64,8 @@ async def serve(args: argparse.Namespace, access: Access) -> int:
 
 
 async def first_of(*waits) -> None:
-    """Returns when the first of these does, and cancels those that are not tasks of others. Raises what it raises."""
+    """Returns when the first of these does, and cancels those that are not tasks of others. Raises
+    what it raises."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -70,24 +76,31 @@ async def first_of(*waits) -> None:
 
 
 def check_host(args: argparse.Namespace, access: Access) -> None:
-    """Raises ValueError where any machine could run sessions; they are made of the environment's code."""
+    """Raises ValueError where any machine could run sessions; they are made of the environment's
+    code."""
     host = args.host.strip("[]")
     with suppress(ValueError):
         if host == "localhost" or ipaddress.ip_address(host).is_loopback:
             return
     if not access.token:
         raise ValueError(
-            f"--host {args.host} is reached by other machines, and there is no token: set {TOKEN_VARIABLE} or --token_file "
+            f"--host {args.host} is reached by other machines, and there is no token: set "
+            f"{TOKEN_VARIABLE} or --token_file "
             f"(to make one: {NEW_TOKEN})"
         )
     if not access.cert:
         print(
-            "warning: without --tls_cert the token and all messages travel in plain text", file=sys.stderr, flush=True
+            "warning: without --tls_cert the token and all messages travel in plain text",
+            file=sys.stderr,
+            flush=True,
         )
 
 
-async def open_hub(args: argparse.Namespace, access: Access, stack: AsyncExitStack) -> tuple[Hub, str]:
-    """The hub, and the address for workers of this machine: a socket in a private folder, which needs no TLS."""
+async def open_hub(
+    args: argparse.Namespace, access: Access, stack: AsyncExitStack
+) -> tuple[Hub, str]:
+    """The hub, and the address for workers of this machine: a socket in a private folder, which
+    needs no TLS."""
     check_host(args, access)
     hub = Hub(heartbeat_s=args.heartbeat_s, max_queue=args.queue)
     admission = Admission(access, (ENVIRONMENTS, HUB))
@@ -95,17 +108,22 @@ async def open_hub(args: argparse.Namespace, access: Access, stack: AsyncExitSta
     hub.add_to(server)
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    reflection.enable_server_reflection([ENVIRONMENTS, HUB, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    reflection.enable_server_reflection(
+        [ENVIRONMENTS, HUB, health.SERVICE_NAME, reflection.SERVICE_NAME], server
+    )
     host = args.host.strip("[]")
     address = f"[{host}]:{args.port}" if ":" in host else f"{host}:{args.port}"
     try:
         if access.cert:
-            port = server.add_secure_port(address, grpc.ssl_server_credentials([(access.key, access.cert)]))
+            port = server.add_secure_port(
+                address, grpc.ssl_server_credentials([(access.key, access.cert)])
+            )
         else:
             port = server.add_insecure_port(address)
     except RuntimeError:
         raise ValueError(
-            f"cannot listen on {address}: the port is taken, or the host not ours; --port 0 finds one"
+            f"cannot listen on {address}: the port is taken, or the host not ours; --port 0 finds "
+            "one"
         ) from None
     join = ""
     if args.envs:
@@ -132,7 +150,8 @@ async def tell_address(hub: Hub, lines: list[str], args: argparse.Namespace) -> 
 
 
 async def tell_health(hub: Hub, servicer: health.aio.HealthServicer) -> None:
-    """By the name of a service: "" and the hub are up until they drain; environments need a worker."""
+    """By the name of a service: "" and the hub are up until they drain; environments need a
+    worker."""
     status = health_pb2.HealthCheckResponse
     while True:
         up = not hub.starts.draining
@@ -141,18 +160,31 @@ async def tell_health(hub: Hub, servicer: health.aio.HealthServicer) -> None:
         await hub.changed.wait()
 
 
-async def keep_worker(args: argparse.Namespace, token: str, join: str, hub: Hub | None, stop: asyncio.Event) -> None:
-    """One worker process, and the next one when it dies. Raises ValueError if it can never start."""
+async def keep_worker(
+    args: argparse.Namespace, token: str, join: str, hub: Hub | None, stop: asyncio.Event
+) -> None:
+    """One worker process, and the next one when it dies. Raises ValueError if it can never
+    start."""
     name, wait_s = "", 0.5
     while not stop.is_set():
         dead, name, began_s = name, secrets.token_hex(6), time.monotonic()
-        command = [sys.executable, "-m", "rl_core.service.worker", *args.envs, "--join", join, "--replaces", dead]
+        command = [
+            sys.executable,
+            "-m",
+            "rl_core.service.worker",
+            *args.envs,
+            "--join",
+            join,
+            "--replaces",
+            dead,
+        ]
         command += ["--name", name, "--parent", str(os.getpid())]
         for flag in ("capacity", "idle_s", "hook_timeout_s"):
             command += [f"--{flag}", str(getattr(args, flag))]
         command += ["--tls_ca", args.tls_ca] if args.tls_ca and hub is None else []
         command += ["--token_file", "/dev/stdin"] if token else []
-        # Not by a variable: /proc would show it to every program that the worker's environments start.
+        # Not by a variable: /proc would show it to every program that the worker's environments
+        # start.
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, start_new_session=True)
         process.stdin.write(token.encode())

@@ -1,4 +1,5 @@
-"""One episode of a served environment: its state, its conversation, and the replies that were given."""
+"""One episode of a served environment: its state, its conversation, and the replies that were
+given."""
 
 from __future__ import annotations
 
@@ -12,23 +13,37 @@ from grpc import StatusCode
 from rl_core.data.tasks import check_messages
 from rl_core.sampling.env import OF_GROUP, Env
 from rl_core.sampling.episode import checked
-from rl_core.sampling.hooks import Hook, HookError, add_parts, finite_parts, read_answer, wait_for_all
+from rl_core.sampling.hooks import (
+    Hook,
+    HookError,
+    add_parts,
+    finite_parts,
+    read_answer,
+    wait_for_all,
+)
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.actors import CALL, Asks, Call, read_turn
 from rl_core.service.wire import REPLIES, VERB_OF, ServiceError, from_json, to_json, wrong
 from rl_core.types import Message, Task, Trajectory
 
-# Replies that are kept for requests that come again: a client that interacts has heard all before, but for one in flight.
+# Replies that are kept for requests that come again: a client that interacts has heard all before,
+# but for one in flight.
 KEPT, KEPT_SCORES = 2, 64
-ENDED = frozenset({pb.COMPLETED, pb.CANCELLED, pb.LIMIT, pb.AGENT_ERROR, pb.ENVIRONMENT_ERROR, pb.EXPIRED})
+ENDED = frozenset(
+    {pb.COMPLETED, pb.CANCELLED, pb.LIMIT, pb.AGENT_ERROR, pb.ENVIRONMENT_ERROR, pb.EXPIRED}
+)
 MAY_SCORE = frozenset({pb.RUNNING, pb.COMPLETED, pb.LIMIT})
-NEWS = {pb.Asked: "asked"} | {REPLIES[verb]: verb for verb in ("start", "interact", "score", "run")}  # of a call
+# Of a call.
+NEWS = {pb.Asked: "asked"} | {REPLIES[verb]: verb for verb in ("start", "interact", "score", "run")}
 Numbered = pb.InteractRequest | pb.ScoreRequest | pb.RunRequest | pb.AnswerRequest
 
 
 class Session:
-    def __init__(self, name: str, env: Env, task: Task, request: pb.StartRequest, count: Callable[[], None]):
-        """`count` is called once for each interaction. Raises ServiceError if it has no actors, and hooks ask them."""
+    def __init__(
+        self, name: str, env: Env, task: Task, request: pb.StartRequest, count: Callable[[], None]
+    ):
+        """`count` is called once for each interaction. Raises ServiceError if it has no actors, and
+        hooks ask them."""
         self.name, self.env, self.task, self.count = name, env, task, count
         self.actors, self.max_turns = list(request.actors), request.max_turns or env.max_turns
         self.asks = Asks(request.cast) if request.cast else None
@@ -44,7 +59,8 @@ class Session:
         self.status, self.reason = pb.RUNNING, ""
         self.num_turns, self.turn_rewards = 0, {}  # actor -> what interact gave
         self.number, self.is_interacting = 0, False
-        self.replies: dict[int, tuple[int, asyncio.Future]] = {}  # number -> (hash of the request, reply or error)
+        # Number -> (hash of the request, reply or error)
+        self.replies: dict[int, tuple[int, asyncio.Future]] = {}
 
     async def start(self) -> pb.StartReply:
         """Raises ServiceError if the file's start() fails."""
@@ -53,7 +69,12 @@ class Session:
     async def make_state(self) -> pb.StartReply:
         if self.has_start:
             only = self.actors[0] if len(self.actors) == 1 else ""
-            given = {"messages": self.messages, "prompt": self.task.messages, "task": self.task, "actors": self.cast}
+            given = {
+                "messages": self.messages,
+                "prompt": self.task.messages,
+                "task": self.task,
+                "actors": self.cast,
+            }
             self.state = await self.run(self.env.hooks["start"], given | {"actor": only})
         tools = to_json(self.env.tools, f"{self.env.path}: tools") if self.env.tools else ""
         messages = to_json(self.task.messages, "the task's messages")
@@ -88,14 +109,16 @@ class Session:
         return pb.AnswerReply(**{} if news is None else {NEWS[type(news)]: news})
 
     async def answer(self, request: Numbered) -> Any:
-        """The reply to a numbered request; the same one if it came before. Raises ServiceError; a request that is refused as
-        wrong or out of order changes nothing."""
+        """The reply to a numbered request; the same one if it came before. Raises ServiceError; a
+        request that is refused as wrong or out of order changes nothing."""
         number = request.number or self.number + 1
         fingerprint = hash((type(request), request.SerializeToString(deterministic=True)))
         if number in self.replies:
             known, future = self.replies[number]
             if known != fingerprint:
-                raise ServiceError(StatusCode.ALREADY_EXISTS, f"number {number} was another request of {self.name}")
+                raise ServiceError(
+                    StatusCode.ALREADY_EXISTS, f"number {number} was another request of {self.name}"
+                )
             result = await asyncio.shield(future)
         else:
             self.check_order(number, request)
@@ -111,13 +134,24 @@ class Session:
         return result
 
     def check_order(self, number: int, request: Numbered) -> None:
-        is_alone, futures = not isinstance(request, pb.ScoreRequest), [future for _, future in self.replies.values()]
-        is_answering = not all(future.done() for future in [*futures, *(call.task for call in self.calls.values())])
+        is_alone, futures = (
+            not isinstance(request, pb.ScoreRequest),
+            [future for _, future in self.replies.values()],
+        )
+        is_answering = not all(
+            future.done() for future in [*futures, *(call.task for call in self.calls.values())]
+        )
         if number <= self.number:
-            message = f"number {number} was answered long ago: session {self.name} is at {self.number}"
+            message = (
+                f"number {number} was answered long ago: session {self.name} is at {self.number}"
+            )
         elif number > self.number + 1:
-            message = f"number {number} is out of order: session {self.name} expects {self.number + 1}"
-        elif not isinstance(request, pb.AnswerRequest) and (self.is_interacting or (is_alone and is_answering)):
+            message = (
+                f"number {number} is out of order: session {self.name} expects {self.number + 1}"
+            )
+        elif not isinstance(request, pb.AnswerRequest) and (
+            self.is_interacting or (is_alone and is_answering)
+        ):
             message = f"request {self.number} of {self.name} is still being answered"
         else:
             return
@@ -126,7 +160,10 @@ class Session:
     def hear(self, request: pb.AnswerRequest) -> Coroutine[Any, Any, Any]:
         """What a hook does with the answers that it waited for."""
         if request.call not in self.calls:
-            raise ServiceError(StatusCode.FAILED_PRECONDITION, f"request {request.call} of {self.name} asks nothing")
+            raise ServiceError(
+                StatusCode.FAILED_PRECONDITION,
+                f"request {request.call} of {self.name} asks nothing",
+            )
         self.asks.hear(request.answers)
         self.forget(KEPT if len(self.calls) == 1 else KEPT_SCORES)
         return self.go_on(self.calls[request.call])
@@ -135,7 +172,9 @@ class Session:
         for number in [*self.replies][:-num_kept]:
             del self.replies[number]
 
-    def prepare(self, request: pb.InteractRequest | pb.ScoreRequest | pb.RunRequest) -> Coroutine[Any, Any, Any]:
+    def prepare(
+        self, request: pb.InteractRequest | pb.ScoreRequest | pb.RunRequest
+    ) -> Coroutine[Any, Any, Any]:
         """What answers the request, once all that it says has been checked and heard."""
         if isinstance(request, pb.RunRequest):
             self.must_be(frozenset({pb.RUNNING}))
@@ -151,9 +190,14 @@ class Session:
             hooks = {hook.name: hook for hook in self.env.rewards if not hook.batched}
             for name in request.hooks:
                 if name not in hooks:
-                    raise wrong(f"{self.env.name} has no reward {name!r}; it has {', '.join(hooks) or 'none'}")
+                    raise wrong(
+                        f"{self.env.name} has no reward {name!r}; it has "
+                        f"{', '.join(hooks) or 'none'}"
+                    )
             self.forget(KEPT_SCORES - 1)
-            work = self.score(request, [hooks[name] for name in request.hooks] or [*hooks.values()], trajectory)
+            work = self.score(
+                request, [hooks[name] for name in request.hooks] or [*hooks.values()], trajectory
+            )
         if request.said.HasField("keep"):
             del self.messages[request.said.keep :]
         self.messages += new
@@ -176,9 +220,14 @@ class Session:
 
     def read_run(self, request: pb.RunRequest) -> tuple[Hook, dict[str, Any]]:
         """The hook that is asked for, and what it is given. Raises ServiceError."""
-        given, hook = from_json(request.given or "{}", dict, "given"), self.env.hooks.get(request.hook)
+        given, hook = (
+            from_json(request.given or "{}", dict, "given"),
+            self.env.hooks.get(request.hook),
+        )
         if hook is None or not (hook.name == "rollout" or (hook.batched and asks_actors(hook))):
-            raise wrong(f"{self.env.name} has no {request.hook[:80]!r} that is the whole of a session")
+            raise wrong(
+                f"{self.env.name} has no {request.hook[:80]!r} that is the whole of a session"
+            )
         if not isinstance(found := given.get("trajectories", []), list):
             raise wrong("given: trajectories must be a list")
         ours = {"task": self.task, "prompt": self.task.messages, "actors": self.cast}
@@ -190,7 +239,9 @@ class Session:
         value, what = await self.run(hook, given), f"{self.env.path}: what {hook.name}() returned"
         try:
             if hook.name == "rollout":
-                value = [self.asks.packed(t) for t in checked(value, self.env, self.task, self.cast)]
+                value = [
+                    self.asks.packed(t) for t in checked(value, self.env, self.task, self.cast)
+                ]
             value = to_json(value, what)
         except (ValueError, ServiceError) as error:
             raise self.fail(str(error)) from None
@@ -221,7 +272,9 @@ class Session:
         reply.status = self.status
         return reply
 
-    async def score(self, request: pb.ScoreRequest, hooks: list[Hook], trajectory: Trajectory | None) -> pb.ScoreReply:
+    async def score(
+        self, request: pb.ScoreRequest, hooks: list[Hook], trajectory: Trajectory | None
+    ) -> pb.ScoreReply:
         said = request.said
         names = list(dict.fromkeys(request.actors)) or [said.actor]
         scores = {name: pb.ActorScore(actor=name) for name in names}
@@ -229,13 +282,17 @@ class Session:
             if not request.hooks and (name in self.turn_rewards or not self.env.rewards):
                 score.parts["interact"] = self.turn_rewards.get(name, 0.0)
         calls = [(hook, name) for hook in hooks for name in (names if hook.is_per_actor else [""])]
-        running = [self.run(hook, self.given(said, name or said.actor, trajectory)) for hook, name in calls]
+        running = [
+            self.run(hook, self.given(said, name or said.actor, trajectory)) for hook, name in calls
+        ]
         values = await wait_for_all(running)
         for (hook, name), value in zip(calls, values, strict=True):
             try:
                 parts = finite_parts(value, hook.name, f"{hook.path}: what {hook.name}() returned")
                 for scored in [name] if hook.is_per_actor else names:
-                    add_parts(scores[scored].parts, scores[scored].metrics, hook, parts, self.actors)
+                    add_parts(
+                        scores[scored].parts, scores[scored].metrics, hook, parts, self.actors
+                    )
             except ValueError as error:
                 raise self.fail(str(error)) from None
         for score in scores.values():
@@ -250,25 +307,48 @@ class Session:
         except ValueError as error:
             raise wrong(f"said.messages {error}") from None
         if said.HasField("keep") and said.keep > len(self.messages):
-            raise wrong(f"said.keep is {said.keep}; the conversation has {len(self.messages)} messages")
-        return new, read_trajectory(from_json(said.trajectory, dict, "said.trajectory")) if said.trajectory else None
+            raise wrong(
+                f"said.keep is {said.keep}; the conversation has {len(self.messages)} messages"
+            )
+        return new, read_trajectory(
+            from_json(said.trajectory, dict, "said.trajectory")
+        ) if said.trajectory else None
 
     def given(self, said: pb.Said, actor: str, trajectory: Trajectory | None) -> dict[str, Any]:
         """What hooks may name."""
-        given = {"messages": self.messages, "prompt": self.task.messages, "task": self.task, "actor": actor}
-        given |= {"actors": self.cast, "state": self.state, "trajectory": trajectory, "completion": said.completion}
+        given = {
+            "messages": self.messages,
+            "prompt": self.task.messages,
+            "task": self.task,
+            "actor": actor,
+        }
+        given |= {
+            "actors": self.cast,
+            "state": self.state,
+            "trajectory": trajectory,
+            "completion": said.completion,
+        }
         if not said.HasField("completion") or actor != said.actor:
             given["completion"] = last_text(self.messages, actor)
         if trajectory is None or actor != said.actor:
             given["trajectory"] = Trajectory(
-                task_id=self.task.id, env=self.env.name, group_id="", actor=actor, messages=self.messages
+                task_id=self.task.id,
+                env=self.env.name,
+                group_id="",
+                actor=actor,
+                messages=self.messages,
             )
         return given
 
     async def run(self, hook: Hook, given: dict[str, Any]) -> Any:
-        """What a hook returns. Raises ServiceError, after which the session is over, if it fails."""
+        """What a hook returns. Raises ServiceError, after which the session is over, if it
+        fails."""
         try:
-            return await (CALL.get().in_time(hook, self.task, given) if asks_actors(hook) else hook(self.task, given))
+            return await (
+                CALL.get().in_time(hook, self.task, given)
+                if asks_actors(hook)
+                else hook(self.task, given)
+            )
         except HookError as error:
             raise self.fail(str(error)) from None
         except TimeoutError as error:
@@ -279,7 +359,9 @@ class Session:
         return ServiceError(code, message)
 
     def end(self, status: int, reason: str) -> None:
-        if self.status == pb.RUNNING or (status == pb.ENVIRONMENT_ERROR and self.status in MAY_SCORE):
+        if self.status == pb.RUNNING or (
+            status == pb.ENVIRONMENT_ERROR and self.status in MAY_SCORE
+        ):
             self.status, self.reason = status, reason
 
     def must_be(self, wanted: frozenset) -> None:
@@ -298,7 +380,9 @@ def asks_actors(hook: Hook) -> bool:
 
 def has_ended(name: str, status: int, reason: str) -> ServiceError:
     status = pb.Status.Name(status).lower().replace("_", " ")
-    return ServiceError(StatusCode.FAILED_PRECONDITION, f"session {name} has ended ({status}): {reason}")
+    return ServiceError(
+        StatusCode.FAILED_PRECONDITION, f"session {name} has ended ({status}): {reason}"
+    )
 
 
 def too_slow(error: TimeoutError) -> ServiceError:

@@ -1,4 +1,5 @@
-"""The actors of an episode as a service asks them: the run's own, so that tokens, seeds and records are those of a file."""
+"""The actors of an episode as a service asks them: the run's own, so that tokens, seeds and records
+are those of a file."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ TOLD = ("name", "is_trainable", "max_turns", "max_context_tokens", "max_tokens",
 
 @dataclass(kw_only=True, eq=False)
 class Voice:
-    """A conversation, or what it raised; and what was said in it, which a session that takes the place of a lost one hears
-    again."""
+    """A conversation, or what it raised; and what was said in it, which a session that takes the
+    place of a lost one hears again."""
 
     conversation: Conversation | Exception
-    said: list[tuple[str, pb.Spoken, Turn | None]] = field(default_factory=list)  # messages of others, the actor's turn
+    # Messages of others, the actor's turn.
+    said: list[tuple[str, pb.Spoken, Turn | None]] = field(default_factory=list)
     num_heard: int = 0  # turns, by this session
 
 
@@ -49,15 +51,22 @@ class Speakers:
     def open(self, opening: pb.Opening) -> None:
         parent, number = self.voices.get(opening.fork_of), opening.conversation
         opening.conversation = opening.fork_of = 0
-        key = (opening.SerializeToString(deterministic=True), parent and (id(parent), parent.num_heard))
+        key = (
+            opening.SerializeToString(deterministic=True),
+            parent and (id(parent), parent.num_heard),
+        )
         voice = next((voice for known, voice in self.unheard if known == key), None)
         if voice:
             self.unheard.remove((key, voice))
-        elif parent and parent.num_heard < len(parent.said):  # its conversation is further than this session
+        elif parent and parent.num_heard < len(
+            parent.said
+        ):  # its conversation is further than this session
             raise differs()
         else:
             try:
-                voice = Voice(conversation=parent.conversation.fork() if parent else self.converse(opening))
+                voice = Voice(
+                    conversation=parent.conversation.fork() if parent else self.converse(opening)
+                )
             except Exception as error:  # the hook hears it where it waits for the first turn
                 voice = Voice(conversation=error)
             voice.said = parent.said[: parent.num_heard] if parent else []
@@ -67,13 +76,17 @@ class Speakers:
 
     def converse(self, opening: pb.Opening) -> Conversation:
         sampling = from_json(opening.sampling or "{}", dict, "sampling")
-        sampling = {name: tuple(value) if isinstance(value, list) else value for name, value in sampling.items()}
+        sampling = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in sampling.items()
+        }
         messages = from_json(opening.messages, list, "messages")
         tools = from_json(opening.tools, list, "tools") if opening.tools else None
         return self.actors[opening.actor].converse(messages, tools, opening.label, **sampling)
 
     async def speak(self, ask: pb.Ask) -> pb.Spoken:
-        """The actor's next turn, or why there is none. Raises EngineDied, which hooks do not hear: the group is done again."""
+        """The actor's next turn, or why there is none. Raises EngineDied, which hooks do not hear:
+        the group is done again."""
         voice = self.voices[ask.conversation]
         number, voice.num_heard = voice.num_heard, voice.num_heard + 1
         if number < len(voice.said):
@@ -89,7 +102,9 @@ class Speakers:
             self.turns[ask.id] = turn
         return told
 
-    async def respond(self, conversation: Conversation | Exception, messages: str) -> tuple[pb.Spoken, Turn | None]:
+    async def respond(
+        self, conversation: Conversation | Exception, messages: str
+    ) -> tuple[pb.Spoken, Turn | None]:
         try:
             if isinstance(conversation, Exception):
                 raise conversation
@@ -117,7 +132,10 @@ class Speakers:
         """What rollout() returned, with the tokens of this side."""
         found = from_json(value, list, "what rollout() returned")
         for one in found:
-            one["turns"] = [self.turns[turn] if isinstance(turn, int) else read_turn(turn) for turn in one["turns"]]
+            one["turns"] = [
+                self.turns[turn] if isinstance(turn, int) else read_turn(turn)
+                for turn in one["turns"]
+            ]
         return [Trajectory(**one) for one in found]
 
 
@@ -127,4 +145,7 @@ def plain_turn(turn: Turn) -> dict[str, Any]:
 
 
 def differs() -> ServiceError:
-    return ServiceError(StatusCode.ABORTED, "the session was lost, and its replay differs: it asked actors otherwise")
+    return ServiceError(
+        StatusCode.ABORTED,
+        "the session was lost, and its replay differs: it asked actors otherwise",
+    )

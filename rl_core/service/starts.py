@@ -17,20 +17,33 @@ FULL = StatusCode.RESOURCE_EXHAUSTED.value[0]
 
 
 class Starts:
-    def __init__(self, links: dict[str, WorkerLink], max_queue: int, link_of: Callable[[str], Awaitable[WorkerLink]]):
-        """link_of(worker) waits for one that may come back, and raises ServiceError for one that is gone."""
+    def __init__(
+        self,
+        links: dict[str, WorkerLink],
+        max_queue: int,
+        link_of: Callable[[str], Awaitable[WorkerLink]],
+    ):
+        """link_of(worker) waits for one that may come back, and raises ServiceError for one that is
+        gone."""
         self.links, self.max_queue, self.link_of, self.draining = links, max_queue, link_of, False
         self.queues: dict[str, OrderedDict[asyncio.Future, None]] = {}
         self.worker_of: OrderedDict[tuple[str, str], str] = OrderedDict()  # (environment, key)
 
     async def start(self, request: pb.Request) -> pb.Reply:
-        """In the order of arrival. The same key goes to the same worker, which knows the session."""
-        env, key, is_first, num_lost = request.start.env, (request.start.env, request.start.key), False, 0
+        """In the order of arrival. The same key goes to the same worker, which knows the
+        session."""
+        env, key, is_first, num_lost = (
+            request.start.env,
+            (request.start.env, request.start.key),
+            False,
+            0,
+        )
         while num_lost < 2:  # what ends every worker that begins it is not tried on all of them
             if self.draining:
                 raise is_draining()
             link = await self.known(key) or self.reserve(env) or await self.wait(env, is_first)
-            if self.worker_of.get(key, link.name) != link.name:  # it came twice, and the other one waited less
+            # It came twice, and the other one waited less.
+            if self.worker_of.get(key, link.name) != link.name:
                 link.started[env] -= 1
                 self.release()
                 continue
@@ -43,7 +56,9 @@ class Starts:
                 self.worker_of.pop(key, None)
                 link.started[env] += max(0, link.room(env))  # no room until its next heartbeat
             is_first, num_lost = True, num_lost + (reply is None)
-        raise ServiceError(StatusCode.DATA_LOSS, f"{num_lost} workers went away while they started this session")
+        raise ServiceError(
+            StatusCode.DATA_LOSS, f"{num_lost} workers went away while they started this session"
+        )
 
     def remember(self, key: tuple[str, str], worker: str) -> None:
         self.worker_of[key] = worker
@@ -71,7 +86,10 @@ class Starts:
         """A worker that has room at last. Raises ServiceError if too many wait already."""
         queue = self.queues.setdefault(env, OrderedDict())
         if len(queue) >= self.max_queue and not is_first:
-            message = f"all workers of {env} are full and {len(queue)} starts wait; try again later, or add workers"
+            message = (
+                f"all workers of {env} are full and {len(queue)} starts wait; try again later, or "
+                "add workers"
+            )
             raise ServiceError(StatusCode.RESOURCE_EXHAUSTED, message)
         future = asyncio.get_running_loop().create_future()
         queue[future] = None

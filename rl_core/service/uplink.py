@@ -1,4 +1,5 @@
-"""A worker's connection to one hub, in threads of its own: a hook that blocks the event loop does not make the worker silent."""
+"""A worker's connection to one hub, in threads of its own: a hook that blocks the event loop does
+not make the worker silent."""
 
 from __future__ import annotations
 
@@ -35,8 +36,17 @@ class Uplink:
         host: str = "",
     ):
         # What the hub's certificate names, where the address is one of several that the name has.
-        self.options = [*CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", host)] if host else [])]
-        self.worker, self.address, self.access, self.refused, self.parent = worker, address, access, refused, parent
+        self.options = [
+            *CHANNEL_OPTIONS,
+            *([("grpc.ssl_target_name_override", host)] if host else []),
+        ]
+        self.worker, self.address, self.access, self.refused, self.parent = (
+            worker,
+            address,
+            access,
+            refused,
+            parent,
+        )
         self.loop, self.heartbeat_s, self.has_changed = asyncio.get_running_loop(), 2.0, False
         self.out: queue.SimpleQueue[pb.Reply | None] = queue.SimpleQueue()
         self.is_over, self.is_refused = threading.Event(), False
@@ -61,7 +71,9 @@ class Uplink:
                 error = e.details()
                 if e.code() in FATAL:
                     self.is_refused = True
-                    return self._tell_loop(self.refused, f"{self.address} refused this worker: {error}")
+                    return self._tell_loop(
+                        self.refused, f"{self.address} refused this worker: {error}"
+                    )
             over.set()
             self._check_parent()
             if error != told:
@@ -90,12 +102,15 @@ class Uplink:
             self.is_over.set()
 
     def _take(self, requests: list[pb.Request], out: queue.SimpleQueue) -> None:
-        """In the event loop. Replies go to the connection that asked; a hub that comes back asks again."""
+        """In the event loop. Replies go to the connection that asked; a hub that comes back asks
+        again."""
         for request in requests:
             task = self.loop.create_task(self.worker.answer(request))
             self.worker.answering.add(task)
             task.add_done_callback(self.worker.answering.discard)
-            task.add_done_callback(lambda task: None if task.cancelled() else out.put(fitting(task.result())))
+            task.add_done_callback(
+                lambda task: None if task.cancelled() else out.put(fitting(task.result()))
+            )
 
     def _messages(self, out: queue.SimpleQueue, over: threading.Event) -> Iterator[pb.FromWorker]:
         """In a thread of gRPC's."""
@@ -115,7 +130,8 @@ class Uplink:
                 yield message
 
     def _check_parent(self) -> None:
-        """A worker does not outlive the server that started it, nor does the folder of the socket between them."""
+        """A worker does not outlive the server that started it, nor does the folder of the socket
+        between them."""
         if self.parent and os.getppid() != self.parent:
             kind, _, socket = self.address.partition(":")
             if kind == "unix":

@@ -1,4 +1,5 @@
-"""What client, hub and workers share: the service's methods, JSON in messages, and errors with a code."""
+"""What client, hub and workers share: the service's methods, JSON in messages, and errors with a
+code."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ CHANNEL_OPTIONS = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.min_reconnect_backoff_ms", 10_000),  # that an attempt to connect may take, its TLS handshake included
+    # That an attempt to connect may take, its TLS handshake included.
+    ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
@@ -58,12 +60,16 @@ def parse(kind: type[Parsed], data: bytes) -> Parsed:
 
 
 def to_json(value: Any, what: str) -> str:
-    """Numbers and arrays of numpy and torch become numbers and lists, dates ISO 8601. Raises ServiceError for what JSON cannot
-    hold otherwise; NaN is such a thing."""
+    """Numbers and arrays of numpy and torch become numbers and lists, dates ISO 8601. Raises
+    ServiceError for what JSON cannot hold otherwise; NaN is such a thing."""
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=plain)
+        text = json.dumps(
+            value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=plain
+        )
     except (TypeError, ValueError, RecursionError) as error:
-        raise ServiceError(grpc.StatusCode.UNKNOWN, f"{what} must be JSON to travel: {error}") from None
+        raise ServiceError(
+            grpc.StatusCode.UNKNOWN, f"{what} must be JSON to travel: {error}"
+        ) from None
     return text if is_unicode(text) else json.dumps(value, separators=(",", ":"), default=plain)
 
 
@@ -72,7 +78,9 @@ def plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
-    raise TypeError(f"it holds a {type(value).__name__}; give text, numbers, lists and dictionaries")
+    raise TypeError(
+        f"it holds a {type(value).__name__}; give text, numbers, lists and dictionaries"
+    )
 
 
 def is_unicode(text: str) -> bool:
@@ -100,7 +108,9 @@ def no_constant(name: str) -> None:
 
 
 def failed(id: int, error: ServiceError) -> pb.Reply:
-    return pb.Reply(id=id, code=error.code.value[0], error=error.message.encode("utf-8", "replace").decode())
+    return pb.Reply(
+        id=id, code=error.code.value[0], error=error.message.encode("utf-8", "replace").decode()
+    )
 
 
 def fitting(reply: pb.Reply) -> pb.Reply:
@@ -108,12 +118,16 @@ def fitting(reply: pb.Reply) -> pb.Reply:
     if (size := reply.ByteSize()) <= MAX_REQUEST:
         return reply
     return failed(
-        reply.id, ServiceError(grpc.StatusCode.UNKNOWN, f"the reply has {size} bytes; {MAX_REQUEST} may travel")
+        reply.id,
+        ServiceError(
+            grpc.StatusCode.UNKNOWN, f"the reply has {size} bytes; {MAX_REQUEST} may travel"
+        ),
     )
 
 
 class Outbox:
-    """Messages that wait to be written to one stream, so that a reader that is slow holds up no one else."""
+    """Messages that wait to be written to one stream, so that a reader that is slow holds up no one
+    else."""
 
     def __init__(self):
         self.messages: deque[tuple[Any, int]] = deque()

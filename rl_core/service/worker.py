@@ -1,4 +1,5 @@
-"""A worker: one process that holds sessions of environments. It dials out to hubs and answers what they pass on.
+"""A worker: one process that holds sessions of environments. It dials out to hubs and answers what
+they pass on.
 
 python -m rl_core.service.worker envs/a.py envs/b.py --join host:port
 """
@@ -22,7 +23,12 @@ from grpc import StatusCode
 
 from rl_core import __version__
 from rl_core.service import environments_pb2 as pb
-from rl_core.service.containers import ContainedEnv, ContainedSession, container_settings, find_runtime
+from rl_core.service.containers import (
+    ContainedEnv,
+    ContainedSession,
+    container_settings,
+    find_runtime,
+)
 from rl_core.service.flags import add_flags
 from rl_core.service.hosted import LocalEnv
 from rl_core.service.joining import join_all
@@ -53,24 +59,37 @@ class Held:
 
 
 class Worker:
-    def __init__(self, envs: Iterable[LocalEnv | ContainedEnv], *, capacity: int, idle_s: float, name: str = ""):
+    def __init__(
+        self,
+        envs: Iterable[LocalEnv | ContainedEnv],
+        *,
+        capacity: int,
+        idle_s: float,
+        name: str = "",
+    ):
         self.name, self.replaces = name or secrets.token_hex(6), ""
         self.idle_s = idle_s
         self.envs: dict[str, LocalEnv | ContainedEnv] = {}
         for env in envs:
             if env.name in self.envs:
-                raise ValueError(f"{env.path} and {self.envs[env.name].path} are both named {env.name!r}; rename one")
+                raise ValueError(
+                    f"{env.path} and {self.envs[env.name].path} are both named {env.name!r}; "
+                    "rename one"
+                )
             self.envs[env.name] = env
             env.capacity = env.capacity or capacity
         self.held: dict[str, Held] = {}
         self.by_key: dict[tuple[str, str], Held] = {}
-        self.gone: OrderedDict[Any, tuple[str, int, str]] = OrderedDict()  # name, key -> (name, status, reason)
+        # Name, key -> (name, status, reason)
+        self.gone: OrderedDict[Any, tuple[str, int, str]] = OrderedDict()
         self.num_held: Counter = Counter()  # of each environment
         self.ended: Counter = Counter()  # (env, status)
         self.answering: set[asyncio.Task] = set()  # requests that are being answered
         self.uplinks: list[Uplink] = []
         self.draining = False
-        self.verbs = {v: getattr(self, v) for v in ("describe", "tasks", "start", "renew", "cancel", "call")}
+        self.verbs = {
+            v: getattr(self, v) for v in ("describe", "tasks", "start", "renew", "cancel", "call")
+        }
         self.verbs |= dict.fromkeys(("interact", "score", "run", "answer"), self.in_session)
 
     # --- what it answers
@@ -90,7 +109,9 @@ class Worker:
             return failed(request.id, ServiceError(StatusCode.INTERNAL, text))
 
     async def describe(self, request: pb.DescribeRequest) -> pb.DescribeReply:
-        return pb.DescribeReply(envs=[e.described for e in self.envs.values() if request.env in ("", e.name)])
+        return pb.DescribeReply(
+            envs=[e.described for e in self.envs.values() if request.env in ("", e.name)]
+        )
 
     async def tasks(self, request: pb.TasksRequest) -> pb.TasksReply:
         return await self.env_of(request.env).tasks(request)
@@ -103,7 +124,9 @@ class Worker:
         if request.again:
             if key in self.by_key or key in self.gone:
                 return pb.StartReply()
-            raise ServiceError(StatusCode.NOT_FOUND, f"worker {self.name} has no session of this key")
+            raise ServiceError(
+                StatusCode.NOT_FOUND, f"worker {self.name} has no session of this key"
+            )
         if key in self.gone:
             raise has_ended(*self.gone[key])
         if (held := self.by_key.get(key)) is None:
@@ -113,12 +136,22 @@ class Worker:
             raise result
         return result
 
-    async def begin(self, env: LocalEnv | ContainedEnv, request: pb.StartRequest, key: tuple[str, str] | None) -> Held:
+    async def begin(
+        self, env: LocalEnv | ContainedEnv, request: pb.StartRequest, key: tuple[str, str] | None
+    ) -> Held:
         """A session that has started, or failed to: `started` says so."""
         if self.draining or self.num_held[env.name] >= env.capacity:
-            raise ServiceError(StatusCode.RESOURCE_EXHAUSTED, f"worker {self.name} has no room for {env.name}")
+            raise ServiceError(
+                StatusCode.RESOURCE_EXHAUSTED, f"worker {self.name} has no room for {env.name}"
+            )
         name, loop = f"{self.name}.{secrets.token_hex(8)}", asyncio.get_running_loop()
-        held = Held(session=None, env=env.name, key=key, used_s=time.monotonic(), started=loop.create_future())
+        held = Held(
+            session=None,
+            env=env.name,
+            key=key,
+            used_s=time.monotonic(),
+            started=loop.create_future(),
+        )
         self.num_held[env.name] += 1
         if key:
             self.by_key[key] = held
@@ -129,7 +162,11 @@ class Worker:
             self.held[name] = held
         except Exception as error:
             known = isinstance(error, ServiceError)
-            result = error if known else ServiceError(StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+            result = (
+                error
+                if known
+                else ServiceError(StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+            )
             self.num_held[env.name] -= 1
             if key:
                 del self.by_key[key]
@@ -172,7 +209,9 @@ class Worker:
             return pb.CancelReply(status=self.gone[request.session][1])
         held = self.held_of(request.session)
         allowed = (pb.COMPLETED, pb.CANCELLED, pb.LIMIT, pb.AGENT_ERROR)
-        held.session.end(request.status if request.status in allowed else pb.CANCELLED, "the client ended it")
+        held.session.end(
+            request.status if request.status in allowed else pb.CANCELLED, "the client ended it"
+        )
         self.close(held)
         return pb.CancelReply(status=held.session.status)
 
@@ -181,7 +220,9 @@ class Worker:
     def env_of(self, name: str) -> LocalEnv | ContainedEnv:
         if name not in self.envs:
             known = ", ".join(sorted(self.envs))
-            raise ServiceError(StatusCode.NOT_FOUND, f"there is no environment {name[:80]!r}; there are {known}")
+            raise ServiceError(
+                StatusCode.NOT_FOUND, f"there is no environment {name[:80]!r}; there are {known}"
+            )
         return self.envs[name]
 
     def held_of(self, name: str) -> Held:
@@ -189,7 +230,9 @@ class Worker:
             return self.held[name]
         if name in self.gone:
             raise has_ended(*self.gone[name])
-        raise ServiceError(StatusCode.NOT_FOUND, f"there is no session {name[:80]!r}, or it ended long ago")
+        raise ServiceError(
+            StatusCode.NOT_FOUND, f"there is no session {name[:80]!r}, or it ended long ago"
+        )
 
     def close(self, held: Held) -> None:
         """Gives a session's state back and cancels its hooks; how it ended is known for a while."""
@@ -211,7 +254,8 @@ class Worker:
         self.note_change()
 
     async def sweep(self) -> None:
-        """Closes idle sessions and those whose container ended. Returns once a draining worker has none left."""
+        """Closes idle sessions and those whose container ended. Returns once a draining worker has
+        none left."""
         while not (self.draining and not self.num_held.total()):
             await asyncio.sleep(min(SWEEP_S, self.idle_s / 4))
             now = time.monotonic()
@@ -237,7 +281,9 @@ class Worker:
         return pb.Hello(worker=self.name, replaces=self.replaces, envs=envs, version=__version__)
 
     def heartbeat(self) -> pb.Worker:
-        beat = pb.Worker(name=self.name, host=socket.gethostname(), pid=os.getpid(), draining=self.draining)
+        beat = pb.Worker(
+            name=self.name, host=socket.gethostname(), pid=os.getpid(), draining=self.draining
+        )
         ended = list(self.ended.items())
         for env in self.envs.values():
             load = beat.loads.add(env=env.name, sessions=self.num_held[env.name])
@@ -278,7 +324,11 @@ async def run(args: argparse.Namespace, access: Access) -> None:
 
         def refused(message: str) -> None:
             if not all(uplink.is_refused for uplink in worker.uplinks):
-                print(f"error: {message}; worker {worker.name} goes on without it", file=sys.stderr, flush=True)
+                print(
+                    f"error: {message}; worker {worker.name} goes on without it",
+                    file=sys.stderr,
+                    flush=True,
+                )
             elif not over.done():
                 over.set_exception(ValueError(message))
 
@@ -302,11 +352,15 @@ async def run(args: argparse.Namespace, access: Access) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m rl_core.service.worker", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m rl_core.service.worker", description=__doc__, allow_abbrev=False
+    )
     add_flags(parser)
     parser.add_argument("--replaces", default="", help="name of a worker that is known to be dead")
     parser.add_argument("--name", default="", help="12 hex digits; default: chosen by chance")
-    parser.add_argument("--parent", type=int, default=0, help="process that the worker does not outlive; 0: none")
+    parser.add_argument(
+        "--parent", type=int, default=0, help="process that the worker does not outlive; 0: none"
+    )
     args = parser.parse_args(argv)
     try:
         asyncio.run(run(args, Access.of(args)))

@@ -1,6 +1,8 @@
-"""rl-core check envs/x.py: an environment tried out with replies that are written down. No model is loaded.
+"""rl-core check envs/x.py: an environment tried out with replies that are written down. No model is
+loaded.
 
-It shows which columns hooks read, which tokens are trained, and what right, plain, empty and cut-off replies earn.
+It shows which columns hooks read, which tokens are trained, and what right, plain, empty and
+cut-off replies earn.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
     from rl_core.sampling.hooks import Hook
     from rl_core.types import Task, Trajectory
 
-ANSWERS = ("answer", "response", "solution", "target", "label", "reference")  # columns that may hold a right reply
+# Columns that may hold a right reply.
+ANSWERS = ("answer", "response", "solution", "target", "label", "reference")
 PLAIN = "I do not know."
 NORMAL = ("right", "plain")  # kinds of replies whose episodes must not fail
 MAX_LINES = 40  # of an episode's text
@@ -35,10 +38,11 @@ UNLIMITED = 1 << 20  # tokens of a turn that is not to be cut off
 
 
 def main(argv: list[str]) -> int:
-    """Prints the report on each environment. 0 if all load and every normal episode is scored, else 1. Raises ValueError for
-    what keeps one from being tried."""
+    """Prints the report on each environment. 0 if all load and every normal episode is scored, else
+    1. Raises ValueError for what keeps one from being tried."""
     options = parse(argv)
-    with redirect_stdout(io.StringIO()) if options.json else nullcontext():  # what hooks print is no JSON
+    # What hooks print is no JSON.
+    with redirect_stdout(io.StringIO()) if options.json else nullcontext():
         found = [check(path, options) for path in options.env]
     if options.json:
         print(json.dumps(found, indent=2))
@@ -62,35 +66,65 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
     playing = play_all(env, chat, tasks, names, options.reply)
     found = run_hooks(playing, options.hook_timeout_s, "raise --hook_timeout_s")
     shown = next(iter(found.values()))
-    tokens = describe_tokens(chat, [t for t in shown if t.task_id == shown[0].task_id and t.index == 0])
+    tokens = describe_tokens(
+        chat, [t for t in shown if t.task_id == shown[0].task_id and t.index == 0]
+    )
     say("tokens", tokens)
     outcomes = outcomes_of(found)
     say("episodes", describe_episodes(outcomes))
     say("truncated", describe_truncated(env, found["cut"][0]))
     normal = [episode for kind in NORMAL for episode in by_episode(found.get(kind, ()))]
     failed = sum(episode[0].status == "failed" for episode in normal)
-    said = [f"{failed} of {len(normal)} normal episodes failed" if failed else "every normal episode was scored"]
+    said = [
+        f"{failed} of {len(normal)} normal episodes failed"
+        if failed
+        else "every normal episode was scored"
+    ]
     if "right" not in found:
-        said.append("no right reply was tried, as no hook reads a column such as answer: give one by --reply TEXT")
+        said.append(
+            "no right reply was tried, as no hook reads a column such as answer: give one by "
+            "--reply TEXT"
+        )
     say("result", said)
     report = {"environment": path, "hooks": [describe_hook(hook) for hook in env.hooks.values()]}
-    report |= {"columns": [*tasks[0].row], "num_tasks": len(tasks), "tokens": tokens, "episodes": outcomes}
+    report |= {
+        "columns": [*tasks[0].row],
+        "num_tasks": len(tasks),
+        "tokens": tokens,
+        "episodes": outcomes,
+    }
     return report | {"normal": len(normal), "failed": failed}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="rl-core check", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="rl-core check", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     reply = "right reply of the next turn: a Jinja template over columns and `prompt`"
     parser.add_argument("env", nargs="+", help="Python files of environments")
-    parser.add_argument("--data.train", dest="rows", metavar="ROWS", help="rows; default: load_tasks('train')")
-    parser.add_argument("--data.columns", dest="columns", help="other names of their columns: answer=solution")
-    parser.add_argument("--model", help="folder or hub name: its tokenizer and chat template; default: a plain one")
-    parser.add_argument("--actors", metavar="A,B", help="names of all actors; default: those in `turns`, or policy")
+    parser.add_argument(
+        "--data.train", dest="rows", metavar="ROWS", help="rows; default: load_tasks('train')"
+    )
+    parser.add_argument(
+        "--data.columns", dest="columns", help="other names of their columns: answer=solution"
+    )
+    parser.add_argument(
+        "--model", help="folder or hub name: its tokenizer and chat template; default: a plain one"
+    )
+    parser.add_argument(
+        "--actors", metavar="A,B", help="names of all actors; default: those in `turns`, or policy"
+    )
     parser.add_argument("--reply", action="append", default=[], metavar="TEXT", help=reply)
-    parser.add_argument("--num_tasks", type=int, default=8, help="tasks that are tried, from the first on [8]")
+    parser.add_argument(
+        "--num_tasks", type=int, default=8, help="tasks that are tried, from the first on [8]"
+    )
     timeout = "timeout of one call of a hook; all tasks are tried concurrently [60]"
     parser.add_argument("--hook_timeout_s", type=float, default=60.0, help=timeout)
-    parser.add_argument("--json", action="store_true", help="print JSON: a list with one report for each environment")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print JSON: a list with one report for each environment",
+    )
     return parser.parse_args(argv)
 
 
@@ -102,7 +136,9 @@ def describe_hook(hook: Hook) -> str:
     """Its arguments, and the columns among them."""
     columns = ["every column"] if hook.takes_all else sorted(hook.required - hook.ours)
     columns += [f"{name} (optional)" for name in sorted(hook.named - hook.required - hook.ours)]
-    return f"{hook.name}{inspect.signature(hook.function)}" + (f"    reads {', '.join(columns)}" if columns else "")
+    return f"{hook.name}{inspect.signature(hook.function)}" + (
+        f"    reads {', '.join(columns)}" if columns else ""
+    )
 
 
 def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
@@ -112,32 +148,53 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
     from rl_core.options.renamed_columns import RenamedColumns
 
     if not options.rows and not env.load_tasks:
-        raise ValueError(f"{env.path} has no load_tasks(split): name its rows with --data.train rows.jsonl")
+        raise ValueError(
+            f"{env.path} has no load_tasks(split): name its rows with --data.train rows.jsonl"
+        )
     rows = load_rows(options.rows) if options.rows else env.load_tasks("train")
     if options.rows and options.columns:
-        rows = RenamedColumns(rows, typed("data.columns", options.columns, dict[str, str]), options.rows)
+        rows = RenamedColumns(
+            rows, typed("data.columns", options.columns, dict[str, str]), options.rows
+        )
     env.check_columns(rows, options.rows or "")
-    source = TaskSource(rows, env=env.name, split="train", seed=0, shuffle=False, origin=options.rows or "")
+    source = TaskSource(
+        rows, env=env.name, split="train", seed=0, shuffle=False, origin=options.rows or ""
+    )
     tasks = list(islice(source, max(1, options.num_tasks)))
     named = options.rows or "load_tasks('train')"
-    say("data", [f"{named}: {len(rows)} rows with {', '.join(tasks[0].row)}; the first {len(tasks)} are tried"])
+    say(
+        "data",
+        [
+            f"{named}: {len(rows)} rows with {', '.join(tasks[0].row)}; the first {len(tasks)} are "
+            "tried"
+        ],
+    )
     return tasks
 
 
 async def play_all(
     env: Env, chat: Chat, tasks: list[Task], names: list[str], templates: list[str]
 ) -> dict[str, list[Trajectory]]:
-    """Kind of reply -> its episodes: right and plain ones of every task, empty and cut-off ones of the first."""
+    """Kind of reply -> its episodes: right and plain ones of every task, empty and cut-off ones of
+    the first."""
     readers = [(hook.takes_all, hook.named) for hook in env.hooks.values()]
-    columns = (c for c in ANSWERS if c in tasks[0].row and any(takes_all or c in read for takes_all, read in readers))
+    columns = (
+        c
+        for c in ANSWERS
+        if c in tasks[0].row and any(takes_all or c in read for takes_all, read in readers)
+    )
     if column := next(columns, None):
         templates = templates or [f"{{{{ {column} }}}}"]
     kinds = {"right": templates, "plain": [PLAIN]}
-    plays = [(k, task, rendered(kinds[k], task), UNLIMITED) for k in NORMAL if kinds[k] for task in tasks]
+    plays = [
+        (k, task, rendered(kinds[k], task), UNLIMITED) for k in NORMAL if kinds[k] for task in tasks
+    ]
     said = rendered(templates or [PLAIN], tasks[0])
     half = len(chat.encode(chat.marked(said[0]), continues=True)) // 2
     plays += [("empty", tasks[0], [""], UNLIMITED), ("cut", tasks[0], said, max(1, half))]
-    played = await asyncio.gather(*(play(env, chat, task, names, texts, limit) for _, task, texts, limit in plays))
+    played = await asyncio.gather(
+        *(play(env, chat, task, names, texts, limit) for _, task, texts, limit in plays)
+    )
     found = {}
     for (kind, *_), trajectories in zip(plays, played, strict=True):
         found.setdefault(kind, []).extend(trajectories)
@@ -149,13 +206,20 @@ def rendered(templates: list[str], task: Task) -> list[str]:
 
     values = {"prompt": task.messages[0].get("content"), **task.row}
     try:
-        return [Environment(undefined=StrictUndefined).from_string(t).render(values) for t in templates]
+        return [
+            Environment(undefined=StrictUndefined).from_string(t).render(values) for t in templates
+        ]
     except TemplateError as error:
         raise ValueError(f"--reply {templates}: {error}; columns: {', '.join(task.row)}") from None
 
 
 async def play(
-    env: Env, chat: Chat, task: Task, names: list[str], replies: list[str], max_tokens: int = UNLIMITED
+    env: Env,
+    chat: Chat,
+    task: Task,
+    names: list[str],
+    replies: list[str],
+    max_tokens: int = UNLIMITED,
 ) -> list[Trajectory]:
     """The trajectories of one group: of one episode, or of two if a hook compares them."""
     from rl_core.engines.scripted import ScriptedActor
@@ -176,7 +240,10 @@ def describe_tokens(chat: Chat, trajectories: list[Trajectory]) -> list[str]:
     for trajectory in trajectories:
         for number, sample in enumerate(samples_from_turns(trajectory.turns, 1.0)):
             more = f", sample {number + 1}: the template rewrote history" if number else ""
-            trained = f"{sum(sample.loss_mask)} of {len(sample.token_ids)} tokens are trained, marked with >"
+            trained = (
+                f"{sum(sample.loss_mask)} of {len(sample.token_ids)} tokens are trained, marked "
+                "with >"
+            )
             lines += ["", f"{trajectory.actor} in {trajectory.task_id}{more}: {trained}"]
             lines += marked_lines(chat, list(sample.token_ids), list(sample.loss_mask))
     return lines
@@ -197,7 +264,8 @@ def marked_lines(chat: Chat, token_ids: list[int], loss_mask: list[bool]) -> lis
 
 
 def outcomes_of(found: dict[str, list[Trajectory]]) -> list[dict[str, Any]]:
-    """Means over the episodes of each kind of reply, actor, status and error, of which the first is told."""
+    """Means over the episodes of each kind of reply, actor, status and error, of which the first is
+    told."""
     groups: dict[tuple, list[Trajectory]] = defaultdict(list)
     for kind, trajectories in found.items():
         for t in trajectories:
@@ -205,7 +273,12 @@ def outcomes_of(found: dict[str, list[Trajectory]]) -> list[dict[str, Any]]:
     outcomes = []
     for (kind, actor, status, _), own in groups.items():
         num_episodes = len(by_episode(own))
-        outcome = {"reply": kind, "actor": actor, "status": status, "error": in_own_flags(own[0].error)}
+        outcome = {
+            "reply": kind,
+            "actor": actor,
+            "status": status,
+            "error": in_own_flags(own[0].error),
+        }
         outcome["episodes"] = num_episodes
         if status != "failed":
             outcome["turns"] = fmean(episode_means(own, lambda t: len(t.turns)))
@@ -228,29 +301,43 @@ def part_means(trajectories: list[Trajectory], part: str) -> list[float]:
 
 
 def describe_episodes(outcomes: list[dict[str, Any]]) -> list[str]:
-    lines = [f"{'reply':<8} {'actor':<10} {'episodes':>8} {'turns':>5} {'reward':>9}  parts, or why it failed"]
+    lines = [
+        f"{'reply':<8} {'actor':<10} {'episodes':>8} {'turns':>5} {'reward':>9}  parts, or why it "
+        "failed"
+    ]
     for o in outcomes:
         turns, reward, why = "-", "-", f"failed: {short(o['error'])}"
         if o["status"] != "failed":
             turns, reward = f"{o['turns']:.3g}", f"{o['reward']:.4g}"
             parts = ", ".join(f"{name} {value:.4g}" for name, value in o["parts"].items())
             why = "truncated: " * (o["status"] == "truncated") + parts
-        lines.append(f"{o['reply']:<8} {o['actor']:<10} {o['episodes']:>8} {turns:>5} {reward:>9}  {why}")
+        lines.append(
+            f"{o['reply']:<8} {o['actor']:<10} {o['episodes']:>8} {turns:>5} {reward:>9}  {why}"
+        )
     return lines
 
 
 def describe_truncated(env: Env, cut: Trajectory) -> list[str]:
     """What hooks see of an episode whose turn was cut off."""
     if "rollout" in env.hooks:
-        lines = ["a reply that is cut off, as by --max_tokens, has truncated = True; rollout() goes on"]
+        lines = [
+            "a reply that is cut off, as by --max_tokens, has truncated = True; rollout() goes on"
+        ]
     else:
-        lines = ["a turn that is cut off, as by --max_tokens, ends the episode, with status truncated"]
+        lines = [
+            "a turn that is cut off, as by --max_tokens, ends the episode, with status truncated"
+        ]
     if "interact" in env.hooks:
         lines.append("interact() is not called after it: no tool answers, and no message comes")
     if env.truncated_reward is not None:
-        lines.append(f"truncated_reward = {env.truncated_reward:g} is the reward, other rewards are not called")
+        lines.append(
+            f"truncated_reward = {env.truncated_reward:g} is the reward, other rewards are not "
+            "called"
+        )
     elif env.rewards:
-        said = [message.get("content") for message in cut.messages if message["role"] == "assistant"]
+        said = [
+            message.get("content") for message in cut.messages if message["role"] == "assistant"
+        ]
         shown = short(repr(said[-1])) if said else "nothing"
         lines.append(f"rewards are of what was said by then: {shown}")
     return lines

@@ -1,6 +1,8 @@
-"""rl-core collect MODEL --env_path envs/x.py --out data/x: episodes that SFT reads (--data.train data/x/rollouts).
+"""rl-core collect MODEL --env_path envs/x.py --out data/x: episodes that SFT reads (--data.train
+data/x/rollouts).
 
---group_size episodes of each task, in files of --tasks_per_step tasks. The same command goes on where it was stopped.
+--group_size episodes of each task, in files of --tasks_per_step tasks. The same command goes on
+where it was stopped.
 """
 
 from __future__ import annotations
@@ -20,13 +22,22 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     how = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("rl-core collect", description=__doc__, epilog=FLAGS, formatter_class=how)
+    parser = argparse.ArgumentParser(
+        "rl-core collect", description=__doc__, epilog=FLAGS, formatter_class=how
+    )
     parser.allow_abbrev = False
-    parser.add_argument("models", nargs=1, metavar="MODEL", help="folder, run, hub name, or NAME@URL of an endpoint")
-    parser.add_argument("--out", required=True, help="folder of the episodes")
-    parser.add_argument("--min_reward", type=float, help="keep episodes with at least this reward; default: all")
     parser.add_argument(
-        "--num_tasks", type=int, default=0, help="tasks that are played, in whole files; 0: each once [0]"
+        "models", nargs=1, metavar="MODEL", help="folder, run, hub name, or NAME@URL of an endpoint"
+    )
+    parser.add_argument("--out", required=True, help="folder of the episodes")
+    parser.add_argument(
+        "--min_reward", type=float, help="keep episodes with at least this reward; default: all"
+    )
+    parser.add_argument(
+        "--num_tasks",
+        type=int,
+        default=0,
+        help="tasks that are played, in whole files; 0: each once [0]",
     )
     options, config = read_flags(parser, argv, "collected")
     # After the flags: it imports what --help need not wait for.
@@ -39,7 +50,8 @@ def main(argv: list[str]) -> int:
 
 
 async def collect(config: Config, model: str, num_tasks: int, min_reward: float | None) -> None:
-    """Plays what is missing in OUT/rollouts. Raises ValueError if that was played with other flags."""
+    """Plays what is missing in OUT/rollouts. Raises ValueError if that was played with other
+    flags."""
     from rl_core.data.episodes import by_episode, episode_rewards
     from rl_core.data.rows import write_tokenizers, write_trajectories
     from rl_core.learning.algorithms import make_algorithm
@@ -56,7 +68,10 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
     with locked(out):
         kept = replace(config, data=replace(config.data, min_reward=min_reward))
         if differs := keep_config(out, kept):
-            raise ValueError(f"--out {out} was collected with other flags ({'; '.join(differs)}); name another folder")
+            raise ValueError(
+                f"--out {out} was collected with other flags ({'; '.join(differs)}); name another "
+                "folder"
+            )
         (out / "rollouts").mkdir(exist_ok=True)
         async with player(config, envs, source.sources) as playing:
             chats = playing.plan.chats

@@ -10,26 +10,46 @@ from typing import Literal, get_args, get_origin
 from rl_core.config import NAMED, Config, known_flags
 from rl_core.rules import nearest
 
-USAGE = "usage: torchrun --nproc_per_node N -m rl_core.train --model PATH --env_path FILE --out FOLDER [--flag value]"
-TRAIN = "usage: rl-core train [--nproc_per_node N] --model PATH --env_path FILE --out FOLDER [--flag value]"
+USAGE = (
+    "usage: torchrun --nproc_per_node N -m rl_core.train --model PATH --env_path FILE --out FOLDER "
+    "[--flag value]"
+)
+TRAIN = (
+    "usage: rl-core train [--nproc_per_node N] --model PATH --env_path FILE --out FOLDER [--flag "
+    "value]"
+)
 PLAN = "usage: rl-core plan [--json] --model PATH --env_path FILE [--flag value]"
 
 
 def help_page(section: str = "", usage: str = "") -> str:
-    """One section's flags with their help and defaults; without a name, the general flags and the list of sections."""
-    sections = {f.name: f for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type) or f.name in NAMED}
+    """One section's flags with their help and defaults; without a name, the general flags and the
+    list of sections."""
+    sections = {
+        f.name: f
+        for f in dataclasses.fields(Config)
+        if dataclasses.is_dataclass(f.type) or f.name in NAMED
+    }
     if section and section not in sections:
         raise ValueError(f"--help {section}: no such section; {nearest(section, sections)}")
     lines, width = [usage or USAGE], min(shutil.get_terminal_size().columns, 120)
     for name, (value, f) in known_flags().items():
         if name.rpartition(".")[0].partition(".")[0] != section:
             continue
-        choices = [c for part in (f.type, *get_args(f.type)) if get_origin(part) is Literal for c in get_args(part)]
+        choices = [
+            c
+            for part in (f.type, *get_args(f.type))
+            if get_origin(part) is Literal
+            for c in get_args(part)
+        ]
         about = f.metadata["help"] + (f" {{{', '.join(choices)}}}" if choices else "")
         about += "" if value in (None, False, [], {}) else f" [{value}]"
-        lines += textwrap.wrap(about, width, initial_indent=f"  --{name:<26} ", subsequent_indent=" " * 31)
+        lines += textwrap.wrap(
+            about, width, initial_indent=f"  --{name:<26} ", subsequent_indent=" " * 31
+        )
     if not section:
-        lines += ["  --config FILE                a YAML file with the same keys; flags override it"]
+        lines += [
+            "  --config FILE                a YAML file with the same keys; flags override it"
+        ]
         lines += ["", "more, each with a page of its own (--help SECTION):"]
         lines += [f"  {name:<10} {f.metadata['help']}" for name, f in sections.items()]
     return "\n".join(lines)

@@ -1,6 +1,7 @@
-"""rl-core info: versions, devices, extras with the line that installs each, the sandbox, algorithms, environments.
-rl-core info metrics [NAME]: what a metric of metrics.jsonl is, its unit, and which values are healthy.
-rl-core info --service grpc://HOST:PORT: the workers of `rl-core serve`."""
+"""rl-core info: versions, devices, extras with the line that installs each, the sandbox,
+algorithms, environments. rl-core info metrics [NAME]: what a metric of metrics.jsonl is, its unit,
+and which values are healthy. rl-core info --service grpc://HOST:PORT: the workers of `rl-core
+serve`."""
 
 from __future__ import annotations
 
@@ -29,8 +30,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rl-core info", description=__doc__, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("what", nargs="?", choices=["metrics"], help="only this")
-    parser.add_argument("name", nargs="?", help="a metric, such as learn/policy/clip_frac or clip_frac")
-    parser.add_argument("--service", metavar="URL", help="only the workers of this service: grpc://HOST:PORT")
+    parser.add_argument(
+        "name", nargs="?", help="a metric, such as learn/policy/clip_frac or clip_frac"
+    )
+    parser.add_argument(
+        "--service", metavar="URL", help="only the workers of this service: grpc://HOST:PORT"
+    )
     args = parser.parse_args(argv)
     if args.service:
         from rl_core.types import option
@@ -53,14 +58,19 @@ def main(argv: list[str]) -> int:
 
 
 def metrics(name: str | None, as_json: bool) -> str:
-    """The rows of metric_table, or those that a name or the end of one means. Raises ValueError for an unknown one."""
+    """The rows of metric_table, or those that a name or the end of one means. Raises ValueError for
+    an unknown one."""
     short = re.sub(r"@\d+$", "@K", name or "")
     found = [
-        r for r in rows() if not name or short in r.short_names or (r.pattern.fullmatch(name) and not r.is_of_user)
+        r
+        for r in rows()
+        if not name or short in r.short_names or (r.pattern.fullmatch(name) and not r.is_of_user)
     ]
     if not found:
         known = nearest(short.rpartition("/")[2], [end for r in rows() for end in r.short_names])
-        raise ValueError(f"{name!r} is no metric of rl_core, but may be one that an environment gives; {known}")
+        raise ValueError(
+            f"{name!r} is no metric of rl_core, but may be one that an environment gives; {known}"
+        )
     if as_json:
         return json.dumps([dataclasses.asdict(row) for row in found], indent=2)
     texts = []
@@ -79,7 +89,11 @@ def as_text(found: dict[str, Any]) -> str:
         if title == "environments" and not what:
             pairs = [("none in envs/ here", "")]
         width = max((len(name) for name, _ in pairs), default=0)
-        lines += [f"== {title}", *(f"  {name:<{width}}  {text}".rstrip() for name, text in pairs), ""]
+        lines += [
+            f"== {title}",
+            *(f"  {name:<{width}}  {text}".rstrip() for name, text in pairs),
+            "",
+        ]
     return "\n".join(lines)
 
 
@@ -117,7 +131,8 @@ def sandbox() -> dict[str, str]:
 
 
 def extras(requires: list[str]) -> dict[str, str]:
-    """Extra -> `installed`, or the line that installs what is missing, from the metadata of a wheel."""
+    """Extra -> `installed`, or the line that installs what is missing, from the metadata of a
+    wheel."""
     missing: dict[str, list[str]] = {}
     for requirement in requires:
         extra = re.search(r"extra == ['\"](\w+)['\"]", requirement)
@@ -125,12 +140,17 @@ def extras(requires: list[str]) -> dict[str, str]:
             name = re.match(r"[\w.-]+", requirement)[0]
             wanted = requirement.partition(";")[0].strip()
             missing.setdefault(extra[1], []).extend([] if version_of(name) else [f"'{wanted}'"])
-    return {extra: f"pip install {' '.join(w)}" if w else "installed" for extra, w in missing.items()}
+    return {
+        extra: f"pip install {' '.join(w)}" if w else "installed" for extra, w in missing.items()
+    }
 
 
 def environments() -> dict[str, str]:
-    """Path -> first line of the docstring, of envs/ here or, if there is none, beside the package."""
-    folder = next((f for f in (Path("envs"), Path(__file__).parents[2] / "envs") if f.is_dir()), Path("envs"))
+    """Path -> first line of the docstring, of envs/ here or, if there is none, beside the
+    package."""
+    folder = next(
+        (f for f in (Path("envs"), Path(__file__).parents[2] / "envs") if f.is_dir()), Path("envs")
+    )
     return {str(path): about(path) for path in sorted(folder.glob("*.py"))}
 
 

@@ -1,4 +1,5 @@
-"""rl-core init [FOLDER]: an environment, ten rows, a config.yaml and a tiny model that run as they are on a CPU."""
+"""rl-core init [FOLDER]: an environment, ten rows, a config.yaml and a tiny model that run as they
+are on a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ def reward_fn(messages, answer):
 
 # def interact(messages): ...    the environment's next messages, for episodes of several turns; None ends one
 '''
-ROWS = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a, b in enumerate((5, 3, 1, 4, 2, 0, 2, 1, 0, 0))]
+ROWS = [
+    {"prompt": f"{a}+{b}", "answer": str(a + b)}
+    for a, b in enumerate((5, 3, 1, 4, 2, 0, 2, 1, 0, 0))
+]
 CONFIG = """# rl-core train --config {folder}/config.yaml    flags override what stands here; rl-core train --help lists them
 algorithm: grpo
 model: {folder}/model  # an untrained one with 0.1 M parameters; yours: a folder or a hub name, such as Qwen/Qwen3-0.6B
@@ -39,7 +43,9 @@ optim:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rl-core init", description=__doc__, allow_abbrev=False)
-    parser.add_argument("folder", nargs="?", default="first", help="folder to write; default: first")
+    parser.add_argument(
+        "folder", nargs="?", default="first", help="folder to write; default: first"
+    )
     name = parser.parse_args(argv).folder.rstrip("/")
     folder = Path(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -54,7 +60,8 @@ def main(argv: list[str]) -> int:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / "config.yaml").write_text(CONFIG.format(folder=name))
     print(
-        f"wrote {name}: task.py (the environment), rows.jsonl, config.yaml, model (tiny, untrained)\n\n"
+        f"wrote {name}: task.py (the environment), rows.jsonl, config.yaml, model (tiny, "
+        "untrained)\n\n"
         f"  rl-core train --config {name}/config.yaml    # about 15 s on a CPU\n\n"
         f"before:  rl-core check {name}/task.py --data.train {name}/rows.jsonl\n"
         f"after:   rl-core eval {name}/run {name}/model --data.eval {name}/rows.jsonl\n"

@@ -81,14 +81,15 @@ OURS = {
 
 # What no flag of ours says.
 ELSEWHERE = {
-    "a run takes every GPU that torch sees, else the CPU: CUDA_VISIBLE_DEVICES=0 or '' chooses": "device no_cuda use_cpu"
-    " n_gpus_per_node num_gpus gpus",
+    "a run takes every GPU that torch sees, else the CPU: CUDA_VISIBLE_DEVICES=0 or '' "
+    "chooses": "device no_cuda use_cpu n_gpus_per_node num_gpus gpus",
 }
 
 
 def unknown(name: str, value: Any, known: Iterable[str]) -> str:
-    """What an unknown flag is answered with: our name of it, `--group_size` for `num_generations`, or the nearest one. A value
-    that is a dictionary holds what stands behind a dot: verl's `actor_rollout_ref.rollout.n`."""
+    """What an unknown flag is answered with: our name of it, `--group_size` for `num_generations`,
+    or the nearest one. A value that is a dictionary holds what stands behind a dot: verl's
+    `actor_rollout_ref.rollout.n`."""
     while isinstance(value, dict) and value:
         key, value = next(iter(value.items()))
         name = f"{name}.{key}"
@@ -96,7 +97,8 @@ def unknown(name: str, value: Any, known: Iterable[str]) -> str:
 
 
 def without_dashes(argument: str, known: Iterable[str]) -> str:
-    """What an argument is answered with that is no flag and no flag's value, such as verl's a.b.c=8."""
+    """What an argument is answered with that is no flag and no flag's value, such as verl's
+    a.b.c=8."""
     name, equals, _ = argument.partition("=")
     hint = f"; {answer(name, known)}" if equals else ""
     return f"argument {argument!r} has no flag before it; write --name value{hint}"
@@ -120,7 +122,10 @@ def answer(name: str, known: Iterable[str]) -> str:
     if difflib.get_close_matches(name, known, n=1, cutoff=0.5):
         return nearest(name, known)
     sections = dict.fromkeys(flag.partition(".")[0] for flag in known if "." in flag)
-    return f"no flag has a similar name; sections: {', '.join(sections)}; --help SECTION lists one, --help all"
+    return (
+        f"no flag has a similar name; sections: {', '.join(sections)}; --help SECTION lists one, "
+        "--help all"
+    )
 
 
 def misspelled(word: str) -> str | None:

@@ -1,8 +1,8 @@
 """rl-core plan: what a run would hold in memory, from the model's config and the flags alone.
 
-Every episode counts as long as it may be. w bytes of a number in compute, L blocks, D hidden size, I of the MLP, Q and K widths
-of all heads of queries and of keys, V vocabulary; T tokens and M trained tokens of a microbatch on one rank.
-docs/parallelism.md explains each row.
+Every episode counts as long as it may be. w bytes of a number in compute, L blocks, D hidden size,
+I of the MLP, Q and K widths of all heads of queries and of keys, V vocabulary; T tokens and M
+trained tokens of a microbatch on one rank. docs/parallelism.md explains each row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ GIB = 2**30
 LOGPROB_TILE_BYTES = 256 << 20  # logits in flight, forward and backward
 OPTIMIZER_BYTES = {"adamw": 8, "adamw8bit": 2.03, "sgd": 4}  # a trained parameter
 NF4_BYTES = 0.5625  # a weight: 4 bits, and a scale in fp32 for every 64
-Table = dict[str, tuple[float, float]]  # what -> bytes on a rank's device while it samples, while it learns
+# What -> bytes on a rank's device while it samples, while it learns.
+Table = dict[str, tuple[float, float]]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -43,7 +44,8 @@ class Size:
 
 
 def main(argv: list[str]) -> int:
-    """Prints the plan of a run with these flags, or with --json as JSON. It makes no folder, and needs no SGLang."""
+    """Prints the plan of a run with these flags, or with --json as JSON. It makes no folder, and
+    needs no SGLang."""
     with tempfile.TemporaryDirectory() as out:
         config = parse_config([*(arg for arg in argv if arg != "--json"), "--out", out], PLAN)
         from rl_core.build import make_plan
@@ -67,10 +69,16 @@ def model_size(actor: ActorConfig) -> Size:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
     linear = {n: m for n, m in model.base_model.named_modules() if isinstance(m, torch.nn.Linear)}
     wanted = [t.strip() for t in actor.lora.targets.split(",")]
-    adapted = [m for n, m in linear.items() if "all-linear" in wanted or n.rpartition(".")[2] in wanted]
+    adapted = [
+        m for n, m in linear.items() if "all-linear" in wanted or n.rpartition(".")[2] in wanted
+    ]
     sizes = [m.in_features + m.out_features for m in adapted]
     if "experts" in wanted:
-        sizes += [p.shape[0] * sum(p.shape[1:]) for n, p in model.named_parameters() if p.ndim == 3 and "experts" in n]
+        sizes += [
+            p.shape[0] * sum(p.shape[1:])
+            for n, p in model.named_parameters()
+            if p.ndim == 3 and "experts" in n
+        ]
     return Size(
         total=sum(p.numel() for p in model.parameters()),
         linear=sum(m.weight.numel() for m in linear.values()),
@@ -85,7 +93,8 @@ def model_size(actor: ActorConfig) -> Size:
 
 
 def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Table:
-    """What a learner holds on one rank. Weights, gradients and optimizer state are fp32, sharded."""
+    """What a learner holds on one rank. Weights, gradients and optimizer state are fp32,
+    sharded."""
     from rl_core.models import compute_dtype
 
     config, learner, w = plan.config, plan.config.learner, compute_dtype(plan.config).itemsize
@@ -94,12 +103,19 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     if size.adapters and not actor.share:
         of_linear = NF4_BYTES if actor.lora.quantize == "nf4" else w
         frozen = of_linear * size.linear + w * (size.total - size.linear)
-    weights, moments = (4 * trained + frozen) / shards, OPTIMIZER_BYTES[config.optim.name] * trained / shards
+    weights, moments = (
+        (4 * trained + frozen) / shards,
+        OPTIMIZER_BYTES[config.optim.name] * trained / shards,
+    )
     while_sampling, while_learning = learner.offload == "none", learner.offload != "always"
     tokens = learner.microbatch_tokens
     block = block_bytes(size, w, mesh.tp)
     # Recomputed: the input of each block is kept, and all of one block.
-    kept = size.layers * w * size.hidden + block if learner.activations == "recompute" else size.layers * block
+    kept = (
+        size.layers * w * size.hidden + block
+        if learner.activations == "recompute"
+        else size.layers * block
+    )
     logits = 2 * min(LOGPROB_TILE_BYTES, 4 * tokens * size.vocabulary)
     # Of matrices a rank gathers its tp-th part, of the block that is computed and of the next.
     gathered = w * (size.total - size.linear + 2 * size.linear / size.layers) / mesh.tp
@@ -126,7 +142,8 @@ def block_bytes(size: Size, w: int, tp: int) -> float:
 
 
 def engine_bytes(plan: Plan, size: Size, mesh: Mesh) -> Table:
-    """What an engine holds on one rank: its own copy of the weights, unless it reads the learner's, and the KV cache."""
+    """What an engine holds on one rank: its own copy of the weights, unless it reads the learner's,
+    and the KV cache."""
     from rl_core.models import compute_dtype
 
     config, w = plan.config, compute_dtype(plan.config).itemsize
@@ -140,7 +157,8 @@ def engine_bytes(plan: Plan, size: Size, mesh: Mesh) -> Table:
 
 
 def facts(plan: Plan) -> dict[str, Any]:
-    """Data, tokens of a step, what is assumed, and for each actor that learns its parameters and bytes on one rank."""
+    """Data, tokens of a step, what is assumed, and for each actor that learns its parameters and
+    bytes on one rank."""
     from rl_core.models import compute_dtype
 
     config, algorithm, mesh = plan.config, plan.algorithm, plan.mesh
@@ -152,8 +170,14 @@ def facts(plan: Plan) -> dict[str, Any]:
         if algorithm.is_rl and not actor.share:
             table |= engine_bytes(plan, size, mesh)
         table["sum"] = sum(row[0] for row in table.values()), sum(row[1] for row in table.values())
-        held = {what: {"sample": round(row[0]), "learn": round(row[1])} for what, row in table.items()}
-        parameters = {"model": actor.model, "parameters": size.total, "adapter_parameters": size.adapters}
+        held = {
+            what: {"sample": round(row[0]), "learn": round(row[1])} for what, row in table.items()
+        }
+        parameters = {
+            "model": actor.model,
+            "parameters": size.total,
+            "adapter_parameters": size.adapters,
+        }
         actors[name] = parameters | {"bytes_on_one_rank": held}
     return {
         "train_rows": len(plan.train),
@@ -166,7 +190,8 @@ def facts(plan: Plan) -> dict[str, Any]:
         "dtype": str(compute_dtype(config)).removeprefix("torch."),
         "microbatch_tokens": config.learner.microbatch_tokens,
         "samples": "episodes" if algorithm.is_rl else "replies" if algorithm.is_pairs else "rows",
-        "samples_per_step": config.tasks_per_step * (config.group_size if algorithm.is_rl else 1 + algorithm.is_pairs),
+        "samples_per_step": config.tasks_per_step
+        * (config.group_size if algorithm.is_rl else 1 + algorithm.is_pairs),
         "max_tokens_of_a_sample": config.max_context_tokens,
         "actors": actors,
     }
@@ -179,15 +204,21 @@ def describe(found: dict[str, Any]) -> str:
     engine = f"{found['engine']} engine, " if found["engine"] else ""
     lines = [
         f"data             {found['train_rows']} rows to train on, {found['eval_rows']} held out",
-        f"steps            {found['num_steps']} of {found['tasks_per_step']} rows: {found['epochs']:.3g} epochs",
+        f"steps            {found['num_steps']} of {found['tasks_per_step']} rows: "
+        f"{found['epochs']:.3g} epochs",
         f"ranks            {found['ranks']['all']}: {sizes}",
-        f"tokens per step  at most {num * longest}: {num} {found['samples']} of at most {longest} tokens",
-        f"assumed          {engine}{found['dtype']}, microbatches of {found['microbatch_tokens']} tokens",
+        f"tokens per step  at most {num * longest}: {num} {found['samples']} of at most {longest} "
+        "tokens",
+        f"assumed          {engine}{found['dtype']}, microbatches of {found['microbatch_tokens']} "
+        "tokens",
     ]
     for name, actor in found["actors"].items():
         adapters = actor["adapter_parameters"]
         more = f", {adapters / 1e6:.2f} M of them in adapters" if adapters else ""
-        lines += ["", f"{name}: {actor['model']}, {actor['parameters'] / 1e6:.2f} M parameters{more}"]
+        lines += [
+            "",
+            f"{name}: {actor['model']}, {actor['parameters'] / 1e6:.2f} M parameters{more}",
+        ]
         lines.append(f"{'GiB on one rank':<22} {'sample':>10} {'learn':>10}")
         for what, row in actor["bytes_on_one_rank"].items():
             sample, learn = (f"{size / GIB:.3g}" if size else "-" for size in row.values())

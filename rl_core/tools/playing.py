@@ -23,15 +23,37 @@ if TYPE_CHECKING:
 FLAGS = """All other flags are those of a run (rl-core train --help), such as --env_path, --data.eval, --data.train,
 --max_tokens, --eval.samples, --eval.num_tasks. A model in a run's folder takes the run's config.yaml for them."""
 # One process samples, whatever the run did that made the model.
-ALONE = {"resume": "false", "engine_ranks": 0, "max_staleness": 0, "rollout.lagged": "0,4", "profile_step": 0}
-ALONE |= {"cp": 1, "tp": 1, "dp_replicate": 1, "learner.microbatch_tokens": 2**30, "learner.minibatches": 1}
-ALONE |= {"learner.kernels": "default", "learner.offload": "none", "canary_tolerance": 0, "optim.name": "adamw"}
+ALONE = {
+    "resume": "false",
+    "engine_ranks": 0,
+    "max_staleness": 0,
+    "rollout.lagged": "0,4",
+    "profile_step": 0,
+}
+ALONE |= {
+    "cp": 1,
+    "tp": 1,
+    "dp_replicate": 1,
+    "learner.microbatch_tokens": 2**30,
+    "learner.minibatches": 1,
+}
+ALONE |= {
+    "learner.kernels": "default",
+    "learner.offload": "none",
+    "canary_tolerance": 0,
+    "optim.name": "adamw",
+}
 
 
-def read_flags(parser: argparse.ArgumentParser, argv: list[str], out: str) -> tuple[argparse.Namespace, Config]:
-    """A command's own flags, and those of a run. `parser` knows `models`, which stand before all flags."""
+def read_flags(
+    parser: argparse.ArgumentParser, argv: list[str], out: str
+) -> tuple[argparse.Namespace, Config]:
+    """A command's own flags, and those of a run. `parser` knows `models`, which stand before all
+    flags."""
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
-        parser.error("name a model first: a folder, a hub name, or NAME@URL of an OpenAI-compatible endpoint")
+        parser.error(
+            "name a model first: a folder, a hub name, or NAME@URL of an OpenAI-compatible endpoint"
+        )
     options, flags = parser.parse_known_args(argv)
     before = next(filter(None, map(flags_of_run, options.models)), None)
     if before is None:
@@ -40,7 +62,10 @@ def read_flags(parser: argparse.ArgumentParser, argv: list[str], out: str) -> tu
     alone = (f"--{name}={value}" for name, value in ALONE.items())
     config = parse_config([*before, *flags, *alone, f"--out={out}"])
     if not config.is_rl or not config.env_path:
-        raise ValueError(f"--algorithm {config.algorithm} has no episodes to play; name an environment by --env_path")
+        raise ValueError(
+            f"--algorithm {config.algorithm} has no episodes to play; name an environment by "
+            "--env_path"
+        )
     from rl_core.options.terminal import quiet
 
     quiet()  # before rows are read
@@ -59,8 +84,9 @@ def flags_of_run(model: str) -> list[str] | None:
 
 
 def with_model(config: Config, model: str) -> tuple[Config, list[str]]:
-    """(the configuration in which `model` plays, the names of the actors that it is). The folder of a run is all actors that
-    the run trained, RUN/hf/NAME is NAME, any other model the first that is trained."""
+    """(the configuration in which `model` plays, the names of the actors that it is). The folder of
+    a run is all actors that the run trained, RUN/hf/NAME is NAME, any other model the first that is
+    trained."""
     from rl_core.models import choose_engine
 
     config = choose_engine(config, 1)
@@ -73,7 +99,9 @@ def with_model(config: Config, model: str) -> tuple[Config, list[str]]:
     is_api = bool(own) and re.match(URL.removesuffix("/?"), url) is not None
     actors = dict(config.actors)
     for name in names:
-        actor = replace(actors[name], model=model, share=None, lora=LoraConfig(), engine_urls=None, api=None)
+        actor = replace(
+            actors[name], model=model, share=None, lora=LoraConfig(), engine_urls=None, api=None
+        )
         if is_api:
             actor = replace(actor, model=own, api=url, train=False)
         elif (folder / "hf").is_dir():
@@ -83,8 +111,11 @@ def with_model(config: Config, model: str) -> tuple[Config, list[str]]:
 
 
 @asynccontextmanager
-async def player(config: Config, envs: dict[str, Env], sources: Sequence[TaskSource]) -> AsyncIterator[Player]:
-    """Engines of these actors. Raises ValueError for a model that cannot play, and for prompts that are too long."""
+async def player(
+    config: Config, envs: dict[str, Env], sources: Sequence[TaskSource]
+) -> AsyncIterator[Player]:
+    """Engines of these actors. Raises ValueError for a model that cannot play, and for prompts that
+    are too long."""
     from rl_core import models
     from rl_core.build import Plan, make_actors
     from rl_core.distributed import Mesh, init_ranks
@@ -92,15 +123,25 @@ async def player(config: Config, envs: dict[str, Env], sources: Sequence[TaskSou
     from rl_core.options.row_lengths import check_lengths
     from rl_core.sampling.engine import DeviceLease
 
-    chats = {name: models.check_model(config, name) for name, actor in config.actors.items() if not actor.api}
+    chats = {
+        name: models.check_model(config, name)
+        for name, actor in config.actors.items()
+        if not actor.api
+    }
     for source in sources if chats else ():
         check_lengths(config, envs, chats, None, source)
-    endpoints = {name: models.make_api_actor(config, name) for name, actor in config.actors.items() if actor.api}
+    endpoints = {
+        name: models.make_api_actor(config, name)
+        for name, actor in config.actors.items()
+        if actor.api
+    }
     for endpoint in endpoints.values():
         endpoint.ping()
     algorithm = make_algorithm(config.algorithm, config.algo)
     parts = {"train": sources[0], "eval": {}, "imitated": None, "curriculum": None, "mesh": Mesh()}
-    plan = Plan(config=config, algorithm=algorithm, envs=envs, chats=chats, endpoints=endpoints, **parts)
+    plan = Plan(
+        config=config, algorithm=algorithm, envs=envs, chats=chats, endpoints=endpoints, **parts
+    )
     ranks = init_ranks(config.timeout_s)
     engines = models.make_engines(config, chats, {}, ranks)
     lease = DeviceLease() if models.takes_turns(config) else None
@@ -122,14 +163,27 @@ class Player:
         self.plan, self.actors, self.ranks = plan, actors, ranks
 
     async def play(
-        self, tasks: list[Task], size: int, drawn: dict[str, float], batch: str, label: str, first: int = 0
+        self,
+        tasks: list[Task],
+        size: int,
+        drawn: dict[str, float],
+        batch: str,
+        label: str,
+        first: int = 0,
     ) -> list[Trajectory]:
         """`size` episodes of each task. Raises RunError if too many fail."""
         from rl_core.sampling.outcomes import refuse_failures
         from rl_core.sampling.rollout import make_group, rollout
 
         config, place = self.plan.config, {"batch": batch, "label": label, "size": size}
-        groups = [make_group(config, task, drawn, number=n, **place) for n, task in enumerate(tasks, first)]
-        found = await rollout(self.plan.envs, self.actors, groups, config.rollout, self.ranks, config.timeout_s)
-        refuse_failures(found, {}, config.rollout.max_failed_fraction, label, self.ranks, min_rows=1)
+        groups = [
+            make_group(config, task, drawn, number=n, **place)
+            for n, task in enumerate(tasks, first)
+        ]
+        found = await rollout(
+            self.plan.envs, self.actors, groups, config.rollout, self.ranks, config.timeout_s
+        )
+        refuse_failures(
+            found, {}, config.rollout.max_failed_fraction, label, self.ranks, min_rows=1
+        )
         return found

@@ -1,4 +1,5 @@
-"""rl-core plot runs/x: a run's curves as a PNG: rewards, evaluations, loss, KL, entropy and lengths."""
+"""rl-core plot runs/x: a run's curves as a PNG: rewards, evaluations, loss, KL, entropy and
+lengths."""
 
 from __future__ import annotations
 
@@ -20,14 +21,18 @@ PANELS = {
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rl-core plot", description=__doc__, allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs; several are drawn into each other")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="folders of runs; several are drawn into each other"
+    )
     parser.add_argument("--out", help="the file; default: RUN/curves.png")
     options = parser.parse_args(argv)
     curves = {}
     for run in options.runs:
         for title, found in curves_of(Path(run)).items():
             of_run = f"{run} " if len(options.runs) > 1 else ""
-            curves.setdefault(title, {}).update({of_run + name: points for name, points in found.items()})
+            curves.setdefault(title, {}).update(
+                {of_run + name: points for name, points in found.items()}
+            )
     file = Path(options.out or Path(options.runs[0]) / "curves.png")
     flat = {title: found for title, found in curves.items() if is_flat(found)}
     draw({title: found for title, found in curves.items() if title not in flat} or curves, file)
@@ -38,8 +43,8 @@ def main(argv: list[str]) -> int:
 
 
 def curves_of(run: Path) -> dict[str, Curves]:
-    """Panel -> curve -> its points (step, value). A last line that is being written, or that a killed run left cut short, is
-    left out. Raises ValueError if the run has no metrics."""
+    """Panel -> curve -> its points (step, value). A last line that is being written, or that a
+    killed run left cut short, is left out. Raises ValueError if the run has no metrics."""
     from rl_core.tools.view.data import RunFolder
 
     folder = RunFolder(run)
@@ -49,7 +54,9 @@ def curves_of(run: Path) -> dict[str, Curves]:
         for title, pattern in PANELS.items():
             for name, value in row.items():
                 if value is not None and (match := re.fullmatch(pattern, name)):
-                    curves.setdefault(title, {}).setdefault(match[1], []).append((row["step"], value))
+                    curves.setdefault(title, {}).setdefault(match[1], []).append(
+                        (row["step"], value)
+                    )
     if not curves:
         raise ValueError(f"{run}: metrics.jsonl holds no step yet; wait for the first")
     return {title: curves[title] for title in PANELS if title in curves}
@@ -60,7 +67,9 @@ def is_flat(curves: Curves) -> bool:
     from rl_core.tools.view.data import is_constant
 
     longest = max(len(points) for points in curves.values())
-    return longest > 1 and all(is_constant(value for _, value in points) for points in curves.values())
+    return longest > 1 and all(
+        is_constant(value for _, value in points) for points in curves.values()
+    )
 
 
 def last_values(title: str, curves: Curves) -> str:
@@ -77,7 +86,9 @@ def draw(curves: dict[str, Curves], file: Path) -> None:
     for number, (title, found) in enumerate(curves.items(), 1):
         axes = figure.add_subplot(-(-len(curves) // 3), 3, number, title=title, xlabel="step")
         for name, points in found.items():
-            axes.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 20 else "")
+            axes.plot(
+                *zip(*points, strict=True), label=name, marker="." if len(points) < 20 else ""
+            )
         if flat := axis_range(value for points in found.values() for _, value in points):
             axes.set_ylim(*flat)
         axes.grid(alpha=0.3)

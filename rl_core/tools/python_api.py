@@ -1,7 +1,9 @@
-"""train() for scripts and notebooks: one device, with the environment and the rows as Python objects.
+"""train() for scripts and notebooks: one device, with the environment and the rows as Python
+objects.
 
 from rl_core import Config, train
-result = train(Config(model="Qwen/Qwen3-0.6B", out="runs/first"), env=reward_fn, data=[{"prompt": "2 + 2?", "answer": "4"}])
+result = train(Config(model="Qwen/Qwen3-0.6B", out="runs/first"), env=reward_fn, data=[{"prompt": "2
++ 2?", "answer": "4"}])
 """
 
 from __future__ import annotations
@@ -46,15 +48,20 @@ def train(
 ) -> TrainResult:
     """What a run on this process's device has learned; the files are those of the command.
 
-    `env`: an environment's file or module, or a function that is its reward_fn. `data`, `eval_data`: rows instead of
-    config.data.train and .eval. Sections of the configuration may be dictionaries: Config(optim={"lr": 1e-5}).
-    `on_step(step, metrics)`, in the run's thread, ends the run by returning False; then a checkpoint is saved, and as well
-    at Ctrl-C. Raises ValueError for a mistake and RunError where a run cannot go on.
+    `env`: an environment's file or module, or a function that is its reward_fn. `data`,
+    `eval_data`: rows instead of config.data.train and .eval. Sections of the configuration may be
+    dictionaries: Config(optim={"lr": 1e-5}). `on_step(step, metrics)`, in the run's thread, ends
+    the run by returning False; then a checkpoint is saved, and as well at Ctrl-C. Raises ValueError
+    for a mistake and RunError where a run cannot go on.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("train() is for one device: several ranks are started by torchrun -m rl_core.train")
+        raise ValueError(
+            "train() is for one device: several ranks are started by torchrun -m rl_core.train"
+        )
     if eval_data is not None and not config.eval_every:
-        raise ValueError("eval_data needs Config(eval_every=...): how many steps lie between evaluations")
+        raise ValueError(
+            "eval_data needs Config(eval_every=...): how many steps lie between evaluations"
+        )
     config, module = with_objects(config, env, {"train": data, "eval": eval_data})
     stop = threading.Event()
 
@@ -79,7 +86,9 @@ def train(
     return read_result(config)
 
 
-def with_objects(config: Config, env: Any, rows: dict[str, Rows | None]) -> tuple[Config, ModuleType | None]:
+def with_objects(
+    config: Config, env: Any, rows: dict[str, Rows | None]
+) -> tuple[Config, ModuleType | None]:
     """The checked configuration, and the module of an environment that no file tells."""
     given, module = without_paths(asdict(config)), None
     config = Config()
@@ -104,7 +113,11 @@ def with_objects(config: Config, env: Any, rows: dict[str, Rows | None]) -> tupl
 def without_paths(given: dict[str, Any]) -> dict[str, Any]:
     """The same with texts for pathlib's paths, such as result.model."""
     texts = {key: str(value) for key, value in given.items() if isinstance(value, Path)}
-    return given | texts | {key: without_paths(value) for key, value in given.items() if isinstance(value, dict)}
+    return (
+        given
+        | texts
+        | {key: without_paths(value) for key, value in given.items() if isinstance(value, dict)}
+    )
 
 
 def with_rows(config: Config, module: ModuleType | None, rows: dict[str, Rows]) -> ModuleType:
@@ -112,14 +125,20 @@ def with_rows(config: Config, module: ModuleType | None, rows: dict[str, Rows]) 
     from rl_core.sampling.env import SERVED, execute_file
     from rl_core.types import option
 
-    module = module or (option(SERVED) if "://" in config.env_path else execute_file)(config.env_path)
+    module = module or (option(SERVED) if "://" in config.env_path else execute_file)(
+        config.env_path
+    )
     own = getattr(module, "load_tasks", lambda split: [])
     copy = ModuleType(module.__name__)
-    vars(copy).update(vars(module), load_tasks=lambda split: rows[split] if split in rows else own(split))
+    vars(copy).update(
+        vars(module), load_tasks=lambda split: rows[split] if split in rows else own(split)
+    )
     return copy
 
 
-def run_here(config: Config, module: ModuleType | None, on_step: OnStep, stop: threading.Event) -> None:
+def run_here(
+    config: Config, module: ModuleType | None, on_step: OnStep, stop: threading.Event
+) -> None:
     """The run itself. `stop`: it was interrupted."""
     from rl_core.build import Run, make_plan
     from rl_core.distributed import close_ranks, init_ranks

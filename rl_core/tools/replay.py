@@ -1,8 +1,10 @@
-"""rl-core replay runs/x --step 40: learns a recorded step again, without engines, and compares loss and gradient norm.
+"""rl-core replay runs/x --step 40: learns a recorded step again, without engines, and compares loss
+and gradient norm.
 
-It begins at the newest checkpoint before the step, or at the model with which the run began, and learns the steps between again
-from their rollouts. With --algorithm, --algo.*, --optim.*, --learner.minibatches, --learner.epochs or --critic.* the step itself
-is learned with another objective. Nothing in the run's folder changes but tokens/, which --tokens writes.
+It begins at the newest checkpoint before the step, or at the model with which the run began, and
+learns the steps between again from their rollouts. With --algorithm, --algo.*, --optim.*,
+--learner.minibatches, --learner.epochs or --critic.* the step itself is learned with another
+objective. Nothing in the run's folder changes but tokens/, which --tokens writes.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ if TYPE_CHECKING:
 
 # Flags of how steps are computed, and of what is learned from the one that is asked for.
 HOW = {"dp_replicate", "cp", "tp", "attention", "timeout_s"}
-HOW |= {f"learner.{name}" for name in ("microbatch_tokens", "activations", "kernels", "offload", "dtype")}
+HOW |= {
+    f"learner.{name}"
+    for name in ("microbatch_tokens", "activations", "kernels", "offload", "dtype")
+}
 OBJECTIVE = ("algorithm", "algo.", "optim.", "critic.", "learner.minibatches", "learner.epochs")
 CLOSE = 1e-4  # relative difference that rounding explains
 Values = dict[str, list[float]]  # what a learner computes -> its value for each token
@@ -45,30 +50,41 @@ class Replayed:
     begins: str  # where the weights are from
     recorded: dict[str, float | None]  # learn/... of metrics.jsonl
     replayed: dict[str, float]
-    between: float  # largest relative difference of loss and gradient norm in the steps that were learned again before
+    # Largest relative difference of loss and gradient norm in the steps that were learned again
+    # before.
+    between: float
     is_other: bool  # another objective
 
 
 def main(argv: list[str]) -> int:
     how = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("rl-core replay", description=__doc__, formatter_class=how, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "rl-core replay", description=__doc__, formatter_class=how, allow_abbrev=False
+    )
     parser.add_argument("run", type=Path, help="folder of a run")
-    parser.add_argument("--step", type=int, required=True, help="as rollouts/step_000040.jsonl.zst counts them")
     parser.add_argument(
-        "--tokens", action="store_true", help="write what the learner computes for each token to tokens/"
+        "--step", type=int, required=True, help="as rollouts/step_000040.jsonl.zst counts them"
+    )
+    parser.add_argument(
+        "--tokens",
+        action="store_true",
+        help="write what the learner computes for each token to tokens/",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options, flags = parser.parse_known_args(argv)
     found = replay(options.run, options.step, flags, options.tokens)
     if found is not None:
         names = Replayed.__slots__
-        print(json.dumps({n: getattr(found, n) for n in names}) if options.json else table(found), flush=True)
+        print(
+            json.dumps({n: getattr(found, n) for n in names}) if options.json else table(found),
+            flush=True,
+        )
     return 0
 
 
 def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> Replayed | None:
-    """What the step gave when it was learned again; None on ranks that do not write. Raises ValueError if something that it
-    needs was not recorded."""
+    """What the step gave when it was learned again; None on ranks that do not write. Raises
+    ValueError if something that it needs was not recorded."""
     from rl_core.data.rows import write_trajectories
     from rl_core.distributed import close_ranks, init_ranks
     from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint
@@ -80,13 +96,18 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
     quiet()
     recorded = recorded_metrics(run)
     plan, asked = make_plan(config), make_plan(other)
-    before = {int(folder.name.removeprefix("step_")): folder for folder in checkpoints_in(run / "checkpoints")}
+    before = {
+        int(folder.name.removeprefix("step_")): folder
+        for folder in checkpoints_in(run / "checkpoints")
+    }
     first = max((number for number in before if number < step), default=0)
     files = {number: files_of(run, number, False) for number in (step, *range(first + 1, step))}
     ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config))
     learners = make_learners(config, plan.algorithm, ranks)
     if config.learner.kernels == "liger":
-        option("rl_core.options.liger:apply_liger")([m.hf for own in learners.values() for m in own.models()])
+        option("rl_core.options.liger:apply_liger")(
+            [m.hf for own in learners.values() for m in own.models()]
+        )
     if first:
         load_checkpoint(before[first], learners)
     differences = [0.0]
@@ -95,7 +116,10 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
         metrics = learn(plan, learners, trajectories, number, ranks)
         differences += [difference(metrics[n], recorded[number].get(n)) for n in compared(metrics)]
     if other != config:
-        learners = {name: with_objective(learner, other, asked.algorithm) for name, learner in learners.items()}
+        learners = {
+            name: with_objective(learner, other, asked.algorithm)
+            for name, learner in learners.items()
+        }
     parts, trajectories = read_step(files[step], ranks)
     values: dict[int, Values] | None = {} if has_tokens else None
     metrics = learn(asked, learners, trajectories, step, ranks, values)
@@ -107,44 +131,58 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
     steps = f"step {step - 1}" if step == first + 2 else f"steps {first + 1} to {step - 1}"
     between = f", and {steps} learned again" if step > first + 1 else ""
     found = Replayed(
-        step=step, begins=f"{before.get(first, 'the model with which the run began')}{between}", replayed=metrics,
-        recorded={n: v for n, v in recorded[step].items() if n in metrics}, between=max(differences),
+        step=step,
+        begins=f"{before.get(first, 'the model with which the run began')}{between}",
+        replayed=metrics,
+        recorded={n: v for n, v in recorded[step].items() if n in metrics},
+        between=max(differences),
         is_other=other != config,
-    )  # fmt: skip
+    )
     return found if ranks.is_writer else None
 
 
 def read_flags(run: Path, flags: list[str]) -> tuple[Config, Config]:
-    """(the run's configuration, that of the step which is asked for). Raises ValueError for flags that change neither."""
+    """(the run's configuration, that of the step which is asked for). Raises ValueError for flags
+    that change neither."""
     how = []
     for name, value in given_flags(flags):
         if name in HOW:
             how.append(f"--{name}={value}")
         elif not name.startswith(OBJECTIVE):
             raise ValueError(
-                f"--{name} is for sampling, or for more than one step, and this step was sampled already; replay takes "
+                f"--{name} is for sampling, or for more than one step, and this step was sampled "
+                "already; replay takes "
                 f"{', '.join(f'--{own}' + '*' * own.endswith('.') for own in (*OBJECTIVE, *sorted(HOW)))}"
             )
     if not run.exists():
         from rl_core.data.rows import check_exists
 
         check_exists(run)
-    base = ["--config", str(run / "config.yaml"), f"--out={run}", "--engine_ranks=0", "--resume=false"]
+    base = [
+        "--config",
+        str(run / "config.yaml"),
+        f"--out={run}",
+        "--engine_ranks=0",
+        "--resume=false",
+    ]
     parts = []
-    if "algorithm" in dict(given_flags(flags)):  # another one does not know the parts that were set for the run's
+    # Another one does not know the parts that were set for the run's.
+    if "algorithm" in dict(given_flags(flags)):
         unset = (pair for pair in flags_in(Config()) if pair[0].startswith(("algo.", "critic.")))
         parts = [f"--{name}={'null' if value is None else value}" for name, value, _ in unset]
     config, other = parse_config([*base, *how]), parse_config([*base, *parts, *flags])
     if not (config.is_rl and other.is_rl):
         raise ValueError(
-            f"--algorithm {other.algorithm}: replay is for reinforcement learning, whose steps have rollouts"
+            f"--algorithm {other.algorithm}: replay is for reinforcement learning, whose steps "
+            "have rollouts"
         )
     return config, other
 
 
 def recorded_metrics(run: Path) -> dict[int, dict[str, float | None]]:
     """Step -> what its learners told."""
-    found: dict[int, dict[str, float | None]] = defaultdict(dict)  # a run that was killed told nothing of its last step
+    # A run that was killed told nothing of its last step.
+    found: dict[int, dict[str, float | None]] = defaultdict(dict)
     with suppress(FileNotFoundError), open(run / "metrics.jsonl") as file:
         for row in map(json.loads, file):
             found[row["step"]] |= {n: v for n, v in row.items() if n.startswith("learn/")}
@@ -158,14 +196,28 @@ def make_plan(config: Config) -> Plan:
     from rl_core.sources import load_envs
 
     config, envs = load_envs(config)
-    mesh = make_mesh(int(os.environ.get("WORLD_SIZE", 1)), **{name: getattr(config, name) for name in MESH_FLAGS})
-    nothing = {"train": None, "eval": {}, "chats": {}, "endpoints": {}, "imitated": None, "curriculum": None}
-    return Plan(config=config, algorithm=choose_algorithm(config, envs), mesh=mesh, envs=envs, **nothing)
+    mesh = make_mesh(
+        int(os.environ.get("WORLD_SIZE", 1)), **{name: getattr(config, name) for name in MESH_FLAGS}
+    )
+    nothing = {
+        "train": None,
+        "eval": {},
+        "chats": {},
+        "endpoints": {},
+        "imitated": None,
+        "curriculum": None,
+    }
+    return Plan(
+        config=config, algorithm=choose_algorithm(config, envs), mesh=mesh, envs=envs, **nothing
+    )
 
 
-def read_step(files: list[Path], ranks: Ranks) -> tuple[dict[Path, list[Trajectory]], list[Trajectory]]:
-    """This rank's trajectories of a step, by file and in all. Each turn's policy_version is a number of its own: the learner
-    does not read versions, so that they can tell which turn a packed token is of."""
+def read_step(
+    files: list[Path], ranks: Ranks
+) -> tuple[dict[Path, list[Trajectory]], list[Trajectory]]:
+    """This rank's trajectories of a step, by file and in all. Each turn's policy_version is a
+    number of its own: the learner does not read versions, so that they can tell which turn a packed
+    token is of."""
     from rl_core.data.rows import read_episodes
     from rl_core.types import Completion, Trajectory, Turn
 
@@ -183,10 +235,15 @@ def read_step(files: list[Path], ranks: Ranks) -> tuple[dict[Path, list[Trajecto
 
 
 def learn(
-    plan: Plan, learners: dict[str, Learner], trajectories: list[Trajectory], number: int, ranks: Ranks,
+    plan: Plan,
+    learners: dict[str, Learner],
+    trajectories: list[Trajectory],
+    number: int,
+    ranks: Ranks,
     values: dict[int, Values] | None = None,
-) -> dict[str, float]:  # fmt: skip
-    """The metrics of a step, as the run's own. `values` is filled: turn -> what the learner computes for each of its tokens."""
+) -> dict[str, float]:
+    """The metrics of a step, as the run's own. `values` is filled: turn -> what the learner
+    computes for each of its tokens."""
     from rl_core.metrics import add_metrics, reduce_metrics
     from rl_core.phases import training_samples
 
@@ -232,24 +289,36 @@ def token_values(learner: Learner, batches: list[Any], before: list[tuple]) -> d
     for batch, (logprobs, entropy) in zip(batches, before, strict=True):
         after = forward(learner, batch)[0]
         ratios = [math.exp(min(new - old, 80.0)) for new, old in zip(after, logprobs, strict=True)]
-        own = {"turn": batch.policy_versions, "logprobs": logprobs, "ratios": ratios, "entropy_nats": entropy}
+        own = {
+            "turn": batch.policy_versions,
+            "logprobs": logprobs,
+            "ratios": ratios,
+            "entropy_nats": entropy,
+        }
         own |= {name: getattr(batch, name) for name in ("advantages", "ref_logprobs", "values")}
         for name, column in own.items():
             if column is not None:
-                columns.setdefault(name, []).extend(column if isinstance(column, list) else column.tolist())
+                columns.setdefault(name, []).extend(
+                    column if isinstance(column, list) else column.tolist()
+                )
     mesh, found = learner.ranks.mesh, {}
-    for part in all_gather_json(columns, learner.ranks)[:: mesh.cp * mesh.tp]:  # the ranks between have the same
+    # The ranks between have the same.
+    for part in all_gather_json(columns, learner.ranks)[:: mesh.cp * mesh.tp]:
         for turn, *row in zip(*part.values(), strict=True):
             of_turn = found.setdefault(turn, {})
             for name, value in zip(list(part)[1:], row, strict=True):
-                of_turn.setdefault(name, []).append(round(value, 6) if math.isfinite(value) else None)
+                of_turn.setdefault(name, []).append(
+                    round(value, 6) if math.isfinite(value) else None
+                )
     return found
 
 
 def line_of(t: Trajectory, values: dict[int, Values]) -> dict[str, Any]:
     """Of tokens/, beside the trajectory's line of rollouts/."""
     turns = [values.get(turn.completion.policy_version, {}) for turn in t.turns]
-    return {name: getattr(t, name) for name in ("task_id", "group_id", "index", "actor", "seat")} | {"turns": turns}
+    return {
+        name: getattr(t, name) for name in ("task_id", "group_id", "index", "actor", "seat")
+    } | {"turns": turns}
 
 
 def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learner:
@@ -260,16 +329,24 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
     from rl_core.types import option
 
     name, ranks, policy, actor = old.name, old.ranks, old.policy, config.actors[old.name]
-    config = replace(config, optim=replace(config.optim, lr=config.optim.lr if actor.lr is None else actor.lr))
+    config = replace(
+        config, optim=replace(config.optim, lr=config.optim.lr if actor.lr is None else actor.lr)
+    )
     reference = critic = None
     if algorithm.needs_reference:
         known = policy if policy.adapters else old.reference
-        reference = known or make_reference(actor.model, models.compute_dtype(config), ranks, config.attention)
+        reference = known or make_reference(
+            actor.model, models.compute_dtype(config), ranks, config.attention
+        )
     if algorithm.has_critic and old.critic:
-        critic = option("rl_core.options.critic:Critic")(config, old.critic.learner.policy, ranks, name)
+        critic = option("rl_core.options.critic:Critic")(
+            config, old.critic.learner.policy, ranks, name
+        )
     elif algorithm.has_critic:
         critic = models.make_critic(config, actor.model, ranks, name)
-    new = Learner(config, algorithm, policy, ranks, reference, critic, name=name, adapter=old.adapter)
+    new = Learner(
+        config, algorithm, policy, ranks, reference, critic, name=name, adapter=old.adapter
+    )
     option(f"{models.EXPERTS}:watch")(new)
     for model in set(new.models()) - set(old.models()):
         option("rl_core.options.padded:choose_forward")(model, ranks)
@@ -300,17 +377,28 @@ def difference(value: float | None, recorded: float | None) -> float:
 
 def table(found: Replayed) -> str:
     """A line for each metric, and what the comparison means."""
-    both = {name: (found.recorded.get(name), value) for name, value in sorted(found.replayed.items())}
+    both = {
+        name: (found.recorded.get(name), value) for name, value in sorted(found.replayed.items())
+    }
     rows = [["metric", "recorded", "replayed", "relative difference"]]
-    rows += [[n, shown(a), shown(b), "equal" if a == b else f"{difference(b, a):.1e}"] for n, (a, b) in both.items()]
+    rows += [
+        [n, shown(a), shown(b), "equal" if a == b else f"{difference(b, a):.1e}"]
+        for n, (a, b) in both.items()
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"step {found.step}, from {found.begins}"]
-    lines += ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    worst = max([found.between, *(difference(b, a) for n, (a, b) in both.items() if n in compared(both))])
+    lines += [
+        "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    worst = max(
+        [found.between, *(difference(b, a) for n, (a, b) in both.items() if n in compared(both))]
+    )
     if not found.is_other and worst > CLOSE:
         lines.append(
-            "warning: loss or gradient norm is not what was recorded: did the run go on with other flags than those of "
-            "config.yaml, did its model, environment or this program change, or were experts replayed?"
+            "warning: loss or gradient norm is not what was recorded: did the run go on with other "
+            "flags than those of "
+            "config.yaml, did its model, environment or this program change, or were experts "
+            "replayed?"
         )
     return "\n".join(lines)
 

@@ -1,5 +1,6 @@
-"""rl-core sandbox run FILE: runs a program as environments run what models write. It reads stdin; the exit status is 0 if it
-ended well. rl-core sandbox level: says how this machine closes programs in. docs/sandbox.md"""
+"""rl-core sandbox run FILE: runs a program as environments run what models write. It reads stdin;
+the exit status is 0 if it ended well. rl-core sandbox level: says how this machine closes programs
+in. docs/sandbox.md"""
 
 from __future__ import annotations
 
@@ -13,24 +14,46 @@ from rl_core.sandbox.isolation import LEVELS
 
 FILTERED = ("bubblewrap", "namespaces", "landlock")  # levels that seccomp is a part of
 WITHOUT_SECCOMP = (
-    "without seccomp: system calls are not filtered, because pyseccomp is not installed where the level sees it "
+    "without seccomp: system calls are not filtered, because pyseccomp is not installed where the "
+    "level sees it "
 )
-WITHOUT_SECCOMP += "(not by PYTHONPATH or a .pth file); pip install 'rl_core[sandbox]' into the run's Python"
+WITHOUT_SECCOMP += (
+    "(not by PYTHONPATH or a .pth file); pip install 'rl_core[sandbox]' into the run's Python"
+)
 SUFFIXES = {".py": "python", ".sh": "bash", ".cpp": "cpp", ".cc": "cpp"}
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="rl-core sandbox", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="rl-core sandbox", description=__doc__, allow_abbrev=False
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run a file: .py, .sh or .cpp")
     run.add_argument("file", type=Path)
-    run.add_argument("--timeout_s", type=float, default=5.0, help="wall-clock seconds, and CPU seconds rounded up")
-    run.add_argument("--memory_mib", type=int, default=Limits().memory_mib, help="address space of each process")
-    run.add_argument("--language", choices=sorted(set(SUFFIXES.values())), help="default: by the file's suffix")
+    run.add_argument(
+        "--timeout_s",
+        type=float,
+        default=5.0,
+        help="wall-clock seconds, and CPU seconds rounded up",
+    )
+    run.add_argument(
+        "--memory_mib", type=int, default=Limits().memory_mib, help="address space of each process"
+    )
+    run.add_argument(
+        "--language", choices=sorted(set(SUFFIXES.values())), help="default: by the file's suffix"
+    )
     for command in (run, commands.add_parser("level", help="print the level of isolation")):
-        command.add_argument("--level", choices=list(LEVELS), default="", help="default: the strongest that works here")
         command.add_argument(
-            "--unsafe_code", choices=["true", "false"], default="false", help="run without isolation too"
+            "--level",
+            choices=list(LEVELS),
+            default="",
+            help="default: the strongest that works here",
+        )
+        command.add_argument(
+            "--unsafe_code",
+            choices=["true", "false"],
+            default="false",
+            help="run without isolation too",
         )
     args = parser.parse_args(argv)
     sandbox = Sandbox(level=args.level, unsafe=args.unsafe_code == "true")
@@ -45,7 +68,9 @@ def main(argv: list[str]) -> int:
         language = args.language or SUFFIXES.get(args.file.suffix, "python")
         stdin = "" if sys.stdin.isatty() else sys.stdin.read()
         code = args.file.read_text(encoding="utf-8")
-        found = asyncio.run(sandbox.run(code, stdin=stdin, timeout_s=args.timeout_s, language=language))
+        found = asyncio.run(
+            sandbox.run(code, stdin=stdin, timeout_s=args.timeout_s, language=language)
+        )
     except RuntimeError as error:
         raise ValueError(str(error)) from None
     finally:

@@ -1,4 +1,5 @@
-"""rl-core serve ENV.py ...: hosts environments over gRPC, for runs with --env_path grpc://host:port/name. docs/service.md"""
+"""rl-core serve ENV.py ...: hosts environments over gRPC, for runs with --env_path
+grpc://host:port/name. docs/service.md"""
 
 from __future__ import annotations
 
@@ -29,16 +30,36 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(prog="rl-core serve", description=__doc__, allow_abbrev=False)
     add_flags(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need a token")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; others than loopback need a token",
+    )
     parser.add_argument("--port", type=int, default=50051, help="of gRPC; 0 picks one")
     parser.add_argument(
-        "--http_port", type=int, help="HTTP with JSON, and /metrics for Prometheus; 0 picks one; default: off"
+        "--http_port",
+        type=int,
+        help="HTTP with JSON, and /metrics for Prometheus; 0 picks one; default: off",
     )
     parser.add_argument("--workers", type=int, default=2, help="worker processes")
-    parser.add_argument("--controller", action="store_true", help="no environments: workers of other hosts --join")
-    parser.add_argument("--queue", type=int, default=10_000, help="starts of each environment that may wait for room")
-    parser.add_argument("--heartbeat_s", type=float, default=2.0, help="a worker that is silent for three is removed")
-    parser.add_argument("--drain_s", type=float, default=30.0, help="on SIGTERM, sessions may go on for so long")
+    parser.add_argument(
+        "--controller", action="store_true", help="no environments: workers of other hosts --join"
+    )
+    parser.add_argument(
+        "--queue",
+        type=int,
+        default=10_000,
+        help="starts of each environment that may wait for room",
+    )
+    parser.add_argument(
+        "--heartbeat_s",
+        type=float,
+        default=2.0,
+        help="a worker that is silent for three is removed",
+    )
+    parser.add_argument(
+        "--drain_s", type=float, default=30.0, help="on SIGTERM, sessions may go on for so long"
+    )
     args = parser.parse_args(argv)
     if bool(args.envs) == args.controller:
         raise ValueError("name environment files, or --controller: one of them")
@@ -48,6 +69,9 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     for flag in ("workers", "capacity", "queue", "heartbeat_s", "idle_s", "hook_timeout_s"):
         if getattr(args, flag) <= 0:
             raise ValueError(f"--{flag} {getattr(args, flag)} must be above 0")
-    if any(not 0 <= port < 1 << 16 for port in (args.port, args.http_port or 0)):  # gRPC takes the remainder
-        raise ValueError(f"--port {args.port} and --http_port {args.http_port or 0} must be from 0 to 65535")
+    # GRPC takes the remainder.
+    if any(not 0 <= port < 1 << 16 for port in (args.port, args.http_port or 0)):
+        raise ValueError(
+            f"--port {args.port} and --http_port {args.http_port or 0} must be from 0 to 65535"
+        )
     return args

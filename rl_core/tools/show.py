@@ -21,15 +21,23 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rl-core show", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", help="folder of a run, or one file of its rollouts/")
     parser.add_argument("--step", type=int, help="default: the newest")
-    parser.add_argument("--eval", action="store_true", help="episodes of the evaluation at that step")
+    parser.add_argument(
+        "--eval", action="store_true", help="episodes of the evaluation at that step"
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--worst", action="store_true", help="lowest rewards first")
     which.add_argument("--best", action="store_true", help="highest rewards first")
     which.add_argument("--failed", action="store_true", help="only what failed, with the reason")
-    which.add_argument("--reasons", action="store_true", help="a table of why episodes failed, in all steps or --step")
+    which.add_argument(
+        "--reasons",
+        action="store_true",
+        help="a table of why episodes failed, in all steps or --step",
+    )
     parser.add_argument("--actor", help="only this actor's")
     parser.add_argument("--num", type=int, default=3, help="how many [3]")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line, tokens included")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object a line, tokens included"
+    )
     options = parser.parse_args(argv)
     if options.reasons:
         print(reasons(options), flush=True)
@@ -54,9 +62,13 @@ def files_of(run: Path, step: int | None, is_eval: bool) -> list[Path]:
         step = max(steps)
     files = [file for file, number in zip(found, steps, strict=True) if number == step]
     if not files:
-        listed = ", ".join(map(str, sorted(set(steps)))) or "none; was it run with --rollout.save false?"
+        listed = (
+            ", ".join(map(str, sorted(set(steps)))) or "none; was it run with --rollout.save false?"
+        )
         named = f" --step {step}" if step is not None else ""
-        raise ValueError(f"{run}{named}: no episodes in {run / 'rollouts'}; steps with {kind} episodes: {listed}")
+        raise ValueError(
+            f"{run}{named}: no episodes in {run / 'rollouts'}; steps with {kind} episodes: {listed}"
+        )
     return files
 
 
@@ -71,7 +83,9 @@ def reasons(options: argparse.Namespace) -> str:
     failed: dict[str, dict[tuple, int]] = {}  # reason -> episode -> step
     for e in run.entries:
         is_asked = (
-            (e.kind != "train") == options.eval and options.step in (None, e.step) and options.actor in (None, e.actor)
+            (e.kind != "train") == options.eval
+            and options.step in (None, e.step)
+            and options.actor in (None, e.actor)
         )
         if is_asked:
             episode = (e.kind, e.step, e.env, e.group, e.index)
@@ -107,8 +121,14 @@ def chosen(rows: Iterator[dict[str, Any]], options: argparse.Namespace) -> list[
         found = sorted(scored, key=lambda row: row["reward"], reverse=options.best)
     if not found:
         actor = f"{options.actor}'s " if options.actor else ""
-        step = "the newest step; --step N shows another" if options.step is None else f"step {options.step}"
-        raise ValueError(f"{options.run}: none{' failed' * options.failed} among {actor}episodes of {step}")
+        step = (
+            "the newest step; --step N shows another"
+            if options.step is None
+            else f"step {options.step}"
+        )
+        raise ValueError(
+            f"{options.run}: none{' failed' * options.failed} among {actor}episodes of {step}"
+        )
     return found[: options.num]
 
 
@@ -116,8 +136,15 @@ def described(row: dict[str, Any]) -> str:
     """One episode: a headline, then each message under its role."""
     reward = "-" if row["reward"] is None else f"{row['reward']:.4g}"
     parts = ", ".join(f"{name} {value:.4g}" for name, value in row["reward_parts"].items())
-    head = f"== {row['actor']}  {row['task_id']}  episode {row['index']}  {row['file'].partition('.')[0]}"
-    state = f"reward {reward}" + (f" ({parts})" if len(row["reward_parts"]) > 1 else "") + f"  {row['status']}"
+    head = (
+        f"== {row['actor']}  {row['task_id']}  episode {row['index']}  "
+        f"{row['file'].partition('.')[0]}"
+    )
+    state = (
+        f"reward {reward}"
+        + (f" ({parts})" if len(row["reward_parts"]) > 1 else "")
+        + f"  {row['status']}"
+    )
     lines = [coloured(f"{head}  {state}", "failed" if row["status"] == "failed" else "reward")]
     if row["error"]:
         lines += wrapped(f"reason: {row['error']}")
@@ -128,7 +155,10 @@ def described(row: dict[str, Any]) -> str:
 
 def content_of(message: dict[str, Any]) -> str:
     """Its text; whatever else it holds as JSON."""
-    content, rest = message.get("content") or "", {k: v for k, v in message.items() if k not in ("role", "content")}
+    content, rest = (
+        message.get("content") or "",
+        {k: v for k, v in message.items() if k not in ("role", "content")},
+    )
     text = content if isinstance(content, str) else json.dumps(content)
     return "\n".join(filter(None, [text, json.dumps(rest) if rest else ""]))
 

@@ -1,4 +1,5 @@
-"""A tiny untrained language model with a tokenizer of characters and a chat template, for laptops and tests."""
+"""A tiny untrained language model with a tokenizer of characters and a chat template, for laptops
+and tests."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ ARCHITECTURES = ("qwen3", "llama", "qwen2")
 
 
 def character_tokenizer():
-    """A fast tokenizer with 104 tokens: 8 special ones, the newline and the 95 printable ASCII characters."""
+    """A fast tokenizer with 104 tokens: 8 special ones, the newline and the 95 printable ASCII
+    characters."""
     from tokenizers import Tokenizer, decoders, models
 
     vocab = {token: i for i, token in enumerate((*SPECIALS, *CHARACTERS))}
@@ -57,7 +59,8 @@ def make_tiny_model(
     arch: str = "qwen3",
     tokenizer=None,
 ) -> None:
-    """Writes config, fp32 weights drawn from seed, and the tokenizer (by default of characters) into out."""
+    """Writes config, fp32 weights drawn from seed, and the tokenizer (by default of characters)
+    into out."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -65,7 +68,9 @@ def make_tiny_model(
 
     if hidden % heads or hidden // heads % 2:
         nearest = 2 * heads * max(1, hidden // heads // 2)
-        raise ValueError(f"hidden={hidden} must be an even multiple of heads={heads}; try {nearest}")
+        raise ValueError(
+            f"hidden={hidden} must be an even multiple of heads={heads}; try {nearest}"
+        )
     tokenizer = tokenizer or character_tokenizer()
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = AutoConfig.for_model(

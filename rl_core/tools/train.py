@@ -1,4 +1,5 @@
-"""rl-core train: a run on this machine, with one rank per GPU or as many as --nproc_per_node says."""
+"""rl-core train: a run on this machine, with one rank per GPU or as many as --nproc_per_node
+says."""
 
 from __future__ import annotations
 
@@ -33,13 +34,15 @@ def main(argv: list[str]) -> int:
 
 
 def launch(argv: list[str]) -> int:
-    """torchrun in this process, without its own report: a rank that fails has said why in one line."""
+    """torchrun in this process, without its own report: a rank that fails has said why in one
+    line."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     logging.disable(logging.ERROR)
-    # A rank saves at the end of a step: torchrun passes signals on, and kills no rank after its 30 s.
+    # A rank saves at the end of a step: torchrun passes signals on, and kills no rank after its 30
+    # s.
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1")
     os.environ.setdefault("PET_SHUTDOWN_TIMEOUT", "3600")
     try:
@@ -51,5 +54,9 @@ def launch(argv: list[str]) -> int:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0 and not os.path.isfile(failure.error_file):  # it could say nothing
             name = signal.Signals(-failure.exitcode).name
-            print(f"error: rank {rank} was ended by {name}; go on with --resume", file=sys.stderr, flush=True)
+            print(
+                f"error: rank {rank} was ended by {name}; go on with --resume",
+                file=sys.stderr,
+                flush=True,
+            )
         return max(1, failure.exitcode)

@@ -1,4 +1,5 @@
-"""rl-core view runs/x [runs/y ...]: curves, conversations and tokens of runs as a page on this machine; live runs update."""
+"""rl-core view runs/x [runs/y ...]: curves, conversations and tokens of runs as a page on this
+machine; live runs update."""
 
 from __future__ import annotations
 
@@ -10,13 +11,21 @@ from pathlib import Path
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rl-core view", description=__doc__, allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs; several are drawn into each other")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address that is listened on [127.0.0.1, this machine alone]"
+        "runs", nargs="+", metavar="RUN", help="folders of runs; several are drawn into each other"
     )
-    parser.add_argument("--port", type=int, default=6500, help="its port; 0 takes a free one [6500]")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address that is listened on [127.0.0.1, this machine alone]",
+    )
+    parser.add_argument(
+        "--port", type=int, default=6500, help="its port; 0 takes a free one [6500]"
+    )
     parser.add_argument("--tui", action="store_true", help="in this terminal instead of a browser")
-    parser.add_argument("--report", metavar="FILE", help="write the page with its data into one file instead")
+    parser.add_argument(
+        "--report", metavar="FILE", help="write the page with its data into one file instead"
+    )
     options = parser.parse_args(argv)
     from rl_core.tools.view.data import RunFolder
 
@@ -28,7 +37,9 @@ def main(argv: list[str]) -> int:
         return 0
     if options.tui:
         if find_spec("textual") is None:
-            raise ValueError("--tui needs textual, which is not installed: pip install 'rl_core[view]'")
+            raise ValueError(
+                "--tui needs textual, which is not installed: pip install 'rl_core[view]'"
+            )
         from rl_core.tools.view.tui import Viewer
 
         Viewer(runs).run()

@@ -1,7 +1,9 @@
-"""What a run left in its folder, for the viewer: curves, an index of its trajectories, and one trajectory when it is asked for.
+"""What a run left in its folder, for the viewer: curves, an index of its trajectories, and one
+trajectory when it is asked for.
 
-The index holds what a list shows and what is filtered by. Messages and tokens stay in rollouts/ and are unpacked when one is
-opened or searched. Files that a killed run left cut short are read as far as they go.
+The index holds what a list shows and what is filtered by. Messages and tokens stay in rollouts/ and
+are unpacked when one is opened or searched. Files that a killed run left cut short are read as far
+as they go.
 """
 
 from __future__ import annotations
@@ -37,12 +39,14 @@ PANELS = {
     "length (tokens)": r"rollout/([^/]+)/(length_(?:mean|p50|p95|max))",
     "entropy (nats)": r"learn/([^/]+)/entropy_nats",
     "KL (nats)": r"learn/([^/]+)/((?:step|ref)_kl)_nats",
-    "engine-learner mismatch": r"learn/([^/]+)/(mismatch_(?:kl_nats|kl_nats_max|tail_frac)|canary_max_diff)",
+    "engine-learner "
+    "mismatch": r"learn/([^/]+)/(mismatch_(?:kl_nats|kl_nats_max|tail_frac)|canary_max_diff)",
     "clip fraction": r"learn/([^/]+)/clip_frac",
     "loss": r"learn/([^/]+)/loss",
     "gradient norm": r"learn/([^/]+)/grad_norm",
     "learning rate": r"learn/([^/]+)/lr",
-    "failed, truncated, without signal": r"rollout/([^/]+)/(failed|truncated_frac|zero_signal_frac|engine_restarts)",
+    "failed, truncated, without "
+    "signal": r"rollout/([^/]+)/(failed|truncated_frac|zero_signal_frac|engine_restarts)",
     "staleness (versions)": r"rollout/(?:([^/]+)/)?(staleness|staleness_max|lag_versions)",
     "time per phase (s)": r"time/([^/]+)_s(?<!per_s)",
     "tokens per second": r"time/([^/]+)_tokens_per_s",
@@ -51,7 +55,8 @@ PANELS = {
 }
 
 
-LEAST_RANGE_FRAC = 0.01  # of the values on an axis: a smaller change is a flat line, whatever its digits do
+# Of the values on an axis: a smaller change is a flat line, whatever its digits do.
+LEAST_RANGE_FRAC = 0.01
 NEAR_ZERO = 1e-6  # where values are as small as rounding, it is relative to this
 CONSTANT_FRAC = 1e-6  # a curve that changes less is constant but for rounding
 
@@ -63,7 +68,9 @@ class Entry:
     file: str
     start: int
     size: int
-    kind: str  # "train", "greedy" or "sampled", the last two with the held-out set behind it where there are several
+    # "train", "greedy" or "sampled", the last two with the held-out set behind it where there are
+    # several.
+    kind: str
     step: int
     env: str
     task: str
@@ -94,7 +101,8 @@ def check_inner_runs(folder: Path) -> None:
 
 
 class RunFolder:
-    """A run's folder, which may still grow: refresh() reads what is new. Raises ValueError if there is no run."""
+    """A run's folder, which may still grow: refresh() reads what is new. Raises ValueError if there
+    is no run."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -105,11 +113,13 @@ class RunFolder:
         if not is_run(self.path):
             check_inner_runs(self.path)
             raise ValueError(
-                f"{self.path}: no folder of a run; it has neither metrics.jsonl nor config.yaml nor rollouts/"
+                f"{self.path}: no folder of a run; it has neither metrics.jsonl nor config.yaml "
+                "nor rollouts/"
             )
         self.rows: list[dict[str, Any]] = []  # lines of metrics.jsonl
         self.entries: list[Entry] = []  # in the order in which they were found
-        self.revision = 0  # changes where rows or entries did not only grow: a resumed run writes steps again
+        # Changes where rows or entries did not only grow: a resumed run writes steps again.
+        self.revision = 0
         self.files: dict[str, tuple[int, int]] = {}  # of rollouts/, read so far -> time and size
         self.metrics_read: tuple[int, int] = (0, 0)  # inode of metrics.jsonl, bytes read
 
@@ -142,8 +152,9 @@ class RunFolder:
         return rows_of(file.read_bytes()) if file.exists() else []
 
     def refresh(self, limit_s: float = float("inf")) -> bool:
-        """Reads new metrics, and new rollouts, newest first, until the time is over, but at least one file. True if nothing is
-        left to read. Raises ValueError if the folder is gone; what was read stays."""
+        """Reads new metrics, and new rollouts, newest first, until the time is over, but at least
+        one file. True if nothing is left to read. Raises ValueError if the folder is gone; what was
+        read stays."""
         deadline = time.monotonic() + limit_s
         self.read_metrics()
         files = self.rollouts()
@@ -157,11 +168,13 @@ class RunFolder:
         """Files of trajectories in the order of their steps."""
         files = (self.path / "rollouts").glob("*.jsonl.zst")
         return sorted(
-            (file for file in files if FILE.fullmatch(file.name)), key=lambda file: (step_of(file), file.name)
+            (file for file in files if FILE.fullmatch(file.name)),
+            key=lambda file: (step_of(file), file.name),
         )
 
     def read_rollouts(self, files: list[Path], deadline: float = float("inf")) -> bool:
-        """Puts those into the index that are not in it as they are. False if time.monotonic() went beyond the deadline."""
+        """Puts those into the index that are not in it as they are. False if time.monotonic() went
+        beyond the deadline."""
         for file in files:
             try:
                 stat = file.stat()
@@ -174,9 +187,11 @@ class RunFolder:
             if file.name in self.files:
                 self.entries = [e for e in self.entries if e.file != file.name]
                 self.revision += 1
-            self.entries = [*self.entries, *found]  # who searches in a thread has the list as it was
+            # Who searches in a thread has the list as it was.
+            self.entries = [*self.entries, *found]
             self.files[file.name] = state
-            if time.monotonic() > deadline:  # after one, so that slow disks do not keep it from going on
+            # After one, so that slow disks do not keep it from going on.
+            if time.monotonic() > deadline:
                 return False
         return True
 
@@ -221,8 +236,8 @@ class RunFolder:
         return unpacked(file, file.stat().st_mtime_ns)
 
     def search(self, text: str, entries: Iterable[Entry]) -> Iterator[Entry]:
-        """Those in whose messages the text stands, upper or lower case alike, while they are read. Faster if entries of one
-        file follow each other."""
+        """Those in whose messages the text stands, upper or lower case alike, while they are read.
+        Faster if entries of one file follow each other."""
         wanted = text.casefold()
         for entry in entries:
             line = self.line(entry)
@@ -232,7 +247,8 @@ class RunFolder:
 
 
 def rows_of(lines: bytes) -> list[dict[str, Any]]:
-    """Of metrics.jsonl or warnings.jsonl, but for lines that a killed run or a full disk left cut short."""
+    """Of metrics.jsonl or warnings.jsonl, but for lines that a killed run or a full disk left cut
+    short."""
     found = []
     for line in lines.splitlines():
         with suppress(ValueError):
@@ -241,7 +257,8 @@ def rows_of(lines: bytes) -> list[dict[str, Any]]:
 
 
 def axis_range(values: Iterable[float]) -> tuple[float, float] | None:
-    """From where to where an axis goes on which these values are a flat line; None if they are not."""
+    """From where to where an axis goes on which these values are a flat line; None if they are
+    not."""
     values = list(values)
     low, high = min(values), max(values)
     least = LEAST_RANGE_FRAC * max(abs(low), abs(high), NEAR_ZERO)
@@ -260,7 +277,8 @@ def is_constant(values: Iterable[float]) -> bool:
 
 
 def panels_of(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Title of a panel -> curve -> metric. Metrics without a panel have one each, at the end, by their name."""
+    """Title of a panel -> curve -> metric. Metrics without a panel have one each, at the end, by
+    their name."""
     panels: dict[str, dict[str, str]] = {title: {} for title in PANELS}
     others = {}
     for name in sorted(names):
@@ -274,10 +292,14 @@ def panels_of(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def matching(
-    entries: Iterable[Entry], reason: str = "", rewards: tuple[float, float] | None = None, **wanted: Any
+    entries: Iterable[Entry],
+    reason: str = "",
+    rewards: tuple[float, float] | None = None,
+    **wanted: Any,
 ) -> list[Entry]:
-    """Those with these values (step=, env=, task=, group=, actor=, status=, kind= ...; None is any), in whose error `reason`
-    stands, with a reward from the first to the second of `rewards`."""
+    """Those with these values (step=, env=, task=, group=, actor=, status=, kind= ...; None is
+    any), in whose error `reason` stands, with a reward from the first to the second of
+    `rewards`."""
     wanted = {name: value for name, value in wanted.items() if value is not None}
     return [
         e
@@ -301,8 +323,8 @@ def step_of(file: Path) -> int:
 
 @dataclass(slots=True, frozen=True)
 class Parts:
-    """Places in a trajectory's line. A quotation mark within a string has a backslash before it, so that these keys are
-    found without reading what stands between them."""
+    """Places in a trajectory's line. A quotation mark within a string has a backslash before it, so
+    that these keys are found without reading what stands between them."""
 
     messages: tuple[int, int]
     turns: tuple[int, int]
@@ -317,7 +339,10 @@ def parts_of(line: bytes) -> Parts:
 
 def index_of(file: Path) -> list[Entry]:
     match = FILE.fullmatch(file.name)
-    kind, step = "train" if match[1] == "step" else intern(match[3].replace("_", " ", 1)), int(match[2])
+    kind, step = (
+        "train" if match[1] == "step" else intern(match[3].replace("_", " ", 1)),
+        int(match[2]),
+    )
     found, start = [], 0
     for line in BytesIO(unpacked(file, file.stat().st_mtime_ns)):
         try:
@@ -328,13 +353,26 @@ def index_of(file: Path) -> list[Entry]:
         except ValueError:  # the end of the file, or of what a killed run wrote of it
             break
         ids = TOKEN_IDS.findall(line, begins, ends)
-        names = {"env": row["env"], "task": row["task_id"], "group": row["group_id"], "actor": row["actor"]}
+        names = {
+            "env": row["env"],
+            "task": row["task_id"],
+            "group": row["group_id"],
+            "actor": row["actor"],
+        }
         names |= {"seat": row["seat"], "status": row["status"], "error": row["error"]}
         entry = Entry(
-            file=intern(file.name), start=start, size=len(line), kind=kind, step=step, index=row["index"],
-            reward=row["reward"], num_turns=len(ids), num_tokens=sum(i.count(b",") + 1 for i in ids if i),
-            preview=last_reply(line, begins, ends), **{name: intern(value) for name, value in names.items()},
-        )  # fmt: skip
+            file=intern(file.name),
+            start=start,
+            size=len(line),
+            kind=kind,
+            step=step,
+            index=row["index"],
+            reward=row["reward"],
+            num_turns=len(ids),
+            num_tokens=sum(i.count(b",") + 1 for i in ids if i),
+            preview=last_reply(line, begins, ends),
+            **{name: intern(value) for name, value in names.items()},
+        )
         found.append(entry)
         start += len(line)
     return found

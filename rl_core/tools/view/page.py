@@ -1,4 +1,5 @@
-"""The page: one HTML document without anything to fetch but the runs' data, which a report has in itself."""
+"""The page: one HTML document without anything to fetch but the runs' data, which a report has in
+itself."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def make_page(data: dict[str, Any]) -> str:
         "script": script,
     }
     first, *rest = asset("view.html").split("{{")
-    return first + "".join(parts[name] + text for name, _, text in (part.partition("}}") for part in rest))
+    return first + "".join(
+        parts[name] + text for name, _, text in (part.partition("}}") for part in rest)
+    )
 
 
 def to_json(value: Any) -> str:
@@ -55,8 +58,13 @@ def outline(run: RunFolder) -> dict[str, Any]:
 
 
 def summary(run: RunFolder, first: int, every: int = 1) -> dict[str, Any]:
-    """Metrics from row `first` on, those of steps only every so many, as a table of `names` and `rows`."""
-    rows = [row for n, row in enumerate(run.rows[first:]) if n % every == 0 or any(k.startswith("eval/") for k in row)]
+    """Metrics from row `first` on, those of steps only every so many, as a table of `names` and
+    `rows`."""
+    rows = [
+        row
+        for n, row in enumerate(run.rows[first:])
+        if n % every == 0 or any(k.startswith("eval/") for k in row)
+    ]
     names = sorted({name for row in rows for name in row} - {"step"})
     every_name = frozenset({name for row in run.rows for name in row} - {"step"})
     return {

@@ -1,4 +1,5 @@
-"""report.html: the page with a run's curves and a sample of its conversations, in one file that needs no network."""
+"""report.html: the page with a run's curves and a sample of its conversations, in one file that
+needs no network."""
 
 from __future__ import annotations
 
@@ -16,22 +17,27 @@ from rl_core.tools.view.tokens import shown_episode
 if TYPE_CHECKING:
     from rl_core.build import Run
 
-MAX_ROWS = 1000  # of metrics; of a longer run only every second step, or every third, and so on, and all evaluations
+# Of metrics; of a longer run only every second step, or every third, and so on, and all
+# evaluations.
+MAX_ROWS = 1000
 NUM_FILES = 8  # of rollouts/, from the first to the last
 MAX_TOKENS = 2000  # of an episode that is shown token by token
 MAX_BYTES = 2_000_000  # of conversations
 PATIENCE_S = 10.0  # until it is told what is waited for
-MAX_WAIT_S = 240.0  # of a disk that does not answer; torchrun ends nodes that are done 300 s before the last
+# Of a disk that does not answer; torchrun ends nodes that are done 300 s before the last.
+MAX_WAIT_S = 240.0
 
 
 def write_at_end(run: Run) -> None:
-    """Beside a run that is done, when its ranks have parted. What goes wrong is told in a line: the run itself went well."""
+    """Beside a run that is done, when its ranks have parted. What goes wrong is told in a line: the
+    run itself went well."""
     file, told = run.out / "report.html", ["it took too long"]
 
     def write() -> None:
         try:
             tokenizers = {
-                name: getattr(chat.tokenizer, "backend_tokenizer", None) for name, chat in run.plan.chats.items()
+                name: getattr(chat.tokenizer, "backend_tokenizer", None)
+                for name, chat in run.plan.chats.items()
             }
             write_report(file, [RunFolder(run.out)], tokenizers)
             told.clear()
@@ -49,7 +55,9 @@ def write_at_end(run: Run) -> None:
         print(f"warning: {file} was not written: {told[0]}; {how}", file=sys.stderr, flush=True)
 
 
-def write_report(file: Path, runs: list[RunFolder], tokenizers: dict[str, Any] | None = None) -> Path:
+def write_report(
+    file: Path, runs: list[RunFolder], tokenizers: dict[str, Any] | None = None
+) -> Path:
     """The file. `tokenizers`: of actors, where they are known already."""
     parts, notes = [], []
     for run in runs:
@@ -75,7 +83,11 @@ def write_report(file: Path, runs: list[RunFolder], tokenizers: dict[str, Any] |
 def sampled(files: list[Path]) -> list[Path]:
     """Training steps and evaluations, evenly spaced, the first and the last included."""
     last = len(files) - 1
-    return [files[n] for n in sorted({round(i * last / (NUM_FILES - 1)) for i in range(NUM_FILES)})] if files else []
+    return (
+        [files[n] for n in sorted({round(i * last / (NUM_FILES - 1)) for i in range(NUM_FILES)})]
+        if files
+        else []
+    )
 
 
 def sample(entries: list[Entry]) -> list[Entry]:
@@ -96,13 +108,18 @@ def spread(group: list[Entry]) -> float:
     return max(rewards) - min(rewards) if rewards else -1.0
 
 
-def episodes_of(run: RunFolder, entries: list[Entry], tokenizers: dict[str, Any]) -> list[tuple[Entry, dict[str, Any]]]:
+def episodes_of(
+    run: RunFolder, entries: list[Entry], tokenizers: dict[str, Any]
+) -> list[tuple[Entry, dict[str, Any]]]:
     """Those that fit, as the page shows them: up to MAX_BYTES, of which each file has its share."""
     found, num_bytes, files = [], 0, list(dict.fromkeys(e.file for e in entries))
     for e in entries:
         episode = shown_episode(run, e, tokenizers.get(e.actor))
         if sum(len(turn["ids"]) for turn in episode["turns"]) > MAX_TOKENS:
-            episode |= {"turns": [], "note": f"Tokens of episodes beyond {MAX_TOKENS} are left out of a report."}
+            episode |= {
+                "turns": [],
+                "note": f"Tokens of episodes beyond {MAX_TOKENS} are left out of a report.",
+            }
         text = json.dumps(episode)
         size = len(text) + 5 * text.count("<")  # which the page writes as \u003c
         if num_bytes + size <= MAX_BYTES * (files.index(e.file) + 1) / len(files):
@@ -114,8 +131,14 @@ def episodes_of(run: RunFolder, entries: list[Entry], tokenizers: dict[str, Any]
 def told(run: RunFolder, entries: list[Entry], every: int, is_all: bool) -> str:
     """What the report leaves out."""
     steps = ", ".join(map(str, sorted({e.step for e in entries})))
-    lines = [f"Report of {run.name}: curves of " + ("all steps" if every == 1 else f"one step in {every}")]
+    lines = [
+        f"Report of {run.name}: curves of "
+        + ("all steps" if every == 1 else f"one step in {every}")
+    ]
     if entries:
-        lines.append(f"{len(entries)} conversations of steps {steps}, of each the group whose rewards differ most")
+        lines.append(
+            f"{len(entries)} conversations of steps {steps}, of each the group whose rewards "
+            "differ most"
+        )
         lines += [] if is_all else ["more did not fit"]
     return f"{'; '.join(lines)}. rl-core view {run.name} shows all."

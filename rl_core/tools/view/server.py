@@ -1,4 +1,5 @@
-"""The page's server on this machine. It answers from the runs that were named; no path comes from a request."""
+"""The page's server on this machine. It answers from the runs that were named; no path comes from a
+request."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ LOCAL = {"localhost", "127.0.0.1", "::1"}
 
 
 class Viewer:
-    """Requests name a run by its number on the command line, and a trajectory by its number in the index."""
+    """Requests name a run by its number on the command line, and a trajectory by its number in the
+    index."""
 
     def __init__(self, runs: list[RunFolder]):
         self.runs, self.locks = runs, [threading.Lock() for _ in runs]
@@ -63,16 +65,18 @@ def host_check(hosts: set[str]):
 
 
 def news(run: RunFolder, request: web.Request) -> dict:
-    """What the page has not seen: lines of metrics from `rows` on, trajectories from `entries` on; all of them, if what it
-    has seen is of another revision."""
+    """What the page has not seen: lines of metrics from `rows` on, trajectories from `entries` on;
+    all of them, if what it has seen is of another revision."""
     revision = int(request.query["revision"])
     lost = ""
     try:
-        if "metrics" in request.query:  # alone: the first curves, however long a disk takes for the rollouts
+        # Alone: the first curves, however long a disk takes for the rollouts.
+        if "metrics" in request.query:
             run.read_metrics()
             is_complete = False
         else:
-            is_complete = run.refresh(SLICE_S if int(request.query["entries"]) else SLICE_S / 8)  # the first at once
+            # The first at once.
+            is_complete = run.refresh(SLICE_S if int(request.query["entries"]) else SLICE_S / 8)
     except (OSError, ValueError) as error:  # what was read stays
         is_complete, lost = True, str(error)
     is_same = revision == run.revision
@@ -96,7 +100,8 @@ def episode(run: RunFolder, request: web.Request) -> dict:
 
 
 def search(run: RunFolder, request: web.Request) -> dict:
-    """Numbers of trajectories in which the text stands, from `first` on, as far as a moment suffices."""
+    """Numbers of trajectories in which the text stands, from `first` on, as far as a moment
+    suffices."""
     check_revision(run, request)
     deadline, number, found = time.monotonic() + SLICE_S, int(request.query["first"]), []
     while number < len(run.entries):

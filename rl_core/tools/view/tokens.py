@@ -10,19 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.tools.view.data import Entry, RunFolder, matching, unpacked
 
-LEARNED = {"advantages": "advantage", "ratios": "ratio", "entropy_nats": "entropy", "logprobs": "gap"}
+LEARNED = {
+    "advantages": "advantage",
+    "ratios": "ratio",
+    "entropy_nats": "entropy",
+    "logprobs": "gap",
+}
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-def shown_episode(run: RunFolder, entry: Entry, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
-    """A trajectory as the page shows it. Each turn has the text of its tokens, of which the first `num_new` are context, and
-    `values`: name -> one for each sampled token. `tokenizer`: instead of the one that is found beside the run."""
+def shown_episode(
+    run: RunFolder, entry: Entry, tokenizer: Tokenizer | None = None
+) -> dict[str, Any]:
+    """A trajectory as the page shows it. Each turn has the text of its tokens, of which the first
+    `num_new` are context, and `values`: name -> one for each sampled token. `tokenizer`: instead of
+    the one that is found beside the run."""
     row = run.episode(entry)
     tokenizer, advantage = tokenizer or tokenizer_of(run, entry.actor), advantage_of(run, entry)
     turns = []
-    for turn, learned in zip(row["turns"], learned_values(run, entry, len(row["turns"])), strict=True):
+    for turn, learned in zip(
+        row["turns"], learned_values(run, entry, len(row["turns"])), strict=True
+    ):
         done = turn["completion"]
         num = len(done["token_ids"])
         versions = [done["policy_version"]] * num
@@ -31,31 +41,52 @@ def shown_episode(run: RunFolder, entry: Entry, tokenizer: Tokenizer | None = No
         values = {"logprob": [round(value, 4) for value in done["logprobs"]], "version": versions}
         if advantage is not None:
             values["advantage"] = [round(advantage, 4)] * num
-        values |= {name: own for name, own in learned.items() if len(own) == num}  # others are of another run
+        # Others are of another run.
+        values |= {name: own for name, own in learned.items() if len(own) == num}
         if "gap" in values:
             values["gap"] = [
-                None if v is None else round(v - own, 6) for v, own in zip(values["gap"], done["logprobs"], strict=True)
+                None if v is None else round(v - own, 6)
+                for v, own in zip(values["gap"], done["logprobs"], strict=True)
             ]
         ids = [*turn["new_ids"], *done["token_ids"]]
-        turns.append({"ids": ids, "texts": texts(tokenizer, ids), "num_new": len(turn["new_ids"]), "values": values})
+        turns.append(
+            {
+                "ids": ids,
+                "texts": texts(tokenizer, ids),
+                "num_new": len(turn["new_ids"]),
+                "values": values,
+            }
+        )
         turns[-1]["is_fresh"] = turn["is_fresh"]
     return row | {"turns": turns}
 
 
-def learned_values(run: RunFolder, entry: Entry, num_turns: int) -> list[dict[str, list[float | None]]]:
-    """Of each turn, what `rl-core replay --tokens` recorded: tokens/ has the files of rollouts/, line by line."""
-    file, number = run.path / "tokens" / entry.file, run.text(entry.file).count(b"\n", 0, entry.start)
-    lines = unpacked(file, file.stat().st_mtime_ns).split(b"\n", number + 1) if file.exists() else []
+def learned_values(
+    run: RunFolder, entry: Entry, num_turns: int
+) -> list[dict[str, list[float | None]]]:
+    """Of each turn, what `rl-core replay --tokens` recorded: tokens/ has the files of rollouts/,
+    line by line."""
+    file, number = (
+        run.path / "tokens" / entry.file,
+        run.text(entry.file).count(b"\n", 0, entry.start),
+    )
+    lines = (
+        unpacked(file, file.stat().st_mtime_ns).split(b"\n", number + 1) if file.exists() else []
+    )
     turns = json.loads(lines[number])["turns"] if len(lines) > number + 1 else []
-    turns = turns if len(turns) == num_turns else [{}] * num_turns  # of a run that was made again since
+    # Of a run that was made again since.
+    turns = turns if len(turns) == num_turns else [{}] * num_turns
     return [{ours: turn[name] for name, ours in LEARNED.items() if name in turn} for turn in turns]
 
 
 def advantage_of(run: RunFolder, entry: Entry) -> float | None:
-    """The reward less the mean of its group: what a group's baseline makes of it before any division. None of evaluations."""
+    """The reward less the mean of its group: what a group's baseline makes of it before any
+    division. None of evaluations."""
     if entry.reward is None or entry.kind != "train":
         return None
-    same = {name: getattr(entry, name) for name in ("kind", "step", "env", "group", "actor", "seat")}
+    same = {
+        name: getattr(entry, name) for name in ("kind", "step", "env", "group", "actor", "seat")
+    }
     group = [e for e in matching(run.entries, **same) if e.reward is not None]
     if len(group) == 1:
         return None
@@ -66,7 +97,8 @@ def advantage_of(run: RunFolder, entry: Entry) -> float | None:
 
 
 def texts(tokenizer: Tokenizer | None, ids: list[int]) -> list[str] | None:
-    """What each token adds to the text: nothing where a character is not complete. None without a tokenizer."""
+    """What each token adds to the text: nothing where a character is not complete. None without a
+    tokenizer."""
     if tokenizer is None:
         return None
     from tokenizers.decoders import DecodeStream
@@ -75,7 +107,9 @@ def texts(tokenizer: Tokenizer | None, ids: list[int]) -> list[str] | None:
     for number in ids:
         try:
             text = stream.step(tokenizer, number)
-        except Exception:  # SentencePiece's decoders know no way on from bytes that are no character
+        except (
+            Exception
+        ):  # SentencePiece's decoders know no way on from bytes that are no character
             stream = DecodeStream(skip_special_tokens=False)
             text = stream.step(tokenizer, number)
         found.append(text or "")
@@ -83,13 +117,16 @@ def texts(tokenizer: Tokenizer | None, ids: list[int]) -> list[str] | None:
 
 
 def tokenizer_of(run: RunFolder, actor: str) -> Tokenizer | None:
-    """That of the actor's model: in the run's folder, where the run found it, or in the hub's cache."""
+    """That of the actor's model: in the run's folder, where the run found it, or in the hub's
+    cache."""
     from huggingface_hub import try_to_load_from_cache
 
     owner = run.config.get(f"actors.{actor}.share") or actor
     model = run.config.get(f"actors.{owner}.model") or run.config.get("model") or ""
     places = [run.path / "hf" / actor, run.path / "best" / actor, Path(model)]
-    found = next((place / "tokenizer.json" for place in places if (place / "tokenizer.json").is_file()), None)
+    found = next(
+        (place / "tokenizer.json" for place in places if (place / "tokenizer.json").is_file()), None
+    )
     if found is None and model.count("/") == 1 and not Path(model).exists():
         cached = try_to_load_from_cache(model, "tokenizer.json")
         found = Path(cached) if isinstance(cached, str) else None

@@ -1,4 +1,5 @@
-"""rl-core view --tui: curves, trajectories, conversations and coloured tokens in a terminal, for machines without a browser."""
+"""rl-core view --tui: curves, trajectories, conversations and coloured tokens in a terminal, for
+machines without a browser."""
 
 from __future__ import annotations
 
@@ -15,15 +16,39 @@ from textual.app import App, ComposeResult
 from textual.containers import VerticalScroll
 from textual.css.query import NoMatches
 from textual.screen import Screen
-from textual.widgets import DataTable, Footer, Input, Label, Sparkline, Static, TabbedContent, TabPane
+from textual.widgets import (
+    DataTable,
+    Footer,
+    Input,
+    Label,
+    Sparkline,
+    Static,
+    TabbedContent,
+    TabPane,
+)
 from textual.worker import get_current_worker
 
 from rl_core.rules import printable
 from rl_core.tools.view.data import Entry, RunFolder, axis_range, matching, panels_of, texts_of
 from rl_core.tools.view.tokens import shown_episode
 
-KEYS = ("step", "kind", "env", "task", "group", "actor", "status", "seat", "index", "reason", "reward")
-HINT = f"{':... '.join(KEYS[:3])}:... reward:0..0.5 (and {', '.join(KEYS[3:-1])}); other words are searched for"
+KEYS = (
+    "step",
+    "kind",
+    "env",
+    "task",
+    "group",
+    "actor",
+    "status",
+    "seat",
+    "index",
+    "reason",
+    "reward",
+)
+HINT = (
+    f"{':... '.join(KEYS[:3])}:... reward:0..0.5 (and {', '.join(KEYS[3:-1])}); other words are "
+    "searched for"
+)
 COLUMNS = ("step", "kind", "env", "task", "actor", "reward", "status", "tokens", "last reply")
 ROLES = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": "green"}
 MAX_ROWS = 1000  # of the table; a filter finds the others
@@ -39,9 +64,11 @@ def safe(text: Any) -> str:
     return printable(str(text), also="\n")
 
 
-def chosen(runs: list[RunFolder], filter: str, is_over: Callable[[], bool] = lambda: False) -> Found:
-    """The trajectories of `step:40 actor:bob reward:0..0.5 some words`, or some of them if is_over() says so meanwhile. Raises
-    ValueError for a value of the wrong type."""
+def chosen(
+    runs: list[RunFolder], filter: str, is_over: Callable[[], bool] = lambda: False
+) -> Found:
+    """The trajectories of `step:40 actor:bob reward:0..0.5 some words`, or some of them if
+    is_over() says so meanwhile. Raises ValueError for a value of the wrong type."""
     wanted: dict[str, Any] = {}
     words = []
     for word in filter.split():
@@ -68,7 +95,9 @@ class Curves(VerticalScroll):
         found: list[Label | Sparkline] = []
         for run in runs:
             for line in run.warnings:
-                found.append(Label(Text(f"! {run.name} step {line['step']}: {line['text']}", style="yellow")))
+                found.append(
+                    Label(Text(f"! {run.name} step {line['step']}: {line['text']}", style="yellow"))
+                )
         for title, members in panels_of({name for own in curves.values() for name in own}).items():
             found.append(Label(Text(title, style="bold")))
             for curve, metric in members.items():
@@ -77,12 +106,20 @@ class Curves(VerticalScroll):
                         of = f"{name}: {curve}" if len(runs) > 1 else curve
                         ends = f"{values[0]:.4g} to {values[-1]:.4g}"
                         found.append(
-                            Label(f"  {safe(of)}  {ends}  ({min(values):.4g} .. {max(values):.4g})", markup=False)
+                            Label(
+                                f"  {safe(of)}  {ends}  ({min(values):.4g} .. {max(values):.4g})",
+                                markup=False,
+                            )
                         )
-                        if axis_range(values):  # a sparkline fills its height with the smallest change
+                        # A sparkline fills its height with the smallest change.
+                        if axis_range(values):
                             values = [values[-1]] * len(values)
                         found.append(
-                            Sparkline(values, summary_function=lambda part: sum(part) / len(part), name=metric)
+                            Sparkline(
+                                values,
+                                summary_function=lambda part: sum(part) / len(part),
+                                name=metric,
+                            )
                         )
         await self.remove_children()
         await self.mount_all(found)
@@ -100,7 +137,10 @@ class Conversation(Screen):
     def __init__(self, run: RunFolder, entry: Entry):
         super().__init__()
         self.row, self.entry = shown_episode(run, entry), entry
-        self.names = ["", *dict.fromkeys(name for turn in self.row["turns"] for name in turn["values"])]
+        self.names = [
+            "",
+            *dict.fromkeys(name for turn in self.row["turns"] for name in turn["values"]),
+        ]
         self.number = 0  # of the name by which it is coloured; 0: messages
 
     def compose(self) -> ComposeResult:
@@ -113,7 +153,10 @@ class Conversation(Screen):
         e, row = self.entry, self.row
         parts = ", ".join(f"{name} {value:.4g}" for name, value in row["reward_parts"].items())
         reward = "no reward" if e.reward is None else f"reward {e.reward:.4g} ({parts})"
-        return safe(f"step {e.step}  {e.task}  {e.group} #{e.index}  {e.actor}  {reward}  {e.status} {e.error}")
+        return safe(
+            f"step {e.step}  {e.task}  {e.group} #{e.index}  {e.actor}  {reward}  {e.status} "
+            f"{e.error}"
+        )
 
     def messages(self) -> Text:
         text = Text()
@@ -124,35 +167,52 @@ class Conversation(Screen):
 
     def action_colour(self, by: int) -> None:
         self.number = by and (self.number % (len(self.names) - 1) + 1 if len(self.names) > 1 else 0)
-        self.query_one("#text", Static).update(self.tokens(self.names[self.number]) if self.number else self.messages())
+        self.query_one("#text", Static).update(
+            self.tokens(self.names[self.number]) if self.number else self.messages()
+        )
 
     def tokens(self, name: str) -> Text:
-        """Sampled tokens with the value as background, green above and red below the middle; the others dim."""
+        """Sampled tokens with the value as background, green above and red below the middle; the
+        others dim."""
         turns = self.row["turns"]
         known = [v for turn in turns for v in turn["values"].get(name, ()) if v is not None]
         middle = {"ratio": 1.0, "version": min(known, default=0) - 1}.get(name, 0.0)
         most = max((abs(value - middle) for value in known), default=0.0) or 1.0
-        text = Text(f"{name} from {min(known, default=0):.4g} to {max(known, default=0):.4g}, {middle:g} is black\n\n")
+        text = Text(
+            f"{name} from {min(known, default=0):.4g} to {max(known, default=0):.4g}, {middle:g} "
+            "is black\n\n"
+        )
         for turn in turns:
             num = turn["num_new"]
-            shown = [safe(part) for part in turn["texts"] or (f"{number} " for number in turn["ids"])]
+            shown = [
+                safe(part) for part in turn["texts"] or (f"{number} " for number in turn["ids"])
+            ]
             text.append("".join(shown[:num]), "dim")
-            for part, value in zip(shown[num:], turn["values"].get(name) or [None] * len(shown[num:]), strict=True):
+            for part, value in zip(
+                shown[num:], turn["values"].get(name) or [None] * len(shown[num:]), strict=True
+            ):
                 light = 0 if value is None else round(40 + 120 * abs(value - middle) / most)
                 text.append(
-                    part, f"white on rgb({light * (value < middle)},{light * (value > middle)},0)" if light else ""
+                    part,
+                    f"white on rgb({light * (value < middle)},{light * (value > middle)},0)"
+                    if light
+                    else "",
                 )
             text.append("\n")
         return text
 
 
 class Viewer(App):
-    CSS = "TabPane, DataTable { height: 1fr; } Sparkline { height: 1; margin: 0 2; } #text { padding: 0 1; }"
+    CSS = (
+        "TabPane, DataTable { height: 1fr; } Sparkline { height: 1; margin: 0 2; } #text { "
+        "padding: 0 1; }"
+    )
     BINDINGS = (("slash", "filter", "filter"), ("q", "quit", "quit"))
 
     def __init__(self, runs: list[RunFolder]):
         super().__init__()
-        self.runs, self.seen, self.listed = runs, None, None  # how long the runs were when curves and table were made
+        # How long the runs were when curves and table were made.
+        self.runs, self.seen, self.listed = runs, None, None
         self.found: Found = []
         self.title = ", ".join(run.name for run in runs)
 
@@ -187,7 +247,8 @@ class Viewer(App):
             if state != self.seen:
                 self.seen = state
                 await self.query_one(Curves).show(self.runs)
-            if state != self.listed and not self.is_busy("find"):  # a search is not begun again until it is done
+            # A search is not begun again until it is done.
+            if state != self.listed and not self.is_busy("find"):
                 self.listed = state
                 self.find(self.query_one(Input).value)
 
@@ -197,7 +258,8 @@ class Viewer(App):
 
     @work(group="find", thread=True, exclusive=True)
     def find(self, filter: str) -> None:
-        """Lists what is found. Words are searched for in all files, which takes seconds in a large run."""
+        """Lists what is found. Words are searched for in all files, which takes seconds in a large
+        run."""
         worker = get_current_worker()
         try:
             found = chosen(self.runs, filter, lambda: worker.is_cancelled)
@@ -209,13 +271,29 @@ class Viewer(App):
                     self.call_from_thread(self.list_found, found)
 
     def list_found(self, found: Found) -> None:
-        table, count, place = self.query_one(DataTable), self.query_one("#count"), self.query_one(DataTable).cursor_row
+        table, count, place = (
+            self.query_one(DataTable),
+            self.query_one("#count"),
+            self.query_one(DataTable).cursor_row,
+        )
         self.found = found
         table.clear()
         for run, e in self.found[:MAX_ROWS]:
             reward = "-" if e.reward is None else f"{e.reward:.4g}"
-            cells = (e.step, e.kind, e.env, e.task, e.actor, reward, e.status, e.num_tokens, e.preview)
-            table.add_row(*(Text(safe(cell)) for cell in (*[run.name] * (len(self.runs) > 1), *cells)))
+            cells = (
+                e.step,
+                e.kind,
+                e.env,
+                e.task,
+                e.actor,
+                reward,
+                e.status,
+                e.num_tokens,
+                e.preview,
+            )
+            table.add_row(
+                *(Text(safe(cell)) for cell in (*[run.name] * (len(self.runs) > 1), *cells))
+            )
         table.move_cursor(row=place)
         more = f", of which the newest {MAX_ROWS} are listed" if len(self.found) > MAX_ROWS else ""
         count.update(f"{len(self.found)} trajectories{more}; Enter opens one")
