@@ -9,9 +9,9 @@ Rows: {"prompt": motion, "pro": 0 or 1}, who of the actors by name is for it; wi
 24 motions, each with both sides. An actor named `judge` compares the sides by the rubric, in both
 orders. Without one, rules score each side from 0 to 1: argument (reasons are given, and the other's
 words are met), evidence (numbers, sources, examples), consistency (it keeps to its side, and does
-not repeat itself). They can be gamed, as tests/test_envs_talk.py shows. Reward: 1 for the winner, 0
-for the other, 0.5 for a draw; a side that says nothing, or is cut off, has lost. Each side has its
-own baseline. Needs a GPU for models that can argue; not run with one.
+not repeat itself). They can be gamed, as tests/envs/test_envs_talk.py shows. Reward: 1 for the
+winner, 0 for the other, 0.5 for a draw; a side that says nothing, or is cut off, has lost. Each
+side has its own baseline. Needs a GPU for models that can argue; not run with one.
 """
 
 import re

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up what the tests need and runs them, all but long learning runs, benchmarks and the real SGLang.
 #   bash scripts/test.sh                   every test, on two cores
+#   bash scripts/test.sh learning data     the tests of these rooms: folders of tests/
 #   bash scripts/test.sh -k packing -x     arguments go to pytest; -n 0 runs in one process
 #   bash scripts/test.sh --slow            long learning runs and benchmarks too
 # An active virtual environment is reused; without one, .venv is made in the repository's root.
@@ -18,4 +19,11 @@ for package in chromium bubblewrap; do
     fi
 done
 
-exec "$python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"
+arguments=()
+for argument in "$@"; do
+    if [ -d "tests/$argument" ]; then
+        argument="tests/$argument"
+    fi
+    arguments+=("$argument")
+done
+exec "$python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "${arguments[@]}"

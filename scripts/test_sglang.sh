@@ -8,16 +8,16 @@
 # torchvision are stubs, in which nothing computes, and torch and transformers are not the versions that it pins.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-tests=(tests/test_engine_contract.py)
+tests=(tests/engines/test_engine_contract.py)
 if [ "${1:-}" = --short ]; then
     shift
-    tests+=("tests/test_sglang.py::test_two_actors_over_one_model_and_one_server_have_each_its_learners_weights")
-    tests+=("tests/test_sglang.py::test_a_server_that_is_killed_in_a_rollout_loses_no_group")
-    tests+=("tests/test_sglang.py::test_a_server_that_runs_already_gets_the_weights_again_if_it_is_started_anew")
+    tests+=("tests/engines/test_sglang.py::test_two_actors_over_one_model_and_one_server_have_each_its_learners_weights")
+    tests+=("tests/engines/test_sglang.py::test_a_server_that_is_killed_in_a_rollout_loses_no_group")
+    tests+=("tests/engines/test_sglang.py::test_a_server_that_runs_already_gets_the_weights_again_if_it_is_started_anew")
 else
-    tests+=(tests/test_sglang.py --slow)
-    tests+=("tests/test_under_way.py::test_what_was_sampled_before_a_checkpoint_is_in_the_run_that_goes_on")
-    tests+=("tests/test_lagged.py::test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it")
+    tests+=(tests/engines/test_sglang.py --slow)
+    tests+=("tests/sampling/test_under_way.py::test_what_was_sampled_before_a_checkpoint_is_in_the_run_that_goes_on")
+    tests+=("tests/plugins/test_lagged.py::test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it")
 fi
 venv="${1:-$PWD/.venv-sglang}"
 shift || true

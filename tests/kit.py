@@ -313,7 +313,9 @@ class RanksProcess:
         assert server is not None, "conftest.py starts it"
         self.args = list(map(str, args))
         self.out = tempfile.mkdtemp(dir=server.folder) + "/ranks"
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(
+            filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")])
+        )
         env = (
             os.environ
             | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
@@ -427,7 +429,9 @@ def start_torchrun(
 
 def start_process(*args: str | Path) -> subprocess.Popen:
     """This Python with these arguments."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(
+        filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")])
+    )
     env = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": path,

@@ -31,7 +31,7 @@ QUIET = (
     "--disable-sync --no-first-run"
 )
 TIMEOUT_MS = 40_000  # of busy cores
-AXE = Path(__file__).parent / "axe/axe.min.js"
+AXE = Path(__file__).parents[1] / "axe/axe.min.js"
 SCREENS = {"light": ("light", 1280, 860), "dark": ("dark", 1280, 860), "phone": ("light", 390, 800)}
 
 

@@ -15,7 +15,7 @@ from rl_core.service import environments_pb2 as pb
 from rl_core.service.hosted import LocalEnv
 from rl_core.service.worker import Worker
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CODES = {
     "ok": 0,
     "wrong": 3,

@@ -21,7 +21,7 @@ from rl_core.types import SamplingParams
 
 pytest.importorskip("math_verify", reason="envs/math_answer.py needs it: pip install math-verify")
 CHAT, PARAMS = plain_chat(), SamplingParams(max_tokens=100_000)
-ENV = str(Path(__file__).parent.parent / "envs/math_answer.py")
+ENV = str(Path(__file__).parents[2] / "envs/math_answer.py")
 
 
 def scores(tasks, reply_to) -> list[float]:

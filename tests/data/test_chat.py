@@ -16,7 +16,7 @@ from rl_core.options.tool_calls import read_reply
 from rl_core.types import Completion
 
 # TRL's, so that these tests need no TRL: templates/README.md.
-TEMPLATES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
+TEMPLATES = sorted((Path(__file__).parents[1] / "templates").glob("*.jinja"))
 TAKE_ONLY_PARTS = {
     p.read_text() for p in TEMPLATES if p.stem.startswith(("idefics3", "llava_next", "smolvlm"))
 }

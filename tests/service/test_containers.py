@@ -29,7 +29,7 @@ from rl_core.service.wire import ENVIRONMENTS, REPLIES, REQUESTS, UNUSABLE
 from rl_core.service.worker import Worker
 from rl_core.tools.serve import read_flags
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 BOXED = """
 import os, subprocess, sys
 import only_in_the_image

@@ -25,7 +25,7 @@ from rl_core.sampling.hooks import Hook
 from rl_core.train import main
 from rl_core.types import SamplingParams, Task
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 KEY = "sk-a-secret-0123456789"
 HELLO = [{"role": "user", "content": "hello"}]
 GIVE_UP = "give up"  # a step of a script: close the connection without an answer

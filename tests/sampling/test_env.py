@@ -24,7 +24,7 @@ from rl_core.sampling.env import load_env
 from rl_core.sampling.hooks import Hook
 from rl_core.types import RunError, SamplingParams, Task
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ENVS = ROOT / "envs"
 
 

@@ -19,7 +19,7 @@ from rl_core.sampling.env import load_env
 from rl_core.train import main
 from rl_core.types import RunError, Task
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 COUNT = """
 def load_tasks(split): return [{"prompt": str(n), "n": n} for n in range(12)]
 def reward_fn(completion, n): return float(len(completion) % 3 == 0) if n % 3 else 0.0

@@ -27,7 +27,7 @@ from rl_core.tools.view.tokens import advantage_of
 from rl_core.train import main as train
 from rl_core.types import Trajectory
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 KINDS = ("group_mean", "group_norm", "group_norm_unbiased", "rloo", "none", "custom")
 # Comprehensions over conversations that read what was earned or said, and why each may.
 READERS = {

@@ -1,7 +1,7 @@
 """Golden runs: short seeded runs whose numbers are kept in tests/golden/, so that a change that
 alters them is seen.
 
-`pytest tests/test_golden.py --golden-write -k NAME` writes them anew where a change is meant to
+`pytest tests/runs/test_golden.py --golden-write -k NAME` writes them anew where a change is meant to
 alter them.
 """
 
@@ -16,7 +16,7 @@ import pytest
 from kit import metrics
 from kit import run as run_command
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 # Names of metrics that are compared. Not those of times, packing and agreement of two
 # implementations.
 STABLE = re.compile(

@@ -527,7 +527,7 @@ def documented(tmp_path, monkeypatch):
     name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", sys.path[:])
-    text = (Path(__file__).parent.parent / "docs/environments.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/environments.md").read_text()
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         if name := re.match(r"# (\w+\.py)", code):
             Path(name[1]).write_text(code)

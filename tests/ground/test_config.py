@@ -13,7 +13,7 @@ import yaml
 
 from rl_core.config import flat, known_flags, parse_config, read_config, to_yaml
 
-DEFAULTS = Path(__file__).parent / "golden/default_config.yaml"
+DEFAULTS = Path(__file__).parents[1] / "golden/default_config.yaml"
 NAMED = "{actors: {bob: }, envs: {letters: }}"  # a section of each kind that has a name
 
 

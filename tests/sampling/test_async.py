@@ -18,7 +18,7 @@ from rl_core.sampling.rollout import RolloutWorker
 from rl_core.train import main
 from rl_core.types import RunError, Task, Trajectory
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 # Some episodes take much longer than others; the model's own tokens are all that is scored.
 UNEVEN = """
 import random
