@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from rl_core import models
+from rl_core import models, registry
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.rows import write_tokenizers
@@ -27,7 +27,7 @@ from rl_core.data.tasks import TaskSource
 from rl_core.distributed import MESH_FLAGS, Mesh, Ranks, barrier, explain_timeouts, make_mesh
 from rl_core.learning.algorithms import Algorithm, make_algorithm
 from rl_core.learning.checkpoint import load_checkpoint, newest_intact, trained_learners
-from rl_core.learning.model import end_token_ids
+from rl_core.learning.policy import end_token_ids
 from rl_core.metrics import Max, Mean, Metric, add_metrics
 from rl_core.rules import check_algorithm
 from rl_core.run_folder import RunLog, keep_codes, keep_config
@@ -37,28 +37,6 @@ from rl_core.sampling.env import Env
 from rl_core.sampling.kept_groups import read_groups
 from rl_core.sampling.rollout import RolloutWorker, groups_at_once, run_group
 from rl_core.sources import eval_sources, load_envs, train_tasks
-from rl_core.types import option
-
-CURRICULUM = "rl_core.options.curriculum:make_curriculum"
-DATA_WARNINGS = "rl_core.options.data_warnings:data_warnings"
-IMITATED = "rl_core.options.imitated_rows:ImitatedRows"
-HUB = "rl_core.options.hub:create"
-CHECK_LENGTHS = "rl_core.options.row_lengths:check_lengths"
-QUIET = "rl_core.options.terminal:quiet"
-TERMINAL = "rl_core.options.terminal:Terminal"
-KEEPER = "rl_core.options.keep:Keeper"
-FIXED_ORDER = "rl_core.options.fixed_order:FixedOrder"
-CANARY = "rl_core.options.canary:Canary"
-OLDER_POLICY = "rl_core.options.older_policy:OlderPolicy"
-TRACKERS, CHECK_TRACKERS = (
-    "rl_core.options.trackers:Trackers",
-    "rl_core.options.trackers:check_trackers",
-)
-LIGER = "rl_core.options.liger:apply_liger"
-REMOTE_ENGINES, ENGINE_SERVER = (
-    "rl_core.engines.remote:connect",
-    "rl_core.engines.remote:EngineServer",
-)
 
 
 @dataclass(kw_only=True)
@@ -73,14 +51,14 @@ class Plan:
     eval: dict[str, TaskSource]  # by the name of its environment, or of the held-out set
     chats: dict[str, Chat]  # of the actors that have a model here
     endpoints: dict[str, Any]  # actors behind a URL, with no engine here
-    imitated: Any  # an options.imitated_rows.ImitatedRows; None: episodes are rolled out
-    curriculum: Any  # an options.curriculum.Curriculum, where an environment has task_weight()
+    imitated: Any  # an plugins.sft_dataset.ImitatedRows; None: episodes are rolled out
+    curriculum: Any  # an plugins.curriculum.Curriculum, where an environment has task_weight()
 
 
 def make_plan(config: Config, module: ModuleType | None = None, is_planned: bool = False) -> Plan:
     """Everything that can be refused before a model loads. `module`: instead of --env_path's file.
     `is_planned`: the run is for another machine. Raises ValueError."""
-    option(QUIET)()
+    registry.quiet()()
     out = Path(config.out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; name a folder that does not exist yet")
@@ -89,7 +67,7 @@ def make_plan(config: Config, module: ModuleType | None = None, is_planned: bool
             f"--out {out} exists already; go on with it by --resume, or name another folder"
         )
     if config.trackers:
-        option(CHECK_TRACKERS)(config.trackers)
+        registry.check_trackers()(config.trackers)
     config, envs = load_envs(config, module)
     algorithm = choose_algorithm(config, envs)
     train = train_tasks(config, envs, algorithm)
@@ -104,9 +82,11 @@ def make_plan(config: Config, module: ModuleType | None = None, is_planned: bool
     }
     if algorithm.is_rl:
         check_tools(config, envs, chats)
-    imitated = None if algorithm.is_rl else option(IMITATED)(config, chats[config.trained[0]])
+    imitated = (
+        None if algorithm.is_rl else registry.imitated_rows()(config, chats[config.trained[0]])
+    )
     for source in (*train.sources, *evals.values()):
-        option(CHECK_LENGTHS)(config, envs, chats, imitated, source)
+        registry.check_lengths()(config, envs, chats, imitated, source)
     if config.num_epochs:
         num_steps = math.ceil(config.num_epochs * len(train) / config.tasks_per_step)
         config = replace(config, num_steps=num_steps, num_epochs=None)
@@ -125,7 +105,7 @@ def make_plan(config: Config, module: ModuleType | None = None, is_planned: bool
             if actor.api
         },
         imitated=imitated,
-        curriculum=option(CURRICULUM)(train, envs) if is_weighted else None,
+        curriculum=registry.make_curriculum()(train, envs) if is_weighted else None,
     )
 
 
@@ -200,8 +180,8 @@ class Run:
         barrier(ranks)  # the folders are there
         is_evaluated_again = bool(state["to_evaluate"] and config.eval_every)
         self.log = RunLog(out, ranks, state["step"], is_evaluated_again)
-        self.trackers = option(TRACKERS)(config) if config.trackers and ranks.is_writer else None
-        self.keeper = option(KEEPER)(
+        self.trackers = registry.trackers()(config) if config.trackers and ranks.is_writer else None
+        self.keeper = registry.keeper()(
             out / "best", config.save_minutes, config.keep_best, ranks.is_writer
         )
         self.start: int = state["step"]
@@ -219,7 +199,7 @@ class Run:
         self.writing: asyncio.Future | None = None  # the file of rollouts under way
         self.make_samplers()
         self.kept_groups = self.go_on(found, state) if found and not ranks.is_engine else {}
-        self.terminal = option(TERMINAL)(self)
+        self.terminal = registry.terminal()(self)
 
     def go_on(self, checkpoint: Path, state: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """By position, what was under way in this rank's groups when the checkpoint was written."""
@@ -239,7 +219,7 @@ class Run:
         self.lease = DeviceLease() if models.takes_turns(config) and not is_elsewhere else None
         self.engines = {} if is_elsewhere else models.make_engines(config, chats, learners, ranks)
         if config.rollout.lagged[0]:
-            self.older = option(OLDER_POLICY)(
+            self.older = registry.older_policy()(
                 engines={
                     name: models.make_engine(config, name, chats[name], None, ranks, "_older")
                     for name in config.trained
@@ -253,13 +233,13 @@ class Run:
             # Last, since what is loaded after it is of Liger's classes, which lack options of some
             # models.
             held = [model.hf for learner in learners.values() for model in learner.models()]
-            option(LIGER)(
+            registry.apply_liger()(
                 held + [engine.model for engine in self.all_engines if hasattr(engine, "model")]
             )
         if is_elsewhere:
-            self.engines = option(REMOTE_ENGINES)(list(chats), ranks, dtype, config.timeout_s)
+            self.engines = registry.connect()(list(chats), ranks, dtype, config.timeout_s)
         self.server = (
-            option(ENGINE_SERVER)(self.engines, self.lease, ranks, config.timeout_s)
+            registry.engine_server()(self.engines, self.lease, ranks, config.timeout_s)
             if ranks.is_engine
             else None
         )
@@ -269,12 +249,12 @@ class Run:
         play = partial(run_group, plan.envs, self.actors, config.rollout)
         order = None
         if config.rollout.fixed_order:
-            width, order = sys.maxsize, option(FIXED_ORDER)()
+            width, order = sys.maxsize, registry.fixed_order()()
         self.worker = RolloutWorker(play, ranks, width, "train", config.timeout_s, order)
         self.canary = None
         if plan.algorithm.is_rl and config.canary_tolerance != 0:
             readers = {name for name, learner in learners.items() if models.is_read(learner)}
-            self.canary = option(CANARY)(
+            self.canary = registry.canary()(
                 learners=learners,
                 actors=self.actors,
                 readers=readers,
@@ -321,13 +301,13 @@ def prepare_folder(plan: Plan, out: Path) -> None:
     for folder in ("rollouts", "checkpoints", "hf"):
         (out / folder).mkdir(parents=True, exist_ok=True)
     if plan.config.push_to_hub:
-        option(HUB)(plan.config)
+        registry.create()(plan.config)
     for line in keep_config(out, plan.config):
         print(f"differs from {out / 'config.yaml'}: {line}", flush=True)
     codes = {env.path.partition("?")[0]: env.code() for env in plan.envs.values()}
     for name in keep_codes(out, codes):
         print(f"differs from {out / 'env_code.yaml'}: {name} has changed since", flush=True)
-    for line in option(DATA_WARNINGS)(plan.config, plan.algorithm, plan.train, plan.eval):
+    for line in registry.data_warnings()(plan.config, plan.algorithm, plan.train, plan.eval):
         print(f"warning: {line}", flush=True)
     if plan.algorithm.is_rl:
         write_tokenizers(out / "rollouts", plan.chats)

@@ -12,13 +12,14 @@ from urllib.parse import urlsplit
 import torch
 from torch import nn
 
+from rl_core import registry
 from rl_core.config import Config
 from rl_core.data.chat import Chat, load_chat
 from rl_core.distributed import Ranks
 from rl_core.learning.algorithms import Algorithm
 from rl_core.learning.learner import Learner
 from rl_core.learning.loading import load_hf_model, load_model_config
-from rl_core.learning.model import (
+from rl_core.learning.policy import (
     PolicyModel,
     make_policy,
     make_reference,
@@ -28,14 +29,8 @@ from rl_core.learning.model import (
 from rl_core.rules import check
 from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.sampling.weights import load_weights
-from rl_core.types import counter_seed, option
+from rl_core.types import counter_seed
 
-ENGINES = {
-    "embedded": "rl_core.engines.embedded:EmbeddedEngine",
-    "sglang": "rl_core.engines.sglang:SGLangEngine",
-}
-CHECK_TP = "rl_core.options.tensor_parallel:check_tensor_parallel"
-EXPERTS, LORA, LIGER = "rl_core.options.experts", "rl_core.options.lora", "rl_core.options.liger"
 # Hosts of servers that see this machine's shared memory.
 HERE = (None, "127.0.0.1", "localhost", "::1")
 
@@ -49,7 +44,7 @@ def choose_engine(config: Config, num_ranks: int, is_planned: bool = False) -> C
         config = replace(config, engine="sglang" if has_sglang and not in_4_bits else "embedded")
         check(config)
     if config.engine == "sglang":
-        option("rl_core.engines.sglang_server:check_sglang")(config.engine_args, is_planned)
+        registry.check_sglang()(config.engine_args, is_planned)
     servers = {
         f"--actors.{name}.engine_urls": len(actor.servers) for name, actor in config.actors.items()
     }
@@ -76,15 +71,17 @@ def check_model(config: Config, name: str) -> Chat:
             f"has {positions} positions (max_position_embeddings); lower them"
         )
     if actor.router_aux_loss_coef or actor.router_replay:
-        option(f"{EXPERTS}:check_experts")(config, name, model_config)
+        registry.check_experts()(config, name, model_config)
     if actor.is_trained and actor.lora.rank:
-        option(f"{LORA}:check_lora")(actor.lora, model_config)
+        registry.check_lora()(actor.lora, model_config)
     critic = config.critic.model if actor.is_trained else None
     for own in [model_config, *([load_model_config(critic)] if critic else [])]:
         if config.tp > 1 and actor.is_trained:
-            option(CHECK_TP)(config.tp, own, actor.lora if own is model_config else None)
+            registry.check_tensor_parallel()(
+                config.tp, own, actor.lora if own is model_config else None
+            )
         if config.learner.kernels == "liger":
-            option(f"{LIGER}:check_liger")(own)
+            registry.check_liger()(own)
         critic_vocab, vocab = (c.get_text_config().vocab_size for c in (own, model_config))
         if critic_vocab != vocab:
             raise ValueError(
@@ -139,7 +136,7 @@ def make_learners(config: Config, algorithm: Algorithm, ranks: Ranks) -> dict[st
     for model in {
         id(model): model for learner in learners.values() for model in learner.models()
     }.values():
-        option("rl_core.options.padded:choose_forward")(model, ranks)
+        registry.choose_forward()(model, ranks)
     return {name: learners[name] for name in config.trained}
 
 
@@ -171,7 +168,7 @@ def make_learner(
     learner = Learner(
         config, algorithm, policy, ranks, reference, critic, name=name, adapter=adapter
     )
-    option(f"{EXPERTS}:watch")(learner)
+    registry.watch()(learner)
     return learner
 
 
@@ -182,7 +179,7 @@ def make_critic(config: Config, path: str, ranks: Ranks, name: str = "policy") -
     model = make_policy(
         config.critic.model or path, compute_dtype(config), ranks, config.learner, **how
     )
-    return option("rl_core.options.critic:Critic")(config, model, ranks, name)
+    return registry.critic()(config, model, ranks, name)
 
 
 def is_read(learner: Learner) -> bool:
@@ -220,7 +217,7 @@ def adapter_of(config: Config, name: str) -> str:
         and config.engine_of(name) == "sglang"
         and not actor.servers
     ):
-        is_beside = option(f"{LORA}:is_served")(actor.model, actor.lora)
+        is_beside = registry.is_served()(actor.model, actor.lora)
     return name if actor.is_trained and is_beside else ""
 
 
@@ -252,8 +249,7 @@ def make_engine(
     groups = -(-config.tasks_per_step * (1 + config.max_staleness) * stride // ranks.size)
     adapters = [n for n in [name, *config.sharers.get(name, [])] if adapter_of(config, n)]
     loras = {
-        n: option(f"{LORA}:peft_config")(config.actors[n].lora, module, actor.model)
-        for n in adapters
+        n: registry.peft_config()(config.actors[n].lora, module, actor.model) for n in adapters
     }
     num_awake = 1 if takes_turns(config) else max(1, num_engines(config))
     has_two = config.rollout.lagged[0] > 0 and actor.is_trained
@@ -280,7 +276,7 @@ def make_engine(
         url=url,
         folder=str(Path(config.out).resolve()) if urlsplit(url).hostname not in HERE else None,
     )
-    return option(ENGINES[config.engine_of(name)])(spec)
+    return registry.ENGINES[config.engine_of(name)]()(spec)
 
 
 def make_module(config: Config, name: str, learner: Learner | None, ranks: Ranks) -> nn.Module:
@@ -289,9 +285,9 @@ def make_module(config: Config, name: str, learner: Learner | None, ranks: Ranks
     alone."""
     path, policy = config.actors[name].model, learner and learner.policy
     if config.engine_of(name) == "sglang":
-        return option("rl_core.engines.sglang:make_skeleton")(path)
+        return registry.make_skeleton()(path)
     if learner and is_read(learner):
-        return option(f"{LORA}:second_model")(policy.hf) if policy.sends_adapters else policy.hf
+        return registry.second_model()(policy.hf) if policy.sends_adapters else policy.hf
     module = load_hf_model(path, compute_dtype(config), ranks.device)
     if (
         policy is not None
@@ -304,7 +300,7 @@ def make_module(config: Config, name: str, learner: Learner | None, ranks: Ranks
 
 def make_api_actor(config: Config, name: str) -> Any:
     actor = config.actors[name]
-    return option("rl_core.engines.api:ApiActor")(
+    return registry.api_actor()(
         name=name,
         url=actor.api,
         model=actor.model,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from rl_core import registry
 from rl_core.build import Plan, Run
 from rl_core.data.episodes import baseline_groups
 from rl_core.data.rows import write_trajectories
@@ -23,7 +24,7 @@ from rl_core.host_copies import release_cached_memory
 from rl_core.learning.advantages import group_results, has_signal, samples_of
 from rl_core.learning.checkpoint import save_checkpoint, trained_learners
 from rl_core.learning.learner import Learner
-from rl_core.learning.model import export_policy
+from rl_core.learning.policy import export_policy
 from rl_core.metrics import Max, Mean, Sum
 from rl_core.models import is_read
 from rl_core.run_folder import naming
@@ -38,10 +39,9 @@ from rl_core.sampling.outcomes import (
 )
 from rl_core.sampling.rollout import Group, in_order, make_group, rollout
 from rl_core.sampling.under_way import GroupUnderWay
-from rl_core.types import RunError, Task, TrainingSample, Trajectory, option
+from rl_core.types import RunError, Task, TrainingSample, Trajectory
 
 UNDER_WAY = "under_way"  # folder in which ranks write what a checkpoint gets
-MFU = "rl_core.options.mfu:mfu"
 
 
 async def start(run: Run) -> None:
@@ -287,7 +287,9 @@ def learn_here(run: Run, name: str, samples: list[TrainingSample], step: int) ->
     if run.ranks.device.type == "cuda":
         run.note(
             prefix,
-            option(MFU)(learner, packing, time.monotonic() - began, torch.cuda.get_device_name()),
+            registry.mfu()(
+                learner, packing, time.monotonic() - began, torch.cuda.get_device_name()
+            ),
         )
 
 

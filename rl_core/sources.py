@@ -7,16 +7,13 @@ import re
 from dataclasses import replace
 from types import ModuleType
 
+from rl_core import registry
 from rl_core.config import Config
 from rl_core.data.rows import is_trajectory, load_rows
 from rl_core.data.tasks import TaskSource
 from rl_core.learning.algorithms import Algorithm
 from rl_core.rules import check, split
 from rl_core.sampling.env import Env, load_env
-from rl_core.types import option
-
-MIX = "rl_core.options.mix:TaskMix"
-RENAMED = "rl_core.options.renamed_columns:RenamedColumns"
 
 
 def load_envs(config: Config, module: ModuleType | None = None) -> tuple[Config, dict[str, Env]]:
@@ -72,7 +69,11 @@ def train_tasks(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> T
         hint = f"; {envs[name].path} has no load_tasks" if envs else ""
         raise ValueError(f"{flag} is missing: a file or `datasets` name{hint}")
     found = list(sources.values())
-    return found[0] if len(found) == 1 else option(MIX)(found, [weights[name] for name in sources])
+    return (
+        found[0]
+        if len(found) == 1
+        else registry.task_mix()(found, [weights[name] for name in sources])
+    )
 
 
 def eval_sources(
@@ -122,7 +123,9 @@ def load_source(
     else:
         return None
     if path and config.data.columns:
-        rows = option(RENAMED)(rows, config.data.columns, path, is_strict=len(config.env_paths) < 2)
+        rows = registry.renamed_columns()(
+            rows, config.data.columns, path, is_strict=len(config.env_paths) < 2
+        )
     if env and algorithm.is_rl:
         env.check_columns(rows, path or "", part)
     how = {

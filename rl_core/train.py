@@ -13,16 +13,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from rl_core import registry
 from rl_core.config import parse_config
-from rl_core.types import option
 
 if TYPE_CHECKING:
     from rl_core.build import Run
     from rl_core.distributed import Ranks
-
-
-TORCHRUN = "rl_core.options.under_torchrun"
-WATCHDOG = "rl_core.options.watchdog"
 
 
 async def train(run: Run) -> None:
@@ -68,7 +64,7 @@ async def run_rank(run: Run) -> None:
     # Rows and modules live as long as the run; looking through them again and again costs tenths of
     # a second.
     gc.freeze()
-    neighbours = option(f"{WATCHDOG}:Neighbours")(run.ranks)
+    neighbours = registry.neighbours()(run.ranks)
     try:
         if run.server is None:
             await train(run)
@@ -90,10 +86,10 @@ def is_due(done: int, every: int, num_steps: int) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """The exit status; 128 + its number after a signal. A user's mistake is one line;
     RL_CORE_DEBUG=1 shows where it was found."""
-    option(f"{TORCHRUN}:end_with_launcher")()
-    with option(f"{WATCHDOG}:refusing_exits")():
+    registry.end_with_launcher()()
+    with registry.refusing_exits()():
         status = run_command(argv)
-    option(f"{WATCHDOG}:leave_threads")(status)
+    registry.leave_threads()(status)
     return status
 
 
@@ -121,22 +117,20 @@ def run_command(argv: list[str] | None) -> int:
                 advice = (
                     "raise --rollout.hook_timeout_s; --resume goes on from the newest checkpoint"
                 )
-                option(f"{WATCHDOG}:run_hooks")(
-                    run_rank(run), config.rollout.hook_timeout_s, advice
-                )
+                registry.run_hooks()(run_rank(run), config.rollout.hook_timeout_s, advice)
             close_ranks(ranks)
         if ranks.is_writer:
-            option("rl_core.options.run_end:tell_end")(run)
+            registry.tell_end()(run)
         if ranks.is_writer and not run.keeper.signal:  # no rank waits for what follows
-            option("rl_core.tools.view.report:write_at_end")(run)
+            registry.write_at_end()(run)
             refuse_standstill(run)
             if config.push_to_hub:
-                option("rl_core.options.hub:push")(config)
+                registry.push()(config)
         return 128 + run.keeper.signal if run.keeper.signal else 0
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        option(f"{TORCHRUN}:tell_failure")(error, ranks)
+        registry.tell_failure()(error, ranks)
         return 1
 
 
@@ -145,7 +139,7 @@ class CallableModule(ModuleType):
     tools/python_api.py."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return option("rl_core.tools.python_api:train")(*args, **kwargs)
+        return registry.train()(*args, **kwargs)
 
 
 if __name__ == "__main__":

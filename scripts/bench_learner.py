@@ -29,7 +29,7 @@ from rl_core.config import parse_config
 from rl_core.distributed import Ranks, close_ranks, init_ranks, make_mesh
 from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.learner import Learner
-from rl_core.learning.model import PolicyModel, shard_policy
+from rl_core.learning.policy import PolicyModel, shard_policy
 from rl_core.types import TrainingSample
 
 PROMPT = 32

@@ -37,7 +37,7 @@ from transformers.utils.logging import disable_progress_bar
 from rl_core.data.pretrained import load_pretrained
 from rl_core.distributed import Ranks, close_ranks, init_ranks
 from rl_core.engines.embedded import EmbeddedEngine
-from rl_core.learning.model import PolicyModel, engine_weights, make_policy, shard_policy
+from rl_core.learning.policy import PolicyModel, engine_weights, make_policy, shard_policy
 from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.types import SamplingParams
 

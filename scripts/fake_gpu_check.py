@@ -41,9 +41,9 @@ from rl_core.learning.algorithms import PRESETS, make_algorithm
 from rl_core.learning.attention import NAME
 from rl_core.learning.learner import Learner
 from rl_core.learning.minibatches import shard_samples
-from rl_core.learning.model import PolicyModel
-from rl_core.options.critic import Critic
-from rl_core.options.offload import activations_on_host
+from rl_core.learning.policy import PolicyModel
+from rl_core.plugins.critic import Critic
+from rl_core.plugins.offload import activations_on_host
 from rl_core.types import PackedBatch, TrainingSample
 
 SIZES = {

@@ -563,11 +563,11 @@ def gradient(model: Path | str, samples: list, *flags: Any) -> tuple[float, dict
 
 def metrics(out: Path) -> list[dict]:
     """Every line of a run's metrics.jsonl. Each name must have a row in the table of metrics."""
-    from rl_core.options.metric_table import describe
+    from rl_core.plugins.metric_table import describe
 
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     unknown = {name for line in lines for name in line if name != "step" and describe(name) is None}
-    assert not unknown, f"{unknown}: add a row to rl_core/options/metric_table.py"
+    assert not unknown, f"{unknown}: add a row to rl_core/plugins/metric_table.py"
     return lines
 
 

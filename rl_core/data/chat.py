@@ -28,7 +28,7 @@ from rl_core.types import Completion, Message, Turn, option
 _MARK = "\ufdd0"
 PROBE = "\ufdd1"
 TOKENIZER_FILE = re.compile("token|vocab|merges|spiece|tekken")
-TOOL_CALLS = "rl_core.options.tool_calls"
+TOOL_CALLS = "rl_core.plugins.tool_calls"
 _NOT_USER_TEXT = ("role", "type")  # templates compare these values, or put them into a token's name
 
 

@@ -31,9 +31,9 @@ JSON = (".json", ".jsonl")
 CHECKED_ROWS = 20_000
 # Of a .jsonl file; rows of a larger one stay on disk, as those of tables do.
 IN_MEMORY_BYTES = 64 << 20
-JSON_LINES = "rl_core.options.json_lines:JsonLines"
+JSON_LINES = "rl_core.plugins.json_lines:JsonLines"
 FILES, NAMED, TABLE = (
-    f"rl_core.options.tables:{name}" for name in ("files_of", "load_named", "load_table")
+    f"rl_core.plugins.tables:{name}" for name in ("files_of", "load_named", "load_table")
 )
 ROLLOUTS = ".jsonl.zst"  # one trajectory a line
 # Beside a run's rollouts: actor -> fingerprint of the tokenizer that they are in.

@@ -11,7 +11,7 @@ import numpy as np
 from rl_core.rules import nearest
 from rl_core.types import Message, Task, counter_seed, option
 
-PLACE = "rl_core.options.row_places:row_place"
+PLACE = "rl_core.plugins.row_places:row_place"
 # Columns of the first messages; the first one that a row has is used.
 PROMPT_COLUMNS = ("messages", "prompt", "question", "problem", "instruction", "conversations")
 # Who speaks in ShareGPT's messages.
@@ -125,7 +125,7 @@ class RowOrder:
 
 
 class TaskSource:
-    """The tasks of one environment's split, in order. Of several environments options/mix.py makes
+    """The tasks of one environment's split, in order. Of several environments plugins/mix.py makes
     one object like it."""
 
     def __init__(

@@ -36,7 +36,7 @@ REFILL_STEPS = 8
 # Rounds of the event loop before a decode step with free slots: callers that were answered score
 # the reply and ask again meanwhile. A step that does not wait for them runs half empty.
 LOOP_ROUNDS = 12
-RECORDER = "rl_core.options.router_replay:Recorder"
+RECORDER = "rl_core.plugins.router_replay:Recorder"
 RANDOM_BITS = 24  # of each token's draw
 NO_LIMITS = (0, 1.0, 0.0)  # top_k, top_p, min_p
 

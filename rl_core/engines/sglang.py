@@ -32,7 +32,7 @@ from rl_core.engines.remote import ask, in_buckets
 from rl_core.engines.sglang_server import Server, numbers
 from rl_core.host_copies import release_cached_memory
 from rl_core.learning.loading import load_model_config, model_class
-from rl_core.learning.model import checkpoint_weights
+from rl_core.learning.policy import checkpoint_weights
 from rl_core.metrics import Metric, Sum
 from rl_core.sampling.engine import EngineDied, EngineSpec, check_request, note_version
 from rl_core.sampling.weights import arriving, arriving_adapter, on_host

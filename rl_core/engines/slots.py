@@ -259,9 +259,9 @@ class SlotModel:
 def choose_model(model: PreTrainedModel) -> Any:
     """A SlotModel, if it computes what the model does; else a RowModel, which is slower. Raises
     ValueError if neither does."""
-    own = option("rl_core.options.padded:OwnHeadModel")(model)
-    samplers = [option("rl_core.options.padded:RowModel")(model), own]
-    if not option("rl_core.options.padded:own_layers")(model):
+    own = option("rl_core.plugins.padded:OwnHeadModel")(model)
+    samplers = [option("rl_core.plugins.padded:RowModel")(model), own]
+    if not option("rl_core.plugins.padded:own_layers")(model):
         samplers = [SlotModel(model), *samplers]
     for sampler in samplers:
         problem = problem_of(sampler, own)

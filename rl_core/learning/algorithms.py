@@ -77,7 +77,7 @@ class Algorithm:
         return self.is_rl and self.entropy_coef == 0 and self.kl_coef == 0 and is_final
 
 
-ROWS, LOSSES = "rl_core.options.pairs", "rl_core.options.preference"
+ROWS, LOSSES = "rl_core.plugins.pairs", "rl_core.plugins.preference"
 PRESETS = {
     # Shao et al. 2024, arXiv:2402.03300; averaged over all tokens as in DAPO, and without the KL
     # term (there 0.04)
@@ -101,7 +101,7 @@ PRESETS = {
     # Schulman et al. 2017, arXiv:1707.06347, with a critic that is a model of its own; the KL as in
     # Ouyang et al. 2022
     "ppo": Algorithm(advantage="gae", normalize="batch", kl="k1", kl_in="reward"),
-    "sft": Algorithm(rows="rl_core.options.imitation:imitation_samples"),
+    "sft": Algorithm(rows="rl_core.plugins.sft:imitation_samples"),
     # Rafailov et al. 2023, arXiv:2305.18290
     "dpo": Algorithm(
         rows=f"{ROWS}:reply_pair",

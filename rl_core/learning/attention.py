@@ -44,9 +44,9 @@ from rl_core.types import option
 NAME = "rl_core_packed"
 # --attention: what computes a segment.
 KERNELS = {
-    "torch": "rl_core.options.attention_kernels:TORCH",
-    "flash_attn": "rl_core.options.attention_kernels:FLASH_ATTN",
-    "ring_flash_attn": "rl_core.options.attention_kernels:RING_FLASH_ATTN",
+    "torch": "rl_core.plugins.attention_kernels:TORCH",
+    "flash_attn": "rl_core.plugins.attention_kernels:FLASH_ATTN",
+    "ring_flash_attn": "rl_core.plugins.attention_kernels:RING_FLASH_ATTN",
 }
 LIBRARIES = {  # functions that they call
     "flash_attn": "flash_attn.flash_attn_interface:_flash_attn_varlen_backward",

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from rl_core.data.rows import read_object, rename_into_place
 from rl_core.distributed import Ranks, all_gather_json, barrier, local
 from rl_core.learning.learner import Learner
-from rl_core.learning.model import refuse_nonfinite
+from rl_core.learning.policy import refuse_nonfinite
 
 NAME = re.compile(r"step_[0-9]{6,}")
 RESUMED = "resumed checkpoint"  # its name in the ranks' store

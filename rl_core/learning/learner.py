@@ -24,14 +24,14 @@ from rl_core.learning.algorithms import (
     token_losses,
 )
 from rl_core.learning.minibatches import Minibatch, pair_work, shard_samples
-from rl_core.learning.model import PolicyModel, engine_weights, named_weights, reads_in_place
+from rl_core.learning.policy import PolicyModel, engine_weights, named_weights, reads_in_place
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics, count_once
 from rl_core.types import PackedBatch, RunError, TrainingSample, option
 
 TAIL_NATS = 0.5  # a token beyond it counts for mismatch_tail_frac
 MAX_NONFINITE = 3  # updates in a row that are skipped
-OPTIMIZERS = {"adamw8bit": "rl_core.options.optimizers:adamw8bit"}  # beside torch's
-OFFLOAD = "rl_core.options.offload"
+OPTIMIZERS = {"adamw8bit": "rl_core.plugins.optimizers:adamw8bit"}  # beside torch's
+OFFLOAD = "rl_core.plugins.offload"
 
 
 class Learner:
@@ -42,7 +42,7 @@ class Learner:
         policy: PolicyModel,
         ranks: Ranks,
         reference: PolicyModel | None = None,
-        critic: Any = None,  # rl_core.options.critic.Critic
+        critic: Any = None,  # rl_core.plugins.critic.Critic
         name: str = "policy",
         adapter: str | None = None,
     ):
@@ -74,7 +74,7 @@ class Learner:
         )
         self.num_updates = 0  # since the run began, before it was resumed too
         self.nonfinite_in_a_row = 0
-        self.experts: Any = None  # an options.experts.Experts, where the model has some
+        self.experts: Any = None  # an plugins.experts.Experts, where the model has some
 
     def shard(self, samples: list[TrainingSample]) -> tuple[list[Minibatch], dict[str, Metric]]:
         """This rank's share of every rank's samples, and metrics of their packing. Every rank must

@@ -2,7 +2,7 @@
 vocabulary at once.
 
 Logits live in tiles of C tokens x S vocabulary ids, and a token's softmax is put together tile by
-tile. On a GPU with Triton the kernels of options/triton_logprobs.py fill the tiles, elsewhere torch
+tile. On a GPU with Triton the kernels of plugins/triton_logprobs.py fill the tiles, elsewhere torch
 does.
 
 M trained tokens, D hidden, V vocabulary, C tokens and S vocabulary ids of one tile.
@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 
 from rl_core.types import logit_change
 
-TRITON = "rl_core.options.triton_logprobs"
+TRITON = "rl_core.plugins.triton_logprobs"
 # Of one fp32 tile. On a CPU it stays in the cache; with fewer than 512 tokens or 2048 ids products
 # get slow.
 CPU_TILE_BYTES, CUDA_TILE_BYTES, TRITON_TILE_BYTES = 4 << 20, 64 << 20, 256 << 20

@@ -21,7 +21,7 @@ from rl_core.data.packing import (
 )
 from rl_core.distributed import Ranks, all_gather_json, exchange
 from rl_core.learning.algorithms import Algorithm, loss_denominator
-from rl_core.learning.model import backbone
+from rl_core.learning.policy import backbone
 from rl_core.metrics import Mean, Metric, Sum, add_metrics
 from rl_core.types import PER_TOKEN, PackedBatch, SequenceShard, TrainingSample
 
@@ -45,7 +45,7 @@ def shard_samples(
 ) -> tuple[list[Minibatch], dict[str, Metric]]:
     """Every rank's samples -> balanced minibatches, and metrics of their packing. Each sample moves
     at most once, from the rank that has it to the ranks that train on it. Every rank must call it;
-    the plan is computed alike on all. `replay`: an options.router_replay.Replay."""
+    the plan is computed alike on all. `replay`: an plugins.router_replay.Replay."""
     me, dp, cp = ranks.dp_rank, ranks.mesh.dp, ranks.mesh.cp
     samples = [trimmed(s) for s in samples]
     facts = all_gather_json([make_entry(s, ranks.rank, i) for i, s in enumerate(samples)], ranks)

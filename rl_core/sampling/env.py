@@ -161,7 +161,7 @@ class Env:
             return None
         if self.turns is None:
             return list(names)
-        return option("rl_core.options.schedule:speakers_of")(
+        return option("rl_core.plugins.schedule:speakers_of")(
             parse_turns(self.turns, self.path, names)
         )
 
@@ -179,7 +179,7 @@ class Env:
         if self.turns is None:
             return task
         if isinstance(self.turns, str):
-            order = option("rl_core.options.schedule:draw_turns")(
+            order = option("rl_core.plugins.schedule:draw_turns")(
                 parse_turns(self.turns, self.path, names), seed
             )
         else:
@@ -243,7 +243,7 @@ def load_env(
     turns = " -> ".join(turns) if isinstance(turns, (list, tuple)) else turns
     longest = 8 if hooks.keys() & {"interact", "rollout", "turns"} else 1
     if isinstance(turns, str):
-        longest = option("rl_core.options.schedule:num_turns")(parse_turns(turns, path))
+        longest = option("rl_core.plugins.schedule:num_turns")(parse_turns(turns, path))
     prompts, tools = has.get("system_prompts"), has.get("tools")
     return Env(
         name=Path(path.partition("?")[0]).stem,
@@ -254,8 +254,8 @@ def load_env(
         advantage_fn=advantages and functools.partial(advantages_of, advantages, path=path),
         turns=turns,
         max_turns=max_turns or has.get("max_turns") or longest,
-        tools=option("rl_core.options.tool_schemas:schemas")(tools, path) if tools else None,
-        system_prompts=option("rl_core.options.system_prompts:load_prompts")(prompts, path)
+        tools=option("rl_core.plugins.tool_schemas:schemas")(tools, path) if tools else None,
+        system_prompts=option("rl_core.plugins.system_prompts:load_prompts")(prompts, path)
         if prompts
         else {},
         name_prefix=has.get("name_prefix", False),
@@ -273,7 +273,7 @@ def hash_of(module: ModuleType) -> str:
 def parse_turns(turns: str, path: str, names: Sequence[str] = ()) -> tuple:
     """The pieces of a file's schedule. Without `names` any name is allowed."""
     try:
-        return option("rl_core.options.schedule:parse_schedule")(turns, sorted(names))
+        return option("rl_core.plugins.schedule:parse_schedule")(turns, sorted(names))
     except ValueError as error:
         raise ValueError(f"{path}: turns: {error}") from None
 

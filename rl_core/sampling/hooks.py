@@ -238,7 +238,7 @@ class LoopClock:
         self.jobs, self.num_jobs, self.num_threads = SimpleQueue(), 0, 0  # of sync hooks
         self.loop_thread, self.watched = threading.get_ident(), set()
         self.calls: Counter[str] = Counter()  # of hooks that run
-        self.watchdog: Any = None  # an options.watchdog.Watchdog
+        self.watchdog: Any = None  # an plugins.watchdog.Watchdog
         self.close_loop, loop.time, loop.close = loop.close, self, self._close
         self._beat()
 

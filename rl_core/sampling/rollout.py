@@ -204,7 +204,7 @@ class RolloutWorker:
         timeout_s: float,
         order: Any = None,
     ):
-        """`order`: an options.fixed_order.FixedOrder. None: groups are collected as they are
+        """`order`: an plugins.fixed_order.FixedOrder. None: groups are collected as they are
         complete."""
         self.run, self.ranks, self.width, self.name, self.timeout_s = (
             run,

@@ -30,7 +30,7 @@ class EpisodeUnderWay:
     # By conversation and number of the turn.
     answers: dict[str, Answer] = field(default_factory=dict)
     trajectories: list[Trajectory] | None = None  # once it has ended
-    gate: Any = None  # an options.fixed_order.Gate
+    gate: Any = None  # an plugins.fixed_order.Gate
     num_asked: Counter[str] = field(default_factory=Counter)  # since it began in this process
 
     def begin(self) -> None:

@@ -53,7 +53,7 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
     """Prints the report on one environment, and gives it as data."""
     from rl_core.data.chat import load_chat
     from rl_core.engines.scripted import plain_chat
-    from rl_core.options.watchdog import run_hooks
+    from rl_core.plugins.watchdog import run_hooks
     from rl_core.sampling.env import load_env
 
     env = load_env(path, hook_timeout_s=options.hook_timeout_s)
@@ -145,7 +145,7 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
     """The first tasks, once every row has the columns that hooks need."""
     from rl_core.data.rows import load_rows
     from rl_core.data.tasks import TaskSource
-    from rl_core.options.renamed_columns import RenamedColumns
+    from rl_core.plugins.renamed_columns import RenamedColumns
 
     if not options.rows and not env.load_tasks:
         raise ValueError(

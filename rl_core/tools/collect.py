@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     )
     options, config = read_flags(parser, argv, "collected")
     # After the flags: it imports what --help need not wait for.
-    from rl_core.options.watchdog import run_hooks
+    from rl_core.plugins.watchdog import run_hooks
 
     config = replace(config, out=options.out)
     collecting = collect(config, options.models[0], options.num_tasks, options.min_reward)

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         options, config = read_flags(parser, argv, folder)
         # After the flags: it imports what --help need not wait for.
-        from rl_core.options.watchdog import run_hooks
+        from rl_core.plugins.watchdog import run_hooks
 
         found, timeout_s = {}, config.rollout.hook_timeout_s
         for model in options.models:

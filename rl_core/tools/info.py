@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 from rl_core import __version__
 from rl_core.config import known_flags
-from rl_core.options.metric_table import rows
+from rl_core.plugins.metric_table import rows
 from rl_core.rules import nearest
 from rl_core.sandbox import Sandbox
 from rl_core.sandbox.isolation import LEVELS

@@ -60,7 +60,7 @@ def model_size(actor: ActorConfig) -> Size:
     import torch
 
     from rl_core.learning.loading import load_model_config
-    from rl_core.options.lora import on_meta
+    from rl_core.plugins.lora import on_meta
 
     hf = load_model_config(actor.model)
     model = on_meta(hf)

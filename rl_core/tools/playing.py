@@ -66,7 +66,7 @@ def read_flags(
             f"--algorithm {config.algorithm} has no episodes to play; name an environment by "
             "--env_path"
         )
-    from rl_core.options.terminal import quiet
+    from rl_core.plugins.terminal import quiet
 
     quiet()  # before rows are read
     return options, config
@@ -120,7 +120,7 @@ async def player(
     from rl_core.build import Plan, make_actors
     from rl_core.distributed import Mesh, init_ranks
     from rl_core.learning.algorithms import make_algorithm
-    from rl_core.options.row_lengths import check_lengths
+    from rl_core.plugins.row_lengths import check_lengths
     from rl_core.sampling.engine import DeviceLease
 
     chats = {

@@ -80,7 +80,7 @@ def train(
             running.result()
             raise
     if config.push_to_hub:
-        from rl_core.options.hub import push
+        from rl_core.plugins.hub import push
 
         push(config)
     return read_result(config)
@@ -143,9 +143,9 @@ def run_here(
     from rl_core.build import Run, make_plan
     from rl_core.distributed import close_ranks, init_ranks
     from rl_core.models import is_sharded
-    from rl_core.options.run_end import tell_end
-    from rl_core.options.watchdog import run_hooks
     from rl_core.phases import refuse_standstill
+    from rl_core.plugins.run_end import tell_end
+    from rl_core.plugins.watchdog import run_hooks
     from rl_core.run_folder import locked
     from rl_core.tools.view.report import write_at_end
     from rl_core.train import run_rank

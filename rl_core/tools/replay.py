@@ -89,7 +89,7 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
     from rl_core.distributed import close_ranks, init_ranks
     from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint
     from rl_core.models import is_sharded, make_learners
-    from rl_core.options.terminal import quiet
+    from rl_core.plugins.terminal import quiet
     from rl_core.types import option
 
     config, other = read_flags(run, flags)
@@ -105,7 +105,7 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
     ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config))
     learners = make_learners(config, plan.algorithm, ranks)
     if config.learner.kernels == "liger":
-        option("rl_core.options.liger:apply_liger")(
+        option("rl_core.plugins.liger:apply_liger")(
             [m.hf for own in learners.values() for m in own.models()]
         )
     if first:
@@ -325,7 +325,7 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
     """A learner of the same weights. A critic goes on; a new one begins as the policy did."""
     from rl_core import models
     from rl_core.learning.learner import Learner
-    from rl_core.learning.model import make_reference
+    from rl_core.learning.policy import make_reference
     from rl_core.types import option
 
     name, ranks, policy, actor = old.name, old.ranks, old.policy, config.actors[old.name]
@@ -339,7 +339,7 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
             actor.model, models.compute_dtype(config), ranks, config.attention
         )
     if algorithm.has_critic and old.critic:
-        critic = option("rl_core.options.critic:Critic")(
+        critic = option("rl_core.plugins.critic:Critic")(
             config, old.critic.learner.policy, ranks, name
         )
     elif algorithm.has_critic:
@@ -349,7 +349,7 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
     )
     option(f"{models.EXPERTS}:watch")(new)
     for model in set(new.models()) - set(old.models()):
-        option("rl_core.options.padded:choose_forward")(model, ranks)
+        option("rl_core.plugins.padded:choose_forward")(model, ranks)
     was = old.trained(name)
     for key, learner in new.trained(name).items():
         if key in was and type(learner.optimizer) is type(was[key].optimizer):

@@ -11,8 +11,8 @@ from kit import prompts_of
 
 from rl_core.data.chat import Chat, TokenStream, load_chat, shared_length
 from rl_core.data.samples import samples_from_turns
-from rl_core.options.imitation import imitation_turns
-from rl_core.options.tool_calls import read_reply
+from rl_core.plugins.sft import imitation_turns
+from rl_core.plugins.tool_calls import read_reply
 from rl_core.types import Completion
 
 # TRL's, so that these tests need no TRL: templates/README.md.

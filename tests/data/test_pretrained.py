@@ -11,8 +11,8 @@ import pytest
 
 from rl_core.data.chat import load_chat
 from rl_core.learning.loading import load_hf_model, load_model_config
-from rl_core.learning.model import end_token_ids
-from rl_core.options.reward_model import RewardModel
+from rl_core.learning.policy import end_token_ids
+from rl_core.plugins.reward_model import RewardModel
 
 READERS = {
     "configuration": load_model_config,

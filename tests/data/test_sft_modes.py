@@ -18,7 +18,7 @@ from rl_core.data.chat import Chat, load_chat
 from rl_core.data.rows import load_rows
 from rl_core.data.samples import samples_from_turns
 from rl_core.learning.learner import Learner
-from rl_core.options.imitation import imitation_samples, imitation_turns
+from rl_core.plugins.sft import imitation_samples, imitation_turns
 from rl_core.train import main
 from rl_core.types import PER_TOKEN
 

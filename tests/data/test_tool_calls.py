@@ -11,7 +11,7 @@ from rl_core.build import make_plan
 from rl_core.cli import main
 from rl_core.config import parse_config
 from rl_core.data.chat import Chat
-from rl_core.options.tool_calls import check_tools, python_calls
+from rl_core.plugins.tool_calls import check_tools, python_calls
 from rl_core.sampling.env import load_env
 
 KINDS = ("string", "integer", "number", "boolean", "array", "object", ["integer", "null"])

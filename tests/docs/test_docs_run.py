@@ -67,7 +67,7 @@ MODELS = (
     "meta-llama/Llama-3.2-1B-Instruct",
     "runs/quickstart/sft/hf/policy",
 )
-SERVERS = ("view", "serve", "rl_core.options.reward_model")
+SERVERS = ("view", "serve", "rl_core.plugins.reward_model")
 ROWS = [
     {"prompt": f"{n} and {n}?", "answer": str(2 * n), "response": f"it is {2 * n}"}
     for n in range(8)

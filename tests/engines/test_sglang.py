@@ -29,10 +29,10 @@ from rl_core.build import make_plan
 from rl_core.config import LoraConfig, parse_config
 from rl_core.engines.sglang import SGLangEngine, make_skeleton
 from rl_core.engines.sglang_server import OWN_FLAGS, check_sglang, server_args
-from rl_core.learning.model import export_policy
+from rl_core.learning.policy import export_policy
 from rl_core.metrics import Sum
 from rl_core.models import adapter_of
-from rl_core.options.lora import adapter_weights, is_served
+from rl_core.plugins.lora import adapter_weights, is_served
 from rl_core.sampling.engine import EngineDied
 from rl_core.train import main
 from rl_core.types import Completion, SamplingParams

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from rl_core.build import Run, make_plan
 from rl_core.config import parse_config
 from rl_core.distributed import init_ranks
-from rl_core.learning.model import make_policy
-from rl_core.options.lora import adapter_parameters
+from rl_core.learning.policy import make_policy
+from rl_core.plugins.lora import adapter_parameters
 from rl_core.train import train
 from rl_core.types import SamplingParams
 

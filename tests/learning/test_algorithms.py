@@ -77,7 +77,7 @@ DEFAULTS = {
     "is_scoring": False,
     "has_reference": False,
 }
-PAIRS, LOSSES = "rl_core.options.pairs", "rl_core.options.preference"
+PAIRS, LOSSES = "rl_core.plugins.pairs", "rl_core.plugins.preference"
 TABLE = {
     "grpo": {},
     "dr_grpo": {"advantage": "group_mean", "aggregation": "constant"},
@@ -87,7 +87,7 @@ TABLE = {
     "rloo": {"advantage": "rloo", "aggregation": "constant", "kl": "k1", "kl_in": "reward"},
     "reinforce_pp": {"advantage": "none", "normalize": "batch", "kl": "k1", "kl_in": "reward"},
     "ppo": {"advantage": "gae", "normalize": "batch", "kl": "k1", "kl_in": "reward"},
-    "sft": {"rows": "rl_core.options.imitation:imitation_samples"},
+    "sft": {"rows": "rl_core.plugins.sft:imitation_samples"},
     "dpo": {
         "rows": f"{PAIRS}:reply_pair",
         "loss": f"{LOSSES}:losses_of_replies",

@@ -33,7 +33,7 @@ from rl_core.learning.attention import (
     import_error,
     packed_attention,
 )
-from rl_core.options import attention_kernels
+from rl_core.plugins import attention_kernels
 
 SIZES = (1, 2, 4)
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (3, 1)}
@@ -389,7 +389,7 @@ def test_a_shared_prompt_is_seen_by_all_that_follows_it_and_by_nothing_else(head
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_attention_written_out_for_what_has_no_fused_kernel_gives_the_same(window, monkeypatch):
-    from rl_core.options import attention_kernels
+    from rl_core.plugins import attention_kernels
 
     monkeypatch.setattr(attention_kernels, "fused_on_cpu", lambda q: False)
     for heads in HEADS.values():
@@ -430,7 +430,7 @@ def test_values_narrower_than_keys_are_those_of_the_models_own_attention():
 
 
 def test_pieces_of_ragged_lengths_are_padded_by_a_third_at_most():
-    from rl_core.options.attention_kernels import layout_of
+    from rl_core.plugins.attention_kernels import layout_of
 
     lengths = torch.randint(1, 200, (300,), generator=torch.Generator().manual_seed(0)).tolist()
     plan = AttentionPlan(torch.tensor([0, *lengths]).cumsum(0), [-1] * 300, torch.device("cpu"))

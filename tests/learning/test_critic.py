@@ -21,7 +21,7 @@ from rl_core.learning.algorithms import PRESETS, token_losses
 from rl_core.learning.learner import Learner
 from rl_core.learning.minibatches import Minibatch
 from rl_core.models import make_critic
-from rl_core.options.critic import gae_advantages, value_losses, value_metrics, value_sums
+from rl_core.plugins.critic import gae_advantages, value_losses, value_metrics, value_sums
 from rl_core.train import main
 from rl_core.types import Completion, TrainingSample, Trajectory, Turn
 

@@ -21,9 +21,9 @@ from rl_core.engines.slots import SlotCache, SlotModel, sample
 from rl_core.learning.algorithms import PRESETS, make_algorithm
 from rl_core.learning.attention import NAME
 from rl_core.learning.learner import Learner
-from rl_core.learning.model import PolicyModel
-from rl_core.options.critic import Critic
-from rl_core.options.experts import watch
+from rl_core.learning.policy import PolicyModel
+from rl_core.plugins.critic import Critic
+from rl_core.plugins.experts import watch
 
 META = torch.device("meta")
 SGD = ["--optim.name", "sgd"]  # fused AdamW refuses meta tensors

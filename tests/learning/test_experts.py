@@ -22,12 +22,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_core.config import parse_config
 from rl_core.learning.loading import local_slices, model_class
 from rl_core.learning.minibatches import active_parameters, pair_work
-from rl_core.learning.model import export_policy
+from rl_core.learning.policy import export_policy
 from rl_core.models import check_model
-from rl_core.options.experts import find_routers
-from rl_core.options.lora import adapter_parameters, adapter_weights
-from rl_core.options.mfu import mfu
-from rl_core.options.padded import choose_forward
+from rl_core.plugins.experts import find_routers
+from rl_core.plugins.lora import adapter_parameters, adapter_weights
+from rl_core.plugins.mfu import mfu
+from rl_core.plugins.padded import choose_forward
 from rl_core.tools.plan import model_size
 from rl_core.tools.tiny_model import character_tokenizer
 

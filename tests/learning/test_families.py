@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from rl_core.distributed import init_ranks
 from rl_core.engines.sglang import make_skeleton
 from rl_core.engines.slots import choose_model
-from rl_core.learning.model import checkpoint_weights, make_policy, named_weights
+from rl_core.learning.policy import checkpoint_weights, make_policy, named_weights
 
 FORWARDS = {
     "seed_oss": "packed",  # dropout without a module

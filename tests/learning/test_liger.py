@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.build import make_plan
 from rl_core.config import parse_config
-from rl_core.options.liger import apply_liger, check_liger
+from rl_core.plugins.liger import apply_liger, check_liger
 
 needs_liger = pytest.mark.skipif(
     importlib.util.find_spec("liger_kernel") is None,

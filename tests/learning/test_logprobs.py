@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from rl_core.learning import logprobs as fused
 from rl_core.learning.logprobs import fused_logprobs
-from rl_core.learning.model import PolicyModel
+from rl_core.learning.policy import PolicyModel
 from rl_core.types import logit_change
 
 needs_triton = pytest.mark.skipif(
@@ -270,7 +270,7 @@ def test_tiles_of_any_length_and_vocabulary_fit_into_a_gibibyte(num_tokens, num_
 def compare_triton_kernels(device: str) -> None:
     """Several tiles, spans and blocks, none of them full; on a CPU in Triton's interpreter, which
     multiplies bf16 numbers as if they were integers, so that fp16 stands for them."""
-    fused.triton_kernels = lambda hidden: importlib.import_module("rl_core.options.triton_logprobs")
+    fused.triton_kernels = lambda hidden: importlib.import_module("rl_core.plugins.triton_logprobs")
     low = torch.bfloat16 if device == "cuda" else torch.float16
     for tile_bytes, how in ((256 << 20, [(0.7, 0.6)]), (4 * 140 * 2100, [(1.0, 0.0), (0.7, 0.6)])):
         fused.TRITON_TILE_BYTES = tile_bytes
@@ -313,7 +313,7 @@ def compile_triton_kernels() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from rl_core.options import triton_logprobs as kernels
+    from rl_core.plugins import triton_logprobs as kernels
 
     options = kernels.launch(torch.empty(1, 4096, dtype=torch.bfloat16))
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}

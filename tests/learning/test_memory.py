@@ -28,9 +28,9 @@ from rl_core.config import LoraConfig
 from rl_core.distributed import Mesh, Ranks, init_ranks, on_mesh
 from rl_core.learning import loading
 from rl_core.learning.loading import local_slices
-from rl_core.learning.model import compile_blocks, make_policy
-from rl_core.options.lora import adapter_parameters
-from rl_core.options.offload import activations_on_host, offload_frozen
+from rl_core.learning.policy import compile_blocks, make_policy
+from rl_core.plugins.lora import adapter_parameters
+from rl_core.plugins.offload import activations_on_host, offload_frozen
 
 ARCHITECTURES = ("qwen3", "llama", "qwen2")
 

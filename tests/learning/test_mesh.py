@@ -24,9 +24,9 @@ from rl_core.config import LoraConfig
 from rl_core.distributed import Mesh, Ranks, barrier, make_mesh, on_mesh
 from rl_core.learning import logprobs as fused
 from rl_core.learning.checkpoint import load_checkpoint, save_checkpoint
-from rl_core.learning.model import export_policy, make_policy
+from rl_core.learning.policy import export_policy, make_policy
 from rl_core.metrics import reduce_metrics
-from rl_core.options.tensor_parallel import check_tensor_parallel
+from rl_core.plugins.tensor_parallel import check_tensor_parallel
 from rl_core.types import TrainingSample
 
 MESHES = {
@@ -286,7 +286,7 @@ def logprobs_of_a_split_vocabulary(ranks: Ranks) -> dict[str, float]:
         for name in [n for n in sys.modules if "triton" in n and "_C" not in n]:
             del sys.modules[name]  # forked ranks have them imported to be compiled, not interpreted
         kernels["Triton"] = lambda hidden: importlib.import_module(
-            "rl_core.options.triton_logprobs"
+            "rl_core.plugins.triton_logprobs"
         )
     for kind, num_tokens, num_words in (("torch", 9, 37), ("torch", 600, 4999), ("Triton", 9, 37)):
         if kind not in kernels:

@@ -21,7 +21,7 @@ from rl_core.config import parse_config
 from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import init_ranks
 from rl_core.models import check_model, make_engine
-from rl_core.options.padded import choose_forward
+from rl_core.plugins.padded import choose_forward
 from rl_core.types import SamplingParams, Turn
 
 REPLAY = "--actors.policy.router_replay true"

@@ -13,8 +13,8 @@ from rl_core.build import make_plan
 from rl_core.cli import main as rl_core
 from rl_core.config import parse_config
 from rl_core.data.tasks import TaskSource
-from rl_core.options.curriculum import Curriculum, Progress, WeightedOrder, task_weight
-from rl_core.options.mix import TaskMix
+from rl_core.plugins.curriculum import Curriculum, Progress, WeightedOrder, task_weight
+from rl_core.plugins.mix import TaskMix
 from rl_core.sampling.env import load_env
 from rl_core.train import main
 from rl_core.types import RunError, Task

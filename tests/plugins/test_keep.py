@@ -13,7 +13,7 @@ from kit import metrics, run, run_ranks, steps, weights, words
 from test_runs import RL, assert_same_weights, lasting
 
 from rl_core.distributed import init_ranks
-from rl_core.options.keep import Keeper
+from rl_core.plugins.keep import Keeper
 from rl_core.run_folder import RunLog
 from rl_core.train import main
 

@@ -13,7 +13,7 @@ from test_experts import family  # noqa: F401
 from test_golden import FIT, RL, TWO
 
 from rl_core.cli import main
-from rl_core.options.metric_table import describe, page, rows
+from rl_core.plugins.metric_table import describe, page, rows
 
 OWN = """
 from rl_core import reward
@@ -126,7 +126,7 @@ def test_metrics_that_pages_name_have_a_row():
 
 def test_the_page_is_that_of_the_table():
     text = (ROOT / "docs/metrics.md").read_text()
-    assert text == page(), "python -m rl_core.options.metric_table > docs/metrics.md"
+    assert text == page(), "python -m rl_core.plugins.metric_table > docs/metrics.md"
 
 
 def test_info_tells_of_a_metric_by_its_name_or_the_end_of_it(capsys):

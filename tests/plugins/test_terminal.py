@@ -15,8 +15,8 @@ from datetime import timedelta
 import pytest
 from kit import wait_until, words
 
-from rl_core.options.run_end import before_and_after
-from rl_core.options.terminal import TimeLeft, cut, progress_line
+from rl_core.plugins.run_end import before_and_after
+from rl_core.plugins.terminal import TimeLeft, cut, progress_line
 from rl_core.train import main
 
 

@@ -28,8 +28,8 @@ from kit import (
 
 from rl_core import cli
 from rl_core.data.rows import ROLLOUTS, TOKENIZERS, write_trajectories
-from rl_core.options.mfu import mfu
-from rl_core.options.trackers import samples
+from rl_core.plugins.mfu import mfu
+from rl_core.plugins.trackers import samples
 from rl_core.train import main
 from rl_core.types import Trajectory
 
@@ -290,7 +290,7 @@ def test_a_tracker_that_cannot_be_is_refused_before_a_model_loads(
 ):
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        "rl_core.options.trackers.find_spec", lambda name: None if name == "mlflow" else find(name)
+        "rl_core.plugins.trackers.find_spec", lambda name: None if name == "mlflow" else find(name)
     )
     assert main([*flags, "--trackers", trackers, "--out", str(tmp_path / "out")]) == 1
     assert f"error: {says}" in capfd.readouterr().err and not (tmp_path / "out").exists()

@@ -14,7 +14,7 @@ from kit import ROOT, kill_session, metrics, run_ranks, start_process, words
 from torch.distributed import TCPStore
 
 from rl_core.distributed import Ranks
-from rl_core.options.watchdog import Neighbours, run_hooks
+from rl_core.plugins.watchdog import Neighbours, run_hooks
 from rl_core.sampling.hooks import Hook, LoopClock
 
 SIZES = (
@@ -54,7 +54,7 @@ def ended(*args) -> subprocess.CompletedProcess:
 
 HOLDING = f"""
 import asyncio, re, sys, time
-from rl_core.options.watchdog import Watchdog, run_hooks
+from rl_core.plugins.watchdog import Watchdog, run_hooks
 from rl_core.sampling.hooks import Hook, LoopClock
 from rl_core.types import Task
 
@@ -191,8 +191,8 @@ WRAPPED = """
 import os, signal, threading, time, torch
 from pathlib import Path
 from rl_core.distributed import Ranks
-from rl_core.options import watchdog
-from rl_core.options.keep import Keeper
+from rl_core.plugins import watchdog
+from rl_core.plugins.keep import Keeper
 
 watchdog.BEAT_S = watchdog.LOST_S = 0.01
 os.environ["LOCAL_WORLD_SIZE"] = "2"

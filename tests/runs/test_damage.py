@@ -22,7 +22,7 @@ from rl_core.learning.checkpoint import (
     newest_intact,
     save_checkpoint,
 )
-from rl_core.learning.model import export_policy
+from rl_core.learning.policy import export_policy
 from rl_core.run_folder import RunLog
 from rl_core.train import main
 from rl_core.types import RunError

@@ -18,7 +18,7 @@ from rl_core.build import Run, make_plan
 from rl_core.cli import main
 from rl_core.config import parse_config
 from rl_core.distributed import Mesh, init_ranks, on_mesh
-from rl_core.learning.model import blocks_of
+from rl_core.learning.policy import blocks_of
 from rl_core.tools.plan import block_bytes, describe, engine_bytes, facts, learner_bytes, model_size
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from rl_core.options.metric_table import describe
+from rl_core.plugins.metric_table import describe
 from rl_core.tools.view.data import PANELS, Entry, RunFolder, panels_of
 
 ASSETS = Path(__file__).parent / "assets"

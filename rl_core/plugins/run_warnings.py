@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from rl_core.config import Config
 from rl_core.data.rows import write_whole
 from rl_core.learning.algorithms import make_algorithm
-from rl_core.options.metric_table import describe
+from rl_core.plugins.metric_table import describe
 from rl_core.rules import BASELINES
 
 if TYPE_CHECKING:

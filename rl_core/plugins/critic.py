@@ -21,7 +21,7 @@ from rl_core.metrics import Mean, Metric
 from rl_core.types import PackedBatch
 
 # Of the learner that trains the critic.
-CRITIC = Algorithm(loss="rl_core.options.critic:losses_of_values")
+CRITIC = Algorithm(loss="rl_core.plugins.critic:losses_of_values")
 
 
 class Critic:

@@ -38,8 +38,8 @@ from rl_core.types import PackedBatch, RunError, option
 if TYPE_CHECKING:
     import peft
 
-LORA, TP = "rl_core.options.lora", "rl_core.options.tensor_parallel"
-FUSED_LATER = "rl_core.options.fused_weights:fused_later"
+LORA, TP = "rl_core.plugins.lora", "rl_core.plugins.tensor_parallel"
+FUSED_LATER = "rl_core.plugins.fused_weights:fused_later"
 
 
 class PolicyModel(nn.Module):
@@ -209,7 +209,7 @@ def make_policy(
     for name in loras:
         option(f"{LORA}:draw_adapter")(hf, adapters[name][1], name)
     if how.activations == "offload":
-        policy.keeps_activations = option("rl_core.options.offload:activations_on_host")
+        policy.keeps_activations = option("rl_core.plugins.offload:activations_on_host")
     if how.kernels == "compile":
         compile_blocks(policy)
     return policy
@@ -232,7 +232,7 @@ def make_reference(path: str, dtype: torch.dtype, ranks: Ranks, attention: str) 
     On a GPU it is CPU-offloaded to pinned memory while it is not used."""
     policy = make_policy(path, dtype, ranks, is_frozen=True, attention=attention)
     if ranks.device.type == "cuda":
-        policy.on_device = option("rl_core.options.offload:offload_frozen")(policy, ranks.device)
+        policy.on_device = option("rl_core.plugins.offload:offload_frozen")(policy, ranks.device)
     return policy
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from rl_core.config import Config
 from rl_core.data.packing import Entry
 from rl_core.distributed import Ranks, exchange
-from rl_core.options.experts import Routers
+from rl_core.plugins.experts import Routers
 from rl_core.types import PackedBatch, TrainingSample
 
 KEPT = "experts"  # where they stand in a cache

@@ -18,7 +18,7 @@ from rl_core.config import LoraConfig
 from rl_core.data.pretrained import from_config
 from rl_core.distributed import Ranks, unsharded
 from rl_core.learning.loading import load_model_config, local_slices, model_class
-from rl_core.learning.model import PolicyModel, backbone, replaced
+from rl_core.learning.policy import PolicyModel, backbone, replaced
 from rl_core.rules import split
 from rl_core.types import counter_seed
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rl_core.distributed import local
 from rl_core.host_copies import HostCopies
-from rl_core.learning.model import PolicyModel
+from rl_core.learning.policy import PolicyModel
 
 MIN_BYTES = 1024  # of an activation that is worth moving
 OnDevice = Callable[[], object]  # makes a context in which the tensors are on the device

@@ -59,7 +59,7 @@ class Trackers:
             command = [
                 sys.executable,
                 "-m",
-                "rl_core.options.trackers",
+                "rl_core.plugins.trackers",
                 json.dumps(run | {"tracker": tracker}),
             ]
             # In a session of its own, so that Ctrl-C is for the run alone.

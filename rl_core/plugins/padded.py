@@ -24,7 +24,7 @@ from rl_core.distributed import Ranks
 from rl_core.engines.slots import evaluating
 from rl_core.learning import attention
 from rl_core.learning.logprobs import logits_of
-from rl_core.learning.model import PolicyModel, backbone, packed_outputs
+from rl_core.learning.policy import PolicyModel, backbone, packed_outputs
 from rl_core.types import PackedBatch
 
 PACKABLE = {"full_attention", "sliding_attention"}

@@ -1,5 +1,5 @@
 """Every metric of metrics.jsonl: what it is, its unit, which values are healthy. For
-docs/metrics.md (`python -m rl_core.options.metric_table` prints it), `rl-core info metrics` and the
+docs/metrics.md (`python -m rl_core.plugins.metric_table` prints it), `rl-core info metrics` and the
 viewer.
 
 In a name ACTOR, ENV, SET, PART and METRIC stand for a user's names, K for a number; [...] may be
@@ -504,7 +504,7 @@ actor's name (`policy`, if there is one), ENV an environment's (where a run has 
 environments ENV/SET). What stands in [brackets] may be missing. Values are over all ranks. One outside "healthy" is worth a look,
 and no proof of a fault.
 
-`rl_core/options/metric_table.py` is the source of this page.
+`rl_core/plugins/metric_table.py` is the source of this page.
 """
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_core.data.chat import Chat, shared_length
 from rl_core.data.tasks import PROMPT_COLUMNS, column_messages, first_column, shorten
-from rl_core.options.imitation import imitation_samples, row_tools
+from rl_core.plugins.sft import imitation_samples, row_tools
 from rl_core.types import Message, TrainingSample
 
 PAIR = ("chosen", "rejected")

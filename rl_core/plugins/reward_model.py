@@ -4,7 +4,7 @@ model = RewardModel("runs/rm/hf/policy")
 model.score([[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]])     #
 [1.25]
 
-python -m rl_core.options.reward_model --model runs/rm/hf/policy --port 8001
+python -m rl_core.plugins.reward_model --model runs/rm/hf/policy --port 8001
 await remote_scores("http://127.0.0.1:8001", [messages])                                         #
 [1.25]
 
@@ -238,7 +238,7 @@ class ScoreServer:
 def main(argv: list[str] | None = None) -> int:
     """Loads the model once and serves until Ctrl-C. Gives the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m rl_core.options.reward_model", allow_abbrev=False
+        prog="python -m rl_core.plugins.reward_model", allow_abbrev=False
     )
     parser.add_argument(
         "--model", required=True, help="folder or hub name of a reward model: runs/rm/hf/policy"

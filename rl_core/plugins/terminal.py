@@ -24,8 +24,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rl_core.options.lora import experts_of, has_experts
-from rl_core.options.run_warnings import RunWarnings
+from rl_core.plugins.lora import experts_of, has_experts
+from rl_core.plugins.run_warnings import RunWarnings
 from rl_core.rules import printable
 from rl_core.types import Trajectory
 

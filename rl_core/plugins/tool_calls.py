@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl_core.data.chat import Chat, shared_length, text_after, unmarked
-from rl_core.options.imitation import said_text
+from rl_core.plugins.sft import said_text
 from rl_core.types import Completion, Message
 
 # An argument as XML: Qwen's, MiniMax's and GLM's.

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from rl_core.data.rows import ROLLOUTS, load_source, read_bytes, suffix_of
-from rl_core.options.tables import SEPARATORS, files_of
+from rl_core.plugins.tables import SEPARATORS, files_of
 from rl_core.rules import split as comma_split
 
 

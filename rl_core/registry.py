@@ -1,0 +1,277 @@
+"""The one file that knows what is optional: a name, or a condition, and what it brings.
+
+Each entry is a function that imports its module when it is called, so that a run loads only what it
+asks for, and an editor, a rename and the test of the house follow every edge. Nothing below this
+file imports an option: the roof asks here, and passes on what a run wants.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def neighbours() -> Any:
+    from rl_core.plugins.watchdog import Neighbours
+
+    return Neighbours
+
+
+def end_with_launcher() -> Any:
+    from rl_core.plugins.under_torchrun import end_with_launcher
+
+    return end_with_launcher
+
+
+def refusing_exits() -> Any:
+    from rl_core.plugins.watchdog import refusing_exits
+
+    return refusing_exits
+
+
+def leave_threads() -> Any:
+    from rl_core.plugins.watchdog import leave_threads
+
+    return leave_threads
+
+
+def run_hooks() -> Any:
+    from rl_core.plugins.watchdog import run_hooks
+
+    return run_hooks
+
+
+def tell_end() -> Any:
+    from rl_core.plugins.run_end import tell_end
+
+    return tell_end
+
+
+def write_at_end() -> Any:
+    from rl_core.tools.view.report import write_at_end
+
+    return write_at_end
+
+
+def push() -> Any:
+    from rl_core.plugins.hub import push
+
+    return push
+
+
+def tell_failure() -> Any:
+    from rl_core.plugins.under_torchrun import tell_failure
+
+    return tell_failure
+
+
+def train() -> Any:
+    from rl_core.tools.python_api import train
+
+    return train
+
+
+def quiet() -> Any:
+    from rl_core.plugins.terminal import quiet
+
+    return quiet
+
+
+def check_trackers() -> Any:
+    from rl_core.plugins.trackers import check_trackers
+
+    return check_trackers
+
+
+def imitated_rows() -> Any:
+    from rl_core.plugins.sft_dataset import ImitatedRows
+
+    return ImitatedRows
+
+
+def check_lengths() -> Any:
+    from rl_core.plugins.row_lengths import check_lengths
+
+    return check_lengths
+
+
+def make_curriculum() -> Any:
+    from rl_core.plugins.curriculum import make_curriculum
+
+    return make_curriculum
+
+
+def trackers() -> Any:
+    from rl_core.plugins.trackers import Trackers
+
+    return Trackers
+
+
+def keeper() -> Any:
+    from rl_core.plugins.keep import Keeper
+
+    return Keeper
+
+
+def terminal() -> Any:
+    from rl_core.plugins.terminal import Terminal
+
+    return Terminal
+
+
+def older_policy() -> Any:
+    from rl_core.plugins.stale_policy import OlderPolicy
+
+    return OlderPolicy
+
+
+def apply_liger() -> Any:
+    from rl_core.plugins.liger import apply_liger
+
+    return apply_liger
+
+
+def connect() -> Any:
+    from rl_core.engines.remote import connect
+
+    return connect
+
+
+def engine_server() -> Any:
+    from rl_core.engines.remote import EngineServer
+
+    return EngineServer
+
+
+def fixed_order() -> Any:
+    from rl_core.plugins.fixed_order import FixedOrder
+
+    return FixedOrder
+
+
+def canary() -> Any:
+    from rl_core.plugins.canary import Canary
+
+    return Canary
+
+
+def create() -> Any:
+    from rl_core.plugins.hub import create
+
+    return create
+
+
+def data_warnings() -> Any:
+    from rl_core.plugins.data_warnings import data_warnings
+
+    return data_warnings
+
+
+def mfu() -> Any:
+    from rl_core.plugins.mfu import mfu
+
+    return mfu
+
+
+def check_sglang() -> Any:
+    from rl_core.engines.sglang_server import check_sglang
+
+    return check_sglang
+
+
+def check_experts() -> Any:
+    from rl_core.plugins.experts import check_experts
+
+    return check_experts
+
+
+def check_lora() -> Any:
+    from rl_core.plugins.lora import check_lora
+
+    return check_lora
+
+
+def check_tensor_parallel() -> Any:
+    from rl_core.plugins.tensor_parallel import check_tensor_parallel
+
+    return check_tensor_parallel
+
+
+def check_liger() -> Any:
+    from rl_core.plugins.liger import check_liger
+
+    return check_liger
+
+
+def choose_forward() -> Any:
+    from rl_core.plugins.padded import choose_forward
+
+    return choose_forward
+
+
+def watch() -> Any:
+    from rl_core.plugins.experts import watch
+
+    return watch
+
+
+def critic() -> Any:
+    from rl_core.plugins.critic import Critic
+
+    return Critic
+
+
+def is_served() -> Any:
+    from rl_core.plugins.lora import is_served
+
+    return is_served
+
+
+def peft_config() -> Any:
+    from rl_core.plugins.lora import peft_config
+
+    return peft_config
+
+
+def make_skeleton() -> Any:
+    from rl_core.engines.sglang import make_skeleton
+
+    return make_skeleton
+
+
+def second_model() -> Any:
+    from rl_core.plugins.lora import second_model
+
+    return second_model
+
+
+def api_actor() -> Any:
+    from rl_core.engines.api import ApiActor
+
+    return ApiActor
+
+
+def task_mix() -> Any:
+    from rl_core.plugins.mix import TaskMix
+
+    return TaskMix
+
+
+def renamed_columns() -> Any:
+    from rl_core.plugins.renamed_columns import RenamedColumns
+
+    return RenamedColumns
+
+
+def embedded() -> Any:
+    from rl_core.engines.embedded import EmbeddedEngine
+
+    return EmbeddedEngine
+
+
+def sglang() -> Any:
+    from rl_core.engines.sglang import SGLangEngine
+
+    return SGLangEngine
+
+
+ENGINES = {"embedded": embedded, "sglang": sglang}
