@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Plugin:
-    """Every rank has the same plugins and calls them at the same places, so their collectives match.
+    """Every rank has the same plugins and calls them at the same places: their collectives match.
 
     A plugin reads the trainer and changes only its own state. It never assigns to an attribute of
     another object: where it must change what happens, it is a class of its own that the registry

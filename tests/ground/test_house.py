@@ -42,8 +42,7 @@ BELOW = {
     "shared": {"ground", "pure"},
     "sampling": {"ground", "pure", "shared"},
     "learning": {"ground", "pure", "shared"},
-    # Options stand beside the spine: they may import it, and it finds them by name (a table of
-    # "module:attribute").
+    # Options stand beside the spine: they may import it, and it knows none of them.
     "engines": {"ground", "pure", "shared", "sampling", "learning"},
     "plugins": {"ground", "pure", "shared", "sampling", "learning", "engines", "sandbox"},
     # The one file that names options, by imports inside functions.
@@ -344,7 +343,7 @@ def test_a_default_run_loads_little_and_a_step_of_it_enters_few_functions(places
 
 def test_an_environment_is_short():
     for path in (ROOT / "envs").glob("*.py"):
-        assert 5 <= code_lines(path) <= 130 and size_of(path).nodes <= 1000, path
+        assert 5 <= code_lines(path) <= 150 and size_of(path).nodes <= 1000, path
 
 
 def test_no_file_is_called_utils():
