@@ -3,7 +3,7 @@ writes down when it has memory."""
 
 from __future__ import annotations
 
-import re
+import ast
 from collections import Counter
 
 import pytest
@@ -130,9 +130,14 @@ MAY_ENTER = {"learner.py", "checkpoint.py", "padded.py", "replay.py"}
 def test_the_lease_alone_brings_a_learner_to_the_device():
     found = Counter()
     for file in (ROOT / "rl_core").rglob("*.py"):
-        found[file.name] += len(
-            re.findall(r"(?:with|enter_context).*\.on_device\(\)", file.read_text())
-        )
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.With):
+                entered = [item.context_expr for item in node.items]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("enter_context"):
+                entered = node.args
+            else:
+                continue
+            found[file.name] += sum(".on_device()" in ast.unparse(e) for e in entered)
     assert {name for name, number in found.items() if number} == MAY_ENTER | {"phases.py"}
     assert found["phases.py"] == 1, "in on_device(), which enters learners_lease()"
 

@@ -167,11 +167,11 @@ class Limited(RuleEngine):
     answers none."""
 
     limit: int | None = None
-    has_limit = False
+    num_waiting = 0
 
     async def generate(self, prompt_ids, params, *, seed, session="", adapter="", begun=None):
         if len(self.asked) == self.limit:
-            self.has_limit = True
+            self.num_waiting += 1
             await asyncio.Event().wait()
         return await super().generate(prompt_ids, params, seed=seed, session=session)
 
@@ -195,11 +195,14 @@ def test_a_group_that_goes_on_asks_only_what_nobody_has_answered(env_of):
         engine.limit = num_answers
         group = new_group(env)
         task = asyncio.create_task(play(group))
-        while not engine.has_limit:  # noqa: ASYNC110
+        # Every episode has ended, or waits for an answer that does not come.
+        num_ended = 0
+        while engine.num_waiting + num_ended < group.size:
             await asyncio.sleep(0.001)
-        row = json.loads(json.dumps(group_row(group), default=jsonable))
+            row = json.loads(json.dumps(group_row(group), default=jsonable))
+            num_ended = sum(bool(e["trajectories"]) for e in row["episodes"].values())
         task.cancel()
-        engine.limit, engine.has_limit = None, False
+        engine.limit, engine.num_waiting = None, 0
         return row
 
     num_ended = 0
