@@ -252,88 +252,88 @@ def run(folder: Path, out: str, *flags) -> list[dict]:
     return [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
 
 
-def try_family(folder: Path, name: str) -> tuple[dict[str, str], list[str]]:
-    """(column -> what it shows, reasons of what failed)"""
-    row, reasons, tokenizer = dict.fromkeys(COLUMNS, "-"), [], make_family(folder / "model", name)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (folder / "env.py").write_text(ENV)
-    sft = [
-        "--algorithm",
-        "sft",
-        "--data.train",
-        folder / "rows.jsonl",
-        "--data.eval",
-        folder / "rows.jsonl",
-    ]
-    grpo = ["--env_path", folder / "env.py", "--group_size", 2, "--num_steps", 2]
+class Trial:
+    """What works with a model of one family: `row` by column, and reasons of what failed."""
 
-    def attempt(column: str, difference) -> None:
+    def __init__(self, folder: Path, name: str):
+        self.folder, self.row, self.reasons = folder, dict.fromkeys(COLUMNS, "-"), []
+        self.tokenizer = make_family(folder / "model", name)
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        (folder / "env.py").write_text(ENV)
+
+    def attempt(self, column: str, difference) -> None:
         try:
             found = difference()
-            row[column] = (
-                found if isinstance(found, str) else f"{found:.0e}" if found >= 1e-7 else "0"
-            )
-            if not isinstance(found, str) and found > 1e-4:
-                reasons.append(f"{column} differs by {found:.2g}")
         except Exception as error:
-            reason = f"{type(error).__name__}: " * (not isinstance(error, ValueError)) + " ".join(
-                str(error).split()
-            )
-            reasons.extend([reason] * (reason not in reasons))
-            row[column] = "**no**"
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            reason = kind + " ".join(str(error).split())
+            self.reasons.extend([reason] * (reason not in self.reasons))
+            self.row[column] = "**no**"
+            return
+        if isinstance(found, str):
+            self.row[column] = found
+            return
+        self.row[column] = f"{found:.0e}" if found >= 1e-7 else "0"
+        if found > 1e-4:
+            self.reasons.append(f"{column} differs by {found:.2g}")
 
-    def sampled(out: str, *flags) -> str:
-        *_, last = run(folder, out, *grpo, *flags)
+    def sampled(self, out: str, *flags) -> str:
+        grpo = ["--env_path", self.folder / "env.py", "--group_size", 2, "--num_steps", 2]
+        *_, last = run(self.folder, out, *grpo, *flags)
         kl = last["learn/policy/mismatch_kl_nats_max"]  # after one update
         if kl > 1e-6:
             raise ValueError(f"{out}: engine and learner differ by a KL of {kl:.2g}")
         return "yes"
 
-    def engine_difference() -> float:
+    def engine_difference(self) -> float:
         """Of the first step's samples, from transformers' logprobs."""
-        model, differences = load_plain(folder / "model"), []
-        with zstandard.open(folder / "grpo/rollouts/step_000001.jsonl.zst", "rt") as lines:
-            turns = [turn for line in lines for turn in json.loads(line)["turns"]]
-        for turn in turns:
-            ids, logprobs = (
-                turn["completion"]["token_ids"],
-                torch.tensor(turn["completion"]["logprobs"]),
-            )
-            differences.append(
-                (plain_logprobs(model, turn["new_ids"], ids) - logprobs).abs().max().item()
-            )
+        model, differences = load_plain(self.folder / "model"), []
+        with zstandard.open(self.folder / "grpo/rollouts/step_000001.jsonl.zst", "rt") as lines:
+            records = [json.loads(line) for line in lines]
+        for turn in [turn for record in records for turn in record["turns"]]:
+            ids = turn["completion"]["token_ids"]
+            logprobs = torch.tensor(turn["completion"]["logprobs"])
+            plain = plain_logprobs(model, turn["new_ids"], ids)
+            differences.append((plain - logprobs).abs().max().item())
         return max(differences)
 
-    def trained() -> float:
-        before, step, _ = run(folder, "sft", *sft, "--num_steps", 1, "--eval_every", 1)
-        row["forward"] = "padded" if "padded" in (folder / "sft/said.txt").read_text() else "packed"
-        loss, norm = plain_loss(folder / "model", tokenizer)
+    def trained(self) -> float:
+        rows = self.folder / "rows.jsonl"
+        sft = ["--algorithm", "sft", "--data.train", rows, "--data.eval", rows]
+        before, step, _ = run(self.folder, "sft", *sft, "--num_steps", 1, "--eval_every", 1)
+        is_padded = "padded" in (self.folder / "sft/said.txt").read_text()
+        self.row["forward"] = "padded" if is_padded else "packed"
+        loss, norm = plain_loss(self.folder / "model", self.tokenizer)
         return max(abs(before["eval/loss"] - loss), abs(step["learn/policy/grad_norm"] / norm - 1))
 
-    def exported() -> str:
-        before, after = (
-            load_file(folder / name / "model.safetensors") for name in ("model", "sft/hf/policy")
-        )
-        before, after = (
-            {(name, value.shape) for name, value in x.items()} for x in (before, after)
-        )
+    def exported(self) -> str:
+        shapes = []
+        for name in ("model", "sft/hf/policy"):
+            weights = load_file(self.folder / name / "model.safetensors")
+            shapes.append({(name, value.shape) for name, value in weights.items()})
+        before, after = shapes
         if before != after:
             raise ValueError(f"the export differs from the checkpoint in {min(before ^ after)[0]}")
         return "yes"
 
-    def reloaded() -> float:
-        *_, after = map(json.loads, (folder / "sft/metrics.jsonl").read_text().splitlines())
-        return abs(after["eval/loss"] - plain_loss(folder / "sft/hf/policy", tokenizer)[0])
+    def reloaded(self) -> float:
+        lines = (self.folder / "sft/metrics.jsonl").read_text().splitlines()
+        after = json.loads(lines[-1])["eval/loss"]
+        return abs(after - plain_loss(self.folder / "sft/hf/policy", self.tokenizer)[0])
 
-    attempt("SFT", trained)
-    attempt("GRPO", lambda: sampled("grpo"))
-    attempt("LoRA", lambda: sampled("lora", "--actors.policy.lora.rank", 2))
-    if row["SFT"] != "**no**":
-        attempt("export", exported)
-        attempt("reload", reloaded)
-    if row["GRPO"] != "**no**":
-        attempt("engine", engine_difference)
-    return row, reasons
+
+def try_family(folder: Path, name: str) -> tuple[dict[str, str], list[str]]:
+    """(column -> what it shows, reasons of what failed)"""
+    trial = Trial(folder, name)
+    trial.attempt("SFT", trial.trained)
+    trial.attempt("GRPO", lambda: trial.sampled("grpo"))
+    trial.attempt("LoRA", lambda: trial.sampled("lora", "--actors.policy.lora.rank", 2))
+    if trial.row["SFT"] != "**no**":
+        trial.attempt("export", trial.exported)
+        trial.attempt("reload", trial.reloaded)
+    if trial.row["GRPO"] != "**no**":
+        trial.attempt("engine", trial.engine_difference)
+    return trial.row, trial.reasons
 
 
 def main() -> None:

@@ -158,44 +158,90 @@ def reference_logprobs(learner: Learner, ids_BL: torch.Tensor) -> torch.Tensor:
     return logprobs.gather(-1, ids_BL[:, 1:, None])[..., 0]
 
 
+def naive_kl(kind: str, d):
+    return {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d}[kind]
+
+
+def naive_advantages(learner: Learner, s, kl: list[float]) -> list[float]:
+    """Of each trained token, with the KL to the reference where it is not in the loss."""
+    a = learner.algorithm
+    advantages = [s.advantages[i] for i, m in enumerate(s.loss_mask) if m]
+    if a.kl_in == "reward" and not a.has_critic:
+        kl = [sum(kl[t:]) for t in range(len(kl))]
+    penalty = [0.0] * len(advantages)
+    if a.kl_coef and a.kl_in != "loss":
+        penalty = [a.kl_coef * x for x in kl]
+    if a.has_critic:
+        critic = learner.config.critic
+        rewards = [0.0] * (len(advantages) - 1) + advantages[-1:]
+        if a.kl_in == "reward":
+            rewards = [r - p for r, p in zip(rewards, penalty, strict=True)]
+            penalty = [0.0] * len(advantages)
+        values = plain_values(learner, s)
+        advantages = naive_gae(rewards, values, critic.gamma, critic.gae_lambda)
+    return [x - p for x, p in zip(advantages, penalty, strict=True)]
+
+
+def naive_sequence(learner: Learner, s) -> tuple:
+    """(new, old, rollout and reference logprobs, entropy, advantages) of its trained tokens."""
+    a, ids = learner.algorithm, torch.tensor(s.token_ids[None])
+    logits = learner.policy.hf(ids, use_cache=False).logits[0].log_softmax(-1)
+    at = [i for i, m in enumerate(s.loss_mask) if m]
+    new = torch.stack([logits[i - 1, s.token_ids[i]] for i in at])
+    entropy = torch.stack([-(logits[i - 1].exp() * logits[i - 1]).sum() for i in at])
+    old, rollout = (
+        new.detach() + torch.tensor([0.5 * math.sin(rate * s.token_ids[i]) for i in at])
+        for rate in (3, 5)
+    )
+    ref, kl = None, []
+    if a.kl_coef:
+        ref = reference_logprobs(learner, ids)[0, [i - 1 for i in at]]
+        kl = naive_kl(a.kl, rollout - ref).tolist()
+    return new, old, rollout, ref, entropy, naive_advantages(learner, s, kl)
+
+
+def naive_correction(a, of_token: float, of_sequence: float) -> float:
+    low, high = a.correction_range
+    if a.correction == "tis":
+        return min(of_token, high)
+    if a.correction == "mask":
+        return of_token if low <= of_token <= high else 0.0
+    if a.correction == "sequence_mask":
+        return float(low <= of_sequence <= high)
+    return 1.0
+
+
+def naive_objective(a, ratio, advantage: float, new):
+    if a.objective == "cispo":
+        return -min(max(ratio.item(), 1 - a.clip_low), 1 + a.clip_high) * advantage * new
+    clipped = torch.clamp(ratio, 1 - a.clip_low, 1 + a.clip_high)
+    gain = torch.min(ratio * advantage, clipped * advantage)
+    if a.dual_clip and advantage < 0:
+        gain = torch.max(gain, torch.tensor(a.dual_clip * advantage))
+    return -gain
+
+
+def naive_loss(a, new, old, rollout, ref, entropy, advantages):
+    """The sum over the tokens of a sequence."""
+    whole_ratio = torch.exp((new - old).sum() / len(new))
+    whole_correction = math.exp((old - rollout).mean().item())
+    total = 0.0
+    for t, advantage in enumerate(advantages):
+        ratio = whole_ratio if a.objective == "gspo" else torch.exp(new[t] - old[t])
+        of_token = math.exp((old[t] - rollout[t]).item())
+        correction = naive_correction(a, of_token, whole_correction)
+        loss = naive_objective(a, ratio, advantage, new[t]) * correction
+        if a.kl_coef and a.kl_in == "loss":
+            loss = loss + a.kl_coef * naive_kl(a.kl, new[t] - ref[t])
+        total = total + loss - a.entropy_coef * entropy[t]
+    return total
+
+
 def naive_gradients(learner: Learner, samples, longest=60) -> tuple[dict[str, torch.Tensor], float]:
     """The papers' sums, one sequence after the other through the plain Hugging Face model."""
     a, model = learner.algorithm, learner.policy.hf
     model.set_attn_implementation("sdpa")
-    sequences = []
-    for s in samples:
-        logits = model(torch.tensor(s.token_ids[None]), use_cache=False).logits[0].log_softmax(-1)
-        at = [i for i, m in enumerate(s.loss_mask) if m]
-        new = torch.stack([logits[i - 1, s.token_ids[i]] for i in at])
-        entropy = torch.stack([-(logits[i - 1].exp() * logits[i - 1]).sum() for i in at])
-        old, rollout = (
-            new.detach() + torch.tensor([0.5 * math.sin(rate * s.token_ids[i]) for i in at])
-            for rate in (3, 5)
-        )
-        ref = (
-            reference_logprobs(learner, torch.tensor(s.token_ids[None]))[0, [i - 1 for i in at]]
-            if a.kl_coef
-            else None
-        )
-        advantages = [s.advantages[i] for i in at]
-        if a.kl_coef and a.kl_in != "loss":
-            d = rollout - ref
-            kl = {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d}[a.kl].tolist()
-            penalty = [sum(kl[t:]) if a.kl_in == "reward" else kl[t] for t in range(len(kl))]
-            if not a.has_critic:
-                advantages = [x - a.kl_coef * p for x, p in zip(advantages, penalty, strict=True)]
-        if a.has_critic:
-            critic, penalty = (
-                learner.config.critic,
-                [a.kl_coef * x for x in kl] if a.kl_coef else [0.0] * len(at),
-            )
-            rewards, values = [0.0] * (len(at) - 1) + advantages[-1:], plain_values(learner, s)
-            if a.kl_in == "reward":
-                rewards = [r - p for r, p in zip(rewards, penalty, strict=True)]
-            advantages = naive_gae(rewards, values, critic.gamma, critic.gae_lambda)
-            if a.kl_in == "advantage":
-                advantages = [x - p for x, p in zip(advantages, penalty, strict=True)]
-        sequences.append((new, old, rollout, ref, entropy, advantages))
+    sequences = [naive_sequence(learner, s) for s in samples]
     model.set_attn_implementation("rl_core_packed")
     if a.normalize == "batch":
         every = [x for *_, advantages in sequences for x in advantages]
@@ -205,44 +251,13 @@ def naive_gradients(learner: Learner, samples, longest=60) -> tuple[dict[str, to
             (*rest, [(x - mean) / deviation for x in advantages]) for *rest, advantages in sequences
         ]
     total, num_tokens = 0.0, sum(len(s[0]) for s in sequences)
-    for new, old, rollout, ref, entropy, advantages in sequences:
-        whole_ratio = torch.exp((new - old).sum() / len(new))
-        whole_correction = math.exp((old - rollout).mean().item())
-        sequence_loss = 0.0
-        for t, advantage in enumerate(advantages):
-            ratio = whole_ratio if a.objective == "gspo" else torch.exp(new[t] - old[t])
-            if a.objective == "cispo":
-                loss = -min(max(ratio.item(), 1 - a.clip_low), 1 + a.clip_high) * advantage * new[t]
-            else:
-                clipped = torch.clamp(ratio, 1 - a.clip_low, 1 + a.clip_high)
-                gain = torch.min(ratio * advantage, clipped * advantage)
-                if a.dual_clip and advantage < 0:
-                    gain = torch.max(gain, torch.tensor(a.dual_clip * advantage))
-                loss = -gain
-            c = math.exp((old[t] - rollout[t]).item())
-            if a.correction == "tis":
-                loss = loss * min(c, a.correction_range[1])
-            elif a.correction == "mask":
-                loss = loss * (c if a.correction_range[0] <= c <= a.correction_range[1] else 0.0)
-            elif a.correction == "sequence_mask":
-                loss = loss * float(
-                    a.correction_range[0] <= whole_correction <= a.correction_range[1]
-                )
-            if a.kl_coef and a.kl_in == "loss":
-                d = new[t] - ref[t]
-                loss = (
-                    loss + a.kl_coef * {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d}[a.kl]
-                )
-            sequence_loss = sequence_loss + loss - a.entropy_coef * entropy[t]
-        total = (
-            total
-            + sequence_loss
-            / {
-                "token": num_tokens,
-                "sequence": len(advantages) * len(samples),
-                "constant": longest * len(samples),
-            }[a.aggregation]
-        )
+    for *rest, advantages in sequences:
+        denominator = {
+            "token": num_tokens,
+            "sequence": len(advantages) * len(samples),
+            "constant": longest * len(samples),
+        }[a.aggregation]
+        total = total + naive_loss(a, *rest, advantages) / denominator
     total.backward()
     found = {n: p.grad.clone() for n, p in model.named_parameters()}
     learner.policy.zero_grad()

@@ -493,6 +493,18 @@ def test_the_image_has_what_serving_needs_without_torch(tmp_path):
             server.kill()
 
 
+def flags_of_deployment(spec: dict) -> tuple:
+    """(flags of its container, the container, the pod), whose parts name each other."""
+    pod = spec["template"]
+    assert spec["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    [container] = pod["spec"]["containers"]
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["spec"]["volumes"]}
+    secrets = [(e["name"], e["valueFrom"]["secretKeyRef"]["key"]) for e in container["env"]]
+    assert secrets == [(TOKEN_VARIABLE, "token")]
+    return read_flags(container["args"]), container, pod
+
+
 def test_manifests_fit_together():
     files = sorted((ROOT / "scripts/k8s").glob("*.yaml"))
     documents = [document for file in files for document in yaml.safe_load_all(file.read_text())]
@@ -501,16 +513,7 @@ def test_manifests_fit_together():
     flags = {}
     for (kind, name), spec in of.items():
         if kind == "Deployment":
-            pod = spec["template"]
-            assert spec["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
-            [container] = pod["spec"]["containers"]
-            assert {m["name"] for m in container["volumeMounts"]} == {
-                v["name"] for v in pod["spec"]["volumes"]
-            }
-            assert [
-                (e["name"], e["valueFrom"]["secretKeyRef"]["key"]) for e in container["env"]
-            ] == [(TOKEN_VARIABLE, "token")]
-            flags[name] = read_flags(container["args"]), container, pod
+            flags[name] = flags_of_deployment(spec)
     controller, container, pod = flags["rl-core-controllers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"grpc": controller.port, "http": controller.http_port}
