@@ -81,7 +81,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["rl_core", "rl_core.*"]),
-    package_data={"rl_core.service": ["*.proto"], "rl_core.tools.view": ["assets/*"]},
+    package_data={
+        "rl_core.plugins": ["*.yaml"],
+        "rl_core.service": ["*.proto"],
+        "rl_core.tools.view": ["assets/*"],
+    },
     install_requires=[
         "aiohttp>=3.10",
         "torch>=2.11",

@@ -567,7 +567,7 @@ def metrics(out: Path) -> list[dict]:
 
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     unknown = {name for line in lines for name in line if name != "step" and describe(name) is None}
-    assert not unknown, f"{unknown}: add a row to rl_core/plugins/metric_table.py"
+    assert not unknown, f"{unknown}: add a row to rl_core/plugins/metric_table.yaml"
     return lines
 
 

@@ -50,7 +50,7 @@ RUNS = {
 # Written on GPUs alone, and where SGLang dies: only that the code has these names is checked.
 ELSEWHERE = {
     "rollout/ACTOR/engine_restarts": "engines/sglang.py",
-    "learn/ACTOR/mfu": "options/mfu.py",
+    "learn/ACTOR/mfu": "plugins/mfu.py",
     "memory/{generate,learn,sync,eval}_gib": "build.py",
 }
 
