@@ -118,7 +118,7 @@ def check_tools(config: Config, envs: dict[str, Env], chats: dict[str, Chat]) ->
             speakers = config.trained  # A function of the file decides; these speak somewhere.
         for name in speakers:
             if name in chats and env.tools:
-                chats[name].check_tools(env.tools, env.path)
+                chats[name].tool_calls.check(env.tools, env.path)
 
 
 def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:

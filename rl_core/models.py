@@ -89,9 +89,8 @@ def check_model(config: Config, name: str) -> Chat:
                 f"{name} has {vocab}: a critic "
                 "reads the actor's tokens; take a model of the same family"
             )
-    chat = load_chat(
-        actor.model, actor.chat_template, config.chat_template_kwargs | actor.chat_template_kwargs
-    )
+    variables = config.chat_template_kwargs | actor.chat_template_kwargs
+    chat = load_chat(actor.model, actor.chat_template, variables, registry.tool_calls)
     check_vocabulary(chat, model_config.get_text_config().vocab_size, actor.model)
     return chat
 

@@ -82,6 +82,12 @@ def check_trackers() -> Any:
     return check_trackers
 
 
+def tool_calls(chat: Any) -> Any:
+    from rl_core.plugins.tool_calls import ToolCalls
+
+    return ToolCalls(chat)
+
+
 def imitated_rows() -> Any:
     from rl_core.plugins.sft_dataset import ImitatedRows
 

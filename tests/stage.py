@@ -11,6 +11,7 @@ from rl_core.config import RolloutConfig
 from rl_core.data.chat import Chat
 from rl_core.data.tasks import make_task
 from rl_core.distributed import init_ranks
+from rl_core.plugins.tool_calls import ToolCalls
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import check_request
 from rl_core.sampling.outcomes import refuse_failures
@@ -55,7 +56,7 @@ class RuleEngine:
 
 @cache
 def chat_of(template: str | None = None) -> Chat:
-    return Chat(character_tokenizer(), template)
+    return Chat(character_tokenizer(), template, tool_reader=ToolCalls)
 
 
 def actor(name: str, engine: RuleEngine, **limits) -> Actor:

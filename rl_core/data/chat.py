@@ -15,6 +15,7 @@ import copy
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -22,13 +23,12 @@ from typing import Any
 
 from rl_core.data.pretrained import load_pretrained
 from rl_core.rules import nearest
-from rl_core.types import Completion, Message, Turn, option
+from rl_core.types import Completion, Message, Turn
 
 # Unicode keeps these two for internal use: templates and tokenizers have no rule for them.
 _MARK = "\ufdd0"
 PROBE = "\ufdd1"
 TOKENIZER_FILE = re.compile("token|vocab|merges|spiece|tekken")
-TOOL_CALLS = "rl_core.plugins.tool_calls"
 _NOT_USER_TEXT = ("role", "type")  # templates compare these values, or put them into a token's name
 
 
@@ -41,7 +41,9 @@ class Chat:
         tokenizer: Any,
         chat_template: str | None = None,
         variables: dict[str, Any] | None = None,
+        tool_reader: Callable[[Chat], Any] | None = None,
     ):
+        """`tool_reader` makes what reads this chat's tool calls, if tools are given."""
         if chat_template is not None:
             tokenizer.chat_template = chat_template
         if not tokenizer.chat_template:
@@ -68,7 +70,7 @@ class Chat:
         stops = (tokenizer.eos_token_id, self.end_token_id)
         self.stop_token_ids = tuple(dict.fromkeys(i for i in stops if i is not None))
         self._newest: tuple[Any, str, list[int]] | None = None
-        self._checked_tools: set[str] = set()  # JSON of lists of tools whose calls are read back
+        self._tool_reader = tool_reader
         added = tokenizer.added_tokens_decoder.items()
         self.special_ids = {
             token.content: i for i, token in added if token.special or i == self.end_token_id
@@ -186,13 +188,10 @@ class Chat:
             self._newest = (copy.deepcopy(asked), rendered, self.encode(rendered))
         return self._newest[1:]
 
-    def check_tools(self, tools: list, where: str) -> None:
-        """Raises ValueError if a call of one of them, as the template writes it, is not read back.
-        Asked once for the same tools. `where`: who gives them."""
-        key = json.dumps(tools, default=str)
-        if key not in self._checked_tools:
-            option(f"{TOOL_CALLS}:check_tools")(tools, self, where)
-            self._checked_tools.add(key)
+    @cached_property
+    def tool_calls(self) -> Any:
+        """Reads what a completion calls, and checks that calls of tools can be read."""
+        return self._tool_reader(self)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text without special tokens, and without a final stop token that is not flagged
@@ -330,9 +329,8 @@ class TokenStream:
         template rewrote history, so that prompt_ids begins anew."""
         said, message = text, self._chat.assistant_message(text)
         if calls is not None:
-            seen = (self._chat, self.rendered, self.messages)
-            said, message = option(f"{TOOL_CALLS}:in_stream")(
-                *seen, calls, text, new_messages, self._tools
+            said, message = self._chat.tool_calls.in_stream(
+                self.rendered, self.messages, calls, text, new_messages, self._tools
             )
         return self.extend(token_ids, said, [*self.messages, message, *new_messages])
 
@@ -354,7 +352,10 @@ class TokenStream:
 
 
 def load_chat(
-    path: str, chat_template: str | None = None, variables: dict[str, Any] | None = None
+    path: str,
+    chat_template: str | None = None,
+    variables: dict[str, Any] | None = None,
+    tool_reader: Callable[[Chat], Any] | None = None,
 ) -> Chat:
     """The tokenizer at path (a folder or a hub name); chat_template is a file's path, or the
     template itself."""
@@ -375,7 +376,16 @@ def load_chat(
             "the model that it was "
             "made from into the folder"
         )
-    return Chat(load_pretrained(AutoTokenizer, path), chat_template, variables)
+    tokenizer = load_pretrained(AutoTokenizer, path)
+    return Chat(tokenizer, chat_template, variables, tool_reader)
+
+
+def text_of(message: Message) -> str:
+    """The text of a message's content, of its parts, or "" beside tool calls."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content)
 
 
 def unmarked(text: str) -> str:

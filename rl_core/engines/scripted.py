@@ -3,8 +3,9 @@ model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rl_core.data.chat import Chat
 from rl_core.sampling.actor import Actor
@@ -81,7 +82,7 @@ class ScriptedActor:
         )
 
 
-def plain_chat() -> Chat:
+def plain_chat(tool_reader: Callable[[Chat], Any] | None = None) -> Chat:
     """A chat with one token per byte, which keeps any text as it is, and a plain template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -100,4 +101,4 @@ def plain_chat() -> Chat:
         additional_special_tokens=[START],
         chat_template=PLAIN_TEMPLATE,
     )
-    return Chat(found)
+    return Chat(found, tool_reader=tool_reader)

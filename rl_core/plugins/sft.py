@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.data.chat import PROBE, Chat, TokenStream, shared_length, text_after, unmarked
+from rl_core.data.chat import PROBE, Chat, TokenStream, shared_length, text_after, text_of, unmarked
 from rl_core.data.rows import is_trajectory
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.tasks import column_messages, first_column, shorten
@@ -135,9 +135,7 @@ def said_text(
     if rendered is not None:
         return split_end(chat, rendered)
     message = messages[-1]
-    content = message.get("content") or ""
-    if isinstance(content, list):
-        content = "".join(part.get("text", "") for part in content)
+    content = text_of(message)
     if message.get("tool_calls") or not content:
         raise ValueError(
             f"message {len(messages) - 1} cannot be imitated: the template renders it so that the "

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 from zlib import crc32
 
-from rl_core.data.chat import TOOL_CALLS, Chat, TokenStream
+from rl_core.data.chat import Chat, TokenStream
 from rl_core.data.tasks import check_messages
 from rl_core.rules import nearest
 from rl_core.sampling.engine import DeviceLease, Engine, EngineDied
@@ -26,7 +26,6 @@ from rl_core.types import (
     SamplingParams,
     Trajectory,
     counter_seed,
-    option,
 )
 
 # The learner assumes how a trainable actor samples: a reply that overrides one of these is not
@@ -215,7 +214,7 @@ class Conversation:
         self.overridden = [name for name in DRAWING if name in sampling]
         self.history, self.turns, self.text = list(messages), [], ""  # text: the actor's last
         if tools and speaker.chat:
-            speaker.chat.check_tools(tools, f"actor {speaker.name}")
+            speaker.chat.tool_calls.check(tools, f"actor {speaker.name}")
         self.stream = speaker.chat and TokenStream(speaker.chat, self.history, tools)
         self.calls: Message | None = None  # the last turn as a message, if it called tools
         self.metrics: dict[str, float] = {"tool_parse_failed": 0.0} if tools and self.stream else {}
@@ -276,8 +275,9 @@ class Conversation:
             completion = await self._sample(seed)
             reply = {"role": "assistant", "content": completion.text}
             if self.tools:
-                read = option(f"{TOOL_CALLS}:read_reply")
-                self.calls, has_failed = read(actor.chat, completion, self.num_replies, self.tools)
+                self.calls, has_failed = actor.chat.tool_calls.read(
+                    completion, self.num_replies, self.tools
+                )
                 self.metrics["tool_parse_failed"] += has_failed
                 reply = self.calls or reply
             self.turns.append(self.stream.turn(completion))

@@ -53,6 +53,7 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
     """Prints the report on one environment, and gives it as data."""
     from rl_core.data.chat import load_chat
     from rl_core.engines.scripted import plain_chat
+    from rl_core.plugins.tool_calls import ToolCalls
     from rl_core.plugins.watchdog import run_hooks
     from rl_core.sampling.env import load_env
 
@@ -62,7 +63,10 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
     names = split(options.actors) or list(dict.fromkeys(named)) or ["policy"]
     env.check_actors(names)
     tasks = load_tasks(env, options)
-    chat = load_chat(options.model) if options.model else plain_chat()
+    if options.model:
+        chat = load_chat(options.model, tool_reader=ToolCalls)
+    else:
+        chat = plain_chat(ToolCalls)
     playing = play_all(env, chat, tasks, names, options.reply)
     found = run_hooks(playing, options.hook_timeout_s, "raise --hook_timeout_s")
     shown = next(iter(found.values()))

@@ -12,7 +12,7 @@ from kit import prompts_of
 from rl_core.data.chat import Chat, TokenStream, load_chat, shared_length
 from rl_core.data.samples import samples_from_turns
 from rl_core.plugins.sft import imitation_turns
-from rl_core.plugins.tool_calls import read_reply
+from rl_core.plugins.tool_calls import ToolCalls
 from rl_core.types import Completion
 
 # TRL's, so that these tests need no TRL: templates/README.md.
@@ -60,7 +60,7 @@ def make_tokenizer():
 
 
 def chat_of(path: Path) -> Chat:
-    return Chat(make_tokenizer(), path.read_text())
+    return Chat(make_tokenizer(), path.read_text(), tool_reader=ToolCalls)
 
 
 def chat_named(name: str) -> Chat:
@@ -585,14 +585,14 @@ BROKEN = {
 
 def tool_chat(name):
     if name == "minimax":
-        return Chat(make_tokenizer(), MINIMAX)
+        return Chat(make_tokenizer(), MINIMAX, tool_reader=ToolCalls)
     if name != "mistral":
         return chat_named(name)
     tokenizer = make_tokenizer.__wrapped__()
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]}
     )
-    return Chat(tokenizer, MISTRAL)
+    return Chat(tokenizer, MISTRAL, tool_reader=ToolCalls)
 
 
 def completion(ids, chat):
@@ -607,7 +607,7 @@ def test_what_a_model_calls_is_read_and_its_tokens_stay_as_they_were_sampled(nam
     for number, city in enumerate(["Paris", "Rôme"]):
         before, ids = stream.prompt_ids, chat.encode(said.format(city) + end)
         done = completion(ids, chat)
-        message, has_failed = read_reply(chat, done, number)
+        message, has_failed = chat.tool_calls.read(done, number)
         [call] = message["tool_calls"]
         assert (call["function"], has_failed) == (
             {"name": "weather", "arguments": {"city": city}},
@@ -631,8 +631,8 @@ def test_what_a_model_calls_is_read_and_its_tokens_stay_as_they_were_sampled(nam
 def test_a_call_that_cannot_be_read_is_told_and_other_text_is_none(name):
     chat = tool_chat(name)
     for text in BROKEN[name]:
-        assert read_reply(chat, completion(chat.encode(text), chat), 0) == (None, True), text
-    assert read_reply(chat, completion(chat.encode("hello world"), chat), 0) == (None, False)
+        assert chat.tool_calls.read(completion(chat.encode(text), chat), 0) == (None, True), text
+    assert chat.tool_calls.read(completion(chat.encode("hello world"), chat), 0) == (None, False)
 
 
 @pytest.mark.parametrize(
@@ -671,7 +671,7 @@ def test_calls_with_typed_arguments_are_read_as_the_template_writes_them(name):
     prompt = chat.render([user("hello")], tools)
     text = chat.render([user("hello"), *said], tools, add_generation_prompt=False)
     text = text[shared_length(prompt, text) :]
-    message, has_failed = read_reply(chat, completion(chat.encode(text), chat), 0, tools)
+    message, has_failed = chat.tool_calls.read(completion(chat.encode(text), chat), 0, tools)
     assert ([call["function"] for call in message["tool_calls"]], has_failed) == (two, False)
 
 
@@ -688,7 +688,7 @@ def test_several_calls_of_one_turn():
     }
     for name, text in texts.items():
         chat = tool_chat(name.strip())
-        message, _ = read_reply(chat, completion(chat.encode(text), chat), 7)
+        message, _ = chat.tool_calls.read(completion(chat.encode(text), chat), 7)
         assert [call["function"] for call in message["tool_calls"]] == two
         assert [len(call["id"]) for call in message["tool_calls"]] == [9, 9]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import stage
 from test_chat import TEMPLATES, TOOLS, make_tokenizer, tool_chat, user
@@ -11,7 +13,7 @@ from rl_core.build import make_plan
 from rl_core.cli import main
 from rl_core.config import parse_config
 from rl_core.data.chat import Chat
-from rl_core.plugins.tool_calls import check_tools, python_calls
+from rl_core.plugins.tool_calls import ToolCalls, python_calls
 from rl_core.sampling.env import load_env
 
 KINDS = ("string", "integer", "number", "boolean", "array", "object", ["integer", "null"])
@@ -49,7 +51,7 @@ def test_calls_of_every_template_that_takes_tools_come_back_or_are_refused():
         num_checked += 1
         for tools in (TOOLS, ALL_TYPES):
             try:
-                check_tools(tools, tool_chat(path.stem), "env.py")
+                tool_chat(path.stem).tool_calls.check(tools, "env.py")
             except ValueError as error:
                 assert "not read back" in str(error) and "--actors.NAME.chat_template" in str(error)
                 refused.add(path.stem)
@@ -58,18 +60,21 @@ def test_calls_of_every_template_that_takes_tools_come_back_or_are_refused():
 
 
 def test_arguments_of_python_calls_are_values_of_json():
+    def of(text):
+        return re.fullmatch("(?P<arguments>.*)", text)
+
     text = "[f(x=(1, 2), y={'a': true}, z=None)]"
-    assert python_calls(text) == [
+    assert python_calls(of(text), []) == [
         {"name": "f", "arguments": {"x": [1, 2], "y": {"a": True}, "z": None}}
     ]
     for argument in ("**{'a': 1}", "x=b'a'", "x={1, 2}", "x=1j", "x=...", "1"):
         with pytest.raises((ValueError, TypeError)):
-            python_calls(f"[f({argument})]")
+            python_calls(of(f"[f({argument})]"), [])
 
 
 def test_a_template_that_says_nothing_of_tools_is_left_to_the_environment():
     without_tools = FOREIGN.replace("tools or []", "[]")
-    check_tools(TOOLS, Chat(make_tokenizer(), without_tools), "env.py")
+    Chat(make_tokenizer(), without_tools, tool_reader=ToolCalls).tool_calls.check(TOOLS, "env.py")
 
 
 def test_tools_that_a_rollout_gives_are_refused_where_their_calls_are_not_read(tmp_path):
