@@ -366,9 +366,7 @@ class Config:
     chat_template_kwargs: dict[str, Any] = flag(
         dict, 'what templates read: {"enable_thinking": false}'
     )
-    engine: Literal["auto", "sglang", "embedded"] = flag(
-        "auto", "inference engine; auto: sglang on a GPU"
-    )
+    engine: str = flag("auto", "inference engine: sglang or embedded; auto: sglang on a GPU")
     engine_tp: int = flag(1, "sglang: tensor parallel ranks of one engine", at_least=1)
     engine_args: str = flag("", "sglang: more flags of its server: '--quantization fp8'")
     engine_memory_frac: float = flag(
@@ -419,10 +417,6 @@ class Config:
     def is_rl(self) -> bool:
         """Samples episodes; otherwise imitates rows, or learns from pairs."""
         return self.algorithm in RL
-
-    def engine_of(self, name: str) -> str:
-        """What samples for an actor whose model is here: "sglang" or "embedded"."""
-        return "sglang" if self.actors[name].engine_urls else self.engine
 
     @property
     def trained(self) -> list[str]:

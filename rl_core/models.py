@@ -3,7 +3,6 @@ model."""
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from rl_core.data.chat import Chat, load_chat
 from rl_core.distributed import Ranks
 from rl_core.learning.algorithms import Algorithm
 from rl_core.learning.learner import Learner
-from rl_core.learning.loading import load_hf_model, load_model_config
+from rl_core.learning.loading import load_hf_model, load_model_config, on_meta
 from rl_core.learning.policy import (
     PolicyModel,
     make_policy,
@@ -26,7 +25,7 @@ from rl_core.learning.policy import (
     named_weights,
     reads_in_place,
 )
-from rl_core.rules import check
+from rl_core.rules import check_engine, nearest
 from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.sampling.weights import load_weights
 from rl_core.types import counter_seed
@@ -39,12 +38,16 @@ def choose_engine(config: Config, num_ranks: int, is_planned: bool = False) -> C
     """--engine auto becomes what it stands for here. Raises ValueError if that cannot be done, here
     or, if it is only planned, anywhere."""
     if config.engine == "auto":
-        has_sglang = torch.cuda.is_available() and importlib.util.find_spec("sglang") is not None
         in_4_bits = any(config.actors[owner].lora.quantize != "none" for owner in config.sharers)
-        config = replace(config, engine="sglang" if has_sglang and not in_4_bits else "embedded")
-        check(config)
-    if config.engine == "sglang":
-        registry.check_sglang()(config.engine_args, is_planned)
+        config = replace(config, engine=registry.auto_engine(must_share=in_4_bits))
+    if config.engine not in registry.ENGINES:
+        known = nearest(config.engine, registry.ENGINES)
+        raise ValueError(f"--engine={config.engine} is no engine; {known}")
+    if config.is_rl:
+        registry.ENGINES[config.engine]().check(config.engine_args, is_planned)
+        for name, actor in config.actors.items():
+            if not actor.api:
+                check_engine(config, name, engine_class(config, name))
     servers = {
         f"--actors.{name}.engine_urls": len(actor.servers) for name, actor in config.actors.items()
     }
@@ -55,6 +58,13 @@ def choose_engine(config: Config, num_ranks: int, is_planned: bool = False) -> C
                 f"{flag} ({n}) must divide the {num_ranks} ranks that sample; try {fits}"
             )
     return config
+
+
+def engine_class(config: Config, name: str) -> type[Engine]:
+    """What samples for an actor whose model is here."""
+    if config.actors[name].servers:
+        return registry.SERVED()
+    return registry.ENGINES[config.engine]()
 
 
 def check_model(config: Config, name: str) -> Chat:
@@ -183,10 +193,9 @@ def make_critic(config: Config, path: str, ranks: Ranks, name: str = "policy") -
 
 def is_read(learner: Learner) -> bool:
     """Whether this actor's engine samples with the learner's own tensors."""
-    is_here = (
-        learner.config.engine_of(learner.name) == "embedded" and not learner.ranks.engine_ranks
-    )
-    return is_here and reads_in_place(learner.policy)
+    if learner.ranks.engine_ranks or not reads_in_place(learner.policy):
+        return False
+    return engine_class(learner.config, learner.name).shares_weights
 
 
 def num_engines(config: Config) -> int:
@@ -200,24 +209,23 @@ def takes_turns(config: Config) -> bool:
     """Whether one engine of a device is awake at a time. Otherwise they divide
     --engine_memory_frac."""
     awake = config.rollout.engines_awake
-    return num_engines(config) > 1 and (
-        awake == "one" or (awake == "auto" and config.engine == "sglang")
-    )
+    if num_engines(config) < 2 or awake == "all":
+        return False
+    return awake == "one" or registry.ENGINES[config.engine]().is_elsewhere
 
 
 def adapter_of(config: Config, name: str) -> str:
     """The adapter with which an actor samples beside its engine's weights: where several share a
-    model, and at a SGLang server of this run. "": the engine has its weights merged."""
+    model, and where the engine serves adapters. "": the engine has its weights merged."""
     actor = config.actors[name]
+    if not actor.is_trained:
+        return ""
     is_beside = actor.share or name in config.sharers
-    if (
-        actor.lora.rank
-        and not is_beside
-        and config.engine_of(name) == "sglang"
-        and not actor.servers
-    ):
-        is_beside = registry.is_served()(actor.model, actor.lora)
-    return name if actor.is_trained and is_beside else ""
+    # Servers that run already were not told to serve adapters.
+    if actor.lora.rank and not is_beside and not actor.servers:
+        layers = engine_class(config, name).serves_lora
+        is_beside = layers and registry.is_served()(actor.model, actor.lora, layers)
+    return name if is_beside else ""
 
 
 def make_engines(
@@ -275,16 +283,16 @@ def make_engine(
         url=url,
         folder=str(Path(config.out).resolve()) if urlsplit(url).hostname not in HERE else None,
     )
-    return registry.ENGINES[config.engine_of(name)]()(spec)
+    return engine_class(config, name)(spec)
 
 
 def make_module(config: Config, name: str, learner: Learner | None, ranks: Ranks) -> nn.Module:
     """What an engine samples with: the learner's own model where it is unsharded, or its weights
-    where several actors share them, else a copy in the dtype of compute. Of SGLang's the shapes
-    alone."""
+    where several actors share them, else a copy in the dtype of compute. Shapes alone where the
+    engine loads the weights itself."""
     path, policy = config.actors[name].model, learner and learner.policy
-    if config.engine_of(name) == "sglang":
-        return registry.make_skeleton()(path)
+    if engine_class(config, name).wants_shapes:
+        return on_meta(load_model_config(path))
     if learner and is_read(learner):
         return registry.second_model()(policy.hf) if policy.sends_adapters else policy.hf
     module = load_hf_model(path, compute_dtype(config), ranks.device)

@@ -7,7 +7,10 @@ file imports an option: the roof asks here, and passes on what a run wants.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
+
+import torch
 
 
 def neighbours() -> Any:
@@ -178,12 +181,6 @@ def mfu() -> Any:
     return mfu
 
 
-def check_sglang() -> Any:
-    from rl_core.engines.sglang_server import check_sglang
-
-    return check_sglang
-
-
 def check_experts() -> Any:
     from rl_core.plugins.experts import check_experts
 
@@ -238,12 +235,6 @@ def peft_config() -> Any:
     return peft_config
 
 
-def make_skeleton() -> Any:
-    from rl_core.engines.sglang import make_skeleton
-
-    return make_skeleton
-
-
 def second_model() -> Any:
     from rl_core.plugins.lora import second_model
 
@@ -280,4 +271,11 @@ def sglang() -> Any:
     return SGLangEngine
 
 
+def auto_engine(must_share: bool) -> str:
+    """What --engine auto stands for on this machine."""
+    has_sglang = torch.cuda.is_available() and importlib.util.find_spec("sglang") is not None
+    return "sglang" if has_sglang and not must_share else "embedded"
+
+
 ENGINES = {"embedded": embedded, "sglang": sglang}
+SERVED = sglang  # What samples at --actors.NAME.engine_urls.

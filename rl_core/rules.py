@@ -70,6 +70,11 @@ def check_algorithm(algorithm: Any, config: Any, has_advantage_fn: bool = False)
         refuse(of_algorithm(config, algorithm, has_advantage_fn))
 
 
+def check_engine(config: Any, name: str, engine: Any) -> None:
+    """Raises ValueError for what an actor's class of engine cannot do."""
+    refuse(of_engine(config, name, engine))
+
+
 def refuse(rules: Rules, prefix: str = "") -> None:
     for is_broken, text in rules:
         if is_broken:
@@ -131,9 +136,6 @@ def of_run(c: Any) -> Rules:
         c.keep_best and not c.eval_every,
         f"--keep_best={c.keep_best} needs evaluations: give --eval_every",
     )
-    for name in ("engine_tp", "engine_args"):
-        is_set = getattr(c, name) not in (1, "") and c.engine == "embedded"
-        yield is_set, f"--{name}={getattr(c, name)} needs --engine sglang"
     smoothing, loss = c.preference.label_smoothing, c.preference.loss
     yield (
         smoothing and "sigmoid" not in loss,
@@ -149,12 +151,6 @@ def of_run(c: Any) -> Rules:
         ),
         "--rollout.lagged needs a second engine: leave out --max_staleness, --engine_ranks, share "
         "and engine_urls",
-    )
-    yield (
-        c.rollout.fixed_order
-        and (c.engine == "sglang" or any(a.engine_urls for a in c.actors.values())),
-        "--rollout.fixed_order=true needs --engine embedded: the order in which SGLang samples is "
-        "its own",
     )
     for is_needed, given, library, extra in (
         (c.optim.name == "adamw8bit", "--optim.name=adamw8bit", "bitsandbytes", "bnb"),
@@ -266,9 +262,34 @@ def of_sharer(c: Any, a: Any, owner: Any) -> Rules:
         "engine_urls",
     )
     yield (
-        quantize != "none" and (c.engine == "sglang" or c.engine_ranks),
-        f"{what}: only an embedded engine reads a shared model in 4 bits; take --engine embedded, "
-        "no --engine_ranks",
+        quantize != "none" and c.engine_ranks,
+        f"{what}: only an engine of the learner's ranks reads a shared model in 4 bits; leave out "
+        "--engine_ranks",
+    )
+
+
+def of_engine(c: Any, name: str, engine: Any) -> Rules:
+    """engine: the class of what samples for this actor."""
+    for flag in ("engine_tp", "engine_args"):
+        value = getattr(c, flag)
+        is_set = value not in (1, "") and not engine.is_elsewhere
+        yield is_set, f"--{flag}={value} needs --engine sglang"
+    yield (
+        c.rollout.fixed_order and engine.is_elsewhere,
+        "--rollout.fixed_order=true needs --engine embedded: a server samples in an order of its "
+        "own",
+    )
+    share = c.actors[name].share
+    in_4_bits = share and c.actors[share].lora.quantize != "none"
+    yield (
+        in_4_bits and not engine.shares_weights,
+        f"--actors.{name}.share={share}: only an embedded engine reads a shared model in 4 bits; "
+        "take --engine embedded",
+    )
+    yield (
+        c.actors[name].router_replay and not engine.records_experts,
+        f"--actors.{name}.router_replay=true needs --engine embedded, which tells the experts of "
+        "each token",
     )
 
 

@@ -97,9 +97,10 @@ def make_engine(kind: str, folder: str, dtype: torch.dtype, ranks: Ranks, out: P
         module = load_pretrained(AutoModelForCausalLM, folder, dtype=dtype)
         module = module.to(ranks.device).requires_grad_(False)
         return EmbeddedEngine(EngineSpec(module=module, **spec))
-    from rl_core.engines.sglang import SGLangEngine, make_skeleton
+    from rl_core.engines.sglang import SGLangEngine
+    from rl_core.learning.loading import load_model_config, on_meta
 
-    return SGLangEngine(EngineSpec(module=make_skeleton(folder), **spec))
+    return SGLangEngine(EngineSpec(module=on_meta(load_model_config(folder)), **spec))
 
 
 async def run_cycle(engine: Engine, policy: PolicyModel, clock: Clock, version: int) -> None:

@@ -530,7 +530,7 @@ def make_learner(model: Path | str, *flags: Any, ranks: Any = None) -> Any:
     from rl_core.learning.algorithms import make_algorithm
     from rl_core.models import make_learner as make
 
-    sizes = "--env_path x.py --out x --max_prompt_tokens 40 --max_tokens 60"
+    sizes = "--env_path x.py --out x --max_prompt_tokens 40 --max_tokens 60 --engine embedded"
     config = parse_config(words("--model", model, sizes, *flags))
     return make(
         config, make_algorithm(config.algorithm, config.algo), "policy", ranks or init_ranks(60)
@@ -613,6 +613,13 @@ def engine_spec(module: Any, **more: Any) -> Any:
         "start_timeout_s": 600,
     }
     return EngineSpec(module=module, **{"memory_frac": 0.5} | usual | more)
+
+
+def make_skeleton(path: str) -> Any:
+    """The shapes of a model's weights."""
+    from rl_core.learning.loading import load_model_config, on_meta
+
+    return on_meta(load_model_config(path))
 
 
 def embedded(module: Any, **more: Any) -> Any:

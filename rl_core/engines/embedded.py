@@ -25,8 +25,7 @@ from torch import Tensor
 from rl_core.engines.adapters import AdapterTable
 from rl_core.engines.slots import Snapshot, bytes_per_token, choose_model, sample, share_cache
 from rl_core.host_copies import HostCopies, device_memory
-from rl_core.metrics import Metric
-from rl_core.sampling.engine import EngineSpec, check_request, note_version
+from rl_core.sampling.engine import Engine, EngineSpec, check_request, note_version
 from rl_core.sampling.weights import load_weights
 from rl_core.types import Completion, SamplingParams, option
 
@@ -61,10 +60,13 @@ class Request:
         return len(self.ids) - self.num_cached
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(Engine):
     """Samples from `spec.module`, which it borrows while requests run: attention implementation and
     mode are put back. A context is at most as long as the model has positions. With weights of its
     own it starts asleep, and CPU-offloads them while it sleeps."""
+
+    shares_weights = True
+    records_experts = True
 
     def __init__(self, spec: EngineSpec) -> None:
         model = self.model = spec.module
@@ -80,7 +82,6 @@ class EmbeddedEngine:
                 f"{type(model).__name__} is sampled row by row, which has no adapters of several "
                 "actors; leave share"
             )
-        self.shortage = ""  # why it has fewer slots than it was to have
         self._parked_room = 0  # tokens
         if self._slots.is_batched:
             self._fit_memory(spec)
@@ -205,11 +206,6 @@ class EmbeddedEngine:
         self._is_paused = False
         if self._waiting:
             self._start_running()
-
-    async def catch_up(self) -> None: ...  # a completion gets each token when it is sampled
-
-    async def take_metrics(self) -> dict[str, Metric]:
-        return {}
 
     async def close(self) -> None:
         """Cancels what is running and frees the cache."""

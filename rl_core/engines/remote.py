@@ -314,9 +314,11 @@ class Server:
 
 
 @dataclass(kw_only=True, eq=False)
-class RemoteEngine:
+class RemoteEngine(Engine):
     """An Engine on the ranks that only sample. A session stays with the rank that has its KV
-    cache."""
+    cache. Other engines' devices are not its own, and an update pauses it: it never sleeps."""
+
+    is_elsewhere = True
 
     name: str
     servers: list[Server]
@@ -395,12 +397,6 @@ class RemoteEngine:
     async def wake(self) -> None:
         """Starts engines again that died."""
         await asyncio.gather(*(server.ask(f"{self.name}/wake") for server in self.sampling))
-
-    async def sleep(self) -> None: ...  # engines elsewhere have devices of their own
-
-    async def pause(self) -> None: ...  # an update pauses them
-
-    async def resume(self) -> None: ...
 
     async def take_metrics(self) -> dict[str, Metric]:
         """See Engine. The first learner asks for all."""

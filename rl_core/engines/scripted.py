@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_core.data.chat import Chat
 from rl_core.sampling.actor import Actor
+from rl_core.sampling.engine import Engine
 from rl_core.types import Completion, SamplingParams
 
 START, END = "<|start|>", "<|end|>"
@@ -21,7 +22,7 @@ PLAIN_TEMPLATE = (
 )
 
 
-class ScriptedEngine:
+class ScriptedEngine(Engine):
     """Gives its replies in order, then the last one again, with logprobs of 0. It has no
     weights."""
 
@@ -54,8 +55,6 @@ class ScriptedEngine:
             finish_reason="length" if is_cut else "stop",
             policy_version=self.version,
         )
-
-    def end_session(self, session: str) -> None: ...
 
 
 @dataclass(kw_only=True)

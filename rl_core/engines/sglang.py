@@ -27,14 +27,12 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from rl_core.data.pretrained import from_config
 from rl_core.engines.remote import ask, in_buckets
-from rl_core.engines.sglang_server import Server, numbers
+from rl_core.engines.sglang_server import Server, check_sglang, numbers
 from rl_core.host_copies import release_cached_memory
-from rl_core.learning.loading import load_model_config, model_class
 from rl_core.learning.policy import checkpoint_weights
 from rl_core.metrics import Metric, Sum
-from rl_core.sampling.engine import EngineDied, EngineSpec, check_request, note_version
+from rl_core.sampling.engine import Engine, EngineDied, EngineSpec, check_request, note_version
 from rl_core.sampling.weights import arriving, arriving_adapter, on_host
 from rl_core.types import Completion, SamplingParams
 
@@ -45,13 +43,6 @@ MEMORY = ("weights", "kv_cache", "cuda_graph")
 # SGLang computes each of these as one layer and loads no adapter for a part of it: the other parts
 # get zeros.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-def make_skeleton(path: str) -> nn.Module:
-    """The model on "meta", with shapes alone."""
-    config = load_model_config(path)
-    with torch.device("meta"):
-        return from_config(model_class(config), config)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,9 +56,17 @@ class AdapterSlot:
     was_aborted: bool = False  # a request for it
 
 
-class SGLangEngine:
+class SGLangEngine(Engine):
     """See Engine. It starts its server at the first call. Seeds are the server's: the same seed
-    gives other tokens."""
+    gives other tokens. It finds shared prefixes itself, and drops the oldest."""
+
+    wants_shapes = True
+    is_elsewhere = True
+    # SGLang has kernels for adapters of these layers in all its models.
+    serves_lora = frozenset(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    )
+    check = staticmethod(check_sglang)
 
     def __init__(self, spec: EngineSpec):
         """spec.module has the names and shapes of the weights; it may be on "meta"."""
@@ -203,9 +202,6 @@ class SGLangEngine:
             raise RuntimeError(f"SGLang gave no token: {reason}")
         # Else it was paused, or it stopped at the tokenizer's end token, which is no stop token
         # here: the request is sent again.
-
-    # SGLang finds shared prefixes itself and drops the oldest.
-    def end_session(self, session: str) -> None: ...
 
     async def update(
         self, weights: Iterable[tuple[str, Tensor]] | None, version: int, *, adapter: str = ""

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from rl_core.data.pretrained import load_pretrained
+from rl_core.data.pretrained import from_config, load_pretrained
 from rl_core.learning import attention
 
 # A classifier is made from a language model: its head is new, and the language model's is left out.
@@ -155,6 +155,12 @@ def load_hf_model(
     if model._can_set_attn_implementation():
         model.set_attn_implementation(attention.NAME)
     return model if "device_map" in how or device is None else model.to(device)
+
+
+def on_meta(model_config: PretrainedConfig, **how) -> nn.Module:
+    """The model's shapes alone."""
+    with torch.device("meta"):
+        return from_config(model_class(model_config), model_config, **how)
 
 
 def take_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -24,9 +24,9 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from rl_core.config import Config
 from rl_core.learning.learner import Learner
+from rl_core.learning.loading import on_meta
 from rl_core.learning.policy import PolicyModel, backbone, packed_outputs
 from rl_core.metrics import Mean, Metric
-from rl_core.plugins.lora import on_meta
 from rl_core.plugins.padded import padded_rows
 from rl_core.types import PackedBatch, option
 

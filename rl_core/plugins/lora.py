@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from rl_core.config import LoraConfig
-from rl_core.data.pretrained import from_config
 from rl_core.distributed import Ranks, unsharded
-from rl_core.learning.loading import load_model_config, local_slices, model_class
+from rl_core.learning.loading import load_model_config, local_slices, on_meta
 from rl_core.learning.policy import PolicyModel, backbone, replaced
 from rl_core.rules import split
 from rl_core.types import counter_seed
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 EXPERTS = "experts"  # a target beside linear layers
 NAMED_AS_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
-# Layers for whose adapters SGLang has kernels in all its models.
-SERVED = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 # For which peft refuses out_proj.
 STATE_SPACES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 
@@ -69,12 +66,6 @@ def check_lora(lora: LoraConfig, model_config: PretrainedConfig) -> None:
         )
 
 
-def on_meta(model_config: PretrainedConfig, **how) -> nn.Module:
-    """The model's shapes alone."""
-    with torch.device("meta"):
-        return from_config(model_class(model_config), model_config, **how)
-
-
 def experts_of(model: nn.Module) -> str:
     """Names of the weights of experts in a layer."""
     names = {
@@ -90,15 +81,16 @@ def plain(name: str) -> str:
     return name.replace(".base_layer", "")
 
 
-def is_served(path: str, lora: LoraConfig) -> bool:
-    """Whether SGLang applies such an adapter beside the weights of the model at `path`."""
+def is_served(path: str, lora: LoraConfig, served: frozenset[str]) -> bool:
+    """Whether an engine that serves the adapters of these layers applies such an adapter beside
+    the weights of the model at `path`."""
     config = load_model_config(path)
-    is_text = config.get_text_config() is config  # others have names of their own there
+    is_text = config.get_text_config() is config  # others have names of their own in servers
     return (
         is_text
         and not has_experts(lora)
         and lora.quantize == "none"
-        and SERVED.issuperset(target_names(lora, linear_layers(on_meta(config))))
+        and served.issuperset(target_names(lora, linear_layers(on_meta(config))))
     )
 
 

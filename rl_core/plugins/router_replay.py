@@ -31,7 +31,6 @@ def check_replay(config: Config, name: str) -> None:
     """Raises ValueError for what an actor's --router_replay cannot go with."""
     actor = config.actors[name]
     for is_given, flag in (
-        (config.engine_of(name) != "embedded", "another engine than --engine embedded"),
         (
             config.max_staleness,
             f"--max_staleness={config.max_staleness}",

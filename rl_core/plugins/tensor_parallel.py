@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import PretrainedConfig
 
 from rl_core.config import LoraConfig
+from rl_core.learning.loading import on_meta
 from rl_core.learning.policy import PolicyModel
-from rl_core.plugins.lora import on_meta
 
 # Unsharded on every rank; a rank's gradient is of its own heads alone.
 PARTIAL = "replicated_with_grad_allreduce"

@@ -86,7 +86,7 @@ def loaded(run: Any) -> str:
         + (f" ({split})" if split else "")
         + (f", {config.engine} engine" if each else "")
     )
-    short_of = [engine.shortage for engine in run.all_engines if getattr(engine, "shortage", "")]
+    short_of = [engine.shortage for engine in run.all_engines if engine.shortage]
     return "\n".join([", ".join(models), work, f"{devices}; {run.beginning}", *short_of])
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_core.types import Completion, RunError, SamplingParams
 
@@ -23,11 +23,32 @@ class EngineDied(RunError):
     """The engine's process ended or does not answer. The message quotes the end of its log."""
 
 
-class Engine(Protocol):
-    """Samples tokens. Knows nothing of messages, rewards or learning."""
+class Engine:
+    """Samples tokens. Knows nothing of messages, rewards or learning.
+
+    A class says what it can; what it does not override does nothing.
+    """
+
+    # True: it samples with the learner's own tensors, where those are unsharded.
+    shares_weights: ClassVar[bool] = False
+    # True: of EngineSpec.module it needs names and shapes alone, on "meta".
+    wants_shapes: ClassVar[bool] = False
+    # True: it runs in processes of its own, or on other machines.
+    is_elsewhere: ClassVar[bool] = False
+    # True: its completions may have the experts of each token.
+    records_experts: ClassVar[bool] = False
+    # Last names of the linear layers whose adapters it applies beside its weights at no cost. Where
+    # several actors share a model, each engine applies the adapters of all linear layers.
+    serves_lora: ClassVar[frozenset[str]] = frozenset()
 
     version: int  # of the weights that it holds, adapters aside
     capacity: int  # requests that it decodes at once
+    shortage: str = ""  # why it has less memory than it was to have
+
+    @staticmethod
+    def check(args: str, may_lack: bool) -> None:
+        """Raises ValueError if it cannot run with --engine_args, or if it is not installed and may
+        not lack."""
 
     async def generate(
         self,
@@ -43,32 +64,40 @@ class Engine(Protocol):
         `adapter` names a LoRA adapter; the completion has the version of the adapter. `begun` is
         continued in place: it has the first tokens, or none. Raises ValueError for an impossible
         request, EngineDied."""
+        raise NotImplementedError
 
-    # Frees what is kept for its next turn; an unknown name is ignored.
-    def end_session(self, session: str) -> None: ...
+    def end_session(self, session: str) -> None:
+        """Frees what is kept for its next turn; an unknown name is ignored."""
 
     async def update(
         self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int, *, adapter: str = ""
     ) -> None:
         """Loads (Hugging Face name, full tensor) pairs and drops the KV cache. With `adapter`, the
-        pairs have peft's names and replace that adapter. None: the weights are read in place and
-        have changed. Raises ValueError on an unknown, missing or misshapen tensor, RuntimeError
-        while requests run unless the engine is paused."""
+        pairs have peft's names and replace that adapter. None: the weights are shared and have
+        changed. Raises ValueError on an unknown, missing or misshapen tensor, RuntimeError while
+        requests run unless the engine is paused."""
 
-    # Frees device memory; RuntimeError while requests run unless it is paused.
-    async def sleep(self) -> None: ...
-    # Takes the memory again; after EngineDied starts again with the same weights.
-    async def wake(self) -> None: ...
-    # Stops between two tokens; requests keep theirs, and new ones wait.
-    async def pause(self) -> None: ...
-    # Continues with the newest weights; each further token has their version.
-    async def resume(self) -> None: ...
-    async def catch_up(
-        self,
-    ) -> None: ...  # what generate() was given as `begun` has all tokens that were sampled so far
-    # Since the last call, by their names in metrics.jsonl.
-    async def take_metrics(self) -> dict[str, Metric]: ...
-    async def close(self) -> None: ...  # ends what runs and frees everything
+    async def sleep(self) -> None:
+        """Frees device memory; RuntimeError while requests run unless it is paused."""
+
+    async def wake(self) -> None:
+        """Takes the memory again; after EngineDied starts again with the same weights."""
+
+    async def pause(self) -> None:
+        """Stops between two tokens; requests keep theirs, and new ones wait."""
+
+    async def resume(self) -> None:
+        """Continues with the newest weights; each further token has their version."""
+
+    async def catch_up(self) -> None:
+        """What generate() was given as `begun` has all tokens that were sampled so far."""
+
+    async def take_metrics(self) -> dict[str, Metric]:
+        """Since the last call, by their names in metrics.jsonl."""
+        return {}
+
+    async def close(self) -> None:
+        """Ends what runs and frees everything."""
 
 
 @dataclass(kw_only=True)

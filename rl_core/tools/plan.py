@@ -59,8 +59,7 @@ def model_size(actor: ActorConfig) -> Size:
     """Sizes of an actor's model, made from its config.json on the meta device."""
     import torch
 
-    from rl_core.learning.loading import load_model_config
-    from rl_core.plugins.lora import on_meta
+    from rl_core.learning.loading import load_model_config, on_meta
 
     hf = load_model_config(actor.model)
     model = on_meta(hf)
@@ -141,18 +140,19 @@ def block_bytes(size: Size, w: int, tp: int) -> float:
     return norms + (attention + 4 * w * size.intermediate) / tp
 
 
-def engine_bytes(plan: Plan, size: Size, mesh: Mesh) -> Table:
+def engine_bytes(plan: Plan, name: str, size: Size, mesh: Mesh) -> Table:
     """What an engine holds on one rank: its own copy of the weights, unless it reads the learner's,
     and the KV cache."""
-    from rl_core.models import compute_dtype
+    from rl_core.models import compute_dtype, engine_class
 
     config, w = plan.config, compute_dtype(plan.config).itemsize
-    has_copy = config.engine == "sglang" or mesh.size > 1 or w != 4 or size.adapters > 0
+    engine = engine_class(config, name)
+    has_copy = not engine.shares_weights or mesh.size > 1 or w != 4 or size.adapters > 0
     groups = math.ceil(config.tasks_per_step * (1 + config.max_staleness) / mesh.size)
     slots = min(config.rollout.max_concurrent, groups * config.group_size)
     cache = slots * config.max_context_tokens * 2 * size.layers * size.keys * w
     weights = has_copy * w * size.total / config.engine_tp
-    stays = config.engine == "embedded"
+    stays = not engine.is_elsewhere
     return {"engine weights": (weights, weights * stays), "KV cache": (cache, 0.0)}
 
 
@@ -168,7 +168,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         size = model_size(actor)
         table = learner_bytes(plan, actor, size, mesh)
         if algorithm.is_rl and not actor.share:
-            table |= engine_bytes(plan, size, mesh)
+            table |= engine_bytes(plan, name, size, mesh)
         table["sum"] = sum(row[0] for row in table.values()), sum(row[1] for row in table.values())
         held = {
             what: {"sample": round(row[0]), "learn": round(row[1])} for what, row in table.items()

@@ -3,6 +3,7 @@ it is installed: bash scripts/test_sglang.sh."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import copy
 import importlib.util
@@ -17,13 +18,16 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from kit import embedded, engine_spec, wait_until
+from kit import ROOT, embedded, engine_spec, make_learner, make_skeleton, wait_until, words
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rl_core import registry
+from rl_core.config import parse_config
 from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.remote import ask, checksum
-from rl_core.engines.sglang import SGLangEngine, make_skeleton
+from rl_core.engines.sglang import SGLangEngine
 from rl_core.metrics import Sum
+from rl_core.models import check_model, choose_engine, make_engine
 from rl_core.sampling.engine import EngineDied, EngineSpec
 from rl_core.types import Completion, SamplingParams
 
@@ -522,6 +526,36 @@ def test_it_sleeps_and_wakes_again_and_again_with_the_same_weights_and_takes_ada
     for change in (fresh.engine.wake, fresh.engine.wake):
         fresh.run(change())
     fresh.engine.end_session("never seen")
+
+
+# What a run knows of it
+
+
+class Renamed(EmbeddedEngine):
+    """The same, by another name."""
+
+
+@pytest.mark.parametrize("flags", ["", "--actors.policy.lora.rank 2"])
+def test_an_engine_is_known_by_what_it_can_and_not_by_its_name(tiny_model, flags, monkeypatch):
+    monkeypatch.setitem(registry.ENGINES, "renamed", lambda: Renamed)
+    has_copy = []
+    for name in ("embedded", "renamed"):
+        given = words("--model", tiny_model, "--env_path x.py --out x --max_tokens 16", flags)
+        config = choose_engine(parse_config([*given, "--engine", name]), 1)
+        learner = make_learner(tiny_model, flags, "--engine", name)
+        chat = check_model(config, "policy")
+        engine = make_engine(config, "policy", chat, learner, learner.ranks)
+        assert type(engine) is registry.ENGINES[name]() and not engine._adapters.configs
+        has_copy.append(engine.model is not learner.policy.hf)
+    assert has_copy == [bool(flags)] * 2
+
+
+def test_nothing_is_decided_by_an_engines_name():
+    for file in (ROOT / "rl_core").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Compare):
+                found = {getattr(part, "value", None) for part in (node.left, *node.comparators)}
+                assert not found & registry.ENGINES.keys(), f"{file}: {ast.unparse(node)}"
 
 
 # SGLang's process

@@ -20,18 +20,18 @@ from pathlib import Path
 import pytest
 import torch
 from aiohttp import web
-from kit import ROOT, learn, make_learner, metrics, sample, words
+from kit import ROOT, learn, make_learner, make_skeleton, metrics, sample, words
 from models_table import load_plain, make_family
 from safetensors.torch import load_file
 from test_engine_contract import GREEDY, logprobs_of, needs_sglang, random_prompts, spec_of
 
 from rl_core.build import make_plan
 from rl_core.config import LoraConfig, parse_config
-from rl_core.engines.sglang import SGLangEngine, make_skeleton
+from rl_core.engines.sglang import SGLangEngine
 from rl_core.engines.sglang_server import OWN_FLAGS, check_sglang, server_args
 from rl_core.learning.policy import export_policy
 from rl_core.metrics import Sum
-from rl_core.models import adapter_of
+from rl_core.models import adapter_of, choose_engine
 from rl_core.plugins.lora import adapter_weights, is_served
 from rl_core.sampling.engine import EngineDied
 from rl_core.train import main
@@ -261,7 +261,10 @@ def test_which_actors_send_their_adapter_to_sglang(tiny_model, tmp_path):
         "started without --enable-lora"
     )
     in_4_bits = LoraConfig(rank=4, quantize="nf4")
-    assert not is_served(str(tiny_model), in_4_bits), "SGLang's base would not be the learner's"
+    layers = SGLangEngine.serves_lora
+    assert not is_served(str(tiny_model), in_4_bits, layers), (
+        "SGLang's base would not be the learner's"
+    )
     for name in ("phi", "gemma3"):
         make_family(tmp_path / name, name)
     assert adapter(lora, model=tmp_path / "phi") == "", "SGLang has no kernels for adapters of fc1"
@@ -509,7 +512,7 @@ def test_the_servers_own_flags_reach_it_and_those_that_are_ours_are_refused(tiny
     base = ["--model", "m", "--env_path", "x.py", "--out", "x"]
     assert parse_config([*base, "--engine_args", given, "--num_steps", "3"]).engine_args == given
     with pytest.raises(ValueError, match="--engine_args=--x needs --engine sglang"):
-        parse_config([*base, "--engine", "embedded", "--engine_args", "--x"])
+        choose_engine(parse_config([*base, "--engine", "embedded", "--engine_args", "--x"]), 1)
     for flag, ours in {
         "--tp-size 2": "--engine_tp",
         "--mem_fraction_static=0.5": "--engine_memory_frac",

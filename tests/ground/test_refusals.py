@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import Config, known_flags, parse_config, to_yaml
 from rl_core.learning.algorithms import PRESETS, make_algorithm
+from rl_core.models import choose_engine
 from rl_core.rules import check_algorithm
 from rl_core.train import main
 
@@ -279,6 +280,7 @@ FLAGS = [
     (MODEL, "--algorithm rm --learner.microbatch_tokens 1000", "of 1536 tokens"),
     (MODEL, "--learner.kernels compile --tp 2", "has no --tp"),
     (MODEL, "--learner.offload always --optim.name adamw8bit", "take adamw"),
+    (MODEL, "--engine sglan", "--engine=sglan is no engine; did you mean 'sglang'?"),
     (MODEL, "--engine_tp 2 --engine embedded", "--engine_tp=2 needs --engine sglang"),
     # preferences and imitation
     (MODEL, f"{DPO} --preference.beta 0", "--preference.beta=0.0 must be above 0"),
@@ -344,8 +346,9 @@ FLAGS = [
         "--actors.j.share bob --actors.j.train false --actors.j.lora.rank 4",
         "of an actor that learns",
     ),
-    (BOB, f"{NF4} --actors.alice.share bob --engine_ranks 1", "take --engine embedded"),
+    (BOB, f"{NF4} --actors.alice.share bob --engine_ranks 1", "leave out --engine_ranks"),
     (BOB, f"{NF4} --actors.alice.share bob --engine sglang", "take --engine embedded"),
+    (MODEL, "--actors.policy.router_replay true --engine sglang", "needs --engine embedded"),
     # servers that run already
     (MODEL, "--actors.policy.engine_urls localhost", "must be different addresses"),
     (
@@ -399,6 +402,7 @@ def test_flags_alone_are_refused_with_the_value_and_the_fix(base, flags, says, e
     with pytest.raises(ValueError, match=r"--|learns|argument") as error:
         config = parse_config([*base, *flags.split()])
         check_algorithm(make_algorithm(config.algorithm, config.algo), config)
+        choose_engine(config, config.engine_tp, is_planned=True)
     assert says in str(error.value) and "\n" not in str(error.value)
 
 

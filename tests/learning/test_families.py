@@ -6,12 +6,11 @@ import json
 
 import pytest
 import torch
-from kit import steps
+from kit import make_skeleton, steps
 from models_table import FAMILIES, LIMITS, ROWS, family_config, load_plain, make_family, try_family
 from safetensors.torch import load_file
 
 from rl_core.distributed import init_ranks
-from rl_core.engines.sglang import make_skeleton
 from rl_core.engines.slots import choose_model
 from rl_core.learning.policy import checkpoint_weights, make_policy, named_weights
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import answer, of_ranks
+from kit import answer, make_skeleton, of_ranks
 from models_table import make_family
 from safetensors.torch import load_file, save_file
 from test_experts import family  # noqa: F401
@@ -19,7 +19,6 @@ from transformers import AutoTokenizer
 
 from rl_core.config import LearnerConfig, LoraConfig
 from rl_core.distributed import Mesh, init_ranks, on_mesh
-from rl_core.engines.sglang import make_skeleton
 from rl_core.learning import loading
 from rl_core.learning.policy import checkpoint_weights, export_policy, make_policy, named_weights
 from rl_core.plugins.fused_weights import fused_later

@@ -243,7 +243,6 @@ def test_a_run_replays_conversations(family, tmp_path, ranks):  # noqa: F811
 @pytest.mark.parametrize(
     "flags, why",
     [
-        ("--engine sglang", "has no another engine than --engine embedded"),
         ("--max_staleness 1", "has no --max_staleness=1"),
         ("--engine_ranks 1", "has no --engine_ranks=1"),
         ("--rollout.lagged 0.5,4", "has no --rollout.lagged"),

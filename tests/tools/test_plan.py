@@ -122,10 +122,12 @@ def test_activations_are_about_those_that_autograd_keeps(flags):
 def test_the_engines_cache_holds_every_episode_in_flight(flags):
     plan = make_plan(parse_config(flags))
     size = model_size(plan.config.actors["policy"])
-    table = engine_bytes(plan, size, Mesh())
+    table = engine_bytes(plan, "policy", size, Mesh())
     assert table["KV cache"] == (4 * 8 * (16 + 8) * 2 * size.layers * size.keys * 4, 0)
     assert table["engine weights"] == (0, 0), "it reads the learner's"
-    assert engine_bytes(plan, size, Mesh(dp_shard=2))["engine weights"][0] == 4 * size.total
+    assert (
+        engine_bytes(plan, "policy", size, Mesh(dp_shard=2))["engine weights"][0] == 4 * size.total
+    )
 
 
 def test_the_command_prints_parameters_tokens_and_memory_and_starts_nothing(
