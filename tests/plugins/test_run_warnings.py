@@ -148,8 +148,6 @@ def test_each_actor_is_warned_of_and_a_run_that_goes_on_knows_what_was_told(tmp_
             {"step": step, "eval/e/greedy_score": 0.1},
         ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    live.file.unlink()
-    live.file.touch()
     again = RunWarnings(config, tmp_path)
     assert again.file.read_text() == before and again.step(9, both[-1]) == []
 
