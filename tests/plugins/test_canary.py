@@ -9,7 +9,7 @@ from kit import metrics
 
 from rl_core.engines import embedded, slots
 from rl_core.engines.embedded import EmbeddedEngine
-from rl_core.learning import model
+from rl_core.learning import policy
 from rl_core.train import main
 
 SIZES = ["--tasks_per_step", "4", "--group_size", "4", "--num_steps", "2", "--optim.lr", "1e-2"]
@@ -101,9 +101,9 @@ def test_an_engine_that_computes_otherwise_with_the_learners_own_weights_is_foun
 
 
 def test_logprobs_that_are_no_number_are_a_difference(tiny_model, tmp_path, monkeypatch, capsys):
-    fused = model.fused_logprobs
+    fused = policy.fused_logprobs
     monkeypatch.setattr(
-        model, "fused_logprobs", lambda *args: (fused(*args)[0] * float("nan"), fused(*args)[1])
+        policy, "fused_logprobs", lambda *args: (fused(*args)[0] * float("nan"), fused(*args)[1])
     )
     assert main(flags_of(tiny_model, tmp_path / "run")) == 1
     assert "differ by up to nan nats" in capsys.readouterr().err
