@@ -1,18 +1,18 @@
-"""Rows from files, folders, a run's rollouts, or the hub; `datasets` reads all but JSON.
-Trajectories -> a run's rollouts."""
+"""Rows from JSON files; which files a source means; trajectories -> a run's rollouts."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import difflib
-import gzip
+import glob
+import io
 import itertools
 import json
 import os
+import re
 import shutil
-import zlib
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,58 +20,55 @@ from typing import TYPE_CHECKING, Any
 import zstandard
 
 from rl_core.rules import split as comma_split
-from rl_core.types import Trajectory, option
+from rl_core.types import Trajectory
 
 if TYPE_CHECKING:
     from rl_core.data.chat import Chat
 
 Row = dict[str, Any]
 JSON = (".json", ".jsonl")
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+TABLES = (*SEPARATORS, ".parquet", ".arrow")
 # Are checked at start-up where rows are many; those beyond when they are drawn.
 CHECKED_ROWS = 20_000
 # Of a .jsonl file; rows of a larger one stay on disk, as those of tables do.
 IN_MEMORY_BYTES = 64 << 20
-JSON_LINES = "rl_core.plugins.json_lines:JsonLines"
-FILES, NAMED, TABLE = (
-    f"rl_core.plugins.tables:{name}" for name in ("files_of", "load_named", "load_table")
-)
 ROLLOUTS = ".jsonl.zst"  # one trajectory a line
 # Beside a run's rollouts: actor -> fingerprint of the tokenizer that they are in.
 TOKENIZERS = "tokenizers.json"
 
 
 def load_rows(
-    source: str, split: str = "train", min_reward: float | None = None, actor: str | None = None
+    source: str, split: str, load_other: Callable[[str, list[Path], str], Sequence[Row]]
 ) -> Sequence[Row]:
     """The rows of one or several sources, with commas between them, one source after the other. A
     source is a file, a glob, a folder of files or one made by `save_to_disk`, or
     "org/name[:config]" on the hub; "@validation" behind it names a split.
 
-    `split` chooses where none is named; a file is one split. A run's rollouts (their folder, or
-    files) give an actor's episodes that did not fail and have at least min_reward. Raises
-    ValueError, with file and line, for what is missing, cut short, empty or no object.
+    `split` chooses where none is named; a file is one split. load_other(source, files, split) reads
+    what is no JSON, or too large for memory; no files: a name, or a folder that `datasets` saved.
+    Raises ValueError, with file and line, for what is missing, cut short, empty or no object.
     """
-    return chained([load_source(part, split, min_reward, actor) for part in comma_split(source)])
-
-
-def load_source(
-    source: str, split: str, min_reward: float | None, actor: str | None
-) -> Sequence[Row]:
-    files = option(FILES)(source, split)
-    if files and all(file.name.endswith(ROLLOUTS) for file in files):
-        return load_rollouts(files, source, min_reward, actor)
-    if min_reward is not None:
-        raise ValueError(
-            f"--data.min_reward={min_reward} is for a run's rollouts, and {source} holds none; "
-            "drop it"
-        )
-    parts = [] if files else [option(NAMED)(source, split)]
-    for suffix, same in itertools.groupby(files, suffix_of):
-        group = list(same)
-        parts += map(load_json, group) if suffix in JSON else [option(TABLE)(group, suffix)]
-    if not any(map(len, parts)):
-        raise ValueError(f"{source}: the data set is empty; it must have at least one row")
+    parts = []
+    for name in comma_split(source):
+        files = files_of(name, split)
+        found = [] if files else [load_other(name, files, split)]
+        for is_json, group in itertools.groupby(files, is_small_json):
+            if is_json:
+                found += [list(read_json(file)) for file in group]
+            else:
+                found.append(load_other(name, list(group), split))
+        if not any(map(len, found)):
+            raise ValueError(f"{name}: the data set is empty; it must have at least one row")
+        parts += found
     return chained(parts)
+
+
+def is_small_json(path: Path) -> bool:
+    """Whether a file's rows are read into memory. Only a .jsonl file can stay on disk."""
+    suffix = suffix_of(path)
+    is_large = path.suffix == ".jsonl" and path.stat().st_size > IN_MEMORY_BYTES
+    return suffix in JSON and not is_large
 
 
 def chained(parts: list[Sequence[Row]]) -> Sequence[Row]:
@@ -84,44 +81,150 @@ def suffix_of(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).suffix.lower()
 
 
-def load_rollouts(
-    files: list[Path], source: str, min_reward: float | None, actor: str | None
-) -> list[Row]:
-    """Episodes as rows: messages, reward, and the tokens of each turn, with the fingerprint of
-    their tokenizer."""
-    found: dict[str, list[Row]] = {}  # by actor
-    for file in files:
-        names = file.parent / TOKENIZERS
-        tokenizers = json.loads(names.read_text()) if names.is_file() else {}
-        for episode in read_episodes(file):
-            if episode["status"] != "failed" and episode["reward"] is not None and episode["turns"]:
-                # Arrays take a tenth of the memory of lists.
-                tokens = (
-                    (t["new_ids"], t["is_fresh"], t["completion"]["token_ids"])
-                    for t in episode["turns"]
-                )
-                turns = [
-                    (array("i", new), is_fresh, array("i", said)) for new, is_fresh, said in tokens
-                ]
-                row = {"messages": episode["messages"], "reward": episode["reward"], "turns": turns}
-                row["tokenizer"] = tokenizers.get(episode["actor"], "")
-                found.setdefault(episode["actor"], []).append(row)
-    if len(found) == 1:
-        [actor] = found
-    rows = [
-        row for row in found.get(actor, []) if min_reward is None or row["reward"] >= min_reward
-    ]
-    if not rows:
-        best = (
-            f"{name} with rewards up to {max(row['reward'] for row in own)}"
-            for name, own in sorted(found.items())
-        )
+def located(source: str, split: str) -> tuple[str, Path, str]:
+    """(name, its path, split) of a source; "@validation" at its end names the split."""
+    name, _, last = source.rpartition("@")
+    if name and "/" not in last and not Path(source).expanduser().exists():
+        source, split = name, last
+    return source, Path(source).expanduser(), split
+
+
+def files_of(source: str, split: str) -> list[Path]:
+    """A file itself, those that a glob matches, or a folder's files of this split. None if the
+    source is a folder that `datasets` saved, or a name on the hub. Raises ValueError for a file
+    that does not exist, and if the folder has none of this split."""
+    name, path, split = located(source, split)
+    if path.is_dir():
+        return files_in(path, split)
+    names = [path] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
+    files = [Path(file) for file in names if Path(file).is_file()]
+    # Names on the hub may have dots (org/data-v1.2), so that only a suffix of letters tells a file.
+    # What looks like a file and does not exist is never sent to the hub.
+    if not files and re.search(r"^[./~]|\.[a-z]+$|/.*/|[*?]", name, re.I):
+        check_exists(path)
+    return files
+
+
+def files_in(folder: Path, split: str) -> list[Path]:
+    """The rollouts in a run's folder; else files of rows: of this split, if names tell splits
+    apart."""
+    if rollouts := sorted(folder.glob(f"step_*{ROLLOUTS}")):
+        return rollouts
+    if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+        return []
+    files = sorted(file for file in folder.iterdir() if suffix_of(file) in (*JSON, *TABLES))
+
+    def named(word: str) -> list[Path]:
+        pattern = rf"(?<![a-z]){re.escape(word)}(?![a-z])"
+        return [file for file in files if re.search(pattern, file.name.lower())]
+
+    if not named(split) and (named("train") or named("test")):
+        names = ", ".join(file.name for file in files)
         raise ValueError(
-            f"{source}: no episode of {actor} with --data.min_reward={min_reward}; it holds those "
-            "of "
-            f"{', '.join(best) or 'nobody: all failed'}; --actors.bob.model takes those of bob"
+            f"{folder}: no file of the split {split!r}; name the split by {folder}@WORD of these "
+            f"names: {names}"
         )
+    return named(split) or files
+
+
+def read_json(path: Path) -> Iterator[Row]:
+    """The objects of a .json file, an array or one alone, or of another file's lines."""
+    data = read_bytes(path)
+    if suffix_of(path) == ".json":
+        yield from parse_rows(data, str(path), is_array=True)
+        return
+    # Split at newlines alone: JSON strings may hold Unicode's other line separators.
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if line.strip():
+            yield from parse_rows(line, f"row {number} of {path}")
+
+
+def parse_rows(text: bytes, place: str, is_array: bool = False) -> list[Row]:
+    try:
+        found = json.loads(text.decode("utf-8-sig"))
+    except ValueError as error:
+        if isinstance(error, UnicodeDecodeError) or b"\0" in text:  # which no JSON holds
+            fault = encoding_rule(text)
+        else:
+            hint = ", or one object a line? Then name it .jsonl" if is_array else "?"
+            fault = f"not JSON: {error}. Is it cut short{hint}"
+        raise ValueError(f"{place}: {fault}") from None
+    rows = found if is_array and isinstance(found, list) else [found]
+    for row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"{place}: a row must be a JSON object, this is {json.dumps(row)[:40]}"
+            )
     return rows
+
+
+def encoding_rule(data: bytes) -> str:
+    """What is told of bytes that are no UTF-8. Every second byte of English in UTF-16 is 0."""
+    name, code = "not UTF-8, maybe Latin-1", "LATIN1"
+    if b"\0" in data or data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        name = code = "UTF-16"
+    return f"it is {name}; rows must be UTF-8: iconv -f {code} -t UTF-8 FILE > NEW_FILE"
+
+
+def read_bytes(path: Path) -> bytes:
+    """The unpacked content of a file. Raises ValueError if it is cut short."""
+    check_exists(path)
+    if path.suffix not in (".gz", ".zst"):
+        return path.read_bytes()
+    import pyarrow
+
+    try:
+        return pyarrow.input_stream(str(path)).read()
+    except OSError as error:
+        raise ValueError(
+            f"{path}: not {path.suffix[1:]}, or the file is cut short: {error}"
+        ) from None
+
+
+def check_exists(path: Path) -> None:
+    """Raises ValueError, with the nearest name in that folder, if there is no such file."""
+    if path.is_file():
+        return
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: no such file; the folder {path.parent} does not exist")
+    close = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1, cutoff=0.6)
+    hint = f"; did you mean {close[0]!r}?" if close else f" in {path.parent.resolve()}"
+    raise ValueError(f"{path}: no such file{hint}")
+
+
+def row_place(task_id: str, origin: str) -> str:
+    """`row N of FILE` of the task "train/17", for errors. N is the line where a file has lines,
+    else the row's number from 1. `origin`: the files or names that were given for the rows; "":
+    load_tasks()."""
+    part, _, index = task_id.rpartition("/")
+    split, left = "train" if part == "train" else "test", int(index)
+    # A file that changed meanwhile must not hide what is wrong with the row.
+    with suppress(OSError, ValueError):
+        for source in comma_split(origin):
+            for file in files_of(source, split) or [Path(source)]:
+                lines = lines_of_rows(file)
+                if left < len(lines):
+                    return f"row {lines[left]} of {file}"
+                left -= len(lines)
+    return f"row {int(index) + 1} of {origin or f'load_tasks({part!r})'}"
+
+
+def lines_of_rows(file: Path) -> Sequence[int]:
+    """The line in which each row begins; their numbers from 1 in a .json file. Raises ValueError
+    for other files without lines."""
+    suffix = suffix_of(file)
+    if suffix == ".json":
+        return range(1, len(list(read_json(file))) + 1)
+    if suffix not in (".jsonl", *SEPARATORS):
+        raise ValueError(f"{file} has no lines")
+    lines = io.StringIO(read_bytes(file).decode(errors="replace"), newline="\n")
+    if suffix == ".jsonl":
+        return [number for number, line in enumerate(lines, 1) if line.strip()]
+    # A row begins behind the one before, the first behind the names of the columns.
+    reader = csv.reader(lines, delimiter=SEPARATORS[suffix])
+    return [reader.line_num + 1 for _ in reader][:-1]
 
 
 def read_episodes(file: Path) -> Iterator[Row]:
@@ -206,78 +309,3 @@ def jsonable(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.repr}
     return str(value)
-
-
-def check_exists(path: Path) -> None:
-    """Raises ValueError, with the nearest name in that folder, if there is no such file."""
-    if path.is_file():
-        return
-    if path.is_dir():
-        raise ValueError(f"{path}: is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: no such file; the folder {path.parent} does not exist")
-    close = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1, cutoff=0.6)
-    hint = f"; did you mean {close[0]!r}?" if close else f" in {path.parent.resolve()}"
-    raise ValueError(f"{path}: no such file{hint}")
-
-
-def load_json(path: Path) -> Sequence[Row]:
-    is_large = path.suffix.lower() == ".jsonl" and path.stat().st_size > IN_MEMORY_BYTES
-    return option(JSON_LINES)(path) if is_large else list(read_json(path))
-
-
-def read_json(path: Path) -> Iterator[Row]:
-    """The objects of a .json file, an array or one alone, or of another file's lines."""
-    data = read_bytes(path)
-    if suffix_of(path) == ".json":
-        yield from parse_rows(data, str(path), is_array=True)
-        return
-    # Split at newlines alone: JSON strings may hold Unicode's other line separators.
-    for number, text in enumerate(data.split(b"\n"), 1):
-        if text.strip():
-            yield from parse_rows(text, f"row {number} of {path}")
-
-
-def parse_rows(text: bytes, place: str, is_array: bool = False) -> Iterator[Row]:
-    try:
-        found = json.loads(text.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{place}: {encoding_rule(error.object)}") from None
-    except ValueError as error:
-        if b"\0" in text:  # which no JSON holds
-            raise ValueError(f"{place}: {encoding_rule(text)}") from None
-        hint = ", or one object a line? Then name it .jsonl" if is_array else "?"
-        raise ValueError(f"{place}: not JSON: {error}. Is it cut short{hint}") from None
-    for row in found if is_array and isinstance(found, list) else [found]:
-        if not isinstance(row, dict):
-            raise ValueError(
-                f"{place}: a row must be a JSON object, this is {json.dumps(row)[:40]}"
-            )
-        yield row
-
-
-def encoding_rule(data: bytes) -> str:
-    """What is told of bytes that are no UTF-8. Every second byte of English in UTF-16 is 0."""
-    is_utf_16 = b"\0" in data or data.startswith((b"\xff\xfe", b"\xfe\xff"))
-    name, of = ("UTF-16", "UTF-16") if is_utf_16 else ("not UTF-8, maybe Latin-1", "LATIN1")
-    return f"it is {name}; rows must be UTF-8: iconv -f {of} -t UTF-8 FILE > NEW_FILE"
-
-
-def read_bytes(path: Path) -> bytes:
-    """The unpacked content of a file. Raises ValueError if it is cut short."""
-    check_exists(path)
-    data, parts = path.read_bytes(), []
-    try:
-        if path.suffix == ".gz":
-            return gzip.decompress(data)
-        while path.suffix == ".zst" and data:
-            frame = zstandard.ZstdDecompressor().decompressobj()
-            parts.append(frame.decompress(data))
-            if not frame.eof:
-                raise EOFError("it ends early")
-            data = frame.unused_data
-    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
-        raise ValueError(
-            f"{path}: not {path.suffix[1:]}, or the file is cut short: {error}"
-        ) from None
-    return b"".join(parts) or data

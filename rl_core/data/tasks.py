@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from rl_core.data.rows import row_place
 from rl_core.rules import nearest
-from rl_core.types import Message, Task, counter_seed, option
+from rl_core.types import Message, Task, counter_seed
 
-PLACE = "rl_core.plugins.row_places:row_place"
 # Columns of the first messages; the first one that a row has is used.
 PROMPT_COLUMNS = ("messages", "prompt", "question", "problem", "instruction", "conversations")
 # Who speaks in ShareGPT's messages.
@@ -37,11 +37,6 @@ def make_task(
     while column == "conversations" and len(messages) > 1 and messages[-1]["role"] == "assistant":
         messages.pop()
     return Task(id=f"{split}/{index}", env=env, row=row, messages=messages, origin=origin)
-
-
-def row_place(task_id: str, origin: str) -> str:
-    """`row 7 of rows.jsonl`, for errors."""
-    return option(PLACE)(task_id, origin)
 
 
 def first_column(row: dict[str, Any], names: Sequence[str]) -> str | None:

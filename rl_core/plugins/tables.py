@@ -1,79 +1,99 @@
-"""Files, folders and names of rows -> rows: which files a source means, and all that `datasets`
-reads."""
+"""Rows that are no JSON, or too large for memory: tables, the hub, large .jsonl files, rollouts.
+
+`datasets` reads all but JSON, which it would change: dates become times, integers beside 1.5 become
+floats, and every row gets the columns of all others.
+"""
 
 from __future__ import annotations
 
-import csv
-import glob
-import gzip
-import re
+import itertools
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from rl_core.data.rows import JSON, ROLLOUTS, check_exists, encoding_rule, suffix_of
+from rl_core.data.rows import (
+    CHECKED_ROWS,
+    JSON,
+    ROLLOUTS,
+    SEPARATORS,
+    TABLES,
+    TOKENIZERS,
+    Row,
+    chained,
+    encoding_rule,
+    located,
+    parse_rows,
+    read_episodes,
+    suffix_of,
+)
 from rl_core.rules import nearest
 
-SEPARATORS = {".csv": ",", ".tsv": "\t"}
-TABLES = (*SEPARATORS, ".parquet", ".arrow")
+
+def load_other(
+    source: str,
+    files: list[Path],
+    split: str,
+    min_reward: float | None = None,
+    actor: str | None = None,
+) -> Sequence[Row]:
+    """The rows of a source's files; without files, of a folder that `save_to_disk` made, or of a
+    name on the hub. A run's rollouts give an actor's episodes that did not fail and have at least
+    min_reward."""
+    if not files:
+        return load_named(source, split)
+    if files[0].name.endswith(ROLLOUTS):
+        return load_rollouts(files, source, min_reward, actor)
+    parts = []
+    for suffix, group in itertools.groupby(files, suffix_of):
+        if suffix == ".jsonl":
+            parts += map(JsonLines, group)
+        else:
+            parts.append(load_table(list(group), suffix))
+    return chained(parts)
 
 
-def located(source: str, split: str) -> tuple[str, str]:
-    """(name, split) of a source; "@validation" at its end names the split."""
-    name, _, last = source.rpartition("@")
-    is_split = name and "/" not in last and not Path(source).expanduser().exists()
-    return (name, last) if is_split else (source, split)
+class JsonLines(Sequence):
+    """The rows of a .jsonl file that is too large for memory: each is read from disk when it is
+    asked for. The file must not change. Raises ValueError, with file and line, for a bad line among
+    the first CHECKED_ROWS or the last; others are found when drawn."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.starts, self.numbers = array("q"), array("q")  # of each row: its byte, its line
+        start = 0
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    self.starts.append(start)
+                    self.numbers.append(number)
+                start += len(line)
+        indices = range(len(self))
+        for index in (*indices[:CHECKED_ROWS], *indices[-1:]):
+            self[index]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> Row:
+        with open(self.path, "rb") as file:
+            file.seek(self.starts[index])
+            [row] = parse_rows(file.readline(), f"row {self.numbers[index]} of {self.path}")
+        return row
 
 
-def files_of(source: str, split: str) -> list[Path]:
-    """A file itself, those that a glob matches, the rollouts in a run's folder, or a folder's files
-    of rows: of this split, if names tell splits apart. None if the source is a folder that
-    `datasets` saved, or a name on the hub. Raises ValueError for a file that does not exist, and if
-    the folder has none of this split."""
-    name, split = located(source, split)
-    path = Path(name).expanduser()
-    if not path.is_dir():
-        found = (
-            [path] if path.is_file() else map(Path, sorted(glob.glob(str(path), recursive=True)))
-        )
-        files = [file for file in found if file.is_file()]
-        # Names on the hub may have dots (org/data-v1.2), so that only a suffix of letters tells a
-        # file. What looks like a file and does not exist is never sent to the hub.
-        if not files and re.search(r"^[./~]|\.[a-z]+$|/.*/|[*?]", name, re.I):
-            check_exists(path)
-        return files
-    if rollouts := sorted(path.glob(f"step_*{ROLLOUTS}")):
-        return rollouts
-    if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-        return []
-    files = sorted(file for file in path.iterdir() if suffix_of(file) in (*JSON, *TABLES))
-    words = {word: rf"(?<![a-z]){re.escape(word)}(?![a-z])" for word in ("train", "test", split)}
-    named = {
-        word: [file for file in files if re.search(words[word], file.name.lower())]
-        for word in words
-    }
-    if any(named.values()) and not named[split]:
-        names = ", ".join(file.name for file in files)
-        raise ValueError(
-            f"{path}: no file of the split {split!r}; name the split by {path}@WORD of these "
-            f"names: {names}"
-        )
-    return named[split] or files
-
-
-def load_named(source: str, split: str) -> Any:
+def load_named(source: str, split: str) -> Sequence[Row]:
     """The split of a folder that `save_to_disk` made, or of "org/name[:config]" on the hub."""
-    name, split = located(source, split)
-    path = Path(name).expanduser()
+    import datasets  # takes a second
+
+    name, path, split = located(source, split)
     if not path.is_dir():
         name, _, config = name.partition(":")
-        return from_datasets(
-            f"{source} is no file here, and the hub",
-            "load_dataset",
-            name,
-            config or None,
-            split=split,
-        )
-    rows = from_datasets(str(path), "load_from_disk", str(path))
+        with one_line_errors(f"{source} is no file here, and the hub"):
+            return datasets.load_dataset(name, config or None, split=split)
+    with one_line_errors(str(path)):
+        rows = datasets.load_from_disk(str(path))
     if not isinstance(rows, dict):
         return rows
     if split not in rows:
@@ -81,7 +101,7 @@ def load_named(source: str, split: str) -> Any:
     return rows[split]
 
 
-def load_table(files: list[Path], suffix: str) -> Any:
+def load_table(files: list[Path], suffix: str) -> Sequence[Row]:
     """The rows of files of one format. Cells of text files stay text: 007 is no 7, and NA is no
     empty cell."""
     if suffix not in TABLES:
@@ -89,34 +109,76 @@ def load_table(files: list[Path], suffix: str) -> Any:
             f"{files[0]}: format {suffix!r} is not known; use {', '.join((*JSON, *TABLES))} (.gz "
             "too)"
         )
-    names, kind, given = [str(path) for path in files], suffix[1:], {}
-    if suffix in SEPARATORS:
-        from datasets import Features, Value
+    import datasets
+    import pandas
 
-        with (gzip.open if names[0].endswith(".gz") else open)(
-            names[0], "rt", errors="replace", newline=""
-        ) as file:
-            columns = next(csv.reader(file, delimiter=SEPARATORS[suffix]), [])
-        features = Features({column.removeprefix("\ufeff"): Value("string") for column in columns})
-        kind, given = (
+    names = [str(path) for path in files]
+    with one_line_errors(", ".join(names)):
+        if suffix not in SEPARATORS:
+            return datasets.load_dataset(suffix[1:], data_files=names, split="train")
+        separator = SEPARATORS[suffix]
+        columns = pandas.read_csv(names[0], sep=separator, nrows=0).columns
+        return datasets.load_dataset(
             "csv",
-            {"sep": SEPARATORS[suffix], "features": features, "keep_default_na": False},
+            data_files=names,
+            split="train",
+            sep=separator,
+            features=datasets.Features({column: datasets.Value("string") for column in columns}),
+            keep_default_na=False,
         )
-    return from_datasets(
-        ", ".join(names), "load_dataset", kind, data_files=names, split="train", **given
-    )
 
 
-def from_datasets(source: str, load: str, *args: Any, **kwargs: Any) -> Any:
-    """What a function of `datasets` gives; its errors become a ValueError of one line."""
-    import datasets  # takes a second
+@contextmanager
+def one_line_errors(source: str) -> Iterator[None]:
+    """Errors of `datasets` become a ValueError of one line."""
+    import datasets
 
     try:
-        return getattr(datasets, load)(*args, **kwargs)
+        yield
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = error.__cause__ or error
+        text = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
         if isinstance(cause, UnicodeDecodeError):
-            raise ValueError(f"{source}: {encoding_rule(cause.object)}") from None
+            text = encoding_rule(cause.object)
+        raise ValueError(f"{source}: {text}") from None
+
+
+def load_rollouts(
+    files: list[Path], source: str, min_reward: float | None, actor: str | None
+) -> list[Row]:
+    """Episodes as rows: messages, reward, and the tokens of each turn, with the fingerprint of
+    their tokenizer."""
+    found: dict[str, list[Row]] = {}  # by actor
+    for file in files:
+        names = file.parent / TOKENIZERS
+        tokenizers = json.loads(names.read_text()) if names.is_file() else {}
+        for episode in read_episodes(file):
+            if episode["status"] == "failed" or episode["reward"] is None or not episode["turns"]:
+                continue
+            turns = []
+            for turn in episode["turns"]:
+                # Arrays take a tenth of the memory of lists.
+                new_ids = array("i", turn["new_ids"])
+                sampled = array("i", turn["completion"]["token_ids"])
+                turns.append((new_ids, turn["is_fresh"], sampled))
+            row = {
+                "messages": episode["messages"],
+                "reward": episode["reward"],
+                "turns": turns,
+                "tokenizer": tokenizers.get(episode["actor"], ""),
+            }
+            found.setdefault(episode["actor"], []).append(row)
+    if len(found) == 1:
+        [actor] = found
+    rows = found.get(actor, [])
+    if min_reward is not None:
+        rows = [row for row in rows if row["reward"] >= min_reward]
+    if not rows:
+        best = []
+        for name, own in sorted(found.items()):
+            best.append(f"{name} with rewards up to {max(row['reward'] for row in own)}")
         raise ValueError(
-            f"{source}: {type(cause).__name__}: {' '.join(str(cause).split())}"
-        ) from None
+            f"{source}: no episode of {actor} with --data.min_reward={min_reward}; it holds those "
+            f"of {', '.join(best) or 'nobody: all failed'}; --actors.bob.model takes those of bob"
+        )
+    return rows
