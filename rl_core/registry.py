@@ -85,6 +85,12 @@ def check_trackers() -> Any:
     return check_trackers
 
 
+def load_other(*source: Any, **rollouts: Any) -> Any:
+    from rl_core.plugins.tables import load_other
+
+    return load_other(*source, **rollouts)
+
+
 def tool_calls(chat: Any) -> Any:
     from rl_core.plugins.tool_calls import ToolCalls
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 from rl_core import registry
@@ -113,10 +114,16 @@ def load_source(
     is_train = part == "train"
     if path:
         min_reward = config.data.min_reward if is_train else None
-        rows = load_rows(path, "train" if is_train else "test", min_reward, config.trained[0])
-        if config.algorithm != "sft" and is_trajectory(rows[0]):
+        load_other = partial(registry.load_other, min_reward=min_reward, actor=config.trained[0])
+        rows = load_rows(path, "train" if is_train else "test", load_other)
+        if is_trajectory(rows[0]) and config.algorithm != "sft":
             raise ValueError(
                 f"{path} holds a run's episodes, which are for --algorithm sft; name rows"
+            )
+        if min_reward is not None and not is_trajectory(rows[0]):
+            raise ValueError(
+                f"--data.min_reward={min_reward} is for a run's rollouts, and {path} holds none; "
+                "drop it"
             )
     elif env and env.load_tasks:
         rows = env.load_tasks(part)

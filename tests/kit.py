@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import functools
 import importlib
 import io
 import json
@@ -456,6 +457,14 @@ def kill_session(process: subprocess.Popen) -> None:
     """Ends a process that leads a session, and all that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def load_rows(source: str, split: str = "train", **rollouts: Any) -> Sequence[dict]:
+    """Rows of any kind of source."""
+    from rl_core.data import rows
+    from rl_core.plugins.tables import load_other
+
+    return rows.load_rows(source, split, functools.partial(load_other, **rollouts))
 
 
 def wait_until(happened: Callable[[], Any], what: str, timeout_s: float = 60) -> None:

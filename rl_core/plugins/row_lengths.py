@@ -9,8 +9,8 @@ from typing import Any
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat
-from rl_core.data.rows import CHECKED_ROWS
-from rl_core.data.tasks import TaskSource, fits, row_place
+from rl_core.data.rows import CHECKED_ROWS, row_place
+from rl_core.data.tasks import TaskSource, fits
 from rl_core.sampling.env import Env
 from rl_core.types import Task
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat
-from rl_core.data.tasks import fits, row_place
+from rl_core.data.rows import row_place
+from rl_core.data.tasks import fits
 from rl_core.learning.algorithms import PRESETS
 from rl_core.types import Task, TrainingSample, option
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rl_core.data.rows import CHECKED_ROWS, check_exists
-from rl_core.data.tasks import row_place, shorten
+from rl_core.data.rows import CHECKED_ROWS, check_exists, row_place
+from rl_core.data.tasks import shorten
 from rl_core.rules import nearest
 from rl_core.sampling.hooks import Hook, describe_error, finite
 from rl_core.types import Message, RunError, Task, option

@@ -150,12 +150,16 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
     from rl_core.data.rows import load_rows
     from rl_core.data.tasks import TaskSource
     from rl_core.plugins.renamed_columns import RenamedColumns
+    from rl_core.plugins.tables import load_other
 
     if not options.rows and not env.load_tasks:
         raise ValueError(
             f"{env.path} has no load_tasks(split): name its rows with --data.train rows.jsonl"
         )
-    rows = load_rows(options.rows) if options.rows else env.load_tasks("train")
+    if options.rows:
+        rows = load_rows(options.rows, "train", load_other)
+    else:
+        rows = env.load_tasks("train")
     if options.rows and options.columns:
         rows = RenamedColumns(
             rows, typed("data.columns", options.columns, dict[str, str]), options.rows

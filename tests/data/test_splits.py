@@ -42,7 +42,11 @@ for split in ("train", "test", "validation"):
 same = {"builder_name": "parquet", "dataset_name": "name", "config_name": "default", "version": "0.0.0"}
 DatasetInfo(features=features, splits=splits, **same).write_to_directory(str(folder))
 
-from rl_core.data.rows import load_rows
+from functools import partial
+from rl_core.data import rows
+from rl_core.plugins.tables import load_other
+
+load_rows = partial(rows.load_rows, load_other=load_other)
 
 asked = {"train": ("org/name", "train"), "test": ("org/name", "test"), "validation": ("org/name@validation", "train")}
 print(json.dumps({name: [row["prompt"] for row in load_rows(*how)] for name, how in asked.items()}))

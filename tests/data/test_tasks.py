@@ -6,12 +6,13 @@ import sys
 import tracemalloc
 
 import pytest
+from kit import load_rows
 
-from rl_core.data.rows import load_rows
-from rl_core.data.tasks import RowOrder, TaskSource, make_task, row_place
-from rl_core.plugins.json_lines import JsonLines
+from rl_core.data.rows import row_place
+from rl_core.data.tasks import RowOrder, TaskSource, make_task
 from rl_core.plugins.mix import TaskMix
 from rl_core.plugins.renamed_columns import RenamedColumns
+from rl_core.plugins.tables import JsonLines
 
 ROWS = [{"prompt": f"say {i}", "answer": f"x{i}"} for i in range(5)]
 JSONL = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -278,7 +279,7 @@ def test_rows_of_a_large_file_stay_on_disk_and_a_bad_one_is_named_when_it_is_dra
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr("rl_core.data.rows.IN_MEMORY_BYTES", 0)
-    monkeypatch.setattr("rl_core.plugins.json_lines.CHECKED_ROWS", 2)
+    monkeypatch.setattr("rl_core.plugins.tables.CHECKED_ROWS", 2)
     lines = [json.dumps({"prompt": f"say {n}", "text": "x" * 1000}) for n in range(1000)]
     lines[500:501] = ["", '{"prompt": 5', "  "]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))

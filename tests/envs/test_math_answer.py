@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from kit import load_rows
 
-from rl_core.data.rows import load_rows
 from rl_core.data.tasks import TaskSource
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.rewards import maths

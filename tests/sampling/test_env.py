@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kit import wait_until
+from kit import load_rows, wait_until
 from stage import ROW, cast, error_of, one, play, run, talk
 
 from rl_core.cli import main as rl_core
-from rl_core.data.rows import load_rows
 from rl_core.data.tasks import make_task
 from rl_core.sampling import episode
 from rl_core.sampling.actor import Cast

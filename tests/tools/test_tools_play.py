@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from kit import STOP, metrics, run, trajectories, words
+from kit import STOP, load_rows, metrics, run, trajectories, words
 from test_api_actor import reply, serving
 
 from rl_core.cli import main
-from rl_core.data.rows import load_rows
 from rl_core.tools.eval import mean, pass_at_k, scores
 from rl_core.types import Trajectory
 
