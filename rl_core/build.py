@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from rl_core import models, registry
+from rl_core.algorithms import Algorithm, make_algorithm
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.rows import write_tokenizers
 from rl_core.data.tasks import TaskSource
 from rl_core.distributed import MESH_FLAGS, Mesh, Ranks, barrier, explain_timeouts, make_mesh
-from rl_core.learning.algorithms import Algorithm, make_algorithm
 from rl_core.learning.checkpoint import load_checkpoint, newest_intact, trained_learners
 from rl_core.learning.policy import end_token_ids
 from rl_core.metrics import Max, Mean, Metric, add_metrics

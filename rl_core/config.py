@@ -16,13 +16,11 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
+from rl_core.algorithms import ADVANTAGES, KL_ESTIMATES, OBJECTIVES, PRESETS
 from rl_core.rules import check, flags_in, split
 
 NAMED = ("actors", "envs")  # sections that hold one section for each name that the user gives
-RL = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo")
-ADVANTAGE = Literal[
-    "group_mean", "group_norm", "group_norm_unbiased", "rloo", "gae", "none", "custom"
-]
+RL = tuple(name for name, algorithm in PRESETS.items() if algorithm.is_rl)
 DRAWN = Literal["temperature", "top_p", "top_k", "min_p"]
 HELP = "rl_core.tools.help"  # what --help prints; the spine imports no tool
 PEERS = "rl_core.tools.peers"  # names that other trainers give our flags
@@ -188,13 +186,13 @@ class OptimConfig:
 class AlgoConfig:
     """Parts of the algorithm. None keeps what the preset of --algorithm says."""
 
-    advantage: ADVANTAGE | None = flag(
+    advantage: Literal[tuple(ADVANTAGES)] | None = flag(
         None, "baseline over the group; gae: a critic's; custom: advantage_fn"
     )
     normalize: Literal["none", "batch", "env"] | None = flag(
         None, "whiten advantages over a batch or env"
     )
-    objective: Literal["clip", "gspo", "cispo"] | None = flag(
+    objective: Literal[tuple(OBJECTIVES)] | None = flag(
         None, "importance ratio: clip (PPO), GSPO or CISPO"
     )
     clip_low: float | None = flag(
@@ -205,7 +203,9 @@ class AlgoConfig:
     aggregation: Literal["token", "sequence", "constant"] | None = flag(
         None, "loss: token mean, sequence mean, or constant length", only=(*RL, "sft")
     )
-    kl: Literal["k1", "k2", "k3"] | None = flag(None, "estimator of the KL to the reference model")
+    kl: Literal[tuple(KL_ESTIMATES)] | None = flag(
+        None, "estimator of the KL to the reference model"
+    )
     kl_in: Literal["reward", "loss", "advantage"] | None = flag(None, "where the KL penalty goes")
     kl_coef: float | None = flag(
         None, "weight of the KL penalty (beta); 0: no reference model", at_least=0
@@ -328,9 +328,7 @@ class EvalConfig:
 @section()
 @dataclass(kw_only=True)
 class Config:
-    algorithm: Literal[(*RL, "sft", "dpo", "rm")] = flag(
-        "grpo", "preset; --algo.* changes single parts"
-    )
+    algorithm: Literal[tuple(PRESETS)] = flag("grpo", "preset; --algo.* changes single parts")
     model: str | None = flag(None, "short for --actors.policy.model")
     env_path: str | None = flag(
         None, "Python file with reward_fn and other hooks; several: a.py,b.py"

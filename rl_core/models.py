@@ -3,7 +3,10 @@ model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,11 +15,11 @@ import torch
 from torch import nn
 
 from rl_core import registry
+from rl_core.algorithms import Algorithm
 from rl_core.config import Config
 from rl_core.data.chat import Chat, load_chat
 from rl_core.distributed import Ranks
-from rl_core.learning.algorithms import Algorithm
-from rl_core.learning.learner import Learner
+from rl_core.learning.learner import Learner, LearnerPart
 from rl_core.learning.loading import load_hf_model, load_model_config, on_meta
 from rl_core.learning.policy import (
     PolicyModel,
@@ -165,30 +168,56 @@ def make_learner(
         how = {"is_scoring": algorithm.is_scoring, "attention": config.attention}
         policy = make_policy(actor.model, dtype, ranks, config.learner, adapters, **how)
         policy.sends_adapters = bool(adapter_of(config, name))
-    reference = None
+    make = learner_with(config)
+    parts = []
     if algorithm.needs_reference:
-        reference = (
-            policy
-            if policy.adapters
-            else make_reference(actor.model, dtype, ranks, config.attention)
-        )
-    critic = make_critic(config, actor.model, ranks, name) if algorithm.has_critic else None
-    adapter = f"of_{name}" if shared is not None else None
-    learner = Learner(
-        config, algorithm, policy, ranks, reference, critic, name=name, adapter=adapter
+        parts.append(make_reference_part(config, algorithm, actor.model, policy, ranks))
+    if algorithm.has_critic:
+        parts.append(make_critic(config, algorithm, actor.model, ranks, name))
+    parts += registry.make_experts()(config, policy, ranks, name)
+    adapter = next(iter(policy.adapters), "") if shared is None else f"of_{name}"
+    loss = registry.pair_loss(config.algorithm) if algorithm.is_pairs else None
+    offload_between_phases(config, policy, ranks)
+    return make(
+        config, algorithm, policy, ranks, parts=parts, loss=loss, name=name, adapter=adapter
     )
-    registry.watch()(learner)
-    return learner
 
 
-def make_critic(config: Config, path: str, ranks: Ranks, name: str = "policy") -> Any:
-    """An unsharded or sharded model as the policy is: --critic.model, or the one at `path` with a
-    value of 0 everywhere."""
+def learner_with(config: Config) -> Callable[..., Learner]:
+    """Learner() with the optimizer, and the offload of its state, that the flags name."""
+    offload = registry.offload_state() if config.learner.offload == "phase" else None
+    optimizer = registry.OPTIMIZERS[config.optim.name]()
+    return partial(Learner, make_optimizer=optimizer, offload_state=offload)
+
+
+def offload_between_phases(config: Config, policy: PolicyModel, ranks: Ranks) -> None:
+    """Weights that no engine reads in place leave the device while engines have it."""
+    is_asked = config.learner.offload == "phase"
+    if is_asked and policy.on_device is nullcontext and not reads_in_place(policy):
+        policy.on_device = registry.offload_weights()(policy, ranks.device)
+
+
+def make_reference_part(
+    config: Config, algorithm: Algorithm, path: str, policy: PolicyModel, ranks: Ranks
+) -> LearnerPart:
+    """The model at `path` as a reference; of a policy with adapters itself, without them."""
+    model = policy
+    if not policy.adapters:
+        model = make_reference(path, compute_dtype(config), ranks, config.attention)
+    temperature = config.sampling.temperature if algorithm.is_rl else 1.0
+    return registry.reference()(model, temperature)
+
+
+def make_critic(
+    config: Config, algorithm: Algorithm, path: str, ranks: Ranks, name: str = "policy"
+) -> LearnerPart:
+    """A critic, sharded as the policy is: --critic.model, or the model at `path` with a value of 0
+    everywhere."""
     how = {"is_scoring": True, "attention": config.attention}
-    model = make_policy(
-        config.critic.model or path, compute_dtype(config), ranks, config.learner, **how
-    )
-    return registry.critic()(config, model, ranks, name)
+    path = config.critic.model or path
+    model = make_policy(path, compute_dtype(config), ranks, config.learner, **how)
+    offload_between_phases(config, model, ranks)
+    return registry.critic()(config, algorithm, model, ranks, learner_with(config), name)
 
 
 def is_read(learner: Learner) -> bool:

@@ -217,10 +217,55 @@ def choose_forward() -> Any:
     return choose_forward
 
 
-def watch() -> Any:
-    from rl_core.plugins.experts import watch
+def make_experts() -> Any:
+    from rl_core.plugins.experts import make_experts
 
-    return watch
+    return make_experts
+
+
+def reference() -> Any:
+    from rl_core.plugins.reference import Reference
+
+    return Reference
+
+
+def pair_loss(preset: str) -> Any:
+    from rl_core.plugins.preference import LOSSES
+
+    return LOSSES[preset]
+
+
+def adamw() -> Any:
+    from rl_core.learning.learner import adamw
+
+    return adamw
+
+
+def sgd() -> Any:
+    from rl_core.plugins.optimizers import sgd
+
+    return sgd
+
+
+def adamw8bit() -> Any:
+    from rl_core.plugins.optimizers import adamw8bit
+
+    return adamw8bit
+
+
+OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "adamw8bit": adamw8bit}
+
+
+def offload_state() -> Any:
+    from rl_core.plugins.offload import offload_state
+
+    return offload_state
+
+
+def offload_weights() -> Any:
+    from rl_core.plugins.offload import offload_weights
+
+    return offload_weights
 
 
 def critic() -> Any:

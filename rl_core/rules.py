@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from rl_core.algorithms import ADVANTAGES
+
 URL = r"https?://[^/\s]+/?"
-BASELINES = ("group_mean", "group_norm", "group_norm_unbiased", "rloo")
 OUTSIDE = {
     "at_least": lambda v, b: v < b,
     "above": lambda v, b: v <= b,
@@ -307,7 +308,7 @@ def of_algorithm(c: Any, a: Any, has_advantage_fn: bool) -> Rules:
         f"--algo.advantage=custom needs def advantage_fn(rewards) in {c.env_path}; define it",
     )
     yield (
-        c.group_size < 2 and (a.advantage in BASELINES or a.refill_rounds),
+        c.group_size < 2 and (ADVANTAGES[a.advantage].needs_group or a.refill_rounds),
         f"--group_size={c.group_size}: a baseline and refill_rounds compare episodes of a group; "
         "take at least 2, or "
         "--algo.advantage none or gae",

@@ -9,10 +9,10 @@ from functools import partial
 from types import ModuleType
 
 from rl_core import registry
+from rl_core.algorithms import Algorithm
 from rl_core.config import Config
 from rl_core.data.rows import is_trajectory, load_rows
 from rl_core.data.tasks import TaskSource
-from rl_core.learning.algorithms import Algorithm
 from rl_core.rules import check, split
 from rl_core.sampling.env import Env, load_env
 

@@ -25,9 +25,9 @@ import torch
 from bench_logprobs import held_mib, now_s
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from rl_core.algorithms import make_algorithm
 from rl_core.config import parse_config
 from rl_core.distributed import Ranks, close_ranks, init_ranks, make_mesh
-from rl_core.learning.algorithms import make_algorithm
 from rl_core.learning.learner import Learner
 from rl_core.learning.policy import PolicyModel, shard_policy
 from rl_core.types import TrainingSample

@@ -32,18 +32,21 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from rl_core.algorithms import PRESETS, make_algorithm
 from rl_core.config import parse_config
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
 from rl_core.engines.slots import SlotCache, SlotModel, sample
 from rl_core.learning import logprobs
-from rl_core.learning.algorithms import PRESETS, make_algorithm
 from rl_core.learning.attention import NAME
 from rl_core.learning.learner import Learner
 from rl_core.learning.minibatches import shard_samples
 from rl_core.learning.policy import PolicyModel
+from rl_core.models import learner_with
 from rl_core.plugins.critic import Critic
 from rl_core.plugins.offload import activations_on_host
+from rl_core.plugins.reference import Reference
+from rl_core.registry import pair_loss
 from rl_core.types import PackedBatch, TrainingSample
 
 SIZES = {
@@ -134,7 +137,7 @@ class Update(TorchFunctionMode):
 
     def __init__(self, learner: Learner):
         super().__init__()
-        self.learners, self.reads = learner.trained("").values(), 0
+        self.learners, self.reads = learner.trained(), 0
         self.readable = patch.object(FakeTensor, "tolist", lambda tensor: self.read(tensor))
 
     def __enter__(self):
@@ -195,14 +198,17 @@ def preset_step(name: str, *flags: str, config: PretrainedConfig | None = None) 
     on_cpu = init_ranks(60)
     on_gpu_ranks = dataclasses.replace(on_cpu, device=torch.device("cuda"))
     place = offloaded if how.learner.offload == "always" else (lambda policy: policy)
-    reference = make_policy(config) if algorithm.has_reference or algorithm.kl_coef else None
-    critic = None
+    parts, make = [], learner_with(how)
+    if algorithm.has_reference or algorithm.kl_coef:
+        parts.append(Reference(make_policy(config), 1.0))
     if algorithm.has_critic:
-        critic = Critic(how, place(make_policy(config, is_scoring=True)), on_gpu_ranks)
+        critic = place(make_policy(config, is_scoring=True))
+        parts.append(Critic(how, algorithm, critic, on_gpu_ranks, make))
     policy = place(make_policy(config, is_scoring=algorithm.is_scoring))
     if how.learner.activations == "offload":
         policy.keeps_activations = activations_on_host
-    learner = Learner(how, algorithm, policy, on_gpu_ranks, reference, critic)
+    loss = pair_loss(name) if algorithm.is_pairs else None
+    learner = make(how, algorithm, policy, on_gpu_ranks, parts=parts, loss=loss)
     # Packing is work of the host, with values.
     with unset_fake_temporarily():
         minibatches, _ = shard_samples(

@@ -534,9 +534,9 @@ def sample(token_ids: list[int], mask: list[int], advantage: float, group_id: st
 
 def make_learner(model: Path | str, *flags: Any, ranks: Any = None) -> Any:
     """The learner of a run with these flags, with its reference and critic if it has them."""
+    from rl_core.algorithms import make_algorithm
     from rl_core.config import parse_config
     from rl_core.distributed import init_ranks
-    from rl_core.learning.algorithms import make_algorithm
     from rl_core.models import make_learner as make
 
     sizes = "--env_path x.py --out x --max_prompt_tokens 40 --max_tokens 60 --engine embedded"
@@ -544,6 +544,11 @@ def make_learner(model: Path | str, *flags: Any, ranks: Any = None) -> Any:
     return make(
         config, make_algorithm(config.algorithm, config.algo), "policy", ranks or init_ranks(60)
     )
+
+
+def part_of(learner: Any, kind: str) -> Any:
+    """The learner's part of this class; None if it has none."""
+    return next((part for part in learner.parts if type(part).__name__ == kind), None)
 
 
 def learn(learner: Any, *steps_of_samples: list, first: int = 0) -> list[dict[str, float]]:

@@ -1,15 +1,21 @@
-"""Which rewards share a baseline, and what each turn earned: trajectories -> TrainingSamples with
-advantages."""
+"""Rewards -> advantages: which rewards share a baseline, what each turn earned, what is normalised.
+Trajectories -> TrainingSamples. G conversations of a group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from rl_core.data.episodes import by_episode, episode_rewards, has_spread
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_core.algorithms import ADVANTAGES, Algorithm
+from rl_core.data.episodes import NO_SPREAD, by_episode, episode_rewards, has_spread
 from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import Ranks, all_gather_json
-from rl_core.learning.algorithms import Algorithm, group_advantages, mean_and_std, overlong_penalty
-from rl_core.types import TrainingSample, Trajectory
+from rl_core.types import PackedBatch, TrainingSample, Trajectory
+
+AdvantageFn = Callable[[list[float]], list[float]]
 
 
 def group_results(
@@ -48,7 +54,7 @@ def samples_of(
     algorithm: Algorithm,
     max_tokens: int,
     ranks: Ranks,
-    advantage_fns: dict[str, Callable[[list[float]], list[float]] | None] | None = None,
+    advantage_fns: dict[str, AdvantageFn | None] | None = None,
 ) -> list[TrainingSample]:
     """Each trajectory's samples with its advantage over its group, or those of its turns. Overlong
     ones may be penalised before, or left out after: they count in the baseline, but neither in the
@@ -57,65 +63,87 @@ def samples_of(
     for group in groups:
         penalties = [0.0] * len(group)
         if algorithm.overlong == "soft":
-            longest = [
-                max((len(turn.completion.token_ids) for turn in t.turns), default=0) for t in group
-            ]
-            penalties = [
-                overlong_penalty(n, max_tokens, algorithm.overlong_buffer) for n in longest
-            ]
+            buffer = algorithm.overlong_buffer
+            penalties = [overlong_penalty(longest_turn(t), max_tokens, buffer) for t in group]
         advantage_fn = (advantage_fns or {}).get(group[0].env)
-        pairs = zip(group, turn_advantages(group, penalties, algorithm, advantage_fn), strict=True)
-        kept += [
-            (t, values)
-            for t, values in pairs
-            if algorithm.overlong != "mask" or t.status != "truncated"
-        ]
+        advantages = turn_advantages(group, penalties, algorithm, advantage_fn)
+        for t, values in zip(group, advantages, strict=True):
+            if algorithm.overlong != "mask" or t.status != "truncated":
+                kept.append((t, values))
     scales = env_scales(kept, ranks) if algorithm.normalize == "env" else {}
-    return [
-        sample
-        for t, values in kept
-        for sample in samples_from_turns(
-            t.turns, [a / scales.get(t.env, 1.0) for a in values], t.group_id
-        )
-    ]
+    samples = []
+    for t, values in kept:
+        scale = scales.get(t.env, 1.0)
+        samples += samples_from_turns(t.turns, [a / scale for a in values], t.group_id)
+    return samples
+
+
+def longest_turn(t: Trajectory) -> int:
+    return max((len(turn.completion.token_ids) for turn in t.turns), default=0)
+
+
+def overlong_penalty(length: int, max_tokens: int, buffer: int) -> float:
+    """Added to a reward, in -1..0: it falls linearly over the last `buffer` of max_tokens (DAPO,
+    arXiv:2503.14476, eq. 13). buffer 0 is a fifth of max_tokens, as there."""
+    buffer = buffer or max(1, max_tokens // 5)
+    return min(0.0, (max_tokens - buffer - length) / buffer)
 
 
 def turn_advantages(
     group: list[Trajectory],
     penalties: list[float],
     algorithm: Algorithm,
-    advantage_fn: Callable[[list[float]], list[float]] | None,
+    advantage_fn: AdvantageFn | None,
 ) -> list[list[float]]:
     """Of each trajectory's turns: all have that of the trajectory's reward, or with a turn_discount
     each that of its own return, over the returns of all turns of the group."""
-    returns = [
-        turn_returns(t, p, algorithm.turn_discount) for t, p in zip(group, penalties, strict=True)
-    ]
-    numbers, shares = episode_shares(group)
-    kind = algorithm.advantage
-    if algorithm.turn_discount is None:
-        rewards = [values[0] for values in returns]
-        advantages = group_advantages(rewards, kind, advantage_fn, numbers, shares)
-        return [[a] * len(t.turns) for t, a in zip(group, advantages, strict=True)]
-    flat, numbers_of_turns, shares_of_turns = [], [], []
-    for values, number, share in zip(returns, numbers, shares, strict=True):
-        flat += values
-        numbers_of_turns += [number] * len(values)
-        shares_of_turns += [share] * len(values)
-    if kind == "custom":
-        advantages = iter(advantage_fn(flat))
-    else:
-        advantages = iter(group_advantages(flat, kind, None, numbers_of_turns, shares_of_turns))
+    kind, discount = algorithm.advantage, algorithm.turn_discount
+    pairs = zip(group, penalties, strict=True)
+    returns = [turn_returns(t, penalty, discount) for t, penalty in pairs]
+    sizes = [len(values) for values in returns]
+    episodes, weights = episode_weights(group)
+    episodes, weights = np.repeat(episodes, sizes), np.repeat(weights, sizes)
+    if kind == "custom" and discount is not None:
+        episodes = weights = None  # advantage_fn gets the return of each turn
+    flat = np.concatenate(returns)
+    advantages = iter(group_advantages(flat, kind, advantage_fn, episodes, weights))
+    if discount is None:
+        return [[next(advantages)] * len(t.turns) for t in group]
     return [[next(advantages) for _ in values] for values in returns]
 
 
-def episode_shares(group: list[Trajectory]) -> tuple[list[int], list[float]]:
+def group_advantages(
+    rewards: Sequence[float],
+    kind: str,
+    advantage_fn: AdvantageFn | None = None,
+    episodes: Sequence[int] | None = None,
+    weights: Sequence[float] | None = None,
+) -> list[float]:
+    """[G] rewards -> [G] advantages of a row of ADVANTAGES. Those that compare episodes are exactly
+    0 where rewards differ by rounding alone. `episodes`: [G] from 0, of which episode each reward
+    is, and `weights`: [G] its part of that. By default, and in a group of one episode, each reward
+    is an episode."""
+    rewards = np.asarray(rewards, float)
+    if episodes is None or len(set(episodes)) == 1:
+        episodes, weights = np.arange(len(rewards)), np.ones(len(rewards))
+    episodes, weights = np.asarray(episodes), np.asarray(weights)
+    advantage = ADVANTAGES[kind]
+    if advantage.of is None:
+        of_episodes = advantage_fn(np.bincount(episodes, weights * rewards).tolist())
+        return [of_episodes[number] for number in episodes]
+    if advantage.needs_group and not has_spread(rewards.tolist()):
+        return [0.0] * len(rewards)
+    return advantage.of(rewards, weights, episodes).tolist()
+
+
+def episode_weights(group: list[Trajectory]) -> tuple[list[int], list[float]]:
     """[G] the number of each conversation's episode in the group, and what it weighs: all of an
     episode weigh 1 together."""
-    episodes = by_episode(group)
-    of_trajectory = {id(t): number for number, episode in enumerate(episodes) for t in episode}
-    numbers = [of_trajectory[id(t)] for t in group]
-    return numbers, [1 / len(episodes[number]) for number in numbers]
+    numbers, weights = {}, {}
+    for number, episode in enumerate(by_episode(group)):
+        for t in episode:
+            numbers[id(t)], weights[id(t)] = number, 1 / len(episode)
+    return [numbers[id(t)] for t in group], [weights[id(t)] for t in group]
 
 
 def turn_returns(t: Trajectory, penalty: float, discount: float | None) -> list[float]:
@@ -136,16 +164,46 @@ def env_scales(kept: list[tuple[Trajectory, list[float]]], ranks: Ranks) -> dict
     """Environment -> what divides its advantages: their standard deviation over all its sampled
     tokens of the step on all ranks, those of groups without signal included; 1 where all are
     equal."""
-    local: dict[str, list[float]] = {}
+    sums: dict[str, list[float]] = {}
     for t, values in kept:
-        sums = local.setdefault(t.env, [0.0, 0.0, 0.0])
         for turn, a in zip(t.turns, values, strict=True):
             n = len(turn.completion.token_ids)
-            sums[:] = [x + y for x, y in zip(sums, (n * a, n * a**2, n), strict=True)]
-    parts = all_gather_json(local, ranks)
-    total = {
-        env: [sum(c) for c in zip(*(p[env] for p in parts if env in p), strict=True)]
-        for p in parts
-        for env in p
-    }
+            add_sums(sums, t.env, [n * a, n * a**2, n])
+    total: dict[str, list[float]] = {}
+    for part in all_gather_json(sums, ranks):
+        for env, of_rank in part.items():
+            add_sums(total, env, of_rank)
     return {env: mean_and_std(*sums)[1] or 1.0 for env, sums in total.items() if sums[2]}
+
+
+def add_sums(into: dict[str, list[float]], name: str, more: list[float]) -> None:
+    before = into.get(name, [0.0] * len(more))
+    into[name] = [a + b for a, b in zip(before, more, strict=True)]
+
+
+def mean_and_std(total: float, squares: float, count: float) -> tuple[float, float]:
+    """Of a population whose sum, sum of squares and number are given; the deviation is exactly 0 if
+    it is rounding."""
+    mean = total / count
+    deviation = max(squares / count - mean**2, 0.0) ** 0.5
+    return mean, deviation if deviation > NO_SPREAD * max(abs(mean), 1.0) else 0.0
+
+
+def global_sums(sums: Tensor, ranks: Ranks) -> list[float]:
+    """Sums over the ranks. They wait for the device."""
+    by_rank = all_gather_json(sums.tolist(), ranks)
+    return [sum(column) for column in zip(*by_rank, strict=True)]
+
+
+def normalise_over_batch(batches: list[PackedBatch], ranks: Ranks) -> None:
+    """Advantages less their mean, over their deviation, of the tokens of all ranks; 0 where all are
+    equal (REINFORCE++, arXiv:2501.03262)."""
+    sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
+    for batch in batches:
+        values = batch.advantages.double()
+        sums += torch.stack([values.sum(), values.square().sum(), torch.ones_like(values).sum()])
+    total, squares, count = global_sums(sums, ranks)
+    mean, deviation = mean_and_std(total, squares, max(count, 1))
+    scale = 1 / deviation if deviation else 0.0
+    for batch in batches:
+        batch.advantages = (batch.advantages - mean) * scale

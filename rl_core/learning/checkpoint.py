@@ -59,11 +59,7 @@ def saved_tensors(learner: Learner) -> dict[str, Tensor]:
 
 def trained_learners(learners: dict[str, Learner]) -> dict[str, Learner]:
     """All that actors' learners train, critics included."""
-    return {
-        name: learner
-        for actor, owner in learners.items()
-        for name, learner in owner.trained(actor).items()
-    }
+    return {learner.name: learner for owner in learners.values() for learner in owner.trained()}
 
 
 def save_checkpoint(

@@ -4,34 +4,62 @@ here."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
+from rl_core.algorithms import Algorithm, kl_estimate, kl_penalised, token_losses
 from rl_core.config import Config, OptimConfig
 from rl_core.data.packing import PackBudget
 from rl_core.distributed import Ranks, all_gather_json, local, unsharded
-from rl_core.learning.algorithms import (
-    Algorithm,
-    kl_estimate,
-    kl_penalised,
-    learning_rate,
-    mean_and_std,
-    token_losses,
-)
+from rl_core.learning.advantages import global_sums, normalise_over_batch
 from rl_core.learning.minibatches import Minibatch, pair_work, shard_samples
-from rl_core.learning.policy import PolicyModel, engine_weights, named_weights, reads_in_place
+from rl_core.learning.policy import PolicyModel, engine_weights, named_weights
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics, count_once
-from rl_core.types import PackedBatch, RunError, TrainingSample, option
+from rl_core.types import PackedBatch, RunError, TrainingSample
 
 TAIL_NATS = 0.5  # a token beyond it counts for mismatch_tail_frac
 MAX_NONFINITE = 3  # updates in a row that are skipped
-OPTIMIZERS = {"adamw8bit": "rl_core.plugins.optimizers:adamw8bit"}  # beside torch's
-OFFLOAD = "rl_core.plugins.offload"
+WSD_DECAY_FRAC = 0.2
+
+Metrics = dict[str, Metric]
+# (config, batch, what the policy gives) -> losses of its tokens or pairs, and metrics whose numbers
+# are still on the device.
+Loss = Callable[[Config, PackedBatch, Tensor], tuple[Tensor, Metrics]]
+Named = Iterable[tuple[str, nn.Parameter]]
+
+
+class LearnerPart:
+    """What an option adds to a learner: a reference model, a critic, a loss of experts. A part
+    overrides what it needs and changes only its own state. Every rank has the same parts."""
+
+    models: tuple[PolicyModel, ...] = ()  # that it only reads
+    learners: tuple[Learner, ...] = ()  # that it trains
+    replay: Any = None  # a plugins.router_replay.Replay
+
+    def around(self, batch: PackedBatch) -> AbstractContextManager:
+        """A context for a forward of the learner's policy."""
+        return nullcontext()
+
+    def annotate(self, batches: list[PackedBatch]) -> Metrics:
+        """Fills in what losses need. It is called once for a step, without gradients."""
+        return {}
+
+    def before_update(self, learner: Learner, minibatch: Minibatch, step: float) -> Metrics:
+        return {}
+
+    def loss(self) -> Tensor | float:
+        """Added to the loss of the last forward."""
+        return 0.0
+
+    def metrics(self) -> Metrics:
+        """Of the update's forwards; numbers may still be on the device."""
+        return {}
 
 
 class Learner:
@@ -41,129 +69,133 @@ class Learner:
         algorithm: Algorithm,
         policy: PolicyModel,
         ranks: Ranks,
-        reference: PolicyModel | None = None,
-        critic: Any = None,  # rl_core.plugins.critic.Critic
+        *,
+        parts: Iterable[LearnerPart] = (),
+        loss: Loss | None = None,
+        make_optimizer: Callable[[Named, OptimConfig], Optimizer] | None = None,
+        offload_state: Callable[[Optimizer, torch.device], Callable] | None = None,
         name: str = "policy",
-        adapter: str | None = None,
+        adapter: str = "",
     ):
-        self.config, self.algorithm, self.policy, self.ranks, self.name = (
-            config,
-            algorithm,
-            policy,
-            ranks,
-            name,
-        )
-        # That it trains, if any.
-        self.adapter = next(iter(policy.adapters), "") if adapter is None else adapter
-        # Frozen; or the policy, which then acts as its own without adapters.
-        self.reference = reference
-        self.critic = critic  # trained beside the policy
+        """`loss`: instead of the algorithm's own. `offload_state` gives what makes a context in
+        which the optimizer's state is on the device. `adapter`: that it trains, if any."""
+        self.config, self.algorithm, self.policy, self.ranks = config, algorithm, policy, ranks
+        self.parts, self.loss, self.name, self.adapter = tuple(parts), loss, name, adapter
         self.temperature = config.sampling.temperature if algorithm.is_rl else 1.0
-        self.optimizer = make_optimizer(self.trained_parameters(), config.optim)
-        # Makes a context in which the optimizer's state is on the device.
-        self.state_on_device = nullcontext
-        if config.learner.offload == "phase":
-            self.state_on_device = option(f"{OFFLOAD}:offload_state")(self.optimizer, ranks.device)
-            # Which others may share.
-            if policy.on_device is nullcontext and not reads_in_place(policy):
-                policy.on_device = option(f"{OFFLOAD}:offload_weights")(policy, ranks.device)
+        self.optimizer = (make_optimizer or adamw)(self.trained_parameters(), config.optim)
+        self.state_on_device: Callable[[], AbstractContextManager] = nullcontext
+        if offload_state:
+            self.state_on_device = offload_state(self.optimizer, ranks.device)
         self.updates_per_step = config.learner.minibatches * config.learner.epochs
-        tokens, mesh = config.learner.microbatch_tokens * ranks.mesh.cp, ranks.mesh
+        mesh = ranks.mesh
         self.budget = PackBudget(
-            max_tokens=tokens, num_ranks=mesh.dp, cp=mesh.cp, pair_work=pair_work(policy.hf)
+            max_tokens=config.learner.microbatch_tokens * mesh.cp,
+            num_ranks=mesh.dp,
+            cp=mesh.cp,
+            pair_work=pair_work(policy.hf),
         )
         self.num_updates = 0  # since the run began, before it was resumed too
         self.nonfinite_in_a_row = 0
-        self.experts: Any = None  # an plugins.experts.Experts, where the model has some
 
-    def shard(self, samples: list[TrainingSample]) -> tuple[list[Minibatch], dict[str, Metric]]:
+    def shard(self, samples: list[TrainingSample]) -> tuple[list[Minibatch], Metrics]:
         """This rank's share of every rank's samples, and metrics of their packing. Every rank must
         call it."""
-        replay = self.experts and self.experts.replay
+        replay = next((part.replay for part in self.parts if part.replay), None)
         return shard_samples(samples, self.algorithm, self.config, self.budget, self.ranks, replay)
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        with self.experts.of(batch) if self.experts else nullcontext():
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part.around(batch))
             return self.policy(batch, self.temperature, self.adapter)
 
     @torch.no_grad()
-    def annotate(self, minibatches: list[Minibatch]) -> dict[str, Metric]:
+    def annotate(self, minibatches: list[Minibatch]) -> Metrics:
         """Fills in old logprobs, where a batch is used for more than one update (the first update's
         ratio is 1 by definition), and what advantages need: the KL to the reference, the critic's
-        values, the deviation over the whole batch. Returns the critic's metrics."""
-        a, batches = self.algorithm, [b for m in minibatches for b in m.batches]
+        values, the deviation over the whole batch. Returns the parts' metrics."""
+        a = self.algorithm
+        batches = [batch for minibatch in minibatches for batch in minibatch.batches]
         if a.is_rl and self.updates_per_step > 1:
             for batch in batches:
                 batch.old_logprobs = self.forward(batch)[0]
-        if self.reference is not None:
-            with self.reference.on_device():
-                for batch in batches:
-                    batch.ref_logprobs = self.reference(batch, self.temperature)[0]
-        metrics = self.critic.annotate(a, batches) if self.critic else {}
-        if self.reference is not None and (
-            a.kl_in == "advantage" or (a.kl_in == "reward" and not self.critic)
-        ):
+        metrics: Metrics = {}
+        for part in self.parts:
+            metrics |= part.annotate(batches)
+        if a.penalises_advantages:
             for batch in batches:
                 batch.advantages = kl_penalised(a, batch)
         if a.normalize == "batch":
-            sums = torch.zeros(3, dtype=torch.float64, device=self.ranks.device)
-            for v in (b.advantages.double() for b in batches):
-                sums += torch.stack([v.sum(), v.square().sum(), torch.ones_like(v).sum()])
-            total, squares, count = self.global_sums(sums)
-            mean, deviation = mean_and_std(total, squares, max(count, 1))
-            for batch in batches:  # 0 where all are equal (REINFORCE++, arXiv:2501.03262)
-                batch.advantages = (batch.advantages - mean) * (1 / deviation if deviation else 0.0)
+            normalise_over_batch(batches, self.ranks)
         return metrics
-
-    def global_sums(self, sums: Tensor) -> list[float]:
-        """Sums over the ranks."""
-        return [
-            sum(column) for column in zip(*all_gather_json(sums.tolist(), self.ranks), strict=True)
-        ]
 
     @torch.no_grad()
-    def evaluate(self, minibatches: list[Minibatch]) -> dict[str, Metric]:
+    def evaluate(self, minibatches: list[Minibatch]) -> Metrics:
         """The mean loss of samples that are not trained on; of pairs with their metrics."""
         parts = []
-        for batch in (b for m in minibatches for b in m.batches):
-            if self.algorithm.loss:
-                losses, metrics = self.losses(batch)
-            else:
-                losses, metrics = -batch.advantages * self.forward(batch)[0], {}
-            parts.append(metrics | {"loss": Mean(losses.sum(), losses.numel())})
-        return fetched(parts)[0]
+        for minibatch in minibatches:
+            for batch in minibatch.batches:
+                if self.loss:
+                    losses, metrics = self.losses(batch)
+                else:
+                    losses, metrics = -batch.advantages * self.forward(batch)[0], {}
+                parts.append(metrics | {"loss": mean_of(losses)})
+        return self.fetched(parts)[0]
 
-    def step(self, minibatches: list[Minibatch], step: int) -> dict[str, Metric]:
+    def step(self, minibatches: list[Minibatch], step: int) -> Metrics:
         """One optimizer step per minibatch and epoch, until one's KL to the start of the step
         exceeds the target. A minibatch that carries no signal changes nothing."""
-        metrics: dict[str, Metric] = {}
+        metrics: Metrics = {}
         with ExitStack() as states:
-            for learner in self.trained("").values():
+            for learner in self.trained():
                 states.enter_context(learner.state_on_device())
             for number in range(self.updates_per_step):
-                minibatch, at = (
-                    minibatches[number % len(minibatches)],
-                    step + number / self.updates_per_step,
-                )
-                has_work, is_done = bool(minibatch.batches and minibatch.denominator), False
-                if self.critic and has_work:
-                    add_metrics(metrics, self.critic.update(minibatch, at))
-                if has_work and (not self.critic or step >= self.config.critic.warmup_steps):
-                    of_update, is_done = self.update(minibatch, at)
-                    add_metrics(metrics, of_update)
-                else:
+                minibatch = minibatches[number % len(minibatches)]
+                if not minibatch.batches or not minibatch.denominator:
                     add_metrics(metrics, {"skipped_updates": count_once(self.ranks)})
+                    continue
+                of_update, is_done = self.update(minibatch, step + number / self.updates_per_step)
+                add_metrics(metrics, of_update)
                 if is_done:
-                    left_out = self.updates_per_step - number
-                    return metrics | {"kl_stopped_updates": Sum(left_out / self.ranks.size)}
+                    num_left_out = self.updates_per_step - number
+                    metrics["kl_stopped_updates"] = Sum(num_left_out / self.ranks.size)
+                    break
         return metrics
 
-    def update(self, minibatch: Minibatch, step: float) -> tuple[dict[str, Metric], bool]:
+    def update(self, minibatch: Minibatch, step: float) -> tuple[Metrics, bool]:
         """The metrics, and whether the step ends here without this update, because the policy is
         too far from its start. An update whose loss or gradient is not finite changes nothing."""
-        parts, experts = [], self.experts
-        if experts:
-            experts.begin(minibatch.batches)
+        of_parts: Metrics = {}
+        for part in self.parts:
+            of_parts |= part.before_update(self, minibatch, step)
+        if step < self.config.critic.warmup_steps:
+            return of_parts | {"skipped_updates": count_once(self.ranks)}, False
+        found = self.backward(minibatch)
+        # The one place in which an update waits for the device.
+        metrics, grad_norm = self.fetched(found, self.clip_gradients())
+        loss = metrics["loss"].total
+        metrics["loss"] = Mean(loss, 1 / self.ranks.mesh.dp)
+        is_done = self.exceeds_target(metrics)
+        is_finite = math.isfinite(grad_norm)
+        if is_finite and not is_done:
+            lr = learning_rate(self.config.optim, step, self.config.num_steps)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.num_updates += 1
+            self.nonfinite_in_a_row = 0
+            metrics |= {"grad_norm": Mean(grad_norm), "lr": Mean(lr)}
+            metrics["updates"] = count_once(self.ranks)
+        for _, parameter in self.trained_parameters():
+            parameter.grad = None
+        if not is_finite and not is_done:
+            metrics = self.skip(loss, grad_norm, step)
+        return of_parts | metrics, is_done
+
+    def backward(self, minibatch: Minibatch) -> list[Metrics]:
+        """Metrics of each batch, still on the device; gradients of the minibatch's loss are in the
+        parameters."""
+        found = []
         for number, batch in enumerate(minibatch.batches, 1):
             # Copies of the weights add up their gradients once.
             if self.ranks.mesh.dp_replicate > 1:
@@ -172,129 +204,136 @@ class Learner:
             loss = losses.sum() / minibatch.denominator
             # Propagate NaN into the gradient so that all ranks skip this update together.
             one = 1 + (loss - loss).detach()
+            total = loss * one + sum(part.loss() for part in self.parts)
             # FSDP averages gradients over ranks; undo it, the loss is already a share of a global
             # mean.
-            whole = loss * one + (experts.loss() if experts else 0.0)
-            (whole * (self.ranks.size / self.ranks.mesh.tp)).backward()
-            parts.append(metrics | {"loss": Mean(loss.detach(), 0)})
-        if experts:
-            parts.append(experts.metrics())
-        # The one place in which an update waits for the device.
-        metrics, grad_norm = fetched(parts, self.clip_gradients())
-        metrics["loss"] = Mean(metrics["loss"].total, 1 / self.ranks.mesh.dp)
-        is_finite, is_done = math.isfinite(grad_norm), self.exceeds_target(metrics)
-        if is_finite and not is_done:
-            lr = learning_rate(self.config.optim, step, self.config.num_steps)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-            self.num_updates += 1
-            once = count_once(self.ranks)
-            add_metrics(metrics, {"grad_norm": Mean(grad_norm), "lr": Mean(lr), "updates": once})
-        for _, parameter in self.trained_parameters():
-            parameter.grad = None
-        if is_done or is_finite:
-            self.nonfinite_in_a_row *= is_done
-            return metrics, is_done
-        return self.skip(metrics["loss"].total, grad_norm, step), False
+            (total * (self.ranks.size / self.ranks.mesh.tp)).backward()
+            found.append(metrics | {"loss": Mean(loss.detach(), 0)})
+        return found + [part.metrics() for part in self.parts]
 
-    def skip(self, loss: float, grad_norm: float, step: float) -> dict[str, Metric]:
+    def skip(self, loss: float, grad_norm: float, step: float) -> Metrics:
         """Counts an update that was not made. Raises RunError on all ranks alike after too many in
         a row."""
         self.nonfinite_in_a_row += 1
+        count = self.nonfinite_in_a_row
         losses = ", ".join(all_gather_json(repr(loss), self.ranks))  # of each rank
         number = round(step % 1 * self.updates_per_step)
         text = (
             f"step {int(step) + 1}, update {number} of {self.name} is not finite: gradient norm "
             f"{grad_norm}, loss {losses}"
         )
-        if self.nonfinite_in_a_row > MAX_NONFINITE:
+        if count > MAX_NONFINITE:
             raise RunError(
-                f"{text}. It is number {self.nonfinite_in_a_row} in a row; weights and optimizer "
-                "are as before the first"
+                f"{text}. It is number {count} in a row; weights and optimizer are as before the "
+                "first"
             )
         if self.ranks.rank == 0:
-            print(f"{text}; skipped ({self.nonfinite_in_a_row} in a row)", flush=True)
+            print(f"{text}; skipped ({count} in a row)", flush=True)
         return {"nonfinite_updates": count_once(self.ranks)}
 
-    def losses(self, batch: PackedBatch) -> tuple[Tensor, dict[str, Metric]]:
+    def losses(self, batch: PackedBatch) -> tuple[Tensor, Metrics]:
         """What is minimised, of each trained token or of each pair, and metrics whose numbers are
         still on the device."""
         outputs, entropy = self.forward(batch)
-        if self.algorithm.loss:
-            return option(self.algorithm.loss)(self.config, batch, outputs)
+        if self.loss:
+            return self.loss(self.config, batch, outputs)
         losses, is_clipped = token_losses(self.algorithm, batch, outputs, entropy)
-        return losses, self.measure(batch, outputs.detach(), entropy.detach(), is_clipped)
+        metrics = self.measure(batch, outputs.detach()) | {"entropy_nats": mean_of(entropy)}
+        if is_clipped is not None:
+            metrics["clip_frac"] = mean_of(is_clipped)
+        return losses, metrics
 
-    def exceeds_target(self, metrics: dict[str, Metric]) -> bool:
+    def measure(self, batch: PackedBatch, logprobs: Tensor) -> Metrics:
+        """How far the policy is from what sampled, from the start of the step, from the
+        reference."""
+        metrics: Metrics = {}
+        old, rollout = batch.old_logprobs, batch.rollout_logprobs
+        if self.algorithm.is_rl:
+            learner = logprobs if old is None else old
+            mismatch = kl_estimate("k3", learner, rollout)
+            metrics["mismatch_kl_nats"] = mean_of(mismatch)
+            metrics["mismatch_kl_nats_max"] = Max(mismatch.max() if len(mismatch) else 0.0)
+            metrics["mismatch_tail_frac"] = mean_of((learner - rollout).abs() > TAIL_NATS)
+        if old is not None:
+            metrics["step_kl_nats"] = mean_of(kl_estimate("k3", old, logprobs))
+        if batch.ref_logprobs is not None:
+            metrics["ref_kl_nats"] = mean_of(kl_estimate("k3", logprobs, batch.ref_logprobs))
+        return metrics
+
+    def exceeds_target(self, metrics: Metrics) -> bool:
         """Whether the mean KL(old || new) of the minibatch is above the target; the same on all
         ranks."""
         if not self.algorithm.target_kl:
             return False
         kl = metrics["step_kl_nats"]
-        total, count = self.global_sums(torch.tensor([kl.total, kl.count], dtype=torch.float64))
+        sums = torch.tensor([kl.total, kl.count], dtype=torch.float64)
+        total, count = global_sums(sums, self.ranks)
         return total > self.algorithm.target_kl * count
-
-    def measure(
-        self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor, is_clipped: Tensor
-    ) -> dict[str, Metric]:
-        n, old = logprobs.numel(), batch.old_logprobs
-        metrics: dict[str, Metric] = {"entropy_nats": Mean(entropy.sum(), n)}
-        if self.algorithm.is_rl:
-            learner, rollout = logprobs if old is None else old, batch.rollout_logprobs
-            mismatch = kl_estimate("k3", learner, rollout) if n else logprobs
-            metrics |= {
-                "clip_frac": Mean(is_clipped.sum(), n),
-                "mismatch_kl_nats": Mean(mismatch.sum(), n),
-                "mismatch_kl_nats_max": Max(mismatch.max() if n else 0.0),
-                "mismatch_tail_frac": Mean(((learner - rollout).abs() > TAIL_NATS).sum(), n),
-            }
-        if old is not None:
-            metrics["step_kl_nats"] = Mean(kl_estimate("k3", old, logprobs).sum(), n)
-        if batch.ref_logprobs is not None:
-            metrics["ref_kl_nats"] = Mean(kl_estimate("k3", logprobs, batch.ref_logprobs).sum(), n)
-        return metrics
 
     def clip_gradients(self) -> Tensor:
         """The norm before it is bounded, over all ranks."""
         self.policy.finish_gradients()
         # Torch takes the norm of tensors on one mesh.
         by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-        for grad in (p.grad for _, p in self.trained_parameters() if p.grad is not None):
-            by_mesh.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
-        norms = [unsharded(torch.nn.utils.get_total_norm(grads)) for grads in by_mesh.values()]
+        for _, parameter in self.trained_parameters():
+            if parameter.grad is not None:
+                mesh = getattr(parameter.grad, "device_mesh", None)
+                by_mesh.setdefault(mesh, []).append(parameter.grad)
+        norms = [unsharded(nn.utils.get_total_norm(grads)) for grads in by_mesh.values()]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         if limit := self.config.optim.max_grad_norm:
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)
             for grads in by_mesh.values():
-                torch._foreach_mul_([local(g) for g in grads], scale)
+                torch._foreach_mul_([local(grad) for grad in grads], scale)
         return norm
+
+    def fetched(self, parts: list[Metrics], *more: Tensor) -> tuple:
+        """The sum of metrics whose numbers may be on the device, and further numbers, in one
+        transfer."""
+        places = []
+        for part in parts:
+            for metric in part.values():
+                name = "total" if isinstance(metric, Mean) else "value"
+                if isinstance(getattr(metric, name), Tensor):
+                    places.append((metric, name))
+        tensors = [getattr(*place) for place in places] + list(more)
+        # With --learner.offload always the gradient's norm is on the CPU.
+        together = [tensor.to(self.ranks.device, torch.float64) for tensor in tensors]
+        numbers = torch.stack(together).tolist() if together else []
+        for place, number in zip(places, numbers, strict=False):
+            setattr(*place, number)
+        metrics: Metrics = {}
+        for part in parts:
+            add_metrics(metrics, part)
+        return metrics, *numbers[len(places) :]
 
     def on_device(self) -> ExitStack:
         """A context in which the weights are on the device; outside they are CPU-offloaded, if
         --learner.offload says so. The optimizer's state is there only within step()."""
         stack = ExitStack()
-        for learner in self.trained("").values():
+        for learner in self.trained():
             stack.enter_context(learner.policy.on_device())
         return stack
 
     def leave_device(self) -> None:
         """CPU-offloads, if --learner.offload says so, what was made or loaded on the device."""
-        for learner in self.trained("").values():
+        for learner in self.trained():
             with learner.policy.on_device(), learner.state_on_device():
                 pass  # each context CPU-offloads at its end
 
-    def trained(self, name: str) -> dict[str, Learner]:
-        """All that learns here, by the names that a checkpoint gives it."""
-        return {name: self} | ({f"{name}_critic": self.critic.learner} if self.critic else {})
+    def trained(self) -> list[Learner]:
+        """All that learns here. A checkpoint has each by its name."""
+        return [self, *(learner for part in self.parts for learner in part.learners)]
 
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.policy.trained(self.adapter)
 
     def models(self) -> list[PolicyModel]:
         """The models that it holds."""
-        policies = [learner.policy for learner in self.trained("").values()]
-        return list(dict.fromkeys([*policies, *([self.reference] if self.reference else ())]))
+        models = [learner.policy for learner in self.trained()]
+        for part in self.parts:
+            models += part.models
+        return list(dict.fromkeys(models))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return named_weights(self.policy, self.adapter)
@@ -303,54 +342,39 @@ class Learner:
         return engine_weights(self.policy, self.adapter, in_place)
 
 
-def fetched(parts: list[dict[str, Metric]], *more: Tensor) -> tuple:
-    """The sum of the parts, whose numbers may be on the device, and further numbers: all in one
-    transfer from each device that has some. With --learner.offload always the gradient's norm is on
-    the CPU."""
-    places = [
-        (m, "total" if isinstance(m, Mean) else "value") for part in parts for m in part.values()
-    ]
-    places = [place for place in places if isinstance(getattr(*place), Tensor)]
-    tensors = [getattr(*place) for place in places] + list(more)
-    numbers = numbers_of(tensors)
-    for place, number in zip(places, numbers, strict=False):
-        setattr(*place, number)
-    metrics: dict[str, Metric] = {}
-    for part in parts:
-        add_metrics(metrics, part)
-    return metrics, *numbers[len(places) :]
+def mean_of(values: Tensor) -> Mean:
+    """Over tokens, or pairs; its number is still on the device."""
+    return Mean(values.detach().sum(), values.numel())
 
 
-def numbers_of(tensors: list[Tensor]) -> list[float]:
-    by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(index)
-    numbers = [math.nan] * len(tensors)
-    for indices in by_device.values():
-        values = torch.stack([tensors[index].double() for index in indices]).tolist()
-        for index, value in zip(indices, values, strict=True):
-            numbers[index] = value
-    return numbers
-
-
-def make_optimizer(
-    named: Iterator[tuple[str, nn.Parameter]], config: OptimConfig
-) -> torch.optim.Optimizer:
-    if config.name in OPTIMIZERS:
-        return option(OPTIMIZERS[config.name])(list(named), config)
+def adamw(named: Named, config: OptimConfig) -> Optimizer:
     groups = parameter_groups(named, config.weight_decay)
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.betas[0])
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def parameter_groups(named: Iterator[tuple[str, Tensor]], weight_decay: float) -> list[dict]:
+def parameter_groups(named: Named, weight_decay: float) -> list[dict]:
     """Weight decay on matrices, not on norms and biases. torch computes with a group's parameters
     together, which must therefore be sharded over one mesh."""
-    kinds: dict[tuple, list] = {}
-    for name, p in named:
-        kinds.setdefault((p.ndim > 1, getattr(p, "device_mesh", None)), []).append((name, p))
-    return [
-        {"params": part, "weight_decay": weight_decay * is_matrix}
-        for (is_matrix, _), part in kinds.items()
-    ]
+    groups: dict[tuple, dict] = {}
+    for name, parameter in named:
+        is_matrix = parameter.ndim > 1
+        key = is_matrix, getattr(parameter, "device_mesh", None)
+        group = groups.setdefault(key, {"params": [], "weight_decay": weight_decay * is_matrix})
+        group["params"].append((name, parameter))
+    return list(groups.values())
+
+
+def learning_rate(config: OptimConfig, step: float, num_steps: int) -> float:
+    """The learning rate of an update that starts `step` (a fraction for later minibatches) of
+    num_steps. wsd: constant until the last fifth of the run, then linear (Hu et al. 2024,
+    arXiv:2404.06395, section 4)."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / (config.warmup_steps + 1)
+    done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    heights = {
+        "constant": 1.0,
+        "linear": 1 - done,
+        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+        "wsd": min(1.0, (num_steps - step) / (WSD_DECAY_FRAC * max(1, num_steps))),
+    }
+    return config.lr * (config.min_lr_frac + (1 - config.min_lr_frac) * heights[config.schedule])

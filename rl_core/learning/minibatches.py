@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rl_core.algorithms import Algorithm, loss_denominator
 from rl_core.config import Config
 from rl_core.data.packing import (
     Entry,
@@ -20,7 +21,6 @@ from rl_core.data.packing import (
     trimmed,
 )
 from rl_core.distributed import Ranks, all_gather_json, exchange
-from rl_core.learning.algorithms import Algorithm, loss_denominator
 from rl_core.learning.policy import backbone
 from rl_core.metrics import Mean, Metric, Sum, add_metrics
 from rl_core.types import PER_TOKEN, PackedBatch, SequenceShard, TrainingSample

@@ -8,36 +8,55 @@ loss of values.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rl_core.algorithms import Algorithm, kl_estimate, sums_to_go
 from rl_core.config import Config
-from rl_core.learning.algorithms import Algorithm, kl_estimate, mean_and_std, sums_to_go
-from rl_core.learning.learner import Learner
+from rl_core.distributed import Ranks
+from rl_core.learning.advantages import global_sums, mean_and_std
+from rl_core.learning.learner import Learner, LearnerPart
 from rl_core.learning.minibatches import Minibatch
+from rl_core.learning.policy import PolicyModel
 from rl_core.metrics import Mean, Metric
 from rl_core.types import PackedBatch
 
 # Of the learner that trains the critic.
-CRITIC = Algorithm(loss="rl_core.plugins.critic:losses_of_values")
+CRITIC = Algorithm(learns_from="rows")
 
 
-class Critic:
-    def __init__(self, config: Config, policy, ranks, name: str = "policy"):
-        """`policy`: a classifier. --optim with --critic.lr trains it."""
-        config = dataclasses.replace(
-            config, optim=dataclasses.replace(config.optim, lr=config.critic.lr)
+class Critic(LearnerPart):
+    def __init__(
+        self,
+        config: Config,
+        algorithm: Algorithm,
+        policy: PolicyModel,
+        ranks: Ranks,
+        make_learner: Callable[..., Learner] = Learner,
+        name: str = "policy",
+    ):
+        """`policy`: a classifier. --optim with --critic.lr trains it. `make_learner` makes one as
+        Learner() does. `algorithm`, `name`: the actor's."""
+        own = dataclasses.replace(
+            config,
+            optim=dataclasses.replace(config.optim, lr=config.critic.lr),
+            critic=dataclasses.replace(config.critic, warmup_steps=0),
         )
-        self.learner = Learner(config, CRITIC, policy, ranks, name=f"{name}_critic")
-        self.config = config.critic
+        self.learner = make_learner(
+            own, CRITIC, policy, ranks, loss=losses_of_values, name=f"{name}_critic"
+        )
+        self.learners = (self.learner,)
+        self.config, self.algorithm = config.critic, algorithm
 
-    def annotate(self, algorithm: Algorithm, batches: list[PackedBatch]) -> dict[str, Metric]:
+    def annotate(self, batches: list[PackedBatch]) -> dict[str, Metric]:
         """Turns the batches' rewards into advantages by GAE."""
-        sums = torch.zeros(5, dtype=torch.float64, device=self.learner.ranks.device)
+        ranks = self.learner.ranks
+        sums = torch.zeros(5, dtype=torch.float64, device=ranks.device)
         for batch in batches:
-            rewards = token_rewards(algorithm, batch)
+            rewards = token_rewards(self.algorithm, batch)
             batch.values = self.learner.forward(batch)[0]
             gamma, sequences = self.config.gamma, batch.sequences
             batch.advantages = gae_advantages(
@@ -45,14 +64,14 @@ class Critic:
             )
             batch.returns = batch.advantages + batch.values
             sums += value_sums(batch.values, sums_to_go(rewards, sequences, gamma))
-        return value_metrics(self.learner.global_sums(sums))
+        return value_metrics(global_sums(sums, ranks))
 
-    def update(self, minibatch: Minibatch, step: float) -> dict[str, Metric]:
+    def before_update(
+        self, learner: Learner, minibatch: Minibatch, step: float
+    ) -> dict[str, Metric]:
         of_tokens = dataclasses.replace(minibatch, denominator=minibatch.num_tokens)
-        return {
-            f"critic_{name}": metric
-            for name, metric in self.learner.update(of_tokens, step)[0].items()
-        }
+        metrics, _ = self.learner.update(of_tokens, step)
+        return {f"critic_{name}": metric for name, metric in metrics.items()}
 
 
 def is_last(sequences: Tensor) -> Tensor:

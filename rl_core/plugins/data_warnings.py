@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+from rl_core.algorithms import Algorithm
 from rl_core.config import Config
 from rl_core.data.rows import row_place
 from rl_core.data.tasks import TaskSource
-from rl_core.learning.algorithms import Algorithm
 
 NUM_ROWS = 200  # the first of each source, which are looked at
 

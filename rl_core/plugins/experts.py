@@ -23,8 +23,10 @@ from transformers import PretrainedConfig
 from transformers.utils.output_capturing import OutputRecorder
 
 from rl_core.config import Config
-from rl_core.learning.learner import Learner
+from rl_core.distributed import Ranks
+from rl_core.learning.learner import Learner, LearnerPart
 from rl_core.learning.loading import on_meta
+from rl_core.learning.minibatches import Minibatch
 from rl_core.learning.policy import PolicyModel, backbone, packed_outputs
 from rl_core.metrics import Mean, Metric
 from rl_core.plugins.padded import padded_rows
@@ -142,20 +144,23 @@ def check_experts(config: Config, name: str, model_config: PretrainedConfig) -> 
         )
 
 
-def watch(learner: Learner) -> None:
-    """Lets a learner whose model has experts tell their load, and even it."""
-    compiled = learner.config.learner.kernels == "compile"  # would trace what is put around routers
-    if not compiled and find_routers(learner.policy.hf)[1]:
-        learner.experts = Experts(learner)
+def make_experts(
+    config: Config, policy: PolicyModel, ranks: Ranks, name: str = "policy"
+) -> list[LearnerPart]:
+    """The part of a learner whose model has experts; [] for any other model."""
+    compiled = config.learner.kernels == "compile"  # would trace what is put around routers
+    if compiled or not find_routers(policy.hf)[1]:
+        return []
+    return [Experts(config, policy, ranks, name)]
 
 
-class Experts:
+class Experts(LearnerPart):
     """Load and auxiliary loss of a learner's experts. Each sample's tokens count once, but for its
     last, which no forward reads: a prompt that several share counts for each of them."""
 
-    def __init__(self, learner: Learner):
-        self.learner, self.routers = learner, Routers(learner.policy.hf)
-        actor = learner.config.actors[learner.name]
+    def __init__(self, config: Config, policy: PolicyModel, ranks: Ranks, name: str):
+        self.policy, self.ranks, self.routers = policy, ranks, Routers(policy.hf)
+        actor = config.actors[name]
         self.coef = actor.router_aux_loss_coef
         self.replay = option(f"{REPLAY}:Replay")(self.routers) if actor.router_replay else None
         self.weights: Tensor | None = None  # [T] of the last forward: how often each token counts
@@ -165,10 +170,10 @@ class Experts:
         self.aux_loss: Tensor | float = 0.0  # of the minibatch's tokens on this rank
 
     @contextmanager
-    def of(self, batch: PackedBatch) -> Iterator[None]:
+    def around(self, batch: PackedBatch) -> Iterator[None]:
         """Around a forward of this batch. What is replayed stays until the next, for what the
         backward recomputes."""
-        places, self.weights = forwarded(self.learner.policy, batch)
+        places, self.weights = forwarded(self.policy, batch)
         self.routers.forced = None if batch.experts is None else batch.experts[places]
         self.routers.open()
         try:
@@ -178,16 +183,19 @@ class Experts:
             if not torch.is_grad_enabled():
                 self.routers.forced = None
 
-    def begin(self, batches: list[PackedBatch]) -> None:
-        """Before an update. The loss needs the load of the whole minibatch: of several batches by
-        one more forward."""
+    def before_update(
+        self, learner: Learner, minibatch: Minibatch, step: float
+    ) -> dict[str, Metric]:
+        """The loss needs the load of the whole minibatch: of several batches by one more
+        forward."""
         self.counts, self.aux_loss, self.is_whole = None, 0.0, False
-        if self.coef and len(batches) > 1:
+        if self.coef and len(minibatch.batches) > 1:
             with torch.no_grad():
-                for batch in batches:
-                    self.learner.forward(batch)
+                for batch in minibatch.batches:
+                    learner.forward(batch)
                     self.count()
             self.sum_counts()
+        return {}
 
     def count(self) -> None:
         """Adds the last forward's tokens."""
@@ -200,7 +208,7 @@ class Experts:
 
     def sum_counts(self) -> None:
         """Over the ranks, on the device."""
-        if not self.is_whole and self.learner.ranks.size > 1:
+        if not self.is_whole and self.ranks.size > 1:
             dist.all_reduce(self.counts)
         self.is_whole = True
 
@@ -230,7 +238,7 @@ class Experts:
         violation = self.counts.amax(1) / self.counts.mean(1) - 1
         found: dict[str, Metric] = {"expert_load_maxvio": Mean(violation.mean())}
         if self.coef:
-            found["router_aux_loss"] = Mean(self.aux_loss, 1 / self.learner.ranks.size)
+            found["router_aux_loss"] = Mean(self.aux_loss, 1 / self.ranks.size)
         return found
 
 

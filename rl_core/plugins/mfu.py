@@ -49,9 +49,8 @@ def mfu(
         return {}
     parameters = active_parameters(learner.policy.hf)
     work = packing["pack/fill_frac"].total  # of all ranks, in tokens that see no other
-    forwards = (learner.algorithm.is_rl and learner.updates_per_step > 1) + (
-        learner.reference is not None
-    )
+    forwards = learner.algorithm.is_rl and learner.updates_per_step > 1
+    forwards += learner.algorithm.needs_reference
     backward = 2 if learner.adapter else 4  # frozen weights have no gradient
     passes = 2 * forwards + (2 + backward) * learner.config.learner.epochs
     return {"mfu": Mean(passes * parameters * work / (seconds * peak * learner.ranks.size))}

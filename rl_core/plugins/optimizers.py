@@ -1,18 +1,24 @@
-"""Optimizers of bitsandbytes, over sharded parameters too."""
+"""Optimizers beside AdamW."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from rl_core.config import OptimConfig
-from rl_core.learning.learner import parameter_groups
+from rl_core.learning.learner import Named, parameter_groups
 
 
-def adamw8bit(named: list[tuple[str, Tensor]], config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW whose state takes 8 bits a number, in blocks of 256 (Dettmers et al. 2021,
-    arXiv:2110.02861)."""
+def sgd(named: Named, config: OptimConfig) -> Optimizer:
+    groups = parameter_groups(named, config.weight_decay)
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.betas[0])
+
+
+def adamw8bit(named: Named, config: OptimConfig) -> Optimizer:
+    """AdamW of bitsandbytes whose state takes 8 bits a number, in blocks of 256 (Dettmers et al.
+    2021, arXiv:2110.02861)."""
     import bitsandbytes.optim
 
     views, links = local_views(named)
@@ -27,7 +33,7 @@ def adamw8bit(named: list[tuple[str, Tensor]], config: OptimConfig) -> torch.opt
 
 
 def local_views(
-    named: list[tuple[str, Tensor]],
+    named: Named,
 ) -> tuple[list[tuple[str, Tensor]], list[tuple[Tensor, Tensor]]]:
     """(named plain parameters, pairs (view, sharded)): bitsandbytes knows no DTensor, so a view
     shares the memory of this rank's shard. A rank without a part of a parameter has no view of

@@ -82,3 +82,7 @@ def rm_losses(
     last = places.new_zeros(2 * num_pairs).scatter_reduce(0, replies, places, "amax")
     rewards, margin = scores[last].view(-1, 2), margins[last].view(-1, 2)[:, 0]
     return -logsigmoid(rewards[:, 0] - rewards[:, 1] - margin), rewards
+
+
+# By the preset that it is the loss of.
+LOSSES = {"dpo": losses_of_replies, "rm": losses_of_scores}

@@ -17,11 +17,10 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
+from rl_core.algorithms import ADVANTAGES, make_algorithm
 from rl_core.config import Config
 from rl_core.data.rows import write_whole
-from rl_core.learning.algorithms import make_algorithm
 from rl_core.plugins.metric_table import describe
-from rl_core.rules import BASELINES
 
 if TYPE_CHECKING:
     from rl_core.sampling.env import Env
@@ -185,7 +184,8 @@ class RunWarnings:
         algorithm = make_algorithm(config.algorithm, config.algo)
         # Others learn from groups of equal rewards too: from the batch, a critic, or the turns' own
         # rewards.
-        self.compares_groups = algorithm.advantage in BASELINES and algorithm.turn_discount is None
+        compares = ADVANTAGES[algorithm.advantage].needs_group
+        self.compares_groups = compares and algorithm.turn_discount is None
         self.first: list[Row] = []  # the first SHORT steps
         self.last: deque[Row] = deque(maxlen=LONG)
         self.ranges: dict[str, tuple[float, float]] = {}  # metric -> lowest, highest of all steps

@@ -9,10 +9,13 @@ from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.rows import row_place
 from rl_core.data.tasks import fits
-from rl_core.learning.algorithms import PRESETS
-from rl_core.types import Task, TrainingSample, option
+from rl_core.plugins.pairs import reply_pair, scored_pair
+from rl_core.plugins.sft import imitation_samples
+from rl_core.types import Task, TrainingSample
 
 CACHED_TOKENS = 4_000_000  # 100 MB
+# Preset -> (chat, row, *sft.weights) -> TrainingSamples of a row of data.
+SAMPLES = {"sft": imitation_samples, "dpo": reply_pair, "rm": scored_pair}
 
 
 class ImitatedRows:
@@ -36,7 +39,7 @@ class ImitatedRows:
         config, limit = self.config, self.config.max_context_tokens
         weights = config.sft.weights if config.algorithm == "sft" else ()
         try:
-            samples = option(PRESETS[config.algorithm].rows)(self.chat, task.row, *weights)
+            samples = SAMPLES[config.algorithm](self.chat, task.row, *weights)
             longest, named = (
                 max([len(s.token_ids) for s in samples], default=0),
                 "(max_prompt_tokens + max_tokens)",

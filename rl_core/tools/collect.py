@@ -52,9 +52,9 @@ def main(argv: list[str]) -> int:
 async def collect(config: Config, model: str, num_tasks: int, min_reward: float | None) -> None:
     """Plays what is missing in OUT/rollouts. Raises ValueError if that was played with other
     flags."""
+    from rl_core.algorithms import make_algorithm
     from rl_core.data.episodes import by_episode, episode_rewards
     from rl_core.data.rows import write_tokenizers, write_trajectories
-    from rl_core.learning.algorithms import make_algorithm
     from rl_core.run_folder import keep_config, locked
     from rl_core.sources import load_envs, train_tasks
 

@@ -117,9 +117,9 @@ async def player(
     """Engines of these actors. Raises ValueError for a model that cannot play, and for prompts that
     are too long."""
     from rl_core import models
+    from rl_core.algorithms import make_algorithm
     from rl_core.build import Plan, make_actors
     from rl_core.distributed import Mesh, init_ranks
-    from rl_core.learning.algorithms import make_algorithm
     from rl_core.plugins.row_lengths import check_lengths
     from rl_core.sampling.engine import DeviceLease
 

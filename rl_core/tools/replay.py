@@ -27,9 +27,9 @@ from rl_core.tools.show import files_of
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from rl_core.algorithms import Algorithm
     from rl_core.build import Plan
     from rl_core.distributed import Ranks
-    from rl_core.learning.algorithms import Algorithm
     from rl_core.learning.learner import Learner
     from rl_core.types import TrainingSample, Trajectory
 
@@ -263,7 +263,7 @@ def learn(
 
 def packed_turns(learner: Learner, samples: list[TrainingSample]) -> list[Any]:
     """Batches of all samples, those without signal too, with what the learner annotates."""
-    from rl_core.learning.algorithms import Algorithm
+    from rl_core.algorithms import Algorithm
     from rl_core.learning.minibatches import shard_samples
 
     of_all = Algorithm(entropy_coef=1.0)  # by which every sample has a gradient
@@ -324,36 +324,35 @@ def line_of(t: Trajectory, values: dict[int, Values]) -> dict[str, Any]:
 def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learner:
     """A learner of the same weights. A critic goes on; a new one begins as the policy did."""
     from rl_core import models
-    from rl_core.learning.learner import Learner
-    from rl_core.learning.policy import make_reference
-    from rl_core.types import option
+    from rl_core.plugins.critic import Critic
+    from rl_core.plugins.padded import choose_forward
+    from rl_core.plugins.reference import Reference
 
     name, ranks, policy, actor = old.name, old.ranks, old.policy, config.actors[old.name]
     config = replace(
         config, optim=replace(config.optim, lr=config.optim.lr if actor.lr is None else actor.lr)
     )
-    reference = critic = None
-    if algorithm.needs_reference:
-        known = policy if policy.adapters else old.reference
-        reference = known or make_reference(
-            actor.model, models.compute_dtype(config), ranks, config.attention
-        )
-    if algorithm.has_critic and old.critic:
-        critic = option("rl_core.plugins.critic:Critic")(
-            config, old.critic.learner.policy, ranks, name
-        )
+    make = models.learner_with(config)
+    parts = {type(part): part for part in old.parts}
+    reference, new_parts = parts.pop(Reference, None), []
+    if algorithm.needs_reference and reference:
+        new_parts.append(Reference(reference.policy, config.sampling.temperature))
+    elif algorithm.needs_reference:
+        new_parts.append(models.make_reference_part(config, algorithm, actor.model, policy, ranks))
+    if algorithm.has_critic and Critic in parts:
+        critic = parts[Critic].learner.policy
+        new_parts.append(Critic(config, algorithm, critic, ranks, make, name))
     elif algorithm.has_critic:
-        critic = models.make_critic(config, actor.model, ranks, name)
-    new = Learner(
-        config, algorithm, policy, ranks, reference, critic, name=name, adapter=old.adapter
-    )
-    option(f"{models.EXPERTS}:watch")(new)
+        new_parts.append(models.make_critic(config, algorithm, actor.model, ranks, name))
+    new_parts += [part for kind, part in parts.items() if kind is not Critic]
+    new = make(config, algorithm, policy, ranks, parts=new_parts, name=name, adapter=old.adapter)
     for model in set(new.models()) - set(old.models()):
-        option("rl_core.plugins.padded:choose_forward")(model, ranks)
-    was = old.trained(name)
-    for key, learner in new.trained(name).items():
-        if key in was and type(learner.optimizer) is type(was[key].optimizer):
-            keep_state(learner.optimizer, was[key].optimizer)
+        choose_forward(model, ranks)
+    known = {learner.name: learner.optimizer for learner in old.trained()}
+    for learner in new.trained():
+        optimizer = known.get(learner.name)
+        if type(learner.optimizer) is type(optimizer):
+            keep_state(learner.optimizer, optimizer)
     return new
 
 

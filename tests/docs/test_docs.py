@@ -22,9 +22,9 @@ from pathlib import Path
 import pytest
 from kit import ROOT, metrics
 
+from rl_core.algorithms import PRESETS, clipped_loss
 from rl_core.cli import COMMANDS
 from rl_core.config import ActorConfig, Config, fill, known_flags, parse_config
-from rl_core.learning.algorithms import PRESETS, clipped_loss
 from rl_core.tools.peers import OURS
 from rl_core.train import main as train
 

@@ -13,8 +13,8 @@ import pytest
 from kit import words
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from rl_core.algorithms import PRESETS, make_algorithm
 from rl_core.config import Config, known_flags, parse_config, to_yaml
-from rl_core.learning.algorithms import PRESETS, make_algorithm
 from rl_core.models import choose_engine
 from rl_core.rules import check_algorithm
 from rl_core.train import main

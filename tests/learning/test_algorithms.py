@@ -7,24 +7,24 @@ import dataclasses
 import json
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
-from kit import SORT, metrics, trajectories, words
+from kit import SORT, metrics, part_of, trajectories, words
 from test_critic import naive_gae, plain_values, with_critic
 from test_learner import assert_same, make_learner, ragged_samples
 
+from rl_core.algorithms import PRESETS, kl_estimate, sequence_mean, sums_to_go, token_losses
 from rl_core.data.episodes import baseline_groups
 from rl_core.distributed import init_ranks
-from rl_core.learning.advantages import has_signal, samples_of, turn_advantages, turn_returns
-from rl_core.learning.algorithms import (
-    PRESETS,
+from rl_core.learning.advantages import (
     group_advantages,
-    kl_estimate,
+    has_signal,
     overlong_penalty,
-    sequence_mean,
-    sums_to_go,
-    token_losses,
+    samples_of,
+    turn_advantages,
+    turn_returns,
 )
 from rl_core.learning.learner import Learner
 from rl_core.train import main
@@ -72,12 +72,10 @@ DEFAULTS = {
     "refill_rounds": 0,
     "target_kl": 0.0,
     "turn_discount": None,
-    "rows": "",
-    "loss": "",
+    "learns_from": "episodes",
     "is_scoring": False,
     "has_reference": False,
 }
-PAIRS, LOSSES = "rl_core.plugins.pairs", "rl_core.plugins.preference"
 TABLE = {
     "grpo": {},
     "dr_grpo": {"advantage": "group_mean", "aggregation": "constant"},
@@ -87,19 +85,10 @@ TABLE = {
     "rloo": {"advantage": "rloo", "aggregation": "constant", "kl": "k1", "kl_in": "reward"},
     "reinforce_pp": {"advantage": "none", "normalize": "batch", "kl": "k1", "kl_in": "reward"},
     "ppo": {"advantage": "gae", "normalize": "batch", "kl": "k1", "kl_in": "reward"},
-    "sft": {"rows": "rl_core.plugins.sft:imitation_samples"},
-    "dpo": {
-        "rows": f"{PAIRS}:reply_pair",
-        "loss": f"{LOSSES}:losses_of_replies",
-        "has_reference": True,
-    },
-    "rm": {
-        "rows": f"{PAIRS}:scored_pair",
-        "loss": f"{LOSSES}:losses_of_scores",
-        "is_scoring": True,
-    },
+    "sft": {"learns_from": "rows"},
+    "dpo": {"learns_from": "pairs", "aggregation": "pair", "has_reference": True},
+    "rm": {"learns_from": "pairs", "aggregation": "pair", "is_scoring": True},
 }
-TABLE |= {name: TABLE[name] | {"aggregation": "pair"} for name in ("dpo", "rm")}
 
 
 def test_presets_are_the_papers_settings():
@@ -114,9 +103,9 @@ def make_pair(model_path, preset: str, *flags) -> Learner:
     learner = make_learner(model_path, *flags, algorithm=preset)
     if learner.algorithm.has_critic:
         with_critic(learner)
-    if learner.reference is not None:
+    if reference := part_of(learner, "Reference"):
         torch.manual_seed(0)
-        for p in learner.reference.parameters():
+        for p in reference.policy.parameters():
             p.add_(0.1 * torch.randn_like(p))
     return learner
 
@@ -151,7 +140,7 @@ def learner_gradients(learner: Learner, samples) -> tuple[dict[str, torch.Tensor
 
 def reference_logprobs(learner: Learner, ids_BL: torch.Tensor) -> torch.Tensor:
     """[B, L-1] of each token but the first, by the plain Hugging Face model."""
-    model = learner.reference.hf
+    model = part_of(learner, "Reference").policy.hf
     model.set_attn_implementation("sdpa")
     logprobs = model(ids_BL, use_cache=False).logits[:, :-1].log_softmax(-1)
     model.set_attn_implementation("rl_core_packed")
@@ -334,7 +323,7 @@ def trl_gradients(
             trainer.model, ids, is_token, longest - 1
         )
     inputs["old_per_token_logps"] = own + (0.5 * torch.sin(3 * ids[:, 1:].double())).float()
-    if learner.reference is not None:
+    if part_of(learner, "Reference"):
         # Padding stands last and is masked.
         inputs["ref_per_token_logps"] = reference_logprobs(learner, ids)
     loss = trainer._compute_loss(trainer.model, inputs)
@@ -434,10 +423,11 @@ def test_means_and_sums_over_sequences_stay_inside_them():
         torch.tensor([1.0, 2.0, 3.0, 10.0, -4.0, 6.0]),
         torch.tensor([0, 0, 0, 1, 2, 2]),
     )
-    assert sequence_mean(values, sequences, 3).tolist() == [2, 2, 2, 10, 1, 1]
+    batch = SimpleNamespace(sequences=sequences, order=torch.arange(3))
+    assert sequence_mean(values, batch).tolist() == [2, 2, 2, 10, 1, 1]
     assert sums_to_go(values, sequences).tolist() == [6, 5, 3, 10, 2, 6]
     nothing = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    assert sequence_mean(*nothing, 0).numel() == sums_to_go(*nothing).numel() == 0
+    assert sums_to_go(*nothing).numel() == 0
 
 
 def test_the_overlong_penalty_is_dapos():

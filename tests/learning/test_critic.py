@@ -8,18 +8,19 @@ import random
 
 import pytest
 import torch
-from kit import SORT, metrics, words
+from kit import SORT, metrics, part_of, words
 from safetensors.torch import load_file
 from test_learner import FLAGS, assert_same, make_learner, ragged_samples
 
+from rl_core.algorithms import PRESETS, token_losses
 from rl_core.cli import main as command
 from rl_core.config import parse_config
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
 from rl_core.learning.advantages import samples_of
-from rl_core.learning.algorithms import PRESETS, token_losses
 from rl_core.learning.learner import Learner
 from rl_core.learning.minibatches import Minibatch
+from rl_core.learning.policy import PolicyModel
 from rl_core.models import make_critic
 from rl_core.plugins.critic import gae_advantages, value_losses, value_metrics, value_sums
 from rl_core.train import main
@@ -28,10 +29,14 @@ from rl_core.types import Completion, TrainingSample, Trajectory, Turn
 SGD = ("--optim.name", "sgd", "--optim.betas", "0,0.95", "--optim.eps", "0")
 
 
+def critic_of(learner: Learner) -> PolicyModel:
+    return part_of(learner, "Critic").learner.policy
+
+
 def with_critic(learner: Learner) -> Learner:
     """The learner, whose critic's head is no more 0."""
     torch.manual_seed(0)
-    torch.nn.init.normal_(learner.critic.learner.policy.hf.score.weight, std=0.1)
+    torch.nn.init.normal_(critic_of(learner).hf.score.weight, std=0.1)
     return learner
 
 
@@ -41,7 +46,7 @@ def make_ppo(model, *flags) -> Learner:
 
 def plain_values(learner: Learner, sample: TrainingSample) -> list[float]:
     """The classifier's score before each trained token, by the plain Hugging Face model."""
-    model = learner.critic.learner.policy.hf
+    model = critic_of(learner).hf
     model.set_attn_implementation("sdpa")
     hidden = model.base_model(
         torch.tensor(sample.token_ids)[None], use_cache=False
@@ -175,12 +180,10 @@ def test_four_microbatches_teach_actor_and_critic_what_one_does(flags, tiny_mode
         learner = make_ppo(tiny_model, *SGD, *more, *flags)
         minibatches, _ = learner.shard(samples)
         assert (len(minibatches[0].batches) >= 4) == (tokens == "100")
-        before = {
-            f"critic {n}": p.clone() for n, p in learner.critic.learner.policy.named_parameters()
-        }
+        before = {f"critic {n}": p.clone() for n, p in critic_of(learner).named_parameters()}
         before |= {n: p.clone() for n, p in learner.policy.named_parameters()}
         values = learner.annotate(minibatches) | learner.step(minibatches, 0)
-        after = {f"critic {n}": p for n, p in learner.critic.learner.policy.named_parameters()}
+        after = {f"critic {n}": p for n, p in critic_of(learner).named_parameters()}
         after |= dict(learner.policy.named_parameters())
         found.append(({n: (after[n] - before[n]).detach() for n in after}, values))
     (one, a), (four, b) = found
@@ -225,7 +228,7 @@ def test_while_the_critic_warms_up_the_actor_stays_as_it_is(tiny_model):
         "--optim.weight_decay",
         "0.1",
     )
-    actor, critic = learner.policy, learner.critic.learner.policy
+    actor, critic = learner.policy, critic_of(learner)
     start, values = (
         [p.clone() for p in actor.parameters()],
         [p.clone() for p in critic.parameters()],
@@ -243,15 +246,20 @@ def test_while_the_critic_warms_up_the_actor_stays_as_it_is(tiny_model):
 
 def test_a_critic_starts_from_a_reward_model_or_at_zero(tiny_model, tmp_path):
     learner, batch = make_ppo(tiny_model), pack_samples(ragged_samples())
-    learner.critic.learner.policy.hf.save_pretrained(tmp_path)
+    critic_of(learner).hf.save_pretrained(tmp_path)
     config = parse_config(
         ["--model", str(tiny_model), "--algorithm", "ppo", *FLAGS, "--critic.model", str(tmp_path)]
     )
+
+    def new_critic(*args):
+        critic = make_critic(config, learner.algorithm, str(tiny_model), learner.ranks)
+        return critic.learner.policy(*args)
+
     with torch.no_grad():
-        want, _ = learner.critic.learner.policy(batch, 1.0)
-        got, _ = make_critic(config, str(tiny_model), learner.ranks).learner.policy(batch, 1.0)
+        want, _ = critic_of(learner)(batch, 1.0)
+        got, _ = new_critic(batch, 1.0)
         config.critic.model = None
-        fresh, _ = make_critic(config, str(tiny_model), learner.ranks).learner.policy(batch, 1.0)
+        fresh, _ = new_critic(batch, 1.0)
     assert torch.equal(got, want) and want.any() and not fresh.any()
 
 

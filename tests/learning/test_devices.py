@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit import part_of
 from models_table import family_config
 from test_learner import FLAGS, ragged_samples
 from torch import Tensor, nn
@@ -15,15 +16,18 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rl_core.algorithms import PRESETS, make_algorithm
 from rl_core.config import parse_config
 from rl_core.distributed import init_ranks
 from rl_core.engines.slots import SlotCache, SlotModel, sample
-from rl_core.learning.algorithms import PRESETS, make_algorithm
 from rl_core.learning.attention import NAME
 from rl_core.learning.learner import Learner
 from rl_core.learning.policy import PolicyModel
+from rl_core.models import learner_with
 from rl_core.plugins.critic import Critic
-from rl_core.plugins.experts import watch
+from rl_core.plugins.experts import make_experts
+from rl_core.plugins.reference import Reference
+from rl_core.registry import pair_loss
 
 META = torch.device("meta")
 SGD = ["--optim.name", "sgd"]  # fused AdamW refuses meta tensors
@@ -112,14 +116,16 @@ def meta_learner(
     preset = make_algorithm(algorithm, config.algo)
     ranks = dataclasses.replace(init_ranks(60), device=META)
     has_reference = preset.has_reference or preset.kl_coef > 0
-    reference = meta_policy(model, False, dtype, "none") if has_reference else None
-    critic = (
-        Critic(config, meta_policy(model, True, dtype, offload), ranks)
-        if preset.has_critic
-        else None
-    )
+    parts, make = [], learner_with(config)
+    if has_reference:
+        parts.append(Reference(meta_policy(model, False, dtype, "none"), 1.0))
+    if preset.has_critic:
+        critic = meta_policy(model, True, dtype, offload)
+        parts.append(Critic(config, preset, critic, ranks, make))
     policy = meta_policy(model, preset.is_scoring, dtype, offload)
-    return Learner(config, preset, policy, ranks, reference, critic)
+    parts += make_experts(config, policy, ranks)
+    loss = pair_loss(algorithm) if preset.is_pairs else None
+    return make(config, preset, policy, ranks, parts=parts, loss=loss)
 
 
 def learn_a_step(learner: Learner) -> None:
@@ -155,8 +161,7 @@ def test_a_step_reads_no_value_before_its_updates_end_and_no_tensor_is_elsewhere
 def test_a_mixture_of_experts_waits_for_no_device_either(family, offload):
     flags = "--actors.policy.router_aux_loss_coef 0.1 --learner.microbatch_tokens 300"
     learner = meta_learner(family_config(family), "grpo", flags, torch.bfloat16, offload)
-    watch(learner)
-    assert learner.experts
+    assert part_of(learner, "Experts")
     learn_a_step(learner)
 
 

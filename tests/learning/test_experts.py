@@ -169,7 +169,7 @@ def test_splits_of_a_minibatch_give_one_loss_load_and_gradient(family, name, spl
 def test_an_update_leaves_no_graph_behind(family):
     learner = make_learner(family("qwen3_moe"), SFT, COEF, "0.5")
     kit.learn(learner, imitated())
-    kept = learner.experts
+    kept = kit.part_of(learner, "Experts")
     assert not kept.aux_loss.requires_grad and not kept.counts.requires_grad
     assert not kept.routers.logits and kept.routers.forced is None
 

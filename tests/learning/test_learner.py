@@ -10,8 +10,8 @@ import kit
 import pytest
 import torch
 
+from rl_core.algorithms import Algorithm, clipped_loss, token_losses
 from rl_core.data.packing import balanced_bins, pack_samples
-from rl_core.learning.algorithms import clipped_loss, token_losses
 from rl_core.learning.learner import Learner
 from rl_core.types import TrainingSample
 
@@ -346,7 +346,9 @@ def test_the_clip_ignores_a_ratio_only_where_it_would_gain_from_it():
         torch.tensor([0.5, 0.5, 1.5, 1.5, 1.1]),
         torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]),
     )
-    losses, is_clipped = clipped_loss(ratio.log(), advantages, 0.2, 0.28)
+    losses, is_clipped = clipped_loss(
+        Algorithm(clip_high=0.28), ratio.log(), ratio.log(), advantages
+    )
     torch.testing.assert_close(losses, torch.tensor([-0.5, 0.8, -1.28, 1.5, -1.1]))
     assert is_clipped.tolist() == [False, True, True, False, False]
 

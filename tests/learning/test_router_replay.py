@@ -98,7 +98,7 @@ def test_the_learner_goes_by_the_engines_experts_and_is_nearer_to_it(family):  #
         [batch] = minibatch.batches
         assert len(batch.parents) > len(samples), "no prompt is shared"
         logprobs, _ = learner.forward(batch)
-        chose = torch.stack(learner.experts.routers.experts, 1)
+        chose = torch.stack(kit.part_of(learner, "Experts").routers.experts, 1)
         recorded = make_learner(family("qwen3_moe"), REPLAY).shard(samples)[0][0].batches[0].experts
         same = (chose == recorded).float().mean()
         found[flag] = same, (logprobs - batch.rollout_logprobs).abs().mean()

@@ -14,11 +14,11 @@ import pytest
 from kit import metrics, run, trajectories, words
 from view_parts import trajectory, write_metrics, write_step
 
+from rl_core.algorithms import PRESETS
 from rl_core.cli import main
 from rl_core.data.episodes import baseline_groups, by_episode, episode_rewards
 from rl_core.distributed import init_ranks
-from rl_core.learning.advantages import group_results, has_signal, turn_advantages
-from rl_core.learning.algorithms import PRESETS, group_advantages
+from rl_core.learning.advantages import group_advantages, group_results, has_signal, turn_advantages
 from rl_core.sampling.outcomes import held_out_metrics, part_metrics, rollout_metrics
 from rl_core.tools.check import outcomes_of
 from rl_core.tools.eval import scores

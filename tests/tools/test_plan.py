@@ -76,7 +76,7 @@ def test_a_reference_is_as_large_as_the_one_that_a_learner_has(flags):
     plan = make_plan(parse_config([*flags, "--algo.kl_coef", "0.1"]))
     actor = plan.config.actors["policy"]
     size, learner = model_size(actor), Run(plan, init_ranks(60)).learners["policy"]
-    held = sum(p.nbytes for p in learner.reference.parameters())
+    held = sum(p.nbytes for p in kit.part_of(learner, "Reference").policy.parameters())
     assert (
         learner_bytes(plan, actor, size, Mesh())["reference"] == (0, held)
         and held == 4 * size.total

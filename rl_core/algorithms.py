@@ -1,0 +1,334 @@
+"""Advantages and losses, one function per equation; tables of what flags choose from, and PRESETS.
+
+Flags are read before torch is imported: functions call methods of the tensors that they get. M
+trained tokens of a microbatch, G conversations of a group. A sequence is one TrainingSample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rl_core.types import PackedBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(kw_only=True, slots=True)
+class Algorithm:
+    advantage: str = "group_norm"
+    normalize: str = "none"
+    objective: str = "clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 0.0
+    aggregation: str = "token"
+    kl: str = "k3"
+    kl_in: str = "loss"
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    correction: str = "none"
+    correction_range: tuple[float, float] = (0.5, 2.0)
+    overlong: str = "none"
+    overlong_buffer: int = 0
+    refill_rounds: int = 0
+    target_kl: float = 0.0
+    turn_discount: float | None = None
+    learns_from: str = "episodes"  # or rows, or pairs of replies
+    is_scoring: bool = False  # the model is a classifier of one label
+    has_reference: bool = False  # whatever kl_coef is
+
+    @property
+    def is_rl(self) -> bool:
+        """Samples episodes; otherwise learns from rows."""
+        return self.learns_from == "episodes"
+
+    @property
+    def is_pairs(self) -> bool:
+        """Learns from preference pairs; its loss is of a pair, not of a token."""
+        return self.learns_from == "pairs"
+
+    @property
+    def has_critic(self) -> bool:
+        """A second model estimates the reward still to come, and is trained beside the policy."""
+        return self.advantage == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Compares with the model at the start of the run."""
+        return self.kl_coef > 0 or self.has_reference
+
+    @property
+    def penalises_advantages(self) -> bool:
+        """The KL to the reference is subtracted from advantages. A critic's rewards contain it."""
+        in_advantage = self.kl_in == "advantage" or (self.kl_in == "reward" and not self.has_critic)
+        return self.kl_coef > 0 and in_advantage
+
+    @property
+    def skips_zero_advantages(self) -> bool:
+        """A sample whose advantages are all 0 has no gradient, and needs no forward, if nothing
+        else moves it."""
+        is_final = self.normalize != "batch" and not self.has_critic
+        return self.is_rl and self.entropy_coef == 0 and self.kl_coef == 0 and is_final
+
+
+@dataclass(slots=True, frozen=True)
+class Advantage:
+    """A choice of --algo.advantage."""
+
+    # (rewards, weights, episodes), all [G] -> advantages [G]. The conversations of one episode have
+    # its number, from 0, and weigh 1 together. None: the environment's advantage_fn.
+    of: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None
+    # It compares episodes: a group of one is refused, and equal rewards give exactly 0.
+    needs_group: bool
+
+
+def own_reward(rewards: np.ndarray, weights: np.ndarray, episodes: np.ndarray) -> np.ndarray:
+    """[G] R"""
+    return rewards
+
+
+def group_mean(rewards: np.ndarray, weights: np.ndarray, episodes: np.ndarray) -> np.ndarray:
+    """[G] R - mean(R)"""
+    return rewards - np.average(rewards, weights=weights)
+
+
+def group_norm(
+    rewards: np.ndarray, weights: np.ndarray, episodes: np.ndarray, degrees_lost: int = 0
+) -> np.ndarray:
+    """[G] (R - mean(R)) / standard deviation of the population."""
+    centred = group_mean(rewards, weights, episodes)
+    variance = weights @ centred**2 / (weights.sum() - degrees_lost)
+    return centred / variance**0.5
+
+
+def group_norm_unbiased(
+    rewards: np.ndarray, weights: np.ndarray, episodes: np.ndarray
+) -> np.ndarray:
+    """[G] (R - mean(R)) / standard deviation of the sample."""
+    return group_norm(rewards, weights, episodes, degrees_lost=1)
+
+
+def rloo(rewards: np.ndarray, weights: np.ndarray, episodes: np.ndarray) -> np.ndarray:
+    """[G] R - mean of the other episodes' R (Kool et al. 2019; arXiv:2402.14740)."""
+    of_episode = np.bincount(episodes, weights * rewards)
+    weight_of_episode = np.bincount(episodes, weights)
+    others = of_episode.sum() - of_episode
+    return rewards - (others / (weights.sum() - weight_of_episode))[episodes]
+
+
+ADVANTAGES = {
+    "group_mean": Advantage(group_mean, needs_group=True),
+    "group_norm": Advantage(group_norm, needs_group=True),
+    "group_norm_unbiased": Advantage(group_norm_unbiased, needs_group=True),
+    "rloo": Advantage(rloo, needs_group=True),
+    # The learner subtracts the critic's estimate.
+    "gae": Advantage(own_reward, needs_group=False),
+    "none": Advantage(own_reward, needs_group=False),
+    "custom": Advantage(None, needs_group=False),
+}
+
+
+@dataclass(slots=True, frozen=True)
+class Objective:
+    """A choice of --algo.objective."""
+
+    # (algorithm, logprobs, log_ratio, advantages), all [M] -> ([M] losses to minimise, [M] bool
+    # whether a bound decides), with the ratio of new to old probabilities.
+    of: Callable[[Algorithm, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    # The ratio is the geometric mean over its sequence (GSPO, arXiv:2507.18071, eq. 7).
+    is_of_sequence: bool = False
+
+
+def clipped_loss(
+    a: Algorithm, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor
+) -> tuple[Tensor, Tensor]:
+    """([M] losses, [M] bool whether a bound decides): -min(r A, clip(r, 1 - clip_low, 1 +
+    clip_high) A) per token with r = exp(log_ratio); at most -dual_clip A if A < 0. PPO: Schulman et
+    al. 2017, arXiv:1707.06347, eq. 7; two bounds: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 10;
+    dual clip: Ye et al. 2020, arXiv:1912.09729."""
+    ratio = log_ratio.exp()
+    free = ratio * advantages
+    bounded = ratio.clamp(1 - a.clip_low, 1 + a.clip_high) * advantages
+    is_clipped = bounded < free
+    losses = -free.minimum(bounded)
+    if a.dual_clip:
+        limit = -a.dual_clip * advantages
+        is_above = (advantages < 0) & (losses > limit)
+        is_clipped |= is_above
+        losses = limit.where(is_above, losses)
+    return losses, is_clipped
+
+
+def cispo_loss(
+    a: Algorithm, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor
+) -> tuple[Tensor, Tensor]:
+    """([M] losses, [M] bool whether a bound decides): -sg(clip(r, 1 - clip_low, 1 + clip_high)) A
+    logprob per token, so that every token keeps its gradient (CISPO, MiniMax 2025,
+    arXiv:2506.13585, eq. 4)."""
+    ratio = log_ratio.detach().exp()
+    bounded = ratio.clamp(1 - a.clip_low, 1 + a.clip_high)
+    return -bounded * advantages * logprobs, bounded != ratio
+
+
+OBJECTIVES = {
+    "clip": Objective(clipped_loss),
+    "gspo": Objective(clipped_loss, is_of_sequence=True),
+    "cispo": Objective(cispo_loss),
+}
+
+
+# Per-token KL(policy || ref) in nats of tokens that the policy sampled, with d = logprobs -
+# ref_logprobs (Schulman 2020, "Approximating KL Divergence").
+KL_ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda d: d,
+    "k2": lambda d: d.square() / 2,
+    "k3": lambda d: (-d).exp() - 1 + d,
+}
+
+
+def sequence_sums(values: Tensor, batch: PackedBatch) -> Tensor:
+    """[M] for each token the sum of its sequence's values; the gradient goes through all of
+    them."""
+    # bincount would wait for the device to learn how many sequences there are.
+    sums = values.new_zeros(len(batch.order)).index_add(0, batch.sequences, values)
+    return sums[batch.sequences]
+
+
+def sequence_mean(values: Tensor, batch: PackedBatch) -> Tensor:
+    """[M] for each token the mean of its sequence's values."""
+    return sequence_sums(values, batch) / sequence_sums(values.new_ones(len(values)), batch)
+
+
+def sums_to_go(values: Tensor, sequences: Tensor, decay: float = 1.0) -> Tensor:
+    """[M] for each token the sum of its sequence's values from it on, the one l trained tokens
+    later times decay^l. Without a gradient."""
+    sums = values.detach().double().clone()
+    reach = 1
+    while reach < len(sums):
+        # Sums over `reach` tokens become sums over twice as many: log2 passes over all sequences at
+        # once.
+        is_same = sequences[reach:] == sequences[:-reach]
+        sums[:-reach] += decay**reach * sums[reach:].where(is_same, 0.0)
+        reach *= 2
+    return sums.to(values.dtype)
+
+
+def loss_denominator(kind: str, num_tokens: int, num_sequences: int, max_tokens: int) -> int:
+    """Of all samples of a minibatch on all ranks. token: their trained tokens (global mean).
+    sequence: their number (mean of means). constant: their number times the tokens one may have
+    (Dr. GRPO, arXiv:2503.20783). pair: half of it."""
+    denominators = {
+        "token": num_tokens,
+        "sequence": num_sequences,
+        "constant": num_sequences * max_tokens,
+        "pair": num_sequences // 2,
+    }
+    return denominators[kind]
+
+
+def kl_estimate(kind: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """[M] KL(policy || ref) in nats of tokens that the policy sampled: k1 of either sign, k2 and k3
+    >= 0."""
+    return KL_ESTIMATES[kind](logprobs - ref_logprobs)
+
+
+def kl_penalised(a: Algorithm, batch: PackedBatch) -> Tensor:
+    """[M] advantages less the KL of the sampled tokens, by the logprobs that they were sampled
+    with. In the reward: the sum from the token on, its return (REINFORCE++, arXiv:2501.03262),
+    without a baseline. In the advantage: its own alone."""
+    kl = kl_estimate(a.kl, batch.rollout_logprobs, batch.ref_logprobs)
+    if a.kl_in == "reward":
+        kl = sums_to_go(kl, batch.sequences)
+    return batch.advantages - a.kl_coef * kl
+
+
+def correction_weights(a: Algorithm, old_logprobs: Tensor, batch: PackedBatch) -> Tensor:
+    """[M] for tokens that an engine sampled with other logprobs than the learner's, with c =
+    exp(old - rollout). tis: min(c, high) (Yao et al. 2025, "Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL Training"). mask: c inside [low, high], else 0 (IcePop, Ling team 2025,
+    arXiv:2510.18855). sequence_mask: 1 where the geometric mean of the sequence's c is inside, else
+    0."""
+    low, high = a.correction_range
+    log_c = (old_logprobs - batch.rollout_logprobs).detach()
+    if a.correction == "sequence_mask":
+        c = sequence_mean(log_c, batch).exp()
+        return ((c >= low) & (c <= high)).to(c.dtype)
+    c = log_c.exp()
+    if a.correction == "tis":
+        return c.clamp(max=high)
+    return c.where((c >= low) & (c <= high), 0.0)
+
+
+def token_losses(
+    a: Algorithm, batch: PackedBatch, logprobs: Tensor, entropy: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """([M] losses to minimise in nats times advantage, [M] bool whether a bound decides); their
+    global sum over loss_denominator() is the loss. Without old_logprobs the batch is on-policy: the
+    ratio is 1, only its gradient counts. SFT: -weight logprob, without bounds."""
+    if a.is_rl:
+        losses, is_clipped = policy_losses(a, batch, logprobs)
+    else:
+        losses, is_clipped = -batch.advantages * logprobs, None
+    if a.kl_coef and a.kl_in == "loss":
+        losses = losses + a.kl_coef * kl_estimate(a.kl, logprobs, batch.ref_logprobs)
+    if a.entropy_coef:
+        losses = losses - a.entropy_coef * entropy
+    if a.aggregation == "sequence":
+        losses = losses / sequence_sums(logprobs.new_ones(len(logprobs)), batch)
+    return losses, is_clipped
+
+
+def policy_losses(a: Algorithm, batch: PackedBatch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """([M] losses of the objective with its correction, [M] bool whether a bound decides)."""
+    old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    objective = OBJECTIVES[a.objective]
+    log_ratio = logprobs - old
+    if objective.is_of_sequence:
+        log_ratio = sequence_mean(log_ratio, batch)
+    losses, is_clipped = objective.of(a, logprobs, log_ratio, batch.advantages)
+    if a.correction != "none":
+        losses = losses * correction_weights(a, old, batch)
+    return losses, is_clipped
+
+
+PRESETS = {
+    # Shao et al. 2024, arXiv:2402.03300; averaged over all tokens as in DAPO, and without the KL
+    # term (there 0.04)
+    "grpo": Algorithm(),
+    # Liu et al. 2025, arXiv:2503.20783: neither the deviation nor the length divides
+    "dr_grpo": Algorithm(advantage="group_mean", aggregation="constant"),
+    # Yu et al. 2025, arXiv:2503.14476: clip-higher, dynamic sampling, token mean, soft overlong
+    # punishment, no KL
+    "dapo": Algorithm(clip_high=0.28, overlong="soft", refill_rounds=10),
+    # Zheng et al. 2025, arXiv:2507.18071, section 5.1: bounds of the length-normalised ratio
+    "gspo": Algorithm(objective="gspo", clip_low=3e-4, clip_high=4e-4, aggregation="sequence"),
+    # MiniMax 2025, arXiv:2506.13585, eq. 4: no lower bound; the upper as in Khatri et al. 2025,
+    # arXiv:2510.13786
+    "cispo": Algorithm(objective="cispo", clip_low=1.0, clip_high=4.0),
+    # Ahmadian et al. 2024, arXiv:2402.14740: whole sequences, so that tokens are summed; the KL
+    # (there 0.03) in the reward
+    "rloo": Algorithm(advantage="rloo", aggregation="constant", kl="k1", kl_in="reward"),
+    # Hu et al. 2025, arXiv:2501.03262: normalised over the global batch; the KL in the reward of
+    # each token
+    "reinforce_pp": Algorithm(advantage="none", normalize="batch", kl="k1", kl_in="reward"),
+    # Schulman et al. 2017, arXiv:1707.06347, with a critic that is a model of its own; the KL as in
+    # Ouyang et al. 2022
+    "ppo": Algorithm(advantage="gae", normalize="batch", kl="k1", kl_in="reward"),
+    "sft": Algorithm(learns_from="rows"),
+    # Rafailov et al. 2023, arXiv:2305.18290
+    "dpo": Algorithm(learns_from="pairs", aggregation="pair", has_reference=True),
+    # Bradley-Terry on pairs of scores: Ouyang et al. 2022, arXiv:2203.02155
+    "rm": Algorithm(learns_from="pairs", aggregation="pair", is_scoring=True),
+}
+
+
+def make_algorithm(preset: str, parts: Any) -> Algorithm:
+    """The preset's row of the table with the parts of --algo.* that were set one by one."""
+    given = {name: value for name, value in vars(parts).items() if value is not None}
+    return dataclasses.replace(PRESETS[preset], **given)
