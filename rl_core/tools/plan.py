@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import ActorConfig, parse_config
+from rl_core.rules import split
 from rl_core.tools.help import PLAN
 
 if TYPE_CHECKING:
@@ -66,22 +67,20 @@ def model_size(actor: ActorConfig) -> Size:
     text = hf.get_text_config()
     heads = getattr(text, "num_attention_heads", 0)  # Mamba has none
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
-    linear = {n: m for n, m in model.base_model.named_modules() if isinstance(m, torch.nn.Linear)}
-    wanted = [t.strip() for t in actor.lora.targets.split(",")]
-    adapted = [
-        m for n, m in linear.items() if "all-linear" in wanted or n.rpartition(".")[2] in wanted
-    ]
-    sizes = [m.in_features + m.out_features for m in adapted]
-    if "experts" in wanted:
-        sizes += [
-            p.shape[0] * sum(p.shape[1:])
-            for n, p in model.named_parameters()
-            if p.ndim == 3 and "experts" in n
-        ]
+    wanted = split(actor.lora.targets)
+    linear = adapted = 0  # parameters; inputs and outputs of matrices that have an adapter
+    for name, module in model.base_model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            linear += module.weight.numel()
+            if "all-linear" in wanted or name.rpartition(".")[2] in wanted:
+                adapted += module.in_features + module.out_features
+    for name, weight in model.named_parameters():
+        if "experts" in wanted and "experts" in name and weight.ndim == 3:
+            adapted += weight.shape[0] * sum(weight.shape[1:])
     return Size(
-        total=sum(p.numel() for p in model.parameters()),
-        linear=sum(m.weight.numel() for m in linear.values()),
-        adapters=actor.lora.rank * sum(sizes),
+        total=sum(weight.numel() for weight in model.parameters()),
+        linear=linear,
+        adapters=actor.lora.rank * adapted,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
@@ -96,25 +95,21 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     sharded."""
     from rl_core.models import compute_dtype
 
-    config, learner, w = plan.config, plan.config.learner, compute_dtype(plan.config).itemsize
-    shards, trained = mesh.dp_shard * mesh.cp * mesh.tp, size.adapters or size.total
-    frozen = 0.0
+    config, w = plan.config, compute_dtype(plan.config).itemsize
+    learner = config.learner
+    shards = mesh.dp_shard * mesh.cp * mesh.tp
+    trained, frozen = size.adapters or size.total, 0.0
     if size.adapters and not actor.share:
         of_linear = NF4_BYTES if actor.lora.quantize == "nf4" else w
         frozen = of_linear * size.linear + w * (size.total - size.linear)
-    weights, moments = (
-        (4 * trained + frozen) / shards,
-        OPTIMIZER_BYTES[config.optim.name] * trained / shards,
-    )
+    weights = (4 * trained + frozen) / shards
+    moments = OPTIMIZER_BYTES[config.optim.name] * trained / shards
     while_sampling, while_learning = learner.offload == "none", learner.offload != "always"
     tokens = learner.microbatch_tokens
     block = block_bytes(size, w, mesh.tp)
-    # Recomputed: the input of each block is kept, and all of one block.
-    kept = (
-        size.layers * w * size.hidden + block
-        if learner.activations == "recompute"
-        else size.layers * block
-    )
+    kept = size.layers * block
+    if learner.activations == "recompute":  # The input of each block is kept, and all of one block.
+        kept = size.layers * w * size.hidden + block
     logits = 2 * min(LOGPROB_TILE_BYTES, 4 * tokens * size.vocabulary)
     # Of matrices a rank gathers its tp-th part, of the block that is computed and of the next.
     gathered = w * (size.total - size.linear + 2 * size.linear / size.layers) / mesh.tp
@@ -169,16 +164,22 @@ def facts(plan: Plan) -> dict[str, Any]:
         table = learner_bytes(plan, actor, size, mesh)
         if algorithm.is_rl and not actor.share:
             table |= engine_bytes(plan, name, size, mesh)
-        table["sum"] = sum(row[0] for row in table.values()), sum(row[1] for row in table.values())
-        held = {
-            what: {"sample": round(row[0]), "learn": round(row[1])} for what, row in table.items()
-        }
-        parameters = {
+        sampling, learning = zip(*table.values(), strict=True)
+        table["sum"] = sum(sampling), sum(learning)
+        actors[name] = {
             "model": actor.model,
             "parameters": size.total,
             "adapter_parameters": size.adapters,
+            "bytes_on_one_rank": {
+                what: {"sample": round(sample), "learn": round(learn)}
+                for what, (sample, learn) in table.items()
+            },
         }
-        actors[name] = parameters | {"bytes_on_one_rank": held}
+    samples, each = "rows", 1
+    if algorithm.is_rl:
+        samples, each = "episodes", config.group_size
+    elif algorithm.is_pairs:
+        samples, each = "replies", 2
     return {
         "train_rows": len(plan.train),
         "eval_rows": sum(map(len, plan.eval.values())),
@@ -189,36 +190,38 @@ def facts(plan: Plan) -> dict[str, Any]:
         "engine": config.engine if algorithm.is_rl else None,
         "dtype": str(compute_dtype(config)).removeprefix("torch."),
         "microbatch_tokens": config.learner.microbatch_tokens,
-        "samples": "episodes" if algorithm.is_rl else "replies" if algorithm.is_pairs else "rows",
-        "samples_per_step": config.tasks_per_step
-        * (config.group_size if algorithm.is_rl else 1 + algorithm.is_pairs),
+        "samples": samples,
+        "samples_per_step": config.tasks_per_step * each,
         "max_tokens_of_a_sample": config.max_context_tokens,
         "actors": actors,
     }
 
 
+HEAD = """\
+data             {train_rows} rows to train on, {eval_rows} held out
+steps            {num_steps} of {tasks_per_step} rows: {epochs:.3g} epochs
+ranks            {all_ranks}: {sizes}
+tokens per step  at most {tokens}: {samples_per_step} {samples} of at most \
+{max_tokens_of_a_sample} tokens
+assumed          {engine}{dtype}, microbatches of {microbatch_tokens} tokens"""
+
+
 def describe(found: dict[str, Any]) -> str:
     """The facts as text, with sizes in GiB."""
-    num, longest = found["samples_per_step"], found["max_tokens_of_a_sample"]
-    sizes = ", ".join(f"{name} {size}" for name, size in found["ranks"].items() if name != "all")
-    engine = f"{found['engine']} engine, " if found["engine"] else ""
+    sizes = [f"{name} {size}" for name, size in found["ranks"].items() if name != "all"]
     lines = [
-        f"data             {found['train_rows']} rows to train on, {found['eval_rows']} held out",
-        f"steps            {found['num_steps']} of {found['tasks_per_step']} rows: "
-        f"{found['epochs']:.3g} epochs",
-        f"ranks            {found['ranks']['all']}: {sizes}",
-        f"tokens per step  at most {num * longest}: {num} {found['samples']} of at most {longest} "
-        "tokens",
-        f"assumed          {engine}{found['dtype']}, microbatches of {found['microbatch_tokens']} "
-        "tokens",
+        HEAD.format(
+            **found | {"engine": f"{found['engine']} engine, " if found["engine"] else ""},
+            all_ranks=found["ranks"]["all"],
+            sizes=", ".join(sizes),
+            tokens=found["samples_per_step"] * found["max_tokens_of_a_sample"],
+        )
     ]
     for name, actor in found["actors"].items():
         adapters = actor["adapter_parameters"]
         more = f", {adapters / 1e6:.2f} M of them in adapters" if adapters else ""
-        lines += [
-            "",
-            f"{name}: {actor['model']}, {actor['parameters'] / 1e6:.2f} M parameters{more}",
-        ]
+        size = f"{actor['parameters'] / 1e6:.2f} M parameters{more}"
+        lines += ["", f"{name}: {actor['model']}, {size}"]
         lines.append(f"{'GiB on one rank':<22} {'sample':>10} {'learn':>10}")
         for what, row in actor["bytes_on_one_rank"].items():
             sample, learn = (f"{size / GIB:.3g}" if size else "-" for size in row.values())
