@@ -217,6 +217,18 @@ def choose_forward() -> Any:
     return choose_forward
 
 
+def choose_sampler() -> Any:
+    from rl_core.plugins.row_sampling import choose_sampler
+
+    return choose_sampler
+
+
+def recorder() -> Any:
+    from rl_core.plugins.router_replay import Recorder
+
+    return Recorder
+
+
 def make_experts() -> Any:
     from rl_core.plugins.experts import make_experts
 

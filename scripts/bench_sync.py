@@ -37,6 +37,7 @@ from transformers.utils.logging import disable_progress_bar
 from rl_core.data.pretrained import load_pretrained
 from rl_core.distributed import Ranks, close_ranks, init_ranks
 from rl_core.engines.embedded import EmbeddedEngine
+from rl_core.engines.slots import SlotModel
 from rl_core.learning.policy import PolicyModel, engine_weights, make_policy, shard_policy
 from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.types import SamplingParams
@@ -96,7 +97,7 @@ def make_engine(kind: str, folder: str, dtype: torch.dtype, ranks: Ranks, out: P
     if kind == "embedded":
         module = load_pretrained(AutoModelForCausalLM, folder, dtype=dtype)
         module = module.to(ranks.device).requires_grad_(False)
-        return EmbeddedEngine(EngineSpec(module=module, **spec))
+        return EmbeddedEngine(EngineSpec(module=module, sampler=SlotModel, **spec))
     from rl_core.engines.sglang import SGLangEngine
     from rl_core.learning.loading import load_model_config, on_meta
 

@@ -610,6 +610,7 @@ def engine_spec(module: Any, **more: Any) -> Any:
     """What an engine of a tiny model is made from."""
     import torch
 
+    from rl_core.plugins.row_sampling import choose_sampler
     from rl_core.sampling.engine import EngineSpec
 
     usual = {
@@ -625,6 +626,7 @@ def engine_spec(module: Any, **more: Any) -> Any:
         "device": torch.device("cpu"),
         "log": Path(),
         "start_timeout_s": 600,
+        "sampler": choose_sampler,
     }
     return EngineSpec(module=module, **{"memory_frac": 0.5} | usual | more)
 

@@ -1,6 +1,5 @@
 """The embedded engine on the device: a KV cache in slots, the attention that writes and reads it, a
-model's forward over it, and sampling. Nothing here waits for the device but the check of a model
-before its first step.
+model's forward over it, and sampling. Nothing here waits for the device.
 
 Legend: n rows in a forward, S new tokens per row, L cached tokens, H heads, K key-value heads, D
 head dim, V vocabulary.
@@ -11,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,16 +19,13 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from rl_core.learning.logprobs import capped_, logits_of
-from rl_core.types import option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ATTENTION = "rl_core_slots"
-# Of the cache's memory at most, where it does not hold all slots and as many parked sessions.
-SLOTS_FRAC = 0.75
 
-Snapshot = list[tuple[Tensor, Tensor]]  # per layer, keys and values [K, L, D] of one row
+Snapshot = list[Tensor]  # keys, then values [K, L, D] of one row, layer by layer
 
 
 class SlotCache:
@@ -51,24 +48,19 @@ class SlotCache:
         return self.layers[index]
 
     @property
-    def num_bytes(self) -> int:
-        return sum(cache.nbytes for pair in self.layers.values() for cache in pair)
+    def tensors(self) -> list[Tensor]:
+        return list(chain.from_iterable(self.layers.values()))
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        for pair in self.layers.values():
-            for cache in pair:
-                cache[target, :, :length] = cache[source, :, :length]
+        for cache in self.tensors:
+            cache[target, :, :length] = cache[source, :, :length]
 
     def snapshot(self, row: int, length: int) -> Snapshot:
-        return [
-            (k[row, :, :length].clone(), v[row, :, :length].clone())
-            for k, v in self.layers.values()
-        ]
+        return [cache[row, :, :length].clone() for cache in self.tensors]
 
     def restore(self, row: int, kept: Snapshot, length: int) -> None:
-        for pair, kept_pair in zip(self.layers.values(), kept, strict=True):
-            for cache, kept_cache in zip(pair, kept_pair, strict=True):
-                cache[row, :, :length] = kept_cache[:, :length]
+        for cache, part in zip(self.tensors, kept, strict=True):
+            cache[row, :, :length] = part[:, :length]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,7 +75,8 @@ class ForwardPlan:
     positions: Tensor  # [n, S] column that each token is written to; [1, S] if fresh
     # By sliding window, built once for all layers.
     masks: dict[int | None, Tensor] = field(default_factory=dict)
-    write_index: Tensor | None = None  # [n * K] decode only
+    # [n, K, 1] where each head's keys are among those of all rows, by K.
+    heads: dict[int, Tensor] = field(default_factory=dict)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Stores [n, K, S, D] keys and values and returns views of the caches [n, K, L, D]."""
@@ -91,20 +84,17 @@ class ForwardPlan:
         for cache, new in zip(caches, (key, value), strict=True):
             if self.fresh:
                 cache[self.rows, :, : self.length] = new
-            elif new.shape[2] == 1:
-                num_heads, size = cache.shape[1], cache.shape[2]
-                if self.write_index is None or len(self.write_index) != len(new) * num_heads:
-                    heads = torch.arange(
-                        self.rows.start * num_heads, self.rows.stop * num_heads, device=new.device
-                    )
-                    self.write_index = heads * size + self.positions.repeat_interleave(num_heads)
-                cache.view(-1, cache.shape[3]).index_copy_(
-                    0, self.write_index, new.reshape(-1, new.shape[3])
-                )
             else:
-                rows = torch.arange(self.rows.start, self.rows.stop, device=new.device)[:, None]
-                cache[rows, :, self.positions] = new.transpose(1, 2)
+                heads = self.heads_of(cache.shape[1])
+                cache.flatten(0, 1)[heads, self.positions[:, None]] = new
         return tuple(cache[self.rows, :, : self.length] for cache in caches)
+
+    def heads_of(self, num_heads: int) -> Tensor:
+        if num_heads not in self.heads:
+            first, end = self.rows.start * num_heads, self.rows.stop * num_heads
+            heads = torch.arange(first, end, device=self.positions.device)
+            self.heads[num_heads] = heads.view(-1, num_heads, 1)
+        return self.heads[num_heads]
 
     def mask(self, window: int | None) -> Tensor:
         """[n, 1, S, L] bool, True where a query sees a key."""
@@ -132,25 +122,29 @@ def slot_attention(
     """Attention output [n, S, H, D] over the slots, after the new keys and values were written into
     them."""
     keys, values = slot_plan.write(module.layer_idx, key, value)
-    if softcap is not None or s_aux is not None:
-        out = plain_attention(
-            query, keys, values, slot_plan.mask(sliding_window), scaling, softcap, s_aux
-        )
-    elif slot_plan.fresh and (sliding_window is None or slot_plan.length <= sliding_window):
+    is_usual = softcap is None and s_aux is None
+    sees_all = sliding_window is None or slot_plan.length <= sliding_window
+    if is_usual and slot_plan.fresh and sees_all:
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=True
         )
-    elif query.shape[2] == 1:
-        out = decode_attention(query, keys, values, slot_plan.mask(sliding_window), scaling)
-    else:
-        mask = slot_plan.mask(sliding_window)
+        return out.transpose(1, 2), None
+    mask = slot_plan.mask(sliding_window)
+    if is_usual and query.shape[2] > 1:
         out = F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True
         )
+    elif is_usual and query.dtype != torch.float32:
+        # The heads that share keys are folded into the length.
+        folded = query.reshape(*keys.shape[:2], -1, query.shape[-1])
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
+        out = out.view(query.shape)
+    else:
+        out = folded_attention(query, keys, values, mask, scaling, softcap, s_aux)
     return out.transpose(1, 2), None
 
 
-def plain_attention(
+def folded_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -159,32 +153,21 @@ def plain_attention(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention output [n, H, S, D] with scores that a cap bounds, or with one more key of each
-    head, of score sinks [H] and value 0."""
-    folded = query.unflatten(1, (keys.shape[1], -1)).float() * scaling  # [n, K, H / K, S, D]
-    scores = capped_(folded @ keys[:, :, None].float().mT, cap).masked_fill_(
-        ~mask[:, :, None], -torch.inf
-    )
-    lse = scores.logsumexp(-1, keepdim=True)
+    """Attention output [n, H, S, D] by plain products, with scores that a cap may bound, and with
+    one more key of each head, of score sinks [H] and value 0.
+
+    For one query of a row this is quicker than the fused kernel in fp32, by a third at head
+    dimension 32 on a CPU.
+    """
+    num_keys, length = keys.shape[1], query.shape[2]
+    folded = query.float().reshape(len(query), num_keys, -1, query.shape[-1]) * scaling
+    scores = capped_(folded @ keys.float().mT, cap).unflatten(2, (-1, length))  # [n, K, G, S, L]
+    scores.masked_fill_(~mask[:, :, None], -torch.inf)
     if sinks is not None:
-        lse = lse.logaddexp(sinks.float().view(1, keys.shape[1], -1, 1, 1))
-    return ((scores - lse).exp().to(values.dtype) @ values[:, :, None]).flatten(1, 2)
-
-
-def decode_attention(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float
-) -> Tensor:
-    """Attention output [n, H, 1, D] of one query per row. The heads that share keys are folded into
-    its length."""
-    folded = query.reshape(*keys.shape[:2], -1, query.shape[-1])
-    if query.dtype == torch.float32:
-        # For one query plain products are quicker than the fused kernel, by a third at head
-        # dimension 32 on a CPU.
-        scores = (folded * scaling) @ keys.transpose(2, 3)
-        out = scores.masked_fill_(~mask, -torch.inf).softmax(-1) @ values
-    else:
-        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
-    return out.view(*query.shape[:3], -1)
+        sinks = sinks.float().view(1, num_keys, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    probs = scores.softmax(-1)[..., : keys.shape[2]].flatten(2, 3)
+    return (probs.to(values.dtype) @ values).view(*query.shape[:3], -1)
 
 
 # No mask function is registered under this name, which is how transformers is told to build no
@@ -256,78 +239,24 @@ class SlotModel:
         return logits_of(self.model, hidden)
 
 
-def choose_model(model: PreTrainedModel) -> Any:
-    """A SlotModel, if it computes what the model does; else a RowModel, which is slower. Raises
-    ValueError if neither does."""
-    own = option("rl_core.plugins.padded:OwnHeadModel")(model)
-    samplers = [option("rl_core.plugins.padded:RowModel")(model), own]
-    if not option("rl_core.plugins.padded:own_layers")(model):
-        samplers = [SlotModel(model), *samplers]
-    for sampler in samplers:
-        problem = problem_of(sampler, own)
-        if not problem:
-            return sampler
-    raise ValueError(
-        f"{type(model).__name__} does not sample token by token as it reads: {problem}; use "
-        "another engine"
-    )
-
-
-@torch.inference_mode()
-def problem_of(sampler: Any, own: Any) -> str:
-    """How the third token's logits differ from those of the model's own forward; "" if they do
-    not."""
-    model, cache = sampler.model, sampler.make_cache(1, 3)
-    ids = torch.tensor([[1, 2, 3]], device=model.device) % model.config.get_text_config().vocab_size
-    with own.borrowed():
-        expected = model(input_ids=ids, use_cache=False).logits[0, -1].float()
-    try:
-        with sampler.borrowed():
-            sampler.forward(cache, slice(0, 1), ids[:, :2], None, 2)
-            hidden = sampler.forward(
-                cache, slice(0, 1), ids[:, 2:], torch.full((1,), 2, device=model.device), 3
-            )
-            error = (sampler.logits(hidden[0, -1]) - expected).abs().max()
-    except (ValueError, TypeError, AttributeError, RuntimeError, KeyError) as problem:
-        return str(problem).splitlines()[0]
-    tolerance = (1e-3 if model.dtype == torch.float32 else 0.1) * expected.abs().max()
-    # Where weights are NaN, both are.
-    return f"its logits differ by {error:.2g}" if error > tolerance else ""
-
-
 @torch.inference_mode()
 def bytes_per_token(slots: SlotModel) -> float:
     """What the cache keeps of a token, in all layers."""
     cache = slots.make_cache(1, 1)
+    token = torch.zeros(1, 1, dtype=torch.long, device=slots.model.device)
     with slots.borrowed():
-        slots.forward(
-            cache,
-            slice(0, 1),
-            torch.zeros(1, 1, dtype=torch.long, device=slots.model.device),
-            None,
-            1,
-        )
-    return cache.num_bytes / (cache.max_tokens + 1)
+        slots.forward(cache, slice(0, 1), token, None, 1)
+    return sum(tensor.nbytes for tensor in cache.tensors) / (cache.max_tokens + 1)
 
 
-def share_cache(wanted: int, max_tokens: int, room: float) -> tuple[int, int]:
-    """(slots, tokens of parked sessions) in a cache with room for so many tokens. Slots come first;
-    sessions that are not parked are prefilled again."""
-    row = max_tokens + 1
-    if 2 * wanted * row <= room:
-        return wanted, wanted * row  # no more conversations are open than there are slots
-    num_slots = max(1, min(wanted, int(SLOTS_FRAC * room) // row))
-    return num_slots, max(0, int(room) - num_slots * row)
-
-
-def sample(logits: Tensor, numbers: Tensor) -> Tensor:
+def sample(logits: Tensor, numbers: Tensor, has_limits: bool) -> Tensor:
     """[2, n] fp32 on the device: tokens, which are exact in fp32, and their logprobs. logits [n, V]
-    fp32; numbers: uniforms in [0, 1), is greedy; then temperatures; then top_k, top_p, min_p."""
-    if len(numbers) > 2:
-        logits = logits / numbers[2, :, None].float()
-    if len(numbers) > 3:
-        logits = truncated_logits(logits, *numbers[3:].float())
-    return torch.stack(sample_tokens(logits, numbers[0].float(), numbers[1].bool()))
+    fp32; numbers [6, n]: uniforms in [0, 1), is greedy, temperatures, top_k, top_p, min_p."""
+    uniforms, greedy, temperatures, *limits = numbers.float()
+    logits = logits / temperatures[:, None]
+    if has_limits:
+        logits = truncated_logits(logits, *limits)
+    return torch.stack(sample_tokens(logits, uniforms, greedy.bool()))
 
 
 def truncated_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -1,5 +1,4 @@
-"""Models that packed attention does not cover: their own forward on padded rows, in the learner and
-in the embedded engine.
+"""Models that packed attention does not cover: their own forward on padded rows, in the learner.
 
 It is slower, and exact: no token sees what is behind it, so that padding on the right changes
 nothing.
@@ -10,21 +9,16 @@ of an engine's row.
 
 from __future__ import annotations
 
-import copy
-import inspect
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from rl_core.distributed import Ranks
-from rl_core.engines.slots import evaluating
 from rl_core.learning import attention
-from rl_core.learning.logprobs import logits_of
-from rl_core.learning.policy import PolicyModel, backbone, packed_outputs
+from rl_core.learning.policy import PolicyModel, packed_outputs
 from rl_core.types import PackedBatch
 
 PACKABLE = {"full_attention", "sliding_attention"}
@@ -180,85 +174,3 @@ def own_outputs(
     logprobs_MV = logits.log_softmax(-1)
     entropy = -(logprobs_MV.exp() * logprobs_MV).sum(-1)
     return logprobs_MV.gather(1, batch.labels[:, None])[:, 0], entropy
-
-
-class RowCaches:
-    """transformers' cache of each row. It is never cut: recurrent layers keep a state, not
-    tokens."""
-
-    def __init__(self, *_) -> None:
-        self.rows: dict[int, Any] = {}
-
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        self.rows[target] = self.rows.pop(source)
-
-    def snapshot(self, row: int, length: int) -> Any:
-        return copy.deepcopy(self.rows[row])
-
-    def restore(self, row: int, kept: Any, length: int) -> None:
-        self.rows[row] = copy.deepcopy(kept)
-
-
-class RowModel:
-    """A causal language model that samples by its own layers, row by row."""
-
-    make_cache = RowCaches
-    is_batched = False  # each prompt is forwarded in one piece, and no cache outlives its request
-
-    def __init__(self, model: nn.Module):
-        self.model, self.decoder = model, backbone(model)
-        arguments = inspect.signature(self.decoder.forward).parameters
-        self.cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
-
-    @contextmanager
-    def borrowed(self) -> Iterator[None]:
-        """Inside, the model is in evaluation mode and has its own attention; then it is put back as
-        it was."""
-        before = self.model.config._attn_implementation
-        if before == attention.NAME:
-            set_attention(self.model, own_attention(self.model))
-        try:
-            with evaluating(self.model):
-                yield
-        finally:
-            set_attention(self.model, before)
-
-    def forward(
-        self,
-        cache: RowCaches,
-        rows: slice,
-        tokens: Tensor,
-        starts: Tensor | None,
-        length: int,
-        sizes: Tensor | None = None,
-    ) -> Tensor:
-        """[n, S, hidden size], the hidden states of each row's last token everywhere."""
-        sizes = [tokens.shape[1]] * len(tokens) if sizes is None else sizes.tolist()
-        found = []
-        for row, ids, size in zip(range(rows.start, rows.stop), tokens, sizes, strict=True):
-            kept = None if starts is None else cache.rows[row]
-            last, cache.rows[row] = self.read(
-                input_ids=ids[None, :size], use_cache=True, **{self.cache_name: kept}
-            )
-            found.append(last)
-        return torch.stack(found)[:, None].expand(-1, tokens.shape[1], -1)
-
-    def read(self, **inputs: Any) -> tuple[Tensor, Any]:
-        """([hidden size] of the last token, the cache)"""
-        out = self.decoder(**inputs)
-        return out.last_hidden_state[0, -1], out[self.cache_name]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return logits_of(self.model, hidden)
-
-
-class OwnHeadModel(RowModel):
-    """A RowModel whose head computes what no other does. In place of hidden states are logits, in
-    the model's dtype."""
-
-    def read(self, **inputs: Any) -> tuple[Tensor, Any]:
-        out = self.model(**inputs)
-        return out.logits[0, -1].float(), out[self.cache_name]
-
-    def logits(self, logits: Tensor) -> Tensor:
-        return logits

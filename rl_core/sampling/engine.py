@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,7 +115,10 @@ class EngineSpec:
     seed: int
     # What adapter_config.json holds, by actor.
     adapters: dict[str, dict[str, Any]] = field(default_factory=dict)
-    records_experts: bool = False  # its completions have experts
+    # The model -> what computes its tokens and keeps their keys and values; embedded engines.
+    sampler: Callable[[PreTrainedModel], Any] | None = None
+    # The model -> what keeps each token's experts; None: its completions have none.
+    recorder: Callable[[PreTrainedModel], Any] | None = None
     owns_weights: bool = False  # they are CPU-offloaded while it sleeps
     log: Path  # of its process
     start_timeout_s: float

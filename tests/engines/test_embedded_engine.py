@@ -15,8 +15,9 @@ from test_engine_contract import LORAS, load, logprobs_of, random_prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rl_core.engines.embedded
-from rl_core.engines.slots import SlotModel, bytes_per_token, choose_model
+from rl_core.engines.slots import SlotModel, bytes_per_token
 from rl_core.host_copies import device_memory
+from rl_core.plugins.row_sampling import choose_sampler
 from rl_core.types import SamplingParams, logit_change
 
 VOCAB_SIZE = 104
@@ -421,7 +422,7 @@ def test_a_decoder_that_computes_something_else_samples_by_its_own_forward(model
 )
 def test_logits_are_not_rounded_to_the_dtype_of_the_model(name, kind, tmp_path):
     make_family(tmp_path, name)
-    sampler = choose_model(load_plain(tmp_path).bfloat16())
+    sampler = choose_sampler(load_plain(tmp_path).bfloat16())
     assert type(sampler).__name__ == kind
     with torch.inference_mode(), sampler.borrowed():
         hidden = sampler.forward(
@@ -506,8 +507,8 @@ def test_decode_steps_wait_for_callers_that_score_a_reply_and_ask_again(tiny_mod
 
 
 def cache_bytes(engine) -> int:
-    kept = [x for _, _, snapshot in engine._parked.values() for pair in snapshot for x in pair]
-    return engine._cache.num_bytes + sum(x.nbytes for x in kept)
+    snapshots = [engine._cache.tensors, *(parked.cache for parked in engine._parked.values())]
+    return sum(tensor.nbytes for snapshot in snapshots for tensor in snapshot)
 
 
 def test_the_memory_of_a_token_is_that_of_its_keys_and_values(model):

@@ -11,8 +11,8 @@ from models_table import FAMILIES, LIMITS, ROWS, family_config, load_plain, make
 from safetensors.torch import load_file
 
 from rl_core.distributed import init_ranks
-from rl_core.engines.slots import choose_model
 from rl_core.learning.policy import checkpoint_weights, make_policy, named_weights
+from rl_core.plugins.row_sampling import choose_sampler
 
 FORWARDS = {
     "seed_oss": "packed",  # dropout without a module
@@ -50,7 +50,7 @@ def test_a_family_computes_what_transformers_does_and_is_exported_as_it_came(nam
         row,
         reasons,
     )
-    sampler = type(choose_model(load_plain(tmp_path / "model"))).__name__
+    sampler = type(choose_sampler(load_plain(tmp_path / "model"))).__name__
     assert sampler == {"packed": "SlotModel", "padded": "RowModel"}[row["forward"]]
     before, *after = (
         load_file(tmp_path / x / "model.safetensors")

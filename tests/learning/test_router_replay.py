@@ -22,6 +22,7 @@ from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import init_ranks
 from rl_core.models import check_model, make_engine
 from rl_core.plugins.padded import choose_forward
+from rl_core.plugins.router_replay import Recorder
 from rl_core.types import SamplingParams, Turn
 
 REPLAY = "--actors.policy.router_replay true"
@@ -66,7 +67,7 @@ def conversations(model, num_prompts=3, group=2, **spec) -> list:
         await engine.close()
         return found
 
-    played = asyncio.run(play(embedded(model, num_slots=3, records_experts=True, **spec)))
+    played = asyncio.run(play(embedded(model, num_slots=3, recorder=Recorder, **spec)))
     return [samples_from_turns(turns, 1.0, f"{n // group}")[0] for n, turns in enumerate(played)]
 
 

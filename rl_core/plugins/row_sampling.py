@@ -1,0 +1,142 @@
+"""Models that the embedded engine's slots do not cover: they sample by their own layers, row by
+row.
+
+It is slower, and exact. S new tokens of an engine's row.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_core.engines.slots import SlotModel, evaluating
+from rl_core.learning import attention
+from rl_core.learning.logprobs import logits_of
+from rl_core.learning.policy import backbone
+from rl_core.plugins.padded import ERRORS, own_attention, own_layers, set_attention
+
+
+def choose_sampler(model: nn.Module) -> SlotModel | RowModel:
+    """A SlotModel, if it computes what the model does; else a RowModel. Raises ValueError if
+    neither does."""
+    own = OwnHeadModel(model)
+    samplers = [RowModel(model), own]
+    if not own_layers(model):
+        samplers = [SlotModel(model), *samplers]
+    for sampler in samplers:
+        problem = problem_of(sampler, own)
+        if not problem:
+            return sampler
+    raise ValueError(
+        f"{type(model).__name__} does not sample token by token as it reads: {problem}; use "
+        "another engine"
+    )
+
+
+@torch.inference_mode()
+def problem_of(sampler: SlotModel | RowModel, own: RowModel) -> str:
+    """How the third token's logits differ from those of the model's own forward; "" if they do
+    not."""
+    model, cache = sampler.model, sampler.make_cache(1, 3)
+    ids = torch.tensor([[1, 2, 3]], device=model.device) % model.config.get_text_config().vocab_size
+    start = torch.full((1,), 2, device=model.device)
+    with own.borrowed():
+        expected = model(input_ids=ids, use_cache=False).logits[0, -1].float()
+    try:
+        with sampler.borrowed():
+            sampler.forward(cache, slice(0, 1), ids[:, :2], None, 2)
+            hidden = sampler.forward(cache, slice(0, 1), ids[:, 2:], start, 3)
+            error = (sampler.logits(hidden[0, -1]) - expected).abs().max()
+    except ERRORS as problem:
+        return str(problem).splitlines()[0]
+    tolerance = (1e-3 if model.dtype == torch.float32 else 0.1) * expected.abs().max()
+    # Where weights are NaN, both are.
+    return f"its logits differ by {error:.2g}" if error > tolerance else ""
+
+
+class RowCaches:
+    """transformers' cache of each row. It is never cut: recurrent layers keep a state, not
+    tokens."""
+
+    def __init__(self, *_) -> None:
+        self.rows: dict[int, Any] = {}
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        self.rows[target] = self.rows.pop(source)
+
+    def snapshot(self, row: int, length: int) -> Any:
+        return copy.deepcopy(self.rows[row])
+
+    def restore(self, row: int, kept: Any, length: int) -> None:
+        self.rows[row] = copy.deepcopy(kept)
+
+
+class RowModel:
+    """A causal language model that samples by its own layers, row by row."""
+
+    make_cache = RowCaches
+    is_batched = False  # each prompt is forwarded in one piece, and no cache outlives its request
+
+    def __init__(self, model: nn.Module):
+        self.model, self.decoder = model, backbone(model)
+        arguments = inspect.signature(self.decoder.forward).parameters
+        self.cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Inside, the model is in evaluation mode and has its own attention; then it is put back as
+        it was."""
+        before = self.model.config._attn_implementation
+        if before == attention.NAME:
+            set_attention(self.model, own_attention(self.model))
+        try:
+            with evaluating(self.model):
+                yield
+        finally:
+            set_attention(self.model, before)
+
+    def forward(
+        self,
+        cache: RowCaches,
+        rows: slice,
+        tokens: Tensor,
+        starts: Tensor | None,
+        length: int,
+        sizes: Tensor | None = None,
+    ) -> Tensor:
+        """[n, S, hidden size], the hidden states of each row's last token everywhere."""
+        sizes = [tokens.shape[1]] * len(tokens) if sizes is None else sizes.tolist()
+        found = []
+        for row, ids, size in zip(range(rows.start, rows.stop), tokens, sizes, strict=True):
+            kept = None if starts is None else cache.rows[row]
+            last, cache.rows[row] = self.read(
+                input_ids=ids[None, :size], use_cache=True, **{self.cache_name: kept}
+            )
+            found.append(last)
+        return torch.stack(found)[:, None].expand(-1, tokens.shape[1], -1)
+
+    def read(self, **inputs: Any) -> tuple[Tensor, Any]:
+        """([hidden size] of the last token, the cache)"""
+        out = self.decoder(**inputs)
+        return out.last_hidden_state[0, -1], out[self.cache_name]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return logits_of(self.model, hidden)
+
+
+class OwnHeadModel(RowModel):
+    """A RowModel whose head computes what no other does. In place of hidden states are logits, in
+    the model's dtype."""
+
+    def read(self, **inputs: Any) -> tuple[Tensor, Any]:
+        out = self.model(**inputs)
+        return out.logits[0, -1].float(), out[self.cache_name]
+
+    def logits(self, logits: Tensor) -> Tensor:
+        return logits
