@@ -3,31 +3,44 @@ all plugins, in the registry's order."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_core.types import Trajectory
+    from rl_core.sampling.rollout import Group
 
 
 class Plugin:
     """Every rank has the same plugins and calls them at the same places: their collectives match.
 
-    A plugin reads the trainer and changes only its own state. It never assigns to an attribute of
-    another object: where it must change what happens, it is a class of its own that the registry
-    returns instead of the default (an engine, an optimizer, a source of tasks, a forward pass).
+    A plugin reads the trainer, calls its methods, and changes only its own state. It never assigns
+    to an attribute of another object: where it must change what happens, it is a class of its own
+    that the registry returns instead of the default (an engine, an optimizer, a source of tasks, a
+    forward pass). `step` counts the steps that are done.
     """
 
     def __init__(self, trainer: Any):
+        """No model is loaded yet: what can be refused is refused here."""
         self.trainer = trainer
 
+    def load(self, state: dict[str, Any]) -> None:
+        """Models and engines are made. `state`: of the checkpoint, or of a new run."""
+
     async def start(self) -> None:
-        """Models are loaded, and engines have the learners' weights."""
+        """Engines have the learners' weights."""
 
     async def before_rollout(self, step: int) -> None:
         """Engines are awake."""
 
-    async def after_rollout(self, step: int, trajectories: list[Trajectory]) -> None:
-        """Engines sleep."""
+    def on_draw(self, group: Group) -> None:
+        """A group of a training task is about to be submitted."""
+
+    async def after_rollout(self, step: int, groups: list[Group]) -> None:
+        """Engines sleep. `groups`: this rank's part of the step."""
+
+    async def on_failures(self, step: int, reasons: dict[str, int]) -> None:
+        """Reason -> how many episodes of a step, or of an evaluation, failed for it on all
+        ranks."""
 
     async def before_learn(self, actor: str, step: int) -> None:
         """The learner is on the device, with the weights that sampled."""
@@ -35,14 +48,32 @@ class Plugin:
     async def after_sync(self, actor: str, version: int) -> None:
         """The engine has the new weights."""
 
+    async def before_log(self, step: int) -> None:
+        """What is noted from here on still counts for this step."""
+
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
         """Metrics are the same on all ranks."""
+
+    async def after_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """The same, of an evaluation."""
+
+    async def give_up(self) -> None:
+        """Too many episodes fail: the run ends with an error."""
+
+    async def files(self, scratch: Path) -> list[Path]:
+        """Further files of a checkpoint, which may be written into the folder `scratch`. Rank 0
+        copies its own."""
+        return []
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it, as JSON."""
         return {}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Takes what state() gave."""
+    async def finish(self) -> None:
+        """All steps are done."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """The run ends, however it ends."""
+
+    def after_run(self) -> None:
+        """Ranks have parted. On the rank that writes."""

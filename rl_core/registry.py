@@ -43,34 +43,10 @@ def run_hooks() -> Any:
     return run_hooks
 
 
-def tell_end() -> Any:
-    from rl_core.plugins.run_end import tell_end
-
-    return tell_end
-
-
-def write_at_end() -> Any:
-    from rl_core.tools.view.report import write_at_end
-
-    return write_at_end
-
-
-def push() -> Any:
-    from rl_core.plugins.hub import push
-
-    return push
-
-
 def tell_failure() -> Any:
     from rl_core.plugins.under_torchrun import tell_failure
 
     return tell_failure
-
-
-def train() -> Any:
-    from rl_core.tools.python_api import train
-
-    return train
 
 
 def quiet() -> Any:
@@ -121,22 +97,10 @@ def trackers() -> Any:
     return Trackers
 
 
-def keeper() -> Any:
-    from rl_core.plugins.keep import Keeper
-
-    return Keeper
-
-
 def terminal() -> Any:
     from rl_core.plugins.terminal import Terminal
 
     return Terminal
-
-
-def older_policy() -> Any:
-    from rl_core.plugins.stale_policy import OlderPolicy
-
-    return OlderPolicy
 
 
 def apply_liger() -> Any:
@@ -163,28 +127,10 @@ def fixed_order() -> Any:
     return FixedOrder
 
 
-def canary() -> Any:
-    from rl_core.plugins.canary import Canary
-
-    return Canary
-
-
-def create() -> Any:
-    from rl_core.plugins.hub import create
-
-    return create
-
-
 def data_warnings() -> Any:
     from rl_core.plugins.data_warnings import data_warnings
 
     return data_warnings
-
-
-def mfu() -> Any:
-    from rl_core.plugins.mfu import mfu
-
-    return mfu
 
 
 def check_experts() -> Any:
@@ -342,3 +288,120 @@ def auto_engine(must_share: bool) -> str:
 
 ENGINES = {"embedded": embedded, "sglang": sglang}
 SERVED = sglang  # What samples at --actors.NAME.engine_urls.
+
+
+# Plugins, in the order in which they are called.
+
+
+def canary(trainer: Any) -> Any:
+    from rl_core.plugins.canary import Canary
+
+    return Canary(trainer)
+
+
+def stale_policy(trainer: Any) -> Any:
+    from rl_core.plugins.stale_policy import StalePolicy
+
+    return StalePolicy(trainer)
+
+
+def stale_groups(trainer: Any) -> Any:
+    from rl_core.plugins.stale_groups import StaleGroups
+
+    return StaleGroups(trainer)
+
+
+def profiler(trainer: Any) -> Any:
+    from rl_core.plugins.profiler import Profiler
+
+    return Profiler(trainer)
+
+
+def mfu(trainer: Any) -> Any:
+    from rl_core.plugins.mfu import Mfu
+
+    return Mfu(trainer)
+
+
+def speed(trainer: Any) -> Any:
+    from rl_core.plugins.speed import Speed
+
+    return Speed(trainer)
+
+
+def best_keeper(trainer: Any) -> Any:
+    from rl_core.plugins.checkpointer import BestKeeper
+
+    return BestKeeper(trainer)
+
+
+def evaluation(trainer: Any) -> Any:
+    from rl_core.plugins.evaluation import Evaluation
+
+    return Evaluation(trainer)
+
+
+def on_step(trainer: Any) -> Any:
+    from rl_core.plugins.on_step import OnStep
+
+    return OnStep(trainer)
+
+
+def signal_handler(trainer: Any) -> Any:
+    from rl_core.plugins.signal_handler import SignalHandler
+
+    return SignalHandler(trainer)
+
+
+def run_end(trainer: Any) -> Any:
+    from rl_core.plugins.run_end import RunEnd
+
+    return RunEnd(trainer)
+
+
+def report(trainer: Any) -> Any:
+    from rl_core.tools.view.report import Report
+
+    return Report(trainer)
+
+
+def checkpointer(trainer: Any) -> Any:
+    from rl_core.plugins.checkpointer import Checkpointer
+
+    return Checkpointer(trainer)
+
+
+def hub(trainer: Any) -> Any:
+    from rl_core.plugins.hub import Hub
+
+    return Hub(trainer)
+
+
+def always(plan: Any) -> bool:
+    return True
+
+
+PLUGINS = (
+    (lambda plan: plan.algorithm.is_rl and plan.config.canary_tolerance != 0, canary),
+    (lambda plan: plan.config.rollout.lagged[0] > 0, stale_policy),
+    (lambda plan: plan.config.max_staleness or plan.config.rollout.fixed_order, stale_groups),
+    (lambda plan: plan.config.profile_step, profiler),
+    (lambda plan: torch.cuda.is_available(), mfu),
+    (always, speed),
+    (lambda plan: plan.config.keep_best, best_keeper),
+    (lambda plan: plan.config.eval_every, evaluation),
+    (lambda plan: plan.on_step, on_step),
+    # Last: evaluations end before signals are caught, and what is saved is what the others have.
+    (always, signal_handler),
+    (always, run_end),
+    (always, report),
+    (always, checkpointer),
+    (lambda plan: plan.config.push_to_hub, hub),
+)
+
+
+def make_plugins(trainer: Any) -> list[Any]:
+    """A rank that only samples leaves a signal to the learners, and has no other plugin."""
+    if trainer.ranks.is_engine:
+        return [signal_handler(trainer)]
+    return [make(trainer) for is_wanted, make in PLUGINS if is_wanted(trainer.plan)]

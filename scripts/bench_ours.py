@@ -12,10 +12,10 @@ from pathlib import Path
 import bench_work
 from bench_work import Measured, Work, completion_length
 
-from rl_core.build import Run, make_plan
 from rl_core.config import parse_config
 from rl_core.distributed import close_ranks, init_ranks
-from rl_core.train import train
+from rl_core.plan import make_plan
+from rl_core.trainer import Trainer
 
 ENVIRONMENT = """
 from bench_work import reward_of
@@ -28,14 +28,14 @@ def reward_fn(messages):
 class Meter:
     """Stands between a run and its log, engine and model."""
 
-    def __init__(self, work: Work, run: Run):
+    def __init__(self, work: Work, run: Trainer):
         self.work, self.log = work, run.log
         self.calls = self.answers = 0
         self.began = 0.0
         run.log = self
         [learner] = run.learners.values()
         self.shard, learner.shard = learner.shard, self.count_tokens
-        for engine in run.engines.values():
+        for engine in run.engines:
             self.generate = engine.generate
             engine.generate = self.generate_at_length
         self.measured = Measured()
@@ -78,9 +78,9 @@ def run_ours(work: Work, setting: dict, model: str) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         config = parse_config(flags(work, setting, model, Path(folder)))
         ranks = init_ranks(config.timeout_s)
-        run = Run(make_plan(config), ranks)
+        run = Trainer(make_plan(config), ranks)
         meter = Meter(work, run)
-        asyncio.run(train(run))
+        asyncio.run(run.fit())
         close_ranks(ranks)
     return meter.measured
 

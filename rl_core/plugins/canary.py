@@ -3,16 +3,18 @@ prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import math
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from rl_core.data.samples import samples_from_turns
-from rl_core.distributed import Ranks, all_gather_json
+from rl_core.distributed import all_gather_json
 from rl_core.learning.learner import Learner
-from rl_core.metrics import Max, Metric
-from rl_core.sampling.actor import Actor, revived
+from rl_core.metrics import Max
+from rl_core.plugin import Plugin
+from rl_core.sampling.actor import revived
 from rl_core.sampling.hooks import wait_for_all
 from rl_core.types import Completion, RunError, SamplingParams, TrainingSample, Turn, counter_seed
 
@@ -21,97 +23,116 @@ NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 4
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 
 
-@dataclass(kw_only=True)
-class Canary:
-    learners: Mapping[str, Learner]
-    actors: Mapping[str, Actor]
-    readers: set[str]  # whose engine reads the learner's own tensors
-    tolerance: float | None  # nats; None: by the dtype
-    dtype: torch.dtype  # of compute
-    ranks: Ranks
-    said: dict[str, list[TrainingSample]] = field(default_factory=dict)  # that learners still check
+class Canary(Plugin):
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.answers: dict[str, list[TrainingSample]] = {}  # that learners still check
 
-    async def sample(self, is_first: bool = False) -> None:
-        """Lets each engine with a learner continue the fixed prompts, for check(). An engine that
-        reads the learner's tensors cannot miss an update: it is checked once, when a run starts or
-        resumes."""
-        for name in self.learners:
-            if is_first or name not in self.readers:
-                # One learner samples from all engines on other ranks.
-                is_asked = self.actors[name].engine and (
-                    not self.ranks.engine_ranks or self.ranks.rank == 0
-                )
-                self.said[name] = await self._ask(name) if is_asked else []
+    async def before_rollout(self, step: int) -> None:
+        """Lets each engine with a learner continue the fixed prompts. One that shares the learner's
+        weights cannot miss an update: it is checked once, when a run starts or resumes."""
+        ranks, is_first = self.trainer.ranks, step == self.trainer.first_step
+        for name in self.trainer.learners:
+            actor = self.trainer.actors[name]
+            if actor.shares_weights and not is_first:
+                continue
+            # One learner samples from all engines on other ranks.
+            is_asked = actor.engine and (not ranks.engine_ranks or ranks.rank == 0)
+            self.answers[name] = await self._ask(actor) if is_asked else []
 
-    async def _ask(self, name: str) -> list[TrainingSample]:
-        actor, learner = replace(self.actors[name], older=None), self.learners[name]
-        num_ids = min(
-            len(actor.chat.tokenizer), learner.policy.hf.config.get_text_config().vocab_size
-        )
-        size, num = (
-            min(PROMPT_TOKENS, actor.max_context_tokens // 2),
-            max(NUM_PROMPTS, self.ranks.engine_ranks),
-        )
-        prompts = [
-            [counter_seed("canary", i, j) % num_ids for j in range(size)] for i in range(num)
-        ]
-        limit = min(NEW_TOKENS, actor.max_context_tokens - size)
+    async def before_learn(self, actor: str, step: int) -> None:
+        await self.check(actor)
+
+    async def finish(self) -> None:
+        """Checks the engines' weights after the last update, which no next step checks."""
+        await self.before_rollout(self.trainer.step)
+        for name in self.trainer.learners:
+            async with self.trainer.actors[name].learning():
+                await self.check(name)
+
+    async def _ask(self, actor: Any) -> list[TrainingSample]:
+        speaker, learner = replace(actor.speaker, older=None), actor.learner
+        vocabulary = learner.policy.hf.config.get_text_config().vocab_size
+        num_ids = min(len(speaker.chat.tokenizer), vocabulary)
+        size = min(PROMPT_TOKENS, speaker.max_context_tokens // 2)
+        prompts = []
+        for i in range(max(NUM_PROMPTS, self.trainer.ranks.engine_ranks)):
+            prompts.append([counter_seed("canary", i, j) % num_ids for j in range(size)])
+        limit = min(NEW_TOKENS, speaker.max_context_tokens - size)
         params = SamplingParams(max_tokens=limit, temperature=learner.temperature)
 
         async def speak() -> list[Completion]:
-            return await wait_for_all(
-                [actor.generate(prompt, params, i) for i, prompt in enumerate(prompts)]
-            )
+            asked = [speaker.generate(prompt, params, i) for i, prompt in enumerate(prompts)]
+            return await wait_for_all(asked)
 
-        said = await revived(speak, [actor], "the canary")
-        turns = [
-            Turn(new_ids=p, is_fresh=True, completion=c) for p, c in zip(prompts, said, strict=True)
-        ]
-        return [sample for turn in turns for sample in samples_from_turns([turn], 1.0)]
+        samples = []
+        for prompt, said in zip(
+            prompts, await revived(speak, [speaker], "the canary"), strict=True
+        ):
+            turn = Turn(new_ids=prompt, is_fresh=True, completion=said)
+            samples += samples_from_turns([turn], 1.0)
+        return samples
 
-    async def check(self, name: str) -> dict[str, Metric]:
+    async def check(self, name: str) -> None:
         """Raises RunError, on every rank alike, if a token's logprob in the engine is not the
         learner's. Every rank must call it, with the learner on its device and the weights that the
         engine was given last."""
-        if name not in self.said:
-            return {}
-        learner = self.learners[name]
-        minibatches, _ = learner.shard(self.said.pop(name))
-        with torch.no_grad():
-            pairs = [
-                (learner.forward(b)[0], b.rollout_logprobs) for m in minibatches for b in m.batches
-            ]
-        apart = [(own - found).abs().max().item() for own, found in pairs if len(own)]
-        by_rank = all_gather_json(apart, self.ranks)
-        # NaN is most.
-        largest = max((x for part in by_rank for x in part), key=lambda x: (x != x, x))
-        tolerance = TOLERANCES[self.dtype] if self.tolerance is None else self.tolerance
+        if name not in self.answers:
+            return
+        trainer, actor = self.trainer, self.trainer.actors[name]
+        largest = self._largest_difference(actor.learner, self.answers.pop(name))
+        tolerance = trainer.config.canary_tolerance
+        if tolerance is None:
+            tolerance = TOLERANCES[actor.learner.policy.compute_dtype]
         if not largest <= tolerance:
-            where = [
-                text for text in all_gather_json(await self._differing(name), self.ranks) if text
-            ]
+            by_rank = all_gather_json(await self._differing(actor), trainer.ranks)
+            where = [text for text in by_rank if text]
+            where.append("no tensor that can be read here differs")
             raise RunError(
                 f"the engine of {name} does not sample with its learner's weights: on fixed "
-                "prompts their logprobs differ by "
-                f"up to {largest:.3g} nats, and --canary_tolerance allows {tolerance:g}; "
-                f"{where[0] if where else 'no tensor that can be read here differs'}"
+                f"prompts their logprobs differ by up to {largest:.3g} nats, and "
+                f"--canary_tolerance allows {tolerance:g}; {where[0]}"
             )
-        return {} if name in self.readers else {"canary_max_diff": Max(largest)}
+        if not actor.shares_weights:
+            trainer.note(f"learn/{name}/", {"canary_max_diff": Max(largest)})
 
     @torch.no_grad()
-    async def _differing(self, name: str) -> str:
+    def _largest_difference(self, learner: Learner, samples: list[TrainingSample]) -> float:
+        """In nats, over all ranks; NaN if one is."""
+        minibatches, _ = learner.shard(samples)
+        differences = []
+        for minibatch in minibatches:
+            for batch in minibatch.batches:
+                logprobs = learner.forward(batch)[0]
+                if len(logprobs):
+                    difference = (logprobs - batch.rollout_logprobs).abs().max().item()
+                    differences.append(difference)
+        largest = -math.inf
+        for rank in all_gather_json(differences, self.trainer.ranks):
+            for difference in rank:
+                if math.isnan(difference):
+                    return math.nan
+                largest = max(largest, difference)
+        return largest
+
+    @torch.no_grad()
+    async def _differing(self, actor: Any) -> str:
         """`on rank 0 these tensors differ most: A (by up to 0.1)`, or nothing. It gathers weights:
         every rank must call it."""
-        engine, found, held = self.actors[name].engine, [], {}
-        if hasattr(engine, "named_weights") and name not in self.readers:
-            await engine.wake()
-            held = dict(engine.named_weights())
-        for tensor, value in self.learners[name].named_weights():
-            if tensor in held:
-                own = held[tensor]
-                apart = (own.float() - value.to(own.device, own.dtype).float()).abs().max().item()
-                found += [(apart, tensor)] if apart != 0 else []  # NaN too
-        shown = ", ".join(
-            f"{tensor} (by up to {apart:.3g})" for apart, tensor in sorted(found, reverse=True)[:5]
-        )
-        return f"on rank {self.ranks.rank} these tensors differ most: {shown}" if found else ""
+        held: dict[str, torch.Tensor] = {}
+        if hasattr(actor.engine, "named_weights") and not actor.shares_weights:
+            await actor.engine.wake()
+            held = dict(actor.engine.named_weights())
+        differing = []
+        for name, value in actor.learner.named_weights():
+            if name in held:
+                own = held[name]
+                apart = own.float() - value.to(own.device, own.dtype).float()
+                difference = apart.abs().max().item()
+                if difference != 0:  # NaN too
+                    differing.append((difference, name))
+        if not differing:
+            return ""
+        largest = sorted(differing, reverse=True)[:5]
+        shown = ", ".join(f"{name} (by up to {apart:.3g})" for apart, name in largest)
+        return f"on rank {self.trainer.ranks.rank} these tensors differ most: {shown}"

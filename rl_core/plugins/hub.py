@@ -4,10 +4,12 @@ has ORG/NAME-ACTOR."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi
 
 from rl_core.config import Config
+from rl_core.plugin import Plugin
 from rl_core.types import RunError
 
 
@@ -17,16 +19,23 @@ def repositories(config: Config) -> dict[str, str]:
     return {name: config.push_to_hub + (f"-{name}" if len(names) > 1 else "") for name in names}
 
 
-def create(config: Config) -> None:
-    """Before a model loads: a name or token that is wrong is refused now, not after days. Raises
-    ValueError."""
-    for repository in repositories(config).values():
-        try:
-            HfApi().create_repo(repository, exist_ok=True)
-        except Exception as error:  # of the network, the hub, the name
-            raise ValueError(
-                f"--push_to_hub {repository}: {error}; log in by `hf auth login` or HF_TOKEN"
-            ) from error
+class Hub(Plugin):
+    def __init__(self, trainer: Any):
+        """A name or token that is wrong is refused now, not after days. Raises ValueError."""
+        super().__init__(trainer)
+        if not trainer.ranks.is_writer:
+            return
+        for repository in repositories(trainer.config).values():
+            try:
+                HfApi().create_repo(repository, exist_ok=True)
+            except Exception as error:  # of the network, the hub, the name
+                raise ValueError(
+                    f"--push_to_hub {repository}: {error}; log in by `hf auth login` or HF_TOKEN"
+                ) from error
+
+    def after_run(self) -> None:
+        if not self.trainer.signal:
+            push(self.trainer.config)
 
 
 def push(config: Config) -> None:

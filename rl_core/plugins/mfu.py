@@ -3,9 +3,14 @@ count (PaLM, arXiv:2204.02311, appendix B)."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from rl_core.learning.learner import Learner
 from rl_core.learning.minibatches import active_parameters
 from rl_core.metrics import Mean, Metric
+from rl_core.plugin import Plugin
 
 # Dense bfloat16 of a GPU, by words of torch's name for it, the longer first.
 PEAK_TFLOPS = {
@@ -40,15 +45,35 @@ def peak_flops(name: str) -> float | None:
     )
 
 
-def mfu(
-    learner: Learner, packing: dict[str, Metric], seconds: float, device: str
-) -> dict[str, Metric]:
+class Mfu(Plugin):
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.peak = peak_flops(torch.cuda.get_device_name())
+        self.before = (0.0, 0.0)  # work and seconds of the actors that learned before this one
+
+    async def before_learn(self, actor: str, step: int) -> None:
+        self.before = self.so_far()
+
+    async def after_sync(self, actor: str, version: int) -> None:
+        work, seconds = self.so_far()
+        if work:
+            work, seconds = work - self.before[0], seconds - self.before[1]
+            learner = self.trainer.learners[actor]
+            self.trainer.note(f"learn/{actor}/", mfu(learner, work, seconds, self.peak))
+
+    def so_far(self) -> tuple[float, float]:
+        """Work of all ranks in this step, in tokens that see no other, and the seconds that it
+        took."""
+        metrics = self.trainer.metrics
+        work = metrics.get("pack/fill_frac", Mean()).total
+        return work, metrics.get("time/learn_s", Mean()).total
+
+
+def mfu(learner: Learner, work: float, seconds: float, peak: float | None) -> dict[str, Metric]:
     """Of one step; nothing where the peak is not known, or computes in float32."""
-    peak = peak_flops(device)
     if peak is None or learner.config.learner.dtype == "float32":
         return {}
     parameters = active_parameters(learner.policy.hf)
-    work = packing["pack/fill_frac"].total  # of all ranks, in tokens that see no other
     forwards = learner.algorithm.is_rl and learner.updates_per_step > 1
     forwards += learner.algorithm.needs_reference
     backward = 2 if learner.adapter else 4  # frozen weights have no gradient

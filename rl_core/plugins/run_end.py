@@ -4,13 +4,12 @@ it goes on."""
 from __future__ import annotations
 
 import re
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 from rl_core.data.rows import read_json
+from rl_core.plugin import Plugin
 
 Row = Mapping[str, float | None]
 # The first of these that a run measured at least twice is told.
@@ -22,42 +21,39 @@ SCORES = (
 MOST_STEPS = 10  # whose mean is told, of values that are of a step's own tasks
 
 
-def tell_end(run: Any, ended: str = "ended", go_on: str = "the same command with --resume") -> None:
-    """Prints the lines. The run's files are complete. `ended`: how, if neither its last step nor a
-    signal that it heard ended it."""
-    done = run.terminal.step_done
-    taken = timedelta(seconds=int(time.monotonic() - run.terminal.started))
-    file = run.out / "metrics.jsonl"
-    rows = list(read_json(file)) if file.exists() else []
-    run.log.say(f"{reason(run, done, ended)}: step {done} of {run.config.num_steps} in {taken}")
-    for line in before_and_after(rows):
-        run.log.say(f"  {line}")
-    for line in failed_lines(run):
-        run.log.say(f"  {line}")
-    run.log.say(f"  look at it: rl-core view {run.out}")
-    if done < run.config.num_steps:
-        run.log.say(f"  go on: {go_on}")
+class RunEnd(Plugin):
+    def after_run(self) -> None:
+        """Prints the lines. The run's files are complete."""
+        trainer, config = self.trainer, self.trainer.config
+        say, done = trainer.log.say, trainer.step
+        taken = timedelta(seconds=int(time.monotonic() - trainer.began_at))
+        file = trainer.out / "metrics.jsonl"
+        rows = list(read_json(file)) if file.exists() else []
+        how = trainer.ended_by
+        if not trainer.signal and done >= config.num_steps:
+            how = "done"
+        say(f"{how}: step {done} of {config.num_steps} in {taken}")
+        for line in [*before_and_after(rows), *self.failed_lines()]:
+            say(f"  {line}")
+        say(f"  look at it: rl-core view {trainer.out}")
+        if done < config.num_steps:
+            go_on = "the same command with --resume"
+            if trainer.plan.on_step is not None:  # it is no command
+                go_on = "train() again, with Config(resume=True)"
+            say(f"  go on: {go_on}")
 
-
-def reason(run: Any, done: int, ended: str) -> str:
-    if run.keeper.signal:
-        return f"ended by {signal.Signals(run.keeper.signal).name}"
-    return "done" if done >= run.config.num_steps else ended
-
-
-def failed_lines(run: Any) -> list[str]:
-    """How many episodes of this process failed, and the command that counts why."""
-    lines = []
-    for kind, tally in run.tallies.items():
-        if not tally["failed"]:
-            continue
-        of = " of evaluations" if kind == "eval" else ""
-        line = f"{tally['failed']} of {tally['episodes']} episodes{of} failed"
-        if run.config.rollout.save:
-            line += f": rl-core show {run.out} --reasons"
-            line += " --eval" if kind == "eval" else ""
-        lines.append(line)
-    return lines
+    def failed_lines(self) -> list[str]:
+        """How many episodes of this process failed, and the command that counts why."""
+        trainer, lines = self.trainer, []
+        for kind, tally in trainer.tallies.items():
+            if not tally["failed"]:
+                continue
+            of, flag = (" of evaluations", " --eval") if kind == "eval" else ("", "")
+            line = f"{tally['failed']} of {tally['episodes']} episodes{of} failed"
+            if trainer.config.rollout.save:
+                line += f": rl-core show {trainer.out} --reasons{flag}"
+            lines.append(line)
+        return lines
 
 
 def before_and_after(rows: Sequence[Row]) -> list[str]:

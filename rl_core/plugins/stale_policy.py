@@ -1,86 +1,102 @@
-"""Older weights: a second engine of each actor that learns, which gets the newest weights every few
+"""Stale weights: a second engine of each actor that learns, which gets the newest weights every few
 versions only. A part of the actor's turns goes to it (Actor.generate), so that episodes mix
 policies."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from rl_core.learning.learner import Learner
+from rl_core.metrics import Mean, Metric
+from rl_core.plugin import Plugin
+from rl_core.sampling.rollout import Group, in_order
 from rl_core.sampling.weights import on_host
-
-if TYPE_CHECKING:
-    from rl_core.sampling.engine import Engine
+from rl_core.types import Trajectory
 
 
-@dataclass(kw_only=True)
-class OlderPolicy:
-    engines: dict[str, Engine | None]  # None: another rank has this actor's
-    learners: Mapping[str, Learner]
-    every: int  # versions between two renewals
-    dtype: torch.dtype
-    folder: Path | None  # where rank 0 keeps the weights for checkpoints
+class StalePolicy(Plugin):
+    """Rank 0 keeps the stale weights in a file, for checkpoints."""
 
-    async def sync(self, name: str, version: int) -> None:
-        if self._is_renewed(name, version):
-            await self._renew(name, self.learners[name].engine_weights(in_place=False), version)
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.every: int = trainer.config.rollout.lagged[1]  # versions between two renewals
+        self.folder = trainer.out / "older"
 
-    async def restore(self, name: str, version: int, checkpoint: Path) -> None:
-        """When a run resumes, older weights are those of its checkpoint, or the newest where it has
+    async def after_sync(self, actor: str, version: int) -> None:
+        """When a run resumes, stale weights are those of its checkpoint, or the newest where it has
         none."""
-        if name not in self.engines or self._is_renewed(name, version):
+        trainer = self.trainer
+        weights, is_first = None, version == trainer.first_step
+        if version % self.every and not is_first:
             return
-        weights, file = None, file_of(checkpoint, name)
-        if file.is_file():
-            with safe_open(file, framework="pt") as saved:
-                version = int(saved.metadata()["version"])
-            weights = load_file(file).items()
-        await self._renew(
-            name, weights or self.learners[name].engine_weights(in_place=False), version
-        )
+        if version % self.every and trainer.checkpoint:
+            file = file_of(trainer.checkpoint, actor)
+            if file.is_file():
+                with safe_open(file, framework="pt") as saved:
+                    version = int(saved.metadata()["version"])
+                weights = load_file(file).items()
+        weights = weights or trainer.learners[actor].engine_weights(in_place=False)
+        await self._renew(trainer.actors[actor], weights, version)
 
-    def files_to_save(self, step: int) -> list[Path]:
-        """Rank 0's files of weights that are older than a checkpoint's own, which it copies."""
-        names = self.engines if self.folder else ()
-        return [file_of(self.folder, name) for name in names if not self._is_renewed(name, step)]
+    async def after_rollout(self, step: int, groups: list[Group]) -> None:
+        trajectories = in_order(groups)
+        for name in self.trainer.learners:
+            own = [t for t in trajectories if t.actor == name]
+            self.trainer.note(f"rollout/{name}/", lag_metrics(own, step))
 
-    def _is_renewed(self, name: str, version: int) -> bool:
-        return name in self.engines and version % self.every == 0
+    async def files(self, scratch: Path) -> list[Path]:
+        """Weights that are older than the checkpoint's own."""
+        trainer = self.trainer
+        if trainer.ranks.rank or trainer.step % self.every == 0:
+            return []
+        return [file_of(self.folder, name) for name in trainer.learners]
 
     async def _renew(
-        self, name: str, weights: Iterable[tuple[str, torch.Tensor]], version: int
+        self, actor: Any, weights: Iterable[tuple[str, torch.Tensor]], version: int
     ) -> None:
         """Every rank must call it: gathering a weight is a collective."""
-        engine, kept = self.engines[name], {}
+        engine, is_writer = actor.stale_engine, self.trainer.ranks.is_writer
+        kept: dict[str, torch.Tensor] = {}
 
         def coming() -> Iterator[tuple[str, torch.Tensor]]:
-            for tensor, weight in on_host(weights, self.dtype):
-                if self.folder is not None:
-                    kept[tensor] = weight.clone()
-                yield tensor, weight
+            for name, weight in on_host(weights, actor.learner.policy.compute_dtype):
+                if is_writer:
+                    kept[name] = weight.clone()
+                yield name, weight
 
         if engine is None:
             for _ in coming():
                 pass
         else:
-            await engine.update(
-                coming(), version, adapter=name if self.learners[name].policy.sends_adapters else ""
-            )
+            await engine.update(coming(), version, adapter=actor.adapter)
             await engine.sleep()
-        if self.folder is not None:
-            file = file_of(self.folder, name)
+        if is_writer:
+            file = file_of(self.folder, actor.name)
             self.folder.mkdir(parents=True, exist_ok=True)
             beside = file.with_name(f".{file.name}.tmp")
             save_file(kept, beside, metadata={"version": str(version)})
             os.replace(beside, file)
+
+
+def lag_metrics(trajectories: list[Trajectory], version: int) -> dict[str, Metric]:
+    """Fraction of sampled tokens by weights older than `version`, and the mean age of these in
+    versions."""
+    lags = []
+    for trajectory in trajectories:
+        if trajectory.status != "failed":
+            for turn in trajectory.turns:
+                lags += [version - v for v in turn.completion.policy_versions]
+    older = [lag for lag in lags if lag > 0]
+    metrics: dict[str, Metric] = {"lagged_frac": Mean(len(older), len(lags))}
+    if older:
+        metrics["lag_versions"] = Mean(sum(older), len(older))
+    return metrics
 
 
 def file_of(folder: Path, name: str) -> Path:

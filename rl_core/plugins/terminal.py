@@ -27,10 +27,8 @@ from rich.text import Text
 from rl_core.plugins.lora import experts_of, has_experts
 from rl_core.plugins.run_warnings import RunWarnings
 from rl_core.rules import printable
-from rl_core.types import Trajectory
 
 REFRESH_PER_S = 4
-CHARS = 300  # of a message that is shown
 LAST_STEPS = 20  # whose median says how long a step takes
 
 
@@ -86,7 +84,7 @@ def loaded(run: Any) -> str:
         + (f" ({split})" if split else "")
         + (f", {config.engine} engine" if each else "")
     )
-    short_of = [engine.shortage for engine in run.all_engines if engine.shortage]
+    short_of = [engine.shortage for engine in run.engines if engine.shortage]
     return "\n".join([", ".join(models), work, f"{devices}; {run.beginning}", *short_of])
 
 
@@ -98,19 +96,13 @@ def short(n: float) -> str:
     return f"{n:.3g}"
 
 
-def cut(content: Any) -> str:
-    """One line, short."""
-    text = printable(" ".join(str(content or "").split()))
-    return text if len(text) <= CHARS else f"{text[: CHARS // 2]} [...] {text[-CHARS // 2 :]}"
-
-
 class Terminal:
     """On the rank that writes. Where stdout is a terminal, a panel stands below the lines."""
 
     def __init__(self, run: Any):
         self.run, self.live, self.phase, self.values = run, None, "start", {}
         self.started = self.began = time.monotonic()  # the run, the phase
-        self.step_done: int = run.start
+        self.step_done: int = run.first_step
         self.time_left = TimeLeft(run.config.num_steps, run.config.eval_every)
         self.said_at = -math.inf
         run.log.say(loaded(run))
@@ -132,7 +124,7 @@ class Terminal:
         """phase, groups of the step that are done, and rewards, tokens per second and time left as
         of the step before."""
         run, config, table = self.run, self.run.config, Table.grid(padding=(0, 2))
-        step = self.values.get("step", run.start)
+        step = self.values.get("step", run.first_step)
         cells = [
             f"step {step}/{config.num_steps}",
             self.phase,
@@ -154,7 +146,7 @@ class Terminal:
         for name in ("generate", "learn"):
             if speed := self.values.get(f"time/{name}_tokens_per_s"):
                 rest.append(f"{name} {short(speed)} tokens/s")
-        if step > run.start:
+        if step > run.first_step:
             rest.append(f"ETA {self.time_left.after(step)}")
         told = [text for _, text in list(self.warnings.now.values())]
         lines = (
@@ -167,19 +159,6 @@ class Terminal:
         if self.phase == "eval":
             self.time_left.note_evaluation(self.step_done, now - self.began)
         self.phase, self.began = phase, now
-
-    def episodes(self, found: list[Trajectory]) -> None:
-        """Some of them, spread evenly."""
-        num = min(self.run.config.log_samples, len(found))
-        for t in (found[i * len(found) // num] for i in range(num)):
-            parts = ", ".join(f"{name} {value:.4g}" for name, value in t.reward_parts.items())
-            reward = "no reward" if t.reward is None else f"reward {t.reward:.4g}"
-            reward += f" ({parts})" if len(t.reward_parts) > 1 else ""
-            self.run.log.say(
-                f"-- {t.task_id} {t.actor}: {reward}, {t.status} {cut(t.error)}".rstrip()
-            )
-            for message in t.messages:
-                self.run.log.say(f"   {message['role']}: {cut(message.get('content'))}")
 
     def step(self, step: int, values: dict[str, float]) -> None:
         """A line, at most one a second, and what is off in this step."""

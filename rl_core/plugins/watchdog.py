@@ -127,7 +127,7 @@ class Neighbours:
     --timeout_s."""
 
     def __init__(self, ranks: Ranks):
-        from rl_core.plugins.keep import has_lost_a_neighbour
+        from rl_core.plugins.signal_handler import has_lost_a_neighbour
 
         self.ranks, self.is_closed = ranks, threading.Event()
         self.has_others = ranks.size + ranks.engine_ranks > 1
@@ -145,7 +145,7 @@ class Neighbours:
                 self.ranks.say("comes to its end")
 
     def _watch(self) -> None:
-        from rl_core.plugins.keep import has_lost_a_neighbour
+        from rl_core.plugins.signal_handler import has_lost_a_neighbour
         from rl_core.plugins.under_torchrun import tell_failure
 
         lost_at = math.inf

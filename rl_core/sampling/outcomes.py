@@ -119,16 +119,6 @@ def held_out_metrics(
     return {score: mean_of(scores), passed: mean_of(passes)}
 
 
-def lag_metrics(trajectories: list[Trajectory], version: int) -> dict[str, Metric]:
-    """Fraction of sampled tokens by weights older than `version`, and the mean age of these in
-    versions."""
-    turns = (turn for t in trajectories if t.status != "failed" for turn in t.turns)
-    lags = [version - v for turn in turns for v in turn.completion.policy_versions]
-    older = [lag for lag in lags if lag > 0]
-    fraction: dict[str, Metric] = {"lagged_frac": Mean(len(older), len(lags))}
-    return fraction | ({"lag_versions": Mean(sum(older), len(older))} if older else {})
-
-
 def part_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
     """Means of each part of the reward and of each metric that the environment gives, over the
     episodes that have it."""

@@ -55,8 +55,8 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
     from rl_core.algorithms import make_algorithm
     from rl_core.data.episodes import by_episode, episode_rewards
     from rl_core.data.rows import write_tokenizers, write_trajectories
+    from rl_core.plan import load_envs, train_tasks
     from rl_core.run_folder import keep_config, locked
-    from rl_core.sources import load_envs, train_tasks
 
     out = Path(config.out)
     config, envs = load_envs(config)
@@ -74,7 +74,7 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
             )
         (out / "rollouts").mkdir(exist_ok=True)
         async with player(config, envs, source.sources) as playing:
-            chats = playing.plan.chats
+            chats = playing.chats
             has_tokens = names[0] in chats
             if has_tokens:
                 write_tokenizers(out / "rollouts", chats)

@@ -18,8 +18,8 @@ from rl_core.rules import split
 from rl_core.tools.help import PLAN
 
 if TYPE_CHECKING:
-    from rl_core.build import Plan
     from rl_core.distributed import Mesh
+    from rl_core.plan import Plan
 
 GIB = 2**30
 LOGPROB_TILE_BYTES = 256 << 20  # logits in flight, forward and backward
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     needs no SGLang."""
     with tempfile.TemporaryDirectory() as out:
         config = parse_config([*(arg for arg in argv if arg != "--json"), "--out", out], PLAN)
-        from rl_core.build import make_plan
+        from rl_core.plan import make_plan
 
         found = facts(make_plan(config, is_planned=True))
     print(json.dumps(found, indent=2) if "--json" in argv else describe(found))

@@ -14,7 +14,6 @@ from rl_core.config import RL, Config, LoraConfig, parse_config
 from rl_core.rules import URL
 
 if TYPE_CHECKING:
-    from rl_core.build import Plan
     from rl_core.data.tasks import TaskSource
     from rl_core.distributed import Ranks
     from rl_core.sampling.env import Env
@@ -117,9 +116,8 @@ async def player(
     """Engines of these actors. Raises ValueError for a model that cannot play, and for prompts that
     are too long."""
     from rl_core import models
-    from rl_core.algorithms import make_algorithm
-    from rl_core.build import Plan, make_actors
-    from rl_core.distributed import Mesh, init_ranks
+    from rl_core.actors import make_speaker
+    from rl_core.distributed import init_ranks
     from rl_core.plugins.row_lengths import check_lengths
     from rl_core.sampling.engine import DeviceLease
 
@@ -137,11 +135,6 @@ async def player(
     }
     for endpoint in endpoints.values():
         endpoint.ping()
-    algorithm = make_algorithm(config.algorithm, config.algo)
-    parts = {"train": sources[0], "eval": {}, "imitated": None, "curriculum": None, "mesh": Mesh()}
-    plan = Plan(
-        config=config, algorithm=algorithm, envs=envs, chats=chats, endpoints=endpoints, **parts
-    )
     ranks = init_ranks(config.timeout_s)
     engines = models.make_engines(config, chats, {}, ranks)
     lease = DeviceLease() if models.takes_turns(config) else None
@@ -150,7 +143,11 @@ async def player(
             await engine.wake()
             if lease:
                 await engine.sleep()
-        yield Player(plan, make_actors(plan, engines, None, lease), ranks)
+        speakers = dict(endpoints)
+        for name, chat in chats.items():
+            speakers[name] = make_speaker(config, name, chat, lease, engines[name])
+        actors = {name: speakers[name] for name in config.actors}
+        yield Player(config, envs, actors, ranks, chats)
     finally:
         for speaker in (*endpoints.values(), *dict.fromkeys(engines.values())):
             await speaker.close()
@@ -159,8 +156,11 @@ async def player(
 class Player:
     """Plays groups of episodes, as the evaluations of a run do."""
 
-    def __init__(self, plan: Plan, actors: dict, ranks: Ranks):
-        self.plan, self.actors, self.ranks = plan, actors, ranks
+    def __init__(
+        self, config: Config, envs: dict[str, Env], actors: dict, ranks: Ranks, chats: dict
+    ):
+        self.config, self.envs, self.actors, self.ranks = config, envs, actors, ranks
+        self.chats = chats
 
     async def play(
         self,
@@ -175,13 +175,13 @@ class Player:
         from rl_core.sampling.outcomes import refuse_failures
         from rl_core.sampling.rollout import make_group, rollout
 
-        config, place = self.plan.config, {"batch": batch, "label": label, "size": size}
+        config, place = self.config, {"batch": batch, "label": label, "size": size}
         groups = [
             make_group(config, task, drawn, number=n, **place)
             for n, task in enumerate(tasks, first)
         ]
         found = await rollout(
-            self.plan.envs, self.actors, groups, config.rollout, self.ranks, config.timeout_s
+            self.envs, self.actors, groups, config.rollout, self.ranks, config.timeout_s
         )
         refuse_failures(
             found, {}, config.rollout.max_failed_fraction, label, self.ranks, min_rows=1

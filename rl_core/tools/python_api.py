@@ -65,13 +65,15 @@ def train(
     config, module = with_objects(config, env, {"train": data, "eval": eval_data})
     stop = threading.Event()
 
-    def after_step(step: int, metrics: dict[str, float]) -> bool:
-        goes_on = on_step is None or on_step(step, metrics) is not False
-        return goes_on and not stop.is_set()
+    def after_step(step: int, metrics: dict[str, float]) -> str:
+        is_ended = on_step is not None and on_step(step, metrics) is False
+        if stop.is_set():
+            return "interrupted"
+        return "ended by on_step" if is_ended else ""
 
     # A thread has no event loop yet, unlike the caller in a notebook.
     with ThreadPoolExecutor(1, "rl_core") as pool:
-        running = pool.submit(run_here, config, module, after_step, stop)
+        running = pool.submit(run_here, config, module, after_step)
         try:
             running.result()
         except KeyboardInterrupt:
@@ -79,10 +81,6 @@ def train(
             print("interrupted: saves when this step is done", flush=True)
             running.result()
             raise
-    if config.push_to_hub:
-        from rl_core.plugins.hub import push
-
-        push(config)
     return read_result(config)
 
 
@@ -137,31 +135,27 @@ def with_rows(config: Config, module: ModuleType | None, rows: dict[str, Rows]) 
 
 
 def run_here(
-    config: Config, module: ModuleType | None, on_step: OnStep, stop: threading.Event
+    config: Config,
+    module: ModuleType | None,
+    on_step: Callable[[int, dict[str, float]], str],
 ) -> None:
-    """The run itself. `stop`: it was interrupted."""
-    from rl_core.build import Run, make_plan
+    """The run itself."""
     from rl_core.distributed import close_ranks, init_ranks
     from rl_core.models import is_sharded
-    from rl_core.phases import refuse_standstill
-    from rl_core.plugins.run_end import tell_end
+    from rl_core.plan import make_plan
     from rl_core.plugins.watchdog import run_hooks
     from rl_core.run_folder import locked
-    from rl_core.tools.view.report import write_at_end
-    from rl_core.train import run_rank
+    from rl_core.trainer import Trainer
 
-    plan = make_plan(config, module)
+    plan = make_plan(config, module, on_step=on_step)
     ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config))
     try:
         with locked(Path(config.out)):
-            run = Run(plan, ranks, on_step)
-            run_hooks(run_rank(run))
+            trainer = Trainer(plan, ranks)
+            run_hooks(trainer.run())
     finally:
         close_ranks(ranks)
-    ended = "interrupted" if stop.is_set() else "ended by on_step"
-    tell_end(run, ended, go_on="train() again, with Config(resume=True)")
-    write_at_end(run)
-    refuse_standstill(run)
+    trainer.after_run()
 
 
 def read_result(config: Config) -> TrainResult:

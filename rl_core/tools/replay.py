@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from rl_core.algorithms import Algorithm
-    from rl_core.build import Plan
     from rl_core.distributed import Ranks
     from rl_core.learning.learner import Learner
+    from rl_core.plan import Plan
     from rl_core.types import TrainingSample, Trajectory
 
 # Flags of how steps are computed, and of what is learned from the one that is asked for.
@@ -191,9 +191,8 @@ def recorded_metrics(run: Path) -> dict[int, dict[str, float | None]]:
 
 def make_plan(config: Config) -> Plan:
     """What learning needs of it: no rows, no engines; of environments their advantage_fn."""
-    from rl_core.build import Plan, choose_algorithm
     from rl_core.distributed import MESH_FLAGS, make_mesh
-    from rl_core.sources import load_envs
+    from rl_core.plan import Plan, choose_algorithm, load_envs
 
     config, envs = load_envs(config)
     mesh = make_mesh(
@@ -245,7 +244,7 @@ def learn(
     """The metrics of a step, as the run's own. `values` is filled: turn -> what the learner
     computes for each of its tokens."""
     from rl_core.metrics import add_metrics, reduce_metrics
-    from rl_core.phases import training_samples
+    from rl_core.trainer import training_samples
 
     metrics: dict[str, Any] = {}
     samples = training_samples(plan, trajectories, ranks)

@@ -9,10 +9,10 @@ import stage
 from test_chat import TEMPLATES, TOOLS, make_tokenizer, tool_chat, user
 from transformers import AutoTokenizer
 
-from rl_core.build import make_plan
 from rl_core.cli import main
 from rl_core.config import parse_config
 from rl_core.data.chat import Chat
+from rl_core.plan import make_plan
 from rl_core.plugins.tool_calls import ToolCalls, python_calls
 from rl_core.sampling.env import load_env
 

@@ -15,8 +15,8 @@ from bench_learner import model_config
 from kit import ROOT
 from transformers import AutoTokenizer
 
-from rl_core.build import make_plan
 from rl_core.config import parse_config
+from rl_core.plan import make_plan
 from rl_core.sampling.env import load_env
 from rl_core.tools.plan import describe, facts
 

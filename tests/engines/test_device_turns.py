@@ -123,7 +123,7 @@ def test_no_learner_has_the_device_beside_an_engine_or_leaves_its_cache_to_one(
             )
 
 
-# Beside phases.py: what the lease enters, what is called inside of it, and a tool without engines.
+# Beside actors.py: what the lease enters, what is called inside of it, and a tool without engines.
 MAY_ENTER = {"learner.py", "checkpoint.py", "padded.py", "replay.py"}
 
 
@@ -138,8 +138,8 @@ def test_the_lease_alone_brings_a_learner_to_the_device():
             else:
                 continue
             found[file.name] += sum(".on_device()" in ast.unparse(e) for e in entered)
-    assert {name for name, number in found.items() if number} == MAY_ENTER | {"phases.py"}
-    assert found["phases.py"] == 1, "in on_device(), which enters learners_lease()"
+    assert {name for name, number in found.items() if number} == MAY_ENTER | {"actors.py"}
+    assert found["actors.py"] == 1, "in ActorRuntime.learning(), where engines sleep"
 
 
 def test_rows_are_evaluated_by_a_learner_that_was_cpu_offloaded(tiny_model, sort_data, tmp_path):

@@ -13,12 +13,12 @@ from kit import ROOT, STOP, metrics, run, trajectories, words
 from test_learner import ragged_samples
 from transformers import AutoModelForCausalLM
 
-from rl_core.build import Run, make_plan
 from rl_core.config import parse_config
 from rl_core.distributed import init_ranks
 from rl_core.learning.policy import make_policy
+from rl_core.plan import make_plan
 from rl_core.plugins.lora import adapter_parameters
-from rl_core.train import train
+from rl_core.trainer import Trainer
 from rl_core.types import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
@@ -46,7 +46,9 @@ def talk(tiny_model, tmp_path) -> list[str]:
 
 
 def make_run(out, *flags):
-    return Run(make_plan(parse_config(words(*flags, "--num_steps 2 --out", out))), init_ranks(60))
+    return Trainer(
+        make_plan(parse_config(words(*flags, "--num_steps 2 --out", out))), init_ranks(60)
+    )
 
 
 def with_random_adapters(run):
@@ -65,7 +67,7 @@ def logprobs(learner, policy=None, adapter=None) -> torch.Tensor:
 
 def said(run, name: str) -> list[tuple[list[int], list[float]]]:
     async def gather():
-        asked = (run.actors[name].generate([1, 9 + i, 20], GREEDY, i) for i in range(4))
+        asked = (run.actors[name].speaker.generate([1, 9 + i, 20], GREEDY, i) for i in range(4))
         return [(c.token_ids, c.logprobs) for c in await asyncio.gather(*asked)]
 
     return asyncio.run(gather())
@@ -73,8 +75,8 @@ def said(run, name: str) -> list[tuple[list[int], list[float]]]:
 
 def test_one_set_of_weights_serves_both_learners_and_their_engine(talk, tiny_model, tmp_path):
     given = make_run(tmp_path / "run", talk)
-    assert len(given.engines) == 2
-    [engine] = given.all_engines
+    assert len(given.actors) == 2
+    [engine] = given.engines
     models = [
         engine.model,
         *(model.hf for learner in given.learners.values() for model in learner.models()),
@@ -143,19 +145,19 @@ def test_after_training_alice_the_engine_says_for_bob_and_the_judge_what_it_said
 ):
     judge = "--actors.judge.share bob --actors.judge.train false"
     given = make_run(tmp_path / "run", talk, judge, "--actors.bob.lr 0 --algo.kl_coef 0.01")
-    assert "judge" not in given.learners and len(given.all_engines) == 1
+    assert "judge" not in given.learners and len(given.engines) == 1
     for name, learner in given.learners.items():
         for i, parameter in enumerate(p for _, p in learner.trained_parameters()):
             parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
         asyncio.run(
-            given.engines[name].update(
+            given.actors[name].engine.update(
                 learner.engine_weights(True), 0, adapter=given.actors[name].adapter
             )
         )
-    before = {name: said(given, name) for name in given.engines}
+    before = {name: said(given, name) for name in given.actors}
     assert before["judge"] != before["bob"]
-    asyncio.run(train(given))
-    after = {name: said(given, name) for name in given.engines}
+    asyncio.run(given.fit())
+    after = {name: said(given, name) for name in given.actors}
     assert {name: before[name] == after[name] for name in before} == {
         "bob": True,
         "alice": False,

@@ -34,7 +34,8 @@ ROOMS = {
     "service": ["service"],
     "tools": ["tools", "cli"],
     "registry": ["registry"],
-    "roof": ["train", "phases", "build", "models", "sources"],
+    "roof": ["trainer", "plan", "actors", "models"],
+    "command": ["train"],
 }
 BELOW = {
     "ground": set(),
@@ -63,6 +64,7 @@ BELOW = {
         "service",
         "roof",
     },
+    "command": {"ground", "shared", "registry", "roof", "tools"},
 }
 ROOM_OF = {name: room for room, names in ROOMS.items() for name in names}
 ONLY_IN = {"sglang": {"rl_core.engines.sglang_server"}}

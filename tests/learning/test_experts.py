@@ -26,7 +26,7 @@ from rl_core.learning.policy import export_policy
 from rl_core.models import check_model
 from rl_core.plugins.experts import find_routers
 from rl_core.plugins.lora import adapter_parameters, adapter_weights
-from rl_core.plugins.mfu import mfu
+from rl_core.plugins.mfu import mfu, peak_flops
 from rl_core.plugins.padded import choose_forward
 from rl_core.tools.plan import model_size
 from rl_core.tools.tiny_model import character_tokenizer
@@ -444,8 +444,8 @@ def test_of_experts_those_count_that_a_token_goes_to_and_of_layers_those_with_at
 def test_mfu_of_a_mixture_counts_the_work_that_is_done(family):
     learner = make_learner(family("qwen3_moe"), SFT)
     _, packing = learner.shard(imitated())
-    found = mfu(learner, packing, 2.0, "NVIDIA H100 80GB HBM3")["mfu"].value
     work = packing["pack/fill_frac"].total
+    found = mfu(learner, work, 2.0, peak_flops("NVIDIA H100 80GB HBM3"))["mfu"].value
     assert found == pytest.approx(6 * active_parameters(learner.policy.hf) * work / (2.0 * 989e12))
     assert active_parameters(learner.policy.hf) < sum(
         p.numel() for p in learner.policy.parameters()

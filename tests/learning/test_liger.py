@@ -13,8 +13,8 @@ import torch
 from kit import ROOT, words
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_core.build import make_plan
 from rl_core.config import parse_config
+from rl_core.plan import make_plan
 from rl_core.plugins.liger import apply_liger, check_liger
 
 needs_liger = pytest.mark.skipif(

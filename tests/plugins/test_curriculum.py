@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from kit import metrics, trajectories
 
-from rl_core.build import make_plan
 from rl_core.cli import main as rl_core
 from rl_core.config import parse_config
 from rl_core.data.tasks import TaskSource
+from rl_core.plan import make_plan
 from rl_core.plugins.curriculum import Curriculum, Progress, WeightedOrder, task_weight
 from rl_core.plugins.mix import TaskMix
 from rl_core.sampling.env import load_env

@@ -7,13 +7,15 @@ import json
 import resource
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 from kit import metrics, run, run_ranks, steps, weights, words
 from test_runs import RL, assert_same_weights, lasting
 
+from rl_core import Config
 from rl_core.distributed import init_ranks
-from rl_core.plugins.keep import Keeper
+from rl_core.plugins.checkpointer import BestKeeper
 from rl_core.run_folder import RunLog
 from rl_core.train import main
 
@@ -156,10 +158,11 @@ def test_the_best_by_an_evaluation_is_kept(flags_of, tmp_path, capsys):
 def test_a_run_that_goes_on_knows_the_highest_score_or_the_lowest_loss(metric, values, tmp_path):
     found = []
     for step, value in enumerate(values):
-        keeper = Keeper(tmp_path, 0, metric, True)
+        run = SimpleNamespace(config=Config(keep_best=metric), out=tmp_path, ranks=init_ranks(60))
+        keeper = BestKeeper(run)
         found.append(keeper.is_best({f"eval/env/{metric}": value}))
         if found[-1]:
-            keeper.note_best(step)
+            keeper.write(step)
     assert found == [True, True, False]
 
 

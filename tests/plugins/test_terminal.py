@@ -15,8 +15,9 @@ from datetime import timedelta
 import pytest
 from kit import wait_until, words
 
+from rl_core.plugins.evaluation import cut
 from rl_core.plugins.run_end import before_and_after
-from rl_core.plugins.terminal import TimeLeft, cut, progress_line
+from rl_core.plugins.terminal import TimeLeft, progress_line
 from rl_core.train import main
 
 

@@ -28,7 +28,7 @@ from kit import (
 
 from rl_core import cli
 from rl_core.data.rows import ROLLOUTS, TOKENIZERS, write_trajectories
-from rl_core.plugins.mfu import mfu
+from rl_core.plugins.mfu import mfu, peak_flops
 from rl_core.plugins.trackers import samples
 from rl_core.train import main
 from rl_core.types import Trajectory
@@ -412,7 +412,7 @@ def test_percentiles_of_lengths_are_those_of_the_episodes(tracked):
 def test_mfu_is_the_matrix_products_over_the_peak(device, flags, passes, tiny_model):
     learner = make_learner(tiny_model, flags)
     _, packing = learner.shard([sample([5] * 30, [0] * 10 + [1] * 20, 1.0)])
-    found = mfu(learner, packing, 2.0, device)
+    found = mfu(learner, packing["pack/fill_frac"].total, 2.0, peak_flops(device))
     peak = {"H100": 989e12, "A100": 312e12, "4090": 165e12}
     if passes is None:
         assert not found

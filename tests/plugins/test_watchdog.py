@@ -188,21 +188,22 @@ def test_what_runs_hooks_runs_them_with_bounded_ends():
 
 
 WRAPPED = """
-import os, signal, threading, time, torch
-from pathlib import Path
+import asyncio, os, signal, threading, time, torch
+from types import SimpleNamespace
 from rl_core.distributed import Ranks
 from rl_core.plugins import watchdog
-from rl_core.plugins.keep import Keeper
+from rl_core.plugins.signal_handler import SignalHandler
 
 watchdog.BEAT_S = watchdog.LOST_S = 0.01
 os.environ["LOCAL_WORLD_SIZE"] = "2"
-neighbours = watchdog.Neighbours(Ranks(rank=0, size=2, device=torch.device("cpu")))
-keeper = Keeper(Path(), 30.0, None, is_writer=False)
-keeper.listen()
+ranks = Ranks(rank=0, size=2, device=torch.device("cpu"))
+neighbours = watchdog.Neighbours(ranks)
+handler = SignalHandler(SimpleNamespace(ranks=ranks))
+asyncio.run(handler.start())
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(0.5)
 neighbours.close()
-keeper.close()
+asyncio.run(handler.close())
 print("done", flush=True)
 """
 

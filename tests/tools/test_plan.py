@@ -14,12 +14,13 @@ from test_learner import ragged_samples
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
-from rl_core.build import Run, make_plan
 from rl_core.cli import main
 from rl_core.config import parse_config
 from rl_core.distributed import Mesh, init_ranks, on_mesh
 from rl_core.learning.policy import blocks_of
+from rl_core.plan import make_plan
 from rl_core.tools.plan import block_bytes, describe, engine_bytes, facts, learner_bytes, model_size
+from rl_core.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,7 +51,7 @@ def flags(tiny_model, tmp_path) -> list[str]:
 def test_parameters_gradients_and_optimizer_are_those_of_a_learner(flags, adapters):
     plan = make_plan(parse_config([*flags, *adapters]))
     actor = plan.config.actors["policy"]
-    size, learner = model_size(actor), Run(plan, init_ranks(60)).learners["policy"]
+    size, learner = model_size(actor), Trainer(plan, init_ranks(60)).learners["policy"]
     trained = [p for p in learner.policy.parameters() if p.requires_grad]
     held = sum(p.nbytes for p in learner.policy.parameters())
     for parameter in trained:
@@ -75,7 +76,7 @@ def test_parameters_gradients_and_optimizer_are_those_of_a_learner(flags, adapte
 def test_a_reference_is_as_large_as_the_one_that_a_learner_has(flags):
     plan = make_plan(parse_config([*flags, "--algo.kl_coef", "0.1"]))
     actor = plan.config.actors["policy"]
-    size, learner = model_size(actor), Run(plan, init_ranks(60)).learners["policy"]
+    size, learner = model_size(actor), Trainer(plan, init_ranks(60)).learners["policy"]
     held = sum(p.nbytes for p in kit.part_of(learner, "Reference").policy.parameters())
     assert (
         learner_bytes(plan, actor, size, Mesh())["reference"] == (0, held)

@@ -7,15 +7,13 @@ import json
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl_core.data.rows import write_whole
+from rl_core.plugin import Plugin
 from rl_core.tools.view.data import Entry, RunFolder
 from rl_core.tools.view.page import make_page, outline, summary, values_of
 from rl_core.tools.view.tokens import shown_episode
-
-if TYPE_CHECKING:
-    from rl_core.build import Run
 
 # Of metrics; of a longer run only every second step, or every third, and so on, and all
 # evaluations.
@@ -28,7 +26,13 @@ PATIENCE_S = 10.0  # until it is told what is waited for
 MAX_WAIT_S = 240.0
 
 
-def write_at_end(run: Run) -> None:
+class Report(Plugin):
+    def after_run(self) -> None:
+        if not self.trainer.signal:
+            write_at_end(self.trainer)
+
+
+def write_at_end(run: Any) -> None:
     """Beside a run that is done, when its ranks have parted. What goes wrong is told in a line: the
     run itself went well."""
     file, told = run.out / "report.html", ["it took too long"]

@@ -1,20 +1,136 @@
-"""Environments of a run, and the tasks that it trains and evaluates on. Wrong ones are refused
-here."""
+"""Flags -> a checked plan: environments, tasks, algorithm, mesh. All that can be refused is refused
+here, before a model loads."""
 
 from __future__ import annotations
 
+import math
+import os
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from rl_core import registry
-from rl_core.algorithms import Algorithm
+from rl_core import models, registry
+from rl_core.algorithms import Algorithm, make_algorithm
 from rl_core.config import Config
+from rl_core.data.chat import Chat
 from rl_core.data.rows import is_trajectory, load_rows
 from rl_core.data.tasks import TaskSource
-from rl_core.rules import check, split
+from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh
+from rl_core.rules import check, check_algorithm, split
 from rl_core.sampling.env import Env, load_env
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """What is known and checked before any model loads."""
+
+    config: Config
+    algorithm: Algorithm
+    mesh: Mesh
+    envs: dict[str, Env]  # by the name of its file
+    train: TaskSource
+    eval: dict[str, TaskSource]  # by the name of its environment, or of the held-out set
+    chats: dict[str, Chat]  # of the actors that have a model here
+    endpoints: dict[str, Any]  # actors behind a URL, with no engine here
+    imitated: Any  # an plugins.sft_dataset.ImitatedRows; None: episodes are rolled out
+    curriculum: Any  # an plugins.curriculum.Curriculum, where an environment has task_weight()
+    # Called with a step and its metrics: why the run ends after it, or "".
+    on_step: Callable[[int, dict[str, float]], str] | None = None
+
+
+def make_plan(
+    config: Config,
+    module: ModuleType | None = None,
+    is_planned: bool = False,
+    on_step: Callable[[int, dict[str, float]], str] | None = None,
+) -> Plan:
+    """`module`: instead of --env_path's file. `is_planned`: the run is for another machine. Raises
+    ValueError."""
+    registry.quiet()()
+    out = Path(config.out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; name a folder that does not exist yet")
+    if out.exists() and not config.resume and any(out.iterdir()):
+        raise ValueError(
+            f"--out {out} exists already; go on with it by --resume, or name another folder"
+        )
+    if config.trackers:
+        registry.check_trackers()(config.trackers)
+    config, envs = load_envs(config, module)
+    algorithm = choose_algorithm(config, envs)
+    train = train_tasks(config, envs, algorithm)
+    evals = eval_sources(config, envs, algorithm) if config.eval_every else {}
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    mesh = make_mesh(size, **{name: getattr(config, name) for name in MESH_FLAGS})
+    config = models.choose_engine(config, config.engine_ranks or size, is_planned)
+    chats = {
+        name: models.check_model(config, name)
+        for name, actor in config.actors.items()
+        if not actor.api
+    }
+    if algorithm.is_rl:
+        check_tools(config, envs, chats)
+    imitated = (
+        None if algorithm.is_rl else registry.imitated_rows()(config, chats[config.trained[0]])
+    )
+    for source in (*train.sources, *evals.values()):
+        registry.check_lengths()(config, envs, chats, imitated, source)
+    if config.num_epochs:
+        num_steps = math.ceil(config.num_epochs * len(train) / config.tasks_per_step)
+        config = replace(config, num_steps=num_steps, num_epochs=None)
+    is_weighted = algorithm.is_rl and any("task_weight" in env.hooks for env in envs.values())
+    return Plan(
+        config=config,
+        algorithm=algorithm,
+        mesh=mesh,
+        envs=envs,
+        train=train,
+        eval=evals,
+        chats=chats,
+        endpoints={
+            name: models.make_api_actor(config, name)
+            for name, actor in config.actors.items()
+            if actor.api
+        },
+        imitated=imitated,
+        curriculum=registry.make_curriculum()(train, envs) if is_weighted else None,
+        on_step=on_step,
+    )
+
+
+def check_tools(config: Config, envs: dict[str, Env], chats: dict[str, Chat]) -> None:
+    """Raises ValueError if calls of an actor that gets an environment's tools are not read. Others,
+    such as a judge that hooks ask, get none."""
+    for env in envs.values():
+        speakers = env.speakers(list(config.actors))
+        if speakers is None:
+            speakers = config.trained  # A function of the file decides; these speak somewhere.
+        for name in speakers:
+            if name in chats and env.tools:
+                chats[name].tool_calls.check(env.tools, env.path)
+
+
+def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
+    """The preset with the parts that were set, and those that advantage_fn and older weights ask
+    for."""
+    algorithm = make_algorithm(config.algorithm, config.algo)
+    has_advantage_fn = bool(envs) and all(env.advantage_fn for env in envs.values())
+    if (
+        has_advantage_fn
+        and config.algo.advantage is None
+        and algorithm.is_rl
+        and not algorithm.has_critic
+    ):
+        algorithm = replace(algorithm, advantage="custom")
+    check_algorithm(algorithm, config, has_advantage_fn)
+    if (config.max_staleness or config.rollout.lagged[0]) and config.algo.correction is None:
+        # Weights each token by how likely the newer policy makes it.
+        algorithm = replace(algorithm, correction="tis")
+    return algorithm
 
 
 def load_envs(config: Config, module: ModuleType | None = None) -> tuple[Config, dict[str, Env]]:

@@ -1,0 +1,139 @@
+"""--eval_every: scores of held-out tasks, before the first step, every so many steps, and after the
+last."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from rl_core.metrics import Metric
+from rl_core.plugin import Plugin
+from rl_core.rules import printable
+from rl_core.sampling.actor import Actor
+from rl_core.sampling.outcomes import held_out_metrics, part_metrics
+from rl_core.sampling.rollout import make_group, rollout
+from rl_core.types import Task, Trajectory
+
+CHARS = 300  # of a message that is shown
+# Others are in metrics.jsonl alone.
+IS_SHOWN = re.compile(r"eval/(?!.*/(greedy|sampled)_(?!(score|pass)$))")
+
+
+class Evaluation(Plugin):
+    """The greedy score, avg@k and pass@k of episodes; of rows, their loss."""
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.is_left = False  # for the run that goes on, or begins
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.is_left = bool(state["to_evaluate"])
+
+    def state(self) -> dict[str, Any]:
+        return {"to_evaluate": self.is_left}
+
+    async def start(self) -> None:
+        if self.is_left:
+            await self.evaluate(self.trainer.step)
+
+    async def after_step(self, step: int, metrics: dict[str, float]) -> None:
+        config = self.trainer.config
+        if step % config.eval_every and step != config.num_steps:
+            return
+        if self.trainer.signal:
+            self.is_left = True
+        else:
+            metrics |= await self.evaluate(step)
+
+    async def evaluate(self, step: int) -> dict[str, float]:
+        trainer, config = self.trainer, self.trainer.config.eval
+        self.is_left = True  # if too many episodes fail
+        trainer.metrics.clear()
+        with trainer.timed("eval"):
+            for name, source in trainer.plan.eval.items():
+                tasks = list(islice(source, config.num_tasks or None))
+                if trainer.plan.imitated:
+                    prefix = "eval/" if source.split == "eval" else f"eval/{name}/"
+                    await self.evaluate_rows(tasks, prefix)
+                    continue
+                await self.evaluate_tasks(step, name, tasks, "greedy", 1)
+                if config.samples:
+                    await self.evaluate_tasks(step, name, tasks, "sampled", config.samples)
+        metrics = trainer.log_metrics()
+        shown = [f"eval at step {step}"]
+        for name, value in metrics.items():
+            if IS_SHOWN.match(name):
+                shown.append(f"{name.removeprefix('eval/')} {value:.4g}")
+        trainer.log.say("  ".join(shown))
+        self.is_left = False
+        await trainer.call("after_evaluation", step, metrics)
+        return metrics
+
+    async def evaluate_rows(self, tasks: list[Task], prefix: str) -> None:
+        trainer = self.trainer
+        samples = []
+        for task in tasks[trainer.ranks.rank :: trainer.ranks.size]:
+            samples += trainer.plan.imitated.samples(task, task.id)
+        [name] = trainer.learners
+        async with trainer.actors[name].learning() as learner:
+            minibatches, _ = learner.shard(samples)
+            learner.annotate(minibatches)
+            trainer.note(prefix, learner.evaluate(minibatches))
+
+    async def evaluate_tasks(
+        self, step: int, source: str, tasks: list[Task], label: str, count: int
+    ) -> None:
+        """`count` episodes of each task."""
+        trainer, config = self.trainer, self.trainer.config
+        drawn, score, passed = {"temperature": 0.0}, "greedy_score", "greedy_pass"
+        if label == "sampled":
+            drawn, score, passed = config.eval.sampling, f"avg@{count}", f"pass@{count}"
+        name = f"eval/{step:06d}/{label}"
+        if len(trainer.plan.eval) > 1:
+            name += f"/{source}"
+        place = {"batch": f"eval/{source}", "label": name, "size": count}
+        groups = []
+        for number, task in enumerate(tasks):
+            groups.append(make_group(config, task, drawn, number=number, **place))
+        envs, ranks, timeout_s = trainer.plan.envs, trainer.ranks, config.timeout_s
+        speakers = {name: newest(speaker) for name, speaker in trainer.speakers.items()}
+        found = await rollout(envs, speakers, groups, config.rollout, ranks, timeout_s)
+        await trainer.write(name.replace("/", "_"), found)
+        if label == "greedy":
+            self.show(found)
+        await trainer.refuse_failures(found, "eval", name, {}, step, min_rows=1)
+        for actor in config.trained:
+            prefix = f"eval/{source}/{actor}/" if len(config.trained) > 1 else f"eval/{source}/"
+            own = [t for t in found if t.actor == actor and t.status != "failed"]
+            metrics: dict[str, Metric] = {}
+            for part, value in part_metrics(own).items():
+                metrics[f"{label}_{part}"] = value
+            metrics |= held_out_metrics(own, score, passed, config.eval.pass_reward)
+            trainer.note(prefix, metrics)
+
+    def show(self, found: list[Trajectory]) -> None:
+        """Some episodes, spread evenly."""
+        say = self.trainer.log.say
+        num = min(self.trainer.config.log_samples, len(found))
+        for number in range(num):
+            t = found[number * len(found) // num]
+            reward = "no reward" if t.reward is None else f"reward {t.reward:.4g}"
+            if len(t.reward_parts) > 1:
+                parts = [f"{name} {value:.4g}" for name, value in t.reward_parts.items()]
+                reward += f" ({', '.join(parts)})"
+            say(f"-- {t.task_id} {t.actor}: {reward}, {t.status} {cut(t.error)}".rstrip())
+            for message in t.messages:
+                say(f"   {message['role']}: {cut(message.get('content'))}")
+
+
+def newest(speaker: Any) -> Any:
+    """The same without an engine of earlier weights."""
+    return replace(speaker, older=None) if isinstance(speaker, Actor) else speaker
+
+
+def cut(content: Any) -> str:
+    """One line, short."""
+    text = printable(" ".join(str(content or "").split()))
+    return text if len(text) <= CHARS else f"{text[: CHARS // 2]} [...] {text[-CHARS // 2 :]}"

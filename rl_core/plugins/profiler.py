@@ -1,0 +1,27 @@
+"""--profile_step: what each rank does in one step, as a Chrome trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rl_core.plugin import Plugin
+
+
+class Profiler(Plugin):
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.profile: torch.profiler.profile | None = None
+
+    async def before_rollout(self, step: int) -> None:
+        if step + 1 == self.trainer.config.profile_step:
+            self.profile = torch.profiler.profile()
+            self.profile.start()
+
+    async def before_log(self, step: int) -> None:
+        if self.profile is not None:
+            self.profile.stop()
+            name = f"trace_step_{step:06d}_rank_{self.trainer.ranks.rank}.json"
+            self.profile.export_chrome_trace(str(self.trainer.out / name))
+            self.profile = None

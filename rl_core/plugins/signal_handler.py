@@ -1,0 +1,86 @@
+"""A signal ends a run once its step is done and saved.
+
+Each rank notes its signal beside a step's metrics, so that all ranks decide alike without one more
+exchange.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rl_core.metrics import Max
+from rl_core.plugin import Plugin
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+WATCH_S = 0.2
+
+
+class SignalHandler(Plugin):
+    """A rank that only samples leaves a signal to the learners."""
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.received = 0  # the signal that this rank got
+        self.before: dict[int, object] = {}
+        self.sees_others = False
+
+    async def start(self) -> None:
+        """From now on a signal is for the end of the step. Two of them, one of which is Ctrl-C, end
+        this process."""
+        # Not where each rank has a parent of its own, such as a wrapper.
+        self.sees_others = not has_lost_a_neighbour()
+        if threading.current_thread() is threading.main_thread():
+            self.before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+
+    async def before_log(self, step: int) -> None:
+        self.trainer.note("keep/", {"signal": Max(self.received)})
+
+    async def after_step(self, step: int, metrics: dict[str, float]) -> None:
+        if number := self.trainer.signal:
+            self.trainer.end(f"ended by {signal.Signals(number).name}")
+
+    async def close(self) -> None:
+        """Signals are again what they were before."""
+        while self.before:
+            signal.signal(*self.before.popitem())
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received:  # schedulers, srun and torchrun may all send theirs
+            if signal.SIGINT in (self.received, number):
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        self.received = number
+        if self.trainer.ranks.is_writer:
+            name = signal.Signals(number).name
+            again = " again" if number == signal.SIGINT else ""
+            text = f"\n{name}: saves when this step is done, and ends; Ctrl-C{again} ends at once\n"
+            os.write(2, text.encode())
+        if self.sees_others:
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        """Ends this rank if another one has ended: then there is nothing to wait for."""
+        while self.before:
+            if has_lost_a_neighbour():
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(WATCH_S)
+
+
+def has_lost_a_neighbour() -> bool:
+    """Whether torchrun has fewer ranks than it started here: then it signals because one failed
+    (Linux)."""
+    parent, size = os.getppid(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    try:
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        alive = [child for child in children if Path(f"/proc/{child}/cmdline").read_bytes()]
+    except OSError:
+        return False
+    return size > 1 and sys.platform == "linux" and len(alive) < size

@@ -1,0 +1,484 @@
+"""The loop, as a class that holds the state of a run. What a step does can be read here; how is one
+call away."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import time
+from collections import Counter
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_core import models, registry
+from rl_core.actors import make_actors
+from rl_core.data.episodes import baseline_groups
+from rl_core.data.rows import write_tokenizers, write_trajectories
+from rl_core.distributed import Ranks, all_gather_json, barrier, explain_timeouts
+from rl_core.learning.advantages import group_results, has_signal, samples_of
+from rl_core.learning.checkpoint import load_checkpoint, newest_intact
+from rl_core.learning.learner import Learner
+from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics
+from rl_core.plan import Plan
+from rl_core.run_folder import RunLog, keep_codes, keep_config, naming
+from rl_core.sampling.engine import DeviceLease, Engine
+from rl_core.sampling.outcomes import refuse_failures, rollout_metrics
+from rl_core.sampling.rollout import (
+    Group,
+    RolloutWorker,
+    groups_at_once,
+    in_order,
+    make_group,
+    run_group,
+)
+from rl_core.types import RunError, TrainingSample, Trajectory
+
+# Names that begin with it are summed over ranks, and not logged.
+KEEP = "keep/"
+
+
+class Trainer:
+    """A run with its models, on one rank. A rank that only samples has no learners."""
+
+    def __init__(self, plan: Plan, ranks: Ranks):
+        """Loads the models and makes all that lives as long as the run."""
+        config = plan.config
+        self.plan, self.config, self.ranks = plan, config, ranks
+        self.out = Path(config.out)
+        self.began_at = self.phase_began = time.monotonic()
+        self.phase = "start"
+        for endpoint in plan.endpoints.values():
+            endpoint.ping()
+        if ranks.is_writer:
+            prepare_folder(plan, self.out)
+        self.plugins = registry.make_plugins(self)
+
+        checkpoints = self.out / "checkpoints"
+        self.checkpoint = newest_intact(checkpoints, ranks) if config.resume else None
+        learners = {}
+        if not ranks.is_engine:
+            learners = models.make_learners(config, plan.algorithm, ranks)
+        state: dict[str, Any] = {"step": 0, "position": 0, "to_evaluate": True}
+        if self.checkpoint:
+            state = load_checkpoint(self.checkpoint, learners, is_verified=True)
+        if plan.curriculum:
+            plan.curriculum.load(state.get("curriculum", {}))
+        barrier(ranks)  # the folders are there
+        is_evaluated_again = bool(state["to_evaluate"] and config.eval_every)
+        self.log = RunLog(self.out, ranks, state["step"], is_evaluated_again)
+
+        self.step: int = state["step"]  # steps that are done
+        self.first_step = self.step  # of them before this process
+        self.position: int = state["position"]  # of the next training task in the order of the data
+        # Positions before it of which no step has learned yet.
+        self.pending: list[int] = state.get("pending", [])
+        self.metrics: dict[str, Metric] = {}  # of the step under way
+        self.agreed: dict[str, float] = {}  # what all ranks noted last of names with KEEP
+        self.failed_rows: dict[tuple[str, str], float] = {}  # see refuse_failures()
+        # Episodes of this process, and those that failed.
+        self.tallies = {"train": Counter(), "eval": Counter()}
+        self.writing: asyncio.Future | None = None  # the file of rollouts under way
+        self.is_ending, self.ended_by = False, ""
+        self.beginning = self.describe_beginning()
+
+        is_elsewhere = ranks.engine_ranks > 0 and not ranks.is_engine
+        # Where engines share a device.
+        self.lease = DeviceLease() if models.takes_turns(config) and not is_elsewhere else None
+        self.actors = make_actors(plan, learners, ranks, self.lease)
+        self.learners: dict[str, Learner] = learners
+        self.device = next(iter(self.actors.values())).device
+        self.server = self.make_server() if ranks.is_engine else None
+        self.worker = self.make_worker()
+        if not ranks.is_engine:
+            self.worker.go_on(state.get("collected", 0), len(self.pending))
+        for plugin in self.plugins:
+            plugin.load(state)
+        self.data_state = self.read_data_state()
+        self.terminal = registry.terminal()(self)
+        self.trackers = registry.trackers()(config) if config.trackers and ranks.is_writer else None
+
+    def describe_beginning(self) -> str:
+        if not self.config.resume:
+            return f"begins at step 0, in {self.out}"
+        if self.step >= self.config.num_steps > 0:
+            return (
+                f"--resume: nothing is left to do, --num_steps={self.config.num_steps} are done; "
+                "raise it"
+            )
+        if self.checkpoint:
+            return f"--resume: goes on from step {self.step}"
+        return f"--resume: no checkpoint in {self.out}: begins at step 0"
+
+    def make_server(self) -> Any:
+        """What serves this rank's engines to the learners."""
+        engines = {name: a.engine for name, a in self.actors.items() if a.engine is not None}
+        return registry.engine_server()(engines, self.lease, self.ranks, self.config.timeout_s)
+
+    def make_worker(self) -> RolloutWorker:
+        config = self.config
+        ahead = config.tasks_per_step * (1 + config.max_staleness)
+        width = groups_at_once(self.speakers, config.rollout, ahead, config.group_size, self.ranks)
+        play = partial(run_group, self.plan.envs, self.speakers, config.rollout)
+        order = None
+        if config.rollout.fixed_order:
+            width, order = sys.maxsize, registry.fixed_order()()
+        return RolloutWorker(play, self.ranks, width, "train", config.timeout_s, order)
+
+    @property
+    def engines(self) -> list[Engine]:
+        """Each engine of this rank once."""
+        return self.device.engines
+
+    @property
+    def speakers(self) -> dict[str, Any]:
+        """What hooks address, by the name of the actor."""
+        return {name: a.speaker for name, a in self.actors.items() if a.speaker is not None}
+
+    @property
+    def signal(self) -> int:
+        """The number of a signal that any rank got, 0 if none."""
+        return int(self.agreed.get(f"{KEEP}signal", 0))
+
+    async def run(self) -> None:
+        """The run from here to its end."""
+        gc.collect()
+        # Rows and modules live as long as the run; looking through them again and again costs
+        # tenths of a second.
+        gc.freeze()
+        neighbours = registry.neighbours()(self.ranks)
+        try:
+            await self.fit()
+        finally:
+            neighbours.close()
+            await self.close()
+            # In a notebook the models would stay; libraries would report leaks at the end of the
+            # process.
+            gc.unfreeze()
+
+    async def fit(self) -> None:
+        """All steps that are left. A rank that only samples serves its engines."""
+        if self.server is not None:
+            await self.call("start")
+            await self.server.serve()
+            return
+        await self.start()
+        while self.step < self.config.num_steps and not self.is_ending:
+            metrics = await self.train_step()
+            self.terminal.step(self.step, metrics)
+            await self.call("after_step", self.step, metrics)
+        if not self.is_ending:
+            await self.call("finish")
+
+    async def start(self) -> None:
+        for learner in self.learners.values():
+            learner.leave_device()
+        await self.device.begin()
+        for name in self.learners:
+            async with self.actors[name].learning():
+                await self.sync(name, self.step)
+        await self.resume()
+        await self.call("start")
+
+    async def train_step(self) -> dict[str, float]:
+        """Its metrics, the same on all ranks."""
+        step = self.step
+        self.metrics = {}
+        with self.timed("step"):
+            with self.timed("generate"):
+                samples = await self.sample()
+            for name in self.learners:
+                async with self.actors[name].learning():
+                    with self.timed("learn"):
+                        await self.call("before_learn", name, step)
+                        await self.learn(name, samples[name])
+                    with self.timed("sync"):
+                        await self.sync(name, step + 1)
+            self.step += 1
+            await self.resume()
+        self.data_state = self.read_data_state()
+        await self.call("before_log", self.step)
+        return self.log_metrics()
+
+    async def sample(self) -> dict[str, list[TrainingSample]]:
+        """This rank's part of the step's samples, of each actor that learns."""
+        await self.call("before_rollout", self.step)
+        if self.plan.imitated:
+            return self.samples_of_rows()
+        groups = await self.rollout()
+        await self.device.sleep()
+        trajectories = in_order(groups)
+        name = f"step_{self.step + 1:06d}"
+        await self.write(name, trajectories)
+        await self.refuse_failures(
+            trajectories, "train", f"step {self.step + 1}", self.failed_rows, step=self.step + 1
+        )
+        await self.call("after_rollout", self.step, groups)
+        if self.plan.curriculum:
+            pass_reward = self.config.eval.pass_reward
+            results = group_results(trajectories, self.learners, pass_reward, self.ranks)
+            self.plan.curriculum.record(results, min([*self.begun, self.position]))
+        await self.note_rollouts(trajectories)
+        return training_samples(self.plan, trajectories, self.ranks)
+
+    def samples_of_rows(self) -> dict[str, list[TrainingSample]]:
+        """The same, of the rows that a step learns."""
+        first, plan = self.position, self.plan
+        self.position += self.config.tasks_per_step
+        samples = []
+        for position in range(first + self.ranks.rank, self.position, self.ranks.size):
+            task = plan.train.task(position)
+            samples += plan.imitated.samples(task, f"{position:012d}")
+        return {self.config.trained[0]: samples}
+
+    async def rollout(self) -> list[Group]:
+        """This rank's groups of a step. With refilling, further groups replace those without signal
+        (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2); these are in it too."""
+        config, algorithm = self.config, self.plan.algorithm
+        oldest = self.step - config.max_staleness
+        self.worker.submit(self.draw_groups(self.num_to_begin()))
+        groups = await self.worker.collect(config.tasks_per_step, oldest)
+        if not algorithm.refill_rounds:
+            return groups
+        rounds, missing = 0, self.num_without_signal(groups)
+        while missing and rounds < algorithm.refill_rounds:
+            rounds += 1
+            self.worker.submit(self.draw_groups(missing))
+            groups += await self.worker.collect(missing, oldest)
+            missing = self.num_without_signal(groups)
+        self.note("rollout/", {"refill_rounds": Mean(rounds), "groups_missing": Mean(missing)})
+        return groups
+
+    def num_without_signal(self, groups: list[Group]) -> int:
+        """Groups with signal that a step lacks, on all ranks."""
+        learned = [t for t in in_order(groups) if t.actor in self.config.trained]
+        with_signal = set()
+        for group in baseline_groups(learned):
+            if has_signal(group, self.plan.algorithm):
+                with_signal.add(group[0].group_id)
+        num = sum(all_gather_json(len(with_signal), self.ranks))
+        return max(0, self.config.tasks_per_step - num)
+
+    def num_to_begin(self) -> int:
+        """Groups of a step and of max_staleness further steps may have begun."""
+        ahead = self.config.max_staleness
+        first = self.step if self.step == self.first_step else self.step + ahead
+        last = min(self.step + ahead + 1, self.config.num_steps)
+        return self.config.tasks_per_step * max(0, last - first)
+
+    def draw_groups(self, num_groups: int) -> list[Group]:
+        """Groups of the next training tasks. Those that a resumed run had left come first."""
+        left, self.pending = self.pending[:num_groups], self.pending[num_groups:]
+        first = self.position
+        self.position += num_groups - len(left)
+        return [self.draw_group(position) for position in (*left, *range(first, self.position))]
+
+    def draw_group(self, position: int) -> Group:
+        config = self.config
+        step, number = divmod(position, config.tasks_per_step)
+        group = make_group(
+            config,
+            self.plan.train.task(position),
+            {"temperature": config.sampling.temperature},
+            batch=f"train/{step:06d}",
+            number=number,
+            position=position,
+            size=config.group_size,
+        )
+        for plugin in self.plugins:
+            plugin.on_draw(group)
+        return group
+
+    async def learn(self, name: str, samples: list[TrainingSample]) -> None:
+        """One step of a learner. Where engines are elsewhere it runs in a thread, so that
+        conversations go on."""
+        if self.ranks.engine_ranks:
+            await asyncio.to_thread(self.learn_here, name, samples)
+        else:
+            self.learn_here(name, samples)
+
+    def learn_here(self, name: str, samples: list[TrainingSample]) -> None:
+        if self.ranks.device.type == "cuda":
+            torch.cuda.set_device(self.ranks.device)  # each thread has its own
+        learner = self.learners[name]
+        minibatches, packing = learner.shard(samples)
+        self.note("", packing)
+        self.note(f"learn/{name}/", learner.annotate(minibatches))
+        self.note(f"learn/{name}/", learner.step(minibatches, self.step))
+
+    async def sync(self, name: str, version: int) -> None:
+        await self.actors[name].sync(version)
+        await self.call("after_sync", name, version)
+
+    async def resume(self) -> None:
+        """Groups continue, and new ones begin, with the new weights."""
+        self.worker.version = self.step
+        await self.device.resume()
+
+    async def call(self, hook: str, *args: Any) -> None:
+        for plugin in self.plugins:
+            await getattr(plugin, hook)(*args)
+
+    def end(self, reason: str) -> None:
+        """The run ends after this step. Every rank must call it."""
+        self.is_ending, self.ended_by = True, reason
+
+    async def refuse_failures(
+        self,
+        trajectories: list[Trajectory],
+        kind: str,
+        name: str,
+        rows: dict[tuple[str, str], float],
+        step: int,
+        **limits: int,
+    ) -> None:
+        """Tells plugins why episodes failed. Raises RunError if too many did, once the plugins know
+        of it."""
+        config, tally = self.config.rollout, self.tallies[kind]
+        limit = config.max_failed_fraction
+        try:
+            reasons = refuse_failures(
+                trajectories, rows, limit, name, self.ranks, tally=tally, **limits
+            )
+        except RunError as error:
+            await self.call("give_up")
+            if not config.save:
+                raise
+            flags = "--reasons --eval" if kind == "eval" else "--reasons"
+            raise RunError(f"{error}; all reasons: rl-core show {self.out} {flags}") from error
+        self.terminal.failures(step, reasons)
+        await self.call("on_failures", step, reasons)
+
+    async def write(self, name: str, trajectories: list[Trajectory]) -> None:
+        """Writes in a thread. The file is complete before the next one begins, or when the run
+        ends."""
+        await self.written()
+        if self.config.rollout.save:
+            suffix = f".rank_{self.ranks.rank:05d}" if self.ranks.size > 1 else ""
+            file = self.out / "rollouts" / f"{name}{suffix}.jsonl.zst"
+            self.writing = asyncio.get_running_loop().run_in_executor(
+                None, naming(file)(write_trajectories), file, trajectories
+            )
+
+    async def written(self) -> None:
+        if self.writing is not None:
+            await self.writing
+
+    async def note_rollouts(self, trajectories: list[Trajectory]) -> None:
+        envs = self.plan.envs
+        for name in self.learners:
+            own = [t for t in trajectories if t.actor == name]
+            self.note(f"rollout/{name}/", rollout_metrics(own))
+            for env in envs if len(envs) > 1 else ():
+                of_env = [t for t in own if t.env == env]
+                self.note(f"rollout/{name}/{env}/", rollout_metrics(of_env))
+        for name, endpoint in self.plan.endpoints.items():
+            self.note(f"rollout/{name}/", endpoint.take_metrics())
+        if lease := self.lease:
+            switches = {
+                "engine_switches": Sum(lease.num_switches),
+                "engine_switch_s": Sum(lease.switch_s),
+            }
+            self.note("rollout/", switches)
+            lease.num_switches, lease.switch_s = 0, 0.0
+        for engine in self.engines:
+            self.note("", await engine.take_metrics())
+
+    @contextmanager
+    def timed(self, phase: str):
+        began = time.monotonic()
+        self.begin_phase(phase)
+        waiting = explain_timeouts(phase, self.ranks, self.config.timeout_s)
+        with waiting, torch.profiler.record_function(phase):
+            yield
+        if self.ranks.device.type == "cuda" and phase != "step":  # which holds the others
+            peak = torch.cuda.max_memory_allocated() / 2**30
+            self.note("memory/", {f"{phase}_gib": Max(peak)})
+            torch.cuda.reset_peak_memory_stats()
+        name = f"time/{phase}_s"
+        # What several actors take in one step adds up.
+        count = 0.0 if name in self.metrics else 1.0
+        self.note("", {name: Mean(time.monotonic() - began, count)})
+
+    def begin_phase(self, phase: str) -> None:
+        self.phase, self.phase_began = phase, time.monotonic()
+        if hasattr(self, "terminal"):
+            self.terminal.show(phase)
+
+    def note(self, prefix: str, metrics: dict[str, Metric]) -> None:
+        add_metrics(self.metrics, metrics, prefix=prefix)
+
+    def log_metrics(self) -> dict[str, float]:
+        """What all ranks noted. They agree by it when to save and to end, too."""
+        values = self.log.write(self.step, self.metrics)
+        logged = {}
+        for name, value in values.items():
+            if name.startswith(KEEP):
+                self.agreed[name] = value
+            else:
+                logged[name] = value
+        return logged
+
+    @property
+    def begun(self) -> list[int]:
+        """Positions of tasks that were drawn and of which no step has learned yet."""
+        return [*(group.position for group in self.worker.pending.values()), *self.pending]
+
+    def read_data_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the place in the data, once a step is done."""
+        return {
+            "position": self.position,
+            "pending": self.begun,
+            "collected": self.worker.num_collected,
+        }
+
+    async def close(self) -> None:
+        """Ends everything that the run started."""
+        self.terminal.close()
+        await self.worker.close()
+        for speaker in (*self.plan.endpoints.values(), *self.engines):
+            await speaker.close()
+        try:
+            await self.written()
+        finally:
+            if self.trackers:
+                self.trackers.close()
+            await self.call("close")
+
+    def after_run(self) -> None:
+        """On the rank that writes, once ranks have parted: none waits for what follows."""
+        for plugin in self.plugins:
+            plugin.after_run()
+
+
+def training_samples(
+    plan: Plan, trajectories: list[Trajectory], ranks: Ranks
+) -> dict[str, list[TrainingSample]]:
+    """This rank's samples of these episodes, of each actor that learns. Every rank must call it."""
+    samples = {}
+    advantage_fns = {name: env.advantage_fn for name, env in plan.envs.items()}
+    for name in plan.config.trained:
+        groups = baseline_groups([t for t in trajectories if t.actor == name])
+        if plan.algorithm.refill_rounds:
+            groups = [g for g in groups if has_signal(g, plan.algorithm)]
+        longest = plan.config.actors[name].max_tokens or plan.config.max_tokens
+        samples[name] = samples_of(groups, plan.algorithm, longest, ranks, advantage_fns)
+    return samples
+
+
+def prepare_folder(plan: Plan, out: Path) -> None:
+    for folder in ("rollouts", "checkpoints", "hf"):
+        (out / folder).mkdir(parents=True, exist_ok=True)
+    for line in keep_config(out, plan.config):
+        print(f"differs from {out / 'config.yaml'}: {line}", flush=True)
+    codes = {env.path.partition("?")[0]: env.code() for env in plan.envs.values()}
+    for name in keep_codes(out, codes):
+        print(f"differs from {out / 'env_code.yaml'}: {name} has changed since", flush=True)
+    for line in registry.data_warnings()(plan.config, plan.algorithm, plan.train, plan.eval):
+        print(f"warning: {line}", flush=True)
+    if plan.algorithm.is_rl:
+        write_tokenizers(out / "rollouts", plan.chats)
