@@ -11,7 +11,6 @@ mark.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import re
@@ -56,47 +55,42 @@ class Chat:
         # One tokenizer may serve chats with different templates.
         self.chat_template = tokenizer.chat_template
         self.variables = variables or {}  # that the template reads, besides its own arguments
-        for name in self.variables.keys() - set(
-            known := re.findall(r"[a-z]\w+", str(tokenizer.chat_template))
-        ):
+        known = re.findall(r"[a-z]\w+", str(self.chat_template))
+        for name in self.variables.keys() - set(known):
             raise ValueError(
                 f"--chat_template_kwargs: the chat template does not read {name!r}; "
                 f"{nearest(name, known)}"
             )
-        self._wants_parts = not self._reads(PROBE) and self._reads(
-            [{"type": "text", "text": PROBE}]
-        )
+        self._tool_reader = tool_reader
+        parts = [{"type": "text", "text": PROBE}]
+        self._wants_parts = not self._reads(PROBE) and self._reads(parts)
         self.end_token_id = self._find_end_token()
         stops = (tokenizer.eos_token_id, self.end_token_id)
         self.stop_token_ids = tuple(dict.fromkeys(i for i in stops if i is not None))
-        self._newest: tuple[Any, str, list[int]] | None = None
-        self._tool_reader = tool_reader
-        added = tokenizer.added_tokens_decoder.items()
-        self.special_ids = {
-            token.content: i for i, token in added if token.special or i == self.end_token_id
-        }
-        longest_first = sorted(self.special_ids, key=len, reverse=True)
-        self._literal = re.compile("|".join(map(re.escape, [*longest_first, _MARK])))
+        self.special_ids = {}
+        for i, token in tokenizer.added_tokens_decoder.items():
+            if token.special or i == self.end_token_id:
+                self.special_ids[token.content] = i
+        special = sorted(self.special_ids, key=len, reverse=True)
+        self._literal = re.compile("|".join(map(re.escape, [*special, _MARK])))
         # A special token of the template, with the space that it swallows.
-        self.special_token = re.compile(
-            f"({'|'.join(map(self._pattern, longest_first)) or '(?!)'})"
-        )
-        self._longest, self._all = max(map(len, longest_first), default=0), "\n".join(longest_first)
-        self._heads = {s[:k] for s in longest_first for k in range(1, len(s))}
-        self._tails = {s[k:] for s in longest_first for k in range(1, len(s))}
+        self.special_token = re.compile(f"({'|'.join(map(self._pattern, special)) or '(?!)'})")
+        # What a message may hold of a special token that the template's own text completes.
+        self._all_special = "\n".join(special)
+        self._heads = tuple({s[:k] for s in special for k in range(1, len(s))})
+        self._tails = tuple({s[k:] for s in special for k in range(1, len(s))})
         self._newline_ids = tokenizer.encode("\n", add_special_tokens=False)
-        # Every turn renders a conversation's messages again.
+        # Every turn renders a conversation's messages again, and a group has one first prompt.
         self._mark_text = lru_cache(512)(self._mark_text)
+        self.encode_prompt = lru_cache(8)(self.encode)
 
     def render(
         self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True
     ) -> str:
         """The template's text for `encode`, with marks in special tokens' strings of messages.
         Raises ValueError if the template refuses the messages."""
-        tools = self.marked(tools) if tools else None
-        return self._apply(
-            [self.marked(self._in_form(m)) for m in messages], tools, add_generation_prompt
-        )
+        marked = [self.marked(self._in_form(message)) for message in messages]
+        return self._apply(marked, self.marked(tools or None), add_generation_prompt)
 
     def encode(self, text: str, continues: bool = False) -> list[int]:
         """Token ids of a rendering or another marked text, or of a part of one that `continues`
@@ -104,11 +98,10 @@ class Chat:
         if _MARK not in text:
             return self._encode(text, continues)
         ids: list[int] = []
-        # Odd ones are special tokens.
         for number, piece in enumerate(self.special_token.split(text)):
-            ids += (self._encode if number % 2 else self._encode_plain)(
-                piece, continues or bool(ids)
-            )
+            is_special = number % 2
+            encode = self._encode if is_special else self._encode_plain
+            ids += encode(piece, continues or bool(ids))
         return ids
 
     def _encode_plain(self, marked: str, continues: bool) -> list[int]:
@@ -117,12 +110,10 @@ class Chat:
             return ids
         # A vocabulary may hold the string as an ordinary piece too, or the token is not flagged
         # special: break it.
-        pieces = [p for p in marked.split(_MARK) if p]
-        return [
-            i
-            for n, p in enumerate(pieces)
-            for i in self._encode(p, continues or n > 0, split_special_tokens=True)
-        ]
+        ids = []
+        for piece in marked.split(_MARK):
+            ids += self._encode(piece, continues or bool(ids), split_special_tokens=True)
+        return ids
 
     def _encode(self, text: str, continues: bool, **kwargs: Any) -> list[int]:
         if not text:
@@ -140,27 +131,30 @@ class Chat:
             return self._mark_text(value)
         if isinstance(value, dict):
             return {k: v if k in _NOT_USER_TEXT else self.marked(v) for k, v in value.items()}
-        return [self.marked(v) for v in value] if isinstance(value, (list, tuple)) else value
+        if isinstance(value, (list, tuple)):
+            return [self.marked(v) for v in value]
+        return value
 
     def _mark_text(self, text: str) -> str:
         text = self._literal.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
         # A template's own text may complete what begins or ends a message: '<' + 's>'. Templates
         # also trim, so the marks go beside the first and last character that are no space.
         core = text.strip()
-        reach = range(1, self._longest + 1)
-        if core and (
-            core in self._all
-            or any(core[:k] in self._tails or core[-k:] in self._heads for k in reach)
-        ):
+        is_part = core in self._all_special
+        if core and (is_part or core.startswith(self._tails) or core.endswith(self._heads)):
             text = text.replace(core, _MARK + core + _MARK, 1)
         return text
 
     def _pattern(self, text: str) -> str:
         token = self.tokenizer.added_tokens_decoder[self.special_ids[text]]
-        before, after = (r"\s*" if strips else "" for strips in (token.lstrip, token.rstrip))
-        # One character has no inside: its mark stands behind it.
-        inside = f"(?!{_MARK})" if len(text) == 1 else ""
-        return f"{before}{re.escape(text)}{inside}{after}"
+        pattern = re.escape(text)
+        if len(text) == 1:  # It has no inside: its mark stands behind it.
+            pattern += f"(?!{_MARK})"
+        if token.lstrip:
+            pattern = r"\s*" + pattern
+        if token.rstrip:
+            pattern += r"\s*"
+        return pattern
 
     def prompt_ids(
         self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True
@@ -168,25 +162,6 @@ class Chat:
         """Token ids of a conversation. Without a generation prompt they are the input of a reward
         model."""
         return self.encode(self.render(messages, tools, add_generation_prompt))
-
-    def prompt_lengths(self, prompts: list[list[Message]], tools: list | None = None) -> list[int]:
-        """The number of prompt_ids() of each: tokenizers take texts together several times
-        faster."""
-        texts = [self.render(messages, tools) for messages in prompts]
-        plain = [text for text in texts if _MARK not in text]
-        ids = iter(self.tokenizer(plain, add_special_tokens=False)["input_ids"] if plain else ())
-        return [len(self.encode(text) if _MARK in text else next(ids)) for text in texts]
-
-    def first_prompt(
-        self, messages: list[Message], tools: list | None = None
-    ) -> tuple[str, list[int]]:
-        """The rendering of a conversation's first messages and its tokens; the newest is kept for
-        the rest of a group."""
-        asked = (messages, tools)
-        if self._newest is None or self._newest[0] != asked:
-            rendered = self.render(messages, tools)
-            self._newest = (copy.deepcopy(asked), rendered, self.encode(rendered))
-        return self._newest[1:]
 
     @cached_property
     def tool_calls(self) -> Any:
@@ -217,14 +192,6 @@ class Chat:
         known = [sorted(self.tokenizer.get_vocab().items()), self.chat_template]
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
-    @cached_property
-    def generation_prompt(self) -> tuple[str, list[int]]:
-        """(text without the space around it, token ids) of the template's generation prompt."""
-        talk = [{"role": "user", "content": "x"}]
-        without, ids = (self.prompt_ids(talk, None, prompted) for prompted in (False, True))
-        ids = ids[shared_length(without, ids) :]
-        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip(), ids
-
     def assistant_message(self, text: str) -> Message:
         """An actor's text as the template's history needs it, with separate thinking if the
         template reads it so."""
@@ -245,7 +212,7 @@ class Chat:
             and not self._wants_parts
             and all(p.get("type") == "text" for p in content)
         ):
-            return {**message, "content": "".join(p["text"] for p in content)}
+            return {**message, "content": text_of(message)}
         return message
 
     def _apply(
@@ -263,14 +230,7 @@ class Chat:
                 add_generation_prompt=add_generation_prompt,
                 **self.variables,
             )
-        except (
-            TemplateError,
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-            IndexError,
-        ) as error:
+        except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
             roles = " ".join(str(m.get("role")) for m in messages)
             raise ValueError(
                 f"the chat template refuses messages with roles [{roles}]: "
@@ -288,17 +248,11 @@ class Chat:
         """The token that the template puts after an assistant's content. If the next header ends a
         turn, the header's token; if nothing does, the tokenizer's end token."""
         added = {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items()}
-        talk = [
-            {"role": r, "content": c}
-            for r, c in (("user", "x"), ("assistant", PROBE), ("user", "x"))
-        ]
+        user = self._in_form({"role": "user", "content": "x"})
+        talk = [user, self._in_form({"role": "assistant", "content": PROBE}), user]
         for messages in (talk[:2], talk):
             with suppress(ValueError):
-                text = (
-                    self._apply([*map(self._in_form, messages)], None, False)
-                    .rpartition(PROBE)[2]
-                    .lstrip()
-                )
+                text = self._apply(messages, None, False).rpartition(PROBE)[2].lstrip()
                 for token in sorted(added, key=len, reverse=True):
                     if text.startswith(token):
                         return added[token]
@@ -313,9 +267,11 @@ class TokenStream:
         self._chat = chat
         self._tools = tools
         self.messages = list(messages)
-        # Prompt_ids: for the engine.
-        self.rendered, self.prompt_ids = chat.first_prompt(messages, tools)
-        self.new_ids, self.is_fresh = self.prompt_ids, True  # as of the Turn that is to come
+        self.rendered = chat.render(messages, tools)
+        self.prompt_ids = chat.encode_prompt(self.rendered)  # for the engine
+        # Of the Turn that is to come.
+        self.new_ids = self.prompt_ids
+        self.is_fresh = True
 
     def append(
         self,
@@ -391,13 +347,6 @@ def text_of(message: Message) -> str:
 def unmarked(text: str) -> str:
     """A rendering without marks."""
     return re.sub(f"{_MARK}({_MARK}?)", r"\1", text)
-
-
-def shared_length(a: str | list, b: str | list) -> int:
-    """Length of the common beginning."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
 
 
 def text_after(rendered: str, seen: str, said: str) -> str | None:

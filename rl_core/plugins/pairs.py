@@ -7,9 +7,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from rl_core.data.chat import Chat, shared_length
+from rl_core.data.chat import Chat
 from rl_core.data.tasks import PROMPT_COLUMNS, column_messages, first_column, shorten
-from rl_core.plugins.sft import imitation_samples, row_tools
+from rl_core.plugins.sft import row_tools, sft_samples, shared_length
 from rl_core.types import Message, TrainingSample
 
 PAIR = ("chosen", "rejected")
@@ -22,7 +22,7 @@ def reply_pair(chat: Chat, row: dict[str, Any]) -> list[TrainingSample]:
     context = [{**m, "train": False} for m in context]
     samples = []
     for side, reply in zip(PAIR, replies, strict=True):
-        found = imitation_samples(chat, {"messages": context + reply, "tools": row_tools(row)})
+        found = sft_samples(chat, {"messages": context + reply, "tools": row_tools(row)})
         if len(found) != 1:
             raise ValueError(
                 f"the chat template rewrites earlier turns of column {side!r}, so that its tokens "

@@ -1,4 +1,4 @@
-"""Rows to imitate (SFT) -> TrainingSamples: assistants' turns (actions), and the answers to them
+"""Rows for SFT -> TrainingSamples: assistants' turns (actions), and the answers to them
 (observations).
 
 A row is a conversation, or an episode that a run wrote; an episode keeps its sampled tokens.
@@ -8,56 +8,53 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from rl_core.data.chat import PROBE, Chat, TokenStream, shared_length, text_after, text_of, unmarked
+from rl_core.data.chat import PROBE, Chat, TokenStream, text_after, text_of, unmarked
 from rl_core.data.rows import is_trajectory
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.tasks import column_messages, first_column, shorten
 from rl_core.types import Completion, Message, TrainingSample, Turn
 
 
-def imitation_samples(
+def sft_samples(
     chat: Chat, row: dict[str, Any], action_weight: float = 1.0, observation_weight: float = 0.0
 ) -> list[TrainingSample]:
     """Samples of a row {"messages"} or {"prompt", "response"} (strings or lists of messages), in
     any form of docs/runs.md, or of an episode that a run wrote. Advantages are the two weights. A
     token of weight 0 is not trained. A column `tools` is given to the template. Raises ValueError
-    if a row cannot be imitated."""
-    messages, tools, heard = imitation_messages(row), row_tools(row), None
+    if a row has nothing to train."""
+    messages, tools = sft_messages(row), row_tools(row)
     if is_trajectory(row) and row["tokenizer"] == chat.fingerprint:
-        turns = [imitated_turn(ids, new_ids, is_fresh) for new_ids, is_fresh, ids in row["turns"]]
+        turns = [as_sampled(ids, new_ids, is_fresh) for new_ids, is_fresh, ids in row["turns"]]
     else:
-        turns = imitation_turns(chat, messages, tools)
+        turns = sft_turns(chat, messages, tools)
+    weights = [action_weight] * len(turns)
     if observation_weight:
-        turns, spans = observations(chat, messages, turns, tools)
-        pairs = zip(turns, spans, strict=True)
-        heard = [
-            [observation_weight * (i in span) for i in range(len(turn.new_ids))]
-            for turn, span in pairs
-        ]
+        turns, is_action = with_observations(chat, messages, turns, tools)
+        weights = [action_weight if action else observation_weight for action in is_action]
     found = []
-    for sample in samples_from_turns(turns, action_weight, "", heard):
-        mask = sample.advantages != 0
-        if mask.any():
-            found.append(
-                replace(
-                    sample,
-                    loss_mask=mask,
-                    policy_versions=np.where(mask, sample.policy_versions, -1),
-                )
-            )
+    for sample in samples_from_turns(turns, weights):
+        sample.loss_mask = sample.advantages != 0
+        sample.policy_versions = np.where(sample.loss_mask, 0, -1)
+        if sample.loss_mask.any():
+            found.append(sample)
     return found
 
 
-def imitated_turn(token_ids: list[int], new_ids: list[int], is_fresh: bool, text: str = "") -> Turn:
+def as_sampled(token_ids: list[int], new_ids: list[int], is_fresh: bool, text: str = "") -> Turn:
     """A turn as if it had been sampled; nothing reads its logprobs and version."""
-    ids = list(token_ids)
     said = Completion(
-        token_ids=ids, logprobs=[0.0] * len(ids), text=text, finish_reason="stop", policy_version=0
+        token_ids=list(token_ids),
+        logprobs=[0.0] * len(token_ids),
+        text=text,
+        finish_reason="stop",
+        policy_version=0,
     )
     return Turn(new_ids=list(new_ids), is_fresh=is_fresh, completion=said)
 
@@ -82,47 +79,53 @@ def row_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
     return tools or None
 
 
-def imitation_messages(row: dict[str, Any]) -> list[Message]:
+def sft_messages(row: dict[str, Any]) -> list[Message]:
+    """The conversation of a row; what is context has "train": False."""
     column = first_column(row, ("messages", "prompt", "instruction", "conversations")) or "messages"
-    if column in ("messages", "conversations"):
-        messages = column_messages(row, column)
-        if is_trajectory(row):  # assistants' messages before the first turn are part of the prompt
-            spoken = imitated(messages)
-            first = spoken[-len(row["turns"])] if len(spoken) >= len(row["turns"]) else 0
-            messages = [{**m, "train": False} for m in messages[:first]] + messages[first:]
-    else:
-        prompt = [{**m, "train": False} for m in column_messages(row, column)]
+    messages = column_messages(row, column)
+    if column not in ("messages", "conversations"):
         reply = first_column(row, ("response", "completion", "output")) or "response"
-        messages = prompt + column_messages(row, reply, "assistant")
-    if not imitated(messages):
+        messages = as_context(messages) + column_messages(row, reply, "assistant")
+    elif is_trajectory(row):
+        # Assistants' messages before the first turn are part of the prompt.
+        trained, num_turns = trained_messages(messages), len(row["turns"])
+        first = trained[-num_turns] if len(trained) >= num_turns else 0
+        messages = as_context(messages[:first]) + messages[first:]
+    if not trained_messages(messages):
         roles = [m["role"] for m in messages]
         raise ValueError(
-            f"messages with roles {roles} hold nothing to imitate: give one with role 'assistant'"
+            f"messages with roles {roles} hold nothing to train: give one with role 'assistant'"
         )
     return messages
 
 
-def imitated(messages: list[Message]) -> list[int]:
-    """Indices of messages to imitate: assistants' without "train": False."""
-    return [
-        i
-        for i, m in enumerate(messages)
-        if m.get("role") == "assistant" and m.get("train") is not False
-    ]
+def as_context(messages: list[Message]) -> list[Message]:
+    return [{**message, "train": False} for message in messages]
 
 
-def imitation_turns(chat: Chat, messages: list[Message], tools: list | None = None) -> list[Turn]:
+def is_trained(message: Message) -> bool:
+    return message.get("train") is not False
+
+
+def trained_messages(messages: list[Message]) -> list[int]:
+    """Indices of assistants' messages that are trained."""
+    return [i for i, m in enumerate(messages) if m.get("role") == "assistant" and is_trained(m)]
+
+
+def sft_turns(chat: Chat, messages: list[Message], tools: list | None = None) -> list[Turn]:
     """Every assistant message as if it had been sampled, its end token included. A message with
     "train": False is context. The prompt is the one that an engine would get there. If the template
     rewrites earlier turns in it, it does not extend the turn before."""
-    chosen, turns, said = imitated(messages), [], ""
+    chosen, turns, said = trained_messages(messages), [], ""
     stream = TokenStream(chat, messages[: chosen[0]], tools)
     for i in chosen:
         if turns:
             stream.extend(turns[-1].completion.token_ids, said, messages[:i])
         said, end_id = said_text(chat, stream.rendered, messages[: i + 1], tools)
-        token_ids = chat.encode(said, continues=True) + ([] if end_id is None else [end_id])
-        turns.append(imitated_turn(token_ids, stream.new_ids, stream.is_fresh, unmarked(said)))
+        token_ids = chat.encode(said, continues=True)
+        if end_id is not None:
+            token_ids.append(end_id)
+        turns.append(as_sampled(token_ids, stream.new_ids, stream.is_fresh, unmarked(said)))
     return turns
 
 
@@ -138,10 +141,9 @@ def said_text(
     content = text_of(message)
     if message.get("tool_calls") or not content:
         raise ValueError(
-            f"message {len(messages) - 1} cannot be imitated: the template renders it so that the "
-            "generation prompt "
-            f'{unmarked(prompt)[-40:]!r} is not before it; give its text as "content", or "train": '
-            "false"
+            f"message {len(messages) - 1} cannot be trained: the template renders it so that the "
+            f"generation prompt {unmarked(prompt)[-40:]!r} is not before it; give its text as "
+            '"content", or "train": false'
         )
     # Some generation prompts end in '<think>', with which the content begins too.
     opening = re.search(r"<[^<>|]+>\s*\Z", prompt)
@@ -155,72 +157,99 @@ def split_end(chat: Chat, text: str) -> tuple[str, int | None]:
     whitespace that the text ends in, the first that an engine stops at; else the template's end
     token."""
     said, end_id, place = text, chat.end_token_id, len(text)
-    for token in reversed([*chat.special_token.finditer(text)]):
+    for token in reversed(list(chat.special_token.finditer(text))):
         if text[token.end() : place].strip():
             break
         place = token.start()
-        if (found := chat.special_ids.get(token[0].strip())) in chat.stop_token_ids:
-            said, end_id = text[:place], found
+        token_id = chat.special_ids.get(token[0].strip())
+        if token_id in chat.stop_token_ids:
+            said, end_id = text[:place], token_id
     return said, end_id
 
 
-def observations(
+def with_observations(
     chat: Chat, messages: list[Message], turns: list[Turn], tools: list | None = None
-) -> tuple[list[Turn], list[range]]:
-    """(turns, spans): an empty turn is added if messages follow the last one. A span is the answer
-    to the turn before, in a turn's new_ids: all that the template puts between that turn's end
-    token and the generation prompt. It is empty for an answer with a message of "train": False, and
-    for the first turn."""
-    spoken, spans = imitated(messages), [range(0)]
-    if len(spoken) != len(turns):  # an episode whose messages are not those of its turns
-        return turns, spans * len(turns)
-    if spoken[-1] + 1 < len(messages):
-        stream, last = TokenStream(chat, messages[: spoken[-1]], tools), turns[-1].completion
+) -> tuple[list[Turn], list[bool]]:
+    """(turns, whether each is an action): the answer to a turn is a turn too, which is not an
+    action. It is all that the template puts between that turn's end token and the generation
+    prompt. An answer with a message of "train": False is context."""
+    trained = trained_messages(messages)
+    if len(trained) != len(turns):  # an episode whose messages are not those of its turns
+        return turns, [True] * len(turns)
+    answers, ends = turns[1:], [*trained[1:], len(messages)]
+    if trained[-1] + 1 < len(messages):
+        stream, last = TokenStream(chat, messages[: trained[-1]], tools), turns[-1].completion
         stream.extend(last.token_ids, last.text or chat.decode(last.token_ids), messages)
-        new_ids = stream.new_ids[: answer_end(chat, stream.new_ids)]
-        turns = [*turns, imitated_turn([], new_ids, stream.is_fresh)]
-    places = zip(spoken, [*spoken[1:], len(messages)], strict=True)
-    for before, turn, (place, until) in zip(turns, turns[1:], places, strict=False):
-        answer, said = messages[place + 1 : until], before.completion.token_ids
-        is_trained = answer and all(m.get("train") is not False for m in answer)
-        spans.append(
-            answer_span(chat, said, turn, messages[:until], place + 1, tools)
-            if is_trained
-            else range(0)
-        )
-    return turns, spans
+        answers.append(as_sampled([], stream.new_ids, stream.is_fresh))
+    found, is_action = [turns[0]], [True]
+    for i, turn in enumerate(answers):
+        begin, until = trained[i] + 1, ends[i]
+        if begin < until and all(map(is_trained, messages[begin:until])):
+            said, ids = turns[i].completion.token_ids, turn.new_ids
+            start, end = answer_span(chat, said, turn, messages[:until], begin, tools)
+            found.append(as_sampled(ids[start:end], ids[:start], turn.is_fresh))
+            is_action.append(False)
+            turn = replace(turn, new_ids=ids[end:], is_fresh=False)
+        if until < len(messages):
+            found.append(turn)
+            is_action.append(True)
+    return found, is_action
 
 
 def answer_span(
     chat: Chat, said: list[int], turn: Turn, messages: list[Message], first: int, tools: list | None
-) -> range:
-    """The span of messages[first:] in turn.new_ids, which follow the tokens `said`; empty if it is
-    not found."""
+) -> tuple[int, int]:
+    """(start, end) of messages[first:] in turn.new_ids, which follow the tokens `said`; empty if
+    they are not found."""
     end, stops = answer_end(chat, turn.new_ids), set(chat.stop_token_ids)
     if not turn.is_fresh:
         # A truncated turn has no end token; the template's is not part of the answer.
         is_cut = stops.isdisjoint(said[-1:]) and not stops.isdisjoint(turn.new_ids[:1])
-        return range(int(is_cut), end)
+        return int(is_cut), end
     # The template rewrote what stands before: the answer's text begins behind the last end token
     # before its content.
     changed = [*messages[:first], {**messages[first], "content": PROBE}, *messages[first + 1 :]]
-    rendered, other = (
-        chat.render(m, tools, add_generation_prompt=False) for m in (messages, changed)
-    )
+    rendered = chat.render(messages, tools, add_generation_prompt=False)
+    other = chat.render(changed, tools, add_generation_prompt=False)
     seen = rendered[: shared_length(rendered, other)]
-    ends = (seen.rfind(s) + len(s) for s, i in chat.special_ids.items() if i in stops and s in seen)
-    ids = chat.encode(rendered[max(ends, default=len(seen)) :], continues=True)
-    return range(end - len(ids), end) if turn.new_ids[end - len(ids) : end] == ids else range(0)
+    begin = 0
+    for token, token_id in chat.special_ids.items():
+        if token_id in stops and token in seen:
+            begin = max(begin, seen.rfind(token) + len(token))
+    ids = chat.encode(rendered[begin or len(seen) :], continues=True)
+    start = end - len(ids)
+    return (start, end) if turn.new_ids[start:end] == ids else (end, end)
 
 
 def answer_end(chat: Chat, prompt_ids: list[int]) -> int:
     """Where a prompt's generation prompt begins; the prompt's length if it ends in none."""
-    text, ids = chat.generation_prompt
-    if text and prompt_ids[-len(ids) :] == ids:
+    text, ids = generation_prompt(chat)
+    if not text:
+        return len(prompt_ids)
+    if prompt_ids[-len(ids) :] == ids:
         return len(prompt_ids) - len(ids)
     # A token may reach over its beginning.
-    for n in range(1, min(len(ids) + 2, len(prompt_ids)) + 1) if text else ():
+    for n in range(1, min(len(ids) + 2, len(prompt_ids)) + 1):
         tail = chat.tokenizer.decode(prompt_ids[-n:], clean_up_tokenization_spaces=False)
         if tail.strip().endswith(text):
             return len(prompt_ids) - n
     return len(prompt_ids)
+
+
+@lru_cache(8)
+def generation_prompt(chat: Chat) -> tuple[str, list[int]]:
+    """(text without the space around it, token ids) of the template's generation prompt."""
+    talk = [{"role": "user", "content": "x"}]
+    ids = chat.prompt_ids(talk)
+    ids = ids[shared_length(chat.prompt_ids(talk, None, False), ids) :]
+    return chat.tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip(), ids
+
+
+def shared_length(a: Sequence, b: Sequence) -> int:
+    """Length of the common beginning."""
+    length = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        length += 1
+    return length

@@ -12,8 +12,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rl_core.data.chat import Chat, shared_length, text_after, text_of, unmarked
-from rl_core.plugins.sft import said_text, split_end
+from rl_core.data.chat import Chat, text_after, text_of, unmarked
+from rl_core.plugins.sft import said_text, shared_length, split_end
 from rl_core.types import Completion, Message
 
 # An argument as XML: Qwen's, MiniMax's and GLM's.

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from kit import prompts_of
 
-from rl_core.data.chat import Chat, TokenStream, load_chat, shared_length
+from rl_core.data.chat import Chat, TokenStream, load_chat
 from rl_core.data.samples import samples_from_turns
-from rl_core.plugins.sft import imitation_turns
+from rl_core.plugins.sft import sft_turns, shared_length
 from rl_core.plugins.tool_calls import ToolCalls
 from rl_core.types import Completion
 
@@ -225,17 +225,6 @@ def test_user_text_never_becomes_a_special_token(path):
     assert grown[0] == grown[1]
 
 
-def test_the_lengths_of_prompts_are_those_of_their_tokens_one_by_one():
-    chat = Chat(make_tokenizer(), CHATML)
-    said = ["", "one", "<|im_end|>", "two <bos> words", WORDS, "日本"]
-    prompts = [[{"role": "user", "content": text}] * number for number, text in enumerate(said, 1)]
-    lengths = chat.prompt_lengths(prompts)
-    assert lengths == [len(chat.prompt_ids(prompt)) for prompt in prompts] and len(
-        set(lengths)
-    ) == len(said)
-    assert chat.prompt_lengths([]) == []
-
-
 @pytest.mark.parametrize(
     "content", ["s>", " s> and", "|im_end|>", "<|im_end|", "a <", "im_end", "\ufdd0", "<\ufdd0s>"]
 )
@@ -328,9 +317,9 @@ def test_thinking_is_kept_apart_where_the_template_reads_it_so():
     }
 
 
-def test_imitation_does_not_open_thinking_twice():
+def test_sft_does_not_open_thinking_twice():
     chat = chat_named("deepseekv3")
-    (turn,) = imitation_turns(chat, [user("hello"), answer("<think>\nthe fox\n</think>\n\n42")])
+    (turn,) = sft_turns(chat, [user("hello"), answer("<think>\nthe fox\n</think>\n\n42")])
     assert chat.tokenizer.decode(turn.new_ids).endswith("<think>\n")
     assert turn.completion.text == "the fox\n</think>\n\n42"
 
@@ -393,10 +382,10 @@ def answer(text, **more):
     return {"role": "assistant", "content": text, **more}
 
 
-def test_imitation_trains_what_is_said_and_the_end_token_and_nothing_else():
+def test_sft_trains_what_is_said_and_the_end_token_and_nothing_else():
     chat = Chat(make_tokenizer(), CHATML)
     messages = [user("hello"), answer("the fox"), user("because"), answer("42")]
-    turns = imitation_turns(chat, messages)
+    turns = sft_turns(chat, messages)
     (sample,) = samples_from_turns(turns, 1.0)
     decode = chat.tokenizer.decode
     assert decode(sample.token_ids[sample.loss_mask].tolist()) == "the fox<|im_end|>42<|im_end|>"
@@ -405,9 +394,9 @@ def test_imitation_trains_what_is_said_and_the_end_token_and_nothing_else():
     assert sample.token_ids.tolist() == chat.encode(whole)[: len(sample.token_ids)]
 
 
-def test_imitation_leaves_out_messages_that_are_only_context():
+def test_sft_leaves_out_messages_that_are_only_context():
     chat = Chat(make_tokenizer(), CHATML)
-    turns = imitation_turns(
+    turns = sft_turns(
         chat, [user("hello"), answer("the fox", train=False), user("because"), answer("42")]
     )
     assert [t.completion.text for t in turns] == ["42"]
@@ -415,7 +404,7 @@ def test_imitation_leaves_out_messages_that_are_only_context():
 
 
 @every_template
-def test_imitated_turns_are_prompted_as_an_engine_would_be(path):
+def test_sft_turns_are_prompted_as_an_engine_would_be(path):
     chat = chat_of(path)
     thought = "<think>\nthe fox\n</think>\n\nthe answer"
     for said in ("the answer", thought):
@@ -427,7 +416,7 @@ def test_imitated_turns_are_prompted_as_an_engine_would_be(path):
             user("hello"),
             answer(said),
         ]
-        turns = imitation_turns(chat, messages)
+        turns = sft_turns(chat, messages)
         assert len(turns) == 3
         for i, (turn, seen) in enumerate(zip(turns, prompts_of(turns), strict=True)):
             prompt = chat.tokenizer.decode(seen)
@@ -443,9 +432,9 @@ def test_imitated_turns_are_prompted_as_an_engine_would_be(path):
             )
 
 
-def test_imitation_renders_tool_calls():
+def test_sft_renders_tool_calls():
     call = {"type": "function", "function": {"name": "add", "arguments": {"x": 42}}}
-    turns = imitation_turns(chat_named("qwen2_5"), [user("hello"), answer("", tool_calls=[call])])
+    turns = sft_turns(chat_named("qwen2_5"), [user("hello"), answer("", tool_calls=[call])])
     assert '"name": "add", "arguments": {"x": 42}' in turns[0].completion.text
 
 

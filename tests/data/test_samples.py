@@ -6,7 +6,7 @@ from test_chat import CHATML, make_tokenizer
 
 from rl_core.data.chat import Chat
 from rl_core.data.samples import samples_from_turns
-from rl_core.plugins.sft import imitation_samples
+from rl_core.plugins.sft import sft_samples
 from rl_core.types import Completion, Turn
 
 
@@ -82,13 +82,13 @@ TALK = [message("user", "hello"), message("assistant", "the fox"), message("user
         {"prompt": [message("user", "think")], "completion": [message("assistant", "42")]},
         {"instruction": "think", "input": "", "output": "42"},
         {"conversations": [{"from": "human", "value": "think"}, {"from": "gpt", "value": "42"}]},
-        # Answers in a prompt are not imitated.
+        # Answers in a prompt are not trained.
         {"prompt": TALK, "response": [message("assistant", "42")]},
     ],
 )
-def test_rows_to_imitate(row):
+def test_rows_of_sft(row):
     chat = Chat(make_tokenizer(), CHATML)
-    (sample,) = imitation_samples(chat, row)
+    (sample,) = sft_samples(chat, row)
     end = "<|im_start|>user\nthink<|im_end|>\n<|im_start|>assistant\n42<|im_end|>"
     assert chat.tokenizer.decode(sample.token_ids.tolist()).endswith(end)
     assert chat.tokenizer.decode(sample.token_ids[sample.loss_mask].tolist()) == "42<|im_end|>"
@@ -101,10 +101,10 @@ def test_rows_to_imitate(row):
         ({"text": "hello"}, "it needs"),
         ({"messages": "hello"}, "must be a list"),
         ({"messages": [{"content": "hello"}]}, "must be a list"),
-        ({"messages": TALK[:1]}, "nothing to imitate"),
+        ({"messages": TALK[:1]}, "nothing to train"),
     ],
 )
-def test_rows_that_cannot_be_imitated_are_refused(row, rule):
+def test_rows_with_nothing_to_train_are_refused(row, rule):
     with pytest.raises(ValueError, match=rule) as error:
-        imitation_samples(Chat(make_tokenizer(), CHATML), row)
+        sft_samples(Chat(make_tokenizer(), CHATML), row)
     assert "\n" not in str(error.value)

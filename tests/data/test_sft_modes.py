@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.samples import samples_from_turns
 from rl_core.learning.learner import Learner
-from rl_core.plugins.sft import imitation_samples, imitation_turns
+from rl_core.plugins.sft import sft_samples, sft_turns
 from rl_core.train import main
 from rl_core.types import PER_TOKEN
 
@@ -73,9 +73,7 @@ def test_observations_are_what_stands_between_a_turn_and_the_next_generation_pro
     for num_turns in (1, 2, 3):
         talk = random_talk(rng, num_turns)
         found = [
-            span
-            for s in imitation_samples(chat, {"messages": talk}, 1.0, 0.5)
-            for span in spans(chat, s)
+            span for s in sft_samples(chat, {"messages": talk}, 1.0, 0.5) for span in spans(chat, s)
         ]
         heard = [text for weight, text in found if weight == 0.5]
         places = range(2, len(talk), 2)
@@ -91,9 +89,7 @@ def test_observations_are_what_stands_between_a_turn_and_the_next_generation_pro
                 text,
             )
         only = [
-            span
-            for s in imitation_samples(chat, {"messages": talk}, 0.0, 0.5)
-            for span in spans(chat, s)
+            span for s in sft_samples(chat, {"messages": talk}, 0.0, 0.5) for span in spans(chat, s)
         ]
         assert [text for weight, text in only if weight] == heard
 
@@ -127,8 +123,8 @@ def test_actions_observations_and_generation_prompts_are_all_that_follows_the_fi
     token is an action, an observation, or a generation prompt's."""
     chat = Chat(make_tokenizer(), template)
     ids = chat.tokenizer.apply_chat_template(CHATML_TALK, chat_template=template, return_dict=False)
-    (both,) = imitation_samples(chat, {"messages": CHATML_TALK}, 1.0, 0.5)
-    (action,) = imitation_samples(chat, {"messages": CHATML_TALK})
+    (both,) = sft_samples(chat, {"messages": CHATML_TALK}, 1.0, 0.5)
+    (action,) = sft_samples(chat, {"messages": CHATML_TALK})
     assert both.token_ids.tolist() == ids
     prompt = chat.tokenizer.encode(header, add_special_tokens=False)
     starts = [i for i in range(len(ids)) if ids[i : i + len(prompt)] == prompt]
@@ -154,11 +150,11 @@ def test_what_is_not_to_be_trained_is_no_observation():
         said("h"),
     ]
     talk += [user("i")]
-    (sample,) = imitation_samples(chat, {"messages": talk}, 0.0, 1.0)
+    (sample,) = sft_samples(chat, {"messages": talk}, 0.0, 1.0)
     assert [text for weight, text in spans(chat, sample) if weight] == [
         "\n<|im_start|>user\ni<|im_end|>\n"
     ]
-    assert imitation_samples(chat, {"prompt": talk[:5], "response": "x"}, 0.0, 1.0) == []
+    assert sft_samples(chat, {"prompt": talk[:5], "response": "x"}, 0.0, 1.0) == []
 
 
 PLAIN = (
@@ -169,7 +165,7 @@ PLAIN = (
 
 def test_a_template_without_special_tokens():
     chat = Chat(make_tokenizer(), PLAIN)
-    (sample,) = imitation_samples(
+    (sample,) = sft_samples(
         chat, {"messages": [user("a"), said("b"), user("c:"), said("d"), user("e")]}, 0.0, 1.0
     )
     assert [text for weight, text in spans(chat, sample) if weight] == ["user: c:\n", "user: e\n"]
@@ -181,9 +177,7 @@ def talks(num=12, seed=0):
 
 
 def samples_with(chat, rows, action_weight, observation_weight):
-    return [
-        s for row in rows for s in imitation_samples(chat, row, action_weight, observation_weight)
-    ]
+    return [s for row in rows for s in sft_samples(chat, row, action_weight, observation_weight)]
 
 
 def test_both_weights_1_is_the_loss_of_a_causal_language_model_over_these_tokens(any_model):
@@ -230,7 +224,7 @@ def test_weights_are_linear_and_the_denominator_counts_trained_tokens(tiny_model
 def test_a_weight_of_actions_alone_is_behavioural_cloning_bit_for_bit(tiny_model):
     chat, learner = load_chat(str(tiny_model)), make_learner(tiny_model, "--algorithm sft")
     rows = talks()
-    turns = [imitation_turns(chat, row["messages"]) for row in rows]
+    turns = [sft_turns(chat, row["messages"]) for row in rows]
     plain = [s for t in turns for s in samples_from_turns(t, 1.0)]
     for a, b in zip(samples_with(chat, rows, 1.0, 0.0), plain, strict=True):
         assert all(np.array_equal(getattr(a, name), getattr(b, name)) for name in PER_TOKEN)
@@ -320,7 +314,7 @@ def test_the_worlds_part_of_sampled_episodes(rollouts, tiny_model):
     long = [row for row in rows if len(row["turns"]) == 3]
     assert long
     for row in long:
-        (sample,) = imitation_samples(chat, row, 0.0, 1.0)
+        (sample,) = sft_samples(chat, row, 0.0, 1.0)
         heard = [text for weight, text in spans(chat, sample) if weight]
         assert heard == [f"<|user|>{n} more<|end|>" for n in (2, 4)]
 
@@ -330,12 +324,12 @@ def test_another_tokenizer_or_template_reads_the_messages_anew(rollouts, tiny_mo
     other = Chat(make_tokenizer(), CHATML)
     assert other.fingerprint != load_chat(str(tiny_model)).fingerprint
     assert load_chat(str(tiny_model), CHATML).fingerprint != load_chat(str(tiny_model)).fingerprint
-    (sample,) = imitation_samples(other, row)
+    (sample,) = sft_samples(other, row)
     actions = [text.removesuffix("<|im_end|>") for weight, text in spans(other, sample) if weight]
     assert actions == [m["content"] for m in row["messages"] if m["role"] == "assistant"]
     # The actor saw it, and did not say it.
     given = {**row, "messages": [user("few"), said("shots"), *row["messages"]]}
-    (sample,) = imitation_samples(other, given)
+    (sample,) = sft_samples(other, given)
     assert [
         text.removesuffix("<|im_end|>") for weight, text in spans(other, sample) if weight
     ] == actions
@@ -402,16 +396,16 @@ def test_tools_of_a_row_may_be_json_text():
         "function": {"name": "add", "description": "a sum", "parameters": {"type": "object"}},
     }
     row = {"messages": [user("1 and 2"), said("3")]}
-    [plain] = imitation_samples(chat, row)
-    [listed] = imitation_samples(chat, row | {"tools": [schema]})
-    [texted] = imitation_samples(chat, row | {"tools": json.dumps([schema])})
+    [plain] = sft_samples(chat, row)
+    [listed] = sft_samples(chat, row | {"tools": [schema]})
+    [texted] = sft_samples(chat, row | {"tools": json.dumps([schema])})
     assert list(texted.token_ids) == list(listed.token_ids) != list(plain.token_ids)
     for wrong in ("no JSON", json.dumps(schema), [1]):
         with pytest.raises(
             ValueError,
             match=r"^column 'tools' must be a list of JSON schemas, or such a list as JSON text",
         ):
-            imitation_samples(chat, row | {"tools": wrong})
+            sft_samples(chat, row | {"tools": wrong})
 
 
 def test_a_row_is_tokenized_once_however_often_it_is_drawn(tiny_model, tmp_path, monkeypatch):

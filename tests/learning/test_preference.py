@@ -26,7 +26,7 @@ from rl_core.learning.learner import Learner
 from rl_core.learning.policy import make_policy
 from rl_core.plugins.pairs import PAIR, reply_pair, scored_pair
 from rl_core.plugins.preference import dpo_losses, rm_losses
-from rl_core.plugins.sft import imitation_samples
+from rl_core.plugins.sft import sft_samples
 from rl_core.train import main
 from rl_core.types import TrainingSample
 
@@ -268,7 +268,7 @@ def make_learner(model, *flags, algorithm="dpo") -> Learner:
 
 
 def pair_samples(model, rows=ROWS, algorithm="dpo"):
-    makers = {"sft": imitation_samples, "dpo": reply_pair, "rm": scored_pair}
+    makers = {"sft": sft_samples, "dpo": reply_pair, "rm": scored_pair}
     chat, samples_of = load_chat(str(model)), makers[algorithm]
     samples = [(i, s) for i, row in enumerate(rows) for s in samples_of(chat, row)]
     return [dataclasses.replace(s, group_id=f"{i:04d}") for i, s in samples]
