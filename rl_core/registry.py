@@ -74,9 +74,9 @@ def tool_calls(chat: Any) -> Any:
 
 
 def imitated_rows() -> Any:
-    from rl_core.plugins.sft_dataset import ImitatedRows
+    from rl_core.plugins.sft_dataset import SFTDataset
 
-    return ImitatedRows
+    return SFTDataset
 
 
 def check_lengths() -> Any:

@@ -155,7 +155,7 @@ class TrainingSample:
     """One sequence to learn from. Lists given for its arrays become arrays."""
 
     token_ids: np.ndarray  # [L] int64
-    # [L] bool, True where the token was sampled by the actor (or is to be imitated)
+    # [L] bool, True where the token was sampled by the actor (or SFT trains it)
     loss_mask: np.ndarray
     rollout_logprobs: np.ndarray  # [L] fp32 nats, 0 where loss_mask is False
     policy_versions: np.ndarray  # [L] int64, -1 where loss_mask is False

@@ -14,15 +14,19 @@ from rl_core.types import Task
 
 
 def check_lengths(
-    config: Config, envs: dict[str, Env], chats: dict[str, Chat], imitated: Any, source: TaskSource
+    config: Config,
+    envs: dict[str, Env],
+    chats: dict[str, Chat],
+    sft_dataset: Any,
+    source: TaskSource,
 ) -> None:
     """Every row that is checked at start-up renders and fits, or is left out if --data.skip_long
     says so."""
     limit = config.max_prompt_tokens
 
     def is_fit(task: Task) -> bool:
-        if imitated:
-            return bool(imitated.samples(task))
+        if sft_dataset:
+            return bool(sft_dataset.samples(task))
         env, longest = envs[task.env], 0
         try:
             for name, chat in chats.items():

@@ -125,13 +125,13 @@ def test_a_row_of_exactly_the_limit_is_kept_and_one_of_a_token_more_is_left_out(
     assert asked == sorted([texts[0], texts[1], texts[3]] * 2)
 
 
-def test_a_row_to_be_imitated_of_exactly_the_limit_is_kept(tiny_model, tmp_path):
+def test_a_row_of_sft_of_exactly_the_limit_is_kept(tiny_model, tmp_path):
     chat = load_chat(str(tiny_model))
     rows = []
     for n in (3, 4, 5):
         talk = [{"role": "user", "content": "7"}, {"role": "assistant", "content": "1" * n}]
         rows.append({"messages": talk})
-    # The template's text behind the last end token is not imitated.
+    # The template's text behind the last end token is not trained.
     limit = len(chat.prompt_ids(rows[1]["messages"][:1])) + 4 + 1
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = (
