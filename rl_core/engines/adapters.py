@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,49 +28,40 @@ class AdapterTable:
     each. They act inside `of_rows`."""
 
     def __init__(self, model: nn.Module, configs: dict[str, dict[str, Any]]):
-        self.linear = {
-            name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
-        }
-        self.configs, self.num_ranks = configs, sum(config["r"] for config in configs.values())
-        ends = accumulate(config["r"] for config in configs.values())
-        self.spans = {
-            name: slice(end - configs[name]["r"], end)
-            for name, end in zip(configs, ends, strict=True)
-        }  # in R
-        self.numbers = {name: i for i, name in enumerate(["", *configs])}
-        owners = [
-            self.numbers[name] for name, config in configs.items() for _ in range(config["r"])
-        ]
+        self.model, self.configs = model, configs
+        self.numbers, self.spans = {"": 0}, {}
+        owners: list[int] = []
+        for number, (name, config) in enumerate(configs.items(), 1):
+            self.numbers[name] = number
+            self.spans[name] = slice(len(owners), len(owners) + config["r"])
+            owners += [number] * config["r"]
         self.owners = torch.tensor(owners, device=model.device)  # [R] number of the adapter
         # A [R, I] and scaled, transposed B [R, O].
         self.layers: dict[str, tuple[Tensor, Tensor]] = {}
-        self.arrived: dict[str, set[str]] = {}  # names of each adapter's weights
-        self.active: slice | None = None  # the one adapter of the current forward
+        self.active: slice | None = None  # Of R, in the current forward.
         # [n, 1, R] ranks of other adapters; None: all rows have the same adapter.
         self.hidden: Tensor | None = None
 
     @torch.no_grad()
     def load(self, name: str, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Fills an adapter from peft's (name, tensor) pairs. Raises as arriving_adapter."""
-        span, config, arrived = self.spans[name], self.configs[name], set()
-        coming = arriving_adapter(
-            name, weights, config["r"], self.linear, self.arrived.get(name, set())
-        )
-        for full, layer, kind, weight in coming:
+        span, config = self.spans[name], self.configs[name]
+        for full, weight in arriving_adapter(name, weights, config, self.model):
+            layer, kind = full.removeprefix("base_model.model.").split(".lora_")
             if layer not in self.layers:
-                module = self.linear[layer]
-                widths = (module.in_features, module.out_features)
-                self.layers[layer] = tuple(
-                    module.weight.new_zeros(self.num_ranks, width) for width in widths
-                )
-                module.register_forward_hook(partial(self.add_products, layer))
+                self.add_layer(layer)
             a_RI, b_RO = self.layers[layer]
-            if kind == "lora_A":
+            if kind == "A.weight":
                 a_RI[span].copy_(weight)
             else:
                 b_RO[span].copy_(config["lora_alpha"] / config["r"] * weight.T)
-            arrived.add(full)
-        self.arrived[name] = arrived
+
+    def add_layer(self, layer: str) -> None:
+        module, num_ranks = self.model.get_submodule(layer), len(self.owners)
+        a_RI = module.weight.new_zeros(num_ranks, module.in_features)
+        b_RO = module.weight.new_zeros(num_ranks, module.out_features)
+        self.layers[layer] = a_RI, b_RO
+        module.register_forward_hook(partial(self.add_products, layer))
 
     @contextmanager
     def of_rows(self, names: list[str]) -> Iterator[None]:
@@ -79,7 +69,7 @@ class AdapterTable:
         if len(set(names)) == 1:
             self.active = self.spans.get(names[0])
         else:
-            self.active = slice(0, self.num_ranks)
+            self.active = slice(0, len(self.owners))
             rows = torch.tensor([[[self.numbers[name]]] for name in names])
             self.hidden = rows.to(self.owners.device, non_blocking=True) != self.owners
         try:

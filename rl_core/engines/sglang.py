@@ -33,7 +33,7 @@ from rl_core.host_copies import release_cached_memory
 from rl_core.learning.policy import checkpoint_weights
 from rl_core.metrics import Metric, Sum
 from rl_core.sampling.engine import Engine, EngineDied, EngineSpec, check_request, note_version
-from rl_core.sampling.weights import arriving, arriving_adapter, on_host
+from rl_core.sampling.weights import adapter_targets, arriving_adapter, arriving_at, on_host
 from rl_core.types import Completion, SamplingParams
 
 # Older versions wait for ever for an adapter's requests that were aborted in their queue.
@@ -52,7 +52,6 @@ class AdapterSlot:
     version: int
     # Its name is unique to this version: SGLang keeps the old adapter if a name comes again.
     folder: Path
-    arrived: set[str]  # names of its weights
     was_aborted: bool = False  # a request for it
 
 
@@ -76,9 +75,6 @@ class SGLangEngine(Engine):
         # The last ones that were sent; None: the server has its model's own.
         self._weights: Path | None = None
         self._slots: dict[str, AdapterSlot] = {}  # by actor
-        self._linear = {
-            name: m for name, m in spec.module.named_modules() if isinstance(m, nn.Linear)
-        }
         self._asleep: set[str] = set()  # of MEMORY
         self._changing, self._may_run = asyncio.Lock(), asyncio.Event()
         self._may_run.set()
@@ -220,7 +216,7 @@ class SGLangEngine(Engine):
     async def _send_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         if self._weights:
             self.files.remove(self._weights)
-        coming = ((name, weight) for name, weight, _ in arriving(self.spec.module, weights))
+        coming = ((name, weight) for name, weight, _ in arriving_at(self.spec.module, weights))
         named = checkpoint_weights(self.spec.module, coming)  # SGLang reads published checkpoints
         buckets = enumerate(in_buckets(on_host(named, self.spec.dtype)))
         self._weights = self.files.write(
@@ -246,18 +242,11 @@ class SGLangEngine(Engine):
         self, actor: str, weights: Iterable[tuple[str, Tensor]], version: int
     ) -> None:
         config, old = self.spec.adapters[actor], self._slots.get(actor)
-        arrived = [
-            *arriving_adapter(
-                actor, weights, config["r"], self._linear, old.arrived if old else set()
-            )
-        ]
-        folder = self.files.write(
-            adapter_files(arrived, config, self._linear, self.spec.dtype), f"{actor}_"
-        )
+        arrived = arriving_adapter(actor, weights, config, self.spec.module)
+        files = adapter_files(arrived, config, self.spec.module, self.spec.dtype)
+        folder = self.files.write(files, f"{actor}_")
         await self._unless_dead(partial(self._add_adapter, folder))
-        self._slots[actor] = AdapterSlot(
-            version=version, folder=folder, arrived={full for full, *_ in arrived}
-        )
+        self._slots[actor] = AdapterSlot(version=version, folder=folder)
         if old is not None:
             self.files.remove(old.folder)
             if (
@@ -398,31 +387,24 @@ def sampling_params(params: SamplingParams, max_tokens: int) -> dict[str, Any]:
 
 
 def adapter_files(
-    arrived: list[tuple[str, str, str, Tensor]],
+    arrived: Iterable[tuple[str, Tensor]],
     config: dict[str, Any],
-    layers: dict[str, nn.Linear],
+    model: nn.Module,
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, bytes]]:
-    """An adapter as peft writes it, in a form that SGLang can load. `arrived`: what
-    arriving_adapter yields."""
-    rank, tensors = config["r"], {}
-    for _, layer, kind, _ in arrived:
-        parent, _, own = layer.rpartition(".")
-        for other in next((parts for parts in FUSED if own in parts), ()):
-            if module := layers.get(f"{parent}.{other}"):
-                shape = (
-                    (rank, module.in_features) if kind == "lora_A" else (module.out_features, rank)
-                )
-                tensors[f"base_model.model.{parent}.{other}.{kind}.weight"] = torch.zeros(
-                    shape, dtype=dtype
-                )
-    tensors |= on_host(((full, weight) for full, _, _, weight in arrived), dtype)
-    targets = sorted({full.split(".")[-3] for full in tensors})
+    """An adapter as peft writes it, in a form that SGLang can load."""
+    names = set(config["target_modules"])
+    for parts in FUSED:
+        if names.intersection(parts):
+            names.update(parts)
+    targets = adapter_targets(config | {"target_modules": names}, model)
+    tensors = {full: torch.zeros(target.shape, dtype=dtype) for full, target in targets.items()}
+    tensors |= on_host(arrived, dtype)
     read = {
         "peft_type": "LORA",
-        "r": rank,
+        "r": config["r"],
         "lora_alpha": config["lora_alpha"],
-        "target_modules": targets,
+        "target_modules": sorted({full.split(".")[-3] for full in tensors}),
     }
     yield "adapter_model.safetensors", safetensors.torch.save(tensors)
     yield "adapter_config.json", json.dumps(read).encode()

@@ -2,99 +2,88 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from rl_core.rules import nearest
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+NamedWeights = Iterable[tuple[str, Tensor]]
+
 
 def arriving(
-    model: PreTrainedModel, named_weights: Iterable[tuple[str, Tensor]]
+    named_weights: NamedWeights, targets: Mapping[str, Tensor], needed: Iterable[str], owner: str
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yields (name, weight, the model's tensor that it replaces). Raises ValueError on an unknown
-    name, another shape, or, at the end, a missing parameter. Of a tied head and its embedding the
-    first comes. The model may be on "meta"."""
-    targets = model.state_dict(keep_vars=True)
+    """Yields (name, weight, the target that it replaces). Raises ValueError on an unknown name,
+    another shape, or, at the end, one that is needed and did not come. Of a tied head and its
+    embedding, which are one target, the first comes."""
     loaded = set()
     for name, weight in named_weights:
         if name not in targets:
+            raise ValueError(f"weight {name!r} is not in {owner}; send its own names")
+        target = targets[name]
+        if weight.shape != target.shape:
             raise ValueError(
-                f"weight {name!r} is not in {type(model).__name__}; send its own state_dict's names"
+                f"weight {name!r} of {owner} has shape {list(weight.shape)}, not "
+                f"{list(target.shape)}"
             )
-        if weight.shape != targets[name].shape:
-            raise ValueError(
-                f"weight {name!r} has shape {list(weight.shape)}, not {list(targets[name].shape)}"
-            )
-        if id(targets[name]) not in loaded:
-            yield name, weight, targets[name]
-        loaded.add(id(targets[name]))
-    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in loaded]
+        if id(target) not in loaded:
+            yield name, weight, target
+        loaded.add(id(target))
+    missing = [name for name in needed if id(targets[name]) not in loaded]
     if missing:
         raise ValueError(
-            f"{len(missing)} parameters did not arrive, such as {missing[0]!r}; send all of them"
+            f"{len(missing)} weights of {owner} did not arrive, such as {missing[0]!r}; send all"
         )
+
+
+def arriving_at(
+    model: PreTrainedModel, named_weights: NamedWeights
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """As `arriving`, for the parameters and buffers of a model, which may be on "meta"."""
+    needed = [name for name, _ in model.named_parameters()]
+    return arriving(
+        named_weights, model.state_dict(keep_vars=True), needed, owner=type(model).__name__
+    )
 
 
 def arriving_adapter(
-    name: str,
-    named_weights: Iterable[tuple[str, Tensor]],
-    rank: int,
-    layers: Mapping[str, nn.Linear],
-    before: set[str],
-) -> Iterator[tuple[str, str, str, Tensor]]:
-    """Yields (peft's name, layer, "lora_A" or "lora_B", weight) of an adapter. Raises ValueError on
-    a layer that is not in `layers`, another shape, or, at the end, a missing matrix: one of a
-    layer's pair, or one that came in `before`."""
-    arrived = set()
-    for full, weight in named_weights:
-        layer, _, kind = (
-            full.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
-        )
-        if layer not in layers or kind not in ("lora_A", "lora_B"):
-            raise ValueError(
-                f"adapter {name!r}: {full!r} is of no linear layer; {nearest(layer, layers)}"
-            )
-        module = layers[layer]
-        if weight.shape != (
-            (rank, module.in_features) if kind == "lora_A" else (module.out_features, rank)
-        ):
-            raise ValueError(
-                f"adapter {name!r}: {full!r} has shape {list(weight.shape)}, its rank is {rank}"
-            )
-        yield full, layer, kind, weight
-        arrived.add(full)
-    pairs = {
-        full.replace(*kinds)
-        for full in arrived
-        for kinds in ((".lora_A.", ".lora_B."), (".lora_B.", ".lora_A."))
-    }
-    if missing := sorted((pairs | before) - arrived):
-        raise ValueError(
-            f"adapter {name!r}: {len(missing)} weights did not arrive, such as {missing[0]!r}"
-        )
+    name: str, named_weights: NamedWeights, config: dict[str, Any], model: nn.Module
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the (peft's name, weight) pairs of an adapter. Raises as `arriving`."""
+    targets = adapter_targets(config, model)
+    for full, weight, _ in arriving(named_weights, targets, targets, owner=f"adapter {name!r}"):
+        yield full, weight
+
+
+def adapter_targets(config: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
+    """peft's names of an adapter's matrices -> their shapes, on "meta". config: what
+    adapter_config.json holds."""
+    targets, rank = {}, config["r"]
+    excluded = config.get("exclude_modules") or "(?!)"
+    for layer, module in model.named_modules():
+        is_target = layer.rpartition(".")[2] in config["target_modules"]
+        if is_target and isinstance(module, nn.Linear) and not re.fullmatch(excluded, layer):
+            name = f"base_model.model.{layer}"
+            shapes = {"lora_A": (rank, module.in_features), "lora_B": (module.out_features, rank)}
+            for kind, shape in shapes.items():
+                targets[f"{name}.{kind}.weight"] = torch.empty(shape, device="meta")
+    return targets
 
 
 @torch.no_grad()
-def load_weights(model: PreTrainedModel, named_weights: Iterable[tuple[str, Tensor]]) -> None:
+def load_weights(model: PreTrainedModel, named_weights: NamedWeights) -> None:
     """Copies every weight into the model. Raises as `arriving`."""
-    for _, weight, target in arriving(model, named_weights):
+    for _, weight, target in arriving_at(model, named_weights):
         target.copy_(weight)
 
 
-def on_host(
-    named_weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
+def on_host(named_weights: NamedWeights, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """The weights on the CPU, floating-point ones in dtype, ready for a file."""
     for name, weight in named_weights:
-        yield (
-            name,
-            weight.detach()
-            .to("cpu", dtype if weight.is_floating_point() else weight.dtype)
-            .contiguous(),
-        )
+        own_dtype = dtype if weight.is_floating_point() else weight.dtype
+        yield name, weight.detach().to("cpu", own_dtype).contiguous()

@@ -343,11 +343,16 @@ WRONG = {
     ),
     r"has shape \[3\], not \[64\]": ("", lambda w: w | {NORM: torch.ones(3)}),
     "'model.nrom.weight' is not in": ("", lambda w: w | {"model.nrom.weight": torch.ones(64)}),
-    "1 weights did not arrive": ("bob", lambda w: dict(list(w.items())[1:])),
+    "1 weights of adapter 'bob' did not arrive": ("bob", lambda w: dict(list(w.items())[1:])),
     r"did not arrive.*down_proj": ("bob", lambda w: {n: x for n, x in w.items() if LAYER not in n}),
-    r"z_proj.*did you mean "
-    r".*_proj": ("bob", lambda w: {n.replace("q_proj", "z_proj"): x for n, x in w.items()}),
-    "its rank is 4": ("bob", lambda w: {n: x[:2] if "lora_A" in n else x for n, x in w.items()}),
+    "z_proj.* is not in adapter 'bob'": (
+        "bob",
+        lambda w: {n.replace("q_proj", "z_proj"): x for n, x in w.items()},
+    ),
+    r"has shape \[2, 64\], not \[4, 64\]": (
+        "bob",
+        lambda w: {n: x[:2] if "lora_A" in n else x for n, x in w.items()},
+    ),
 }
 
 
