@@ -82,12 +82,14 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["rl_core", "rl_core.*"]),
     package_data={
+        "rl_core": ["peers.yaml"],
         "rl_core.plugins": ["*.yaml"],
         "rl_core.service": ["*.proto"],
         "rl_core.tools.view": ["assets/*"],
     },
     install_requires=[
         "aiohttp>=3.10",
+        "annotated-types>=0.6",
         "torch>=2.11",
         "transformers>=5.12,<6",
         "datasets>=4.0",
@@ -98,6 +100,7 @@ setup(
         "pandas>=2.2",
         "peft>=0.17",
         "pyarrow>=15",
+        "pydantic>=2.7,<3",
         "pyyaml>=6.0",
         "rich>=13",
         "safetensors>=0.4",

@@ -3,8 +3,6 @@
 from rl_core import Config, reward, train
 """
 
-from importlib import import_module
-
 __version__ = "0.1.0"
 
 
@@ -12,7 +10,9 @@ def __getattr__(name: str):
     """Config, imported when it is asked for. `train` is a module that can be called
     (rl_core/tools/python_api.py)."""
     if name == "Config":
-        return import_module("rl_core.config").Config
+        from rl_core.config import Config
+
+        return Config
     raise AttributeError(f"module 'rl_core' has no attribute {name!r}")
 
 

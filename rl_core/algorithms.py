@@ -11,12 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from rl_core.types import PackedBatch
-
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
+
+    from rl_core.types import PackedBatch
 
 
 @dataclass(kw_only=True, slots=True)
@@ -95,7 +94,7 @@ def own_reward(rewards: np.ndarray, weights: np.ndarray, episodes: np.ndarray) -
 
 def group_mean(rewards: np.ndarray, weights: np.ndarray, episodes: np.ndarray) -> np.ndarray:
     """[G] R - mean(R)"""
-    return rewards - np.average(rewards, weights=weights)
+    return rewards - (weights * rewards).sum() / weights.sum()
 
 
 def group_norm(
@@ -116,6 +115,8 @@ def group_norm_unbiased(
 
 def rloo(rewards: np.ndarray, weights: np.ndarray, episodes: np.ndarray) -> np.ndarray:
     """[G] R - mean of the other episodes' R (Kool et al. 2019; arXiv:2402.14740)."""
+    import numpy as np
+
     of_episode = np.bincount(episodes, weights * rewards)
     weight_of_episode = np.bincount(episodes, weights)
     others = of_episode.sum() - of_episode

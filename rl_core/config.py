@@ -6,64 +6,64 @@ config = parse_config(["--model", "m", "--data.train", "rows.jsonl", "--env_path
 """
 
 import dataclasses
-import json
+import difflib
+import math
 import os
-from collections.abc import Iterable
+import re
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from importlib import import_module
-from inspect import formatannotation
-from typing import Any, Literal, get_args, get_origin
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 import yaml
+from annotated_types import Ge, Le
 
 from rl_core.algorithms import ADVANTAGES, KL_ESTIMATES, OBJECTIVES, PRESETS
 from rl_core.rules import check, flags_in, split
 
-NAMED = ("actors", "envs")  # sections that hold one section for each name that the user gives
 RL = tuple(name for name, algorithm in PRESETS.items() if algorithm.is_rl)
+BRACKETS = {tuple: "[]", list: "[]", dict: "{}"}
+# What other trainers call our flags, by ours.
+PEERS = Path(__file__).parent / "peers.yaml"
 DRAWN = Literal["temperature", "top_p", "top_k", "min_p"]
-HELP = "rl_core.tools.help"  # what --help prints; the spine imports no tool
-PEERS = "rl_core.tools.peers"  # names that other trainers give our flags
+NotNegative = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Ge(0), Le(1)]
 
 
 def flag(default: Any, help: str, *, at_least=None, above=None, at_most=None, only=()) -> Any:
     """A field with its help line and range. A type as default makes a section, a list or a dict.
     Setting the flag for an algorithm that is not among `only` is refused."""
-    rule = {"help": help, "at_least": at_least, "above": above, "at_most": at_most, "only": only}
-    return field(
-        **{"default_factory" if isinstance(default, type) else "default": default}, metadata=rule
-    )
+    # ge, gt and le are read by pydantic.
+    rule = {"help": help, "ge": at_least, "gt": above, "le": at_most, "only": only}
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=rule)
+    return field(default=default, metadata=rule)
 
 
-def section(prefix: str = "") -> Any:
-    """Marks a class of flags, which begin with `prefix`. In Python an unknown name is answered as
-    on the command line."""
+class Section:
+    """Flags that begin with `prefix`. In Python an unknown name is answered as on the command
+    line."""
 
-    def marked(cls: type) -> type:
-        def refuse_unknown(names: Iterable[str], value: Any = None) -> None:
-            for name in names:
-                if not hasattr(cls, name) and name not in cls.__dataclass_fields__:
-                    raise ValueError(
-                        import_module(PEERS).unknown(f"{prefix}{name}", value, known_flags())
-                    )
+    prefix = ""
 
-        def new(kind: type, *args: Any, **given: Any) -> Any:
-            refuse_unknown(given)
-            return object.__new__(kind)
+    def __init_subclass__(cls, prefix: str = ""):
+        cls.prefix = prefix
 
-        def assign(self: Any, name: str, value: Any) -> None:
-            refuse_unknown([name])
-            object.__setattr__(self, name, value)
+    def __new__(cls, *args: Any, **given: Any) -> Any:
+        for name in given:
+            if name not in cls.__dataclass_fields__:
+                raise unknown(cls.prefix + name)
+        return object.__new__(cls)
 
-        cls.__new__, cls.__setattr__ = new, assign
-        return cls
-
-    return marked
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__dataclass_fields__:
+            raise unknown(self.prefix + name)
+        object.__setattr__(self, name, value)
 
 
-@section("actors.NAME.lora.")
 @dataclass(kw_only=True)
-class LoraConfig:
+class LoraConfig(Section, prefix="actors.NAME.lora."):
     rank: int = flag(
         0, "LoRA: rank of the adapters beside a frozen model; 0 trains the whole model", at_least=0
     )
@@ -74,9 +74,8 @@ class LoraConfig:
     quantize: Literal["none", "nf4"] = flag("none", "QLoRA: nf4 keeps the frozen model in 4 bits")
 
 
-@section("actors.NAME.")
 @dataclass(kw_only=True)
-class ActorConfig:
+class ActorConfig(Section, prefix="actors.NAME."):
     model: str | None = flag(
         None, "folder or hub name of its model; with api, the model's name there"
     )
@@ -119,9 +118,8 @@ class ActorConfig:
         return self.api is None if self.train is None else self.train
 
 
-@section("envs.NAME.")
 @dataclass(kw_only=True)
-class EnvConfig:
+class EnvConfig(Section, prefix="envs.NAME."):
     weight: float = flag(1.0, "its share of a step's tasks; 0: it is only evaluated", at_least=0)
     train: str | None = flag(None, "its training rows; default: its load_tasks")
     eval: str | None = flag(None, "its held-out rows, several sets too; default: its load_tasks")
@@ -133,9 +131,8 @@ class EnvConfig:
     )
 
 
-@section("data.")
 @dataclass(kw_only=True)
-class DataConfig:
+class DataConfig(Section, prefix="data."):
     train: str | None = flag(
         None, "training rows: files, folders, globs, hub datasets a/b:config@split"
     )
@@ -150,16 +147,14 @@ class DataConfig:
     )
 
 
-@section("sampling.")
 @dataclass(kw_only=True)
-class SamplingConfig:
+class SamplingConfig(Section, prefix="sampling."):
     temperature: float = flag(1.0, "of training samples, and of the learner's logprobs", above=0)
     stop: list[str] = flag(list, "strings that end a turn; they stay in the text")
 
 
-@section("optim.")
 @dataclass(kw_only=True)
-class OptimConfig:
+class OptimConfig(Section, prefix="optim."):
     name: Literal["adamw", "adamw8bit", "sgd"] = flag(
         "adamw", "optimizer; adamw8bit is that of bitsandbytes"
     )
@@ -171,9 +166,7 @@ class OptimConfig:
     min_lr_frac: float = flag(
         0.0, "where linear, cosine and wsd end, as a fraction of lr", at_least=0, at_most=1
     )
-    betas: tuple[float, float] = flag(
-        (0.9, 0.95), "AdamW; the first is SGD's momentum", at_least=0, at_most=1
-    )
+    betas: tuple[Fraction, Fraction] = flag((0.9, 0.95), "AdamW; the first is SGD's momentum")
     eps: float = flag(1e-8, "AdamW's epsilon", at_least=0)
     weight_decay: float = flag(
         0.0, "weight decay of matrices; biases and norms have none", at_least=0
@@ -181,9 +174,8 @@ class OptimConfig:
     max_grad_norm: float = flag(1.0, "clip the gradient to this norm; 0 is off", at_least=0)
 
 
-@section("algo.")
 @dataclass(kw_only=True)
-class AlgoConfig:
+class AlgoConfig(Section, prefix="algo."):
     """Parts of the algorithm. None keeps what the preset of --algorithm says."""
 
     advantage: Literal[tuple(ADVANTAGES)] | None = flag(
@@ -214,8 +206,8 @@ class AlgoConfig:
     correction: Literal["none", "tis", "mask", "sequence_mask"] | None = flag(
         None, "importance sampling correction of off-policy tokens: truncated, or masked (IcePop)"
     )
-    correction_range: tuple[float, float] | None = flag(
-        None, "its bounds, such as 0.5,2", at_least=0
+    correction_range: tuple[NotNegative, NotNegative] | None = flag(
+        None, "its bounds, such as 0.5,2"
     )
     overlong: Literal["none", "mask", "soft"] | None = flag(
         None, "truncated: mask, or DAPO's penalty"
@@ -232,9 +224,8 @@ class AlgoConfig:
     target_kl: float | None = flag(None, "early stop of a step above this KL; 0 is off", at_least=0)
 
 
-@section("critic.")
 @dataclass(kw_only=True)
-class CriticConfig:
+class CriticConfig(Section, prefix="critic."):
     model: str | None = flag(
         None, "value model to start from, a reward model too; default: the actor's"
     )
@@ -247,9 +238,8 @@ class CriticConfig:
     )
 
 
-@section("preference.")
 @dataclass(kw_only=True)
-class PreferenceConfig:
+class PreferenceConfig(Section, prefix="preference."):
     beta: float = flag(0.1, "DPO: strength of the KL to the reference", above=0)
     loss: Literal["sigmoid", "sigmoid_norm", "ipo", "ipo_norm", "hinge"] = flag(
         "sigmoid", "DPO: loss of a pair's margin; norm: length-normalized, mean of token logprobs"
@@ -257,17 +247,15 @@ class PreferenceConfig:
     label_smoothing: float = flag(0.0, "DPO: fraction of swapped pairs", at_least=0, at_most=0.5)
 
 
-@section("sft.")
 @dataclass(kw_only=True)
-class SftConfig:
-    weights: tuple[float, float] = flag(
-        (1.0, 0.0), "loss weights: assistant, others (world model)", at_least=0
+class SftConfig(Section, prefix="sft."):
+    weights: tuple[NotNegative, NotNegative] = flag(
+        (1.0, 0.0), "loss weights: assistant, others (world model)"
     )
 
 
-@section("learner.")
 @dataclass(kw_only=True)
-class LearnerConfig:
+class LearnerConfig(Section, prefix="learner."):
     minibatches: int = flag(
         1, "optimizer steps of one step, each on its share of the tasks", at_least=1
     )
@@ -287,9 +275,8 @@ class LearnerConfig:
     )
 
 
-@section("rollout.")
 @dataclass(kw_only=True)
-class RolloutConfig:
+class RolloutConfig(Section, prefix="rollout."):
     max_concurrent: int = flag(
         256, "concurrent episodes, requests to an api and engine slots of one rank", at_least=1
     )
@@ -306,17 +293,13 @@ class RolloutConfig:
     )
     save: bool = flag(True, "write every trajectory to rollouts/")
     fixed_order: bool = flag(False, "tests: asynchronous runs that repeat bit for bit; slow")
-    lagged: tuple[float, int] = flag(
-        (0.0, 4),
-        "off-policy: share of turns by older weights, steps to renew",
-        at_least=(0, 2),
-        at_most=(1, None),
+    lagged: tuple[Fraction, Annotated[int, Ge(2)]] = flag(
+        (0.0, 4), "off-policy: share of turns by older weights, steps to renew"
     )
 
 
-@section("eval.")
 @dataclass(kw_only=True)
-class EvalConfig:
+class EvalConfig(Section, prefix="eval."):
     num_tasks: int = flag(0, "held-out tasks that are evaluated; 0: all", at_least=0)
     samples: int = flag(4, "k of avg@k and pass@k; 0: greedy alone", at_least=0)
     sampling: dict[DRAWN, float] = flag(
@@ -325,9 +308,10 @@ class EvalConfig:
     pass_reward: float = flag(1.0, "an episode passes with at least this reward")
 
 
-@section()
 @dataclass(kw_only=True)
-class Config:
+class Config(Section):
+    __pydantic_config__: ClassVar[dict] = {"extra": "forbid", "coerce_numbers_to_str": True}
+
     algorithm: Literal[tuple(PRESETS)] = flag("grpo", "preset; --algo.* changes single parts")
     model: str | None = flag(None, "short for --actors.policy.model")
     env_path: str | None = flag(
@@ -442,6 +426,11 @@ class Config:
         return self.envs.get(name) or EnvConfig()
 
     @property
+    def has_servers(self) -> bool:
+        """An actor's engine is one that runs already."""
+        return any(actor.engine_urls for actor in self.actors.values())
+
+    @property
     def turn_limit(self) -> int:
         return self.max_turns or 1
 
@@ -451,7 +440,14 @@ class Config:
         between."""
         return self.max_prompt_tokens + self.max_tokens * self.turn_limit
 
+    @property
+    def longest_sample(self) -> int:
+        """Tokens on one rank of the longest episode, or of both replies of a pair."""
+        num = 2 if self.algorithm in ("dpo", "rm") else 1
+        return math.ceil(num * self.max_context_tokens / self.cp)
 
+
+@cache
 def known_flags() -> dict[str, tuple[Any, dataclasses.Field]]:
     """Name -> (default, field) of every flag, with NAME for the name of an actor or an
     environment."""
@@ -459,142 +455,185 @@ def known_flags() -> dict[str, tuple[Any, dataclasses.Field]]:
     return {name: (default, f) for name, default, f in flags_in(every)}
 
 
-def parse_config(argv: list[str], usage: str = "") -> Config:
+def parse_config(argv: list[str]) -> Config:
     """The checked configuration of a command line. Raises ValueError with the value, the rule and
-    the fix. Prints and exits on
-    --help, which begins with the usage of rl_core.train or another command's."""
-    for arg, after in zip(argv, [*argv[1:], "--"], strict=False):
-        if arg in ("--help", "-h"):
-            print(import_module(HELP).help_page("" if after.startswith("-") else after, usage))
-            raise SystemExit(0)
+    the fix."""
     return checked(read_config(argv))
-
-
-def read_config(argv: list[str]) -> Config:
-    """What a command line says; its flags override the files of --config. Raises ValueError for
-    unknown names and wrong types."""
-    config, given = Config(), given_flags(argv)
-    for path in (value for name, value in given if name == "config"):
-        try:
-            with open(path) as file:
-                fill(config, yaml.safe_load(file))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ValueError(
-                f"--config {path}: {getattr(error, 'strerror', None) or error}"
-            ) from None
-    for name, value in given:
-        for part in reversed(name.split(".")):
-            value = {part: value}
-        fill(config, value if name != "config" else {})
-    return config
 
 
 def checked(config: Config) -> Config:
     """The same, with what is given in short in its place. Raises ValueError with the value, the
     rule and the fix."""
-    share_models(config)
-    if config.num_steps is None and config.num_epochs is None:
-        config.num_steps = 100
+    config = resolve(config)
     check(config)
     return config
 
 
+def read_config(argv: list[str]) -> Config:
+    """What a command line says; its flags override the files of --config. Raises ValueError for
+    unknown names and wrong types."""
+    flags = given_flags(argv)
+    layers = [read_file(value) for name, value in flags if name == "config"]
+    for name, value in flags:
+        if name != "config":
+            for part in reversed(name.split(".")):
+                value = {part: value}
+            layers.append(value)
+    return from_sections(*layers)
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The sections of a YAML file. Raises ValueError, with its name, for all that is wrong in
+    them."""
+    try:
+        with open(path) as file:
+            sections = yaml.safe_load(file)
+        from_sections(sections)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        text = getattr(error, "strerror", None) or error
+        raise ValueError(f"--config {path}: {text}") from None
+    return sections
+
+
+def from_sections(*layers: dict[str, Any]) -> Config:
+    """The configuration of flags in sections, as YAML holds them; later layers override."""
+    tree: dict[str, Any] = {}
+    for layer in layers:
+        add(layer, tree)
+    return validated("", tree, Config)
+
+
 def given_flags(argv: list[str]) -> list[tuple[str, Any]]:
     """(name, value) of each flag; the value is True where none follows."""
-    found: list[tuple[str, Any]] = []
+    flags: list[tuple[str, Any]] = []
     for arg in argv:
-        if arg.startswith("--") and found[-1:] != [("engine_args", True)]:  # whose value has flags
+        if arg.startswith("--") and flags[-1:] != [("engine_args", True)]:  # whose value has flags
             name, equals, value = arg[2:].partition("=")
-            found.append((name, value if equals else True))
-        elif found and found[-1][1] is True:
-            found[-1] = found[-1][0], arg
+            flags.append((name, value if equals else True))
+        elif flags and flags[-1][1] is True:
+            flags[-1] = flags[-1][0], arg
         else:
-            raise ValueError(import_module(PEERS).without_dashes(arg, known_flags()))
-    return found
+            name, equals, _ = arg.partition("=")
+            hint = f"; {answer(name)}" if equals else ""
+            raise ValueError(f"argument {arg!r} has no flag before it; write --name value{hint}")
+    return flags
 
 
-def fill(section: Any, given: Any, prefix: str = "") -> None:
-    """Sets flags of a section from keys and values, as YAML holds them. Raises ValueError for
-    unknown names and wrong types."""
-    if not isinstance(given, dict):
-        raise ValueError(f"--{prefix}KEY: here belong keys with values, not {given!r}")
-    kinds = {f.name: f.type for f in dataclasses.fields(section)}
-    for key, value in given.items():
-        name, kind = f"{prefix}{key}", kinds.get(key)
-        if kind is None:
-            own = name.split(".")[1] if prefix else "NAME"
-            known = [flag.replace("NAME", own) for flag in known_flags()]
-            raise ValueError(import_module(PEERS).unknown(name, value, known))
-        if dataclasses.is_dataclass(kind):
-            fill(getattr(section, key), value or {}, f"{name}.")
-        elif key in NAMED and isinstance(value, dict):
-            for own, part in value.items():
-                fill(
-                    getattr(section, key).setdefault(str(own), get_args(kind)[1]()),
-                    part or {},
-                    f"{name}.{own}.",
-                )
+def add(sections: dict[str, Any], tree: dict[str, Any], prefix: str = "") -> None:
+    """Puts the flags of sections into a tree. Raises ValueError for an unknown name."""
+    if not isinstance(sections, dict):
+        raise ValueError(f"here belong keys with values, not {sections!r}")
+    flags = known_flags()
+    for key, value in sections.items():
+        name = f"{prefix}{key}"
+        known = re.sub(r"^(actors|envs)\.[^.]+", r"\1.NAME", name)
+        if known in flags:
+            tree[str(key)] = readable(name, value, flags[known][1].type)
+        elif value is None or isinstance(value, dict):
+            add(value or {}, tree.setdefault(str(key), {}), f"{name}.")
         else:
-            setattr(section, key, typed(name, value, kind))
+            raise unknown(name)
 
 
 def typed(name: str, value: Any, kind: Any) -> Any:
     """A flag's value from YAML, or from the text of a command line. Raises ValueError if it is of
     another type."""
+    return validated(name, readable(name, value, kind), kind)
+
+
+def readable(name: str, value: Any, kind: Any) -> Any:
+    """A flag's value as pydantic takes it."""
     if type(None) in get_args(kind):
-        if value in (None, "null"):
-            return None
-        kind = get_args(kind)[0]
+        kind, _ = get_args(kind)
+    if value == "null":
+        return None
+    if isinstance(value, bool) and kind is not bool:
+        raise ValueError(f"--{name} has no value")
+    if kind is str and isinstance(value, dict):
+        value = [f"{key}={part}" for key, part in value.items()]
+    if kind is str and isinstance(value, list):
+        return ",".join(value)
+    brackets = BRACKETS.get(get_origin(kind))
+    if brackets and isinstance(value, str):
+        if not value.startswith(brackets[0]):  # 0.9,0.95 or temperature=0.6,top_p=0.95
+            value = brackets[0] + value.replace("=", ": ") + brackets[1]
+        with suppress(yaml.YAMLError):
+            return yaml.safe_load(value)
+    return value
+
+
+def validated(flag: str, value: Any, kind: Any) -> Any:
+    """The value as this type. Raises ValueError with the flag, what was given and the rule."""
+    from pydantic import ValidationError
+
     try:
-        return convert(value, kind)
-    except (AttributeError, KeyError, TypeError, ValueError, yaml.YAMLError):
-        given = f"--{name} has no value: it" if value is True else f"--{name}={value}"
-        rule = formatannotation(kind).replace("typing.", "").replace("Literal", "one of ")
-        raise ValueError(f"{given} must be {rule}") from None
+        return adapter(kind).validate_python(value)
+    except ValidationError as errors:
+        error = errors.errors()[0]
+    names = [part for part in (flag, *error["loc"]) if isinstance(part, str)]
+    name = ".".join(names).removeprefix(".").removesuffix(".[key]")
+    if error["type"] == "unexpected_keyword_argument":
+        raise unknown(name)
+    rule = re.sub(r"^\w+ should", "must", error["msg"])
+    rule = rule.replace("Field required", "must be two values")
+    raise ValueError(f"--{name}={error['input']} {rule}")
 
 
-def convert(value: Any, kind: Any) -> Any:
-    parts, is_text = get_args(kind), isinstance(value, str)
-    if get_origin(kind) is Literal:
-        return parts[parts.index(value)]
-    if get_origin(kind) is tuple:  # 0.9,0.95
-        values = value.strip("[]").split(",") if is_text else value
-        return tuple(convert(v, part) for v, part in zip(values, parts, strict=True))
-    if get_origin(kind) is list:  # ["a", "b"]
-        return [convert(v, parts[0]) for v in (yaml.safe_load(value) if is_text else value)]
-    if get_origin(kind) is dict:  # temperature=0.6,top_p=0.95
-        pairs = value
-        if is_text:
-            is_json = value.startswith("{")
-            pairs = (
-                json.loads(value) if is_json else dict(pair.split("=") for pair in value.split(","))
-            )
-        return {convert(key, parts[0]): convert(v, parts[1]) for key, v in pairs.items()}
-    if kind is Any:
-        return {"true": True, "false": False}.get(value.lower(), value) if is_text else value
-    if kind is str and isinstance(value, (list, dict)):  # YAML's form of a,b and x=a,y=b
-        return ",".join(
-            value if isinstance(value, list) else [f"{name}={part}" for name, part in value.items()]
-        )
-    if kind is bool:
-        return {"true": True, "false": False}[str(value).lower()]
-    if type(value) not in (str, int, kind):
-        raise TypeError(value)
-    return kind(value)
+@cache
+def adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
-def share_models(config: Config) -> None:
-    """--model is the actor policy's. An actor that shares a model takes the owner's, and its LoRA
-    where it has none."""
+def unknown(name: str) -> ValueError:
+    return ValueError(f"unknown flag --{name}; {answer(name)}")
+
+
+def answer(name: str) -> str:
+    """Our flag for a name that is none of ours: another trainer's name of it, or the nearest."""
+    peers, ours = yaml.safe_load(PEERS.read_text()), {}
+    for flag, theirs in peers.items():
+        ours |= dict.fromkeys(theirs.split(), flag)
+    parts = name.replace("-", "_").lower().split(".")
+    for start in range(len(parts)):
+        word = "_".join(parts[start:])  # rollout_n before n
+        if word in ours:
+            return f"here it is {ours[word]}"
+    _, _, own = name.partition(".")
+    known = [flag.replace("NAME", own.partition(".")[0] or "NAME") for flag in known_flags()]
+    names = ours | dict(zip(known, known, strict=True))
+    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.5):
+        return f"did you mean {names[close[0]].removeprefix('--')!r}?"
+    sections = dict.fromkeys(flag.partition(".")[0] for flag in known if "." in flag)
+    return (
+        f"no flag has a similar name; sections: {', '.join(sections)}; --help SECTION lists one, "
+        "--help all"
+    )
+
+
+def resolve(config: Config) -> Config:
+    """The same with what is given in short in its place: --model is the actor policy's, and an
+    actor that shares a model takes the owner's, and its LoRA where it has none."""
+    actors = dict(config.actors)
     if config.model is not None:
-        config.actors.setdefault("policy", ActorConfig()).model = config.model
-    for actor in config.actors.values():
-        if owner := config.actors.get(actor.share):
-            actor.model = actor.model or owner.model
-            if actor.is_trained and actor.lora == LoraConfig():
-                actor.lora = replace(owner.lora)
-            elif actor.is_trained and actor.lora.quantize == "none":
-                actor.lora.quantize = owner.lora.quantize
+        actors["policy"] = replace(actors.get("policy", ActorConfig()), model=config.model)
+    for name, actor in actors.items():
+        if owner := actors.get(actor.share):
+            actors[name] = sharing(actor, owner)
+    num_steps = config.num_steps
+    if num_steps is None and config.num_epochs is None:
+        num_steps = 100
+    return replace(config, actors=actors, num_steps=num_steps)
+
+
+def sharing(actor: ActorConfig, owner: ActorConfig) -> ActorConfig:
+    lora = actor.lora
+    if actor.is_trained and lora == LoraConfig():
+        lora = replace(owner.lora)
+    elif actor.is_trained and lora.quantize == "none":
+        lora = replace(lora, quantize=owner.lora.quantize)
+    return replace(actor, model=actor.model or owner.model, lora=lora)
 
 
 def to_yaml(config: Config) -> str:
@@ -604,9 +643,10 @@ def to_yaml(config: Config) -> str:
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted name -> value."""
-    found = {}
+    values = {}
     for key, value in tree.items():
-        found |= (
-            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
-    return found
+        if isinstance(value, dict):
+            values |= flat(value, f"{prefix}{key}.")
+        else:
+            values[prefix + key] = value
+    return values

@@ -13,6 +13,12 @@ from typing import Any
 import torch
 
 
+def print_help() -> Any:
+    from rl_core.tools.help import print_help
+
+    return print_help
+
+
 def neighbours() -> Any:
     from rl_core.plugins.watchdog import Neighbours
 

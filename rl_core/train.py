@@ -33,7 +33,10 @@ def main(argv: list[str] | None = None) -> int:
 def run_command(argv: list[str] | None) -> int:
     ranks: Ranks | None = None
     try:
-        config = parse_config(sys.argv[1:] if argv is None else argv)
+        argv = sys.argv[1:] if argv is None else argv
+        if registry.print_help()(argv):
+            return 0
+        config = parse_config(argv)
         # Until modules and rows are there: to look for garbage in them again and again would take a
         # second.
         gc.disable()

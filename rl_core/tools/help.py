@@ -7,8 +7,8 @@ import shutil
 import textwrap
 from typing import Literal, get_args, get_origin
 
-from rl_core.config import NAMED, Config, known_flags
-from rl_core.rules import nearest
+from rl_core.config import Config, known_flags
+from rl_core.rules import NAMED, nearest
 
 USAGE = (
     "usage: torchrun --nproc_per_node N -m rl_core.train --model PATH --env_path FILE --out FOLDER "
@@ -21,7 +21,16 @@ TRAIN = (
 PLAN = "usage: rl-core plan [--json] --model PATH --env_path FILE [--flag value]"
 
 
-def help_page(section: str = "", usage: str = "") -> str:
+def print_help(argv: list[str], usage: str = USAGE) -> bool:
+    """Whether these flags ask for help, which is then printed."""
+    for arg, after in zip(argv, [*argv[1:], "--"], strict=True):
+        if arg in ("--help", "-h"):
+            print(help_page("" if after.startswith("-") else after, usage))
+            return True
+    return False
+
+
+def help_page(section: str = "", usage: str = USAGE) -> str:
     """One section's flags with their help and defaults; without a name, the general flags and the
     list of sections."""
     sections = {
@@ -31,7 +40,7 @@ def help_page(section: str = "", usage: str = "") -> str:
     }
     if section and section not in sections:
         raise ValueError(f"--help {section}: no such section; {nearest(section, sections)}")
-    lines, width = [usage or USAGE], min(shutil.get_terminal_size().columns, 120)
+    lines, width = [usage], min(shutil.get_terminal_size().columns, 120)
     for name, (value, f) in known_flags().items():
         if name.rpartition(".")[0].partition(".")[0] != section:
             continue

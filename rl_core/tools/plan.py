@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.config import ActorConfig, parse_config
 from rl_core.rules import split
-from rl_core.tools.help import PLAN
+from rl_core.tools.help import PLAN, print_help
 
 if TYPE_CHECKING:
     from rl_core.distributed import Mesh
@@ -47,8 +47,10 @@ class Size:
 def main(argv: list[str]) -> int:
     """Prints the plan of a run with these flags, or with --json as JSON. It makes no folder, and
     needs no SGLang."""
+    if print_help(argv, PLAN):
+        return 0
     with tempfile.TemporaryDirectory() as out:
-        config = parse_config([*(arg for arg in argv if arg != "--json"), "--out", out], PLAN)
+        config = parse_config([*(arg for arg in argv if arg != "--json"), "--out", out])
         from rl_core.plan import make_plan
 
         found = facts(make_plan(config, is_planned=True))

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rl_core.config import Config, checked, fill
+from rl_core.config import Config, checked, from_sections
 
 Rows = Sequence[dict[str, Any]]  # a list, or a table of `datasets`
 OnStep = Callable[[int, dict[str, float]], Any]
@@ -88,9 +88,7 @@ def with_objects(
     config: Config, env: Any, rows: dict[str, Rows | None]
 ) -> tuple[Config, ModuleType | None]:
     """The checked configuration, and the module of an environment that no file tells."""
-    given, module = without_paths(asdict(config)), None
-    config = Config()
-    fill(config, given)
+    config, module = from_sections(without_paths(asdict(config))), None
     if isinstance(env, ModuleType):
         module, config.env_path = env, getattr(env, "__file__", None) or env.__name__
     elif callable(env):
@@ -104,7 +102,7 @@ def with_objects(
         module.reward_fn = lambda messages: 0.0  # nothing is sampled that it could score
     for split in rows:
         setattr(config.data, split, None)
-    checked(config)
+    config = checked(config)
     return config, with_rows(config, module, rows) if rows else module
 
 

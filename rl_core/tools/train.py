@@ -10,7 +10,7 @@ import signal
 import sys
 
 from rl_core.config import parse_config
-from rl_core.tools.help import TRAIN
+from rl_core.tools.help import TRAIN, print_help
 
 
 def main(argv: list[str]) -> int:
@@ -18,7 +18,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--nproc_per_node", "--nproc-per-node", type=int)
     given, flags = parser.parse_known_args(argv)
-    parse_config(flags, TRAIN)  # a mistake in a flag is told once, and before any rank starts
+    if print_help(flags, TRAIN):
+        return 0
+    parse_config(flags)  # a mistake in a flag is told once, and before any rank starts
     if (num_ranks := given.nproc_per_node) is None:
         import torch
 

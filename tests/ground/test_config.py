@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 import yaml
@@ -33,6 +33,8 @@ def other_value(default: Any, kind: Any) -> Any:
     """A value that is not the default, as YAML holds it."""
     kind = get_args(kind)[0] if type(None) in get_args(kind) else kind
     origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return other_value(default, parts[0])
     if origin is Literal:
         return next(choice for choice in parts if choice != default)
     if origin is tuple:
@@ -47,7 +49,7 @@ def other_value(default: Any, kind: Any) -> Any:
         return not default
     if kind is str:
         return "other"
-    return (default or 0) + {int: 3, float: 0.125}[kind]
+    return default + 3 if isinstance(default, int) else {int: 3, float: 0.125}[kind]
 
 
 def as_text(value: Any) -> str:

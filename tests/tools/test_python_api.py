@@ -150,7 +150,7 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
 
     refused(
         ValueError,
-        "--optim.lr=fast must be float",
+        "--optim.lr=fast must be a valid number",
         config_of("a", optim={"lr": "fast"}),
         env=len_of,
         data=ROWS,

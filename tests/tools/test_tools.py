@@ -8,18 +8,24 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from kit import ROOT, metrics
 
 from rl_core.cli import main
-from rl_core.config import known_flags, parse_config
+from rl_core.config import PEERS, known_flags, parse_config
 from rl_core.data.rows import write_trajectories
 from rl_core.sandbox.isolation import LEVELS
 from rl_core.tools.info import extras
-from rl_core.tools.peers import OURS
 from rl_core.tools.view.data import axis_range, is_constant
 from rl_core.types import Trajectory
 
 # Flags of others
+
+OURS = {
+    flag.removeprefix("--"): theirs
+    for flag, theirs in yaml.safe_load(PEERS.read_text()).items()
+    if flag.startswith("--")
+}
 
 
 @pytest.mark.parametrize("given, ours", [

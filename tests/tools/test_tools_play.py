@@ -143,7 +143,7 @@ def test_eval_needs_no_tracker_and_no_optimizer_of_the_run(places, tmp_path, mon
 
 
 @pytest.mark.parametrize("argv, status, says", [
-    (["--k", "a"], 1, "--k=[a] must be list[int]"),
+    (["--k", "a"], 1, "--k=a must be a valid integer"),
     (["--k", "5"], 1, "--k 5 must be from 1 to --eval.samples=4"), (["--optim.lr", "-1"], 1, "--optim.lr=-1"),
     (["--algorithm", "sft"], 1, "name an environment by --env_path"),
 ])  # fmt: skip
