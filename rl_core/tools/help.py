@@ -23,7 +23,7 @@ PLAN = "usage: rl-core plan [--json] --model PATH --env_path FILE [--flag value]
 
 def print_help(argv: list[str], usage: str = USAGE) -> bool:
     """Whether these flags ask for help, which is then printed."""
-    for arg, after in zip(argv, [*argv[1:], "--"], strict=True):
+    for arg, after in zip(argv, [*argv[1:], "--"], strict=False):
         if arg in ("--help", "-h"):
             print(help_page("" if after.startswith("-") else after, usage))
             return True
