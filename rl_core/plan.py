@@ -143,7 +143,10 @@ def load_envs(config: Config, module: ModuleType | None = None) -> tuple[Config,
             config.env(name).max_turns or config.max_turns,
             config.rollout.hook_timeout_s,
         )
-        envs[name] = load_env(path, hook_timeout_s=timeout_s, max_turns=given, module=module)
+        own = module
+        if module is None and "://" in path:
+            own = registry.served_environment()(path)
+        envs[name] = load_env(path, hook_timeout_s=timeout_s, max_turns=given, module=own)
         others = [other for other in config.actors if other not in config.trained]
         envs[name].check_actors([*config.trained, *others])
     if envs:

@@ -127,10 +127,16 @@ def engine_server() -> Any:
     return EngineServer
 
 
-def fixed_order() -> Any:
-    from rl_core.plugins.fixed_order import FixedOrder
+def fixed_order_worker() -> Any:
+    from rl_core.plugins.fixed_order import FixedOrderWorker
 
-    return FixedOrder
+    return FixedOrderWorker
+
+
+def served_environment() -> Any:
+    from rl_core.service.client import load_module
+
+    return load_module
 
 
 def data_warnings() -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import sys
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -124,10 +123,10 @@ class Trainer:
         ahead = config.tasks_per_step * (1 + config.max_staleness)
         width = groups_at_once(self.speakers, config.rollout, ahead, config.group_size, self.ranks)
         play = partial(run_group, self.plan.envs, self.speakers, config.rollout)
-        order = None
+        make_worker = RolloutWorker
         if config.rollout.fixed_order:
-            width, order = sys.maxsize, registry.fixed_order()()
-        return RolloutWorker(play, self.ranks, width, "train", config.timeout_s, order)
+            make_worker = registry.fixed_order_worker()
+        return make_worker(play, self.ranks, width, "train", config.timeout_s)
 
     @property
     def engines(self) -> list[Engine]:

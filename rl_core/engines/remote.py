@@ -32,7 +32,6 @@ from torch import Tensor
 from rl_core.distributed import Ranks
 from rl_core.metrics import KINDS, Mean, Metric, add_metrics
 from rl_core.sampling.engine import DeviceLease, Engine, EngineDied
-from rl_core.sampling.under_way import completion_from
 from rl_core.types import Completion, RunError, SamplingParams
 
 BUCKET_BYTES = 512 << 20
@@ -461,3 +460,8 @@ def checksum(flat: Tensor) -> int:
     end = len(data) // (8 * WORDS) * 8 * WORDS
     folded = torch.hash_tensor(data[:end].view(torch.int64).view(-1, WORDS), 1)
     return zlib.crc32(torch.cat([folded.view(torch.uint8), data[end:]]).cpu().numpy())
+
+
+def completion_from(row: dict[str, Any]) -> Completion:
+    """Of JSON."""
+    return Completion(**row | {"newer_versions": [tuple(pair) for pair in row["newer_versions"]]})

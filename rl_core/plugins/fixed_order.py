@@ -11,57 +11,73 @@ what is computed beside it. Groups go to ranks in turn.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-from rl_core.sampling.under_way import SCORING
+from rl_core.sampling.rollout import SCORING, Group, RolloutWorker
 from rl_core.types import Completion, SamplingParams
 
-if TYPE_CHECKING:
-    from rl_core.sampling.rollout import Group
+LOOK_S = 0.002  # between looks at this rank's groups
 
 
-@dataclass(kw_only=True, slots=True)
-class FixedOrder:
-    """Of one rank. Between two steps nothing is sampled."""
+class FixedOrderWorker(RolloutWorker):
+    """A RolloutWorker. Between two steps nothing is sampled."""
 
-    window: int = 0  # counts the times that it was opened
-    due: set[int] = field(default_factory=set)  # numbers of the groups that the step takes
-    # Conversations of later steps that had their part.
-    had_part: set[str] = field(default_factory=set)
-    is_open: bool = False
-    opened: asyncio.Event = field(default_factory=asyncio.Event)
+    def __init__(self, play: Callable, ranks, width: int, name: str, timeout_s: float):
+        self.window = 0  # counts the times that it was opened
+        self.due: set[int] = set()  # numbers of the groups that the step takes
+        # Conversations of later steps that had their part.
+        self.had_part: set[str] = set()
+        self.is_open = False
+        self.opened = asyncio.Event()
+        super().__init__(play, ranks, sys.maxsize, name, timeout_s)
 
-    def open(self, due: set[int]) -> None:
+    def go_on(self, num_collected: int, num_begun: int) -> None:
+        super().go_on(num_collected, num_begun)
+        self.assigned = filter(self.is_own, itertools.count(num_collected))
+
+    def _begin(self, number: int) -> None:
+        self.pending[number].under_way.make_gate = partial(Gate, order=self, number=number)
+        super()._begin(number)
+
+    def _age(self, number: int) -> int:
+        return 0
+
+    async def _wait_for_due(self, num_groups: int, oldest: int) -> None:
+        """Waits until these groups are done, and all others of this rank wait for the next time."""
+        self._open(set(sorted(self.pending)[:num_groups]))
+        while self.due & self.running.keys() or not self._are_others_at_rest():
+            await self._has_finished(LOOK_S)
+        self.is_open = False
+
+    def _open(self, due: set[int]) -> None:
         self.window += 1
         self.due, self.had_part, self.is_open = due, set(), True
         before, self.opened = self.opened, asyncio.Event()
         before.set()
 
-    def close(self) -> None:
-        self.is_open = False
+    def _are_others_at_rest(self) -> bool:
+        return all(is_at_rest(self.pending[number]) for number in self.running)
 
-    def admit(self, group: Group, number: int) -> None:
-        """The group is about to begin."""
-        group.under_way.make_gate = partial(Gate, order=self, number=number)
 
-    def is_at_rest(self, group: Group) -> bool:
-        """Whether all its episodes wait for the next time. One whose hook does something else is
-        waited for."""
-        episodes = group.under_way.episodes
-        parts = [episodes.get(str(index)) for index in range(group.size)]
-        live = [part for part in parts if part is None or part.trajectories is None]
-        live = live or [episodes.get(SCORING)]
-        return all(part is not None and part.gate.is_held for part in live)
+def is_at_rest(group: Group) -> bool:
+    """Whether all its episodes wait for the next time. One whose hook does something else is
+    waited for."""
+    episodes = group.under_way.episodes
+    parts = [episodes.get(str(index)) for index in range(group.size)]
+    live = [part for part in parts if part is None or part.trajectories is None]
+    live = live or [episodes.get(SCORING)]
+    return all(part is not None and part.gate.is_held for part in live)
 
 
 @dataclass(kw_only=True, slots=True)
 class Gate:
     """Of one episode."""
 
-    order: FixedOrder
+    order: FixedOrderWorker
     number: int  # of its group
     num_sampled: int = 0  # requests that are sampled
     held_in: int = -1  # the window in which a request was held last

@@ -8,10 +8,9 @@ from typing import Any
 
 from rl_core.metrics import Max, Mean
 from rl_core.plugin import Plugin
+from rl_core.plugins import under_way
 from rl_core.run_folder import naming
-from rl_core.sampling import kept_groups
 from rl_core.sampling.rollout import Group
-from rl_core.sampling.under_way import GroupUnderWay
 from rl_core.types import Task
 
 
@@ -29,15 +28,15 @@ class StaleGroups(Plugin):
             if trainer.worker.is_own(number):
                 own.add(position)
         oldest = trainer.first_step - trainer.config.max_staleness
-        self.kept = kept_groups.read_groups(trainer.checkpoint, own, oldest)
+        self.kept = under_way.read_groups(trainer.checkpoint, own, oldest)
 
     def on_draw(self, group: Group) -> None:
-        group.under_way = GroupUnderWay()
+        group.under_way = under_way.GroupUnderWay()
         kept = self.kept.pop(group.position, None)
         task = kept and self.task_of(kept)
         if task:
             group.task = task
-            kept_groups.restore(group, kept)
+            under_way.restore(group, kept)
 
     def task_of(self, kept: dict[str, Any]) -> Task | None:
         """The task of a group that was under way: a curriculum draws another for the same position
@@ -62,9 +61,9 @@ class StaleGroups(Plugin):
             return []
         for engine in trainer.engines:
             await engine.catch_up()
-        names = [f"{kept_groups.FILE}{rank:05d}.jsonl.zst" for rank in range(trainer.ranks.size)]
+        names = [f"{under_way.FILE}{rank:05d}.jsonl.zst" for rank in range(trainer.ranks.size)]
         own = scratch / names[trainer.ranks.rank]
         with naming(own):
             begun = (*worker.done, *worker.running)
-            kept_groups.write_groups(own, [worker.pending[number] for number in begun])
+            under_way.write_groups(own, [worker.pending[number] for number in begun])
         return [scratch / name for name in names]

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -18,7 +17,6 @@ from rl_core.data.tasks import check_messages
 from rl_core.rules import nearest
 from rl_core.sampling.engine import DeviceLease, Engine, EngineDied
 from rl_core.sampling.hooks import finite_parts, wait_for_all
-from rl_core.sampling.under_way import EpisodeUnderWay
 from rl_core.types import (
     Completion,
     Message,
@@ -31,6 +29,7 @@ from rl_core.types import (
 # The learner assumes how a trainable actor samples: a reply that overrides one of these is not
 # trained.
 DRAWING = ("temperature", "top_p", "top_k", "min_p")
+SAMPLING = ("max_tokens", "stop", *DRAWING)  # what a call of respond() may override
 MAX_REVIVALS = 3  # times that one piece of work may lose an engine
 
 Result = TypeVar("Result")
@@ -50,13 +49,13 @@ class Actor:
     is_trainable: bool = True  # it has a learner
     adapter: str = ""  # LoRA adapter that it samples with
     lease: DeviceLease | None = None  # where engines share a device
-    older: Engine | None = None  # an engine with older weights, for a part of the turns
+    older: Engine | None = None  # an engine with stale weights, for a part of the turns
     older_frac: float = 0.0
     params: SamplingParams | None = None  # of one episode, as all below
     seed: int = 0
     session: str = ""
     max_turns: int = 0  # 0: unknown
-    under_way: EpisodeUnderWay | None = None  # for checkpoints
+    under_way: Any = None  # a plugins.under_way.EpisodeUnderWay, for checkpoints
     num_replies: Counter[str] = field(default_factory=Counter)  # by what respond() was asked
     conversations: list[Conversation] = field(default_factory=list)
 
@@ -78,14 +77,16 @@ class Actor:
     ) -> Completion:
         """One completion. Which engine gives it depends on the seed alone. `turn` names it in the
         episode."""
-        is_older = self.older is not None and counter_seed("lagged", seed) < self.older_frac * 2**32
-        engine = self.older if is_older else self.engine
-        is_alone = self.under_way is not None and self.under_way.gate is not None
-        same = {"seed": seed, "session": "" if is_alone else session, "adapter": self.adapter}
+        engine = self.engine
+        if self.older is not None and counter_seed("lagged", seed) < self.older_frac * 2**32:
+            engine = self.older
+        if self.under_way is not None and self.under_way.gate is not None:
+            session = ""  # no token depends on what was computed for another turn
 
         async def sample(params: SamplingParams, **begun: Completion) -> Completion:
+            how = {"seed": seed, "session": session, "adapter": self.adapter}
             async with self.device(engine):
-                return await engine.generate(prompt_ids, params, **same, **begun)
+                return await engine.generate(prompt_ids, params, **how, **begun)
 
         if self.under_way is None or not turn:
             return await sample(params)
@@ -127,17 +128,12 @@ class Actor:
         """One reply, or a list of `n` that are sampled concurrently. A string is one user message.
         `sampling`: max_tokens and stop; temperature, top_p, top_k and min_p too, but then the reply
         cannot be trained."""
-        for name in sampling.keys() - {"max_tokens", "stop", *DRAWING}:
-            raise ValueError(
-                f"respond({name}=...) is unknown; "
-                f"{nearest(name, ('n', 'tools', 'max_tokens', 'stop', *DRAWING))}"
-            )
+        for name in sampling.keys() - set(SAMPLING):
+            hint = nearest(name, ("n", "tools", *SAMPLING))
+            raise ValueError(f"respond({name}=...) is unknown; {hint}")
         if "stop" in sampling:
-            sampling["stop"] = (
-                (sampling["stop"],)
-                if isinstance(sampling["stop"], str)
-                else tuple(sampling["stop"])
-            )
+            stop = sampling["stop"]
+            sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         messages = as_messages(messages)
         # Not a running number: the order of calls may depend on timing.
         prompt_hash = f"{crc32(json.dumps([messages, tools], default=str).encode()):08x}"
@@ -169,18 +165,19 @@ async def revived(
     raise RunError(f"an engine died {MAX_REVIVALS} times in {where}: {last}") from last
 
 
-class Cast(dict[str, Actor]):
+class EpisodeActors(dict[str, Actor]):
     """The actors of one episode by name, as hooks get them."""
 
     def __init__(
         self,
-        actors: Mapping[str, Actor],
-        params: SamplingParams,
+        actors: Mapping[str, Any],
+        params: SamplingParams | None,
         seed: int,
         session: str,
         max_turns: int = 0,
-        under_way: EpisodeUnderWay | None = None,
+        under_way: Any = None,
     ):
+        self.max_turns = max_turns
         for name, actor in actors.items():
             self[name] = actor.in_episode(params, seed, f"{session}/{name}", max_turns)
             self[name].under_way = under_way
@@ -189,12 +186,15 @@ class Cast(dict[str, Actor]):
         known = nearest(str(name), sorted(self))
         raise KeyError(f"{name!r} is no actor; {known} (--actors.{name}.model PATH adds one)")
 
+    @property
+    def conversations(self) -> list[Conversation]:
+        return [talk for actor in self.values() for talk in actor.conversations]
+
     def close(self) -> None:
         """Engines free what they keep for the episode."""
-        for actor in self.values():
-            for engine in actor.engines:
-                for conversation in actor.conversations:
-                    engine.end_session(conversation.session)
+        for conversation in self.conversations:
+            for engine in conversation.speaker.engines:
+                engine.end_session(conversation.session)
 
 
 class Conversation:
@@ -206,20 +206,25 @@ class Conversation:
         speaker: Actor,
         messages: list[Message],
         tools: list | None,
-        sampling: dict,
+        sampling: dict[str, Any],
         session: str,
     ):
-        self.speaker, self.tools, self.session = speaker, tools, session
+        self.speaker = speaker
+        self.session = session
+        self.tools = tools
         self.params = replace(speaker.params, **sampling) if sampling else speaker.params
         self.overridden = [name for name in DRAWING if name in sampling]
-        self.history, self.turns, self.text = list(messages), [], ""  # text: the actor's last
+        self.history = list(messages)
+        self.turns = []
+        self.text = ""  # of the actor's last turn; "" if the context was full
         if tools and speaker.chat:
             speaker.chat.tool_calls.check(tools, f"actor {speaker.name}")
         self.stream = speaker.chat and TokenStream(speaker.chat, self.history, tools)
         self.calls: Message | None = None  # the last turn as a message, if it called tools
         self.metrics: dict[str, float] = {"tool_parse_failed": 0.0} if tools and self.stream else {}
         self.truncated = self.is_full  # a turn hit max_tokens, or the context is full
-        self.num_replies = self.num_forks = 0
+        self.num_replies = 0
+        self.num_forks = 0
         self.is_busy = False
 
     @property
@@ -243,10 +248,12 @@ class Conversation:
 
     @property
     def is_full(self) -> bool:
-        return (
-            self.stream is not None
-            and len(self.stream.prompt_ids) >= self.speaker.max_context_tokens
-        )
+        return self.stream is not None and self._num_free < 1
+
+    @property
+    def _num_free(self) -> int:
+        """Tokens that the context has room for."""
+        return self.speaker.max_context_tokens - len(self.stream.prompt_ids)
 
     async def respond(self, messages: str | Sequence[Message] = ()) -> Conversation:
         """This conversation, continued by the actor's next turn after `messages` from others. If
@@ -261,71 +268,69 @@ class Conversation:
                 last = self.turns[-1].completion
                 self.stream.append(last.token_ids, last.text, messages, self.calls)
         if self.num_replies and self.is_full:
-            self.text, self.truncated = "", True
+            self.text = ""
+            self.truncated = True
         else:
             await self._speak()
         self.is_busy = False
         return self
 
     async def _speak(self) -> None:
-        actor, seed = self.speaker, counter_seed(self.speaker.seed, self.session, self.num_replies)
+        seed = counter_seed(self.speaker.seed, self.session, self.num_replies)
+        turn = f"{self.session}#{self.num_replies}"  # unique in the run
         if self.stream is None:
-            reply, completion = await self._chat(seed)
+            reply, completion = await self._chat(seed, turn)
         else:
-            completion = await self._sample(seed)
-            reply = {"role": "assistant", "content": completion.text}
-            if self.tools:
-                self.calls, has_failed = actor.chat.tool_calls.read(
-                    completion, self.num_replies, self.tools
-                )
-                self.metrics["tool_parse_failed"] += has_failed
-                reply = self.calls or reply
+            completion = await self._sample(seed, turn)
+            reply = self._read(completion)
             self.turns.append(self.stream.turn(completion))
         self.history.append(reply)
-        self.text, self.truncated = completion.text, completion.finish_reason == "length"
+        self.text = completion.text
+        self.truncated = completion.finish_reason == "length"
         self.num_replies += 1
 
-    @property
-    def turn_name(self) -> str:
-        """Of the next turn, unique in the run."""
-        return f"{self.session}#{self.num_replies}"
+    async def _chat(self, seed: int, turn: str) -> tuple[Message, Completion]:
+        engine, under_way = self.speaker.engine, self.speaker.under_way
+        asked = (self.history, self.tools, self.params)
+        if under_way is None:
+            return await engine.chat(*asked, seed)
+        return await under_way.chat(turn, asked, lambda: engine.chat(*asked, seed))
 
-    async def _chat(self, seed: int) -> tuple[Message, Completion]:
-        actor, asked = self.speaker, [self.history, self.tools, self.params]
-        ask = partial(actor.engine.chat, *asked, seed)
-        if actor.under_way is None:
-            return await ask()
-        return await actor.under_way.chat(self.turn_name, asked, ask)
-
-    async def _sample(self, seed: int) -> Completion:
-        actor, prompt_ids = self.speaker, self.stream.prompt_ids
-        max_new_tokens = actor.max_context_tokens - len(prompt_ids)
-        if max_new_tokens < 1:
+    async def _sample(self, seed: int, turn: str) -> Completion:
+        actor = self.speaker
+        if self.is_full:
             raise ValueError(
-                f"a prompt of {len(prompt_ids)} tokens fills the context of "
-                f"{actor.max_context_tokens}; "
-                "raise --max_prompt_tokens"
+                f"a prompt of {len(self.stream.prompt_ids)} tokens fills the context of "
+                f"{actor.max_context_tokens}; raise --max_prompt_tokens"
             )
-        limits = {
-            "max_tokens": min(max_new_tokens, self.params.max_tokens),
-            "stop_token_ids": actor.stop_token_ids,
-        }
+        params = replace(
+            self.params,
+            max_tokens=min(self._num_free, self.params.max_tokens),
+            stop_token_ids=actor.stop_token_ids,
+        )
         # Nothing is kept for a turn that will not come.
         is_last = len(self.turns) + 1 == actor.max_turns
-        params, session = replace(self.params, **limits), "" if is_last else self.session
-        return await actor.generate(prompt_ids, params, seed, session, self.turn_name)
+        session = "" if is_last else self.session
+        return await actor.generate(self.stream.prompt_ids, params, seed, session, turn)
+
+    def _read(self, completion: Completion) -> Message:
+        """The turn as a message."""
+        if self.tools:
+            read = self.speaker.chat.tool_calls.read
+            self.calls, has_failed = read(completion, self.num_replies, self.tools)
+            self.metrics["tool_parse_failed"] += has_failed
+        return self.calls or {"role": "assistant", "content": completion.text}
 
     def fork(self) -> Conversation:
         """A second conversation with the same tokens so far, which continues with its own seeds."""
         self._check_idle()
         fork = copy.copy(self)
-        fork.history, fork.turns, fork.stream = (
-            list(self.history),
-            list(self.turns),
-            copy.copy(self.stream),
-        )
+        fork.history = list(self.history)
+        fork.turns = list(self.turns)
+        fork.stream = copy.copy(self.stream)
         fork.metrics = dict(self.metrics)
-        fork.session, fork.num_forks = f"{self.session}.{self.num_forks}", 0
+        fork.session = f"{self.session}.{self.num_forks}"
+        fork.num_forks = 0
         self.num_forks += 1
         self.speaker.conversations.append(fork)
         return fork
@@ -338,29 +343,25 @@ class Conversation:
         metrics: dict[str, float] | None = None,
     ) -> Trajectory:
         """The conversation as it stands, scored. A dict is summed and each part is logged. In a
-        group, trajectories of one actor and seat share a baseline. The caller fills in task, group
-        and index."""
+        group, trajectories of one actor and seat share a baseline."""
         self._check_idle()
         if self.overridden and self.speaker.is_trainable:
+            name = self.overridden[0]
             raise ValueError(
-                f"a reply of {self.actor} for which {self.overridden[0]} was given cannot be "
-                "trained: the learner assumes "
-                f"--sampling.*; leave {self.overridden[0]} out, or return no trajectory of it"
+                f"a reply of {self.actor} for which {name} was given cannot be trained: the "
+                f"learner assumes --sampling.*; leave {name} out, or return no trajectory of it"
             )
         parts = finite_parts(reward, "rollout", f"trajectory(reward=...) of {self.actor}")
+        metrics = self.metrics | (metrics or {})
         total = math.fsum(parts.values())
-        return self.record(
-            reward=total, reward_parts=parts, seat=seat, metrics=self.metrics | (metrics or {})
-        )
+        return self.record(reward=total, reward_parts=parts, seat=seat, metrics=metrics)
 
     def record(self, **more) -> Trajectory:
-        """The conversation as it stands."""
-        more |= {"messages": self.messages, "turns": list(self.turns)}
-        status = "truncated" if self.truncated else "ok"
-        return Trajectory(
-            **{"task_id": "", "env": "", "group_id": "", "actor": self.actor, "status": status}
-            | more
-        )
+        """The conversation as it stands. Who plays the episode fills in task, group and index."""
+        more["status"] = "truncated" if self.truncated else "ok"
+        unknown = dict.fromkeys(("task_id", "env", "group_id"), "")
+        more |= unknown | {"messages": self.messages, "turns": list(self.turns)}
+        return Trajectory(actor=self.actor, **more)
 
     def _check_idle(self) -> None:
         if self.is_busy:
@@ -377,8 +378,6 @@ def without_thoughts(text: str) -> str:
 
 
 def as_messages(messages: str | Sequence[Message]) -> list[Message]:
-    return (
-        [{"role": "user", "content": messages}]
-        if isinstance(messages, str)
-        else check_messages(messages)
-    )
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    return check_messages(messages)

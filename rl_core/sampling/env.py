@@ -1,19 +1,24 @@
-"""A user's environment file -> an Env: its hooks and settings. Wrong files are refused here."""
+"""A user's environment file -> an Env, whose rollout() plays an episode. Wrong files are refused
+here.
+
+A file with a rollout() plays its episodes itself. All others are compiled to one: episode.py's
+Dialogue, in which actors take turns, and hooks answer and score. Nobody above asks which it was.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import difflib
-import functools
 import hashlib
 import importlib.util
 import inspect
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,10 +26,11 @@ from typing import Any
 from rl_core.data.rows import CHECKED_ROWS, check_exists, row_place
 from rl_core.data.tasks import shorten
 from rl_core.rules import nearest
+from rl_core.sampling.actor import EpisodeActors
+from rl_core.sampling.episode import Dialogue, check_name, checked, is_list, score_group
 from rl_core.sampling.hooks import Hook, describe_error, finite
-from rl_core.types import Message, RunError, Task, option
+from rl_core.types import Message, RunError, Task, Trajectory
 
-SERVED = "rl_core.service.client:load_module"
 MAX_TURNS = 10_000  # that are taken of a turns() that yields for ever
 # What each hook may name besides the data's columns. `state` joins SPOKEN if there is a start().
 BEFORE = frozenset({"messages", "prompt", "task"})
@@ -51,23 +57,26 @@ UNUSED_BY_ROLLOUT = {
     "name_prefix",
     "truncated_reward",
 }
+
+
+def is_tools(value: Any) -> bool:
+    return is_list(value, Callable | dict)
+
+
+def is_turns(value: Any) -> bool:
+    return isinstance(value, str) or callable(value) or is_list(value, str)
+
+
+def is_prompts(value: Any) -> bool:
+    return isinstance(value, dict) and is_list([*value, *value.values()], str)
+
+
 # Setting -> (whether a value is good, what it must be).
 SETTINGS = {
     "max_turns": (lambda v: type(v) is int and v >= 1, "a whole number of at least 1"),
-    "tools": (
-        lambda v: (
-            isinstance(v, (list, tuple)) and all(callable(t) or isinstance(t, dict) for t in v)
-        ),
-        "a list of functions or OpenAI schemas (dictionaries)",
-    ),
-    "turns": (
-        lambda v: isinstance(v, str) or callable(v) or is_list(v, str),
-        "a schedule, a list of names or a function",
-    ),
-    "system_prompts": (
-        lambda v: isinstance(v, dict) and is_list([*v, *v.values()], str),
-        "a dict of names and texts",
-    ),
+    "tools": (is_tools, "a list of functions or OpenAI schemas (dictionaries)"),
+    "turns": (is_turns, "a schedule, a list of names or a function"),
+    "system_prompts": (is_prompts, "a dict of names and texts"),
     "name_prefix": (lambda v: isinstance(v, bool), "True or False"),
     "truncated_reward": (
         lambda v: type(v) in (int, float) and math.isfinite(v),
@@ -76,122 +85,108 @@ SETTINGS = {
 }
 
 
-def is_list(value: Any, kind: type) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)
-
-
 @dataclass(kw_only=True)
 class Env:
     name: str  # the file's stem
     path: str
-    hooks: dict[str, Hook]
-    rewards: list[Hook]  # those that score
+    # One episode.
+    rollout: Callable[[Task, EpisodeActors], Awaitable[list[Trajectory]]]
+    hooks: dict[str, Hook]  # for who calls one by its name: a service, the curriculum, a check
+    dialogue: Dialogue  # what the file says of turns; of no use to a rollout() of its own
     load_tasks: Callable[[str], Sequence[dict[str, Any]]] | None  # split -> rows
     advantage_fn: Callable[[list[float]], list[float]] | None  # rewards of a group -> advantages
-    turns: str | Hook | None  # a schedule, or the function that gives an order
     max_turns: int  # of all actors together
     tools: list[dict[str, Any]] | None
-    system_prompts: dict[str, Any]  # actor -> SystemPrompt
-    name_prefix: bool
-    truncated_reward: float | None
     # Hash of the file; of a served one, which may change, the last that was heard.
     code: Callable[[], str]
 
     @property
+    def rewards(self) -> list[Hook]:
+        return self.dialogue.rewards
+
+    @property
     def group_rewards(self) -> list[Hook]:
         return [hook for hook in self.rewards if hook.batched]
+
+    async def score_group(
+        self, task: Task, trajectories: Sequence[Trajectory], actors: EpisodeActors
+    ) -> None:
+        """Adds the group rewards."""
+        await score_group(self.group_rewards, task, trajectories, actors)
+
+    def opening(self, task: Task, actor: str) -> list[Message]:
+        """An actor's messages before the first turn."""
+        return self.dialogue.opening(task, actor)
 
     def check_columns(
         self, rows: Sequence[dict[str, Any]], origin: str = "", split: str = "train"
     ) -> None:
         """Raises ValueError if a hook or a system prompt names what is neither ours nor a column of
         every row."""
-        wanted = [
-            (f"{hook.name}()", hook.required - hook.ours, hook.ours) for hook in self.hooks.values()
-        ]
-        wanted += [
-            (f"system_prompts[{name!r}]", p.columns, set())
-            for name, p in self.system_prompts.items()
-        ]
-        columns = getattr(rows, "column_names", None)  # a table's rows all have the same
-        for index, row in enumerate([dict.fromkeys(columns)] if columns is not None else rows):
-            if index >= CHECKED_ROWS and not isinstance(rows, list):
-                break
+        wanted = []
+        for hook in self.hooks.values():
+            wanted.append((f"{hook.name}()", hook.required - hook.ours, hook.ours))
+        for name, prompt in self.dialogue.system_prompts.items():
+            wanted.append((f"system_prompts[{name!r}]", prompt.columns, ()))
+        columns = getattr(rows, "column_names", None)
+        if columns is not None:  # a table's rows all have the same
+            rows = [dict.fromkeys(columns)]
+        limit = len(rows) if isinstance(rows, list) else CHECKED_ROWS
+        for index, row in enumerate(itertools.islice(rows, limit)):
             for what, names, ours in wanted:
                 for name in sorted(names - row.keys()):
-                    hint = (
-                        "it needs start(task)"
-                        if name == "state"
-                        else nearest(name, sorted({*ours, *row}))
-                    )
-                    hint += (
-                        f"; read another column by --data.columns {name}=COLUMN" if origin else ""
-                    )
+                    hint = nearest(name, sorted({*ours, *row}))
+                    if name == "state":
+                        hint = "it needs start(task)"
+                    if origin:
+                        hint += f"; read another column by --data.columns {name}=COLUMN"
+                    place = row_place(f"{split}/{index}", origin)
                     raise ValueError(
                         f"{self.path}: {what} names {name!r}, which is neither one of its "
-                        "arguments nor a column of "
-                        f"{row_place(f'{split}/{index}', origin)}; {hint}"
+                        f"arguments nor a column of {place}; {hint}"
                     )
 
     def check_actors(self, names: Sequence[str]) -> None:
         """Raises ValueError unless these actors can play."""
-        for name in self.system_prompts:
-            self.check_name(name, names, "system_prompts")
-        if isinstance(self.turns, str):
-            parse_turns(self.turns, self.path, names)
-        elif self.turns is None and len(names) > 1 and "rollout" not in self.hooks:
+        turns = self.dialogue.turns
+        for name in self.dialogue.system_prompts:
+            check_name(self.path, name, names, "system_prompts")
+        if isinstance(turns, str):
+            parse_turns(turns, self.path, names)
+        elif turns is None and len(names) > 1 and "rollout" not in self.hooks:
             raise ValueError(
                 f"{self.path}: there are {len(names)} actors, {', '.join(names)}, and nothing says "
-                "whose turn it is; add "
-                f'turns = "{names[0]}" if hooks ask the others, as a judge, or turns = '
-                f'"{" -> ".join(names)}", or write '
-                "async def rollout(task, actors)"
-            )
-
-    def check_name(self, name: str, names: Iterable[str], where: str) -> None:
-        if name not in names:
-            raise ValueError(
-                f"{self.path}: {where}: {name!r} is no actor; {nearest(str(name), sorted(names))}"
+                f'whose turn it is; add turns = "{names[0]}" if hooks ask the others, as a judge, '
+                f'or turns = "{" -> ".join(names)}", or write async def rollout(task, actors)'
             )
 
     def speakers(self, names: Sequence[str] = ()) -> list[str] | None:
         """Names of actors that may speak; without `names`, those in the file. None if only a
         function of the file decides."""
-        if "rollout" in self.hooks or isinstance(self.turns, Hook):
+        turns = self.dialogue.turns
+        if "rollout" in self.hooks or isinstance(turns, Hook):
             return None
-        if self.turns is None:
+        if turns is None:
             return list(names)
-        return option("rl_core.plugins.schedule:speakers_of")(
-            parse_turns(self.turns, self.path, names)
-        )
+        from rl_core.sampling.schedule import speakers_of
 
-    def opening(self, task: Task, actor: str) -> list[Message]:
-        """An actor's messages before the first turn. Its system prompt replaces the task's own."""
-        if actor not in self.system_prompts:
-            return list(task.messages)
-        has_system = bool(task.messages) and task.messages[0].get("role") == "system"
-        text = self.system_prompts[actor].render(task)
-        return [{"role": "system", "content": text}, *task.messages[has_system:]]
+        return speakers_of(parse_turns(turns, self.path, names))
 
     async def draw(self, task: Task, names: Sequence[str], seed: int) -> Task:
         """The task with the order of speakers in info["turns"], drawn once for a group. Raises
         ValueError, HookError or TimeoutError if `turns` fails."""
-        if self.turns is None:
+        turns = self.dialogue.turns
+        if turns is None:
             return task
-        if isinstance(self.turns, str):
-            order = option("rl_core.plugins.schedule:draw_turns")(
-                parse_turns(self.turns, self.path, names), seed
-            )
+        if isinstance(turns, str):
+            from rl_core.sampling.schedule import draw_turns
+
+            order = draw_turns(parse_turns(turns, self.path, names), seed)
         else:
-            given = {
-                "messages": task.messages,
-                "prompt": task.messages,
-                "task": task,
-                "actors": list(names),
-            }
-            order = await self.turns(task, given)
+            given = {"messages": task.messages, "prompt": task.messages, "task": task}
+            order = await turns(task, given | {"actors": list(names)})
             for name in order:
-                self.check_name(name, names, f"turns() for task {task.id}")
+                check_name(self.path, name, names, f"turns() for task {task.id}")
         return replace(task, info=task.info | {"turns": order})
 
 
@@ -202,27 +197,75 @@ def load_env(
     max_turns: int | None = None,
     module: ModuleType | None = None,
 ) -> Env:
-    """The environment of a Python file, or of a module that there is already. `max_turns` overrides
-    the file's. Raises ValueError, with file and line for what the file raises, and for hooks that
-    are missing, misspelled or of the wrong kind."""
-    module = module or (option(SERVED)(path) if "://" in path else execute_file(path))
-    has, marked = vars(module), marked_rewards(module)
+    """The environment of a Python file, or of a module that there is already, as that of a URL.
+    `max_turns` overrides the file's. Raises ValueError, with file and line for what the file
+    raises, and for hooks that are missing, misspelled or of the wrong kind."""
+    module = module or execute_file(path)
+    has = vars(module)
+    marked = marked_rewards(module)
     check_names(module, marked, path)
-    functions = {
-        name: (has[name], 1.0, False) for name in ARGUMENTS if callable(has.get(name))
-    } | marked
+    hooks = make_hooks(has, marked, path, hook_timeout_s)
+    turns = hooks.get("turns", has.get("turns"))
+    if isinstance(turns, (list, tuple)):
+        turns = " -> ".join(turns)
+    tools, prompts = has.get("tools"), has.get("system_prompts")
+    if tools or prompts:
+        from rl_core.sampling.prompts import load_prompts, tool_schemas
+
+        tools = tool_schemas(tools, path) if tools else None
+        prompts = load_prompts(prompts or {}, path)
+    dialogue = Dialogue(
+        path=path,
+        hooks=hooks,
+        rewards=[hooks[name] for name in marked],
+        turns=turns,
+        tools=tools or None,
+        system_prompts=prompts or {},
+        name_prefix=has.get("name_prefix", False),
+        truncated_reward=has.get("truncated_reward"),
+    )
+    load, advantages = has.get("load_tasks"), has.get("advantage_fn")
+    is_served = "://" in path
+    return Env(
+        name=Path(path.partition("?")[0]).stem,
+        path=path,
+        rollout=partial(play, hooks["rollout"]) if "rollout" in hooks else dialogue.rollout,
+        hooks=hooks,
+        dialogue=dialogue,
+        load_tasks=load and partial(rows_of, load, path=path),
+        advantage_fn=advantages and partial(advantages_of, advantages, path=path),
+        max_turns=max_turns or has.get("max_turns") or longest_order(hooks, turns, path),
+        tools=dialogue.tools,
+        code=module.heard_code if is_served else partial(str, hash_of(module)),
+    )
+
+
+async def play(hook: Hook, task: Task, actors: EpisodeActors) -> list[Trajectory]:
+    """An episode by the file's own rollout()."""
+    returned = await hook(task, {"task": task, "actors": actors})
+    return checked(returned, hook.path, task, actors)
+
+
+def make_hooks(
+    has: dict[str, Any],
+    marked: dict[str, tuple[Callable, float, bool]],
+    path: str,
+    timeout_s: float,
+) -> dict[str, Hook]:
+    functions = {name: (has[name], 1.0, False) for name in ARGUMENTS if callable(has.get(name))}
     hooks = {}
-    for name, (function, weight, batched) in functions.items():
+    for name, (function, weight, batched) in (functions | marked).items():
         ours = ARGUMENTS.get(name) or (OF_GROUP if batched else SPOKEN)
+        if "start" in has and ours is SPOKEN:
+            ours = ours | {"state"}
+        # An episode has its own deadline, and a served hook that of its service.
+        has_deadline = name not in ("rollout", "task_weight") and "://" not in path
         hooks[name] = hook = Hook(
             name=name,
             function=listed(function) if name == "turns" else function,
             path=path,
-            # An episode has its own deadline, and a served hook that of its service.
-            timeout_s=None
-            if name in ("rollout", "task_weight") or "://" in path
-            else hook_timeout_s,
-            ours=ours | {"state"} if "start" in has and ours is SPOKEN else ours,
+            timeout_s=timeout_s if has_deadline else None,
+            ours=ours,
             weight=weight,
             batched=batched,
         )
@@ -235,33 +278,26 @@ def load_env(
             raise ValueError(
                 f"{path}: {name}() names 'actors', who must be awaited; write async def {name}(...)"
             )
-    turns, load, advantages = (
-        hooks.get("turns", has.get("turns")),
-        has.get("load_tasks"),
-        has.get("advantage_fn"),
-    )
-    turns = " -> ".join(turns) if isinstance(turns, (list, tuple)) else turns
-    longest = 8 if hooks.keys() & {"interact", "rollout", "turns"} else 1
+    return hooks
+
+
+def longest_order(hooks: dict[str, Hook], turns: str | Hook | None, path: str) -> int:
+    """Turns of an episode whose file gives no max_turns."""
     if isinstance(turns, str):
-        longest = option("rl_core.plugins.schedule:num_turns")(parse_turns(turns, path))
-    prompts, tools = has.get("system_prompts"), has.get("tools")
-    return Env(
-        name=Path(path.partition("?")[0]).stem,
-        path=path,
-        hooks=hooks,
-        rewards=[hooks[name] for name in marked],
-        load_tasks=load and functools.partial(rows_of, load, path=path),
-        advantage_fn=advantages and functools.partial(advantages_of, advantages, path=path),
-        turns=turns,
-        max_turns=max_turns or has.get("max_turns") or longest,
-        tools=option("rl_core.plugins.tool_schemas:schemas")(tools, path) if tools else None,
-        system_prompts=option("rl_core.plugins.system_prompts:load_prompts")(prompts, path)
-        if prompts
-        else {},
-        name_prefix=has.get("name_prefix", False),
-        truncated_reward=has.get("truncated_reward"),
-        code=module.heard_code if "://" in path else functools.partial(str, hash_of(module)),
-    )
+        from rl_core.sampling.schedule import num_turns
+
+        return num_turns(parse_turns(turns, path))
+    return 8 if hooks.keys() & {"interact", "rollout", "turns"} else 1
+
+
+def parse_turns(turns: str, path: str, names: Sequence[str] = ()) -> tuple:
+    """The pieces of a file's schedule. Without `names` any name is allowed."""
+    from rl_core.sampling.schedule import parse_schedule
+
+    try:
+        return parse_schedule(turns, sorted(names))
+    except ValueError as error:
+        raise ValueError(f"{path}: turns: {error}") from None
 
 
 def hash_of(module: ModuleType) -> str:
@@ -270,33 +306,25 @@ def hash_of(module: ModuleType) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.is_file() else ""
 
 
-def parse_turns(turns: str, path: str, names: Sequence[str] = ()) -> tuple:
-    """The pieces of a file's schedule. Without `names` any name is allowed."""
-    try:
-        return option("rl_core.plugins.schedule:parse_schedule")(turns, sorted(names))
-    except ValueError as error:
-        raise ValueError(f"{path}: turns: {error}") from None
-
-
 def execute_file(path: str) -> ModuleType:
     file = Path(path).expanduser()
     check_exists(file)
     name = f"rl_core_env_{file.stem}"
-    module = importlib.util.module_from_spec(
-        importlib.util.spec_from_loader(name, loader=None, origin=path)
-    )
+    spec = importlib.util.spec_from_loader(name, loader=None, origin=path)
+    module = importlib.util.module_from_spec(spec)
     module.__file__ = str(file.resolve())
     sys.modules[name] = module  # dataclasses and pickle look a class up there
     # Files beside it can be imported, as in a script; last, so that they hide no library.
-    if str(file.resolve().parent) not in sys.path:
-        sys.path.append(str(file.resolve().parent))
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
     try:
         # compile() gets the path as the user wrote it: errors show that one.
         exec(compile(file.read_bytes(), path, "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
-        hint = (
-            "; pip install it, or drop the import" if isinstance(error, ModuleNotFoundError) else ""
-        )
+        hint = ""
+        if isinstance(error, ModuleNotFoundError):
+            hint = "; pip install it, or drop the import"
         raise ValueError(f"{path} does not load: {describe_error(error, path)}{hint}") from error
     return module
 
@@ -304,14 +332,13 @@ def execute_file(path: str) -> ModuleType:
 def marked_rewards(module: ModuleType) -> dict[str, tuple[Callable, float, bool]]:
     """Name -> (function, weight, whether it is batched). One that has two names counts once."""
     rewards: dict[str, tuple[Callable, float, bool]] = {}
+    known = []
     for name, value in vars(module).items():
         mark = getattr(value, "__dict__", {}).get("reward_mark", REWARDS.get(name))
-        if (
-            mark
-            and callable(value)
-            and all(value is not function for function, *_ in rewards.values())
-        ):
-            rewards[name] = (value, mark[0], mark[1] or name == "group_reward_fn")
+        if mark and callable(value) and not any(value is function for function in known):
+            known.append(value)
+            weight, batched = mark
+            rewards[name] = (value, weight, batched or name == "group_reward_fn")
     return rewards
 
 
@@ -326,34 +353,27 @@ def check_names(
         if name.startswith("_") or inspect.ismodule(value) or is_imported:
             continue
         known = FUNCTIONS if callable(value) else SETTINGS
-        close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75)
-        # Where the hook itself is there, a similar name is a helper of it; TURNS and SYSTEM_PROMPT
-        # are anybody's.
-        if (
-            close
-            and close[0] not in has
-            and not (name.isupper() and close[0] in ("turns", "system_prompts"))
-        ):
-            raise ValueError(
-                f"{path}: {name!r} is no hook; did you mean {close[0]!r}? Begin a helper's name "
-                "with _"
-            )
-    for name, (is_good, rule) in (
-        dict.fromkeys(FUNCTIONS, (callable, "a function")) | SETTINGS
-    ).items():
+        for close in difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75):
+            # Where the hook itself is there, a similar name is a helper of it; TURNS and
+            # SYSTEM_PROMPT are anybody's.
+            is_constant = name.isupper() and close in ("turns", "system_prompts")
+            if close not in has and not is_constant:
+                raise ValueError(
+                    f"{path}: {name!r} is no hook; did you mean {close!r}? Begin a helper's name "
+                    "with _"
+                )
+    rules = dict.fromkeys(FUNCTIONS, (callable, "a function")) | SETTINGS
+    for name, (is_good, rule) in rules.items():
         if has.get(name) is not None and not is_good(has[name]):
             raise ValueError(f"{path}: {name} = {shorten(has[name])} must be {rule}")
-    if "interact" not in has and "rollout" not in has and not marked:
+    if not marked and has.keys().isdisjoint(("interact", "rollout")):
         raise ValueError(
             f"{path}: defines no hook; it needs def reward_fn(messages, ...) or def "
             "interact(messages)"
         )
     if "rollout" in has:
-        unused = [
-            *(UNUSED_BY_ROLLOUT & has.keys()),
-            *(n for n, (_, _, batched) in marked.items() if not batched),
-        ]
-        for name in sorted(unused):
+        single = {name for name, (_, _, batched) in marked.items() if not batched}
+        for name in sorted(UNUSED_BY_ROLLOUT & has.keys() | single):
             raise ValueError(
                 f"{path}: rollout() replaces {name!r}, which nobody would call; drop one of them"
             )
@@ -362,7 +382,7 @@ def check_names(
 def listed(turns: Callable) -> Callable:
     """The user's turns() as a function that gives a list: it may yield names for ever."""
 
-    @functools.wraps(turns)
+    @wraps(turns)
     def call(*args, **kwargs) -> list[str]:
         order = turns(*args, **kwargs)
         if isinstance(order, str) or not hasattr(order, "__iter__"):
@@ -378,7 +398,8 @@ def rows_of(load_tasks: Callable, split: str, path: str) -> Sequence[dict[str, A
     """What the user's load_tasks(split) gives: a table of `datasets`, or a list of rows."""
     try:
         rows = load_tasks(split)
-        rows = asyncio.run(rows) if inspect.iscoroutine(rows) else rows
+        if inspect.iscoroutine(rows):
+            rows = asyncio.run(rows)
         rows = rows if hasattr(rows, "column_names") else list(rows)
     except Exception as error:
         raise ValueError(

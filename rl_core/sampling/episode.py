@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from rl_core.data.episodes import baseline_groups
 from rl_core.data.tasks import shorten
-from rl_core.sampling.actor import Cast, Conversation, without_thoughts
-from rl_core.sampling.env import Env, is_list
+from rl_core.rules import nearest
+from rl_core.sampling.actor import Conversation, EpisodeActors, without_thoughts
 from rl_core.sampling.hooks import (
     Hook,
     add_parts,
@@ -16,7 +18,6 @@ from rl_core.sampling.hooks import (
     finite_parts,
     plain,
     read_answer,
-    saying_truncated,
     wait_for_all,
 )
 from rl_core.types import Message, Task, Trajectory
@@ -26,33 +27,47 @@ from rl_core.types import Message, Task, Trajectory
 CONTINUE = [{"role": "user", "content": "Continue."}]
 
 
-async def play(env: Env, task: Task, actors: Cast) -> list[Trajectory]:
-    """The trajectories of one episode: of each trainable actor that spoke; if none is trainable, of
-    each actor that spoke."""
-    if "rollout" in env.hooks:
-        returned = await env.hooks["rollout"](task, {"task": task, "actors": actors})
-        with saying_truncated({"actors": actors}):
-            return checked(returned, env, task, actors)
-    episode, only = Episode(env, task, actors), next(iter(actors)) if len(actors) == 1 else ""
-    if "start" in env.hooks:
-        episode.state = await episode.call(env.hooks["start"], only)
-    num_turns = env.max_turns if "interact" in env.hooks else 1
-    await episode.take_turns(
-        [only] * num_turns if env.turns is None else task.info["turns"][: env.max_turns]
-    )
-    is_frozen = not any(actor.is_trainable for actor in actors.values())
-    names = [name for name in episode.conversations if is_frozen or actors[name].is_trainable]
-    if names:
-        await episode.score(names)
-    return [episode.trajectories[name] for name in names]
+@dataclass(kw_only=True)
+class Dialogue:
+    """How a file's actors take turns, and its hooks answer and score."""
+
+    path: str
+    hooks: dict[str, Hook]
+    rewards: list[Hook]  # those that score
+    turns: str | Hook | None  # a schedule, or the function that gives an order
+    tools: list[dict[str, Any]] | None
+    system_prompts: dict[str, Any]  # actor -> SystemPrompt
+    name_prefix: bool
+    truncated_reward: float | None
+
+    async def rollout(self, task: Task, actors: EpisodeActors) -> list[Trajectory]:
+        """The trajectories of each trainable actor that spoke; if none is trainable, of each actor
+        that spoke."""
+        episode = Episode(self, task, actors)
+        await episode.take_turns()
+        is_frozen = not any(actor.is_trainable for actor in actors.values())
+        names = [name for name in episode.trajectories if is_frozen or actors[name].is_trainable]
+        if names:
+            await episode.score(names)
+        return [episode.trajectories[name] for name in names]
+
+    def opening(self, task: Task, actor: str) -> list[Message]:
+        """An actor's messages before the first turn. Its system prompt replaces the task's own."""
+        if actor not in self.system_prompts:
+            return list(task.messages)
+        has_system = bool(task.messages) and task.messages[0].get("role") == "system"
+        text = self.system_prompts[actor].render(task)
+        return [{"role": "system", "content": text}, *task.messages[has_system:]]
 
 
 class Episode:
     """The transcript that hooks see, and the conversation and trajectory of each actor that
     spoke."""
 
-    def __init__(self, env: Env, task: Task, actors: Cast):
-        self.env, self.task, self.actors = env, task, actors
+    def __init__(self, dialogue: Dialogue, task: Task, actors: EpisodeActors):
+        self.dialogue = dialogue
+        self.task = task
+        self.actors = actors
         # Then each turn, with its speaker's name if there are several.
         self.messages = list(task.messages)
         self.conversations: dict[str, Conversation] = {}
@@ -66,36 +81,26 @@ class Episode:
 
     async def call(self, hook: Hook, actor: str = "") -> Any:
         """A hook's result for an actor, by default the last speaker."""
-        name, task = actor or self.speaker, self.task
-        given = {"messages": self.messages, "prompt": task.messages, "task": task, "actor": name}
-        given |= {"actors": self.actors, "state": self.state}
+        name = actor or self.speaker
+        given = {"messages": self.messages, "prompt": self.task.messages, "task": self.task}
+        given |= {"actor": name, "actors": self.actors, "state": self.state}
         if name in self.conversations:
-            given |= {
-                "completion": self.conversations[name].last_text,
-                "trajectory": self.trajectories[name],
-            }
-        return await hook(task, given)
+            given["completion"] = self.conversations[name].last_text
+            given["trajectory"] = self.trajectories[name]
+        return await hook(self.task, given)
 
-    async def take_turns(self, order: Sequence[str]) -> None:
-        interact = self.env.hooks.get("interact")
+    async def take_turns(self) -> None:
+        hooks, max_turns = self.dialogue.hooks, self.actors.max_turns
+        only = next(iter(self.actors)) if len(self.actors) == 1 else ""
+        if "start" in hooks:
+            self.state = await self.call(hooks["start"], only)
+        order = [only] * (max_turns if "interact" in hooks else 1)
+        if self.dialogue.turns is not None:
+            order = self.task.info["turns"][:max_turns]
         for number, name in enumerate(order, 1):
             if not await self.speak(name):
                 break
-            if interact is None:
-                continue
-            ends = self.env.turns is None  # with an order only "done" ends the episode
-            messages, reward, is_done = read_answer(await self.call(interact), self.env.path, ends)
-            if reward is not None:
-                trajectory = self.trajectories[name]
-                trajectory.reward_parts["interact"] = (
-                    trajectory.reward_parts.get("interact", 0.0) + reward
-                )
-                trajectory.turn_rewards[-1] += reward
-            # Only the reward counts after the last turn, unless it ended the episode: nobody would
-            # answer.
-            if is_done or number < len(order):
-                self.messages += messages
-            if is_done:
+            if "interact" in hooks and await self.interact(name, is_last=number == len(order)):
                 break
         for name, conversation in self.conversations.items():
             # For readers of the trajectory: the actor does not answer it, so it has no tokens.
@@ -108,9 +113,8 @@ class Episode:
         num_replies = conversation.num_replies
         if num_replies:
             await conversation.respond(self.unheard_by(name) or CONTINUE)
-        elif not (
-            conversation.is_full and self.speaker
-        ):  # where nobody has spoken yet, the task is too long: an error
+        elif not (conversation.is_full and self.speaker):
+            # Where nobody has spoken yet, the task is too long: an error.
             await conversation.respond()
         if conversation.num_replies > num_replies:
             self.add_turn(name, conversation)
@@ -126,26 +130,41 @@ class Episode:
         self.messages.append(reply | {"name": name} if len(self.actors) > 1 else reply)
         if name not in self.conversations:
             self.conversations[name] = conversation
-            shared = {name: getattr(conversation, name) for name in ("turns", "metrics")}
             self.trajectories[name] = Trajectory(
                 task_id=self.task.id,
                 env=self.task.env,
                 group_id="",
                 actor=name,
                 messages=conversation.history,
-                **shared,
+                turns=conversation.turns,
+                metrics=conversation.metrics,
             )
         self.trajectories[name].turn_rewards.append(0.0)
         self.trajectories[name].places.append(len(self.messages))
         self.speaker = name
 
+    async def interact(self, name: str, is_last: bool) -> bool:
+        """Adds what interact() says after an actor's turn. True if it ends the episode."""
+        answer = await self.call(self.dialogue.hooks["interact"])
+        ends = self.dialogue.turns is None  # with an order only "done" ends the episode
+        messages, reward, is_done = read_answer(answer, self.dialogue.path, ends)
+        if reward is not None:
+            parts = self.trajectories[name].reward_parts
+            parts["interact"] = parts.get("interact", 0.0) + reward
+            self.trajectories[name].turn_rewards[-1] += reward
+        # Only the reward counts after the last turn, unless it ended the episode: nobody would
+        # answer.
+        if is_done or not is_last:
+            self.messages += messages
+        return is_done
+
     def open(self, name: str) -> Conversation:
-        messages = self.env.opening(self.task, name)
+        messages = self.dialogue.opening(self.task, name)
         self.num_heard[name] = len(self.task.messages)
         messages += self.unheard_by(name)
-        return self.actors[name].converse(
-            merged(messages) if len(self.actors) > 1 else messages, self.env.tools
-        )
+        if len(self.actors) > 1:
+            messages = merged(messages)
+        return self.actors[name].converse(messages, self.dialogue.tools)
 
     def unheard_by(self, name: str) -> list[Message]:
         """The messages since the actor's last turn in its view: other actors are users, without
@@ -156,45 +175,44 @@ class Episode:
             return messages
         heard = []
         for message in messages:
-            speaker = message.get("name") if message["role"] == "assistant" else None
-            if speaker is not None:
+            if message["role"] == "assistant" and "name" in message:
                 text = without_thoughts(message.get("content") or "")
-                message = {
-                    "role": "user",
-                    "content": f"{speaker} says: {text}" if self.env.name_prefix else text,
-                }
+                if self.dialogue.name_prefix:
+                    text = f"{message['name']} says: {text}"
+                message = {"role": "user", "content": text}
             heard.append(message)
         return merged(heard)
 
     async def score(self, names: Sequence[str]) -> None:
         """Fills in each actor's reward."""
-        if self.truncated and self.env.truncated_reward is not None:
+        if self.truncated and self.dialogue.truncated_reward is not None:
             for name in names:
-                self.trajectories[name].reward_parts["truncated"] = self.env.truncated_reward
+                self.trajectories[name].reward_parts["truncated"] = self.dialogue.truncated_reward
         else:
             await self.call_rewards(names)
         for name in names:
             t = self.trajectories[name]
             t.reward = math.fsum(t.reward_parts.values())
             if "interact" in t.reward_parts and t.turns:
-                t.turn_rewards[-1] += math.fsum(
-                    v for part, v in t.reward_parts.items() if part != "interact"
-                )
+                final = [v for part, v in t.reward_parts.items() if part != "interact"]
+                t.turn_rewards[-1] += math.fsum(final)
             else:
                 t.turn_rewards = []
 
     async def call_rewards(self, names: Sequence[str]) -> None:
         """Adds the parts that hooks give. A hook that names `actor` or `trajectory` is called for
         each actor."""
-        single = [hook for hook in self.env.rewards if not hook.batched]
-        calls = [(hook, name) for hook in single for name in (names if hook.is_per_actor else [""])]
+        calls = []
+        for hook in self.dialogue.rewards:
+            if not hook.batched:
+                calls += [(hook, name) for name in (names if hook.is_per_actor else [""])]
         values = await wait_for_all([self.call(hook, name) for hook, name in calls])
         for (hook, name), value in zip(calls, values, strict=True):
-            with saying_truncated({"trajectories": self.trajectories.values()}):
-                parts = finite_parts(value, hook.name, f"{hook.path}: what {hook.name}() returned")
-            for t in [self.trajectories[scored] for scored in ([name] if name else names)]:
+            parts = finite_parts(value, hook.name, f"{hook.path}: what {hook.name}() returned")
+            for scored in [name] if name else names:
+                t = self.trajectories[scored]
                 add_parts(t.reward_parts, t.metrics, hook, parts, self.actors)
-        if not self.env.rewards:
+        if not self.dialogue.rewards:
             for name in names:
                 # It never gave one.
                 self.trajectories[name].reward_parts.setdefault("interact", 0.0)
@@ -204,30 +222,33 @@ def merged(messages: Sequence[Message]) -> list[Message]:
     """The messages; user texts in a row become one, with a blank line in between."""
     result: list[Message] = []
     for message in messages:
-        last = result[-1] if result else {}
-        if all(
-            m.get("role") == "user" and isinstance(m.get("content"), str) for m in (last, message)
-        ):
-            result[-1] = last | {"content": f"{last['content']}\n\n{message['content']}"}
-        else:
-            result.append(message)
+        if result and is_user_text(result[-1]) and is_user_text(message):
+            last = result.pop()
+            message = last | {"content": f"{last['content']}\n\n{message['content']}"}
+        result.append(message)
     return result
 
 
-def checked(returned: Any, env: Env, task: Task, actors: Cast) -> list[Trajectory]:
+def is_user_text(message: Message) -> bool:
+    return message.get("role") == "user" and isinstance(message.get("content"), str)
+
+
+def checked(returned: Any, path: str, task: Task, actors: EpisodeActors) -> list[Trajectory]:
     """What the user's rollout() returned. Raises ValueError unless it is a list of scored
     trajectories."""
     if not returned or not is_list(returned, Trajectory):
-        fix = "it must be a list of at least one Trajectory: return [reply.trajectory(reward=...)]"
-        raise ValueError(f"{env.path}: what rollout() returned is {shorten(returned)}; {fix}")
+        raise ValueError(
+            f"{path}: what rollout() returned is {shorten(returned)}; it must be a list of at "
+            "least one Trajectory: return [reply.trajectory(reward=...)]"
+        )
     last = [id(t.turns[-1]) for t in returned if t.turns]
     if len(set(last)) < len(last):
         raise ValueError(
-            f"{env.path}: two trajectories of rollout() end in the same reply; fork() it before"
+            f"{path}: two trajectories of rollout() end in the same reply; fork() it before"
         )
     for t in returned:
-        what = f"{env.path}: a trajectory of {t.actor!r} that rollout() returned"
-        env.check_name(t.actor, actors, "a trajectory that rollout() returned")
+        check_name(path, t.actor, actors, "a trajectory that rollout() returned")
+        what = f"{path}: a trajectory of {t.actor!r} that rollout() returned"
         t.reward = finite(t.reward, f"the reward of {what}")
         if t.turn_rewards and len(t.turn_rewards) != len(t.turns):
             raise ValueError(
@@ -240,17 +261,26 @@ def checked(returned: Any, env: Env, task: Task, actors: Cast) -> list[Trajector
     return list(returned)
 
 
+def is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)
+
+
+def check_name(path: str, name: str, names: Sequence[str], where: str) -> None:
+    """Raises ValueError unless it is an actor's."""
+    if name not in names:
+        raise ValueError(
+            f"{path}: {where}: {name!r} is no actor; {nearest(str(name), sorted(names))}"
+        )
+
+
 async def score_group(
-    env: Env, task: Task, trajectories: Sequence[Trajectory], actors: Cast
+    hooks: Sequence[Hook], task: Task, trajectories: Sequence[Trajectory], actors: EpisodeActors
 ) -> None:
     """Adds the batched rewards to the trajectories of one group that did not fail. Each hook is
-    called once for every actor and seat. Raises what it raises, ValueError unless it gives one
+    called once for every actor and player. Raises what it raises, ValueError unless it gives one
     finite number for each."""
-    groups: dict[tuple[str, str], list[Trajectory]] = {}
-    for trajectory in trajectories:
-        if trajectory.status != "failed":
-            groups.setdefault((trajectory.actor, trajectory.seat), []).append(trajectory)
-    calls = [(hook, group) for hook in env.group_rewards for group in groups.values()]
+    groups = baseline_groups(trajectories)
+    calls = [(hook, group) for hook in hooks for group in groups]
     results = await wait_for_all([group_values(hook, task, group, actors) for hook, group in calls])
     for (hook, group), values in zip(calls, results, strict=True):
         for trajectory, value in zip(group, values, strict=True):
@@ -261,21 +291,15 @@ async def score_group(
 
 
 async def group_values(
-    hook: Hook, task: Task, group: Sequence[Trajectory], actors: Cast
+    hook: Hook, task: Task, group: Sequence[Trajectory], actors: EpisodeActors
 ) -> list[float]:
-    given = {
-        "trajectories": group,
-        "task": task,
-        "prompt": task.messages,
-        "actor": group[0].actor,
-        "actors": actors,
-    }
-    values, what = await hook(task, given), f"{hook.path}: what {hook.name}() returned"
+    given = {"trajectories": group, "task": task, "prompt": task.messages}
+    values = await hook(task, given | {"actor": group[0].actor, "actors": actors})
+    what = f"{hook.path}: what {hook.name}() returned"
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)) or len(values) != len(group):
         raise ValueError(
             f"{what} is {shorten(values)}; it must be a list of {len(group)} numbers, one for each "
             "trajectory"
         )
-    with saying_truncated(given):
-        return [finite(value, f"a number in {what}") for value in values]
+    return [finite(value, f"a number in {what}") for value in values]

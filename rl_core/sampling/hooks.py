@@ -18,7 +18,6 @@ from collections.abc import (
     Awaitable,
     Callable,
     Collection,
-    Coroutine,
     Iterable,
     Iterator,
     Mapping,
@@ -34,19 +33,13 @@ from typing import Any
 from rl_core.data.tasks import check_messages, shorten
 from rl_core.types import Message, Task
 
-BEAT_S = 0.05  # the event loop wakes up at least so often
-BLOCKED_S = 1.0  # an async hook that blocks the event loop for so long is named
+BEAT_S = 0.05  # The event loop wakes up at least so often.
+BLOCKED_S = 1.0  # An async hook that blocks the event loop for so long is named.
 # Few: hooks that compute share one interpreter lock with the engine. Those that wait can be async.
 MAX_THREADS = 16
-TRUNCATED = (
-    "; the episode was truncated: a turn was cut off, as by --max_tokens, and interact() not "
-    "called after it"
-)
-SHARED = ("actors", "state")  # arguments that hooks get themselves; of all others they get copies
-
+SHARED = ("actors", "state")  # Hooks get these themselves, and copies of all other arguments.
 
 Outcome = tuple[Any, BaseException | None]  # what a function returned, or what it raised
-
 
 # Why what a hook waits for has failed so far, the newest last.
 LAST_ERROR: ContextVar[list[str]] = ContextVar("LAST_ERROR")
@@ -62,6 +55,8 @@ class HookError(RuntimeError):
 
 @dataclass(kw_only=True)
 class Hook:
+    """A function of a user's file."""
+
     name: str
     function: Callable
     path: str  # of the user's file
@@ -76,15 +71,11 @@ class Hook:
 
     def __post_init__(self) -> None:
         call = getattr(self.function, "__call__", None)  # noqa: B004  (an object's async __call__)
-        self.is_async = inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
-            call
-        )
+        self.is_async = any(map(inspect.iscoroutinefunction, (self.function, call)))
         parameters = inspect.signature(self.function).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self.named, self.required = (
-            {p.name for p in named},
-            {p.name for p in named if p.default is p.empty},
-        )
+        self.named = {p.name for p in named}
+        self.required = {p.name for p in named if p.default is p.empty}
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     @property
@@ -95,53 +86,52 @@ class Hook:
     def arguments(self, row: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Argument -> value. Copies: a hook changes neither the episode nor the row of the next
         one."""
-        values = row | {name: given[name] for name in self.ours}
-        taken = (values.keys() if self.takes_all else self.named & values.keys()) - (
-            {"actors"} - self.named
-        )
-        return {
-            name: values[name] if name in SHARED else copy.deepcopy(values[name]) for name in taken
-        }
+        values = row | {name: given.get(name) for name in self.ours}
+        names = self.named & values.keys()
+        if self.takes_all:
+            names |= values.keys() - {"actors"}
+        arguments = {name: values[name] for name in names}
+        for name in names.difference(SHARED):
+            arguments[name] = copy.deepcopy(values[name])
+        return arguments
 
     async def __call__(self, task: Task, given: Mapping[str, Any]) -> Any:
-        """What the function returns. `given`: at least our arguments. Raises HookError, or
-        TimeoutError after timeout_s."""
-        clock = LoopClock.of_running_loop()
-        with clock.noting(self):
-            return await self._call(task, given, clock)
-
-    async def _call(self, task: Task, given: Mapping[str, Any], clock: LoopClock) -> Any:
+        """What the function returns. Of our arguments, those that are not `given` are None. Raises
+        HookError, or TimeoutError after timeout_s."""
         causes: list[str] = []
         LAST_ERROR.set(causes)
-        if self.is_async:
-            clock.watch(self.path)
+
+        def call() -> Any:
+            return self.function(**self.arguments(task.row, given))
+
         try:
-            if self.is_async:
-                result, error = await self._in_time(
-                    outcome(self.function(**self.arguments(task.row, given)))
-                )
-            else:
-                result, error = await clock.in_thread(
-                    lambda: self.function(**self.arguments(task.row, given)), self.timeout_s
-                )
-            if inspect.isawaitable(result):
-                result, error = await self._in_time(outcome(result))
+            result, error = await self._outcome(call)
         except DeadlineError:
+            waited = f", in which it last waited after: {causes[-1]}" if causes else ""
             raise TimeoutError(
                 f"{self.path}: {self.name}() ran longer than {self.timeout_s:g} s for task "
-                f"{task.id}"
-                + (f", in which it last waited after: {causes[-1]}" if causes else "")
-                + "; make it faster or raise --rollout.hook_timeout_s"
+                f"{task.id}{waited}; make it faster or raise --rollout.hook_timeout_s"
             ) from None
         if error is not None:
-            text = f"{self.name}() failed for task {task.id}: {describe_error(error, self.path)}"
-            if is_truncated(given):
-                text += TRUNCATED
-            raise HookError(text) from error
+            described = describe_error(error, self.path)
+            raise HookError(f"{self.name}() failed for task {task.id}: {described}") from error
         return result
 
-    async def _in_time(self, awaitable: Coroutine) -> Outcome:
-        running = asyncio.create_task(awaitable, name=f"{self.name}() of {self.path}")
+    async def _outcome(self, call: Callable[[], Any]) -> Outcome:
+        clock = LoopClock.of_running_loop()
+        with clock.noting(self):
+            if self.is_async:
+                clock.watch(self.path)
+                result, error = call(), None
+            else:
+                result, error = await clock.in_thread(call, self.timeout_s)
+            if inspect.isawaitable(result):
+                return await self._in_time(result)
+            return result, error
+
+    async def _in_time(self, awaitable: Awaitable) -> Outcome:
+        name = f"{self.name}() of {self.path}"
+        running = asyncio.create_task(outcome(awaitable), name=name)
         try:
             # Not wait_for, which waits for ever for a coroutine that ignores its cancellation.
             await asyncio.wait({running}, timeout=self.timeout_s)
@@ -153,30 +143,6 @@ class Hook:
         return (None, RuntimeError("it was cancelled")) if running.cancelled() else running.result()
 
 
-def is_truncated(given: Mapping[str, Any]) -> bool:
-    """Whether a turn that a hook could know of was cut off."""
-    known = given.get("trajectories", [])
-    if given.get("trajectory") is not None:  # a service gets it only for hooks that name it
-        known = [given["trajectory"]]
-    actors = given.get("actors")
-    conversations = []
-    if isinstance(actors, Mapping):
-        for actor in actors.values():
-            conversations += getattr(actor, "conversations", ())
-    return any(t.status == "truncated" for t in known) or any(c.truncated for c in conversations)
-
-
-@contextmanager
-def saying_truncated(given: Mapping[str, Any]) -> Iterator[None]:
-    """Where what a hook returned is read: its error says so too if the episode was cut off."""
-    try:
-        yield
-    except ValueError as error:
-        if not is_truncated(given):
-            raise
-        raise ValueError(f"{error}{TRUNCATED}") from error
-
-
 async def outcome(awaitable: Awaitable) -> Outcome:
     """A SystemExit that leaves a task would end the event loop."""
     try:
@@ -185,48 +151,25 @@ async def outcome(awaitable: Awaitable) -> Outcome:
         return None, error
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class Job:
-    """A function for a thread, and the future of its outcome."""
-
-    function: Callable[[], Any]
-    future: asyncio.Future[Outcome]
-    clock: LoopClock
-    started_s: float | None = None
-    is_given_up: bool = False  # its deadline passed, or its caller was cancelled
-
-    def run(self) -> bool:
-        """False if the thread ends, because another has taken its place."""
-        if self.is_given_up:
-            return True
-        self.started_s = self.clock.real() - self.clock.held_s
-        try:
-            done = self.function(), None
-        except BaseException as error:
-            done = None, error
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
-            self.future.get_loop().call_soon_threadsafe(
-                lambda: self.future.done() or self.future.set_result(done)
-            )
-        return not self.is_given_up
-
-    def give_up_after(self, timeout_s: float) -> None:
-        """Waiting for a thread is not the function's time."""
-        ran_s = 0.0 if self.started_s is None else self.clock() - self.started_s
-        if self.future.done():
-            return
-        if ran_s < timeout_s:
-            self.clock.loop.call_later(max(timeout_s - ran_s, 0.001), self.give_up_after, timeout_s)
-        else:
-            self.future.set_exception(DeadlineError())
-
-
-def work(jobs: SimpleQueue[Job | None]) -> None:
+def work(jobs: SimpleQueue) -> None:
     """A thread's loop."""
-    while (job := jobs.get()) is not None:
-        if not job.run():
-            return
-    jobs.put(None)  # for the other threads
+    while run_next(jobs):
+        pass
+
+
+def run_next(jobs: SimpleQueue) -> bool:
+    """Runs a function and tells its future. False if the thread ends."""
+    job = jobs.get()
+    if job is None:
+        return False
+    function, future = job
+    try:
+        done = function(), None
+    except BaseException as error:
+        done = None, error
+    with suppress(RuntimeError):  # The loop is closed: nobody waits.
+        future.get_loop().call_soon_threadsafe(future.set_result, done)
+    return True
 
 
 class LoopClock:
@@ -234,12 +177,20 @@ class LoopClock:
     the loop's thread, such as a save: nothing that waits could continue meanwhile."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.loop, self.real, self.held_s, self.last_s = loop, loop.time, 0.0, loop.time()
-        self.jobs, self.num_jobs, self.num_threads = SimpleQueue(), 0, 0  # of sync hooks
-        self.loop_thread, self.watched = threading.get_ident(), set()
+        self.loop = loop
+        self.real = loop.time
+        self.held_s = 0.0
+        self.last_s = loop.time()
+        self.slots = asyncio.Semaphore(MAX_THREADS)  # of sync hooks
+        self.idle: list[SimpleQueue] = []  # queues of threads that wait for a job
+        self.loop_thread = threading.get_ident()
+        self.watched: set[str] = set()
         self.calls: Counter[str] = Counter()  # of hooks that run
-        self.watchdog: Any = None  # an plugins.watchdog.Watchdog
-        self.close_loop, loop.time, loop.close = loop.close, self, self._close
+        self.watchdog: Any = None  # plugins/watchdog.py's, which looks when hooks begin or end
+        # All that waits on this loop reads its clock, and its threads end with it.
+        self.close_loop = loop.close
+        loop.time = self
+        loop.close = self._close
         self._beat()
 
     @classmethod
@@ -251,32 +202,31 @@ class LoopClock:
         """In a daemon thread: a function that hangs outlives its deadline, but blocks neither the
         event loop nor the interpreter's exit. Raises DeadlineError once it has run for
         timeout_s."""
-        job = Job(function=function, future=self.loop.create_future(), clock=self)
-        self.num_jobs += 1
-        self._add_thread()
-        self.jobs.put(job)
-        timer = self.loop.call_later(timeout_s, job.give_up_after, timeout_s) if timeout_s else None
-        try:
-            return await job.future
-        except (asyncio.CancelledError, DeadlineError):
-            job.is_given_up = True
-            self.num_threads -= job.started_s is not None
-            raise
-        finally:
-            self.num_jobs -= 1
-            self._add_thread()  # in the place of one that was given up
-            if timer:
-                timer.cancel()
+        async with self.slots:  # Waiting for a thread is not the function's time.
+            jobs = self.idle.pop() if self.idle else self._start_thread()
+            future = self.loop.create_future()
+            jobs.put((function, future))
+            try:
+                await asyncio.wait({future}, timeout=timeout_s)
+            finally:
+                if future.done():
+                    self.idle.append(jobs)
+                else:
+                    jobs.put(None)  # The thread ends once the function does.
+        if not future.done():
+            raise DeadlineError
+        return future.result()
+
+    def _start_thread(self) -> SimpleQueue:
+        jobs: SimpleQueue = SimpleQueue()
+        # A threading.Thread's start() waits for the new thread.
+        _thread.start_new_thread(work, (jobs,))
+        return jobs
 
     def _close(self) -> None:
-        self.jobs.put(None)  # threads end with the loop
+        for jobs in self.idle:
+            jobs.put(None)
         self.close_loop()
-
-    def _add_thread(self) -> None:
-        if self.num_threads < min(MAX_THREADS, self.num_jobs):
-            self.num_threads += 1
-            # A threading.Thread's start() waits for the new thread.
-            _thread.start_new_thread(work, (self.jobs,))
 
     def __call__(self) -> float:
         now = self.real()
@@ -330,10 +280,9 @@ class LoopClock:
                 told.add(name)
                 print(
                     f"{inside[0].f_code.co_filename}:{inside[0].f_lineno}: async {name}() has "
-                    "blocked the event loop for "
-                    f"{BLOCKED_S:g} s, so that all episodes and deadlines stand still; await "
-                    "inside it, or write it as def, "
-                    "which runs in a thread",
+                    f"blocked the event loop for {BLOCKED_S:g} s, so that all episodes and "
+                    "deadlines stand still; await inside it, or write it as def, which runs in a "
+                    "thread",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -354,12 +303,9 @@ def describe_error(error: BaseException, path: str) -> str:
         return described  # by a service, where the file is
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: SyntaxError: {error.msg}"
-    frames = [
-        f
-        for e in (error, error.__cause__)
-        if e is not None
-        for f in traceback.extract_tb(e.__traceback__)
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    if error.__cause__ is not None:
+        frames += traceback.extract_tb(error.__cause__.__traceback__)
     inside = [frame for frame in frames if frame.filename == path] or frames[-1:]
     place = f"{inside[-1].filename}:{inside[-1].lineno}: " if inside else ""
     return f"{place}{type(error).__name__}: {' '.join(str(error).split())}"
@@ -403,36 +349,37 @@ def add_parts(
 ) -> None:
     """Adds what a reward gave: to the reward's parts, or to the metrics if its weight is 0. Raises
     ValueError."""
-    if len(actors) > 1 and (named := [part for part in parts if part in actors]):
-        raise ValueError(
-            f"{hook.path}: {hook.name}() returned a part named {min(named)!r}, which is an actor; "
-            "parts are summed. For "
-            "a reward of each actor name `actor` among its arguments"
-        )
     for part, value in parts.items():
-        if hook.weight and part in rewards:
+        if len(actors) > 1 and part in actors:
+            raise ValueError(
+                f"{hook.path}: {hook.name}() returned a part named {part!r}, which is an actor; "
+                "parts are summed. For a reward of each actor name `actor` among its arguments"
+            )
+        if not hook.weight:
+            metrics[part] = value
+        elif part in rewards:
             raise ValueError(
                 f"{hook.path}: two hooks give the reward part {part!r}; rename it in one of them"
             )
-        (rewards if hook.weight else metrics)[part] = hook.weight * value if hook.weight else value
+        else:
+            rewards[part] = hook.weight * value
 
 
 def read_answer(answer: Any, path: str, ends: bool) -> tuple[list[Message], float | None, bool]:
     """(messages, reward, is_done) of what interact returned. `ends`: the episode ends without
     messages."""
-    what, reward, is_done = f"{path}: what interact() returned", None, False
-    if isinstance(answer, dict):
-        for key in answer.keys() - {"messages", "reward", "done"}:
-            raise ValueError(f"{what} has an unknown key {key!r}; known: messages, reward, done")
-        reward = (
-            None
-            if answer.get("reward") is None
-            else finite(answer["reward"], f"the reward in {what}")
-        )
-        is_done, answer = bool(answer.get("done")), answer.get("messages")
-    if answer is None or answer in ([], ()):
-        return [], reward, is_done or ends
+    what = f"{path}: what interact() returned"
+    if not isinstance(answer, dict):
+        answer = {"messages": answer}
+    for key in answer.keys() - {"messages", "reward", "done"}:
+        raise ValueError(f"{what} has an unknown key {key!r}; known: messages, reward, done")
+    reward = answer.get("reward")
+    if reward is not None:
+        reward = finite(reward, f"the reward in {what}")
+    messages = answer.get("messages")
+    if messages is None or messages in ([], ()):
+        return [], reward, bool(answer.get("done")) or ends
     try:
-        return check_messages(answer), reward, is_done
+        return check_messages(messages), reward, bool(answer.get("done"))
     except ValueError as error:
         raise ValueError(f"{what} {error}") from None

@@ -4,27 +4,28 @@ get trajectories here."""
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import Config, RolloutConfig
-from rl_core.sampling.actor import Actor, Cast, revived
+from rl_core.sampling.actor import Actor, Conversation, EpisodeActors, revived
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.env import SESSION_CODES, Env
-from rl_core.sampling.episode import play, score_group
-from rl_core.sampling.hooks import LoopClock
-from rl_core.sampling.under_way import SCORING, GroupUnderWay
+from rl_core.sampling.hooks import HookError, LoopClock, wait_for_all
 from rl_core.types import RunError, SamplingParams, Task, Trajectory, counter_seed
 
 if TYPE_CHECKING:
     from rl_core.distributed import Ranks
 
 POLL_S = 0.05  # between looks at other ranks, while groups of this rank are running
-FIXED_POLL_S = 0.002  # the same at this rank's groups, where the order is fixed
+SCORING = "group"  # in the place of an episode's number: what scores the whole group
+TRUNCATED = (
+    "; the episode was truncated: a turn was cut off, as by --max_tokens, and interact() not "
+    "called after it"
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,7 +42,7 @@ class Group:
     label: str = ""
     position: int = 0  # of the task in the order of the training data
     version: int = -1  # of the weights by which it began
-    under_way: GroupUnderWay | None = None  # for checkpoints
+    under_way: Any = None  # a plugins.under_way.GroupUnderWay, for checkpoints
     trajectories: list[Trajectory] = field(default_factory=list)
 
     @property
@@ -52,13 +53,15 @@ class Group:
     def seed_of(self, *parts: int | str) -> int:
         return counter_seed(self.seed, self.batch, self.number, *parts)
 
-    def cast(self, env: Env, actors: Mapping[str, Actor], seed: int, name: int | str) -> Cast:
+    def actors(
+        self, env: Env, actors: Mapping[str, Actor], seed: int, name: int | str
+    ) -> EpisodeActors:
         """The actors in one episode, or in what scores the group."""
         session = f"{self.batch}/{self.number:06d}/{name}"
         episode = self.under_way and self.under_way.episode(name)
         if episode:
             episode.begin()
-        return Cast(actors, self.params, seed, session, env.max_turns, episode)
+        return EpisodeActors(actors, self.params, seed, session, env.max_turns, episode)
 
 
 def make_group(config: Config, task: Task, drawn: dict[str, float], **place) -> Group:
@@ -76,9 +79,8 @@ async def run_group(
     env = envs[group.task.env]
     play = partial(play_group, env, actors, config, group)
     trajectories = await revived(play, actors.values(), f"one group of {group.batch}")
-    for trajectory in trajectories:
-        # An episode that began no session, or ended in a run that noted none.
-        trajectory.env_code = trajectory.env_code or env.code()
+    for t in trajectories:
+        t.env_code = t.env_code or env.code()
     return trajectories
 
 
@@ -88,37 +90,34 @@ async def play_group(
     """The trajectories of one group. The order of speakers is drawn once. Group rewards come last;
     if they raise, the whole group has failed. Raises EngineDied once all its episodes have
     ended."""
-    seed, trajectories = group.seed_of("schedule"), []
+    seed = group.seed_of("schedule")
+    trajectories = []
     try:
         task = await env.draw(group.task, list(actors), seed)
         episodes = [
-            run_episode(env, actors, config, group, task, index) for index in range(group.size)
+            play_episode(env, actors, config, group, task, index) for index in range(group.size)
         ]
-        ended = await asyncio.gather(*episodes, return_exceptions=True)
-        for died in (e for e in ended if isinstance(e, BaseException)):
-            raise died
-        trajectories = [t for episode in ended for t in episode]
+        for episode in await wait_for_all(episodes):
+            trajectories += episode
         if env.group_rewards:
-            cast = group.cast(env, actors, counter_seed(seed, "group"), SCORING)
+            players = group.actors(env, actors, counter_seed(seed, "group"), SCORING)
             try:
-                await asyncio.wait_for(
-                    score_group(env, task, trajectories, cast), config.episode_timeout_s
-                )
+                scoring = env.score_group(task, trajectories, players)
+                await asyncio.wait_for(scoring, config.episode_timeout_s)
             finally:
-                cast.close()
+                players.close()
     except Exception as error:
-        reason = reason_of(error, "what scores the group", config)
-        if not trajectories:
-            return [
-                t for index in range(group.size) for t in failures(actors, group, index, reason)
-            ]
+        is_truncated = any(t.status == "truncated" for t in trajectories)
+        reason = reason_of(error, "what scores the group", config, is_truncated)
+        for index in range(0 if trajectories else group.size):
+            trajectories += failures(actors, [], group, index, reason)
         for t in trajectories:
             if t.status != "failed":
                 t.status, t.error, t.reward = "failed", reason, None
     return trajectories
 
 
-async def run_episode(
+async def play_episode(
     env: Env,
     actors: Mapping[str, Actor],
     config: RolloutConfig,
@@ -129,27 +128,31 @@ async def run_episode(
     """One attempt at one task. What goes wrong in it ends here, as a failed trajectory of every
     actor, with its reason, but for the death of an engine, which is no fault of the episode:
     EngineDied."""
-    if group.under_way and (ended := group.under_way.ended(index)):
+    if group.under_way and (ended := group.under_way.episode(index).ended()):
         return ended
-    cast = group.cast(env, actors, group.seed_of(task.id, index), index)
+    players = group.actors(env, actors, group.seed_of(task.id, index), index)
     codes: list[str] = []
     SESSION_CODES.set(codes)
     LoopClock.of_running_loop()  # a save or an update of the weights is not the episode's time
     try:
-        trajectories = await asyncio.wait_for(play(env, task, cast), config.episode_timeout_s)
+        playing = env.rollout(task, players)
+        trajectories = await asyncio.wait_for(playing, config.episode_timeout_s)
     except Exception as error:
-        trajectories = failures(cast, group, index, reason_of(error, "the episode", config))
+        is_truncated = any(talk.truncated for talk in players.conversations)
+        reason = reason_of(error, "the episode", config, is_truncated)
+        trajectories = failures(actors, players.conversations, group, index, reason)
     finally:
-        cast.close()
-    for trajectory in trajectories:
-        trajectory.group_id, trajectory.index = group.id, index
-        trajectory.env_code = codes[-1] if codes else env.code()
+        players.close()
+    for t in trajectories:
+        t.group_id, t.index = group.id, index
+        if codes:
+            t.env_code = codes[-1]
     if group.under_way:
         group.under_way.episode(index).end(trajectories)
     return trajectories
 
 
-def reason_of(error: Exception, timed: str, config: RolloutConfig) -> str:
+def reason_of(error: Exception, timed: str, config: RolloutConfig, is_truncated: bool) -> str:
     """Why an episode failed. Raises the EngineDied that caused the error, also where a hook that
     called an actor raised."""
     cause: BaseException | None = error
@@ -159,31 +162,33 @@ def reason_of(error: Exception, timed: str, config: RolloutConfig) -> str:
         cause = cause.__cause__
     if isinstance(error, asyncio.TimeoutError) and not str(error):
         return f"{timed} took longer than --rollout.episode_timeout_s={config.episode_timeout_s}"
-    return str(error) or type(error).__name__
+    reason = str(error) or type(error).__name__
+    if is_truncated and isinstance(error, (HookError, ValueError)):
+        reason += TRUNCATED
+    return reason
 
 
 def failures(
-    actors: Mapping[str, Actor], group: Group, index: int, reason: str
+    actors: Mapping[str, Actor],
+    conversations: Iterable[Conversation],
+    group: Group,
+    index: int,
+    reason: str,
 ) -> list[Trajectory]:
     """An episode that failed: all conversations so far, and at least one trajectory of each actor
     that would have learned from it, or of all if none has a learner."""
-    learn, task = (
-        [name for name, actor in actors.items() if actor.is_trainable] or list(actors),
-        group.task,
-    )
-    place = {"task_id": task.id, "env": task.env, "group_id": group.id, "index": index}
-    place |= {"status": "failed", "error": reason}
-    failed = [
-        c.record()
-        for actor in actors.values()
-        for c in getattr(actor, "conversations", ())
-        if c.num_replies
-    ]
-    silent = set(learn) - {t.actor for t in failed}
-    failed += [
-        Trajectory(**place, actor=name, messages=task.messages) for name in learn if name in silent
-    ]
-    return [replace(t, **place) for t in failed]
+    failed = [talk.record() for talk in conversations if talk.num_replies]
+    spoken = {t.actor for t in failed}
+    learners = [name for name, actor in actors.items() if actor.is_trainable]
+    for name in learners or actors:
+        if name not in spoken:
+            unknown = {"task_id": "", "env": "", "group_id": ""}
+            failed.append(Trajectory(actor=name, messages=group.task.messages, **unknown))
+    for t in failed:
+        t.task_id, t.env = group.task.id, group.task.env
+        t.group_id, t.index = group.id, index
+        t.status, t.error = "failed", reason
+    return failed
 
 
 class RolloutWorker:
@@ -197,31 +202,24 @@ class RolloutWorker:
 
     def __init__(
         self,
-        run: Callable[[Group], Awaitable[list[Trajectory]]],
+        play: Callable[[Group], Awaitable[list[Trajectory]]],
         ranks: Ranks,
         width: int,
         name: str,
         timeout_s: float,
-        order: Any = None,
     ):
-        """`order`: an plugins.fixed_order.FixedOrder. None: groups are collected as they are
-        complete."""
-        self.run, self.ranks, self.width, self.name, self.timeout_s = (
-            run,
-            ranks,
-            width,
-            name,
-            timeout_s,
-        )
-        self.order = order
+        self.play = play
+        self.ranks = ranks
+        self.width = width
+        self.name = name
+        self.timeout_s = timeout_s
         self.version = 0  # of the weights by which groups begin
         self.pending: dict[int, Group] = {}  # submitted and not collected, on any rank
         self.running: dict[int, asyncio.Task] = {}  # on this rank
         self.done: list[int] = []  # on this rank
-        self.next_number: int | None = (
-            None  # this rank's next group, which begins once it is submitted and a slot is free
-        )
-        self.num_submitted = self.num_collected = self.num_collects = 0
+        # This rank's next group, which begins once it is submitted and a slot is free.
+        self.next_number: int | None = None
+        self.num_collects = 0
         self.go_on(0, 0)
 
     def go_on(self, num_collected: int, num_begun: int) -> None:
@@ -230,9 +228,8 @@ class RolloutWorker:
         them are drawn."""
         self.first = self.num_submitted = self.num_collected = num_collected
         self.first_drawn = num_collected + num_begun
-        own = num_collected + (self.ranks.rank - num_collected) % self.ranks.size
-        end = self.first_drawn if self.order is None else sys.maxsize
-        self.assigned = iter(range(own, end, self.ranks.size))
+        assigned = range(num_collected, self.first_drawn)
+        self.assigned = iter([number for number in assigned if self.is_own(number)])
 
     def is_own(self, number: int) -> bool:
         """Whether this rank takes the group, if it was under way when a run ended."""
@@ -248,23 +245,26 @@ class RolloutWorker:
     def _fill(self) -> None:
         while len(self.running) < self.width:
             if self.next_number is None:
-                self.next_number = next(self.assigned, None)
-            if self.next_number is None:
-                self.next_number = self.first_drawn + self._count("drawn", 1) - 1
+                self.next_number = self._take_number()
             if self.next_number >= self.num_submitted:
                 return
-            group = self.pending[self.next_number]
-            if group.version < 0:  # no run before this one has begun it
-                group.version = self.version
-            if self.order is not None:
-                self.order.admit(group, self.next_number)
-            self.running[self.next_number] = asyncio.create_task(self._run(self.next_number))
+            self._begin(self.next_number)
             self.next_number = None
+
+    def _take_number(self) -> int:
+        number = next(self.assigned, None)
+        return self.first_drawn + self._count("drawn", 1) - 1 if number is None else number
+
+    def _begin(self, number: int) -> None:
+        group = self.pending[number]
+        if group.version < 0:  # no run before this one has begun it
+            group.version = self.version
+        self.running[number] = asyncio.create_task(self._run(number))
 
     async def _run(self, number: int) -> None:
         group = self.pending[number]
         if not group.trajectories:  # a run before this one may have played it
-            group.trajectories = await self.run(group)
+            group.trajectories = await self.play(group)
         group.under_way = None
         del self.running[number]
         self.done.append(number)
@@ -279,58 +279,52 @@ class RolloutWorker:
         # Imports torch, which rl-core check does without.
         from rl_core.distributed import all_gather_json
 
-        if self.order is not None:
-            await self._collect_in_order(set(sorted(self.pending)[:num_groups]))
-        while self.order is None and self._has_old(self.version if oldest is None else oldest):
-            await self._has_finished(None)
+        await self._wait_for_due(num_groups, self.version if oldest is None else oldest)
         await self._meet(num_groups)
-        ages = {n: self.pending[n].version if self.order is None else 0 for n in self.done}
-        by_rank = all_gather_json([(ages[n], n) for n in self.done], self.ranks)
-        numbers = [
-            n for _, n in sorted(tuple(pair) for pairs in by_rank for pair in pairs)[:num_groups]
-        ]
+        by_rank = all_gather_json([(self._age(n), n) for n in self.done], self.ranks)
+        oldest_first = sorted(tuple(pair) for pairs in by_rank for pair in pairs)
         self.num_collected += num_groups
-        groups = {n: self.pending.pop(n) for n in numbers}
+        groups = {n: self.pending.pop(n) for _, n in oldest_first[:num_groups]}
         collected_here = [groups[n] for n in self.done if n in groups]
         self.done = [n for n in self.done if n not in groups]
         return collected_here
 
-    def _has_old(self, version: int) -> bool:
-        return any(self.pending[n].version <= version for n in self.running)
+    def _age(self, number: int) -> int:
+        """Groups of the lowest come first."""
+        return self.pending[number].version
 
-    async def _collect_in_order(self, due: set[int]) -> None:
-        """Waits until these groups are done, and all others of this rank wait for the next time."""
-        self.order.open(due)
-        while due & self.running.keys() or not all(
-            self.order.is_at_rest(self.pending[n]) for n in self.running
-        ):
-            await self._has_finished(FIXED_POLL_S)
-        self.order.close()
+    async def _wait_for_due(self, num_groups: int, oldest: int) -> None:
+        """Waits for this rank's groups that the next step may not take."""
+        while any(self.pending[n].version <= oldest for n in self.running):
+            await self._has_finished(None)
 
     async def _meet(self, num_groups: int) -> None:
         """Waits until all ranks are here and have finished so many groups that are not
         collected."""
-        here, met = f"collect/{self.num_collects}", f"{self.name}/collect/{self.num_collects}/met"
+        here = f"collect/{self.num_collects}"
+        met = f"{self.name}/{here}/met"
         self.num_collects += 1
         self._count(here, 1)
-        known, until = self.num_ready(), time.monotonic() + self.timeout_s
+        num_ready = self.num_ready()
+        until = time.monotonic() + self.timeout_s
+        poll_s = POLL_S if self.ranks.size > 1 else self.timeout_s
         is_new = True  # only the last rank to arrive, or to finish a group, can find that all have
         while not (
             is_new and self._count(here, 0) == self.ranks.size and self.num_ready() >= num_groups
         ):
             if self.ranks.was_said(met):
                 return
-            is_new = await self._has_finished(POLL_S if self.ranks.size > 1 else self.timeout_s)
-            # Its own episodes have deadlines.
-            if not is_new and time.monotonic() > until and not self.running:
-                if (num_ready := self.num_ready()) == known:
+            is_new = await self._has_finished(poll_s)
+            # Episodes of this rank have deadlines of their own.
+            if not is_new and not self.running and time.monotonic() > until:
+                before, num_ready = num_ready, self.num_ready()
+                until = time.monotonic() + self.timeout_s
+                if num_ready == before:
                     raise RunError(
                         f"rank {self.ranks.rank} waited in the phase 'generate' for {num_groups} "
-                        "groups of episodes, of which "
-                        f"{num_ready} are complete: other ranks finished none within "
-                        f"--timeout_s={self.timeout_s:g}"
+                        f"groups of episodes, of which {num_ready} are complete: other ranks "
+                        f"finished none within --timeout_s={self.timeout_s:g}"
                     )
-                known, until = num_ready, time.monotonic() + self.timeout_s
         self.ranks.say(met)
 
     async def _has_finished(self, timeout_s: float | None) -> bool:
@@ -396,7 +390,5 @@ def groups_at_once(
 
 
 def in_order(groups: Iterable[Group]) -> list[Trajectory]:
-    return sorted(
-        (t for group in groups for t in group.trajectories),
-        key=lambda t: (t.group_id, t.index, t.actor),
-    )
+    trajectories = [t for group in groups for t in group.trajectories]
+    return sorted(trajectories, key=lambda t: (t.group_id, t.index, t.actor))

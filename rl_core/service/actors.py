@@ -12,7 +12,7 @@ from typing import Any
 from grpc import StatusCode
 
 from rl_core.data.tasks import check_messages
-from rl_core.sampling.actor import Actor, Cast, Conversation
+from rl_core.sampling.actor import Actor, Conversation, EpisodeActors
 from rl_core.sampling.hooks import Hook
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.wire import ServiceError, from_json, to_json, wrong
@@ -72,7 +72,7 @@ class Asks:
 
     def __init__(self, cast: str):
         """`cast`: as of a StartRequest. Raises ServiceError if it is none."""
-        self.cast = Cast({}, None, 0, "")
+        self.cast = EpisodeActors({}, None, 0, "")
         self.openings: list[pb.Opening] = []  # that the client has not heard
         self.waiting: dict[int, asyncio.Future[Said]] = {}  # by ask
         self.turns: dict[int, tuple[int, Turn]] = {}  # id of a turn -> ask, the turn

@@ -15,7 +15,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from rl_core.sampling.actor import Cast
+from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.env import OF_GROUP, SESSION_CODES
 from rl_core.service import needing_grpc
 from rl_core.types import Task, Trajectory
@@ -84,7 +84,7 @@ class Served:
 class Session:
     """The trainer's side of an episode: the `state` that hooks share."""
 
-    def __init__(self, served: Served, start: pb.StartRequest, actors: Cast | None = None):
+    def __init__(self, served: Served, start: pb.StartRequest, actors: EpisodeActors | None = None):
         self.served, self.start, self.speakers = (
             served,
             start,
@@ -342,7 +342,9 @@ def start_request(served: Served, task: Task, **more: Any) -> pb.StartRequest:
 def start_hook(served: Served, hook: pb.Hook | None, asks: bool) -> Callable:
     """`asks`: a hook of the file asks actors."""
 
-    async def start(task: Task, actor: str, actors: Cast | None = None, **_: Any) -> Session:
+    async def start(
+        task: Task, actor: str, actors: EpisodeActors | None = None, **_: Any
+    ) -> Session:
         session = Session(
             served, start_request(served, task, actors=[actor] if actor else []), actors
         )
@@ -386,7 +388,7 @@ def reward_hook(served: Served, hook: pb.Hook) -> Callable:
 
 
 def rollout_hook(served: Served, hook: pb.Hook) -> Callable:
-    async def rollout(task: Task, actors: Cast, **_: Any) -> list[Trajectory]:
+    async def rollout(task: Task, actors: EpisodeActors, **_: Any) -> list[Trajectory]:
         session = Session(served, start_request(served, task), actors)
         reply, _ = await session.ask(hook, lambda: pb.RunRequest(hook=hook.name))
         return session.speakers.trajectories(reply.value)
@@ -396,7 +398,10 @@ def rollout_hook(served: Served, hook: pb.Hook) -> Callable:
 
 def group_hook(served: Served, hook: pb.Hook) -> Callable:
     async def score(
-        task: Task, trajectories: list[Trajectory], actors: Cast | None = None, **given: Any
+        task: Task,
+        trajectories: list[Trajectory],
+        actors: EpisodeActors | None = None,
+        **given: Any,
     ) -> list[float]:
         given = {name: value for name, value in given.items() if name in OF_GROUP}
         given |= {"trajectories": list(map(plain, trajectories)), "task": plain_task(task)}

@@ -36,16 +36,17 @@ class LocalEnv:
 
     def describe(self, has: dict[str, Any]) -> pb.Environment:
         env, path = self.env, self.path
+        dialogue = env.dialogue
         described = pb.Environment(
-            name=env.name, max_turns=env.max_turns, name_prefix=env.name_prefix
+            name=env.name, max_turns=env.max_turns, name_prefix=dialogue.name_prefix
         )
         described.tools = to_json(env.tools, f"{path}: tools") if env.tools else ""
         described.code = env.code()
-        described.turns = env.turns if isinstance(env.turns, str) else ""
+        described.turns = dialogue.turns if isinstance(dialogue.turns, str) else ""
         if has.get("system_prompts"):
             described.system_prompts = to_json(has["system_prompts"], f"{path}: system_prompts")
-        if env.truncated_reward is not None:
-            described.truncated_reward = env.truncated_reward
+        if dialogue.truncated_reward is not None:
+            described.truncated_reward = dialogue.truncated_reward
         rewards = {hook.name for hook in env.rewards}
         for hook in env.hooks.values():
             described.hooks.add(
@@ -150,7 +151,7 @@ class LocalEnv:
                 given["trajectories"] = [
                     read_trajectory(t) for t in from_list(given, "trajectories")
                 ]
-            value = await hook(task, dict.fromkeys(hook.ours) | given)
+            value = await hook(task, given)
             return pb.CallReply(value=to_json(value, what))
         except (HookError, RunError) as error:
             raise ServiceError(StatusCode.UNKNOWN, str(error)) from None

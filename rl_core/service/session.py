@@ -240,7 +240,7 @@ class Session:
         try:
             if hook.name == "rollout":
                 value = [
-                    self.asks.packed(t) for t in checked(value, self.env, self.task, self.cast)
+                    self.asks.packed(t) for t in checked(value, self.env.path, self.task, self.cast)
                 ]
             value = to_json(value, what)
         except (ValueError, ServiceError) as error:
@@ -251,7 +251,7 @@ class Session:
     async def interact(self, said: pb.Said, trajectory: Trajectory | None) -> pb.InteractReply:
         self.num_turns += 1
         self.count()
-        hook, ends = self.env.hooks.get("interact"), self.env.turns is None
+        hook, ends = self.env.hooks.get("interact"), self.env.dialogue.turns is None
         reply = pb.InteractReply(messages="[]", done=ends)
         if hook:
             answer = await self.run(hook, self.given(said, said.actor, trajectory))

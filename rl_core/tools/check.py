@@ -57,9 +57,16 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
     from rl_core.plugins.watchdog import run_hooks
     from rl_core.sampling.env import load_env
 
-    env = load_env(path, hook_timeout_s=options.hook_timeout_s)
+    module = None
+    if "://" in path:
+        from rl_core.service.client import load_module
+
+        module = load_module(path)
+    env = load_env(path, hook_timeout_s=options.hook_timeout_s, module=module)
     say("environment", [path, *map(describe_hook, env.hooks.values())])
-    named = [name for name in (*(env.speakers() or ()), *env.system_prompts) if name != "*"]
+    named = [
+        name for name in (*(env.speakers() or ()), *env.dialogue.system_prompts) if name != "*"
+    ]
     names = split(options.actors) or list(dict.fromkeys(named)) or ["policy"]
     env.check_actors(names)
     tasks = load_tasks(env, options)
@@ -337,9 +344,9 @@ def describe_truncated(env: Env, cut: Trajectory) -> list[str]:
         ]
     if "interact" in env.hooks:
         lines.append("interact() is not called after it: no tool answers, and no message comes")
-    if env.truncated_reward is not None:
+    if env.dialogue.truncated_reward is not None:
         lines.append(
-            f"truncated_reward = {env.truncated_reward:g} is the reward, other rewards are not "
+            f"truncated_reward = {env.dialogue.truncated_reward:g} is the reward, other rewards are not "
             "called"
         )
     elif env.rewards:

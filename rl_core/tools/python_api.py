@@ -118,12 +118,13 @@ def without_paths(given: dict[str, Any]) -> dict[str, Any]:
 
 def with_rows(config: Config, module: ModuleType | None, rows: dict[str, Rows]) -> ModuleType:
     """A copy of the environment's module whose load_tasks gives these rows."""
-    from rl_core.sampling.env import SERVED, execute_file
-    from rl_core.types import option
+    from rl_core.sampling.env import execute_file
 
-    module = module or (option(SERVED) if "://" in config.env_path else execute_file)(
-        config.env_path
-    )
+    if module is None and "://" in config.env_path:
+        from rl_core.service.client import load_module
+
+        module = load_module(config.env_path)
+    module = module or execute_file(config.env_path)
     own = getattr(module, "load_tasks", lambda split: [])
     copy = ModuleType(module.__name__)
     vars(copy).update(

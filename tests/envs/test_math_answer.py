@@ -14,8 +14,7 @@ from kit import load_rows
 from rl_core.data.tasks import TaskSource
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.rewards import maths
-from rl_core.sampling import episode
-from rl_core.sampling.actor import Cast
+from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.env import load_env
 from rl_core.types import SamplingParams
 
@@ -34,7 +33,7 @@ def scores(tasks, reply_to) -> list[float]:
             for t in tasks
         )
         played = [
-            episode.play(env, t, Cast(a, PARAMS, 0, "s"))
+            env.rollout(t, EpisodeActors(a, PARAMS, 0, "s"))
             for t, a in zip(tasks, actors, strict=True)
         ]
         return [trajectory.reward for [trajectory] in await asyncio.gather(*played)]

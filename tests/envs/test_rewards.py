@@ -10,7 +10,7 @@ import pytest
 from stage import cast
 
 from rl_core import rewards
-from rl_core.sampling.actor import Cast
+from rl_core.sampling.actor import EpisodeActors
 from rl_core.sandbox import Sandbox
 from rl_core.types import SamplingParams
 
@@ -129,7 +129,7 @@ def test_language_is_the_share_of_letters_of_a_script():
 def judged(function, says, *texts: str):
     """What a reward gives whose judge says says(prompt, seed), and what the judge was asked."""
     actors = cast(judge=says)
-    played = Cast(actors, SamplingParams(max_tokens=9999), 0, "s")
+    played = EpisodeActors(actors, SamplingParams(max_tokens=9999), 0, "s")
     found = asyncio.run(function(played["judge"], *texts))
     return found, [prompt for prompt, *_ in actors["judge"].engine.asked]
 

@@ -17,8 +17,7 @@ from stage import ROW, cast, error_of, one, play, run, talk
 
 from rl_core.cli import main as rl_core
 from rl_core.data.tasks import make_task
-from rl_core.sampling import episode
-from rl_core.sampling.actor import Cast
+from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.env import load_env
 from rl_core.sampling.hooks import Hook
 from rl_core.types import RunError, SamplingParams, Task
@@ -494,7 +493,7 @@ def test_a_cancelled_episode_leaves_the_threads_usable(env_of):
     async def main():
         def start(text):
             return asyncio.ensure_future(
-                episode.play(env, task, Cast(cast(policy=text), params, 0, "s"))
+                env.rollout(task, EpisodeActors(cast(policy=text), params, 0, "s"))
             )
 
         hung = [start("100") for _ in range(20)]

@@ -208,7 +208,7 @@ def test_a_dict_by_actor_is_refused_where_it_could_be_read_as_parts(env_of):
     env = env_of("turns = 'bob -> alice'\ndef reward_fn(): return {'bob': 1, 'alice': 0}")
     failed = run(env, cast(bob="B", alice="A"))
     assert {t.status for t in failed} == {"failed"} and len(failed) == 2
-    assert "returned a part named 'alice', which is an actor" in failed[0].error
+    assert "returned a part named 'bob', which is an actor" in failed[0].error
 
 
 def test_rewards_of_interact_stand_on_the_turns_that_they_follow(env_of):

@@ -18,9 +18,14 @@ from test_runs import assert_same_weights, lasting
 from rl_core.config import RolloutConfig
 from rl_core.data.rows import jsonable
 from rl_core.data.tasks import make_task
-from rl_core.sampling.kept_groups import group_row, read_groups, restore
+from rl_core.plugins.under_way import (
+    EpisodeUnderWay,
+    GroupUnderWay,
+    group_row,
+    read_groups,
+    restore,
+)
 from rl_core.sampling.rollout import run_group
-from rl_core.sampling.under_way import EpisodeUnderWay, GroupUnderWay
 from rl_core.types import Completion, SamplingParams
 
 

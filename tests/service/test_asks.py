@@ -11,7 +11,7 @@ import pytest
 from test_sessions import ASK, Client, play, worker_of  # noqa: F401  (a fixture)
 
 from rl_core.engines.scripted import ScriptedActor, plain_chat
-from rl_core.sampling.actor import Cast
+from rl_core.sampling.actor import EpisodeActors
 from rl_core.service import actors
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.speakers import Speakers
@@ -362,7 +362,7 @@ def test_who_takes_the_place_of_a_lost_session_hears_what_was_said_and_asks_the_
         name="policy", chat=plain_chat(), replies=[f"{n}" for n in range(9)], max_context_tokens=160
     )
     speakers = Speakers(
-        Cast({"policy": chosen}, SamplingParams(max_tokens=50), 0, "e"), is_replaying=True
+        EpisodeActors({"policy": chosen}, SamplingParams(max_tokens=50), 0, "e"), is_replaying=True
     )
     asks, opened = itertools.count(1), {"actor": "policy", "messages": json.dumps(ASK)}
 

@@ -39,14 +39,21 @@ from kit import (
 from rl_core.cli import main as command
 from rl_core.config import RolloutConfig
 from rl_core.engines.scripted import ScriptedActor, plain_chat
+from rl_core.sampling import env as environments
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied
-from rl_core.sampling.env import load_env
 from rl_core.sampling.hooks import HookError
 from rl_core.sampling.rollout import Group, run_group
 from rl_core.service import client, connection
 from rl_core.service import environments_pb2 as pb
 from rl_core.types import SamplingParams, Task
+
+
+def load_env(path: str) -> environments.Env:
+    """As a run does."""
+    module = client.load_module(path) if "://" in path else None
+    return environments.load_env(path, module=module)
+
 
 ROWS = """
 def load_tasks(split):
@@ -1069,8 +1076,10 @@ def test_a_process_that_ends_takes_its_sessions_along_at_once_and_quietly(roomy)
 import asyncio, sys, weakref
 weakref.finalize(type("Other", (), {{}}), int)  # another library's, so that its end comes after the connection's
 from rl_core.sampling.env import load_env
+from rl_core.service.client import load_module
 from rl_core.types import Task
-env = load_env({roomy.url("count")!r})
+url = {roomy.url("count")!r}
+env = load_env(url, module=load_module(url))
 task = Task(id="train/0", env="count", row={{"answer": "1"}}, messages=[{{"role": "user", "content": "hi"}}])
 async def start():
     hook = env.hooks["start"]

@@ -805,6 +805,7 @@ def test_a_file_that_cannot_be_served_is_refused_before_an_address_is_told(
 HOLDS = """
 import asyncio, sys, time
 from rl_core.sampling.env import load_env
+from rl_core.service.client import load_module
 from rl_core.types import Task
 
 async def begin(env):
@@ -812,7 +813,7 @@ async def begin(env):
     task = Task(id="train/0", env="counter", row={"prompt": "count"}, messages=asked)
     return [await hook(task, dict.fromkeys(hook.ours) | {"task": task}) for _ in range(2)]
 
-held = asyncio.run(begin(load_env(sys.argv[1])))
+held = asyncio.run(begin(load_env(sys.argv[1], module=load_module(sys.argv[1]))))
 print(*(session.name for session in held), flush=True)
 time.sleep(600)
 """

@@ -1,19 +1,24 @@
-"""What the actors of a group have been answered so far. A checkpoint keeps it (--max_staleness),
-and the run that goes on answers the same again: hooks are called once more, but nothing is sampled
-a second time.
+"""--max_staleness: what the actors of a group have been answered so far. A checkpoint keeps it, and
+the run that goes on answers the same again: hooks are called once more, but nothing is sampled a
+second time.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from rl_core.types import Completion, Message, SamplingParams, Trajectory, Turn
+from pydantic import TypeAdapter
 
-SCORING = "group"  # in the place of an episode's number: what scores the whole group
+from rl_core.data.rows import read_json, write_trajectories
+from rl_core.sampling.rollout import Group
+from rl_core.types import Completion, Message, SamplingParams, Trajectory
+
+FILE = "under_way.rank_"  # begins the name of each rank's file in a checkpoint
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,7 +35,7 @@ class EpisodeUnderWay:
     # By conversation and number of the turn.
     answers: dict[str, Answer] = field(default_factory=dict)
     trajectories: list[Trajectory] | None = None  # once it has ended
-    gate: Any = None  # an plugins.fixed_order.Gate
+    gate: Any = None  # a plugins.fixed_order.Gate
     num_asked: Counter[str] = field(default_factory=Counter)  # since it began in this process
 
     def begin(self) -> None:
@@ -69,12 +74,16 @@ class EpisodeUnderWay:
         return answer.completion
 
     async def chat(
-        self, turn: str, asked: list, ask: Callable[[], Awaitable[tuple[Message, Completion]]]
+        self, turn: str, asked: tuple, ask: Callable[[], Awaitable[tuple[Message, Completion]]]
     ) -> tuple[Message, Completion]:
         answer = self.answer(turn, *asked)
         if answer.reply is None:
             answer.reply, answer.completion = await ask()
         return dict(answer.reply), answer.completion
+
+    def ended(self) -> list[Trajectory] | None:
+        """Its trajectories, if it has ended."""
+        return self.trajectories and [copy_of(t) for t in self.trajectories]
 
     def end(self, trajectories: list[Trajectory]) -> None:
         """Keeps them as they are: what scores the group adds to its own."""
@@ -86,7 +95,7 @@ class EpisodeUnderWay:
 class GroupUnderWay:
     """Of one group. It is empty until the group begins."""
 
-    # By their number, or SCORING.
+    # By their number, or rollout.SCORING.
     episodes: dict[str, EpisodeUnderWay] = field(default_factory=dict)
     make_gate: Callable[[], Any] | None = None
 
@@ -96,11 +105,6 @@ class GroupUnderWay:
             found.gate = self.make_gate()
         return found
 
-    def ended(self, index: int) -> list[Trajectory] | None:
-        """The trajectories of an episode that has ended."""
-        trajectories = self.episode(index).trajectories
-        return trajectories and [copy_of(t) for t in trajectories]
-
 
 def copy_of(t: Trajectory) -> Trajectory:
     """With rewards and metrics of its own."""
@@ -108,28 +112,41 @@ def copy_of(t: Trajectory) -> Trajectory:
     return replace(t, reward_parts=parts, metrics=metrics, turn_rewards=list(t.turn_rewards))
 
 
-def episodes_from(rows: dict[str, dict[str, Any]]) -> dict[str, EpisodeUnderWay]:
-    """Of JSON, as a checkpoint has them."""
+def write_groups(file: Path, groups: Iterable[Group]) -> None:
+    """Groups that have begun, one a line."""
+    write_trajectories(file, [group_row(group) for group in groups])
+
+
+def group_row(group: Group) -> dict[str, Any]:
+    episodes = {}
+    for name, episode in group.under_way.episodes.items() if group.under_way else ():
+        episodes[name] = {"answers": episode.answers, "trajectories": episode.trajectories}
+    return {
+        "position": group.position,
+        "version": group.version,
+        "env": group.task.env,
+        "task": group.task.id,
+        "trajectories": group.trajectories,
+        "episodes": episodes,
+    }
+
+
+def read_groups(
+    checkpoint: Path, positions: Container[int], oldest: int
+) -> dict[int, dict[str, Any]]:
+    """Position -> what group_row() gave, of these positions. Groups that began before version
+    `oldest` are left out: they would be too stale."""
     found = {}
-    for name, row in rows.items():
-        answers = {turn: answer_from(answer) for turn, answer in row["answers"].items()}
-        trajectories = row["trajectories"]
-        if trajectories is not None:
-            trajectories = [trajectory_from(t) for t in trajectories]
-        found[name] = EpisodeUnderWay(answers=answers, trajectories=trajectories)
+    for file in sorted(checkpoint.glob(f"{FILE}*")):
+        for row in read_json(file):
+            if row["position"] in positions and row["version"] >= oldest:
+                found[row["position"]] = row
     return found
 
 
-def answer_from(row: dict[str, Any]) -> Answer:
-    return Answer(**row | {"completion": completion_from(row["completion"])})
-
-
-def trajectory_from(row: dict[str, Any]) -> Trajectory:
-    turns = [
-        Turn(**turn | {"completion": completion_from(turn["completion"])}) for turn in row["turns"]
-    ]
-    return Trajectory(**row | {"turns": turns})
-
-
-def completion_from(row: dict[str, Any]) -> Completion:
-    return Completion(**row | {"newer_versions": [tuple(pair) for pair in row["newer_versions"]]})
+def restore(group: Group, row: dict[str, Any]) -> None:
+    """The group goes on where the run before ended."""
+    group.version = row["version"]
+    group.trajectories = TypeAdapter(list[Trajectory]).validate_python(row["trajectories"])
+    episodes = TypeAdapter(dict[str, EpisodeUnderWay]).validate_python(row["episodes"])
+    group.under_way = GroupUnderWay(episodes=episodes)
