@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_core.sampling.rollout import Group
+    from rl_core.types import Trajectory
 
 
 class Plugin:
@@ -37,6 +38,13 @@ class Plugin:
 
     async def after_rollout(self, step: int, groups: list[Group]) -> None:
         """Engines sleep. `groups`: this rank's part of the step."""
+
+    async def refill(self, groups: list[Group]) -> list[Group]:
+        """Further groups of the step, of this rank."""
+        return []
+
+    async def on_episodes(self, step: int, name: str, trajectories: list[Trajectory]) -> None:
+        """They were played, for a step or an evaluation (`step 7`, `eval/000007/greedy`)."""
 
     async def on_failures(self, step: int, reasons: dict[str, int]) -> None:
         """Reason -> how many episodes of a step, or of an evaluation, failed for it on all

@@ -139,12 +139,6 @@ def served_environment() -> Any:
     return load_module
 
 
-def data_warnings() -> Any:
-    from rl_core.plugins.data_warnings import data_warnings
-
-    return data_warnings
-
-
 def check_experts() -> Any:
     from rl_core.plugins.experts import check_experts
 
@@ -335,10 +329,28 @@ def mfu(trainer: Any) -> Any:
     return Mfu(trainer)
 
 
-def speed(trainer: Any) -> Any:
-    from rl_core.plugins.speed import Speed
+def episode_metrics(trainer: Any) -> Any:
+    from rl_core.plugins.episode_metrics import EpisodeMetrics
 
-    return Speed(trainer)
+    return EpisodeMetrics(trainer)
+
+
+def run_files(trainer: Any) -> Any:
+    from rl_core.plugins.run_files import RunFiles
+
+    return RunFiles(trainer)
+
+
+def failure_limit(trainer: Any) -> Any:
+    from rl_core.plugins.failure_limit import FailureLimit
+
+    return FailureLimit(trainer)
+
+
+def refill(trainer: Any) -> Any:
+    from rl_core.plugins.refill import Refill
+
+    return Refill(trainer)
 
 
 def best_keeper(trainer: Any) -> Any:
@@ -394,18 +406,22 @@ def always(plan: Any) -> bool:
 
 
 PLUGINS = (
+    # First: the files of what was played are written before the run may end by it.
+    (always, run_files),
     (lambda plan: plan.algorithm.is_rl and plan.config.canary_tolerance != 0, canary),
     (lambda plan: plan.config.rollout.lagged[0] > 0, stale_policy),
     (lambda plan: plan.config.max_staleness or plan.config.rollout.fixed_order, stale_groups),
     (lambda plan: plan.config.profile_step, profiler),
     (lambda plan: torch.cuda.is_available(), mfu),
-    (always, speed),
+    (lambda plan: plan.algorithm.refill_rounds, refill),
+    (always, episode_metrics),
     (lambda plan: plan.config.keep_best, best_keeper),
     (lambda plan: plan.config.eval_every, evaluation),
     (lambda plan: plan.on_step, on_step),
     # Last: evaluations end before signals are caught, and what is saved is what the others have.
     (always, signal_handler),
     (always, run_end),
+    (always, failure_limit),
     (always, report),
     (always, checkpointer),
     (lambda plan: plan.config.push_to_hub, hub),

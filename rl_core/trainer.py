@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,16 +16,14 @@ import torch
 from rl_core import models, registry
 from rl_core.actors import make_actors
 from rl_core.data.episodes import baseline_groups
-from rl_core.data.rows import write_tokenizers, write_trajectories
-from rl_core.distributed import Ranks, all_gather_json, barrier, explain_timeouts
+from rl_core.distributed import Ranks, barrier, explain_timeouts
 from rl_core.learning.advantages import group_results, has_signal, samples_of
 from rl_core.learning.checkpoint import load_checkpoint, newest_intact
 from rl_core.learning.learner import Learner
-from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics
+from rl_core.metrics import Max, Mean, Metric, add_metrics
 from rl_core.plan import Plan
-from rl_core.run_folder import RunLog, keep_codes, keep_config, naming
+from rl_core.run_folder import RunLog
 from rl_core.sampling.engine import DeviceLease, Engine
-from rl_core.sampling.outcomes import refuse_failures, rollout_metrics
 from rl_core.sampling.rollout import (
     Group,
     RolloutWorker,
@@ -35,7 +32,7 @@ from rl_core.sampling.rollout import (
     make_group,
     run_group,
 )
-from rl_core.types import RunError, TrainingSample, Trajectory
+from rl_core.types import TrainingSample, Trajectory
 
 # Names that begin with it are summed over ranks, and not logged.
 KEEP = "keep/"
@@ -53,8 +50,6 @@ class Trainer:
         self.phase = "start"
         for endpoint in plan.endpoints.values():
             endpoint.ping()
-        if ranks.is_writer:
-            prepare_folder(plan, self.out)
         self.plugins = registry.make_plugins(self)
 
         checkpoints = self.out / "checkpoints"
@@ -78,10 +73,6 @@ class Trainer:
         self.pending: list[int] = state.get("pending", [])
         self.metrics: dict[str, Metric] = {}  # of the step under way
         self.agreed: dict[str, float] = {}  # what all ranks noted last of names with KEEP
-        self.failed_rows: dict[tuple[str, str], float] = {}  # see refuse_failures()
-        # Episodes of this process, and those that failed.
-        self.tallies = {"train": Counter(), "eval": Counter()}
-        self.writing: asyncio.Future | None = None  # the file of rollouts under way
         self.is_ending, self.ended_by = False, ""
         self.beginning = self.describe_beginning()
 
@@ -210,19 +201,14 @@ class Trainer:
             return self.samples_of_rows()
         groups = await self.rollout()
         await self.device.sleep()
-        trajectories = in_order(groups)
-        name = f"step_{self.step + 1:06d}"
-        await self.write(name, trajectories)
-        await self.refuse_failures(
-            trajectories, "train", f"step {self.step + 1}", self.failed_rows, step=self.step + 1
-        )
+        name = f"step {self.step + 1}"
+        await self.call("on_episodes", self.step + 1, name, in_order(groups))
         await self.call("after_rollout", self.step, groups)
         if self.plan.curriculum:
             pass_reward = self.config.eval.pass_reward
-            results = group_results(trajectories, self.learners, pass_reward, self.ranks)
+            results = group_results(in_order(groups), self.learners, pass_reward, self.ranks)
             self.plan.curriculum.record(results, min([*self.begun, self.position]))
-        await self.note_rollouts(trajectories)
-        return training_samples(self.plan, trajectories, self.ranks)
+        return training_samples(self.plan, in_order(groups), self.ranks)
 
     def samples_of_rows(self) -> dict[str, list[TrainingSample]]:
         """The same, of the rows that a step learns."""
@@ -235,32 +221,16 @@ class Trainer:
         return {self.config.trained[0]: samples}
 
     async def rollout(self) -> list[Group]:
-        """This rank's groups of a step. With refilling, further groups replace those without signal
-        (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2); these are in it too."""
-        config, algorithm = self.config, self.plan.algorithm
-        oldest = self.step - config.max_staleness
+        """This rank's groups of a step."""
         self.worker.submit(self.draw_groups(self.num_to_begin()))
-        groups = await self.worker.collect(config.tasks_per_step, oldest)
-        if not algorithm.refill_rounds:
-            return groups
-        rounds, missing = 0, self.num_without_signal(groups)
-        while missing and rounds < algorithm.refill_rounds:
-            rounds += 1
-            self.worker.submit(self.draw_groups(missing))
-            groups += await self.worker.collect(missing, oldest)
-            missing = self.num_without_signal(groups)
-        self.note("rollout/", {"refill_rounds": Mean(rounds), "groups_missing": Mean(missing)})
+        groups = await self.collect(self.config.tasks_per_step)
+        for plugin in self.plugins:
+            groups += await plugin.refill(groups)
         return groups
 
-    def num_without_signal(self, groups: list[Group]) -> int:
-        """Groups with signal that a step lacks, on all ranks."""
-        learned = [t for t in in_order(groups) if t.actor in self.config.trained]
-        with_signal = set()
-        for group in baseline_groups(learned):
-            if has_signal(group, self.plan.algorithm):
-                with_signal.add(group[0].group_id)
-        num = sum(all_gather_json(len(with_signal), self.ranks))
-        return max(0, self.config.tasks_per_step - num)
+    async def collect(self, num_groups: int) -> list[Group]:
+        """This rank's part of so many groups that are complete and not too stale."""
+        return await self.worker.collect(num_groups, self.step - self.config.max_staleness)
 
     def num_to_begin(self) -> int:
         """Groups of a step and of max_staleness further steps may have begun."""
@@ -326,67 +296,6 @@ class Trainer:
         """The run ends after this step. Every rank must call it."""
         self.is_ending, self.ended_by = True, reason
 
-    async def refuse_failures(
-        self,
-        trajectories: list[Trajectory],
-        kind: str,
-        name: str,
-        rows: dict[tuple[str, str], float],
-        step: int,
-        **limits: int,
-    ) -> None:
-        """Tells plugins why episodes failed. Raises RunError if too many did, once the plugins know
-        of it."""
-        config, tally = self.config.rollout, self.tallies[kind]
-        limit = config.max_failed_fraction
-        try:
-            reasons = refuse_failures(
-                trajectories, rows, limit, name, self.ranks, tally=tally, **limits
-            )
-        except RunError as error:
-            await self.call("give_up")
-            if not config.save:
-                raise
-            flags = "--reasons --eval" if kind == "eval" else "--reasons"
-            raise RunError(f"{error}; all reasons: rl-core show {self.out} {flags}") from error
-        self.terminal.failures(step, reasons)
-        await self.call("on_failures", step, reasons)
-
-    async def write(self, name: str, trajectories: list[Trajectory]) -> None:
-        """Writes in a thread. The file is complete before the next one begins, or when the run
-        ends."""
-        await self.written()
-        if self.config.rollout.save:
-            suffix = f".rank_{self.ranks.rank:05d}" if self.ranks.size > 1 else ""
-            file = self.out / "rollouts" / f"{name}{suffix}.jsonl.zst"
-            self.writing = asyncio.get_running_loop().run_in_executor(
-                None, naming(file)(write_trajectories), file, trajectories
-            )
-
-    async def written(self) -> None:
-        if self.writing is not None:
-            await self.writing
-
-    async def note_rollouts(self, trajectories: list[Trajectory]) -> None:
-        envs = self.plan.envs
-        for name in self.learners:
-            own = [t for t in trajectories if t.actor == name]
-            self.note(f"rollout/{name}/", rollout_metrics(own))
-            for env in envs if len(envs) > 1 else ():
-                of_env = [t for t in own if t.env == env]
-                self.note(f"rollout/{name}/{env}/", rollout_metrics(of_env))
-        for name, endpoint in self.plan.endpoints.items():
-            self.note(f"rollout/{name}/", endpoint.take_metrics())
-        if lease := self.lease:
-            switches = {
-                "engine_switches": Sum(lease.num_switches),
-                "engine_switch_s": Sum(lease.switch_s),
-            }
-            self.note("rollout/", switches)
-            lease.num_switches, lease.switch_s = 0, 0.0
-        for engine in self.engines:
-            self.note("", await engine.take_metrics())
-
     @contextmanager
     def timed(self, phase: str):
         began = time.monotonic()
@@ -441,12 +350,9 @@ class Trainer:
         await self.worker.close()
         for speaker in (*self.plan.endpoints.values(), *self.engines):
             await speaker.close()
-        try:
-            await self.written()
-        finally:
-            if self.trackers:
-                self.trackers.close()
-            await self.call("close")
+        if self.trackers:
+            self.trackers.close()
+        await self.call("close")
 
     def after_run(self) -> None:
         """On the rank that writes, once ranks have parted: none waits for what follows."""
@@ -467,17 +373,3 @@ def training_samples(
         longest = plan.config.actors[name].max_tokens or plan.config.max_tokens
         samples[name] = samples_of(groups, plan.algorithm, longest, ranks, advantage_fns)
     return samples
-
-
-def prepare_folder(plan: Plan, out: Path) -> None:
-    for folder in ("rollouts", "checkpoints", "hf"):
-        (out / folder).mkdir(parents=True, exist_ok=True)
-    for line in keep_config(out, plan.config):
-        print(f"differs from {out / 'config.yaml'}: {line}", flush=True)
-    codes = {env.path.partition("?")[0]: env.code() for env in plan.envs.values()}
-    for name in keep_codes(out, codes):
-        print(f"differs from {out / 'env_code.yaml'}: {name} has changed since", flush=True)
-    for line in registry.data_warnings()(plan.config, plan.algorithm, plan.train, plan.eval):
-        print(f"warning: {line}", flush=True)
-    if plan.algorithm.is_rl:
-        write_tokenizers(out / "rollouts", plan.chats)

@@ -10,9 +10,9 @@ from typing import Any
 
 from rl_core.metrics import Metric
 from rl_core.plugin import Plugin
+from rl_core.plugins.episode_metrics import held_out_metrics, part_metrics
 from rl_core.rules import printable
 from rl_core.sampling.actor import Actor
-from rl_core.sampling.outcomes import held_out_metrics, part_metrics
 from rl_core.sampling.rollout import make_group, rollout
 from rl_core.types import Task, Trajectory
 
@@ -100,10 +100,9 @@ class Evaluation(Plugin):
         envs, ranks, timeout_s = trainer.plan.envs, trainer.ranks, config.timeout_s
         speakers = {name: newest(speaker) for name, speaker in trainer.speakers.items()}
         found = await rollout(envs, speakers, groups, config.rollout, ranks, timeout_s)
-        await trainer.write(name.replace("/", "_"), found)
         if label == "greedy":
             self.show(found)
-        await trainer.refuse_failures(found, "eval", name, {}, step, min_rows=1)
+        await trainer.call("on_episodes", step, name, found)
         for actor in config.trained:
             prefix = f"eval/{source}/{actor}/" if len(config.trained) > 1 else f"eval/{source}/"
             own = [t for t in found if t.actor == actor and t.status != "failed"]

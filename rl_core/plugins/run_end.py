@@ -33,7 +33,7 @@ class RunEnd(Plugin):
         if not trainer.signal and done >= config.num_steps:
             how = "done"
         say(f"{how}: step {done} of {config.num_steps} in {taken}")
-        for line in [*before_and_after(rows), *self.failed_lines()]:
+        for line in before_and_after(rows):
             say(f"  {line}")
         say(f"  look at it: rl-core view {trainer.out}")
         if done < config.num_steps:
@@ -41,19 +41,6 @@ class RunEnd(Plugin):
             if trainer.plan.on_step is not None:  # it is no command
                 go_on = "train() again, with Config(resume=True)"
             say(f"  go on: {go_on}")
-
-    def failed_lines(self) -> list[str]:
-        """How many episodes of this process failed, and the command that counts why."""
-        trainer, lines = self.trainer, []
-        for kind, tally in trainer.tallies.items():
-            if not tally["failed"]:
-                continue
-            of, flag = (" of evaluations", " --eval") if kind == "eval" else ("", "")
-            line = f"{tally['failed']} of {tally['episodes']} episodes{of} failed"
-            if trainer.config.rollout.save:
-                line += f": rl-core show {trainer.out} --reasons{flag}"
-            lines.append(line)
-        return lines
 
 
 def before_and_after(rows: Sequence[Row]) -> list[str]:

@@ -198,6 +198,17 @@ class DeviceLease:
                     del self.queue[engine]
             self._admit()
 
+    def take_metrics(self) -> dict[str, Metric]:
+        """Since the last call."""
+        from rl_core.metrics import Sum  # imports torch, which rl-core check does without
+
+        metrics = {
+            "engine_switches": Sum(self.num_switches),
+            "engine_switch_s": Sum(self.switch_s),
+        }
+        self.num_switches, self.switch_s = 0, 0.0
+        return metrics
+
     def _admit(self) -> None:
         """Admits callers of the holder, or starts to hand the device over."""
         other = next((e for e in self.queue if e is not self.holder), None)

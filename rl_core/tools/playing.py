@@ -172,7 +172,7 @@ class Player:
         first: int = 0,
     ) -> list[Trajectory]:
         """`size` episodes of each task. Raises RunError if too many fail."""
-        from rl_core.sampling.outcomes import refuse_failures
+        from rl_core.plugins.failure_limit import refuse_failures
         from rl_core.sampling.rollout import make_group, rollout
 
         config, place = self.config, {"batch": batch, "label": label, "size": size}

@@ -1,0 +1,100 @@
+"""Metrics of episodes."""
+
+from __future__ import annotations
+
+from rl_core.data.episodes import (
+    baseline_groups,
+    by_episode,
+    episode_means,
+    episode_rewards,
+    has_spread,
+)
+from rl_core.metrics import Mean, Metric, Percentile, Sum
+from rl_core.plugin import Plugin
+from rl_core.sampling.rollout import Group, in_order
+from rl_core.types import Trajectory
+
+
+class EpisodeMetrics(Plugin):
+    """Of each step, and how many tokens a second are sampled and learned."""
+
+    async def after_rollout(self, step: int, groups: list[Group]) -> None:
+        trainer, trajectories = self.trainer, in_order(groups)
+        for name in trainer.learners:
+            own = [t for t in trajectories if t.actor == name]
+            trainer.note(f"rollout/{name}/", rollout_metrics(own))
+            if len(trainer.plan.envs) > 1:
+                for env in trainer.plan.envs:
+                    of_env = [t for t in own if t.env == env]
+                    trainer.note(f"rollout/{name}/{env}/", rollout_metrics(of_env))
+        for name, endpoint in trainer.plan.endpoints.items():
+            trainer.note(f"rollout/{name}/", endpoint.take_metrics())
+        if trainer.lease is not None:
+            trainer.note("rollout/", trainer.lease.take_metrics())
+        for engine in trainer.engines:
+            trainer.note("", await engine.take_metrics())
+
+    async def before_log(self, step: int) -> None:
+        trainer, metrics = self.trainer, self.trainer.metrics
+        spoken = [f"rollout/{name}/tokens" for name in trainer.learners]
+        for phase, names in (("generate", spoken), ("learn", ["pack/tokens"])):
+            tokens = sum(metrics[name].value for name in names if name in metrics)
+            if tokens:
+                speed = Sum(tokens / metrics[f"time/{phase}_s"].value)
+                trainer.note("time/", {f"{phase}_tokens_per_s": speed})
+        if trainer.ranks.engine_ranks:
+            waited = Mean(metrics["time/generate_s"].value, metrics["time/step_s"].value)
+            trainer.note("time/", {"learners_idle_frac": waited})
+
+
+def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
+    """Means over the episodes that did not fail. One that returned several conversations counts
+    with their mean."""
+    done = [t for t in trajectories if t.status != "failed"]
+    lengths = episode_means(done, lambda t: t.num_tokens)
+    all_lengths = [t.num_tokens for t in done]
+    groups = [[t.reward for t in group] for group in baseline_groups(done)]
+    failed = {(t.env, t.group_id, t.index) for t in trajectories if t.status == "failed"}
+    return {
+        "reward_mean": mean_of(episode_rewards(done)),
+        "length_mean": mean_of(lengths),
+        "length_p50": Percentile(50, lengths),
+        "length_p95": Percentile(95, lengths),
+        "length_max": Percentile(100, all_lengths),
+        "turns_mean": mean_of(episode_means(done, lambda t: len(t.turns))),
+        "truncated_frac": mean_of(episode_means(done, lambda t: float(t.status == "truncated"))),
+        "failed": Sum(len(failed)),
+        "tokens": Sum(sum(all_lengths)),
+        "zero_signal_frac": mean_of([float(not has_spread(rewards)) for rewards in groups]),
+        **part_metrics(done),
+    }
+
+
+def mean_of(values: list[float]) -> Mean:
+    return Mean(sum(values), len(values))
+
+
+def held_out_metrics(
+    trajectories: list[Trajectory], score: str, passed: str, pass_reward: float
+) -> dict[str, Metric]:
+    """Means over the tasks: `score` is the mean reward of a task's episodes, `passed` whether any
+    of them passes."""
+    tasks = [episode_rewards(group) for group in baseline_groups(trajectories)]
+    scores = [sum(rewards) / len(rewards) for rewards in tasks]
+    passes = [float(max(rewards) >= pass_reward) for rewards in tasks]
+    return {score: mean_of(scores), passed: mean_of(passes)}
+
+
+def part_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
+    """Means of each part of the reward and of each metric that the environment gives, over the
+    episodes that have it."""
+    values: dict[str, list[float]] = {}
+    for episode in by_episode(trajectories):
+        own: dict[str, list[float]] = {}
+        for t in episode:
+            parts = {f"reward/{part}": value for part, value in t.reward_parts.items()}
+            for name, value in [*parts.items(), *t.metrics.items()]:
+                own.setdefault(name, []).append(value)
+        for name, of_conversations in own.items():
+            values.setdefault(name, []).append(sum(of_conversations) / len(of_conversations))
+    return {name: mean_of(values[name]) for name in sorted(values)}

@@ -1,0 +1,121 @@
+"""A run in which too many episodes fail ends (--rollout.max_failed_fraction)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from rl_core.data.episodes import failure_reason
+from rl_core.distributed import Ranks, all_gather_json
+from rl_core.plugin import Plugin
+from rl_core.types import RunError, Trajectory
+
+MAX_REASONS, MAX_REASON_CHARS = 20, 600  # that ranks tell each other of one step
+# Max_failed_fraction is of the newest WINDOW_ROWS rows, and of at least MIN_ROWS.
+WINDOW_ROWS, MIN_ROWS = 200, 50
+
+
+class FailureLimit(Plugin):
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.rows: dict[tuple[str, str], float] = {}  # see refuse_failures()
+        # Episodes of this process, and those that failed.
+        self.tallies: dict[str, Counter[str]] = {"train": Counter(), "eval": Counter()}
+
+    async def on_episodes(self, step: int, name: str, trajectories: list[Trajectory]) -> None:
+        """Tells plugins why episodes failed. Raises RunError if too many did, once the plugins know
+        of it."""
+        trainer, config = self.trainer, self.trainer.config.rollout
+        limit, rows, min_rows, tally = config.max_failed_fraction, self.rows, MIN_ROWS, "train"
+        if name.startswith("eval/"):
+            rows, min_rows, tally = {}, 1, "eval"
+        tally = self.tallies[tally]
+        try:
+            reasons = refuse_failures(
+                trajectories, rows, limit, name, trainer.ranks, min_rows, tally
+            )
+        except RunError as error:
+            await trainer.call("give_up")
+            if not config.save:
+                raise
+            flags = "--reasons --eval" if name.startswith("eval/") else "--reasons"
+            raise RunError(f"{error}; all reasons: rl-core show {trainer.out} {flags}") from error
+        await trainer.call("on_failures", step, reasons)
+
+    def after_run(self) -> None:
+        """How many episodes of this process failed, and the command that counts why."""
+        for kind, tally in self.tallies.items():
+            if not tally["failed"]:
+                continue
+            of, flag = (" of evaluations", " --eval") if kind == "eval" else ("", "")
+            line = f"  {tally['failed']} of {tally['episodes']} episodes{of} failed"
+            if self.trainer.config.rollout.save:
+                line += f": rl-core show {self.trainer.out} --reasons{flag}"
+            self.trainer.log.say(line)
+
+
+def refuse_failures(
+    trajectories: list[Trajectory],
+    rows: dict[tuple[str, str], float],
+    limit: float,
+    name: str,
+    ranks: Ranks,
+    min_rows: int = MIN_ROWS,
+    tally: Counter[str] | None = None,
+) -> dict[str, int]:
+    """Reason -> how many of these episodes failed for it, on all ranks. Raises RunError on all
+    ranks alike if all of these episodes failed, or more than the limit among the newest rows.
+    `rows` holds the failed part of each row's last group, the newest last, and is updated. A row
+    counts once, however often it was drawn: one bad row of twenty is a twentieth. Adds to `tally`
+    how many "episodes" there were, and how many "failed"."""
+    counts, firsts = [], []
+    reasons: Counter[str] = Counter()
+    for of_rank, first, own in all_gather_json(count_failures(trajectories), ranks):
+        counts += of_rank
+        firsts += [first] if first else []
+        reasons.update(dict(own))
+    failed = sum(row[2] for row in counts)
+    total = sum(row[3] for row in counts)
+    for env, task, bad, num in sorted(counts):
+        rows.pop((env, task), None)
+        rows[env, task] = bad / num
+    for old in list(rows)[: -max(WINDOW_ROWS, len(counts))]:
+        del rows[old]
+    if tally is not None:
+        tally.update(failed=failed, episodes=total)
+    bad_rows = sum(rows.values())
+    counted = max(min_rows, len(rows))
+    are_too_many = bad_rows > limit * counted
+    if failed and (failed == total or are_too_many):
+        rule = ", all that there were"
+        if are_too_many:
+            rule = (
+                f", and more than --rollout.max_failed_fraction={limit} of the last {len(rows)} "
+                "rows"
+            )
+            if counted > len(rows):
+                rule += f", which count as {counted}"
+            rule += f" ({bad_rows:.4g} failed, {limit * counted:.4g} may)"
+        raise RunError(
+            f"{failed} of {total} episodes of {name} failed{rule}. The first: {firsts[0]}"
+        )
+    return dict(reasons.most_common(MAX_REASONS))
+
+
+def count_failures(trajectories: list[Trajectory]) -> list[Any]:
+    """[[environment, task, episodes that failed, episodes] of each row, the first failure, the
+    commonest reasons]."""
+    episodes = {(t.env, t.task_id, t.group_id, t.index): None for t in trajectories}
+    for t in trajectories:
+        if t.status == "failed":
+            episodes[t.env, t.task_id, t.group_id, t.index] = t.error
+    totals, failed, reasons = Counter(), Counter(), Counter()
+    first = ""
+    for (env, task, *_), error in episodes.items():
+        totals[env, task] += 1
+        if error is not None:
+            first = first or f"{task}: {error}"
+            failed[env, task] += 1
+            reasons[failure_reason(error, task)[:MAX_REASON_CHARS]] += 1
+    counts = [[*row, failed[row], total] for row, total in totals.items()]
+    return [counts, first, reasons.most_common(MAX_REASONS)]

@@ -1,0 +1,36 @@
+"""Groups whose rewards are all alike teach nothing: further ones take their place (DAPO's dynamic
+sampling, arXiv:2503.14476, section 3.2)."""
+
+from __future__ import annotations
+
+from rl_core.data.episodes import baseline_groups
+from rl_core.distributed import all_gather_json
+from rl_core.learning.advantages import has_signal
+from rl_core.metrics import Mean
+from rl_core.plugin import Plugin
+from rl_core.sampling.rollout import Group, in_order
+
+
+class Refill(Plugin):
+    async def refill(self, groups: list[Group]) -> list[Group]:
+        trainer, rounds = self.trainer, 0
+        more: list[Group] = []
+        missing = self.num_missing(groups)
+        while missing and rounds < trainer.plan.algorithm.refill_rounds:
+            rounds += 1
+            trainer.worker.submit(trainer.draw_groups(missing))
+            more += await trainer.collect(missing)
+            missing = self.num_missing([*groups, *more])
+        metrics = {"refill_rounds": Mean(rounds), "groups_missing": Mean(missing)}
+        trainer.note("rollout/", metrics)
+        return more
+
+    def num_missing(self, groups: list[Group]) -> int:
+        """Groups with signal that the step lacks, on all ranks."""
+        trainer, with_signal = self.trainer, set()
+        learned = [t for t in in_order(groups) if t.actor in trainer.config.trained]
+        for group in baseline_groups(learned):
+            if has_signal(group, trainer.plan.algorithm):
+                with_signal.add(group[0].group_id)
+        num = sum(all_gather_json(len(with_signal), trainer.ranks))
+        return max(0, trainer.config.tasks_per_step - num)

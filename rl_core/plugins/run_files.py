@@ -1,0 +1,52 @@
+"""What a run writes into its folder: config.yaml and env_code.yaml when it begins, and
+rollouts/*.jsonl.zst."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rl_core.data.rows import write_tokenizers, write_trajectories
+from rl_core.plugin import Plugin
+from rl_core.plugins.data_warnings import data_warnings
+from rl_core.run_folder import keep_codes, keep_config, naming
+from rl_core.types import Trajectory
+
+
+class RunFiles(Plugin):
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.writing: asyncio.Future | None = None  # the file of rollouts under way
+        if trainer.ranks.is_writer:
+            self.begin()
+
+    def begin(self) -> None:
+        plan, out = self.trainer.plan, self.trainer.out
+        for folder in ("rollouts", "checkpoints", "hf"):
+            (out / folder).mkdir(parents=True, exist_ok=True)
+        for line in keep_config(out, plan.config):
+            print(f"differs from {out / 'config.yaml'}: {line}", flush=True)
+        codes = {env.path.partition("?")[0]: env.code() for env in plan.envs.values()}
+        for name in keep_codes(out, codes):
+            print(f"differs from {out / 'env_code.yaml'}: {name} has changed since", flush=True)
+        for line in data_warnings(plan.config, plan.algorithm, plan.train, plan.eval):
+            print(f"warning: {line}", flush=True)
+        if plan.algorithm.is_rl:
+            write_tokenizers(out / "rollouts", plan.chats)
+
+    async def on_episodes(self, step: int, name: str, trajectories: list[Trajectory]) -> None:
+        """Writes in a thread. The file is complete before the next one begins, or when the run
+        ends."""
+        await self.close()
+        if self.trainer.config.rollout.save:
+            ranks = self.trainer.ranks
+            suffix = f".rank_{ranks.rank:05d}" if ranks.size > 1 else ""
+            stem = name.replace("/", "_") if name.startswith("eval/") else f"step_{step:06d}"
+            file = self.trainer.out / "rollouts" / f"{stem}{suffix}.jsonl.zst"
+            loop = asyncio.get_running_loop()
+            write = naming(file)(write_trajectories)
+            self.writing = loop.run_in_executor(None, write, file, trajectories)
+
+    async def close(self) -> None:
+        if self.writing is not None:
+            await self.writing
