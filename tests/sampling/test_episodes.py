@@ -32,12 +32,10 @@ KINDS = ("group_mean", "group_norm", "group_norm_unbiased", "rloo", "none", "cus
 # Comprehensions over conversations that read what was earned or said, and why each may.
 READERS = {
     "data/episodes.py episode_rewards": "the law itself",
-    "data/rows.py load_rollouts": "keeps conversations by their own reward, of rows to imitate",
+    "plugins/tables.py load_rollouts": "keeps conversations by their own reward, of rows to imitate",
     "sampling/episode.py Episode.score": "one conversation",
-    "sampling/outcomes.py "
-    "part_metrics": "the mean over each episode's conversations, then over episodes",
-    "sampling/outcomes.py "
-    "rollout_metrics": "the longest conversation, all tokens, and whether rewards differ at all",
+    "plugins/episode_metrics.py part_metrics": "the mean over each episode's conversations, then over episodes",
+    "plugins/episode_metrics.py rollout_metrics": "the longest conversation, all tokens, and whether rewards differ at all",
     "tools/check.py part_means": "gives the value to episode_means",
     "tools/check.py outcomes_of": "names of the parts",
     "tools/eval.py scores": "the mean over each episode's conversations, then over episodes",
@@ -49,7 +47,7 @@ READERS = {
     "tools/view/report.py spread": "whether rewards differ at all",
     "tools/view/tokens.py advantage_of": "those that have a reward",
     "tools/view/tui.py Conversation.headline": "one conversation",
-    "plugins/terminal.py Terminal.episodes": "one conversation",
+    "plugins/evaluation.py Evaluation.show": "one conversation",
 }
 LISTS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 NAMES = {"reward", "reward_parts", "num_tokens"}
