@@ -1,4 +1,4 @@
-"""Draws docs/pictures/house.svg from the files of rl_core/, and step.svg from the table STEP below.
+"""Draws docs/pictures/house.svg from the files of rl_core/, and step.svg from the table STEP.
 
     python scripts/house_pictures.py
 
@@ -119,7 +119,7 @@ def house() -> str:
 
     floor([("tools", "use the library as a user would", "tools/")], TOOL, 960)
     top = y
-    floor([("roof", "a run: the loop, its plan, its actors", "train plan actors models")])
+    floor([("roof", "a run: the loop, its plan, its actors", "train trainer plan actors models")])
     door = floor([("registry", "the only file that names options", "registry")])
     floor(
         [
@@ -142,6 +142,68 @@ def house() -> str:
     return svg(1000, end + 16, parts, "The house: what may import what")
 
 
+# A step from top to bottom: who has the device, what happens, where, and what flows on. Rows of
+# "plugins" are hooks.
+STEP = [
+    ("plugins", "before_rollout", "plugin.py", "Plugin.before_rollout", ""),
+    ("engines", "draw the next tasks", "trainer.py", "Trainer.draw_groups", "Group"),
+    ("engines", "play groups side by side", "sampling/rollout.py", "RolloutWorker.submit", ""),
+    ("engines", "an actor's turn", "sampling/actor.py", "Actor.generate", "Completion"),
+    ("engines", "one step's worth is there", "sampling/rollout.py", "RolloutWorker.collect", ""),
+    ("both", "engines sleep", "actors.py", "Device.sleep", "Trajectory*"),
+    ("plugins", "after_rollout", "plugin.py", "Plugin.after_rollout", ""),
+    ("learners", "compare, reward", "learning/advantages.py", "samples_of", "TrainingSample"),
+    ("both", "learner on the device", "actors.py", "ActorRuntime.learning", ""),
+    ("plugins", "before_learn", "plugin.py", "Plugin.before_learn", ""),
+    (
+        "learners",
+        "pack, balance",
+        "learning/learner.py",
+        "Learner.shard",
+        "PackedBatch",
+    ),
+    ("learners", "old logprobs, reference", "learning/learner.py", "Learner.annotate", ""),
+    ("learners", "loss, optimizer step", "learning/learner.py", "Learner.step", "new weights"),
+    ("both", "weights to the engine", "actors.py", "ActorRuntime.sync", ""),
+    ("plugins", "after_sync", "plugin.py", "Plugin.after_sync", ""),
+    ("plugins", "before_log", "plugin.py", "Plugin.before_log", ""),
+    ("both", "metrics of all ranks", "trainer.py", "Trainer.log_metrics", "metrics.jsonl"),
+    ("plugins", "after_step", "plugin.py", "Plugin.after_step", ""),
+]
+FILLS = {"engines": OPTION, "learners": SPINE, "both": "#ffffff", "plugins": TOOL}
+LANES = [("engines have the device", "engines"), ("learners have it", "learners")]
+
+
+def step() -> str:
+    """The rows of STEP below each other, hooks of plugins beside them."""
+    left, width, height, gap = 60, 620, 34, 14
+    parts = []
+    for number, (title, who) in enumerate(LANES):
+        parts.append(box(left + 230 * number, 16, 16, 16, FILLS[who]))
+        parts.append(text(left + 24 + 230 * number, 29, title))
+    parts.append(box(left + 460, 16, 16, 16, TOOL))
+    parts.append(text(left + 484, 29, "plugins are called"))
+    y = 50.0
+    for who, says, file, name, gives in STEP:
+        if who == "plugins":
+            parts.append(box(left + width + 30, y, 230, 24, TOOL))
+            parts.append(text(left + width + 42, y + 16, says, 12, MONO))
+            parts.append(arrow(left, y + 12, left + width + 28, y + 12))
+            y += 24 + gap
+            continue
+        parts.append(box(left, y, width, height, FILLS[who]))
+        parts.append(text(left + 12, y + 22, says))
+        parts.append(text(left + 230, y + 22, f"{file}  {name}", 12, MONO))
+        if gives:
+            parts.append(text(left + 14, y + height + 12, f"↓ {gives}", 11, MONO))
+            y += 8
+        y += height + gap
+    way = f"M{left},{y - gap - 12:g} L24,{y - gap - 12:g} L24,60 L{left - 2},60"
+    parts.append(f"<path d='{way}' fill='none' stroke='{LINE}' marker-end='url(#head)'/>")
+    return svg(960, y + 10, parts, "One step of a run")
+
+
 if __name__ == "__main__":
     folder = ROOT / "docs/pictures"
     (folder / "house.svg").write_text(house(), encoding="utf-8")
+    (folder / "step.svg").write_text(step(), encoding="utf-8")

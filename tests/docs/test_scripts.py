@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import gpu_check
+import house_pictures
 import pytest
 import torch
 from demo_data import TASKS, demo_data
@@ -364,3 +366,14 @@ def test_where_builds_for_cpus_are_not_reached_torch_is_what_is_at_hand(install)
 def test_with_a_gpu_torch_is_that_of_the_requirements(install):
     said, asked = install(has_gpu=True)
     assert asked == [OURS] and "torch for CUDA, a download of 2 to 5 GB" in said
+
+
+def test_the_pictures_of_the_house_are_those_of_the_code():
+    """After a change: python scripts/house_pictures.py."""
+    assert (ROOT / "docs/pictures/house.svg").read_text() == house_pictures.house()
+    assert (ROOT / "docs/pictures/step.svg").read_text() == house_pictures.step()
+    for _, _, file, name, _ in house_pictures.STEP:
+        nodes: list[ast.stmt] = ast.parse((ROOT / "rl_core" / file).read_text()).body
+        for part in name.split("."):
+            [found] = [node for node in nodes if getattr(node, "name", "") == part]
+            nodes = found.body
