@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import hmac
 import json
+import math
 import os
 import secrets
 import socket
@@ -46,9 +47,10 @@ async def ask(
     """(status, content) of a POST of JSON; of a GET without a body. Raises aiohttp.ClientError or
     TimeoutError if there is no answer. Cancelling it closes the connection."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    limits, method = aiohttp.ClientTimeout(total=timeout_s), "GET" if body is None else "POST"
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    method = "GET" if body is None else "POST"
     # One session per request: a session belongs to one event loop, and a run has several.
-    connection = aiohttp.ClientSession(timeout=limits, headers=headers)
+    connection = aiohttp.ClientSession(timeout=timeout, headers=headers)
     async with connection as session, session.request(method, url, json=body) as answer:
         return answer.status, await answer.read()
 
@@ -83,18 +85,15 @@ class WeightChannel:
         number, error = 0, ""
         while facts := self._broadcast_json(None):
             dtype, shapes, sent = facts
-            sizes = [torch.Size(shape).numel() for _, shape in shapes]
-            flat = self._broadcast(
-                torch.empty(sum(sizes), dtype=getattr(torch, dtype), device=self.device)
-            )
-            if (found := checksum(flat)) != sent:
-                error = error or (
+            sizes = [math.prod(shape) for _, shape in shapes]
+            flat = torch.empty(sum(sizes), dtype=getattr(torch, dtype), device=self.device)
+            found = checksum(self._broadcast(flat))
+            if found != sent and not error:
+                error = (
                     f"engine rank {self.number} received other weights than were sent to it: "
-                    f"bucket {number}, from "
-                    f"{shapes[0][0]} to {shapes[-1][0]}, has checksum {found:08x} instead of "
-                    f"{sent:08x}; check the "
-                    "network and the memory between it and the first learner, and go on with "
-                    "--resume"
+                    f"bucket {number}, from {shapes[0][0]} to {shapes[-1][0]}, has checksum "
+                    f"{found:08x} instead of {sent:08x}; check its network and memory, and go on "
+                    "with --resume"
                 )
             for (name, shape), part in zip(shapes, flat.split(sizes), strict=True):
                 yield name, part.view(shape)
@@ -106,10 +105,8 @@ class WeightChannel:
         """The first learner's value; others give None."""
         data = b"" if value is None else json.dumps(value).encode()
         size = int(self._broadcast(torch.tensor([len(data)], device=self.device)))
-        content = torch.frombuffer(bytearray(data or bytes(size)), dtype=torch.uint8).to(
-            self.device
-        )
-        return json.loads(self._broadcast(content).cpu().numpy().tobytes())
+        content = torch.frombuffer(bytearray(data or bytes(size)), dtype=torch.uint8)
+        return json.loads(bytes(self._broadcast(content.to(self.device)).tolist()))
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         self.group.broadcast(tensor, 0).wait()
@@ -139,20 +136,16 @@ class EngineServer:
         ranks: Ranks,
         timeout_s: float,
     ):
-        self.engines, self.lease, self.ranks, self.token = (
-            engines,
-            lease,
-            ranks,
-            secrets.token_hex(16),
-        )
-        self.channel, self.stopped = make_weight_channel(ranks, timeout_s), asyncio.Event()
-        self.num_open, self.idle_s, self.asked_at = 0, 0.0, time.monotonic()
+        self.engines, self.lease, self.ranks = engines, lease, ranks
+        self.all_engines = {engine for engine in engines.values() if engine is not None}
+        self.token = secrets.token_hex(16)
+        self.channel = make_weight_channel(ranks, timeout_s)
+        self.stopped = asyncio.Event()
         self.begun: dict[str, Completion] = {}  # under way, by the key that the learner gave it
-        self.counted_at = self.asked_at
-
-    @property
-    def all_engines(self) -> list[Engine]:
-        return list(dict.fromkeys(engine for engine in self.engines.values() if engine is not None))
+        self.num_open = 0
+        # Seconds without a request since the engines were asked for metrics, counted up to a time.
+        self.idle_s = 0.0
+        self.asked_at = self.counted_at = time.monotonic()
 
     async def serve(self) -> None:
         """Answers until a learner sends stop."""
@@ -174,21 +167,15 @@ class EngineServer:
             request.headers.get("Authorization", ""), f"Bearer {self.token}"
         ):
             return web.Response(status=401)
-        verb, engine = request.match_info["verb"], self.engines.get(request.match_info["actor"])
+        engine = self.engines.get(request.match_info["actor"])
         try:
-            return web.json_response(
-                await getattr(self, f"do_{verb}")(engine, **await request.json())
-            )
+            work = getattr(self, f"do_{request.match_info['verb']}")
+            return web.json_response(await work(engine, **await request.json()))
         except Exception as error:
-            status = next(
-                (status for status, kind in ERRORS.items() if isinstance(error, kind)), 500
-            )
-            text = (
-                str(error)
-                if isinstance(error, tuple(ERRORS.values()))
-                else f"{type(error).__name__}: {error}"
-            )
-            return web.json_response(text, status=status)
+            for status, kind in ERRORS.items():
+                if isinstance(error, kind):
+                    return web.json_response(str(error), status=status)
+            return web.json_response(f"{type(error).__name__}: {error}", status=500)
 
     def of_device(self, engine: Engine) -> contextlib.AbstractAsyncContextManager[None]:
         return self.lease.of(engine) if self.lease else contextlib.nullcontext()
@@ -204,19 +191,19 @@ class EngineServer:
     ) -> dict:
         for session in ended:
             engine.end_session(session)
+        for name in ("stop", "stop_token_ids"):
+            params[name] = tuple(params[name])
+        completion = completion_from(begun) if begun else None
+        if completion:
+            self.begun[key] = completion
         self.count_idle()
         self.num_open += 1
-        if begun is not None:
-            self.begun[key] = request["begun"] = completion_from(begun)
         try:
-            params = {
-                name: tuple(value) if isinstance(value, list) else value
-                for name, value in params.items()
-            }
             async with self.of_device(engine):
-                return dataclasses.asdict(
-                    await engine.generate(params=SamplingParams(**params), **request)
+                done = await engine.generate(
+                    params=SamplingParams(**params), begun=completion, **request
                 )
+            return dataclasses.asdict(done)
         finally:
             self.begun.pop(key, None)
             self.count_idle()
@@ -230,7 +217,7 @@ class EngineServer:
     async def do_pause(self, engine: Engine | None) -> None:
         for one in self.all_engines:
             await one.pause()
-            if self.lease:  # no other engine has memory while this one loads weights
+            if self.lease:  # No other engine has memory while this one loads weights.
                 await one.sleep()
 
     async def do_update(self, engine: Engine | None, version: int, adapter: str) -> None:
@@ -240,7 +227,7 @@ class EngineServer:
             if engine is not None:
                 await engine.update(coming, version, adapter=adapter)
         finally:
-            for _ in coming:  # a broadcast needs every rank
+            for _ in coming:  # A broadcast needs every rank.
                 pass
             for one in self.all_engines:
                 await one.resume()
@@ -251,18 +238,20 @@ class EngineServer:
 
     async def do_take_metrics(self, engine: Engine) -> dict[str, list]:
         """The engine's, and the part of the time since the last call without a request."""
+        metrics = await engine.take_metrics()
         self.count_idle()
-        idle = Mean(self.idle_s, self.counted_at - self.asked_at)
+        metrics["time/engines_idle_frac"] = Mean(self.idle_s, self.counted_at - self.asked_at)
         self.idle_s, self.asked_at = 0.0, self.counted_at
-        found = {"time/engines_idle_frac": idle, **await engine.take_metrics()}
         return {
             name: [type(metric).__name__, *dataclasses.astuple(metric)]
-            for name, metric in found.items()
+            for name, metric in metrics.items()
         }
 
     def count_idle(self) -> None:
-        since, self.counted_at = self.counted_at, time.monotonic()
-        self.idle_s += 0.0 if self.num_open else self.counted_at - since
+        now = time.monotonic()
+        if not self.num_open:
+            self.idle_s += now - self.counted_at
+        self.counted_at = now
 
     async def do_stop(self, engine: Engine | None) -> None:
         self.stopped.set()
@@ -300,16 +289,13 @@ class Server:
         try:
             status, content = await ask(f"{self.url}/{verb}", body, self.token, timeout_s)
         except asyncio.TimeoutError:
-            raise RunError(
-                f"{self.url} did not answer {verb!r} within --timeout_s={timeout_s:g}"
-            ) from None
+            raise RunError(f"{self.url} did not answer {verb} within {timeout_s:g} s") from None
         except aiohttp.ClientError as error:
             raise EngineDied(f"the engine at {self.url} does not answer: {error}") from None
+        answer = json.loads(content)
         if status != 200:
-            raise ERRORS.get(status, RunError)(
-                json.loads(content) if content else f"{self.url} answered {status}"
-            )
-        return json.loads(content)
+            raise ERRORS.get(status, RunError)(answer)
+        return answer
 
 
 @dataclass(kw_only=True, eq=False)
@@ -344,39 +330,45 @@ class RemoteEngine(Engine):
         adapter: str = "",
         begun: Completion | None = None,
     ) -> Completion:
-        server = self.places.get(session) or min(
-            self.sampling, key=lambda s: s.num_open / s.capacity
-        )
+        server = self.places.get(session)
+        if server is None:
+            server = min(self.sampling, key=lambda s: s.num_open / s.capacity)
         if session:
             self.places[session] = server
         ended, server.ended = server.ended, []
-        key, known = secrets.token_hex(8), begun and dataclasses.asdict(begun)
+        key = secrets.token_hex(8)
         if begun is not None:
             self.begun[key] = begun
         server.num_open += 1
         try:
-            request = {
-                "prompt_ids": list(prompt_ids),
-                "seed": seed,
-                "session": session,
-                "adapter": adapter,
-            }
-            how = {"params": dataclasses.asdict(params), "ended": ended, "key": key, "begun": known}
-            found = await server.ask(f"{self.name}/generate", **request, **how)
+            answer = await server.ask(
+                f"{self.name}/generate",
+                prompt_ids=list(prompt_ids),
+                params=dataclasses.asdict(params),
+                seed=seed,
+                session=session,
+                adapter=adapter,
+                begun=begun and dataclasses.asdict(begun),
+                key=key,
+                ended=ended,
+            )
         finally:
             self.begun.pop(key, None)
             server.num_open -= 1
-        return completion_from(found)
+        return completion_from(answer)
 
     async def catch_up(self) -> None:
         """See Engine. Each server tells what it has sampled so far."""
         keys = list(self.begun)
-        asked = (server.ask(f"{self.name}/catch_up", keys=keys) for server in self.sampling if keys)
-        for told in await asyncio.gather(*asked):
-            for key in told.keys() & self.begun.keys():
-                begun, found = self.begun[key], completion_from(told[key])
-                for name in Completion.__slots__:
-                    setattr(begun, name, getattr(found, name))
+        if not keys:
+            return
+        asked = [server.ask(f"{self.name}/catch_up", keys=keys) for server in self.sampling]
+        for answer in await asyncio.gather(*asked):
+            for key, value in answer.items():
+                if key in self.begun:
+                    completion = completion_from(value)
+                    for name in Completion.__slots__:
+                        setattr(self.begun[key], name, getattr(completion, name))
 
     def end_session(self, session: str) -> None:
         if server := self.places.pop(session, None):
@@ -399,13 +391,13 @@ class RemoteEngine(Engine):
 
     async def take_metrics(self) -> dict[str, Metric]:
         """See Engine. The first learner asks for all."""
-        found: dict[str, Metric] = {}
-        for server in self.sampling if self.channel.group is not None else ():
-            answer = await server.ask(f"{self.name}/take_metrics")
-            add_metrics(
-                found, {name: KINDS[kind](*numbers) for name, (kind, *numbers) in answer.items()}
-            )
-        return found
+        metrics: dict[str, Metric] = {}
+        if self.channel.group is not None:
+            for server in self.sampling:
+                answer = await server.ask(f"{self.name}/take_metrics")
+                found = {name: KINDS[kind](*parts) for name, (kind, *parts) in answer.items()}
+                add_metrics(metrics, found)
+        return metrics
 
     async def close(self) -> None:
         with contextlib.suppress(EngineDied, RunError):
@@ -414,10 +406,13 @@ class RemoteEngine(Engine):
     async def _tell_all(self, verb: str, **body) -> None:
         """The first learner sends it for all."""
         if self.channel.group is not None:
-            how = {"timeout_s": self.timeout_s, **body}
-            await asyncio.gather(
-                *(server.ask(f"{self.name}/{verb}", **how) for server in self.servers)
-            )
+            path = f"{self.name}/{verb}"
+            asked = [server.ask(path, timeout_s=self.timeout_s, **body) for server in self.servers]
+            await asyncio.gather(*asked)
+
+
+def completion_from(row: dict[str, Any]) -> Completion:
+    return Completion(**row | {"newer_versions": [tuple(pair) for pair in row["newer_versions"]]})
 
 
 def connect(
@@ -426,17 +421,22 @@ def connect(
     """A learner's engines, by actor. Waits until the ranks that sample have published their
     addresses."""
     channel = make_weight_channel(ranks, timeout_s)
-    found = [
-        json.loads(ranks.store.get(f"engine/{number}")) for number in range(ranks.engine_ranks)
-    ]
+    facts = [json.loads(ranks.store.get(f"engine/{n}")) for n in range(ranks.engine_ranks)]
     engines = {}
     for name in names:
-        servers = [
-            Server(url=f["url"], token=f["token"], capacity=f["capacity"][name]) for f in found
-        ]
-        capacity = -(-sum(server.capacity for server in servers) // ranks.size)
-        same = {"channel": channel, "dtype": dtype, "timeout_s": timeout_s}
-        engines[name] = RemoteEngine(name=name, servers=servers, capacity=capacity, **same)
+        servers = []
+        for fact in facts:
+            capacity = fact["capacity"][name]
+            servers.append(Server(url=fact["url"], token=fact["token"], capacity=capacity))
+        total = sum(server.capacity for server in servers)
+        engines[name] = RemoteEngine(
+            name=name,
+            servers=servers,
+            channel=channel,
+            dtype=dtype,
+            capacity=-(-total // ranks.size),
+            timeout_s=timeout_s,
+        )
     return engines
 
 
