@@ -460,8 +460,3 @@ def checksum(flat: Tensor) -> int:
     end = len(data) // (8 * WORDS) * 8 * WORDS
     folded = torch.hash_tensor(data[:end].view(torch.int64).view(-1, WORDS), 1)
     return zlib.crc32(torch.cat([folded.view(torch.uint8), data[end:]]).cpu().numpy())
-
-
-def completion_from(row: dict[str, Any]) -> Completion:
-    """Of JSON."""
-    return Completion(**row | {"newer_versions": [tuple(pair) for pair in row["newer_versions"]]})
