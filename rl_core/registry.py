@@ -383,12 +383,6 @@ def run_end(trainer: Any) -> Any:
     return RunEnd(trainer)
 
 
-def report(trainer: Any) -> Any:
-    from rl_core.tools.view.report import Report
-
-    return Report(trainer)
-
-
 def checkpointer(trainer: Any) -> Any:
     from rl_core.plugins.checkpointer import Checkpointer
 
@@ -422,7 +416,6 @@ PLUGINS = (
     (always, signal_handler),
     (always, run_end),
     (always, failure_limit),
-    (always, report),
     (always, checkpointer),
     (lambda plan: plan.config.push_to_hub, hub),
 )

@@ -18,6 +18,7 @@ from rl_core.config import parse_config
 
 if TYPE_CHECKING:
     from rl_core.distributed import Ranks
+    from rl_core.trainer import Trainer
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,13 +61,22 @@ def run_command(argv: list[str] | None) -> int:
                 registry.run_hooks()(trainer.run(), config.rollout.hook_timeout_s, advice)
             close_ranks(ranks)
         if ranks.is_writer:
-            trainer.after_run()
+            end_on_writer(trainer)
         return 128 + trainer.signal if trainer.signal else 0
     except KeyboardInterrupt:
         return 130
     except Exception as error:
         registry.tell_failure()(error, ranks)
         return 1
+
+
+def end_on_writer(trainer: Trainer) -> None:
+    """What no other rank waits for: report.html, and what plugins do last."""
+    from rl_core.tools.view.report import write_at_end
+
+    if not trainer.signal:
+        write_at_end(trainer)
+    trainer.after_run()
 
 
 class CallableModule(ModuleType):

@@ -144,6 +144,7 @@ def run_here(
     from rl_core.plan import make_plan
     from rl_core.plugins.watchdog import run_hooks
     from rl_core.run_folder import locked
+    from rl_core.tools.view.report import write_at_end
     from rl_core.trainer import Trainer
 
     plan = make_plan(config, module, on_step=on_step)
@@ -154,6 +155,7 @@ def run_here(
             run_hooks(trainer.run())
     finally:
         close_ranks(ranks)
+    write_at_end(trainer)
     trainer.after_run()
 
 

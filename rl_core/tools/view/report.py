@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.data.rows import write_whole
-from rl_core.plugin import Plugin
 from rl_core.tools.view.data import Entry, RunFolder
 from rl_core.tools.view.page import make_page, outline, summary, values_of
 from rl_core.tools.view.tokens import shown_episode
@@ -24,12 +23,6 @@ MAX_BYTES = 2_000_000  # of conversations
 PATIENCE_S = 10.0  # until it is told what is waited for
 # Of a disk that does not answer; torchrun ends nodes that are done 300 s before the last.
 MAX_WAIT_S = 240.0
-
-
-class Report(Plugin):
-    def after_run(self) -> None:
-        if not self.trainer.signal:
-            write_at_end(self.trainer)
 
 
 def write_at_end(run: Any) -> None:
