@@ -175,6 +175,8 @@ def make_learner(
     if algorithm.has_critic:
         parts.append(make_critic(config, algorithm, actor.model, ranks, name))
     parts += registry.make_experts()(config, policy, ranks, name)
+    if ranks.mesh.cp > 1:
+        parts.append(registry.sequence_shards()(ranks))
     adapter = next(iter(policy.adapters), "") if shared is None else f"of_{name}"
     loss = registry.pair_loss(config.algorithm) if algorithm.is_pairs else None
     offload_between_phases(config, policy, ranks)

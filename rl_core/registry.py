@@ -193,6 +193,12 @@ def reference() -> Any:
     return Reference
 
 
+def sequence_shards() -> Any:
+    from rl_core.plugins.sequence_shards import SequenceShards
+
+    return SequenceShards
+
+
 def pair_loss(preset: str) -> Any:
     from rl_core.plugins.preference import LOSSES
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from rl_core.types import PER_TOKEN, PackedBatch, SequenceShard, TrainingSample
+from rl_core.types import PER_TOKEN, PackedBatch, TrainingSample
 
 SHARE_FROM = 0.1  # least fraction of a group's tokens that a shared prompt must save
 
@@ -22,6 +22,7 @@ class Entry(NamedTuple):
     group_id: str
     rank: int  # that has it
     index: int  # there
+    num_bytes: int
     length: int
     prompt_length: int  # tokens before the first trained one
     prompt: int  # a hash of its group and of them
@@ -34,9 +35,9 @@ class MinibatchPlan:
     num_tokens: int  # trained tokens of all samples, skipped ones included
     num_sequences: int  # of them
     # Of samples that need a forward; bin b is a microbatch of rank b % num_ranks.
-    bins: list[list[Entry]]
+    bins: list[list[Entry]] = field(default_factory=list)
     # Of each bin: matrix products and attention, in units of one token's matrix products.
-    bin_work: list[float]
+    bin_work: list[float] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -51,32 +52,59 @@ class PackBudget:
 
 
 def make_entry(sample: TrainingSample, rank: int, index: int) -> Entry:
-    prompt = prompt_length(sample.loss_mask)
-    prompt_hash = zlib.crc32(
-        sample.token_ids[:prompt].tobytes(), zlib.crc32(sample.group_id.encode())
-    )
-    sizes = rank, index, len(sample.token_ids), prompt
+    length = prompt_length(sample)
+    group = zlib.crc32(sample.group_id.encode())
     return Entry(
-        sample.group_id,
-        *sizes,
-        prompt_hash,
-        int(sample.loss_mask.sum()),
-        bool(sample.advantages.any()),
+        group_id=sample.group_id,
+        rank=rank,
+        index=index,
+        num_bytes=len(bytes_of(sample)),
+        length=len(sample.token_ids),
+        prompt_length=length,
+        prompt=zlib.crc32(sample.token_ids[:length].tobytes(), group),
+        num_trained=int(sample.loss_mask.sum()),
+        has_signal=bool(sample.advantages.any()),
     )
 
 
-def prompt_length(loss_mask: np.ndarray) -> int:
-    """Tokens before the first trained one; at least 1, because nothing predicts the first token."""
-    return 1 + int(loss_mask[1:].argmax()) if len(loss_mask) > 1 else 1
+def bytes_of(sample: TrainingSample) -> np.ndarray:
+    """What the sample has for its tokens, as it travels to another rank."""
+    arrays = [getattr(sample, name) for name in PER_TOKEN]
+    if sample.experts is not None:
+        arrays.append(sample.experts[: len(sample.token_ids) - 1].reshape(-1))
+    return np.concatenate([array.view(np.uint8) for array in arrays])
+
+
+def sample_of(data: np.ndarray, length: int) -> TrainingSample:
+    """The sample of `length` tokens that bytes_of() gave."""
+    arrays = {}
+    for name, dtype in PER_TOKEN.items():
+        size = length * np.dtype(dtype).itemsize
+        arrays[name] = data[:size].view(dtype)
+        data = data[size:]
+    experts = data.view(np.int16).reshape(length - 1, -1) if len(data) else None
+    return TrainingSample(**arrays, experts=experts)
+
+
+def trained_positions(sample: TrainingSample) -> np.ndarray:
+    """Of trained tokens, but for the first, which nothing predicts."""
+    return 1 + sample.loss_mask[1:].nonzero()[0]
+
+
+def prompt_length(sample: TrainingSample) -> int:
+    """Tokens before the first trained one; at least 1."""
+    trained = trained_positions(sample)
+    return int(trained[0]) if len(trained) else 1
 
 
 def trimmed(sample: TrainingSample) -> TrainingSample:
     """The sample without the tokens after its last trained one: they have no loss."""
-    trained = np.flatnonzero(sample.loss_mask[1:])
-    keep = trained[-1] + 2 if len(trained) else 1
-    if keep == len(sample.loss_mask):
+    trained = trained_positions(sample)
+    length = int(trained[-1]) + 1 if len(trained) else 1
+    if length == len(sample.token_ids):
         return sample
-    return dataclasses.replace(sample, **{name: getattr(sample, name)[:keep] for name in PER_TOKEN})
+    arrays = {name: getattr(sample, name)[:length] for name in PER_TOKEN}
+    return dataclasses.replace(sample, **arrays)
 
 
 def plan_minibatches(
@@ -88,70 +116,65 @@ def plan_minibatches(
 ) -> list[MinibatchPlan]:
     """Splits groups in their order into minibatches, and balances the samples of each over ranks
     and microbatches. A pair is a group of two that stays in one microbatch."""
-    entries = sorted(entries)
-    groups = {group_id: n for n, group_id in enumerate(dict.fromkeys(e.group_id for e in entries))}
+    groups: dict[str, list[Entry]] = {}
+    for entry in sorted(entries):
+        groups.setdefault(entry.group_id, []).append(entry)
     parts: list[list[Entry]] = [[] for _ in range(num)]
-    for e in entries:
-        parts[groups[e.group_id] * num // len(groups)].append(e)
-    return [plan_minibatch(part, budget, skip_zero_advantages, is_pairs) for part in parts]
+    for number, group in enumerate(groups.values()):
+        parts[number * num // len(groups)] += group
+    plans = []
+    for part in parts:
+        used = [e for e in part if e.has_signal or not skip_zero_advantages]
+        units = make_units(used, budget, is_pairs)
+        costs = [unit_cost(unit, budget) for unit in units]
+        plan = MinibatchPlan(num_tokens=sum(e.num_trained for e in part), num_sequences=len(part))
+        for numbers in balanced_bins(costs, budget.max_tokens, budget.num_ranks):
+            plan.bins.append([entry for n in numbers for entry in units[n]])
+            plan.bin_work.append(sum(costs[n][1] for n in numbers))
+        plans.append(plan)
+    return plans
 
 
-def plan_minibatch(
-    part: list[Entry], budget: PackBudget, skip_zero_advantages: bool, is_pairs: bool
-) -> MinibatchPlan:
-    used = [e for e in part if e.has_signal or not skip_zero_advantages]
+def make_units(entries: list[Entry], budget: PackBudget, is_pairs: bool) -> list[list[Entry]]:
+    """Entries that go to one bin together: pairs, or those that share a prompt."""
     if is_pairs:
-        units = [used[i : i + 2] for i in range(0, len(used), 2)]
-    elif budget.cp > 1:
-        units = [[e] for e in used]
-    else:
-        # A group that shares its prompt goes to one bin, but no unit is so large that the ranks'
-        # loads would differ.
-        total = sum(
-            unit_size(unit, budget)[0] for unit in shared_units(used, budget, budget.max_tokens)
-        )
-        units = shared_units(used, budget, min(budget.max_tokens, total // (2 * budget.num_ranks)))
-    tokens, work = (
-        zip(*(unit_size(unit, budget) for unit in units), strict=True) if units else ((), ())
-    )
-    bins = balanced_bins(tokens, budget.max_tokens, budget.num_ranks, work) if units else []
-    return MinibatchPlan(
-        num_tokens=sum(e.num_trained for e in part),
-        num_sequences=len(part),
-        bins=[[e for u in b for e in units[u]] for b in bins],
-        bin_work=[sum(work[u] for u in b) for b in bins],
-    )
-
-
-def is_worth_sharing(prompt_length: int, num_samples: int, num_tokens: int) -> bool:
-    """Whether to compute a prompt of samples with num_tokens in all once: attention over a shared
-    prompt costs more."""
-    return prompt_length * (num_samples - 1) >= SHARE_FROM * num_tokens
+        return [entries[i : i + 2] for i in range(0, len(entries), 2)]
+    if budget.cp > 1:
+        return [[entry] for entry in entries]
+    units = shared_units(entries, budget, budget.max_tokens)
+    total = sum(unit_cost(unit, budget)[0] for unit in units)
+    # No unit is so large that the ranks' loads would differ.
+    return shared_units(entries, budget, min(budget.max_tokens, total // (2 * budget.num_ranks)))
 
 
 def shared_units(entries: list[Entry], budget: PackBudget, max_tokens: int) -> list[list[Entry]]:
     """Entries that begin with the same prompt, in runs of at most max_tokens."""
     units: list[list[Entry]] = []
-    for e in entries:
-        if (
-            units
-            and units[-1][0].prompt == e.prompt
-            and unit_size([*units[-1], e], budget)[0] <= max_tokens
-        ):
-            units[-1].append(e)
-        else:
-            units.append([e])
+    for entry in entries:
+        if units and units[-1][0].prompt == entry.prompt:
+            longer = [*units[-1], entry]
+            if unit_cost(longer, budget)[0] <= max_tokens:
+                units[-1] = longer
+                continue
+        units.append([entry])
     return units
 
 
-def unit_size(unit: list[Entry], budget: PackBudget) -> tuple[int, float]:
+def unit_cost(unit: list[Entry], budget: PackBudget) -> tuple[int, float]:
     """(tokens, work) of samples that are computed together. Work includes attention."""
-    lengths, prompt, others = [e.length for e in unit], unit[0].prompt_length, len(unit) - 1
-    shared = prompt if budget.cp == 1 and is_worth_sharing(prompt, len(unit), sum(lengths)) else 0
-    tokens = sum([padded_length(n, budget.cp) for n in lengths]) - others * shared
-    return tokens, tokens + budget.pair_work * (
-        sum([n * n for n in lengths]) - others * shared**2
-    ) / 2
+    lengths = [entry.length for entry in unit]
+    prompt = unit[0].prompt_length
+    saved = 0  # times that the prompt is not computed
+    if budget.cp == 1 and is_worth_sharing(prompt, lengths):
+        saved = len(unit) - 1
+    tokens = sum(padded_length(n, budget.cp) for n in lengths) - saved * prompt
+    pairs = sum(n * n for n in lengths) - saved * prompt**2
+    return tokens, tokens + budget.pair_work * pairs / 2
+
+
+def is_worth_sharing(prompt_length: int, lengths: list[int]) -> bool:
+    """Whether to compute a prompt of samples once: attention over a shared prompt costs more."""
+    return prompt_length * (len(lengths) - 1) >= SHARE_FROM * sum(lengths)
 
 
 def padded_length(length: int, cp: int) -> int:
@@ -160,34 +183,34 @@ def padded_length(length: int, cp: int) -> int:
 
 
 def balanced_bins(
-    lengths: Sequence[int], max_tokens: int, multiple: int, work: Sequence[float]
+    costs: Sequence[tuple[int, float]], max_tokens: int, multiple: int
 ) -> list[list[int]]:
-    """Indices in bins of nearly equal work, each of at most max_tokens (a longer sample stands
-    alone). Their number is a multiple of `multiple`; some are empty where there are fewer samples.
-    Most work first, each into the bin with the least work that has space (Graham 1969; at most 4/3
-    of the best largest bin). It is deterministic."""
-    order = sorted(range(len(lengths)), key=lambda i: (-work[i], i))
-    num = -(-sum(lengths) // max_tokens)
+    """Indices of (tokens, work) in bins of nearly equal work, each of at most max_tokens (a longer
+    sample stands alone). Their number is a multiple of `multiple`, or 0; some are empty where there
+    are fewer samples. Most work first, each into the bin with the least work that has space (Graham
+    1969; at most 4/3 of the best largest bin). It is deterministic."""
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i][1], i))
+    least = -(-sum(tokens for tokens, _ in costs) // max_tokens)
+    num = -(-least // multiple) * multiple
     while True:
-        num = max(multiple, -(-num // multiple) * multiple)
         bins: list[list[int]] = [[] for _ in range(num)]
-        tokens, done = np.zeros(num), np.zeros(num)
+        tokens, work = np.zeros(num), np.zeros(num)
         for i in order:
-            has_room = (tokens == 0) | (tokens + lengths[i] <= max_tokens)
+            has_room = (tokens == 0) | (tokens + costs[i][0] <= max_tokens)
             if not has_room.any():
                 break
-            b = np.where(has_room, done, np.inf).argmin()
+            b = np.where(has_room, work, np.inf).argmin()
             bins[b].append(i)
-            tokens[b] += lengths[i]
-            done[b] += work[i]
+            tokens[b] += costs[i][0]
+            work[b] += costs[i][1]
         else:
             return bins
-        num += 1
+        num += multiple
 
 
 class Piece(NamedTuple):
     token_ids: np.ndarray  # that the model reads
-    position: int  # of the first in its sequence
+    first: int  # position of the first in its sequence
     parent: int = -1  # the piece that holds the prompt before them
     sample: int = -1  # whose trained tokens they predict; -1: a shared prompt, or nothing
 
@@ -198,79 +221,54 @@ def pack_samples(samples: Sequence[TrainingSample], cp: int = 1) -> PackedBatch:
     prompt. Without samples the batch has one untrained token, for a rank that must keep step with
     the others. With cp > 1 each sample is unshared and padded."""
     by_prompt: dict[bytes, list[int]] = {}
-    for i, s in enumerate(samples):
-        by_prompt.setdefault(s.token_ids[: prompt_length(s.loss_mask)].tobytes(), []).append(i)
-    unshared, groups = [], []
+    for i, sample in enumerate(samples):
+        prompt = sample.token_ids[: prompt_length(sample)]
+        by_prompt.setdefault(prompt.tobytes(), []).append(i)
+    unshared, prompts = [], []
     for members in by_prompt.values():
-        length = prompt_length(samples[members[0]].loss_mask)
-        num_tokens = sum(len(samples[i].token_ids) for i in members)
-        if cp == 1 and is_worth_sharing(length, len(members), num_tokens):
-            groups.append((length, members))
+        length = prompt_length(samples[members[0]])
+        if cp == 1 and is_worth_sharing(length, [len(samples[i].token_ids) for i in members]):
+            prompts.append((length, members))
         else:
             unshared += members
     unshared.sort(key=lambda i: len(samples[i].token_ids))
     pieces = [Piece(samples[i].token_ids[:-1], 0, -1, i) for i in unshared]
-    pieces += [Piece(samples[members[0]].token_ids[:length], 0) for length, members in groups]
-    for parent, (length, members) in enumerate(groups, len(unshared)):
+    pieces += [Piece(samples[members[0]].token_ids[:length], 0) for length, members in prompts]
+    for parent, (length, members) in enumerate(prompts, len(unshared)):
         pieces += [Piece(samples[i].token_ids[length:-1], length, parent, i) for i in members]
     return packed(pieces or [Piece(np.zeros(1, np.int64), 0)], samples, cp)
 
 
 def packed(pieces: list[Piece], samples: Sequence[TrainingSample], cp: int) -> PackedBatch:
-    lengths = np.array([padded_length(len(p.token_ids), cp) for p in pieces])
-    starts = np.concatenate([[0], lengths.cumsum()])
-    firsts, parents, order = np.array([p[1:] for p in pieces]).T
-    offsets = starts[:-1] - firsts  # plus a token's position is its place in the batch
-    input_ids = np.zeros(starts[-1], np.int64)
-    for p, start in zip(pieces, starts.tolist(), strict=False):
-        input_ids[start : start + len(p.token_ids)] = p.token_ids
-    own = np.flatnonzero(order >= 0)
-    members = [samples[i] for i in order[own]]
-    columns = {
-        n: np.concatenate([np.zeros(0, t), *(getattr(s, n) for s in members)])
-        for n, t in PER_TOKEN.items()
-    }
-    sizes = np.array([len(s.loss_mask) for s in members], int)
-    positions = np.arange(sizes.sum()) - (sizes.cumsum() - sizes).repeat(sizes)
-    trained = np.flatnonzero(columns.pop("loss_mask") & (positions > 0))
-    sequences, positions = np.arange(len(own)).repeat(sizes)[trained], positions[trained]
-    piece = own[sequences]
-    # The last token of a shared prompt predicts the first after it.
-    places = np.where(
-        positions == firsts[piece], starts[parents[piece] + 1], positions + offsets[piece]
-    )
-    columns = {name: values[trained] for name, values in columns.items()}
-    columns |= {
-        "sources": places - 1,
-        "sequences": sequences,
-        "order": order[own],
-        "input_ids": input_ids,
-    }
-    columns["position_ids"] = np.arange(starts[-1]) - offsets.repeat(lengths)
-    joined = {name: torch.from_numpy(values) for name, values in columns.items()}
+    lengths = [padded_length(len(piece.token_ids), cp) for piece in pieces]
+    starts = np.cumsum([0, *lengths])
+    dtypes = PER_TOKEN | {"sources": np.int64, "sequences": np.int64}
+    columns = {name: [np.zeros(0, dtype)] for name, dtype in dtypes.items()}
+    input_ids, position_ids = np.zeros((2, starts[-1]), np.int64)
+    order = []
+    for piece, start, length in zip(pieces, starts.tolist(), lengths, strict=False):
+        input_ids[start : start + len(piece.token_ids)] = piece.token_ids
+        position_ids[start : start + length] = np.arange(piece.first, piece.first + length)
+        if piece.sample < 0:
+            continue
+        sample = samples[piece.sample]
+        trained = trained_positions(sample)
+        sources = start + trained - piece.first - 1
+        # The last token of a shared prompt predicts the first after it.
+        sources[trained == piece.first] = starts[piece.parent + 1] - 1
+        columns["sources"].append(sources)
+        columns["sequences"].append(np.full(len(trained), len(order)))
+        for name in PER_TOKEN:
+            columns[name].append(getattr(sample, name)[trained])
+        order.append(piece.sample)
+    joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
+    del joined["loss_mask"]
     return PackedBatch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(position_ids),
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
-        parents=parents.tolist(),
+        parents=[piece.parent for piece in pieces],
         labels=joined.pop("token_ids"),
+        order=torch.tensor(order, dtype=torch.int64),
         **joined,
     )
-
-
-def shard_sequences(batch: PackedBatch, cp: int, rank: int) -> PackedBatch:
-    """The batch with the shard of one of cp ranks; it knows the shards of all ranks."""
-    lengths = batch.cu_seqlens.long().diff()
-    # [T] of its sequence.
-    chunk = batch.position_ids // (lengths // (2 * cp)).repeat_interleave(lengths)
-    owners = torch.minimum(chunk, 2 * cp - 1 - chunk)  # [T]
-    tokens = (owners == rank).nonzero()[:, 0]
-    here = torch.full_like(owners, -1).index_put((tokens,), torch.arange(len(tokens)))
-    by_owner = [(owners[batch.sources] == r).nonzero()[:, 0] for r in range(cp)]
-    shard = SequenceShard(
-        tokens=tokens,
-        cu_seqlens=batch.cu_seqlens // cp,
-        sources=here[batch.sources[by_owner[rank]]],
-        trained=by_owner[rank],
-        counts=[len(part) for part in by_owner],
-        places=torch.cat(by_owner).argsort(),
-    )
-    return dataclasses.replace(batch, shard=shard)

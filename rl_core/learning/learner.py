@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,10 @@ class LearnerPart:
 
     models: tuple[PolicyModel, ...] = ()  # that it only reads
     learners: tuple[Learner, ...] = ()  # that it trains
-    replay: Any = None  # a plugins.router_replay.Replay
+
+    def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
+        """The batch, or one with more of what these samples carry."""
+        return batch
 
     def around(self, batch: PackedBatch) -> AbstractContextManager:
         """A context for a forward of the learner's policy."""
@@ -100,8 +102,8 @@ class Learner:
     def shard(self, samples: list[TrainingSample]) -> tuple[list[Minibatch], Metrics]:
         """This rank's share of every rank's samples, and metrics of their packing. Every rank must
         call it."""
-        replay = next((part.replay for part in self.parts if part.replay), None)
-        return shard_samples(samples, self.algorithm, self.config, self.budget, self.ranks, replay)
+        how = self.algorithm, self.config, self.budget, self.ranks
+        return shard_samples(samples, *how, self.parts)
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         with ExitStack() as stack:

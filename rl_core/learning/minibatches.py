@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,16 +16,17 @@ from rl_core.config import Config
 from rl_core.data.packing import (
     Entry,
     PackBudget,
+    bytes_of,
     make_entry,
     pack_samples,
     plan_minibatches,
-    shard_sequences,
+    sample_of,
     trimmed,
 )
 from rl_core.distributed import Ranks, all_gather_json, exchange
 from rl_core.learning.policy import backbone
 from rl_core.metrics import Mean, Metric, Sum, add_metrics
-from rl_core.types import PER_TOKEN, PackedBatch, SequenceShard, TrainingSample
+from rl_core.types import PackedBatch, SequenceShard, TrainingSample
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,78 +44,77 @@ def shard_samples(
     config: Config,
     budget: PackBudget,
     ranks: Ranks,
-    replay=None,
+    parts: Iterable[Any] = (),
 ) -> tuple[list[Minibatch], dict[str, Metric]]:
     """Every rank's samples -> balanced minibatches, and metrics of their packing. Each sample moves
     at most once, from the rank that has it to the ranks that train on it. Every rank must call it;
-    the plan is computed alike on all. `replay`: an plugins.router_replay.Replay."""
-    me, dp, cp = ranks.dp_rank, ranks.mesh.dp, ranks.mesh.cp
-    samples = [trimmed(s) for s in samples]
-    facts = all_gather_json([make_entry(s, ranks.rank, i) for i, s in enumerate(samples)], ranks)
-    entries = [Entry(*fact) for part in facts for fact in part]
+    the plan is computed alike on all. `parts`: the learner's, which may add to each batch."""
+    samples = [trimmed(sample) for sample in samples]
+    own = [make_entry(sample, ranks.rank, i) for i, sample in enumerate(samples)]
+    entries = []
+    for of_rank in all_gather_json(own, ranks):
+        entries += [Entry(*facts) for facts in of_rank]
     skip, is_pairs = algorithm.skips_zero_advantages, algorithm.is_pairs
     plans = plan_minibatches(entries, config.learner.minibatches, budget, skip, is_pairs)
-    trainer = {e: b % dp for plan in plans for b, part in enumerate(plan.bins) for e in part}
-    received = move_samples(samples, trainer, ranks)
-    if replay:
-        replay.move(samples, trainer, received, ranks)
-    minibatches, metrics = [], {}
+    trainers: dict[Entry, int] = {}
     for plan in plans:
-        mine = [[received[e] for e in part] for part in plan.bins[me::dp]]
-        batches = [pack_samples(part, cp) for part in mine]
-        if replay:
-            batches = [replay.place(*pair) for pair in zip(batches, mine, strict=True)]
-        if cp > 1:
-            batches = [shard_sequences(b, cp, ranks.cp_rank) for b in batches]
-        longest = config.max_tokens * config.turn_limit
+        for number, entries in enumerate(plan.bins):
+            trainers |= dict.fromkeys(entries, number % budget.num_ranks)
+    received = move_samples(samples, trainers, ranks)
+    minibatches, metrics = [], {}
+    longest = config.max_tokens * config.turn_limit
+    for plan in plans:
+        batches, num_tokens = [], 0
+        for entries in plan.bins[ranks.dp_rank :: budget.num_ranks]:
+            mine = [received[entry] for entry in entries]
+            num_tokens += sum(entry.length for entry in entries)
+            batch = pack_samples(mine, budget.cp)
+            for part in parts:
+                batch = part.packed(batch, mine)
+            batches.append(to_device(batch, ranks.device))
+        sizes = plan.num_tokens, plan.num_sequences, longest
+        denominator = loss_denominator(algorithm.aggregation, *sizes)
         minibatches.append(
-            Minibatch(
-                denominator=loss_denominator(
-                    algorithm.aggregation, plan.num_tokens, plan.num_sequences, longest
-                ),
-                num_tokens=plan.num_tokens,
-                batches=[to_device(b, ranks.device) for b in batches],
-            )
+            Minibatch(denominator=denominator, num_tokens=plan.num_tokens, batches=batches)
         )
         # Bins run in step across the ranks.
         fullest = max(plan.bin_work, default=0) * len(plan.bin_work)
-        share = dp / ranks.size  # of what the ranks compute together
+        share = budget.num_ranks / ranks.size  # of what the ranks compute together
+        computed = sum(batch.input_ids.numel() for batch in batches)
         packing = {
             "fill_frac": Mean(sum(plan.bin_work), fullest),
-            "microbatches": Sum(len(mine) * share),
-            "tokens": Sum(sum(len(s.token_ids) for part in mine for s in part) * share),
-            "computed_tokens": Sum(sum(b.input_ids.numel() for b in batches) * share),
+            "microbatches": Sum(len(batches) * share),
+            "tokens": Sum(num_tokens * share),
+            "computed_tokens": Sum(computed * share),
         }
         add_metrics(metrics, packing, prefix="pack/")
     return minibatches, metrics
 
 
 def move_samples(
-    samples: list[TrainingSample], trainer: dict[Entry, int], ranks: Ranks
+    samples: list[TrainingSample], trainers: dict[Entry, int], ranks: Ranks
 ) -> dict[Entry, TrainingSample]:
-    """The samples that this rank trains on. `trainer`: the data parallel rank that trains on each.
-    Per-token arrays travel end to end as float64, which holds token ids exactly."""
+    """The samples that this rank trains on. `trainers`: the data parallel rank that trains on
+    each."""
     if ranks.size == 1:
-        return {e: samples[e.index] for e in trainer}
-    me, size, dp_rank_of = ranks.rank, ranks.size, ranks.dp_rank_of
-    outgoing = [
-        [e for e in trainer if e.rank == me and trainer[e] == dp_rank_of(r)] for r in range(size)
-    ]
-    incoming = [
-        [e for e in trainer if e.rank == r and trainer[e] == dp_rank_of(me)] for r in range(size)
-    ]
-    arrays = [
-        [getattr(samples[e.index], name) for e in part for name in PER_TOKEN] for part in outgoing
-    ]
-    flat = [torch.from_numpy(np.concatenate([*part, []], dtype=np.float64)) for part in arrays]
-    lengths = [[e.length * len(PER_TOKEN) for e in part] for part in incoming]
-    received = exchange(flat, [sum(part) for part in lengths], ranks)
-    found = {}
-    for part, numbers, sizes in zip(incoming, received, lengths, strict=True):
-        for e, piece in zip(part, numbers.split(sizes), strict=True):
-            columns = piece.view(len(PER_TOKEN), -1).numpy()
-            found[e] = TrainingSample(**dict(zip(PER_TOKEN, columns, strict=True)))
-    return found
+        return {entry: samples[entry.index] for entry in trainers}
+    outgoing = [[np.zeros(0, np.uint8)] for _ in range(ranks.size)]
+    incoming: list[list[Entry]] = [[] for _ in range(ranks.size)]
+    for entry, dp_rank in trainers.items():
+        if dp_rank == ranks.dp_rank:
+            incoming[entry.rank].append(entry)
+        if entry.rank == ranks.rank:
+            for rank in range(ranks.size):
+                if ranks.dp_rank_of(rank) == dp_rank:
+                    outgoing[rank].append(bytes_of(samples[entry.index]))
+    sent = [torch.from_numpy(np.concatenate(parts)) for parts in outgoing]
+    sizes = [[entry.num_bytes for entry in entries] for entries in incoming]
+    received = {}
+    parts = exchange(sent, [sum(part) for part in sizes], ranks)
+    for entries, part, lengths in zip(incoming, parts, sizes, strict=True):
+        for entry, piece in zip(entries, part.split(lengths), strict=True):
+            received[entry] = sample_of(piece.numpy(), entry.length)
+    return received
 
 
 def pair_work(hf: nn.Module) -> float:
@@ -123,12 +125,10 @@ def pair_work(hf: nn.Module) -> float:
     if not heads:
         return 0.0
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    layers = sum(
-        kind == "hybrid" or (kind.endswith("attention") and kind != "linear_attention")
-        for kind in kinds
-    )
+    with_attention = [kind for kind in kinds if kind.endswith(("attention", "hybrid"))]
+    num_layers = len(with_attention) - kinds.count("linear_attention")
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return 2 * heads * head_dim * layers / active_parameters(hf)
+    return 2 * heads * head_dim * num_layers / active_parameters(hf)
 
 
 def active_parameters(hf: nn.Module) -> float:
@@ -136,11 +136,11 @@ def active_parameters(hf: nn.Module) -> float:
     layer's experts the share that its router chooses."""
     text = backbone(hf)
     head = hf.score if hasattr(hf, "score") else hf.get_output_embeddings()
-    parameters = [*text.parameters()]
+    parameters = {*text.parameters()}
     if head is not None:
-        parameters += head.parameters()
-    met = {id(p): num_weights(p) for p in parameters}  # a tied weight once
-    return sum(met.values()) - sum(idle_weights(block) for block in text.modules())
+        parameters |= {*head.parameters()}  # a tied weight once
+    idle = sum(idle_weights(block) for block in text.modules())
+    return sum(map(num_weights, parameters)) - idle
 
 
 def idle_weights(block: nn.Module) -> float:
@@ -150,9 +150,8 @@ def idle_weights(block: nn.Module) -> float:
         return 0.0
     for router in block.children():
         if router is not experts and hasattr(router, "top_k") and hasattr(router, "num_experts"):
-            return (1 - router.top_k / router.num_experts) * sum(
-                map(num_weights, experts.parameters())
-            )
+            held = sum(map(num_weights, experts.parameters()))
+            return held * (1 - router.top_k / router.num_experts)
     return 0.0
 
 
@@ -165,10 +164,10 @@ def to_device(
     batch: PackedBatch | SequenceShard, device: torch.device
 ) -> PackedBatch | SequenceShard:
     """The batch with its tensors on the device, but for cu_seqlens."""
-    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-    moved = {
-        n: v.to(device) for n, v in fields.items() if isinstance(v, Tensor) and n != "cu_seqlens"
-    }
-    if fields.get("shard"):
-        moved["shard"] = to_device(batch.shard, device)
-    return dataclasses.replace(batch, **moved)
+    for column in dataclasses.fields(batch):
+        value = getattr(batch, column.name)
+        if isinstance(value, SequenceShard):
+            to_device(value, device)
+        elif isinstance(value, Tensor) and column.name != "cu_seqlens":
+            setattr(batch, column.name, value.to(device))
+    return batch

@@ -30,7 +30,7 @@ from rl_core.learning.minibatches import Minibatch
 from rl_core.learning.policy import PolicyModel, backbone, packed_outputs
 from rl_core.metrics import Mean, Metric
 from rl_core.plugins.padded import padded_rows
-from rl_core.types import PackedBatch, option
+from rl_core.types import PackedBatch, TrainingSample, option
 
 REPLAY = "rl_core.plugins.router_replay"
 TOPK = (torch.topk, Tensor.topk)
@@ -168,6 +168,9 @@ class Experts(LearnerPart):
         self.counts: Tensor | None = None
         self.is_whole = False
         self.aux_loss: Tensor | float = 0.0  # of the minibatch's tokens on this rank
+
+    def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
+        return self.replay.place(batch, samples) if self.replay else batch
 
     @contextmanager
     def around(self, batch: PackedBatch) -> Iterator[None]:

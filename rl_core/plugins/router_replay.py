@@ -18,8 +18,6 @@ import torch
 from torch import nn
 
 from rl_core.config import Config
-from rl_core.data.packing import Entry
-from rl_core.distributed import Ranks, exchange
 from rl_core.plugins.experts import Routers
 from rl_core.types import PackedBatch, TrainingSample
 
@@ -88,40 +86,6 @@ class Replay:
     def __init__(self, routers: Routers):
         self.shape = len(routers.modules), routers.modules[0].top_k
 
-    def move(
-        self,
-        samples: list[TrainingSample],
-        trainer: dict[Entry, int],
-        received: dict[Entry, TrainingSample],
-        ranks: Ranks,
-    ) -> None:
-        """Gives `received` the experts of their tokens; see move_samples. Every rank must call
-        it."""
-        if ranks.size == 1:
-            return
-        places, num_bytes = range(ranks.size), 2 * self.shape[0] * self.shape[1]
-        outgoing = [
-            [e for e in trainer if e.rank == ranks.rank and trainer[e] == ranks.dp_rank_of(r)]
-            for r in places
-        ]
-        incoming = [
-            [e for e in trainer if e.rank == r and trainer[e] == ranks.dp_rank] for r in places
-        ]
-        none = np.zeros((0, *self.shape), np.int16)
-        flat = [
-            np.concatenate([none, *(samples[e.index].experts[: e.length - 1] for e in p)])
-            for p in outgoing
-        ]
-        sizes = [[(e.length - 1) * num_bytes for e in part] for part in incoming]
-        parts = exchange(
-            [torch.from_numpy(x.reshape(-1).view(np.uint8)) for x in flat],
-            list(map(sum, sizes)),
-            ranks,
-        )
-        for entries, part, lengths in zip(incoming, parts, sizes, strict=True):
-            for e, piece in zip(entries, part.split(lengths), strict=True):
-                received[e].experts = piece.numpy().view(np.int16).reshape(-1, *self.shape)
-
     def place(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
         """The batch with the experts of its tokens. A prompt that several share gets those of one
         of them."""
@@ -134,6 +98,7 @@ class Replay:
             known, begin = samples[next(order)].experts, 0
             if known is None:
                 continue
+            known = known.reshape(len(known), *self.shape)
             if parent >= 0:
                 begin = pieces[parent].stop - pieces[parent].start
                 experts[pieces[parent]] = known[:begin]

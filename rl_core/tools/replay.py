@@ -266,7 +266,8 @@ def packed_turns(learner: Learner, samples: list[TrainingSample]) -> list[Any]:
     from rl_core.learning.minibatches import shard_samples
 
     of_all = Algorithm(entropy_coef=1.0)  # by which every sample has a gradient
-    minibatches, _ = shard_samples(samples, of_all, learner.config, learner.budget, learner.ranks)
+    how = of_all, learner.config, learner.budget, learner.ranks
+    minibatches, _ = shard_samples(samples, *how, learner.parts)
     learner.annotate(minibatches)
     return [batch for minibatch in minibatches for batch in minibatch.batches]
 

@@ -358,15 +358,16 @@ def test_bins_are_deterministic_within_their_limit_and_of_equal_work(pair_work):
     draw = random.Random(0)
     lengths = [min(4096, int(draw.lognormvariate(6, 1)) + 1) for _ in range(4096)]
     work = [n + n * n * pair_work for n in lengths]
+    costs = list(zip(lengths, work, strict=True))
     for max_tokens in (16_384, 32_768):
-        bins = balanced_bins(lengths, max_tokens, 8, work)
-        assert bins == balanced_bins(lengths, max_tokens, 8, work) and len(bins) % 8 == 0
+        bins = balanced_bins(costs, max_tokens, 8)
+        assert bins == balanced_bins(costs, max_tokens, 8) and len(bins) % 8 == 0
         assert sorted(i for b in bins for i in b) == list(range(4096))
         assert max(sum(lengths[i] for i in b) for b in bins) <= max_tokens
         assert sum(work) / (len(bins) * max(sum(work[i] for i in b) for b in bins)) >= 0.98
 
 
 def test_fewer_samples_than_ranks_leave_bins_empty():
-    assert sorted(map(len, balanced_bins([5, 3], 100, 4, [5, 3]))) == [0, 0, 1, 1]
+    assert sorted(map(len, balanced_bins([(5, 5), (3, 3)], 100, 4))) == [0, 0, 1, 1]
     batch = pack_samples([])
     assert batch.input_ids.numel() == 1 and batch.labels.numel() == 0

@@ -1,0 +1,40 @@
+"""--cp: each of cp ranks computes a part of every sequence of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from rl_core.distributed import Ranks
+from rl_core.learning.learner import LearnerPart
+from rl_core.types import PackedBatch, SequenceShard, TrainingSample
+
+
+class SequenceShards(LearnerPart):
+    def __init__(self, ranks: Ranks):
+        self.cp, self.rank = ranks.mesh.cp, ranks.cp_rank
+
+    def packed(self, batch: PackedBatch, samples: Sequence[TrainingSample]) -> PackedBatch:
+        return shard_sequences(batch, self.cp, self.rank)
+
+
+def shard_sequences(batch: PackedBatch, cp: int, rank: int) -> PackedBatch:
+    """The batch with the shard of one of cp ranks; it knows the shards of all ranks."""
+    lengths = batch.cu_seqlens.long().diff()
+    # [T] of its sequence.
+    chunk = batch.position_ids // (lengths // (2 * cp)).repeat_interleave(lengths)
+    owners = torch.minimum(chunk, 2 * cp - 1 - chunk)  # [T]
+    tokens = (owners == rank).nonzero()[:, 0]
+    here = torch.full_like(owners, -1).index_put((tokens,), torch.arange(len(tokens)))
+    by_owner = [(owners[batch.sources] == r).nonzero()[:, 0] for r in range(cp)]
+    shard = SequenceShard(
+        tokens=tokens,
+        cu_seqlens=batch.cu_seqlens // cp,
+        sources=here[batch.sources[by_owner[rank]]],
+        trained=by_owner[rank],
+        counts=[len(part) for part in by_owner],
+        places=torch.cat(by_owner).argsort(),
+    )
+    return dataclasses.replace(batch, shard=shard)
