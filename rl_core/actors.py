@@ -111,6 +111,11 @@ class ActorRuntime:
             await self.engine.sleep()  # a learner has the device
 
 
+def make_lease(config: Config) -> DeviceLease | None:
+    """Where engines share a device."""
+    return DeviceLease() if models.takes_turns(config) else None
+
+
 def make_actors(
     plan: Plan, learners: dict[str, Learner], ranks: Ranks, lease: DeviceLease | None
 ) -> dict[str, ActorRuntime]:

@@ -45,7 +45,7 @@ def run_command(argv: list[str] | None) -> int:
         from rl_core.models import is_sharded
         from rl_core.plan import make_plan
         from rl_core.run_folder import locked
-        from rl_core.trainer import Trainer
+        from rl_core.trainer import EngineRank, Trainer, run_to_end
 
         plan = make_plan(config)
         gc.freeze()
@@ -54,11 +54,12 @@ def run_command(argv: list[str] | None) -> int:
         with explain_timeouts("start, log or save", ranks, config.timeout_s):
             barrier(ranks)  # every rank has seen that the folder is free
             with locked(Path(config.out)) if ranks.is_writer else nullcontext():
-                trainer = Trainer(plan, ranks)
+                trainer = EngineRank(plan, ranks) if ranks.is_engine else Trainer(plan, ranks)
                 advice = (
                     "raise --rollout.hook_timeout_s; --resume goes on from the newest checkpoint"
                 )
-                registry.run_hooks()(trainer.run(), config.rollout.hook_timeout_s, advice)
+                limit_s = config.rollout.hook_timeout_s
+                registry.run_hooks()(run_to_end(trainer), limit_s, advice)
             close_ranks(ranks)
         if ranks.is_writer:
             end_on_writer(trainer)

@@ -14,16 +14,15 @@ from typing import Any
 import torch
 
 from rl_core import models, registry
-from rl_core.actors import make_actors
+from rl_core.actors import make_actors, make_lease
 from rl_core.data.episodes import baseline_groups
 from rl_core.distributed import Ranks, barrier, explain_timeouts
 from rl_core.learning.advantages import group_results, has_signal, samples_of
 from rl_core.learning.checkpoint import load_checkpoint, newest_intact
-from rl_core.learning.learner import Learner
 from rl_core.metrics import Max, Mean, Metric, add_metrics
 from rl_core.plan import Plan
 from rl_core.run_folder import RunLog
-from rl_core.sampling.engine import DeviceLease, Engine
+from rl_core.sampling.engine import Engine
 from rl_core.sampling.rollout import (
     Group,
     RolloutWorker,
@@ -39,7 +38,7 @@ KEEP = "keep/"
 
 
 class Trainer:
-    """A run with its models, on one rank. A rank that only samples has no learners."""
+    """A run with its models, on a rank that learns."""
 
     def __init__(self, plan: Plan, ranks: Ranks):
         """Loads the models and makes all that lives as long as the run."""
@@ -54,12 +53,10 @@ class Trainer:
 
         checkpoints = self.out / "checkpoints"
         self.checkpoint = newest_intact(checkpoints, ranks) if config.resume else None
-        learners = {}
-        if not ranks.is_engine:
-            learners = models.make_learners(config, plan.algorithm, ranks)
+        self.learners = models.make_learners(config, plan.algorithm, ranks)
         state: dict[str, Any] = {"step": 0, "position": 0, "to_evaluate": True}
         if self.checkpoint:
-            state = load_checkpoint(self.checkpoint, learners, is_verified=True)
+            state = load_checkpoint(self.checkpoint, self.learners, is_verified=True)
         if plan.curriculum:
             plan.curriculum.load(state.get("curriculum", {}))
         barrier(ranks)  # the folders are there
@@ -76,16 +73,12 @@ class Trainer:
         self.is_ending, self.ended_by = False, ""
         self.beginning = self.describe_beginning()
 
-        is_elsewhere = ranks.engine_ranks > 0 and not ranks.is_engine
         # Where engines share a device.
-        self.lease = DeviceLease() if models.takes_turns(config) and not is_elsewhere else None
-        self.actors = make_actors(plan, learners, ranks, self.lease)
-        self.learners: dict[str, Learner] = learners
+        self.lease = None if ranks.engine_ranks else make_lease(config)
+        self.actors = make_actors(plan, self.learners, ranks, self.lease)
         self.device = next(iter(self.actors.values())).device
-        self.server = self.make_server() if ranks.is_engine else None
         self.worker = self.make_worker()
-        if not ranks.is_engine:
-            self.worker.go_on(state.get("collected", 0), len(self.pending))
+        self.worker.go_on(state.get("collected", 0), len(self.pending))
         for plugin in self.plugins:
             plugin.load(state)
         self.data_state = self.read_data_state()
@@ -103,11 +96,6 @@ class Trainer:
         if self.checkpoint:
             return f"--resume: goes on from step {self.step}"
         return f"--resume: no checkpoint in {self.out}: begins at step 0"
-
-    def make_server(self) -> Any:
-        """What serves this rank's engines to the learners."""
-        engines = {name: a.engine for name, a in self.actors.items() if a.engine is not None}
-        return registry.engine_server()(engines, self.lease, self.ranks, self.config.timeout_s)
 
     def make_worker(self) -> RolloutWorker:
         config = self.config
@@ -134,28 +122,8 @@ class Trainer:
         """The number of a signal that any rank got, 0 if none."""
         return int(self.agreed.get(f"{KEEP}signal", 0))
 
-    async def run(self) -> None:
-        """The run from here to its end."""
-        gc.collect()
-        # Rows and modules live as long as the run; looking through them again and again costs
-        # tenths of a second.
-        gc.freeze()
-        neighbours = registry.neighbours()(self.ranks)
-        try:
-            await self.fit()
-        finally:
-            neighbours.close()
-            await self.close()
-            # In a notebook the models would stay; libraries would report leaks at the end of the
-            # process.
-            gc.unfreeze()
-
     async def fit(self) -> None:
-        """All steps that are left. A rank that only samples serves its engines."""
-        if self.server is not None:
-            await self.call("start")
-            await self.server.serve()
-            return
+        """All steps that are left."""
         await self.start()
         while self.step < self.config.num_steps and not self.is_ending:
             metrics = await self.train_step()
@@ -358,6 +326,51 @@ class Trainer:
         """On the rank that writes, once ranks have parted: none waits for what follows."""
         for plugin in self.plugins:
             plugin.after_run()
+
+
+class EngineRank:
+    """A rank that only samples: it serves its engines to the learners."""
+
+    signal = 0
+
+    def __init__(self, plan: Plan, ranks: Ranks):
+        self.plan, self.config, self.ranks = plan, plan.config, ranks
+        self.plugins = registry.make_plugins(self)
+        lease = make_lease(plan.config)
+        actors = make_actors(plan, {}, ranks, lease)
+        self.device = next(iter(actors.values())).device
+        engines = {name: actors[name].engine for name in plan.chats}
+        timeout_s = plan.config.timeout_s
+        self.server = registry.engine_server()(engines, lease, ranks, timeout_s)
+
+    async def fit(self) -> None:
+        """Until the learners end."""
+        for plugin in self.plugins:
+            await plugin.start()
+        await self.server.serve()
+
+    async def close(self) -> None:
+        for engine in self.device.engines:
+            await engine.close()
+        for plugin in self.plugins:
+            await plugin.close()
+
+
+async def run_to_end(rank: Trainer | EngineRank) -> None:
+    """The run from here on, and the end of all that it started."""
+    gc.collect()
+    # Rows and modules live as long as the run; looking through them again and again costs tenths of
+    # a second.
+    gc.freeze()
+    neighbours = registry.neighbours()(rank.ranks)
+    try:
+        await rank.fit()
+    finally:
+        neighbours.close()
+        await rank.close()
+        # In a notebook the models would stay; libraries would report leaks at the end of the
+        # process.
+        gc.unfreeze()
 
 
 def training_samples(

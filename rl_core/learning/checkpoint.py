@@ -32,7 +32,6 @@ from rl_core.learning.learner import Learner
 from rl_core.learning.policy import refuse_nonfinite
 
 NAME = re.compile(r"step_[0-9]{6,}")
-RESUMED = "resumed checkpoint"  # its name in the ranks' store
 READ_BYTES = 16 << 20
 
 
@@ -169,9 +168,6 @@ def step_of(checkpoint: Path) -> int:
 def newest_intact(folder: Path, ranks: Ranks) -> Path | None:
     """The newest checkpoint whose files are as they were written; None where there is none at all.
     Says which are damaged. Every rank must call it. Raises ValueError if all are damaged."""
-    if ranks.is_engine:  # that has no part in the other ranks' collectives
-        name = ranks.store.get(RESUMED).decode()
-        return folder / name if name else None
     names = all_gather_json([path.name for path in checkpoints_in(folder)], ranks)[0]
     damages = []
     found = None
@@ -188,7 +184,6 @@ def newest_intact(folder: Path, ranks: Ranks) -> Path | None:
     if ranks.rank == 0:
         for damage in damages:
             print(f"warning: {damage}; goes on from {found.name}, the one before it", flush=True)
-        ranks.store.set(RESUMED, found.name if found else "")
     return found
 
 

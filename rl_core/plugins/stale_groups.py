@@ -21,7 +21,7 @@ class StaleGroups(Plugin):
 
     def load(self, state: dict[str, Any]) -> None:
         trainer = self.trainer
-        if trainer.checkpoint is None or trainer.ranks.is_engine:
+        if trainer.checkpoint is None:
             return
         own = set()
         for number, position in enumerate(trainer.pending, state.get("collected", 0)):

@@ -116,10 +116,9 @@ async def player(
     """Engines of these actors. Raises ValueError for a model that cannot play, and for prompts that
     are too long."""
     from rl_core import models
-    from rl_core.actors import make_speaker
+    from rl_core.actors import make_lease, make_speaker
     from rl_core.distributed import init_ranks
     from rl_core.plugins.row_lengths import check_lengths
-    from rl_core.sampling.engine import DeviceLease
 
     chats = {
         name: models.check_model(config, name)
@@ -137,7 +136,7 @@ async def player(
         endpoint.ping()
     ranks = init_ranks(config.timeout_s)
     engines = models.make_engines(config, chats, {}, ranks)
-    lease = DeviceLease() if models.takes_turns(config) else None
+    lease = make_lease(config)
     try:
         for engine in dict.fromkeys(engines.values()):
             await engine.wake()

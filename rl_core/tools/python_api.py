@@ -145,14 +145,14 @@ def run_here(
     from rl_core.plugins.watchdog import run_hooks
     from rl_core.run_folder import locked
     from rl_core.tools.view.report import write_at_end
-    from rl_core.trainer import Trainer
+    from rl_core.trainer import Trainer, run_to_end
 
     plan = make_plan(config, module, on_step=on_step)
     ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config))
     try:
         with locked(Path(config.out)):
             trainer = Trainer(plan, ranks)
-            run_hooks(trainer.run())
+            run_hooks(run_to_end(trainer))
     finally:
         close_ranks(ranks)
     write_at_end(trainer)
