@@ -390,14 +390,14 @@ class Config(Section):
     algo: AlgoConfig = flag(AlgoConfig, "advantage and loss", only=RL)
     critic: CriticConfig = flag(CriticConfig, "value model (ppo)", only=RL)
     preference: PreferenceConfig = flag(PreferenceConfig, "loss of pairs (dpo)", only=("dpo",))
-    sft: SftConfig = flag(SftConfig, "what is imitated", only=("sft",))
+    sft: SftConfig = flag(SftConfig, "what SFT trains", only=("sft",))
     learner: LearnerConfig = flag(LearnerConfig, "batches and memory")
     optim: OptimConfig = flag(OptimConfig, "optimizer and schedule")
     eval: EvalConfig = flag(EvalConfig, "evaluation")
 
     @property
     def is_rl(self) -> bool:
-        """Samples episodes; otherwise imitates rows, or learns from pairs."""
+        """Samples episodes; otherwise learns from rows, or from pairs."""
         return self.algorithm in RL
 
     @property

@@ -36,7 +36,7 @@ class Plan:
     eval: dict[str, TaskSource]  # by the name of its environment, or of the held-out set
     chats: dict[str, Chat]  # of the actors that have a model here
     endpoints: dict[str, Any]  # actors behind a URL, with no engine here
-    imitated: Any  # an plugins.sft_dataset.ImitatedRows; None: episodes are rolled out
+    sft_dataset: Any  # a plugins.sft_dataset.SFTDataset; None: episodes are rolled out
     curriculum: Any  # an plugins.curriculum.Curriculum, where an environment has task_weight()
     # Called with a step and its metrics: why the run ends after it, or "".
     on_step: Callable[[int, dict[str, float]], str] | None = None
@@ -74,11 +74,11 @@ def make_plan(
     }
     if algorithm.is_rl:
         check_tools(config, envs, chats)
-    imitated = (
-        None if algorithm.is_rl else registry.imitated_rows()(config, chats[config.trained[0]])
+    sft_dataset = (
+        None if algorithm.is_rl else registry.sft_dataset()(config, chats[config.trained[0]])
     )
     for source in (*train.sources, *evals.values()):
-        registry.check_lengths()(config, envs, chats, imitated, source)
+        registry.check_lengths()(config, envs, chats, sft_dataset, source)
     if config.num_epochs:
         num_steps = math.ceil(config.num_epochs * len(train) / config.tasks_per_step)
         config = replace(config, num_steps=num_steps, num_epochs=None)
@@ -96,7 +96,7 @@ def make_plan(
             for name, actor in config.actors.items()
             if actor.api
         },
-        imitated=imitated,
+        sft_dataset=sft_dataset,
         curriculum=registry.make_curriculum()(train, envs) if is_weighted else None,
         on_step=on_step,
     )

@@ -79,7 +79,7 @@ def tool_calls(chat: Any) -> Any:
     return ToolCalls(chat)
 
 
-def imitated_rows() -> Any:
+def sft_dataset() -> Any:
     from rl_core.plugins.sft_dataset import SFTDataset
 
     return SFTDataset

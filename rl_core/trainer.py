@@ -165,7 +165,7 @@ class Trainer:
     async def sample(self) -> dict[str, list[TrainingSample]]:
         """This rank's part of the step's samples, of each actor that learns."""
         await self.call("before_rollout", self.step)
-        if self.plan.imitated:
+        if self.plan.sft_dataset:
             return self.samples_of_rows()
         groups = await self.rollout()
         await self.device.sleep()
@@ -185,7 +185,7 @@ class Trainer:
         samples = []
         for position in range(first + self.ranks.rank, self.position, self.ranks.size):
             task = plan.train.task(position)
-            samples += plan.imitated.samples(task, f"{position:012d}")
+            samples += plan.sft_dataset.samples(task, f"{position:012d}")
         return {self.config.trained[0]: samples}
 
     async def rollout(self) -> list[Group]:

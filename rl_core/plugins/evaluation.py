@@ -54,7 +54,7 @@ class Evaluation(Plugin):
         with trainer.timed("eval"):
             for name, source in trainer.plan.eval.items():
                 tasks = list(islice(source, config.num_tasks or None))
-                if trainer.plan.imitated:
+                if trainer.plan.sft_dataset:
                     prefix = "eval/" if source.split == "eval" else f"eval/{name}/"
                     await self.evaluate_rows(tasks, prefix)
                     continue
@@ -75,7 +75,7 @@ class Evaluation(Plugin):
         trainer = self.trainer
         samples = []
         for task in tasks[trainer.ranks.rank :: trainer.ranks.size]:
-            samples += trainer.plan.imitated.samples(task, task.id)
+            samples += trainer.plan.sft_dataset.samples(task, task.id)
         [name] = trainer.learners
         async with trainer.actors[name].learning() as learner:
             minibatches, _ = learner.shard(samples)

@@ -203,7 +203,7 @@ def make_plan(config: Config) -> Plan:
         "eval": {},
         "chats": {},
         "endpoints": {},
-        "imitated": None,
+        "sft_dataset": None,
         "curriculum": None,
     }
     return Plan(

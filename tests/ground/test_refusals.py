@@ -291,7 +291,7 @@ FLAGS = [
     (MODEL, "--learner.offload always --optim.name adamw8bit", "take adamw"),
     (MODEL, "--engine sglan", "--engine=sglan is no engine; did you mean 'sglang'?"),
     (MODEL, "--engine_tp 2 --engine embedded", "--engine_tp=2 needs --engine sglang"),
-    # preferences and imitation
+    # preferences and SFT
     (MODEL, f"{DPO} --preference.beta 0", "--preference.beta=0 must be greater than 0"),
     (MODEL, f"{DPO} --preference.label_smoothing 0.6", "must be less than or equal to 0.5"),
     (

@@ -460,7 +460,7 @@ def test_held_out_sets_have_names_and_epochs_are_steps(places, tmp_path):
     assert "eval/letters/greedy_score" in row
 
 
-def test_held_out_sets_of_rows_to_imitate(places, tmp_path):
+def test_held_out_sets_of_sft_rows(places, tmp_path):
     rows = [{"instruction": text, "output": text} for text in ("1", "2", "33")]
     files = rows_in(tmp_path, train=rows, a=rows[:1], b=rows[2:])
     out = run(
@@ -612,7 +612,7 @@ def test_evaluations_draw_alike_at_every_step_and_tell_parts_and_metrics(
     )
 
 
-def test_what_one_actor_said_can_be_imitated(given, places, tmp_path, capsys):
+def test_what_one_actor_said_can_train_another(given, places, tmp_path, capsys):
     talk = run(tmp_path / "talk", given(TWO), "--num_steps 1")
     flags = words(
         "--algorithm sft --data.train",

@@ -32,7 +32,7 @@ KINDS = ("group_mean", "group_norm", "group_norm_unbiased", "rloo", "none", "cus
 # Comprehensions over conversations that read what was earned or said, and why each may.
 READERS = {
     "data/episodes.py episode_rewards": "the law itself",
-    "plugins/tables.py load_rollouts": "keeps conversations by their own reward, of rows to imitate",
+    "plugins/tables.py load_rollouts": "keeps conversations by their own reward, of SFT rows",
     "sampling/episode.py Episode.score": "one conversation",
     "plugins/episode_metrics.py part_metrics": "the mean over each episode's conversations, then over episodes",
     "plugins/episode_metrics.py rollout_metrics": "the longest conversation, all tokens, and whether rewards differ at all",

@@ -134,7 +134,7 @@ def interrupt(step):
 
 
 @pytest.mark.parametrize("algorithm, data", [("sft", "rows"), ("dpo", "pairs"), ("rm", "pairs")])
-def test_rows_to_imitate_and_pairs_need_no_environment(algorithm, data, config_of):
+def test_sft_rows_and_pairs_need_no_environment(algorithm, data, config_of):
     flags = {"algorithm": algorithm, "eval_every": 2, "max_tokens": 16}
     result = train(config_of("run", **flags), data=DATA[data][:4], eval_data=DATA[data][4:6])
     assert any(name.startswith("eval/") for name in result.metrics) and result.model.is_dir()
