@@ -37,7 +37,6 @@ class Plan:
     chats: dict[str, Chat]  # of the actors that have a model here
     endpoints: dict[str, Any]  # actors behind a URL, with no engine here
     sft_dataset: Any  # a plugins.sft_dataset.SFTDataset; None: episodes are rolled out
-    curriculum: Any  # an plugins.curriculum.Curriculum, where an environment has task_weight()
     # Called with a step and its metrics: why the run ends after it, or "".
     on_step: Callable[[int, dict[str, float]], str] | None = None
 
@@ -82,7 +81,9 @@ def make_plan(
     if config.num_epochs:
         num_steps = math.ceil(config.num_epochs * len(train) / config.tasks_per_step)
         config = replace(config, num_steps=num_steps, num_epochs=None)
-    is_weighted = algorithm.is_rl and any("task_weight" in env.hooks for env in envs.values())
+    for source in train.sources if algorithm.is_rl else ():
+        if hook := envs[source.env].hooks.get("task_weight"):
+            source.draw_by(registry.weighted_order()(source, hook))
     return Plan(
         config=config,
         algorithm=algorithm,
@@ -97,7 +98,6 @@ def make_plan(
             if actor.api
         },
         sft_dataset=sft_dataset,
-        curriculum=registry.make_curriculum()(train, envs) if is_weighted else None,
         on_step=on_step,
     )
 

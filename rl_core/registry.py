@@ -91,22 +91,10 @@ def check_lengths() -> Any:
     return check_lengths
 
 
-def make_curriculum() -> Any:
-    from rl_core.plugins.curriculum import make_curriculum
+def weighted_order() -> Any:
+    from rl_core.plugins.curriculum import weighted_order
 
-    return make_curriculum
-
-
-def trackers() -> Any:
-    from rl_core.plugins.trackers import Trackers
-
-    return Trackers
-
-
-def terminal() -> Any:
-    from rl_core.plugins.terminal import Terminal
-
-    return Terminal
+    return weighted_order
 
 
 def apply_liger() -> Any:
@@ -323,6 +311,28 @@ def stale_groups(trainer: Any) -> Any:
     return StaleGroups(trainer)
 
 
+def terminal(trainer: Any) -> Any:
+    from rl_core.plugins.terminal import Terminal
+
+    return Terminal(trainer)
+
+
+def trackers(trainer: Any) -> Any:
+    from rl_core.plugins.trackers import Trackers
+
+    return Trackers(trainer)
+
+
+def curriculum(trainer: Any) -> Any:
+    from rl_core.plugins.curriculum import Curriculum
+
+    return Curriculum(trainer)
+
+
+def has_curriculum(plan: Any) -> bool:
+    return plan.algorithm.is_rl and any("task_weight" in env.hooks for env in plan.envs.values())
+
+
 def profiler(trainer: Any) -> Any:
     from rl_core.plugins.profiler import Profiler
 
@@ -408,6 +418,10 @@ def always(plan: Any) -> bool:
 PLUGINS = (
     # First: the files of what was played are written before the run may end by it.
     (always, run_files),
+    # Before evaluations, whose lines come after their step's.
+    (always, terminal),
+    (lambda plan: plan.config.trackers, trackers),
+    (has_curriculum, curriculum),
     (lambda plan: plan.algorithm.is_rl and plan.config.canary_tolerance != 0, canary),
     (lambda plan: plan.config.rollout.lagged[0] > 0, stale_policy),
     (lambda plan: plan.config.max_staleness or plan.config.rollout.fixed_order, stale_groups),

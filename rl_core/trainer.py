@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from rl_core import models, registry
 from rl_core.actors import make_actors, make_lease
 from rl_core.data.episodes import baseline_groups
 from rl_core.distributed import Ranks, barrier, explain_timeouts
-from rl_core.learning.advantages import group_results, has_signal, samples_of
+from rl_core.learning.advantages import has_signal, samples_of
 from rl_core.learning.checkpoint import load_checkpoint, newest_intact
 from rl_core.metrics import Max, Mean, Metric, add_metrics
 from rl_core.plan import Plan
@@ -57,8 +57,6 @@ class Trainer:
         state: dict[str, Any] = {"step": 0, "position": 0, "to_evaluate": True}
         if self.checkpoint:
             state = load_checkpoint(self.checkpoint, self.learners, is_verified=True)
-        if plan.curriculum:
-            plan.curriculum.load(state.get("curriculum", {}))
         barrier(ranks)  # the folders are there
         is_evaluated_again = bool(state["to_evaluate"] and config.eval_every)
         self.log = RunLog(self.out, ranks, state["step"], is_evaluated_again)
@@ -82,8 +80,6 @@ class Trainer:
         for plugin in self.plugins:
             plugin.load(state)
         self.data_state = self.read_data_state()
-        self.terminal = registry.terminal()(self)
-        self.trackers = registry.trackers()(config) if config.trackers and ranks.is_writer else None
 
     def describe_beginning(self) -> str:
         if not self.config.resume:
@@ -127,7 +123,6 @@ class Trainer:
         await self.start()
         while self.step < self.config.num_steps and not self.is_ending:
             metrics = await self.train_step()
-            self.terminal.step(self.step, metrics)
             await self.call("after_step", self.step, metrics)
         if not self.is_ending:
             await self.call("finish")
@@ -172,10 +167,6 @@ class Trainer:
         name = f"step {self.step + 1}"
         await self.call("on_episodes", self.step + 1, name, in_order(groups))
         await self.call("after_rollout", self.step, groups)
-        if self.plan.curriculum:
-            pass_reward = self.config.eval.pass_reward
-            results = group_results(in_order(groups), self.learners, pass_reward, self.ranks)
-            self.plan.curriculum.record(results, min([*self.begun, self.position]))
         return training_samples(self.plan, in_order(groups), self.ranks)
 
     def samples_of_rows(self) -> dict[str, list[TrainingSample]]:
@@ -282,8 +273,6 @@ class Trainer:
 
     def begin_phase(self, phase: str) -> None:
         self.phase, self.phase_began = phase, time.monotonic()
-        if hasattr(self, "terminal"):
-            self.terminal.show(phase)
 
     def note(self, prefix: str, metrics: dict[str, Metric]) -> None:
         add_metrics(self.metrics, metrics, prefix=prefix)
@@ -314,13 +303,11 @@ class Trainer:
 
     async def close(self) -> None:
         """Ends everything that the run started."""
-        self.terminal.close()
-        await self.worker.close()
-        for speaker in (*self.plan.endpoints.values(), *self.engines):
-            await speaker.close()
-        if self.trackers:
-            self.trackers.close()
-        await self.call("close")
+        async with AsyncExitStack() as stack:  # All of it, though something in it fails.
+            for plugin in self.plugins:
+                stack.push_async_callback(plugin.close)
+            for speaker in (*self.plan.endpoints.values(), *self.engines, self.worker):
+                stack.push_async_callback(speaker.close)
 
     def after_run(self) -> None:
         """On the rank that writes, once ranks have parted: none waits for what follows."""

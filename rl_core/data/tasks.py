@@ -166,7 +166,11 @@ class TaskSource:
                 "have one"
             )
         self.kept = indices
-        self.order = RowOrder(len(indices), self.seed, self.shuffle)
+        self.draw_by(RowOrder(len(indices), self.seed, self.shuffle))
+
+    def draw_by(self, order: Any) -> None:
+        """`order.row_index(position)` says which kept row comes at a position."""
+        self.order = order
 
 
 def fits(what: str, length: int, limit: int, named: str, skip_long: bool) -> bool:

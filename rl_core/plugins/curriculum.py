@@ -1,19 +1,21 @@
-"""A curriculum: training tasks drawn by weights that depend on how often each was solved, not each
+"""task_weight(): training tasks drawn by weights that depend on how often each was solved, not each
 once an epoch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import numpy as np
 
 from rl_core.data.tasks import TaskSource, shorten
-from rl_core.sampling.env import Env
+from rl_core.learning.advantages import group_results
+from rl_core.plugin import Plugin
 from rl_core.sampling.hooks import Hook, describe_error, finite
-from rl_core.types import RunError, counter_seed
+from rl_core.sampling.rollout import Group, in_order
+from rl_core.types import counter_seed
 
 
 @dataclass(slots=True)
@@ -49,7 +51,7 @@ class WeightedOrder:
         untried = source.kept if is_by_row else source.kept[:1]
         self.weights = np.full(len(self.rows), [weigh(row, Progress()) for row in untried])
         self.tried: dict[int, Progress] = {}  # by the number of the row
-        self.draw((), start=0)
+        self.draw(0)
 
     def row_index(self, position: int) -> int:
         return int(self.places[(position - self.start) % len(self.places)])
@@ -57,73 +59,79 @@ class WeightedOrder:
     def record(self, results: Iterable[tuple[int, float, float]], start: int) -> None:
         """(row, success rate, mean reward) of each group; positions from `start` on are drawn anew.
         Raises ValueError if the weights are unfit."""
-        changed = {}
         for row, success_rate, mean_reward in results:
-            changed[row] = self.tried.setdefault(row, Progress())
-            changed[row].add(success_rate, mean_reward)
-        self.draw(changed, start)
+            progress = self.tried.setdefault(row, Progress())
+            progress.add(success_rate, mean_reward)
+            self.weigh_again(row)
+        self.draw(start)
 
-    def draw(self, changed: Iterable[int], start: int) -> None:
-        """Weighs these rows again; then all weights decide which place in `rows` each position from
-        `start` on has."""
-        for row in changed:
-            place = int(np.searchsorted(self.rows, row))
-            if place < len(self.rows) and self.rows[place] == row:  # else it is left out by now
-                self.weights[place] = self.weigh(row, self.tried[row])
+    def weigh_again(self, row: int) -> None:
+        place = np.searchsorted(self.rows, row)
+        if place < len(self.rows) and self.rows[place] == row:  # else it is left out by now
+            self.weights[place] = self.weigh(row, self.tried[row])
+
+    def draw(self, start: int) -> None:
+        """Weights decide which place in `rows` each position from `start` on has."""
         [places] = np.nonzero(self.weights)
         if not len(places):
             raise ValueError(
                 f"{self.source.env}: task_weight() gives 0 for all {len(self.rows)} tasks, so that "
-                "none can be drawn; let it "
-                "give some a weight above 0, such as 0.01"
+                "none can be drawn; let it give some a weight above 0, such as 0.01"
             )
         random = np.random.RandomState(counter_seed(self.source.seed, "weights", start))
         luck = -np.log1p(-random.random_sample(len(self.weights)))  # exponential, for every task
         with np.errstate(over="ignore"):
-            self.places, self.start = places[np.argsort(luck[places] / self.weights[places])], start
-
-
-@dataclass(kw_only=True, slots=True)
-class Curriculum:
-    """The weighted orders of a run's training tasks, the same on every rank."""
-
-    train: TaskSource
-    orders: dict[str, WeightedOrder]  # by the name of the environment
-
-    def record(self, results: Iterable[tuple[str, str, float, float]], position: int) -> None:
-        """(environment, task id, success rate, mean reward) of each group of a step, alike on every
-        rank. Tasks from `position` on, which counts as `train.task` does, are drawn by what is
-        known now. Raises RunError if the weights are unfit."""
-        results = list(results)
-        starts = dict(
-            zip((s.env for s in self.train.sources), self.train.drawn_before(position), strict=True)
-        )
-        for env, order in self.orders.items():
-            rows = [(int(id.rpartition("/")[2]), *values) for e, id, *values in results if e == env]
-            try:
-                order.record(rows, starts[env])
-            except ValueError as error:
-                raise RunError(str(error)) from error
+            order = np.argsort(luck[places] / self.weights[places])
+        self.places, self.start = places[order], start
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: progress of the tried tasks."""
-        return {
-            env: {
-                "start": o.start,
-                "tried": {n: [p.tries, p.success_rate, p.mean_reward] for n, p in o.tried.items()},
-            }
-            for env, o in self.orders.items()
-        }
+        return {"start": self.start, "tried": {row: astuple(p) for row, p in self.tried.items()}}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restores state(). An environment that is not in it begins anew. Raises ValueError as
-        WeightedOrder does."""
-        for env in self.orders.keys() & state.keys():
-            order = self.orders[env]
-            order.tried = {
-                int(row): Progress(*values) for row, values in state[env]["tried"].items()
-            }
-            order.draw(order.tried, state[env]["start"])
+        for row, values in state["tried"].items():
+            self.tried[int(row)] = Progress(*values)
+            self.weigh_again(int(row))
+        self.draw(state["start"])
+
+
+class Curriculum(Plugin):
+    """Tells the orders of training tasks, the same on every rank, what each step has shown."""
+
+    async def after_rollout(self, step: int, groups: list[Group]) -> None:
+        trainer, pass_reward = self.trainer, self.trainer.config.eval.pass_reward
+        results = group_results(in_order(groups), trainer.learners, pass_reward, trainer.ranks)
+        record(trainer.plan.train, results, min([*trainer.begun, trainer.position]))
+
+    def state(self) -> dict[str, Any]:
+        orders = weighted_orders(self.trainer.plan.train)
+        return {"curriculum": {env: order.state() for env, order in orders.items()}}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """An environment that is not in it begins anew."""
+        before = state.get("curriculum", {})
+        for env, order in weighted_orders(self.trainer.plan.train).items():
+            if env in before:
+                order.load(before[env])
+
+
+def weighted_orders(train: TaskSource) -> dict[str, WeightedOrder]:
+    """By the name of the environment, of those with task_weight()."""
+    orders = {source.env: source.order for source in train.sources}
+    return {env: order for env, order in orders.items() if isinstance(order, WeightedOrder)}
+
+
+def record(
+    train: TaskSource, results: Iterable[tuple[str, str, float, float]], position: int
+) -> None:
+    """(environment, task id, success rate, mean reward) of each group of a step, alike on every
+    rank. Tasks from `position` on, which counts as `train.task` does, are drawn by what is known
+    now. Raises ValueError if the weights are unfit."""
+    envs = [source.env for source in train.sources]
+    starts = dict(zip(envs, train.drawn_before(position), strict=True))
+    for env, order in weighted_orders(train).items():
+        own = [result[1:] for result in results if result[0] == env]
+        rows = [(int(task.rpartition("/")[2]), *means) for task, *means in own]
+        order.record(rows, starts[env])
 
 
 def task_weight(hook: Hook, task_id: str, row: dict[str, Any], known: Progress) -> float:
@@ -142,26 +150,14 @@ def task_weight(hook: Hook, task_id: str, row: dict[str, Any], known: Progress) 
     raise ValueError(f"{what} gave {shorten(weight)}; it must give a finite number of at least 0")
 
 
-def make_curriculum(train: TaskSource, envs: dict[str, Env]) -> Curriculum | None:
-    """Draws the tasks of environments with task_weight() by it from here on. None if no environment
-    has one."""
-    orders = {}
-    for source in train.sources:
-        if hook := envs[source.env].hooks.get("task_weight"):
-            columns, rows = hook.named - hook.ours, source.rows
-            if (
-                columns
-                and not hook.takes_all
-                and (names := getattr(rows, "column_names", None)) is not None
-            ):
-                # Reading a row of a table is slow.
-                rows = rows.select_columns(sorted(columns & set(names)))
+def weighted_order(source: TaskSource, hook: Hook) -> WeightedOrder:
+    """The order of an environment with task_weight()."""
+    columns, rows = hook.named - hook.ours, source.rows
+    if columns and not hook.takes_all and hasattr(rows, "select_columns"):
+        # Reading a row of a table is slow.
+        rows = rows.select_columns(sorted(columns & set(rows.column_names)))
 
-            def weigh(row: int, known: Progress, hook=hook, rows=rows, source=source) -> float:
-                return task_weight(hook, f"{source.split}/{row}", rows[row], known)
+    def weigh(row: int, known: Progress) -> float:
+        return task_weight(hook, f"{source.split}/{row}", rows[row], known)
 
-            orders[source.env] = WeightedOrder(
-                source, weigh, is_by_row=bool(columns) or hook.takes_all
-            )
-            source.order = orders[source.env]
-    return Curriculum(train=train, orders=orders) if orders else None
+    return WeightedOrder(source, weigh, is_by_row=bool(columns) or hook.takes_all)

@@ -47,6 +47,9 @@ class RunFiles(Plugin):
             write = naming(file)(write_trajectories)
             self.writing = loop.run_in_executor(None, write, file, trajectories)
 
+    async def finish(self) -> None:
+        await self.close()
+
     async def close(self) -> None:
         if self.writing is not None:
             await self.writing

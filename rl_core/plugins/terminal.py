@@ -1,16 +1,15 @@
-"""What a terminal shows: what was loaded, a line for each step, a live panel, episodes of an
-evaluation, and warnings."""
+"""What a terminal shows: what was loaded, a line for each step, a live panel and warnings."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-import re
 import sys
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 from statistics import median
 from typing import Any
@@ -24,12 +23,19 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rl_core.plugins.lora import experts_of, has_experts
+from rl_core.plugin import Plugin
 from rl_core.plugins.run_warnings import RunWarnings
 from rl_core.rules import printable
 
 REFRESH_PER_S = 4
 LAST_STEPS = 20  # whose median says how long a step takes
+# What a step's line tells of each actor.
+OF_ACTOR = {
+    "reward": "rollout/{}/reward_mean",
+    "tokens": "rollout/{}/length_mean",
+    "loss": "learn/{}/loss",
+    "failed": "rollout/{}/failed",
+}
 
 
 def quiet() -> None:
@@ -43,49 +49,142 @@ def quiet() -> None:
         logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
+class Terminal(Plugin):
+    """On the rank that writes. Where stdout is a terminal, a panel stands below the lines."""
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.live: Live | None = None
+        self.warnings: RunWarnings | None = None
+        self.metrics: dict[str, float] = {}  # of the last step
+        self.time_left = TimeLeft(trainer.config.num_steps, trainer.config.eval_every)
+        self.said_at = -math.inf
+
+    def load(self, state: dict[str, Any]) -> None:
+        trainer = self.trainer
+        trainer.log.say(loaded(trainer))
+        if not trainer.ranks.is_writer:
+            return
+        self.warnings = RunWarnings(trainer.config, trainer.out, trainer.plan.envs.values())
+        if sys.stdout.isatty():
+            self.live = Live(
+                get_renderable=self.panel, refresh_per_second=REFRESH_PER_S, transient=True
+            )
+            self.live.start()
+            self.live.console.show_cursor(True)  # a run that is killed leaves it
+
+    async def close(self) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    async def after_step(self, step: int, metrics: dict[str, float]) -> None:
+        """A line, at most one a second, and what is off in this step."""
+        num_steps = self.trainer.config.num_steps
+        self.metrics = metrics
+        self.time_left.step_times.append(metrics["time/step_s"])
+        if time.monotonic() > self.said_at + 1 or step == num_steps:
+            self.said_at = time.monotonic()
+            line = progress_line(step, num_steps, metrics, self.trainer.config.trained)
+            self.trainer.log.say(f"{line}  ETA {self.time_left.after(step)}")
+        if self.warnings is not None:
+            warn(step, self.warnings.step(step, metrics))
+
+    async def after_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        self.time_left.note_evaluation(step, metrics["time/eval_s"])
+
+    async def on_failures(self, step: int, reasons: dict[str, int]) -> None:
+        """Tells each reason once."""
+        if self.warnings is not None:
+            warn(step, self.warnings.failures(step, reasons))
+
+    def panel(self) -> Group:
+        """The phase, groups of the step that are done, and rewards, tokens per second and time left
+        as of the step before."""
+        trainer, metrics = self.trainer, self.metrics
+        config = trainer.config
+        progress = Table.grid(padding=(0, 2))
+        progress.add_row(
+            f"step {trainer.step}/{config.num_steps}",
+            trainer.phase,
+            *self.groups_done(),
+            f"{time.monotonic() - trainer.phase_began:.0f} s",
+        )
+        facts = results(metrics, config.trained)
+        for phase in ("generate", "learn"):
+            if speed := metrics.get(f"time/{phase}_tokens_per_s"):
+                facts.append(f"{phase} {short(speed)} tokens/s")
+        if metrics:
+            facts.append(f"ETA {self.time_left.after(trainer.step)}")
+        lines = [Text("  ".join(facts))]
+        for _, text in list(self.warnings.now.values()):
+            lines.append(Text(f"! {text}", style="yellow", no_wrap=True, overflow="ellipsis"))
+        return Group(progress, *lines)
+
+    def groups_done(self) -> list[Any]:
+        """A bar and a text, while episodes are played."""
+        trainer = self.trainer
+        if trainer.phase != "generate" or not trainer.config.is_rl:
+            return []
+        # The store ended with another rank, which the run finds out itself.
+        with suppress(RuntimeError):
+            every = trainer.config.tasks_per_step
+            done = min(trainer.worker.num_ready(), every)
+            return [ProgressBar(total=every, completed=done, width=24), f"{done}/{every} groups"]
+        return []
+
+
+def warn(step: int, texts: list[str]) -> None:
+    for text in texts:
+        print(f"warning: step {step}: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def loaded(trainer: Any) -> str:
+    """Three lines: the models, the data and the plan, the devices and where it begins."""
+    config, plan = trainer.config, trainer.plan
+    models = []
+    for name, actor in config.actors.items():
+        learner = trainer.learners.get(name)
+        about = size_of(learner) if learner is not None else actor.api or "frozen"
+        models.append(f"{name}: {actor.model} ({about})")
+
+    work = f"{config.algorithm}: {counted(sum(len(s) for s in plan.train.sources), 'row')}"
+    if plan.eval:
+        work += f", {sum(len(source) for source in plan.eval.values()):,} held out"
+    work += f"; {counted(config.num_steps, 'step')} of "
+    if config.is_rl:
+        work += counted(config.tasks_per_step, "task")
+        work += f" x {counted(config.group_size, 'episode')}"
+    else:
+        work += counted(config.tasks_per_step, "row")
+
+    lines = [", ".join(models), work, f"{devices(trainer)}; {trainer.beginning}"]
+    lines += [engine.shortage for engine in trainer.engines if engine.shortage]
+    return "\n".join(lines)
+
+
+def size_of(learner: Any) -> str:
+    total = sum(weight.numel() for weight in learner.policy.hf.parameters())
+    trained = sum(weight.numel() for _, weight in learner.trained_parameters())
+    text = f"{short(total)} parameters"
+    return text if trained == total else f"{text}, {short(trained)} trained"
+
+
+def devices(trainer: Any) -> str:
+    """8 x NVIDIA H100 80GB HBM3 (dp_shard 8), sglang engine"""
+    ranks = trainer.ranks
+    device = "CPU" if ranks.device.type == "cpu" else torch.cuda.get_device_name(ranks.device)
+    text = f"{ranks.size + ranks.engine_ranks} x {device}"
+    sizes = asdict(ranks.mesh) | {"engine_ranks": ranks.engine_ranks}
+    if split := " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1):
+        text += f" ({split})"
+    if trainer.config.is_rl:
+        text += f", {trainer.config.engine} engine"
+    return text
+
+
 def counted(num: int, thing: str) -> str:
     """`1 row`, `1,000 rows`."""
     return f"{num:,} {thing}" + ("" if num == 1 else "s")
-
-
-def loaded(run: Any) -> str:
-    """Three lines: the models, the data and the plan, the devices and where it begins."""
-    config, plan, ranks = run.config, run.plan, run.ranks
-    models = []
-    for name, actor in config.actors.items():
-        learner, text = run.learners.get(name), f"{name}: {actor.model}"
-        if learner is not None:
-            total = sum(p.numel() for p in learner.policy.hf.parameters())
-            trained = sum(p.numel() for _, p in learner.trained_parameters())
-            text += f" ({short(total)} parameters" + (
-                f", {short(trained)} trained" if trained != total else ""
-            )
-            leaves_out = learner.policy.adapters and not has_experts(actor.lora)
-            experts = experts_of(learner.policy.hf) if leaves_out else ""
-            text += f"; no adapters on {experts})" if experts else ")"
-        models.append(
-            text + ("" if learner is not None else f" ({actor.api})" if actor.api else " (frozen)")
-        )
-    rows = sum(len(source) for source in plan.train.sources)
-    held_out = sum(len(source) for source in plan.eval.values())
-    work = f"{config.algorithm}: {counted(rows, 'row')}" + (
-        f", {held_out:,} held out" if held_out else ""
-    )
-    each = f" x {counted(config.group_size, 'episode')}" if config.is_rl else ""
-    of_step = counted(config.tasks_per_step, "task" if config.is_rl else "row")
-    work += f"; {counted(config.num_steps, 'step')} of {of_step}{each}"
-    is_gpu, size = ranks.device.type == "cuda", ranks.size + ranks.engine_ranks
-    device = torch.cuda.get_device_name(ranks.device) if is_gpu else "CPU"
-    mesh = {name: getattr(ranks.mesh, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")}
-    mesh |= {"engine_ranks": ranks.engine_ranks}
-    split = " ".join(f"{name} {n}" for name, n in mesh.items() if n > 1)
-    devices = (
-        f"{size} x {device}"
-        + (f" ({split})" if split else "")
-        + (f", {config.engine} engine" if each else "")
-    )
-    short_of = [engine.shortage for engine in run.engines if engine.shortage]
-    return "\n".join([", ".join(models), work, f"{devices}; {run.beginning}", *short_of])
 
 
 def short(n: float) -> str:
@@ -96,106 +195,19 @@ def short(n: float) -> str:
     return f"{n:.3g}"
 
 
-class Terminal:
-    """On the rank that writes. Where stdout is a terminal, a panel stands below the lines."""
-
-    def __init__(self, run: Any):
-        self.run, self.live, self.phase, self.values = run, None, "start", {}
-        self.started = self.began = time.monotonic()  # the run, the phase
-        self.step_done: int = run.first_step
-        self.time_left = TimeLeft(run.config.num_steps, run.config.eval_every)
-        self.said_at = -math.inf
-        run.log.say(loaded(run))
-        self.warnings = None
-        if run.ranks.is_writer:
-            self.warnings = RunWarnings(run.config, run.out, run.plan.envs.values())
-        if run.ranks.is_writer and sys.stdout.isatty():
-            self.live = Live(
-                get_renderable=self.panel, refresh_per_second=REFRESH_PER_S, transient=True
-            )
-            self.live.start()
-            self.live.console.show_cursor(True)  # a run that is killed leaves it
-
-    def close(self) -> None:
-        if self.live is not None:
-            self.live.stop()
-
-    def panel(self) -> Group:
-        """phase, groups of the step that are done, and rewards, tokens per second and time left as
-        of the step before."""
-        run, config, table = self.run, self.run.config, Table.grid(padding=(0, 2))
-        step = self.values.get("step", run.first_step)
-        cells = [
-            f"step {step}/{config.num_steps}",
-            self.phase,
-            f"{time.monotonic() - self.began:.0f} s",
-        ]
-        if self.phase == "generate" and config.is_rl:
-            every = config.tasks_per_step
-            # The store ended with another rank, which the run finds out itself.
-            with suppress(RuntimeError):
-                done = min(run.worker.num_ready(), every)
-                cells[2:] = [
-                    ProgressBar(total=every, completed=done, width=24),
-                    f"{done}/{every} groups",
-                    cells[2],
-                ]
-        table.add_row(*cells)
-        rest = [f"{actor} {value:.4g}" for actor, value in rewards(self.values).items()]
-        rest = ["reward " + ", ".join(rest)] if rest else []
-        for name in ("generate", "learn"):
-            if speed := self.values.get(f"time/{name}_tokens_per_s"):
-                rest.append(f"{name} {short(speed)} tokens/s")
-        if step > run.first_step:
-            rest.append(f"ETA {self.time_left.after(step)}")
-        told = [text for _, text in list(self.warnings.now.values())]
-        lines = (
-            Text(f"! {text}", style="yellow", no_wrap=True, overflow="ellipsis") for text in told
-        )
-        return Group(table, Text("  ".join(rest)), *lines)
-
-    def show(self, phase: str) -> None:
-        now = time.monotonic()
-        if self.phase == "eval":
-            self.time_left.note_evaluation(self.step_done, now - self.began)
-        self.phase, self.began = phase, now
-
-    def step(self, step: int, values: dict[str, float]) -> None:
-        """A line, at most one a second, and what is off in this step."""
-        self.values, num_steps = values | {"step": step}, self.run.config.num_steps
-        self.step_done = step
-        self.time_left.note_step(values["time/step_s"])
-        if time.monotonic() > self.said_at + 1 or step == num_steps:
-            self.said_at = time.monotonic()
-            self.run.log.say(
-                f"{progress_line(step, num_steps, values)}  ETA {self.time_left.after(step)}"
-            )
-        if self.warnings:
-            self.warn(step, self.warnings.step(step, values))
-
-    def failures(self, step: int, reasons: dict[str, int]) -> None:
-        """Tells each reason once. `reasons`: reason -> episodes of the step, or of its evaluation,
-        that failed for it."""
-        if self.warnings:
-            self.warn(step, self.warnings.failures(step, reasons))
-
-    def warn(self, step: int, texts: list[str]) -> None:
-        for text in texts:
-            print(f"warning: step {step}: {printable(text)}", file=sys.stderr, flush=True)
-
-
 class TimeLeft:
     """Of the steps and evaluations that come, by the median of those that were. Start-up and saving
     do not count."""
 
     def __init__(self, num_steps: int, eval_every: int):
-        self.num_steps, self.eval_every = num_steps, eval_every
+        self.num_steps = num_steps
         self.step_times: deque[float] = deque(maxlen=LAST_STEPS)
         self.eval_times: list[float] = []
         self.evaluated_step = -1
-
-    def note_step(self, seconds: float) -> None:
-        self.step_times.append(seconds)
+        # Steps that an evaluation follows: every so many, and the last.
+        self.due: set[int] = set()
+        if eval_every:
+            self.due = {*range(eval_every, num_steps, eval_every), num_steps}
 
     def note_evaluation(self, step: int, seconds: float) -> None:
         self.evaluated_step = step
@@ -205,47 +217,33 @@ class TimeLeft:
         """When this step is done, and maybe its evaluation."""
         seconds = median(self.step_times) * (self.num_steps - step)
         if self.eval_times:
-            first = step + 1 if self.evaluated_step == step else step
-            seconds += median(self.eval_times) * self.num_evaluations(first)
+            coming = [due for due in self.due if max(step, self.evaluated_step + 1) <= due]
+            seconds += median(self.eval_times) * len(coming)
         return timedelta(seconds=int(seconds))
 
-    def num_evaluations(self, first: int) -> int:
-        """Steps from `first` on that an evaluation follows: every so many, and the last."""
-        if not self.eval_every:
-            return 0
-        due = {*range(self.eval_every, self.num_steps + 1, self.eval_every), self.num_steps}
-        return sum(step >= first for step in due)
 
-
-def progress_line(step: int, num_steps: int, values: dict[str, float]) -> str:
+def progress_line(step: int, num_steps: int, metrics: dict[str, float], actors: list[str]) -> str:
     """step 12/200  reward 0.412  tokens 24.1  loss 0.0123  1.4 s (generate 0.9, learn 0.5)"""
-    shown = [f"step {step:>{len(str(num_steps))}}/{num_steps}"]
-    matches = (
-        re.fullmatch(r"(?:rollout|learn)/([^/]+)/(?:reward_mean|loss)", name) for name in values
-    )
-    actors = list(dict.fromkeys(match[1] for match in matches if match))
+    is_rl = any(name.startswith("rollout/") for name in metrics)
+    phases = []
+    for phase in ("generate", "learn", "sync"):
+        seconds = metrics.get(f"time/{phase}_s", 0.0)
+        label = phase if is_rl else phase.replace("generate", "read rows")
+        if seconds >= 0.005:
+            phases.append(f"{label} {seconds:.2f}")
+    taken = f"{metrics['time/step_s']:.2f} s ({', '.join(phases)})"
+    place = f"step {step:>{len(str(num_steps))}}/{num_steps}"
+    return "  ".join([place, *results(metrics, actors), taken])
+
+
+def results(metrics: dict[str, float], actors: list[str]) -> list[str]:
+    """Rewards and losses, and how many episodes failed."""
+    texts = []
     for actor in actors:
-        names = {"reward": f"rollout/{actor}/reward_mean", "tokens": f"rollout/{actor}/length_mean"}
-        names |= {"loss": f"learn/{actor}/loss"}
-        shown += [f"{actor}:"] if len(actors) > 1 else []
-        known = {
-            label: values[name]
-            for label, name in names.items()
-            if not math.isnan(values.get(name, math.nan))
-        }
-        shown += [f"{label} {value:.4g}" for label, value in known.items()] or ["no turns"]
-    if failed := sum(values.get(f"rollout/{actor}/failed", 0) for actor in actors):
-        shown.append(f"failed {failed:.4g}")
-    first = "generate" if any(name.startswith("rollout/") for name in values) else "read rows"
-    seconds = {first: "generate", "learn": "learn", "sync": "sync"}
-    times = ((label, values.get(f"time/{phase}_s", 0.0)) for label, phase in seconds.items())
-    phases = ", ".join(f"{label} {s:.2f}" for label, s in times if s >= 0.005)
-    return "  ".join([*shown, f"{values['time/step_s']:.2f} s ({phases})"])
-
-
-def rewards(values: dict[str, float]) -> dict[str, float]:
-    """Actor -> mean reward."""
-    found = {
-        re.fullmatch(r"rollout/([^/]+)/reward_mean", name): value for name, value in values.items()
-    }
-    return {match[1]: value for match, value in found.items() if match}
+        if len(actors) > 1:
+            texts.append(f"{actor}:")
+        for label, name in OF_ACTOR.items():
+            value = metrics.get(name.format(actor), math.nan)
+            if math.isfinite(value) and (value or label != "failed"):
+                texts.append(f"{label} {value:.4g}")
+    return texts

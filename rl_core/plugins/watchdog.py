@@ -81,8 +81,8 @@ async def end_tasks() -> None:
 
 
 def leave_threads(status: int) -> None:
-    """Python waits at its end for threads and processes that hooks started. It does so for
-    END_S."""
+    """Python waits at its end for threads and processes that hooks and trackers started. It does so
+    for END_S."""
     names = [
         t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()
     ]
@@ -95,7 +95,7 @@ def leave_threads(status: int) -> None:
 def end_soon(status: int, names: list[str]) -> None:
     threading.main_thread().join()  # the interpreter has begun to end
     time.sleep(END_S)
-    tell(f"the process ends without waiting for what hooks started: {', '.join(names)}")
+    tell(f"the process ends without waiting for what still runs: {', '.join(names)}")
     exit_now(status)
 
 

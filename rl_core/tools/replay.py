@@ -204,7 +204,6 @@ def make_plan(config: Config) -> Plan:
         "chats": {},
         "endpoints": {},
         "sft_dataset": None,
-        "curriculum": None,
     }
     return Plan(
         config=config, algorithm=choose_algorithm(config, envs), mesh=mesh, envs=envs, **nothing

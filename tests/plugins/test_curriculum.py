@@ -13,11 +13,11 @@ from rl_core.cli import main as rl_core
 from rl_core.config import parse_config
 from rl_core.data.tasks import TaskSource
 from rl_core.plan import make_plan
-from rl_core.plugins.curriculum import Curriculum, Progress, WeightedOrder, task_weight
+from rl_core.plugins.curriculum import Progress, WeightedOrder, record, task_weight
 from rl_core.plugins.mix import TaskMix
 from rl_core.sampling.env import load_env
 from rl_core.train import main
-from rl_core.types import RunError, Task
+from rl_core.types import Task
 
 ROOT = Path(__file__).parents[2]
 COUNT = """
@@ -37,7 +37,7 @@ def source(num_rows: int = 6, env: str = "e", seed: int = 0) -> TaskSource:
 
 def weighted(weights: list[float], **more) -> TaskSource:
     found = source(len(weights), **more)
-    found.order = WeightedOrder(found, lambda row, known: weights[row], is_by_row=True)
+    found.draw_by(WeightedOrder(found, lambda row, known: weights[row], is_by_row=True))
     return found
 
 
@@ -90,7 +90,7 @@ def test_rows_that_were_left_out_are_neither_drawn_nor_weighed():
         asked.append(row)
         return float(not known.tries)
 
-    tasks.order = WeightedOrder(tasks, weigh, is_by_row=True)
+    tasks.draw_by(WeightedOrder(tasks, weigh, is_by_row=True))
     tasks.order.record([(4, 1.0, 1.0), (5, 1.0, 1.0)], 10)
     assert asked == [1, 4, 6, 4]
     assert sorted(rows_drawn(tasks, 10, 2)) == [1, 6]
@@ -99,11 +99,10 @@ def test_rows_that_were_left_out_are_neither_drawn_nor_weighed():
 def test_in_a_mix_each_environment_has_its_own_curriculum_or_none():
     solved: list[int] = []
     one, other, plain = source(env="one"), source(env="other"), source(env="other")
-    one.order = WeightedOrder(
-        one, lambda row, known: float(known.success_rate < 0.9), is_by_row=False
+    one.draw_by(
+        WeightedOrder(one, lambda row, known: float(known.success_rate < 0.9), is_by_row=False)
     )
     mix = TaskMix([one, other], [2.0, 1.0])
-    curriculum = Curriculum(train=mix, orders={"one": one.order})
     position = 0
     for step in range(4):
         tasks = drawn(mix, position, 3)
@@ -113,13 +112,11 @@ def test_in_a_mix_each_environment_has_its_own_curriculum_or_none():
         position += 3
         results = [(t.env, t.id, 1.0, 1.0) for t in tasks]
         if step < 2:
-            curriculum.record(results, position)
+            record(mix, results, position)
             solved += rows
     assert len(solved) == 4 and rows != solved[:2]
-    with pytest.raises(RunError, match=r"one: task_weight\(\) gives 0 for all 6 tasks"):
-        curriculum.record(
-            [("one", f"train/{row}", 1.0, 1.0) for row in range(6) for _ in range(4)], 12
-        )
+    with pytest.raises(ValueError, match=r"one: task_weight\(\) gives 0 for all 6 tasks"):
+        record(mix, [("one", f"train/{row}", 1.0, 1.0) for row in range(6) for _ in range(4)], 12)
 
 
 def flags(env: Path, model: Path, out: Path, steps: int, *more: str) -> list[str]:

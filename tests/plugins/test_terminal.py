@@ -103,17 +103,16 @@ def test_a_panel_stands_below_the_lines_on_a_terminal(flags_of, monkeypatch):
         "/2 groups",
         "generate",
         "save",
-        "reward policy",
-        "tokens/s",
-        "ETA",
         "step 2/3",
         "! rollout/policy/zero_sig",
     ]
     for text in texts:
         assert text in shown, text
+    # Of the panel: a step's line has no speeds.
+    assert re.search(r"reward 1 .* generate \S+ tokens/s", shown)
 
 
-def test_the_progress_line_names_actors_and_counts_the_failures_of_all():
+def test_the_progress_line_names_actors_and_counts_their_failures():
     values = {
         "rollout/bob/reward_mean": 0.5,
         "learn/bob/loss": 0.1,
@@ -121,23 +120,25 @@ def test_the_progress_line_names_actors_and_counts_the_failures_of_all():
         "time/step_s": 2.0,
     }
     values |= {"rollout/bob/maths/reward_mean": 9.0}
-    assert progress_line(3, 9, values).startswith(
+    assert progress_line(3, 9, values, ["bob"]).startswith(
         "step 3/9  reward 0.5  loss 0.1  failed 1  2.00 s"
     )
     times = {"time/generate_s": 0.5, "time/learn_s": 1.5, "time/sync_s": 0.001}
-    assert progress_line(3, 9, values | times).endswith("2.00 s (generate 0.50, learn 1.50)")
+    line = progress_line(3, 9, values | times, ["bob"])
+    assert line.endswith("2.00 s (generate 0.50, learn 1.50)")
     rows = {"learn/bob/loss": 0.1, "time/step_s": 2.0, **times}
-    assert progress_line(3, 9, rows) == "step 3/9  loss 0.1  2.00 s (read rows 0.50, learn 1.50)"
+    line = progress_line(3, 9, rows, ["bob"])
+    assert line == "step 3/9  loss 0.1  2.00 s (read rows 0.50, learn 1.50)"
     nothing = {
         "rollout/alice/reward_mean": math.nan,
         "rollout/alice/length_mean": math.nan,
     }  # bob's turns were the limit
-    assert progress_line(3, 9, values | nothing).startswith(
-        "step 3/9  bob:  reward 0.5  loss 0.1  alice:  no turns  failed 1"
+    assert progress_line(3, 9, values | nothing, ["bob", "alice"]).startswith(
+        "step 3/9  bob:  reward 0.5  loss 0.1  failed 1  alice:  2.00 s"
     )
     values |= {"rollout/alice/reward_mean": 0.25, "rollout/alice/failed": 2}
-    assert progress_line(3, 9, values).startswith(
-        "step 3/9  bob:  reward 0.5  loss 0.1  alice:  reward 0.25  failed 3"
+    assert progress_line(3, 9, values, ["bob", "alice"]).startswith(
+        "step 3/9  bob:  reward 0.5  loss 0.1  failed 1  alice:  reward 0.25  failed 2"
     )
 
 
@@ -182,16 +183,14 @@ def test_the_time_left_is_that_of_usual_steps_and_of_the_evaluations_that_come()
     left = TimeLeft(num_steps=10, eval_every=4)
     for seconds in (99.0, 100.0, 1000.0):
         left.note_evaluation(0, seconds)
-    for seconds in (60.0, 2.0, 2.0):
-        left.note_step(seconds)
+    left.step_times += [60.0, 2.0, 2.0]
     # The evaluations are after steps 4, 8 and 10.
     assert left.after(3) == timedelta(seconds=7 * 2 + 3 * 100)
     assert left.after(4) == timedelta(seconds=6 * 2 + 3 * 100)
     left.note_evaluation(4, 100.0)
     assert left.after(4) == timedelta(seconds=6 * 2 + 2 * 100)
     assert left.after(10) == timedelta(seconds=100)
-    assert TimeLeft(8, 4).num_evaluations(1) == 2 and TimeLeft(3, 4).num_evaluations(1) == 1
-    assert TimeLeft(8, 0).num_evaluations(1) == 0
+    assert (TimeLeft(8, 4).due, TimeLeft(3, 4).due, TimeLeft(8, 0).due) == ({4, 8}, {3}, set())
 
 
 def test_a_run_ends_with_its_time_its_scores_before_and_after_and_how_to_look_at_it(

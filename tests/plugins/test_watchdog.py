@@ -131,7 +131,7 @@ async def reward_fn(task):
     )
     assert done.returncode == 0 and "saved step 1" in done.stdout, done.stderr
     assert f"left behind: reward_fn() of {tmp_path}/env.py" in done.stderr
-    assert "without waiting for what hooks started: sleeper" in done.stderr
+    assert "without waiting for what still runs: sleeper" in done.stderr
 
 
 def test_os_exit_in_a_hook_fails_its_episode_and_a_forked_process_may_call_it(command, tmp_path):
