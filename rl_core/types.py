@@ -116,9 +116,9 @@ class Turn:
 
 @dataclass(kw_only=True, slots=True)
 class Trajectory:
-    task_id: str
-    env: str
-    group_id: str  # trajectories with one (env, group_id, actor, seat) share a baseline
+    task_id: str = ""
+    env: str = ""
+    group_id: str = ""  # trajectories with one (env, group_id, actor, seat) share a baseline
     index: int = 0  # which sample of its group
     actor: str = "policy"
     seat: str = ""

@@ -14,12 +14,17 @@ if TYPE_CHECKING:
 NO_SPREAD = 1e-6
 
 
+def succeeded(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+    """Those that did not fail: what failed has no reward, and is left out of all that compares,
+    counts or learns."""
+    return [t for t in trajectories if t.status != "failed"]
+
+
 def baseline_groups(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
     """Those that did not fail, by what shares a baseline: (env, group, actor, seat)."""
     groups: dict[tuple, list[Trajectory]] = {}
-    for t in trajectories:
-        if t.status != "failed":
-            groups.setdefault((t.env, t.group_id, t.actor, t.seat), []).append(t)
+    for t in succeeded(trajectories):
+        groups.setdefault((t.env, t.group_id, t.actor, t.seat), []).append(t)
     return list(groups.values())
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms import ADVANTAGES, Algorithm
-from rl_core.data.episodes import NO_SPREAD, by_episode, episode_rewards, has_spread
+from rl_core.data.episodes import NO_SPREAD, by_episode, episode_rewards, has_spread, succeeded
 from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.types import PackedBatch, TrainingSample, Trajectory
@@ -25,8 +25,8 @@ def group_results(
     rolled out on any rank, in the order of the groups and alike on all: over the episodes of actors
     that learn, but for those that failed."""
     groups: dict[str, list[Trajectory]] = {}
-    for t in trajectories:
-        if t.status != "failed" and t.actor in trained:
+    for t in succeeded(trajectories):
+        if t.actor in trained:
             groups.setdefault(t.group_id, []).append(t)
     results = []
     for group_id, group in groups.items():

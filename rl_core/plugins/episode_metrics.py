@@ -8,6 +8,7 @@ from rl_core.data.episodes import (
     episode_means,
     episode_rewards,
     has_spread,
+    succeeded,
 )
 from rl_core.metrics import Mean, Metric, Percentile, Sum
 from rl_core.plugin import Plugin
@@ -50,7 +51,7 @@ class EpisodeMetrics(Plugin):
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, Metric]:
     """Means over the episodes that did not fail. One that returned several conversations counts
     with their mean."""
-    done = [t for t in trajectories if t.status != "failed"]
+    done = succeeded(trajectories)
     lengths = episode_means(done, lambda t: t.num_tokens)
     all_lengths = [t.num_tokens for t in done]
     groups = [[t.reward for t in group] for group in baseline_groups(done)]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from rl_core.data.episodes import succeeded
 from rl_core.metrics import Metric
 from rl_core.plugin import Plugin
 from rl_core.plugins.episode_metrics import held_out_metrics, part_metrics
@@ -105,7 +106,7 @@ class Evaluation(Plugin):
         await trainer.call("on_episodes", step, name, found)
         for actor in config.trained:
             prefix = f"eval/{source}/{actor}/" if len(config.trained) > 1 else f"eval/{source}/"
-            own = [t for t in found if t.actor == actor and t.status != "failed"]
+            own = [t for t in succeeded(found) if t.actor == actor]
             metrics: dict[str, Metric] = {}
             for part, value in part_metrics(own).items():
                 metrics[f"{label}_{part}"] = value

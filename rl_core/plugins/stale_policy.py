@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from rl_core.data.episodes import succeeded
 from rl_core.metrics import Mean, Metric
 from rl_core.plugin import Plugin
 from rl_core.sampling.rollout import Group, in_order
@@ -88,10 +89,9 @@ def lag_metrics(trajectories: list[Trajectory], version: int) -> dict[str, Metri
     """Fraction of sampled tokens by weights older than `version`, and the mean age of these in
     versions."""
     lags = []
-    for trajectory in trajectories:
-        if trajectory.status != "failed":
-            for turn in trajectory.turns:
-                lags += [version - v for v in turn.completion.policy_versions]
+    for trajectory in succeeded(trajectories):
+        for turn in trajectory.turns:
+            lags += [version - v for v in turn.completion.policy_versions]
     older = [lag for lag in lags if lag > 0]
     metrics: dict[str, Metric] = {"lagged_frac": Mean(len(older), len(lags))}
     if older:

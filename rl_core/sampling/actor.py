@@ -222,7 +222,7 @@ class Conversation:
         self.stream = speaker.chat and TokenStream(speaker.chat, self.history, tools)
         self.calls: Message | None = None  # the last turn as a message, if it called tools
         self.metrics: dict[str, float] = {"tool_parse_failed": 0.0} if tools and self.stream else {}
-        self.truncated = self.is_full  # a turn hit max_tokens, or the context is full
+        self.truncated = self.room < 1  # a turn hit max_tokens, or the context is full
         self.num_replies = 0
         self.num_forks = 0
         self.is_busy = False
@@ -247,12 +247,10 @@ class Conversation:
         return next((m["content"] for m in reversed(self.history) if m["role"] == "assistant"), "")
 
     @property
-    def is_full(self) -> bool:
-        return self.stream is not None and self._num_free < 1
-
-    @property
-    def _num_free(self) -> int:
-        """Tokens that the context has room for."""
+    def room(self) -> float:
+        """Tokens that fit into the context."""
+        if self.stream is None:
+            return math.inf
         return self.speaker.max_context_tokens - len(self.stream.prompt_ids)
 
     async def respond(self, messages: str | Sequence[Message] = ()) -> Conversation:
@@ -267,7 +265,7 @@ class Conversation:
             if self.stream:
                 last = self.turns[-1].completion
                 self.stream.append(last.token_ids, last.text, messages, self.calls)
-        if self.num_replies and self.is_full:
+        if self.num_replies and self.room < 1:
             self.text = ""
             self.truncated = True
         else:
@@ -298,14 +296,14 @@ class Conversation:
 
     async def _sample(self, seed: int, turn: str) -> Completion:
         actor = self.speaker
-        if self.is_full:
+        if self.room < 1:
             raise ValueError(
                 f"a prompt of {len(self.stream.prompt_ids)} tokens fills the context of "
                 f"{actor.max_context_tokens}; raise --max_prompt_tokens"
             )
         params = replace(
             self.params,
-            max_tokens=min(self._num_free, self.params.max_tokens),
+            max_tokens=min(self.room, self.params.max_tokens),
             stop_token_ids=actor.stop_token_ids,
         )
         # Nothing is kept for a turn that will not come.
@@ -352,16 +350,22 @@ class Conversation:
                 f"learner assumes --sampling.*; leave {name} out, or return no trajectory of it"
             )
         parts = finite_parts(reward, "rollout", f"trajectory(reward=...) of {self.actor}")
-        metrics = self.metrics | (metrics or {})
-        total = math.fsum(parts.values())
-        return self.record(reward=total, reward_parts=parts, seat=seat, metrics=metrics)
+        return self.record(
+            reward=math.fsum(parts.values()),
+            reward_parts=parts,
+            seat=seat,
+            metrics=self.metrics | (metrics or {}),
+        )
 
     def record(self, **more) -> Trajectory:
         """The conversation as it stands. Who plays the episode fills in task, group and index."""
-        more["status"] = "truncated" if self.truncated else "ok"
-        unknown = dict.fromkeys(("task_id", "env", "group_id"), "")
-        more |= unknown | {"messages": self.messages, "turns": list(self.turns)}
-        return Trajectory(actor=self.actor, **more)
+        return Trajectory(
+            actor=self.actor,
+            messages=self.messages,
+            turns=list(self.turns),
+            status="truncated" if self.truncated else "ok",
+            **more,
+        )
 
     def _check_idle(self) -> None:
         if self.is_busy:

@@ -243,7 +243,7 @@ def load_env(
 async def play(hook: Hook, task: Task, actors: EpisodeActors) -> list[Trajectory]:
     """An episode by the file's own rollout()."""
     returned = await hook(task, {"task": task, "actors": actors})
-    return checked(returned, hook.path, task, actors)
+    return checked(returned, hook.path, actors)
 
 
 def make_hooks(

@@ -113,7 +113,7 @@ class Episode:
         num_replies = conversation.num_replies
         if num_replies:
             await conversation.respond(self.unheard_by(name) or CONTINUE)
-        elif not (conversation.is_full and self.speaker):
+        elif not (conversation.room < 1 and self.speaker):
             # Where nobody has spoken yet, the task is too long: an error.
             await conversation.respond()
         if conversation.num_replies > num_replies:
@@ -133,7 +133,6 @@ class Episode:
             self.trajectories[name] = Trajectory(
                 task_id=self.task.id,
                 env=self.task.env,
-                group_id="",
                 actor=name,
                 messages=conversation.history,
                 turns=conversation.turns,
@@ -233,7 +232,7 @@ def is_user_text(message: Message) -> bool:
     return message.get("role") == "user" and isinstance(message.get("content"), str)
 
 
-def checked(returned: Any, path: str, task: Task, actors: EpisodeActors) -> list[Trajectory]:
+def checked(returned: Any, path: str, actors: EpisodeActors) -> list[Trajectory]:
     """What the user's rollout() returned. Raises ValueError unless it is a list of scored
     trajectories."""
     if not returned or not is_list(returned, Trajectory):
@@ -257,7 +256,6 @@ def checked(returned: Any, path: str, task: Task, actors: EpisodeActors) -> list
         # Records and checkpoints are JSON.
         t.turn_rewards = [plain(value) for value in t.turn_rewards]
         t.metrics = {name: plain(value) for name, value in t.metrics.items()}
-        t.task_id, t.env = task.id, task.env
     return list(returned)
 
 

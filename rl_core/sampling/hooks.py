@@ -100,12 +100,8 @@ class Hook:
         HookError, or TimeoutError after timeout_s."""
         causes: list[str] = []
         LAST_ERROR.set(causes)
-
-        def call() -> Any:
-            return self.function(**self.arguments(task.row, given))
-
         try:
-            result, error = await self._outcome(call)
+            result, error = await self._outcome(task, given)
         except DeadlineError:
             waited = f", in which it last waited after: {causes[-1]}" if causes else ""
             raise TimeoutError(
@@ -117,37 +113,41 @@ class Hook:
             raise HookError(f"{self.name}() failed for task {task.id}: {described}") from error
         return result
 
-    async def _outcome(self, call: Callable[[], Any]) -> Outcome:
+    async def _outcome(self, task: Task, given: Mapping[str, Any]) -> Outcome:
+        def call() -> Any:
+            return self.function(**self.arguments(task.row, given))
+
         clock = LoopClock.of_running_loop()
-        with clock.noting(self):
+        name = f"{self.name}() of {self.path}"
+        with clock.noting(name):
             if self.is_async:
                 clock.watch(self.path)
                 result, error = call(), None
             else:
                 result, error = await clock.in_thread(call, self.timeout_s)
-            if inspect.isawaitable(result):
-                return await self._in_time(result)
-            return result, error
+            if not inspect.isawaitable(result):
+                return result, error
+            running = asyncio.create_task(outcome(result), name=name)
+            try:
+                # Not wait_for, which waits for ever for a coroutine that ignores its cancellation.
+                return await in_time(running, self.timeout_s)
+            finally:
+                running.cancel()
 
-    async def _in_time(self, awaitable: Awaitable) -> Outcome:
-        name = f"{self.name}() of {self.path}"
-        running = asyncio.create_task(outcome(awaitable), name=name)
-        try:
-            # Not wait_for, which waits for ever for a coroutine that ignores its cancellation.
-            await asyncio.wait({running}, timeout=self.timeout_s)
-            is_done = running.done()
-        finally:
-            running.cancel()
-        if not is_done:
-            raise DeadlineError
-        return (None, RuntimeError("it was cancelled")) if running.cancelled() else running.result()
+
+async def in_time(running: asyncio.Future[Outcome], timeout_s: float | None) -> Outcome:
+    """Raises DeadlineError."""
+    await asyncio.wait({running}, timeout=timeout_s)
+    if not running.done():
+        raise DeadlineError
+    return running.result()
 
 
 async def outcome(awaitable: Awaitable) -> Outcome:
     """A SystemExit that leaves a task would end the event loop."""
     try:
         return await awaitable, None
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         return None, error
 
 
@@ -207,15 +207,12 @@ class LoopClock:
             future = self.loop.create_future()
             jobs.put((function, future))
             try:
-                await asyncio.wait({future}, timeout=timeout_s)
+                return await in_time(future, timeout_s)
             finally:
                 if future.done():
                     self.idle.append(jobs)
                 else:
                     jobs.put(None)  # The thread ends once the function does.
-        if not future.done():
-            raise DeadlineError
-        return future.result()
 
     def _start_thread(self) -> SimpleQueue:
         jobs: SimpleQueue = SimpleQueue()
@@ -239,8 +236,8 @@ class LoopClock:
         self.loop.call_later(BEAT_S, self._beat)
 
     @contextmanager
-    def noting(self, hook: Hook) -> Iterator[None]:
-        name = f"{hook.name}() of {hook.path}"
+    def noting(self, name: str) -> Iterator[None]:
+        """Inside, this hook runs."""
         self._count(name, 1)
         try:
             yield

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import Config, RolloutConfig
+from rl_core.data.episodes import succeeded
 from rl_core.sampling.actor import Actor, Conversation, EpisodeActors, revived
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.env import SESSION_CODES, Env
@@ -76,12 +77,8 @@ async def run_group(
 ) -> list[Trajectory]:
     """The trajectories of one group. If an engine dies it is started again, and the group is done
     again. Raises RunError if that does not help."""
-    env = envs[group.task.env]
-    play = partial(play_group, env, actors, config, group)
-    trajectories = await revived(play, actors.values(), f"one group of {group.batch}")
-    for t in trajectories:
-        t.env_code = t.env_code or env.code()
-    return trajectories
+    play = partial(play_group, envs[group.task.env], actors, config, group)
+    return await revived(play, actors.values(), f"one group of {group.batch}")
 
 
 async def play_group(
@@ -111,9 +108,10 @@ async def play_group(
         reason = reason_of(error, "what scores the group", config, is_truncated)
         for index in range(0 if trajectories else group.size):
             trajectories += failures(actors, [], group, index, reason)
+        for t in succeeded(trajectories):
+            t.status, t.error, t.reward = "failed", reason, None
         for t in trajectories:
-            if t.status != "failed":
-                t.status, t.error, t.reward = "failed", reason, None
+            t.env_code = t.env_code or env.code()
     return trajectories
 
 
@@ -143,10 +141,8 @@ async def play_episode(
         trajectories = failures(actors, players.conversations, group, index, reason)
     finally:
         players.close()
-    for t in trajectories:
-        t.group_id, t.index = group.id, index
-        if codes:
-            t.env_code = codes[-1]
+    for t in placed(trajectories, group, index):
+        t.env_code = codes[-1] if codes else env.code()
     if group.under_way:
         group.under_way.episode(index).end(trajectories)
     return trajectories
@@ -182,13 +178,18 @@ def failures(
     learners = [name for name, actor in actors.items() if actor.is_trainable]
     for name in learners or actors:
         if name not in spoken:
-            unknown = {"task_id": "", "env": "", "group_id": ""}
-            failed.append(Trajectory(actor=name, messages=group.task.messages, **unknown))
+            failed.append(Trajectory(actor=name, messages=group.task.messages))
     for t in failed:
+        t.status, t.error = "failed", reason
+    return placed(failed, group, index)
+
+
+def placed(trajectories: list[Trajectory], group: Group, index: int) -> list[Trajectory]:
+    """The trajectories of an episode, which say so."""
+    for t in trajectories:
         t.task_id, t.env = group.task.id, group.task.env
         t.group_id, t.index = group.id, index
-        t.status, t.error = "failed", reason
-    return failed
+    return trajectories
 
 
 class RolloutWorker:

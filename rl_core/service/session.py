@@ -239,9 +239,7 @@ class Session:
         value, what = await self.run(hook, given), f"{self.env.path}: what {hook.name}() returned"
         try:
             if hook.name == "rollout":
-                value = [
-                    self.asks.packed(t) for t in checked(value, self.env.path, self.task, self.cast)
-                ]
+                value = [self.asks.packed(t) for t in checked(value, self.env.path, self.cast)]
             value = to_json(value, what)
         except (ValueError, ServiceError) as error:
             raise self.fail(str(error)) from None

@@ -53,7 +53,7 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
     """Plays what is missing in OUT/rollouts. Raises ValueError if that was played with other
     flags."""
     from rl_core.algorithms import make_algorithm
-    from rl_core.data.episodes import by_episode, episode_rewards
+    from rl_core.data.episodes import by_episode, episode_rewards, succeeded
     from rl_core.data.rows import write_tokenizers, write_trajectories
     from rl_core.plan import load_envs, train_tasks
     from rl_core.run_folder import keep_config, locked
@@ -88,7 +88,7 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
                 place = {"batch": "collect", "label": f"collect/{number:06d}", "first": first}
                 played = await playing.play(tasks, config.group_size, drawn, **place)
                 own = [t for t in played if t.actor in names]
-                done = [t for t in own if t.status != "failed"]
+                done = succeeded(own)
                 good = [t for t in done if min_reward is None or t.reward >= min_reward]
                 (write_trajectories if has_tokens else write_messages)(file, good)
                 rewards = episode_rewards(done)

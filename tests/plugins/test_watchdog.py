@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from rl_core.distributed import Ranks
 from rl_core.plugins.watchdog import Neighbours, run_hooks
-from rl_core.sampling.hooks import Hook, LoopClock
+from rl_core.sampling.hooks import LoopClock
 
 SIZES = (
     "--data.shuffle false --max_tokens 4 --tasks_per_step 2 --group_size 2 --num_steps 6 "
@@ -236,7 +236,6 @@ def test_what_a_hook_left_behind_does_when_it_ends_touches_no_timer_that_is_gone
         return LoopClock.of_running_loop()
 
     clock = run_hooks(main(), 1.0)
-    hook = Hook(name="late_fn", function=len, path="env.py", timeout_s=1.0, ours=frozenset())
     assert clock.watchdog is None
-    with clock.noting(hook):
+    with clock.noting("late_fn() of env.py"):
         assert clock.running() == ["late_fn() of env.py"]
