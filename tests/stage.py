@@ -34,7 +34,7 @@ class RuleEngine:
         self.sessions: set[str] = set()
 
     async def generate(self, prompt_ids, params, *, seed, session="", adapter="", begun=None):
-        check_request(prompt_ids, params, 1 << 30, self.chat.tokenizer)
+        check_request(prompt_ids, params, 1 << 30)
         self.sessions.add(session)
         prompt = self.chat.tokenizer.decode(prompt_ids)
         self.asked.append((prompt, seed, params))

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,7 +72,7 @@ class ApiActor:
     capacity: int = field(
         init=False, default=sys.maxsize
     )  # requests beyond max_concurrent wait here and block no engine
-    counts: dict[str, float] = field(init=False, default_factory=lambda: dict.fromkeys(COUNTS, 0.0))
+    counts: Counter[str] = field(init=False, default_factory=Counter)  # of COUNTS
 
     def __post_init__(self) -> None:
         url = urlsplit(self.url)
@@ -177,8 +178,8 @@ class ApiActor:
     def take_metrics(self) -> dict[str, Metric]:
         """Counts since the last call: requests, retries, replies that failed, and tokens as the
         endpoint counts them."""
-        taken, self.counts = self.counts, dict.fromkeys(COUNTS, 0.0)
-        return {name: Sum(number) for name, number in taken.items()}
+        counts, self.counts = self.counts, Counter()
+        return {name: Sum(counts[name]) for name in COUNTS}
 
     async def close(self) -> None:
         await self.client.close()

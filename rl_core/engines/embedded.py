@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rl_core.engines.adapters import AdapterTable
 from rl_core.engines.slots import Snapshot, bytes_per_token, sample
 from rl_core.host_copies import HostCopies, device_memory
-from rl_core.sampling.engine import Engine, EngineSpec, check_request, note_version
+from rl_core.sampling.engine import Engine, EngineSpec, check_request, decoded, note_version
 from rl_core.sampling.weights import load_weights
 from rl_core.types import Completion, SamplingParams
 
@@ -143,7 +143,7 @@ class EmbeddedEngine(Engine):
         begun: Completion | None = None,
     ) -> Completion:
         """One completion; see Engine."""
-        check_request(prompt_ids, params, self.max_context_tokens, self.tokenizer)
+        check_request(prompt_ids, params, self.max_context_tokens)
         assert not adapter or adapter in self.adapter_versions, adapter
         if params.temperature == 0:  # The logprobs of a greedy request are those without limits.
             params = replace(params, top_k=0, top_p=1.0, min_p=0.0)
@@ -431,24 +431,18 @@ class EmbeddedEngine(Engine):
             # A token that decodes to something has a byte at least, so this tail holds any stop
             # string that just ended.
             length = max(len(s.encode()) for s in params.stop) + 4
-            text = self._decoded(ids[-length:], skip_special_tokens=False)
+            text = decoded(self.tokenizer, ids[-length:], keeps_special=True)
             if any(s in text for s in params.stop):
                 return "stop"
         return "length" if len(request.ids) >= request.end else ""
-
-    def _decoded(self, ids: list[int], skip_special_tokens: bool) -> str:
-        if self.tokenizer is None:
-            return ""
-        return self.tokenizer.decode(
-            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
 
     def _finish(self, request: Request) -> None:
         if request.session and self._slots.is_batched:
             self._park(request)
         if not request.future.done():
             completion = request.completion
-            completion.text = self._decoded(completion.token_ids, skip_special_tokens=True)
+            if self.tokenizer is not None:
+                completion.text = decoded(self.tokenizer, completion.token_ids)
             if self._recorder:
                 num_read = len(request.ids) - 1
                 completion.experts = self._recorder.experts_of(self._cache, request.row, num_read)

@@ -32,7 +32,14 @@ from rl_core.engines.sglang_server import Server, check_sglang, numbers
 from rl_core.host_copies import release_cached_memory
 from rl_core.learning.policy import checkpoint_weights
 from rl_core.metrics import Metric, Sum
-from rl_core.sampling.engine import Engine, EngineDied, EngineSpec, check_request, note_version
+from rl_core.sampling.engine import (
+    Engine,
+    EngineDied,
+    EngineSpec,
+    check_request,
+    decoded,
+    note_version,
+)
 from rl_core.sampling.weights import adapter_targets, arriving_adapter, arriving_at, on_host
 from rl_core.types import Completion, SamplingParams
 
@@ -119,7 +126,7 @@ class SGLangEngine(Engine):
         begun: Completion | None = None,
     ) -> Completion:
         spec = self.spec
-        check_request(prompt_ids, params, spec.max_context_tokens, spec.tokenizer)
+        check_request(prompt_ids, params, spec.max_context_tokens)
         assert not adapter or adapter in self._slots, adapter
         max_tokens = min(params.max_tokens, spec.max_context_tokens - len(prompt_ids))
         nothing = Completion(
@@ -134,8 +141,7 @@ class SGLangEngine(Engine):
             if self._may_run.is_set():
                 await self._extend(done, prompt_ids, params, max_tokens, adapter)
         if spec.tokenizer is not None:
-            how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-            done.text = spec.tokenizer.decode(done.token_ids, **how)
+            done.text = decoded(spec.tokenizer, done.token_ids)
         return done
 
     async def _extend(

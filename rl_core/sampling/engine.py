@@ -129,29 +129,25 @@ class EngineSpec:
     folder: str | None = None  # where weights wait for that server
 
 
-def check_request(
-    prompt_ids: list[int], params: SamplingParams, max_context_tokens: int, tokenizer: Any
-) -> None:
+def check_request(prompt_ids: list[int], params: SamplingParams, max_context_tokens: int) -> None:
     """Raises ValueError for a request that no engine can answer."""
     if not 0 < len(prompt_ids) < max_context_tokens:
         raise ValueError(
             f"a prompt of {len(prompt_ids)} tokens must have at least 1 and fewer than "
-            f"{max_context_tokens=}; shorten it or "
-            "raise the limit"
+            f"{max_context_tokens=}; shorten it or raise the limit"
         )
-    if (
-        params.max_tokens < 1
-        or params.temperature < 0
-        or not 0 < params.top_p <= 1
-        or not 0 <= params.min_p <= 1
-    ):
+    is_possible = params.max_tokens >= 1 and params.temperature >= 0
+    if not is_possible or not 0 < params.top_p <= 1 or not 0 <= params.min_p <= 1:
         raise ValueError(
             f"{params} must have max_tokens >= 1, temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1"
         )
-    if params.stop and tokenizer is None:
-        raise ValueError(
-            f"stop={params.stop} needs a tokenizer; give the engine one or use stop_token_ids"
-        )
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int], keeps_special: bool = False) -> str:
+    """The text as it was sampled, without special tokens or with them."""
+    return tokenizer.decode(
+        ids, skip_special_tokens=not keeps_special, clean_up_tokenization_spaces=False
+    )
 
 
 def note_version(completion: Completion, version: int) -> None:
@@ -192,10 +188,6 @@ class DeviceLease:
             yield
         finally:
             self.inside.discard(turn)
-            if turn in self.queue.get(engine, ()):  # cancelled
-                self.queue[engine].remove(turn)
-                if not self.queue[engine]:
-                    del self.queue[engine]
             self._admit()
 
     def take_metrics(self) -> dict[str, Metric]:
@@ -211,21 +203,23 @@ class DeviceLease:
 
     def _admit(self) -> None:
         """Admits callers of the holder, or starts to hand the device over."""
-        other = next((e for e in self.queue if e is not self.holder), None)
+        for engine, turns in list(self.queue.items()):
+            self.queue[engine] = [turn for turn in turns if not turn.done()]  # Others cancelled.
+            if not self.queue[engine]:
+                del self.queue[engine]
         if self.switch is not None:
             return
-        if self.holder in self.queue and (
-            other is None or time.monotonic() - self.since < self.max_slice_s
-        ):
-            self._let_in(self.holder)
-        elif other is not None and not self.inside:
-            self.switch = asyncio.create_task(self._hand_over(other))
+        others = [engine for engine in self.queue if engine is not self.holder]
+        if not others or time.monotonic() - self.since < self.max_slice_s:
+            self._let_in()
+        if others and not self.inside:
+            self.switch = asyncio.create_task(self._hand_over(others[0]))
 
-    def _let_in(self, engine: Engine) -> None:
-        turns = [turn for turn in self.queue.pop(engine, ()) if not turn.done()]
-        self.inside.update(turns)
-        for turn in turns:
-            turn.set_result(None)
+    def _let_in(self) -> None:
+        for turn in self.queue.pop(self.holder, ()):
+            if not turn.done():
+                self.inside.add(turn)
+                turn.set_result(None)
 
     async def _hand_over(self, engine: Engine) -> None:
         began = time.monotonic()
@@ -235,11 +229,9 @@ class DeviceLease:
             self.holder = None  # if waking fails, nobody holds the device
             await engine.wake()
             self.holder, self.since = engine, time.monotonic()
-            self.num_switches, self.switch_s = (
-                self.num_switches + 1,
-                self.switch_s + self.since - began,
-            )
-            self._let_in(engine)
+            self.num_switches += 1
+            self.switch_s += self.since - began
+            self._let_in()
         except Exception as error:
             for turn in self.queue.pop(engine, ()):
                 if not turn.done():
