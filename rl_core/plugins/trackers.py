@@ -16,6 +16,7 @@ import time
 import uuid
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
 from queue import SimpleQueue
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.config import Config
 from rl_core.data.rows import read_json, write_whole
+from rl_core.distributed import all_gather_json
 from rl_core.plugin import Plugin
 from rl_core.rules import flags_in, nearest, split
 from rl_core.types import Trajectory
@@ -61,8 +63,9 @@ class Trackers(Plugin):
     async def on_episodes(self, step: int, name: str, trajectories: list[Trajectory]) -> None:
         """Of an evaluation's parts the first is shown."""
         kind = "eval" if name.startswith("eval/") else "step"
-        if rows := samples(trajectories):
-            self.samples.setdefault(kind, rows)
+        ranks = self.trainer.ranks
+        rows = all_gather_json(samples(trajectories, max(1, NUM_ROWS // ranks.size)), ranks)
+        self.samples.setdefault(kind, list(chain(*rows))[:NUM_ROWS])
 
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
         self.tell(step, metrics)
@@ -103,10 +106,10 @@ def describe_run(config: Config, tracker: str) -> SimpleNamespace:
     )
 
 
-def samples(trajectories: list[Trajectory]) -> list[dict[str, Any]]:
+def samples(trajectories: list[Trajectory], num: int) -> list[dict[str, Any]]:
     """Some episodes, spread evenly."""
     rows = []
-    for episode in trajectories[:: max(1, len(trajectories) // NUM_ROWS)][:NUM_ROWS]:
+    for episode in trajectories[:: max(1, len(trajectories) // num)][:num]:
         roles = [message["role"] for message in episode.messages]
         texts = [f"{m['role']}: {m.get('content')}" for m in episode.messages]
         said = (*roles, "assistant").index("assistant")
