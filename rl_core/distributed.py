@@ -51,19 +51,18 @@ def make_mesh(
 ) -> Mesh:
     """The mesh of all ranks but those that only sample; dp_shard is what the others leave. Raises
     ValueError if they do not divide it."""
-    size, others = num_ranks - engine_ranks, dp_replicate * cp * tp
-    if size < 1:
+    num_learners, others = num_ranks - engine_ranks, dp_replicate * cp * tp
+    if num_learners < 1:
         raise ValueError(
-            f"--engine_ranks={engine_ranks} must leave at least one of {num_ranks} "
-            f"rank{'s' * (num_ranks > 1)} to learn; "
+            f"--engine_ranks={engine_ranks} must leave at least one rank of {num_ranks} to learn; "
             "raise --nproc_per_node, or lower it"
         )
-    if size % others:
+    if num_learners % others:
         raise ValueError(
-            f"--dp_replicate {dp_replicate} * --cp {cp} * --tp {tp} must divide the {size} ranks; "
-            "lower one"
+            f"--dp_replicate {dp_replicate} * --cp {cp} * --tp {tp} must divide the {num_learners} "
+            "ranks; lower one"
         )
-    return Mesh(dp_replicate=dp_replicate, dp_shard=size // others, cp=cp, tp=tp)
+    return Mesh(dp_replicate=dp_replicate, dp_shard=num_learners // others, cp=cp, tp=tp)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,51 +99,53 @@ class Ranks:
         """The sum of what all ranks added by this name, those that only sample too."""
         return self.store.add(name, n)
 
-    def say(self, name: str) -> None:
-        """Any rank may ask was_said(name) from now on."""
+    def set_flag(self, name: str) -> None:
+        """On any rank has_flag(name) is true from now on."""
         self.store.set(name, b"1")
 
-    def was_said(self, name: str) -> bool:
+    def has_flag(self, name: str) -> bool:
         return self.store.check([name])
 
 
 def init_ranks(timeout_s: float, mesh: Mesh | None = None, is_sharded: bool = False) -> Ranks:
-    """This process's place, from the variables that torchrun sets; starts the process group if
-    there are several, or if one alone is to hold its weights as shards, which is what mixed
-    precision asks for. Without a mesh all are data parallel. Ranks beyond the mesh only sample:
-    they and those that learn are each a process group of their own, numbered from 0."""
-    size, rank, local = (
-        int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
-    )
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
+    """This process's place, from the variables that torchrun sets. Several ranks are a process
+    group, and so is one that alone is to hold its weights as shards, as mixed precision asks.
+    Without a mesh all are data parallel. Ranks beyond the mesh only sample: they and those that
+    learn are each a process group of their own, numbered from 0."""
+    size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if size == 1 and not is_sharded:
         return Ranks(rank=0, size=1, device=device)
     mesh, timeout = mesh or Mesh(dp_shard=size), timedelta(seconds=timeout_s)
-    learn, engine_ranks = mesh.size, size - mesh.size
-    store = dist.HashStore() if size == 1 else next(dist.rendezvous("env://", timeout=timeout))[0]
+    if size > 1:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    else:
+        store = dist.HashStore()
     store.set_timeout(timeout)
-    shared, name, is_engine = dist.PrefixStore("rl_core", store), "learners", rank >= learn
-    if engine_ranks:
-        if shared.add("present", 1) == size:
-            shared.set("all_present", b"1")
-        shared.wait(["all_present"])  # every rank has checked its flags and the folder
-        name, rank, size = (
-            ("engines", rank - learn, engine_ranks) if is_engine else (name, rank, learn)
-        )
-        mesh = Mesh(dp_shard=size) if is_engine else mesh
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=dist.PrefixStore(name, store), rank=rank, world_size=size, timeout=timeout
-    )
     ranks = Ranks(
         rank=rank,
-        size=size,
+        size=mesh.size,
         device=device,
-        store=shared,
-        engine_ranks=engine_ranks,
-        is_engine=is_engine,
+        engine_ranks=size - mesh.size,
+        store=dist.PrefixStore("rl_core", store),
+    )
+    if ranks.engine_ranks:
+        if ranks.add("present", 1) == size:
+            ranks.set_flag("all_present")
+        ranks.store.wait(["all_present"])  # every rank has checked its flags and the folder
+    if rank >= mesh.size:
+        ranks.is_engine = True
+        ranks.rank, ranks.size = rank - mesh.size, ranks.engine_ranks
+        mesh = Mesh(dp_shard=ranks.size)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("engines" if ranks.is_engine else "learners", store),
+        rank=ranks.rank,
+        world_size=ranks.size,
+        timeout=timeout,
     )
     return on_mesh(ranks, mesh)
 
@@ -152,17 +153,17 @@ def init_ranks(timeout_s: float, mesh: Mesh | None = None, is_sharded: bool = Fa
 def on_mesh(ranks: Ranks, mesh: Mesh) -> Ranks:
     """The same ranks, divided so. Every rank must call it."""
     kind = ranks.device.type
-    shape, names = (
+    weights_mesh = init_device_mesh(
+        kind,
         (mesh.dp_replicate, mesh.dp_shard * mesh.cp, mesh.tp),
-        ("dp_replicate", "dp_shard_cp", "tp"),
+        mesh_dim_names=("dp_replicate", "dp_shard_cp", "tp"),
     )
-    weights, cp_group = init_device_mesh(kind, shape, mesh_dim_names=names), None
+    cp_group = None
     if mesh.cp > 1:
-        work = init_device_mesh(
-            kind, (mesh.dp, mesh.cp, mesh.tp), mesh_dim_names=("dp", "cp", "tp")
-        )
-        cp_group = work.get_group("cp")
-    return dataclasses.replace(ranks, mesh=mesh, weights_mesh=weights, cp_group=cp_group)
+        shape = (mesh.dp, mesh.cp, mesh.tp)
+        samples_mesh = init_device_mesh(kind, shape, mesh_dim_names=("dp", "cp", "tp"))
+        cp_group = samples_mesh.get_group("cp")
+    return dataclasses.replace(ranks, mesh=mesh, weights_mesh=weights_mesh, cp_group=cp_group)
 
 
 def close_ranks(ranks: Ranks) -> None:
@@ -197,13 +198,16 @@ def all_gather_json(value: Any, ranks: Ranks) -> list[Any]:
     if ranks.size == 1:
         return [value]
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks.size)]
-    dist.all_gather(sizes, torch.tensor([data.numel()]))
-    longest = int(max(sizes))
-    padded = torch.nn.functional.pad(data, (0, longest - data.numel()))
-    gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(ranks.size)]
-    dist.all_gather(gathered, padded)
-    return [json.loads(g[: int(n)].numpy().tobytes()) for g, n in zip(gathered, sizes, strict=True)]
+    sizes = torch.zeros(ranks.size, dtype=torch.int64)
+    dist.all_gather_into_tensor(sizes, torch.tensor([len(data)]))
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    padded[: len(data)] = data
+    gathered = torch.zeros(ranks.size * len(padded), dtype=torch.uint8)
+    dist.all_gather_into_tensor(gathered, padded)
+    values = []
+    for row, size in zip(gathered.split(len(padded)), sizes.tolist(), strict=True):
+        values.append(json.loads(row[:size].numpy().tobytes()))
+    return values
 
 
 def barrier(ranks: Ranks) -> None:

@@ -69,12 +69,13 @@ def add_metrics(into: dict[str, Metric], more: dict[str, Metric], prefix: str = 
 
 def reduce_metrics(metrics: dict[str, Metric], ranks: Ranks) -> dict[str, float]:
     """Name -> value over all ranks; a rank may lack names that others have."""
-    values = {name: [getattr(m, f.name) for f in fields(m)] for name, m in metrics.items()}
-    values = {
-        name: [v if isinstance(v, list) else float(v) for v in values[name]] for name in metrics
-    }
-    typed = {name: [type(m).__name__, *values[name]] for name, m in metrics.items()}
+    sent = {}
+    for name, metric in metrics.items():
+        values = [getattr(metric, f.name) for f in fields(metric)]
+        numbers = [value if isinstance(value, list) else float(value) for value in values]
+        sent[name] = [type(metric).__name__, *numbers]
     merged: dict[str, Metric] = {}
-    for part in all_gather_json(typed, ranks):
-        add_metrics(merged, {name: KINDS[kind](*values) for name, (kind, *values) in part.items()})
+    for received in all_gather_json(sent, ranks):
+        for name, (kind, *numbers) in received.items():
+            add_metrics(merged, {name: KINDS[kind](*numbers)})
     return {name: merged[name].value for name in sorted(merged)}

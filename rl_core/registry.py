@@ -10,14 +10,6 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-import torch
-
-
-def print_help() -> Any:
-    from rl_core.tools.help import print_help
-
-    return print_help
-
 
 def neighbours() -> Any:
     from rl_core.plugins.watchdog import Neighbours
@@ -280,9 +272,15 @@ def sglang() -> Any:
     return SGLangEngine
 
 
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def auto_engine(must_share: bool) -> str:
     """What --engine auto stands for on this machine."""
-    has_sglang = torch.cuda.is_available() and importlib.util.find_spec("sglang") is not None
+    has_sglang = has_gpu() and importlib.util.find_spec("sglang") is not None
     return "sglang" if has_sglang and not must_share else "embedded"
 
 
@@ -426,7 +424,7 @@ PLUGINS = (
     (lambda plan: plan.config.rollout.lagged[0] > 0, stale_policy),
     (lambda plan: plan.config.max_staleness or plan.config.rollout.fixed_order, stale_groups),
     (lambda plan: plan.config.profile_step, profiler),
-    (lambda plan: torch.cuda.is_available(), mfu),
+    (lambda plan: has_gpu(), mfu),
     (lambda plan: plan.algorithm.refill_rounds, refill),
     (always, episode_metrics),
     (lambda plan: plan.config.keep_best, best_keeper),

@@ -65,27 +65,31 @@ def close_in_children(file: IO) -> None:
 def keep_config(out: Path, config: Config) -> list[str]:
     """Writes config.yaml, or leaves that of the first run. Gives the settings that differ from it,
     as `name was -> is`."""
-    path = out / "config.yaml"
-    if not path.exists():
-        write_whole(path, to_yaml(config))
-        return []
-    before, now = flat(read_config(path)), flat(yaml.safe_load(to_yaml(config)))
-    names = [n for n in now if n not in MAY_DIFFER and n in before and before[n] != now[n]]
-    return [f"--{name} {before[name]} -> {now[name]}" for name in names]
+    changes = keep_first(out / "config.yaml", to_yaml(config))
+    return [
+        f"--{name} {was} -> {value}"
+        for name, (was, value) in changes.items()
+        if name not in MAY_DIFFER
+    ]
 
 
 def keep_codes(out: Path, codes: dict[str, str]) -> list[str]:
     """Writes env_code.yaml, the hash of each environment's file, or leaves that of the first run.
-    Gives the files that have changed since. A folder that an earlier version wrote has none: it
-    gets one."""
-    path = out / "env_code.yaml"
-    if not codes:  # a run without an environment
-        return []
+    Gives the files that have changed since. A run without an environment has none."""
+    return list(keep_first(out / "env_code.yaml", yaml.safe_dump(codes))) if codes else []
+
+
+def keep_first(path: Path, text: str) -> dict[str, tuple[Any, Any]]:
+    """Writes a file of YAML, or leaves that of the first run. Name -> (was, is) of what differs
+    from it; what it lacks is new in this version."""
     if not path.exists():
-        write_whole(path, yaml.safe_dump(codes))
-        return []
-    before = read_config(path)
-    return [name for name, code in codes.items() if before.get(name, code) != code]
+        write_whole(path, text)
+        return {}
+    before, changes = flat(read_config(path)), {}
+    for name, value in flat(yaml.safe_load(text)).items():
+        if before.get(name, value) != value:
+            changes[name] = before[name], value
+    return changes
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -108,11 +112,11 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # torch's CheckpointException is no Exception
-        texts = (os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
-        text = next((text for text in texts if text in str(error)), None)
-        if text is None:
-            raise
-        raise OSError(f"{path}: {text}; make room there, and go on with --resume") from error
+        for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if (text := os.strerror(number)) in str(error):
+                text = f"{path}: {text}; make room there, and go on with --resume"
+                raise OSError(text) from error
+        raise
 
 
 class RunLog:
@@ -126,11 +130,13 @@ class RunLog:
 
     def write(self, step: int, metrics: dict[str, Metric]) -> dict[str, float]:
         values = reduce_metrics(metrics, self.ranks)
+        line: dict[str, float | None] = {"step": step}
+        for name, value in values.items():
+            if not name.startswith("keep/"):
+                line[name] = value if math.isfinite(value) else None  # JSON has no others
         if self.ranks.is_writer:
-            shown = ((k, v) for k, v in values.items() if not k.startswith("keep/"))
-            clean = {k: v if math.isfinite(v) else None for k, v in shown}  # JSON has no others
             with naming(self.path), open(self.path, "a") as file:
-                file.write(json.dumps({"step": step, **clean}) + "\n")
+                file.write(json.dumps(line) + "\n")
         return values
 
     def say(self, text: str) -> None:
@@ -145,10 +151,9 @@ def keep_lines_until(path: Path, step: int, is_evaluated_again: bool) -> None:
     for line in path.read_text(errors="replace").splitlines(keepends=True):
         try:
             row = json.loads(line)
-            is_before, is_there = row["step"] < step, row["step"] == step
+            is_again = is_evaluated_again and "time/step_s" not in row  # which an evaluation lacks
+            if row["step"] < step or (row["step"] == step and not is_again):
+                kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue
-        is_evaluation = "time/step_s" not in row
-        if is_before or (is_there and not (is_evaluation and is_evaluated_again)):
-            kept.append(line)
     write_whole(path, "".join(kept))

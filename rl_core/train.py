@@ -35,7 +35,9 @@ def run_command(argv: list[str] | None) -> int:
     ranks: Ranks | None = None
     try:
         argv = sys.argv[1:] if argv is None else argv
-        if registry.print_help()(argv):
+        from rl_core.tools.help import print_help
+
+        if print_help(argv):
             return 0
         config = parse_config(argv)
         # Until modules and rows are there: to look for garbage in them again and again would take a

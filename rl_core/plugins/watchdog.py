@@ -142,7 +142,7 @@ class Neighbours:
         if self.has_others:
             # The store may be gone with its rank, which must not hide the error that ends this one.
             with suppress(RuntimeError):
-                self.ranks.say("comes to its end")
+                self.ranks.set_flag("comes to its end")
 
     def _watch(self) -> None:
         from rl_core.plugins.signal_handler import has_lost_a_neighbour
@@ -164,7 +164,7 @@ class Neighbours:
 
     def _is_ending(self) -> bool:
         try:
-            return self.ranks.was_said("comes to its end")
+            return self.ranks.has_flag("comes to its end")
         except RuntimeError:  # the store went with its rank
             return False
 

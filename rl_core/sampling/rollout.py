@@ -313,7 +313,7 @@ class RolloutWorker:
         while not (
             is_new and self._count(here, 0) == self.ranks.size and self.num_ready() >= num_groups
         ):
-            if self.ranks.was_said(met):
+            if self.ranks.has_flag(met):
                 return
             is_new = await self._has_finished(poll_s)
             # Episodes of this rank have deadlines of their own.
@@ -326,7 +326,7 @@ class RolloutWorker:
                         f"groups of episodes, of which {num_ready} are complete: other ranks "
                         f"finished none within --timeout_s={self.timeout_s:g}"
                     )
-        self.ranks.say(met)
+        self.ranks.set_flag(met)
 
     async def _has_finished(self, timeout_s: float | None) -> bool:
         """Whether a group of this rank was finished in time. Raises what a group raised."""

@@ -51,7 +51,7 @@ REFUSED = {
         "--algorithm ppo --critic.model {out}/other": "has a vocabulary of 77 tokens",
         "--algorithm ppo --env_path "
         "{dir}/own_advantage.py": "set --algo.advantage gae to keep the critic",
-        "--engine_ranks 1": "must leave at least one of 1 rank to learn",
+        "--engine_ranks 1": "must leave at least one rank of 1 to learn",
     },
     FIT: {"--data.train {dir}/row.jsonl": "row.jsonl ... did you mean 'rows.jsonl'"},
     PAIRS: {
