@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -17,12 +18,27 @@ class HostCopies:
         self.device, self.is_constant = device, is_constant
         # (memory, its copy on the host); of constant tensors also while they are on the device
         self.waiting: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self.depth = 0  # contexts that are open
+
+    @contextmanager
+    def on_device(self, tensors: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+        """A context in which the tensors are on the device. They leave it at the end of the first
+        one. Contexts may be nested."""
+        if not self.depth:
+            self.to_device()
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+        if not self.depth:  # not after an error, which ends the run
+            self.to_host(tensors())
 
     def to_host(self, tensors: Iterable[Tensor]) -> None:
         synchronize(self.device)  # FSDP's streams too have ended
-        self.waiting = self.waiting or [
-            (storage, self.copied(storage)) for storage in self.storages(tensors)
-        ]
+        if not self.waiting:
+            for storage in self.storages(tensors):
+                self.waiting.append((storage, self.copied(storage)))
         synchronize(self.device)
         for storage, _ in self.waiting:
             storage.resize_(0)
@@ -33,19 +49,24 @@ class HostCopies:
             storage.resize_(host.nbytes())
             storage.copy_(host, non_blocking=True)
         synchronize(self.device)
-        self.waiting = self.waiting if self.is_constant else []
+        if not self.is_constant:
+            self.waiting = []
 
     def copied(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        host = torch.empty(
-            storage.nbytes(), dtype=torch.uint8, pin_memory=self.device.type == "cuda"
-        ).untyped_storage()
-        return host.copy_(storage, non_blocking=True)
+        pinned = self.device.type == "cuda"
+        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+        return host.untyped_storage().copy_(storage, non_blocking=True)
 
     def storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
         """The memory of all tensors, each once. A file's pages are left out: they are not torch's
         to give back."""
-        found = (t.untyped_storage() for t in tensors if t.device.type == self.device.type)
-        return list({s.data_ptr(): s for s in found if s.nbytes() and s.resizable()}.values())
+        found = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            is_here = tensor.device.type == self.device.type and storage.nbytes() > 0
+            if is_here and storage.resizable():
+                found[storage.data_ptr()] = storage
+        return list(found.values())
 
 
 def release_cached_memory() -> None:

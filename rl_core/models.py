@@ -16,17 +16,25 @@ from torch import nn
 
 from rl_core import registry
 from rl_core.algorithms import Algorithm
-from rl_core.config import Config
+from rl_core.config import Config, LearnerConfig, LoraConfig
 from rl_core.data.chat import Chat, load_chat
 from rl_core.distributed import Ranks
+from rl_core.host_copies import HostCopies
 from rl_core.learning.learner import Learner, LearnerPart
-from rl_core.learning.loading import load_hf_model, load_model_config, on_meta
+from rl_core.learning.loading import (
+    load_hf_model,
+    load_model_config,
+    load_shards,
+    on_meta,
+    to_meta,
+)
 from rl_core.learning.policy import (
-    PolicyModel,
-    make_policy,
-    make_reference,
-    named_weights,
-    reads_in_place,
+    PackedForward,
+    Policy,
+    backbone,
+    blocks_of,
+    shard_policy,
+    without_dropout,
 )
 from rl_core.rules import check_engine, nearest
 from rl_core.sampling.engine import Engine, EngineSpec
@@ -83,6 +91,8 @@ def check_model(config: Config, name: str) -> Chat:
             f"{actor.model} "
             f"has {positions} positions (max_position_embeddings); lower them"
         )
+    if actor.router_replay:
+        registry.check_replay()(config, name)
     if actor.router_aux_loss_coef or actor.router_replay:
         registry.check_experts()(config, name, model_config)
     if actor.is_trained and actor.lora.rank:
@@ -153,7 +163,7 @@ def make_learners(config: Config, algorithm: Algorithm, ranks: Ranks) -> dict[st
 
 
 def make_learner(
-    config: Config, algorithm: Algorithm, name: str, ranks: Ranks, shared: PolicyModel | None = None
+    config: Config, algorithm: Algorithm, name: str, ranks: Ranks, shared: Policy | None = None
 ) -> Learner:
     """The learner of an actor, with an optimizer that has not stepped yet, and with the reference
     and the critic that the algorithm asks for. Both start as the model at the start of the run.
@@ -165,21 +175,27 @@ def make_learner(
         names = {name: "default"} if actor.lora.rank else {}
         names |= {n: f"of_{n}" for n in config.sharers.get(name, []) if config.actors[n].is_trained}
         adapters = {names[n]: (config.actors[n].lora, counter_seed(config.seed, n)) for n in names}
-        how = {"is_scoring": algorithm.is_scoring, "attention": config.attention}
-        policy = make_policy(actor.model, dtype, ranks, config.learner, adapters, **how)
-        policy.sends_adapters = bool(adapter_of(config, name))
+        policy = make_policy(
+            actor.model,
+            dtype,
+            ranks,
+            config.learner,
+            adapters,
+            is_scoring=algorithm.is_scoring,
+            attention=config.attention,
+            is_served=bool(adapter_of(config, name)),
+        )
     make = learner_with(config)
     parts = []
     if algorithm.needs_reference:
         parts.append(make_reference_part(config, algorithm, actor.model, policy, ranks))
     if algorithm.has_critic:
         parts.append(make_critic(config, algorithm, actor.model, ranks, name))
-    parts += registry.make_experts()(config, policy, ranks, name)
+    parts += make_experts(config, name, policy, ranks)
     if ranks.mesh.cp > 1:
         parts.append(registry.sequence_shards()(ranks))
     adapter = next(iter(policy.adapters), "") if shared is None else f"of_{name}"
     loss = registry.pair_loss(config.algorithm) if algorithm.is_pairs else None
-    offload_between_phases(config, policy, ranks)
     return make(
         config, algorithm, policy, ranks, parts=parts, loss=loss, name=name, adapter=adapter
     )
@@ -187,20 +203,24 @@ def make_learner(
 
 def learner_with(config: Config) -> Callable[..., Learner]:
     """Learner() with the optimizer, and the offload of its state, that the flags name."""
-    offload = registry.offload_state() if config.learner.offload == "phase" else None
     optimizer = registry.OPTIMIZERS[config.optim.name]()
-    return partial(Learner, make_optimizer=optimizer, offload_state=offload)
+    leaves_device = config.learner.offload == "phase"
+    return partial(Learner, make_optimizer=optimizer, leaves_device=leaves_device)
 
 
-def offload_between_phases(config: Config, policy: PolicyModel, ranks: Ranks) -> None:
-    """Weights that no engine reads in place leave the device while engines have it."""
-    is_asked = config.learner.offload == "phase"
-    if is_asked and policy.on_device is nullcontext and not reads_in_place(policy):
-        policy.on_device = registry.offload_weights()(policy, ranks.device)
+def make_experts(config: Config, name: str, policy: Policy, ranks: Ranks) -> list[LearnerPart]:
+    """What tells the load of a model's experts, and evens it; [] for a model without some."""
+    outputs = getattr(backbone(policy.hf), "_can_record_outputs", None) or {}
+    compiled = config.learner.kernels == "compile"  # would trace what is put around routers
+    if compiled or "router_logits" not in outputs:
+        return []
+    actor = config.actors[name]
+    replay = registry.replay() if actor.router_replay else None
+    return registry.make_experts()(policy, ranks, actor.router_aux_loss_coef, replay)
 
 
 def make_reference_part(
-    config: Config, algorithm: Algorithm, path: str, policy: PolicyModel, ranks: Ranks
+    config: Config, algorithm: Algorithm, path: str, policy: Policy, ranks: Ranks
 ) -> LearnerPart:
     """The model at `path` as a reference; of a policy with adapters itself, without them."""
     model = policy
@@ -218,13 +238,118 @@ def make_critic(
     how = {"is_scoring": True, "attention": config.attention}
     path = config.critic.model or path
     model = make_policy(path, compute_dtype(config), ranks, config.learner, **how)
-    offload_between_phases(config, model, ranks)
     return registry.critic()(config, algorithm, model, ranks, learner_with(config), name)
+
+
+def make_policy(
+    path: str,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    learner: LearnerConfig | None = None,
+    adapters: dict[str, tuple[LoraConfig, int]] | None = None,
+    *,
+    is_scoring: bool = False,
+    is_frozen: bool = False,
+    attention: str = "auto",
+    is_served: bool = False,
+) -> Policy:
+    """Weights that are trained in fp32, frozen ones in the dtype of compute; sharded over all ranks
+    if there are several or compute is not in fp32. `learner`: memory and kernels. `adapters`: by
+    name, each with its seed."""
+    forward_pass = make_forward(attention, ranks)  # before the weights are read
+    learner, adapters = learner or LearnerConfig(), adapters or {}
+    loras = {name: lora for name, (lora, _) in adapters.items()}
+    checkpoint_dtype = load_model_config(path).dtype or torch.float32
+    cpu_offload = learner.offload == "always"
+    is_split = ranks.size > 1 or dtype != torch.float32 or cpu_offload
+    # FSDP moves a block at a time from the CPU.
+    device = torch.device("cpu") if is_split else ranks.device
+    trains_no_weight = is_frozen or (loras and dtype == checkpoint_dtype)
+    dtype_held = dtype if trains_no_weight else torch.float32
+    quantized = {}
+    if loras:
+        quantized = registry.quantization()(loras["default"], dtype, ranks.device)
+    weights = {}
+    if is_split and not quantized:
+        with registry.fused_weights()() as fused:
+            hf = load_hf_model(path, "auto", None, is_scoring)
+        weights = to_meta(hf, dtype_held) | fused
+    else:
+        hf = load_hf_model(path, dtype_held, device, is_scoring, **quantized)
+    # What an engine shares stays on the device.
+    is_shared = not is_split and (not loras or (is_served and not quantized))
+    leaves_device = learner.offload == "phase" and not is_shared
+    if is_frozen:
+        leaves_device = ranks.device.type == "cuda"
+    policy = policy_class(loras, path, is_served, ranks)(
+        hf,
+        checkpoint_dtype,
+        dtype,
+        forward_pass,
+        registry.activations_on_host() if learner.activations == "offload" else nullcontext,
+        HostCopies(ranks.device, is_constant=is_frozen) if leaves_device else None,
+    )
+    policy.train()
+    if is_frozen:
+        policy.requires_grad_(False)
+    without_dropout(hf)
+    if learner.activations == "recompute":
+        # transformers 5.23 renamed it; both default to the non-reentrant form.
+        getattr(hf, "activation_checkpointing_enable", hf.gradient_checkpointing_enable)()
+    if is_split:
+        shard_policy(policy, dtype, ranks, cpu_offload)
+    if weights:
+        # Not to_empty(), which would destroy the buffers. FSDP hears of it through its own _apply.
+        held_on = torch.device("cpu") if cpu_offload else ranks.device
+        policy._apply(
+            lambda t: torch.empty_like(t, device=held_on) if t.is_meta else t.to(ranks.device)
+        )
+        load_shards(hf, weights)
+    for name, (_, seed) in adapters.items():
+        registry.draw_adapter()(hf, seed, name)
+    if learner.kernels == "compile":
+        compile_blocks(policy)
+    return policy
+
+
+def make_forward(attention: str, ranks: Ranks) -> PackedForward:
+    """How a model computes a batch, with the kernel of this name."""
+    kernel = registry.attention_kernel()(attention, ranks.device)
+    if ranks.mesh.cp > 1:
+        return registry.ring_forward()(kernel, ranks.cp_group)
+    return PackedForward(kernel)
+
+
+def policy_class(
+    loras: dict[str, LoraConfig], path: str, is_served: bool, ranks: Ranks
+) -> Callable[..., Policy]:
+    if loras:
+        kwargs = {"loras": loras, "path": path, "is_served": is_served}
+        return partial(registry.adapter_policy(), **kwargs)
+    return registry.tensor_parallel_policy() if ranks.mesh.tp > 1 else Policy
+
+
+def make_reference(path: str, dtype: torch.dtype, ranks: Ranks, attention: str) -> Policy:
+    """A frozen copy of the model at the start, in the dtype of compute, sharded as the policy is.
+    On a GPU it is CPU-offloaded to pinned memory while it is not used."""
+    policy = make_policy(path, dtype, ranks, is_frozen=True, attention=attention)
+    with policy.on_device():
+        pass  # it leaves the device at the end
+    return policy
+
+
+def compile_blocks(policy: Policy) -> None:
+    """torch compiles each block's MLP and norms at their first use, once for all blocks and sizes
+    of batches. Attention is not compiled: its Python differs from batch to batch."""
+    for block in blocks_of(policy.hf):
+        for name, module in block.named_children():
+            if name != "self_attn":
+                module.compile(dynamic=True)
 
 
 def is_read(learner: Learner) -> bool:
     """Whether this actor's engine samples with the learner's own tensors."""
-    if learner.ranks.engine_ranks or not reads_in_place(learner.policy):
+    if learner.ranks.engine_ranks or not learner.policy.shares_weights:
         return False
     return engine_class(learner.config, learner.name).shares_weights
 
@@ -326,14 +451,10 @@ def make_module(config: Config, name: str, learner: Learner | None, ranks: Ranks
     if engine_class(config, name).wants_shapes:
         return on_meta(load_model_config(path))
     if learner and is_read(learner):
-        return registry.second_model()(policy.hf) if policy.sends_adapters else policy.hf
+        return registry.second_model()(policy.hf) if policy.adapters else policy.hf
     module = load_hf_model(path, compute_dtype(config), ranks.device)
-    if (
-        policy is not None
-        and policy.sends_adapters
-        and hasattr(policy.hf.config, "quantization_config")
-    ):
-        load_weights(module, named_weights(policy))  # what its adapters learn beside
+    if policy is not None and policy.is_served and policy.is_quantized:
+        load_weights(module, policy.named_weights())  # what its adapters learn beside
     return module
 
 

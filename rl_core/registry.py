@@ -206,16 +206,64 @@ def adamw8bit() -> Any:
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "adamw8bit": adamw8bit}
 
 
-def offload_state() -> Any:
-    from rl_core.plugins.offload import offload_state
+def check_replay() -> Any:
+    from rl_core.plugins.router_replay import check_replay
 
-    return offload_state
+    return check_replay
 
 
-def offload_weights() -> Any:
-    from rl_core.plugins.offload import offload_weights
+def replay() -> Any:
+    from rl_core.plugins.router_replay import Replay
 
-    return offload_weights
+    return Replay
+
+
+def attention_kernel() -> Any:
+    from rl_core.plugins.attention_kernels import find_kernel
+
+    return find_kernel
+
+
+def ring_forward() -> Any:
+    from rl_core.plugins.ring import RingForward
+
+    return RingForward
+
+
+def adapter_policy() -> Any:
+    from rl_core.plugins.lora import AdapterPolicy
+
+    return AdapterPolicy
+
+
+def draw_adapter() -> Any:
+    from rl_core.plugins.lora import draw_adapter
+
+    return draw_adapter
+
+
+def quantization() -> Any:
+    from rl_core.plugins.lora import quantization
+
+    return quantization
+
+
+def fused_weights() -> Any:
+    from rl_core.plugins.fused_weights import fused_later
+
+    return fused_later
+
+
+def tensor_parallel_policy() -> Any:
+    from rl_core.plugins.tensor_parallel import TensorParallelPolicy
+
+    return TensorParallelPolicy
+
+
+def activations_on_host() -> Any:
+    from rl_core.plugins.offload import activations_on_host
+
+    return activations_on_host
 
 
 def critic() -> Any:

@@ -29,7 +29,9 @@ from rl_core.algorithms import make_algorithm
 from rl_core.config import parse_config
 from rl_core.distributed import Ranks, close_ranks, init_ranks, make_mesh
 from rl_core.learning.learner import Learner
-from rl_core.learning.policy import PolicyModel, shard_policy
+from rl_core.learning.policy import PackedForward, Policy, shard_policy
+from rl_core.plugins.attention_kernels import find_kernel
+from rl_core.plugins.ring import RingForward
 from rl_core.types import TrainingSample
 
 PROMPT = 32
@@ -89,8 +91,10 @@ def make_learner(size: str, length: int, args: argparse.Namespace, ranks: Ranks)
     with torch.device(device):
         how = {"dtype": torch.float32, "attn_implementation": "rl_core_packed"}
         hf = AutoModelForCausalLM.from_config(model_config(size), **how)
-    policy = PolicyModel(hf, torch.bfloat16)
-    policy.cp_group = ranks.cp_group
+    forward_pass = PackedForward(find_kernel("auto", device))
+    if ranks.cp_group is not None:
+        forward_pass = RingForward(forward_pass.kernel, ranks.cp_group)
+    policy = Policy(hf, torch.bfloat16, dtype, forward_pass)
     if args.recompute:
         hf.gradient_checkpointing_enable()
     policy.train()

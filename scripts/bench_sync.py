@@ -38,7 +38,8 @@ from rl_core.data.pretrained import load_pretrained
 from rl_core.distributed import Ranks, close_ranks, init_ranks
 from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.slots import SlotModel
-from rl_core.learning.policy import PolicyModel, engine_weights, make_policy, shard_policy
+from rl_core.learning.policy import Policy, shard_policy
+from rl_core.models import make_policy
 from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.types import SamplingParams
 
@@ -104,10 +105,10 @@ def make_engine(kind: str, folder: str, dtype: torch.dtype, ranks: Ranks, out: P
     return SGLangEngine(EngineSpec(module=on_meta(load_model_config(folder)), **spec))
 
 
-async def run_cycle(engine: Engine, policy: PolicyModel, clock: Clock, version: int) -> None:
+async def run_cycle(engine: Engine, policy: Policy, clock: Clock, version: int) -> None:
     clock.cycles.append(defaultdict(float))
     with clock.timed("all in"):
-        await engine.update(clock.drawn("gather", engine_weights(policy, in_place=False)), version)
+        await engine.update(clock.drawn("gather", policy.engine_weights(in_place=False)), version)
     with clock.timed("wake"):
         await engine.wake()
     with clock.timed("generate"):

@@ -14,6 +14,7 @@ import dataclasses
 import random
 import sys
 import traceback
+from contextlib import nullcontext
 from functools import partial
 from unittest.mock import patch
 
@@ -41,8 +42,9 @@ from rl_core.learning import logprobs
 from rl_core.learning.attention import NAME
 from rl_core.learning.learner import Learner
 from rl_core.learning.minibatches import shard_samples
-from rl_core.learning.policy import PolicyModel
+from rl_core.learning.policy import PackedForward, Policy
 from rl_core.models import learner_with
+from rl_core.plugins.attention_kernels import find_kernel
 from rl_core.plugins.critic import Critic
 from rl_core.plugins.offload import activations_on_host
 from rl_core.plugins.reference import Reference
@@ -104,7 +106,9 @@ def like(value: torch.Tensor) -> torch.Tensor:
     )
 
 
-def make_policy(config=None, is_scoring: bool = False, has_lora: bool = False) -> PolicyModel:
+def make_policy(
+    config=None, is_scoring: bool = False, has_lora: bool = False, activations=nullcontext
+) -> Policy:
     family = AutoModelForSequenceClassification if is_scoring else AutoModelForCausalLM
     config = config or Qwen3Config(**SIZES, head_dim=16, num_labels=1)
     with unset_fake_temporarily(), torch.device("meta"):
@@ -114,7 +118,8 @@ def make_policy(config=None, is_scoring: bool = False, has_lora: bool = False) -
     for module in hf.modules():
         for held in (module._parameters, module._buffers):
             held |= {name: like(value) for name, value in held.items() if value is not None}
-    return PolicyModel(hf, torch.bfloat16)
+    forward_pass = PackedForward(find_kernel("auto", torch.device("cuda")))
+    return Policy(hf, torch.bfloat16, torch.bfloat16, forward_pass, activations)
 
 
 def learner_forward(shared_prompt: bool = True, **how) -> None:
@@ -164,7 +169,7 @@ class Update(TorchFunctionMode):
         return np.ones(tensor.shape).tolist()
 
 
-class OffloadedPolicy(PolicyModel):
+class OffloadedPolicy(Policy):
     """--learner.offload always: its weights wait on the CPU, and come to the device for each
     forward."""
 
@@ -175,15 +180,15 @@ class OffloadedPolicy(PolicyModel):
 
 
 class PlainForward(torch.nn.Module):
-    def __init__(self, policy: PolicyModel):
+    def __init__(self, policy: Policy):
         super().__init__()
         self.policy = policy
 
     def forward(self, *args):
-        return PolicyModel.forward(self.policy, *args)
+        return Policy.forward(self.policy, *args)
 
 
-def offloaded(policy: PolicyModel) -> PolicyModel:
+def offloaded(policy: Policy) -> Policy:
     for module in policy.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             setattr(module, name, torch.nn.Parameter(torch.empty_like(weight, device="cpu")))
@@ -204,9 +209,10 @@ def preset_step(name: str, *flags: str, config: PretrainedConfig | None = None) 
     if algorithm.has_critic:
         critic = place(make_policy(config, is_scoring=True))
         parts.append(Critic(how, algorithm, critic, on_gpu_ranks, make))
-    policy = place(make_policy(config, is_scoring=algorithm.is_scoring))
+    activations = nullcontext
     if how.learner.activations == "offload":
-        policy.keeps_activations = activations_on_host
+        activations = activations_on_host
+    policy = place(make_policy(config, algorithm.is_scoring, activations=activations))
     loss = pair_loss(name) if algorithm.is_pairs else None
     learner = make(how, algorithm, policy, on_gpu_ranks, parts=parts, loss=loss)
     # Packing is work of the host, with values.

@@ -16,9 +16,10 @@ from rl_core.algorithms import Algorithm, kl_estimate, kl_penalised, token_losse
 from rl_core.config import Config, OptimConfig
 from rl_core.data.packing import PackBudget
 from rl_core.distributed import Ranks, all_gather_json, local, unsharded
+from rl_core.host_copies import HostCopies
 from rl_core.learning.advantages import global_sums, normalise_over_batch
 from rl_core.learning.minibatches import Minibatch, pair_work, shard_samples
-from rl_core.learning.policy import PolicyModel, engine_weights, named_weights
+from rl_core.learning.policy import Policy
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics, count_once
 from rl_core.types import PackedBatch, RunError, TrainingSample
 
@@ -37,7 +38,7 @@ class LearnerPart:
     """What an option adds to a learner: a reference model, a critic, a loss of experts. A part
     overrides what it needs and changes only its own state. Every rank has the same parts."""
 
-    models: tuple[PolicyModel, ...] = ()  # that it only reads
+    models: tuple[Policy, ...] = ()  # that it only reads
     learners: tuple[Learner, ...] = ()  # that it trains
 
     def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
@@ -69,25 +70,23 @@ class Learner:
         self,
         config: Config,
         algorithm: Algorithm,
-        policy: PolicyModel,
+        policy: Policy,
         ranks: Ranks,
         *,
         parts: Iterable[LearnerPart] = (),
         loss: Loss | None = None,
         make_optimizer: Callable[[Named, OptimConfig], Optimizer] | None = None,
-        offload_state: Callable[[Optimizer, torch.device], Callable] | None = None,
+        leaves_device: bool = False,
         name: str = "policy",
         adapter: str = "",
     ):
-        """`loss`: instead of the algorithm's own. `offload_state` gives what makes a context in
-        which the optimizer's state is on the device. `adapter`: that it trains, if any."""
+        """`loss`: instead of the algorithm's own. `leaves_device`: the optimizer's state does,
+        outside step(). `adapter`: that it trains, if any."""
         self.config, self.algorithm, self.policy, self.ranks = config, algorithm, policy, ranks
         self.parts, self.loss, self.name, self.adapter = tuple(parts), loss, name, adapter
         self.temperature = config.sampling.temperature if algorithm.is_rl else 1.0
         self.optimizer = (make_optimizer or adamw)(self.trained_parameters(), config.optim)
-        self.state_on_device: Callable[[], AbstractContextManager] = nullcontext
-        if offload_state:
-            self.state_on_device = offload_state(self.optimizer, ranks.device)
+        self.host_copies = HostCopies(ranks.device) if leaves_device else None
         self.updates_per_step = config.learner.minibatches * config.learner.epochs
         mesh = ranks.mesh
         self.budget = PackBudget(
@@ -317,6 +316,18 @@ class Learner:
             stack.enter_context(learner.policy.on_device())
         return stack
 
+    def state_on_device(self) -> AbstractContextManager:
+        """A context in which the optimizer's state is on the device."""
+        if self.host_copies is None:
+            return nullcontext()
+        return self.host_copies.on_device(self.optimizer_state)
+
+    def optimizer_state(self) -> Iterator[Tensor]:
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    yield local(value)
+
     def leave_device(self) -> None:
         """CPU-offloads, if --learner.offload says so, what was made or loaded on the device."""
         for learner in self.trained():
@@ -330,7 +341,7 @@ class Learner:
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.policy.trained(self.adapter)
 
-    def models(self) -> list[PolicyModel]:
+    def models(self) -> list[Policy]:
         """The models that it holds."""
         models = [learner.policy for learner in self.trained()]
         for part in self.parts:
@@ -338,10 +349,10 @@ class Learner:
         return list(dict.fromkeys(models))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return named_weights(self.policy, self.adapter)
+        return self.policy.named_weights(self.adapter)
 
     def engine_weights(self, in_place: bool) -> Iterator[tuple[str, Tensor]] | None:
-        return engine_weights(self.policy, self.adapter, in_place)
+        return self.policy.engine_weights(self.adapter, in_place)
 
 
 def mean_of(values: Tensor) -> Mean:

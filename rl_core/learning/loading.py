@@ -163,7 +163,7 @@ def on_meta(model_config: PretrainedConfig, **how) -> nn.Module:
         return from_config(model_class(model_config), model_config, **how)
 
 
-def take_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+def to_meta(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """Name -> weight. The model's own become meta tensors of `dtype`; tied ones stay tied."""
     weights, empty = dict(model.named_parameters()), {}
     for module in model.modules():
@@ -175,7 +175,7 @@ def take_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def fill_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+def load_shards(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Copies the weights, adapters excepted. A rank reads only the slices that it holds."""
     for name, parameter in model.named_parameters():
         weight = weights.get(name.replace(".base_layer", ""))  # beside it are adapters

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 
 import numpy as np
 import torch
@@ -19,8 +20,34 @@ from torch.nn.functional import embedding
 from rl_core.learning.attention import AttentionPlan, Kernel, Segments
 from rl_core.learning.logprobs import capped_
 
-MAX_PADDING = 0.25  # of the tokens of a block; less padding means more and smaller blocks
+MAX_RATIO = 4 / 3  # of lengths in a block; less padding means more and smaller blocks
 HIDDEN = 1e9  # log-sum-exp of a padded query: all its probabilities are 0
+
+
+def find_kernel(name: str, device: torch.device) -> Kernel:
+    """Raises ValueError if its library does not import here. "auto": flash-attn's on a GPU where it
+    imports, else torch's."""
+    if name == "auto":
+        has_flash_attn = device.type == "cuda" and not import_error("flash_attn")
+        name = "flash_attn" if has_flash_attn else "torch"
+    if error := import_error(name):
+        raise ValueError(
+            f"--attention={name} needs {name}, which does not import here ({error}); "
+            "install it, or leave --attention at auto"
+        )
+    return KERNELS[name]
+
+
+def import_error(name: str) -> str:
+    """Why the kernel's library does not import; "" if it does. A folder of the library's name is
+    not the library: flash-attn-4, which SGLang requires, has none of flash-attn 2's functions."""
+    try:
+        if name in LIBRARIES:
+            module, function = LIBRARIES[name]
+            getattr(import_module(module), function)
+    except Exception as error:  # whatever a library does when it is imported
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def has_flash(q: Tensor) -> bool:
@@ -31,12 +58,22 @@ def fused_on_cpu(q: Tensor) -> bool:
     return q.device.type == "cpu"
 
 
-def window_sizes(segments: Segments) -> tuple[int, int]:
-    """How many keys before and after its own a query sees, in the flash kernels' way; -1 for
-    all."""
+def sizes(segments: Segments) -> tuple:
+    return segments.cu_q, segments.cu_k, segments.max_q, segments.max_k
+
+
+def windows(segments: Segments) -> dict[str, int]:
+    """How many keys before and after its own a query sees; -1 for all."""
+    left, right = -1, -1
+    if segments.is_causal:
+        right = 0
     if segments.window is not None:
-        return segments.window - 1, 0
-    return -1, (0 if segments.is_causal else -1)
+        left = segments.window - 1
+    return {"window_size_left": left, "window_size_right": right}
+
+
+def is_plainly_causal(segments: Segments) -> bool:
+    return segments.is_causal and segments.window is None
 
 
 def torch_forward(q, k, v, segments, scale, cap=None):
@@ -44,21 +81,9 @@ def torch_forward(q, k, v, segments, scale, cap=None):
     log-sum-exp."""
     if cap is not None or not has_flash(q):
         return dense_forward(q, k, v, segments, scale, cap)
-    left, right = window_sizes(segments)
+    how = 0.0, is_plainly_causal(segments), False
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        segments.cu_q,
-        segments.cu_k,
-        segments.max_q,
-        segments.max_k,
-        0.0,
-        (left, right) == (-1, 0),
-        False,
-        scale=scale,
-        window_size_left=left,
-        window_size_right=right,
+        q, k, v, *sizes(segments), *how, scale=scale, **windows(segments)
     )
     assert lse.shape == (q.shape[1], len(q)), lse.shape
     return out, lse
@@ -67,52 +92,20 @@ def torch_forward(q, k, v, segments, scale, cap=None):
 def torch_backward(dout, q, k, v, out, lse, segments, scale, cap=None):
     if cap is not None or not has_flash(q):
         return dense_backward(dout, q, k, v, out, lse, segments, scale, cap)
-    left, right = window_sizes(segments)
     # No dropout.
-    seed, unused = (
-        torch.zeros(2, dtype=torch.uint64, device=q.device),
-        torch.empty(0, device=q.device),
-    )
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    how = 0.0, is_plainly_causal(segments), seed, torch.empty(0, device=q.device)
+    tensors = dout.contiguous(), q, k, v, out, lse.contiguous()
     return torch.ops.aten._flash_attention_backward(
-        dout.contiguous(),
-        q,
-        k,
-        v,
-        out,
-        lse.contiguous(),
-        segments.cu_q,
-        segments.cu_k,
-        segments.max_q,
-        segments.max_k,
-        0.0,
-        (left, right) == (-1, 0),
-        seed,
-        unused,
-        scale=scale,
-        window_size_left=left,
-        window_size_right=right,
+        *tensors, *sizes(segments), *how, scale=scale, **windows(segments)
     )
 
 
 def flash_attn_forward(q, k, v, segments, scale, cap=None):
     from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
-    left, right = window_sizes(segments)
-    out, lse, *_ = _flash_attn_varlen_forward(
-        q,
-        k,
-        v,
-        segments.cu_q,
-        segments.cu_k,
-        segments.max_q,
-        segments.max_k,
-        0.0,
-        scale,
-        causal=segments.is_causal,
-        window_size_left=left,
-        window_size_right=right,
-        softcap=cap or 0.0,
-    )
+    more = {"causal": segments.is_causal, "softcap": cap or 0.0} | windows(segments)
+    out, lse, *_ = _flash_attn_varlen_forward(q, k, v, *sizes(segments), 0.0, scale, **more)
     assert lse.shape == (q.shape[1], len(q)), lse.shape
     return out, lse
 
@@ -120,41 +113,21 @@ def flash_attn_forward(q, k, v, segments, scale, cap=None):
 def flash_attn_backward(dout, q, k, v, out, lse, segments, scale, cap=None):
     from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
 
-    left, right = window_sizes(segments)
-    grads = dq, dk, dv = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-    _flash_attn_varlen_backward(
-        dout.contiguous(),
-        q,
-        k,
-        v,
-        out,
-        lse.contiguous(),
-        dq,
-        dk,
-        dv,
-        segments.cu_q,
-        segments.cu_k,
-        segments.max_q,
-        segments.max_k,
-        0.0,
-        scale,
-        segments.is_causal,
-        window_size_left=left,
-        window_size_right=right,
-        softcap=cap or 0.0,
-        alibi_slopes=None,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    tensors = dout.contiguous(), q, k, v, out, lse.contiguous(), *grads
+    more = {"softcap": cap or 0.0, "alibi_slopes": None} | windows(segments)
+    more["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    how = 0.0, scale, segments.is_causal
+    _flash_attn_varlen_backward(*tensors, *sizes(segments), *how, **more)
     return grads
 
 
 def zigzag_ring(q, k, v, plan: AttentionPlan, scale):
     from ring_flash_attn import zigzag_ring_flash_attn_varlen_func
 
-    causal = plan.by_source[plan.rank][0]
-    return zigzag_ring_flash_attn_varlen_func(
-        q, k, v, causal.cu_q, causal.max_k, softmax_scale=scale, causal=True, group=plan.group
-    )
+    lengths = plan.causal.cu_q, plan.causal.max_k
+    more = {"softmax_scale": scale, "causal": True, "group": plan.group}
+    return zigzag_ring_flash_attn_varlen_func(q, k, v, *lengths, **more)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -166,93 +139,71 @@ class Layout:
     places: Tensor | None = None  # [T] each token's place
 
 
-def layout_of(segments: Segments, device: torch.device) -> Layout:
-    if segments.layout is None:
-        lengths = np.array(segments.lengths)
-        if segments.is_causal and (lengths[:, 0] == lengths[:, 1]).all():
-            segments.layout = padded_layout(lengths[:, 0], device)
-        else:
-            same = itertools.groupby(segments.lengths)
-            segments.layout = Layout(blocks=[(len(list(runs)), *pair) for pair, runs in same])
-    return segments.layout
+def layout_of(segments: Segments) -> Layout:
+    queries, keys = np.array(segments.lengths).T
+    if segments.is_causal and (queries == keys).all():
+        return padded_layout(queries, segments.cu_q.device)
+    same = itertools.groupby(segments.lengths)
+    return Layout(blocks=[(len(list(runs)), *pair) for pair, runs in same])
 
 
 def padded_layout(lengths: np.ndarray, device: torch.device) -> Layout:
     """Padding at its end changes nothing under a causal mask: no token sees it."""
-    order, ends = lengths.argsort(kind="stable"), lengths.cumsum()
-    members, begin = [], 0
-    while begin < len(order):
-        longest = lengths[order[begin:]]
-        is_full = longest.cumsum() >= (1 - MAX_PADDING) * longest * np.arange(1, len(longest) + 1)
-        members.append(order[begin:] if is_full.all() else order[begin : begin + is_full.argmin()])
-        begin += len(members[-1])
-    blocks, tokens = [], []
-    # Where all runs of a block are equally long, no token moves.
-    for runs in sorted(members, key=lambda runs: runs[0]):
-        column = np.arange(lengths[runs[-1]])
-        is_token = column < lengths[runs][:, None]
-        tokens.append(np.where(is_token, (ends - lengths)[runs][:, None] + column, -1).ravel())
+    starts = lengths.cumsum() - lengths
+    kinds = np.floor(np.log(lengths) / np.log(MAX_RATIO))
+    blocks = []
+    tokens = []
+    for kind in dict.fromkeys(kinds.tolist()):
+        runs = np.flatnonzero(kinds == kind)
+        column = np.arange(lengths[runs].max())
+        places = np.where(column < lengths[runs, None], starts[runs, None] + column, -1)
+        tokens.append(places.ravel())
         blocks.append((len(runs), len(column), len(column)))
     flat = np.concatenate(tokens)
-    if np.array_equal(flat, np.arange(ends[-1])):
+    if np.array_equal(flat, np.arange(lengths.sum())):
         return Layout(blocks=blocks)
-    places = np.empty(ends[-1], np.int64)
+    places = np.empty(lengths.sum(), np.int64)
     places[flat[flat >= 0]] = np.flatnonzero(flat >= 0)
     flat, places = (torch.from_numpy(x).to(device) for x in (flat.clip(0), places))
     return Layout(blocks=blocks, tokens=flat, places=places)
 
 
-def padded(x: Tensor, layout: Layout) -> Tensor:
-    # embedding() copies rows several times faster than index_select() does.
-    return (
-        x
-        if layout.tokens is None
-        else embedding(layout.tokens, x.flatten(1)).view(-1, *x.shape[1:])
-    )
+def rows(x: Tensor, places: Tensor | None) -> Tensor:
+    """Those rows of x; None: all. embedding() copies rows several times faster than index_select()
+    does."""
+    return x if places is None else embedding(places, x.flatten(1)).view(-1, *x.shape[1:])
 
 
-def unpadded(parts: list[Tensor], layout: Layout) -> Tensor:
+def unpadded(blocks: list[Tensor], layout: Layout) -> Tensor:
     """[T, H, D] of blocks [runs, H, length, D]."""
-    rows = [part.transpose(1, 2).flatten(0, 1) for part in parts]
-    x = torch.cat(rows) if len(rows) > 1 else rows[0]
-    return (
-        x
-        if layout.places is None
-        else embedding(layout.places, x.flatten(1)).view(-1, *x.shape[1:])
-    )
+    return rows(torch.cat([x.transpose(1, 2).flatten(0, 1) for x in blocks]), layout.places)
 
 
 def blocks_of(
     layout: Layout, segments: Segments, queries: list[Tensor], keys: list[Tensor]
 ) -> Iterator[tuple]:
     """(is causal, mask, the block of each of `queries`, and of each of `keys`)"""
-    sizes_q, sizes_k = (
-        [num * m for num, m, _ in layout.blocks],
-        [num * n for num, _, n in layout.blocks],
-    )
-    parts = [x.split(sizes_q) for x in queries] + [x.split(sizes_k) for x in keys]
+    num_queries = [num * m for num, m, _ in layout.blocks]
+    num_keys = [num * n for num, _, n in layout.blocks]
+    parts = [x.split(num_queries) for x in queries] + [x.split(num_keys) for x in keys]
     for (num, m, n), *blocks in zip(layout.blocks, *parts, strict=True):
         mask, window = None, segments.window
         if window is not None and not m == n <= window:
-            is_seen = (
-                queries[0].new_ones((m, n), dtype=torch.bool).tril(n - m).triu(n - m - window + 1)
-            )
+            ones = queries[0].new_ones((m, n), dtype=torch.bool)
+            is_seen = ones.tril(n - m).triu(n - m - window + 1)
             mask = queries[0].new_zeros(m, n).masked_fill_(~is_seen, -torch.inf)
-        yield (
-            segments.is_causal and mask is None,
-            mask,
-            *(x.view(num, -1, *x.shape[1:]).transpose(1, 2) for x in blocks),
-        )
+        is_causal = segments.is_causal and mask is None
+        yield is_causal, mask, *(x.unflatten(0, (num, -1)).transpose(1, 2) for x in blocks)
 
 
 def dense_forward(q, k, v, segments, scale, cap=None):
-    layout = layout_of(segments, q.device)
-    of_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    forward = of_cpu if fused_on_cpu(q) and cap is None else partial(math_forward, cap=cap)
+    layout = segments.layout(layout_of)
+    forward = partial(math_forward, cap=cap)
+    if fused_on_cpu(q) and cap is None:
+        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    q, k, v = (rows(x, layout.tokens) for x in (q, k, v))
     outs, lses = [], []
-    for is_causal, mask, *qkv in blocks_of(
-        layout, segments, [padded(q, layout)], [padded(x, layout) for x in (k, v)]
-    ):
+    for is_causal, mask, *qkv in blocks_of(layout, segments, [q], [k, v]):
         out, lse = forward(*qkv, 0.0, is_causal, attn_mask=mask, scale=scale)
         outs.append(out)
         lses.append(lse.transpose(0, 1).flatten(1))
@@ -261,26 +212,23 @@ def dense_forward(q, k, v, segments, scale, cap=None):
 
 
 def dense_backward(dout, q, k, v, out, lse, segments, scale, cap=None):
-    layout = layout_of(segments, q.device)
-    of_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    backward = of_cpu if fused_on_cpu(q) and cap is None else partial(math_backward, cap=cap)
-    lse, grads = lse.T, []
+    layout = segments.layout(layout_of)
+    backward = partial(math_backward, cap=cap)
+    if fused_on_cpu(q) and cap is None:
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    lse = lse.T
     if layout.places is not None:  # padded queries have no probabilities, and so no gradient
-        lse = lse.new_full((len(layout.tokens), lse.shape[1]), HIDDEN).index_copy_(
-            0, layout.places, lse
-        )
-    dout, q, k, v, out = (padded(x, layout) for x in (dout, q, k, v, out))
+        hidden = lse.new_full((len(layout.tokens), lse.shape[1]), HIDDEN)
+        lse = hidden.index_copy_(0, layout.places, lse)
+    dout, q, k, v, out = (rows(x, layout.tokens) for x in (dout, q, k, v, out))
     queries = [dout, q, out, lse[:, :, None]]
-    for is_causal, mask, dout_b, q_b, out_b, lse_b, k_b, v_b in blocks_of(
+    grads = []
+    for is_causal, mask, dout_b, q_b, out_b, lse_b, *kv in blocks_of(
         layout, segments, queries, [k, v]
     ):
-        lse_b = lse_b[..., 0].contiguous()
-        grads.append(
-            backward(
-                dout_b, q_b, k_b, v_b, out_b, lse_b, 0.0, is_causal, attn_mask=mask, scale=scale
-            )
-        )
-    return [unpadded(list(parts), layout) for parts in zip(*grads, strict=True)]
+        of_forward = out_b, lse_b[..., 0].contiguous(), 0.0, is_causal
+        grads.append(backward(dout_b, q_b, *kv, *of_forward, attn_mask=mask, scale=scale))
+    return [unpadded(list(blocks), layout) for blocks in zip(*grads, strict=True)]
 
 
 def math_forward(q, k, v, dropout, is_causal, attn_mask=None, scale=1.0, cap=None):
@@ -328,3 +276,9 @@ def repeated(x: Tensor, q: Tensor) -> Tensor:
 TORCH = Kernel(forward=torch_forward, backward=torch_backward)
 FLASH_ATTN = Kernel(forward=flash_attn_forward, backward=flash_attn_backward)
 RING_FLASH_ATTN = Kernel(forward=flash_attn_forward, backward=flash_attn_backward, ring=zigzag_ring)
+KERNELS = {"torch": TORCH, "flash_attn": FLASH_ATTN, "ring_flash_attn": RING_FLASH_ATTN}
+# A function that each of them calls.
+LIBRARIES = {
+    "flash_attn": ("flash_attn.flash_attn_interface", "_flash_attn_varlen_backward"),
+    "ring_flash_attn": ("ring_flash_attn", "zigzag_ring_flash_attn_varlen_func"),
+}

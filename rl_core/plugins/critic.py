@@ -20,7 +20,7 @@ from rl_core.distributed import Ranks
 from rl_core.learning.advantages import global_sums, mean_and_std
 from rl_core.learning.learner import Learner, LearnerPart
 from rl_core.learning.minibatches import Minibatch
-from rl_core.learning.policy import PolicyModel
+from rl_core.learning.policy import Policy
 from rl_core.metrics import Mean, Metric
 from rl_core.types import PackedBatch
 
@@ -33,7 +33,7 @@ class Critic(LearnerPart):
         self,
         config: Config,
         algorithm: Algorithm,
-        policy: PolicyModel,
+        policy: Policy,
         ranks: Ranks,
         make_learner: Callable[..., Learner] = Learner,
         name: str = "policy",

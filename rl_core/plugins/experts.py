@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,12 +25,10 @@ from rl_core.distributed import Ranks
 from rl_core.learning.learner import Learner, LearnerPart
 from rl_core.learning.loading import on_meta
 from rl_core.learning.minibatches import Minibatch
-from rl_core.learning.policy import PolicyModel, backbone, packed_outputs
+from rl_core.learning.policy import Policy, backbone
 from rl_core.metrics import Mean, Metric
-from rl_core.plugins.padded import padded_rows
-from rl_core.types import PackedBatch, TrainingSample, option
+from rl_core.types import PackedBatch, TrainingSample
 
-REPLAY = "rl_core.plugins.router_replay"
 TOPK = (torch.topk, Tensor.topk)
 SIGMOIDS = (torch.sigmoid, Tensor.sigmoid)
 
@@ -49,15 +45,15 @@ class Choice(TorchFunctionMode):
         self.is_sigmoid = False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
+        chosen = func(*args, **(kwargs or {}))
         self.is_sigmoid |= func in SIGMOIDS
         # A choice among groups of experts has another shape.
         if func in TOPK and args[0].ndim == 2 and args[0].shape[1] == self.num_experts:
             if self.forced is not None:
-                experts = torch.where(self.forced < 0, found.indices, self.forced)
-                found = torch.return_types.topk((args[0].gather(1, experts), experts))
-            self.experts = found.indices
-        return found
+                experts = torch.where(self.forced < 0, chosen.indices, self.forced)
+                chosen = torch.return_types.topk((args[0].gather(1, experts), experts))
+            self.experts = chosen.indices
+        return chosen
 
 
 class Routers:
@@ -73,20 +69,27 @@ class Routers:
         self.experts: list[Tensor] = []  # R of [T, K]
         # [T, R, K] that take the place of its choices; -1: none does.
         self.forced: Tensor | None = None
+        self.choices: list[Choice] = []  # of the router that computes
         for number, module in enumerate(self.modules):
-            module.forward = partial(self.route, number, module.forward)
+            module.register_forward_pre_hook(partial(self.begin, number))
+            module.register_forward_hook(self.end, always_call=True)
 
-    def route(self, number: int, forward: Any, *args, **kwargs):
+    def begin(self, number: int, router: nn.Module, *_) -> None:
         if not self.is_open and self.forced is None:
-            return forward(*args, **kwargs)
+            return
         forced = None if self.forced is None else self.forced[:, number].long()
-        with Choice(self.modules[number].num_experts, forced) as choice:
-            found = forward(*args, **kwargs)
+        self.choices.append(Choice(router.num_experts, forced))
+        self.choices[-1].__enter__()
+
+    def end(self, router: nn.Module, inputs: tuple, output: tuple) -> None:
+        if not self.choices:
+            return
+        choice = self.choices.pop()
+        choice.__exit__(None, None, None)
         if self.is_open:
-            self.logits.append(found[self.logits_at])
+            self.logits.append(output[self.logits_at])
             self.experts.append(choice.experts)
             self.is_sigmoid = choice.is_sigmoid
-        return found
 
     def open(self) -> None:
         self.logits, self.experts, self.is_open = [], [], True
@@ -109,15 +112,12 @@ class Routers:
 def find_routers(hf: nn.Module) -> tuple[OutputRecorder | None, list[nn.Module]]:
     """What transformers says of their output, and the routers by layer; (None, []) of a model
     without experts."""
-    recorder = (getattr(backbone(hf), "_can_record_outputs", None) or {}).get("router_logits")
+    text = backbone(hf)
+    recorder = (getattr(text, "_can_record_outputs", None) or {}).get("router_logits")
     if not isinstance(recorder, OutputRecorder):
         return None, []
-    routers = [
-        m
-        for m in backbone(hf).modules()
-        if isinstance(m, recorder.target_class) and hasattr(m, "num_experts")
-    ]
-    return (recorder, routers) if routers else (None, [])
+    routers = [m for m in text.modules() if isinstance(m, recorder.target_class)]
+    return recorder, [router for router in routers if hasattr(router, "num_experts")]
 
 
 def check_experts(config: Config, name: str, model_config: PretrainedConfig) -> None:
@@ -127,7 +127,6 @@ def check_experts(config: Config, name: str, model_config: PretrainedConfig) -> 
     given = f"--actors.{name}.router_aux_loss_coef={actor.router_aux_loss_coef}"
     if actor.router_replay:
         given = f"--actors.{name}.router_replay=true"
-        option(f"{REPLAY}:check_replay")(config, name)
     if not actor.is_trained:
         raise ValueError(f"{given} is of an actor that learns; leave it out")
     if config.learner.kernels == "compile":
@@ -145,24 +144,22 @@ def check_experts(config: Config, name: str, model_config: PretrainedConfig) -> 
 
 
 def make_experts(
-    config: Config, policy: PolicyModel, ranks: Ranks, name: str = "policy"
+    policy: Policy, ranks: Ranks, coef: float, make_replay: Callable | None = None
 ) -> list[LearnerPart]:
     """The part of a learner whose model has experts; [] for any other model."""
-    compiled = config.learner.kernels == "compile"  # would trace what is put around routers
-    if compiled or not find_routers(policy.hf)[1]:
-        return []
-    return [Experts(config, policy, ranks, name)]
+    return [Experts(policy, ranks, coef, make_replay)] if find_routers(policy.hf)[1] else []
 
 
 class Experts(LearnerPart):
-    """Load and auxiliary loss of a learner's experts. Each sample's tokens count once, but for its
+    """Load and auxiliary loss of a policy's experts. Each sample's tokens count once, but for its
     last, which no forward reads: a prompt that several share counts for each of them."""
 
-    def __init__(self, config: Config, policy: PolicyModel, ranks: Ranks, name: str):
-        self.policy, self.ranks, self.routers = policy, ranks, Routers(policy.hf)
-        actor = config.actors[name]
-        self.coef = actor.router_aux_loss_coef
-        self.replay = option(f"{REPLAY}:Replay")(self.routers) if actor.router_replay else None
+    def __init__(
+        self, policy: Policy, ranks: Ranks, coef: float, make_replay: Callable | None = None
+    ):
+        self.policy, self.ranks, self.coef = policy, ranks, coef
+        self.routers = Routers(policy.hf)
+        self.replay = make_replay(self.routers) if make_replay else None
         self.weights: Tensor | None = None  # [T] of the last forward: how often each token counts
         # [R, E] tokens of the minibatch; of all ranks if is_whole.
         self.counts: Tensor | None = None
@@ -176,8 +173,9 @@ class Experts(LearnerPart):
     def around(self, batch: PackedBatch) -> Iterator[None]:
         """Around a forward of this batch. What is replayed stays until the next, for what the
         backward recomputes."""
-        places, self.weights = forwarded(self.policy, batch)
-        self.routers.forced = None if batch.experts is None else batch.experts[places]
+        tokens = self.policy.forward_pass.tokens(batch)
+        self.weights = token_weights(batch, tokens, self.policy.forward_pass.repeats_prompts)
+        self.routers.forced = None if batch.experts is None else batch.experts[tokens.clamp(0)]
         self.routers.open()
         try:
             yield
@@ -239,37 +237,27 @@ class Experts(LearnerPart):
         self.routers.forget()
         self.sum_counts()
         violation = self.counts.amax(1) / self.counts.mean(1) - 1
-        found: dict[str, Metric] = {"expert_load_maxvio": Mean(violation.mean())}
+        metrics: dict[str, Metric] = {"expert_load_maxvio": Mean(violation.mean())}
         if self.coef:
-            found["router_aux_loss"] = Mean(self.aux_loss, 1 / self.ranks.size)
-        return found
+            metrics["router_aux_loss"] = Mean(self.aux_loss, 1 / self.ranks.size)
+        return metrics
 
 
-def forwarded(policy: PolicyModel, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """([n] which of the batch's tokens each token of the forward is, [n] fp32 how often it counts);
-    padding counts 0."""
-    device, num_tokens = batch.input_ids.device, len(batch.input_ids)
-    tokens = torch.arange(num_tokens, device=device)
+def token_weights(batch: PackedBatch, tokens: Tensor, repeats_prompts: bool) -> Tensor:
+    """[n] fp32, how often each token of a forward counts; `tokens` [n]: which of the batch's each
+    is, -1 padding."""
+    device = batch.input_ids.device
     lengths = batch.cu_seqlens.long().diff()
     pieces = sent(torch.arange(len(lengths)).repeat_interleave(lengths), device)
     # Behind the last token before a trained one is padding.
-    last = torch.full((len(lengths),), -1, device=device).scatter_reduce(
-        0, pieces[batch.sources], batch.sources, "amax"
-    )
-    is_real = tokens <= last[pieces]
-    if policy.compute is packed_outputs:
-        children = Counter(batch.parents)
-        counts = torch.tensor([float(children[n] or 1) for n in range(len(lengths))])
-        weights = is_real * sent(counts, device)[pieces]
-        return (
-            (tokens, weights)
-            if batch.shard is None
-            else (batch.shard.tokens, weights[batch.shard.tokens])
-        )
-    places, _ = padded_rows(replace(batch, input_ids=tokens))
-    # Token 0 begins a row.
-    is_token = (places > 0) | (torch.arange(places.shape[1], device=device) == 0)
-    return places.flatten(), (is_token & is_real[places]).float().flatten()
+    last = torch.full((len(lengths),), -1, device=device)
+    last.scatter_reduce_(0, pieces[batch.sources], batch.sources, "amax")
+    weights = (torch.arange(len(pieces), device=device) <= last[pieces]).float()
+    if not repeats_prompts:
+        num_children = Counter(batch.parents)
+        counts = torch.tensor([float(num_children[n] or 1) for n in range(len(lengths))])
+        weights *= sent(counts, device)[pieces]
+    return torch.where(tokens < 0, 0.0, weights[tokens.clamp(0)])
 
 
 def sent(value: Tensor, device: torch.device) -> Tensor:

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -17,9 +16,9 @@ from transformers import PretrainedConfig
 from rl_core.config import LoraConfig
 from rl_core.distributed import Ranks, unsharded
 from rl_core.learning.loading import load_model_config, local_slices, on_meta
-from rl_core.learning.policy import PolicyModel, backbone, replaced
+from rl_core.learning.policy import Policy, backbone, replaced
 from rl_core.rules import split
-from rl_core.types import counter_seed
+from rl_core.types import PackedBatch, counter_seed
 
 if TYPE_CHECKING:
     import peft
@@ -136,35 +135,83 @@ def quantization(lora: LoraConfig, dtype: torch.dtype, device: torch.device) -> 
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def add_adapters(policy: PolicyModel, loras: dict[str, LoraConfig], path: str) -> None:
-    """Freezes the model and puts fp32 adapters beside its layers, several by name; draw_adapter()
-    fills them."""
-    import peft
+class AdapterPolicy(Policy):
+    """A frozen model with fp32 adapters beside its layers, several by name; draw_adapter() fills
+    them. `is_served`: its engine applies them beside the model's weights."""
 
-    model = policy.hf
-    policy.adapters = {name: peft_config(lora, model, path) for name, lora in loras.items()}
-    with warnings.catch_warnings():
-        # A second actor's adapter, on purpose.
-        warnings.filterwarnings("ignore", message="Already found a `peft_config`")
-        for name, config in policy.adapters.items():
-            peft.inject_adapter_in_model(config, model, name)
-    for name in loras:
-        for _, parameter in adapter_parameters(model, name):
-            parameter.data = torch.zeros(parameter.shape, device=parameter.device)
-            parameter.requires_grad_(True)  # peft's versions differ in this for a second adapter
-    policy.activate = partial(
-        activate, [m for m in model.modules() if hasattr(m, "_disable_adapters")]
-    )
+    def __init__(
+        self,
+        hf: nn.Module,
+        *args: Any,
+        loras: dict[str, LoraConfig],
+        path: str,
+        is_served: bool,
+        **kwargs: Any,
+    ):
+        import peft
 
+        super().__init__(hf, *args, **kwargs)
+        self.is_served = is_served
+        self.adapters = {name: peft_config(lora, hf, path) for name, lora in loras.items()}
+        with warnings.catch_warnings():
+            # A second actor's adapter, on purpose.
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+            for name, config in self.adapters.items():
+                peft.inject_adapter_in_model(config, hf, name)
+        for name in loras:
+            for _, parameter in adapter_parameters(hf, name):
+                parameter.data = torch.zeros(parameter.shape, device=parameter.device)
+                parameter.requires_grad_(True)  # peft's versions differ in this for a second one
+        self.layers = [m for m in hf.modules() if hasattr(m, "_disable_adapters")]
 
-def activate(layers: list[nn.Module], adapter: str) -> None:
-    """Later forwards use this adapter, or none. It stays active after a forward, for what the
-    backward recomputes."""
-    # peft's own switches change requires_grad, which FSDP must not see.
-    for layer in layers:
-        layer._disable_adapters = not adapter
-        if adapter:
-            layer._active_adapter = adapter
+    def forward(
+        self, batch: PackedBatch, temperature: float, adapter: str = "", *args: Any
+    ) -> tuple[Tensor, Tensor]:
+        """With this adapter, or none. It stays active, for what the backward recomputes."""
+        # peft's own switches change requires_grad, which FSDP must not see.
+        for layer in self.layers:
+            layer._disable_adapters = not adapter
+            if adapter:
+                layer._active_adapter = adapter
+        return super().forward(batch, temperature, adapter, *args)
+
+    @property
+    def is_quantized(self) -> bool:
+        return hasattr(self.hf.config, "quantization_config")
+
+    @property
+    def shares_weights(self) -> bool:
+        """Not with an adapter merged, which is slow to apply at every token."""
+        return self.is_served and not self.is_quantized and not self.is_sharded
+
+    def trained(self, adapter: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+        """One adapter, named as if there were no other."""
+        for name, parameter in super().trained():
+            if f".{adapter}." in name:
+                yield name.replace(f".{adapter}.", ".default."), parameter
+
+    def unsharded_weights(
+        self, adapter: str, dtype: torch.dtype | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        return merged_weights(self.hf, adapter, dtype)
+
+    def engine_weights(
+        self, adapter: str = "", in_place: bool = True
+    ) -> Iterator[tuple[str, Tensor]] | None:
+        """The adapter alone, by peft's names, if the engine applies it."""
+        if self.is_served:
+            return adapter_weights(self.hf, adapter)
+        return super().engine_weights(adapter, in_place)
+
+    def export_adapter(self, adapter: str, folder: Path, ranks: Ranks) -> None:
+        """A folder that peft loads beside the model it began with."""
+        weights = {}
+        for name, value in adapter_weights(self.hf, adapter):
+            weights[name] = value.cpu().contiguous()
+        if ranks.rank == 0:
+            with replaced(folder) as beside:
+                self.adapters[adapter].save_pretrained(beside)
+                save_file(weights, beside / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def peft_config(lora: LoraConfig, model: nn.Module, path: str) -> peft.LoraConfig:
@@ -244,17 +291,6 @@ def merged_weights(
             delta = owner.scaling[adapter] * (b_DR @ a_RD)
             value = value.float() + (delta if delta.shape == value.shape else delta.mT)
         yield f"{owner_name}.{kind}", value if dtype is None else value.to(dtype)
-
-
-def export_adapter(policy: PolicyModel, adapter: str, folder: Path, ranks: Ranks) -> None:
-    """A folder that peft loads beside the model it began with."""
-    weights = {
-        name: value.cpu().contiguous() for name, value in adapter_weights(policy.hf, adapter)
-    }
-    if ranks.rank == 0:
-        with replaced(folder) as beside:
-            policy.adapters[adapter].save_pretrained(beside)
-            save_file(weights, beside / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def second_model(hf: nn.Module) -> nn.Module:

@@ -10,15 +10,16 @@ of an engine's row.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from rl_core.distributed import Ranks
 from rl_core.learning import attention
-from rl_core.learning.policy import PolicyModel, packed_outputs
+from rl_core.learning.policy import Policy
 from rl_core.types import PackedBatch
 
 PACKABLE = {"full_attention", "sliding_attention"}
@@ -31,46 +32,86 @@ ERRORS = (ValueError, TypeError, AttributeError, RuntimeError, KeyError)
 TOLERANCE_NATS, ROUNDED_TOLERANCE_NATS = 1e-4, 0.25
 
 
+class PaddedForward:
+    """How a policy computes a batch on padded rows, by the model's own layers."""
+
+    repeats_prompts = True  # each sequence has its own
+
+    def __call__(
+        self, policy: Policy, batch: PackedBatch, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        rows, places = padded_rows(batch)
+        hidden = policy.hidden_states(input_ids=batch.input_ids[rows.clamp(0)])
+        hidden_MD = hidden.flatten(0, 1)[places]
+        return policy.outputs(hidden_MD, batch.labels, temperature)
+
+    def tokens(self, batch: PackedBatch) -> Tensor:
+        return padded_rows(batch)[0].flatten()
+
+
+class OwnForward(PaddedForward):
+    """The same by its own head too, with all logits at once."""
+
+    def __call__(
+        self, policy: Policy, batch: PackedBatch, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        rows, places = padded_rows(batch)
+        with policy.activations():
+            ids = batch.input_ids[rows.clamp(0)]
+            logits = policy.hf(input_ids=ids, use_cache=False).logits
+        logits = logits.flatten(0, 1)[places].float() / temperature
+        logprobs_MV = logits.log_softmax(-1)
+        entropy = -(logprobs_MV.exp() * logprobs_MV).sum(-1)
+        return logprobs_MV.gather(1, batch.labels[:, None])[:, 0], entropy
+
+
+class Headless:
+    """A policy whose outputs are the hidden states."""
+
+    def __init__(self, policy: Policy):
+        self.hidden_states = policy.hidden_states
+
+    def outputs(self, hidden_MD: Tensor, *_) -> tuple[Tensor, Tensor]:
+        return hidden_MD.float(), hidden_MD
+
+
 @torch.no_grad()
-def choose_forward(policy: PolicyModel, ranks: Ranks) -> None:
+def choose_forward(policy: Policy, ranks: Ranks) -> None:
     """Packed, if that gives what the model's own forward gives; else its own forward on padded
     rows."""
     hf, adapter, own = policy.hf, next(iter(policy.adapters), ""), own_attention(policy.hf)
     batch = probe_batch(hf.config.get_text_config().vocab_size, ranks.device)
+    packed, padded = policy.forward_pass, PaddedForward()
 
-    def logprobs(compute: Callable, implementation: str) -> Tensor:
+    def outputs(forward_pass: Any, implementation: str) -> Tensor:
         set_attention(hf, implementation)
-        policy.compute = compute
-        return policy(batch, 1.0, adapter)[0]
+        if not policy.is_scoring:
+            return policy(batch, 1.0, adapter, forward_pass)[0]
+        # A new head is 0 everywhere.
+        headless = lambda _, *args: forward_pass(Headless(policy), *args)  # noqa: E731
+        return policy(batch, 1.0, adapter, headless)[0]
 
-    def difference(compute: Callable, implementation: str) -> str:
+    def difference(forward_pass: Any, implementation: str) -> str:
         """Why this forward is not the model's; "" if it is."""
         try:
-            error = (logprobs(compute, implementation) - expected).abs()
+            error = (outputs(forward_pass, implementation) - expected).abs()
         except ERRORS as problem:
             return str(problem).splitlines()[0]
         # Where weights are NaN, both are.
-        is_rounded = policy.compute_dtype != torch.float32
-        differs = (
-            error.mean() > ROUNDED_TOLERANCE_NATS if is_rounded else error.max() > TOLERANCE_NATS
-        )
+        if policy.compute_dtype == torch.float32:
+            differs = error.max() > TOLERANCE_NATS
+        else:
+            differs = error.mean() > ROUNDED_TOLERANCE_NATS
         return f"its logprobs differ by {error.max():.2g} nats" if differs else ""
 
-    with (
-        nullcontext() if policy.is_on_device else policy.on_device(),
-        torch.compiler.set_stance("force_eager"),
-    ):
-        if policy.is_scoring:  # a new head is 0 everywhere
-            policy.outputs = lambda hidden_MD, *_: (hidden_MD.float(), hidden_MD)
+    on_device = nullcontext() if policy.is_on_device else policy.on_device()
+    with on_device, torch.compiler.set_stance("force_eager"):
         # A head that is split over ranks has no logits of its own.
-        expected = logprobs(
-            padded_outputs if policy.is_scoring or ranks.mesh.tp > 1 else own_outputs, own
-        )
-        reason = own_layers(hf) or difference(packed_outputs, attention.NAME)
-        if reason and difference(padded_outputs, own):
-            policy.compute = own_outputs
-        if policy.is_scoring:
-            del policy.outputs
+        has_no_logits = policy.is_scoring or ranks.mesh.tp > 1
+        expected = outputs(padded if has_no_logits else OwnForward(), own)
+        reason = own_layers(hf) or difference(packed, attention.NAME)
+        if reason:
+            policy.use_forward(OwnForward() if difference(padded, own) else padded)
         if policy.is_sharded:
             policy.reshard()  # FSDP leaves it to the backward
     if reason and ranks.mesh.cp > 1:
@@ -136,41 +177,16 @@ def probe_batch(vocab_size: int, device: torch.device) -> PackedBatch:
 
 
 def padded_rows(batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """(ids [N, L] of sequences, shared prompts in each; where the token before each trained one is
-    among N * L)."""
-    pieces = [range(a, b) for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
-    both, prompts = enumerate(zip(batch.parents, pieces, strict=True)), set(batch.parents)
-    rows = [
-        [*(pieces[up] if up >= 0 else ()), *piece] for n, (up, piece) in both if n not in prompts
-    ]
-    length = max(map(len, rows))
-    tokens = torch.zeros(len(rows), length, dtype=torch.long)
+    """(tokens [N, L] of the batch by sequence, shared prompts in each, -1 behind its end; where the
+    token before each trained one is among N * L)."""
+    pieces = [torch.arange(a, b) for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
+    rows = []
+    for n, parent in enumerate(batch.parents):
+        if n not in batch.parents:
+            rows.append(torch.cat([pieces[parent], pieces[n]]) if parent >= 0 else pieces[n])
+    tokens = pad_sequence(rows, batch_first=True, padding_value=-1)
     places = torch.empty(len(batch.input_ids), dtype=torch.long)
-    for n, row in enumerate(map(torch.tensor, rows)):
-        tokens[n, : len(row)] = row
-        places[row] = n * length + torch.arange(len(row))
+    for n, row in enumerate(rows):
+        places[row] = n * tokens.shape[1] + torch.arange(len(row))
     device = batch.input_ids.device
-    return batch.input_ids[tokens.to(device)], places.to(device)[batch.sources]
-
-
-def padded_outputs(
-    policy: PolicyModel, batch: PackedBatch, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """What PolicyModel.forward gives, by the model's own layers."""
-    ids, places = padded_rows(batch)
-    return policy.outputs(
-        policy.hidden_states(input_ids=ids).flatten(0, 1)[places], batch.labels, temperature
-    )
-
-
-def own_outputs(
-    policy: PolicyModel, batch: PackedBatch, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """The same by its own head too, with all logits at once."""
-    ids, places = padded_rows(batch)
-    with policy.keeps_activations():
-        logits = policy.hf(input_ids=ids, use_cache=False).logits
-    logits = logits.flatten(0, 1)[places].float() / temperature
-    logprobs_MV = logits.log_softmax(-1)
-    entropy = -(logprobs_MV.exp() * logprobs_MV).sum(-1)
-    return logprobs_MV.gather(1, batch.labels[:, None])[:, 0], entropy
+    return tokens.to(device), places.to(device)[batch.sources]

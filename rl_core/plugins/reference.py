@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from rl_core.learning.learner import LearnerPart
-from rl_core.learning.policy import PolicyModel
+from rl_core.learning.policy import Policy
 from rl_core.metrics import Metric
 from rl_core.types import PackedBatch
 
 
 class Reference(LearnerPart):
-    def __init__(self, policy: PolicyModel, temperature: float):
+    def __init__(self, policy: Policy, temperature: float):
         """`policy`: a frozen model, or the one that trains adapters, which is here without them."""
         self.policy, self.temperature = policy, temperature
         self.models = (policy,)

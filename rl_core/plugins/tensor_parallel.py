@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 
 from rl_core.config import LoraConfig
 from rl_core.learning.loading import on_meta
-from rl_core.learning.policy import PolicyModel
+from rl_core.learning.policy import Policy
 
 # Unsharded on every rank; a rank's gradient is of its own heads alone.
 PARTIAL = "replicated_with_grad_allreduce"
@@ -87,36 +87,49 @@ def problem_of(plan: dict[str, str], model_config: PretrainedConfig) -> str | No
     return None
 
 
-def split_matrices(
-    policy: PolicyModel, weights_mesh: DeviceMesh
-) -> Callable[[nn.Parameter], Shard | None]:
-    """Replaces each matrix of the plan, the embedding and the head by this rank's slice; tied
-    weights stay tied. Returns the dimension by which FSDP splits a parameter over the other ranks
-    of a copy."""
-    mesh, hf = weights_mesh["tp"], policy.hf
-    policy.finish_gradients = partial(sum_partial_gradients, hf, mesh)
-    embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
-    is_tied = head is not None and head.weight is embedding.weight
-    plan = {name: style() for name, key in tp_plan(hf.config).items() if (style := STYLES[key])}
-    # torch advises, once on every rank, to gather what is split twice in another way, which FSDP2
-    # does not offer.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    # Each rank has the same unsharded weights, or none yet: nothing is sent.
-    parallelize_module(hf.base_model, mesh, plan, src_data_rank=None)
-    readers = [name.rpartition(".")[0] for name in plan]  # attention and MLP
-    for name, module in hf.base_model.named_modules():
-        if matches(name, readers):
-            module.register_forward_pre_hook(partial(share_input, mesh), with_kwargs=True)
-    parallelize_module(
-        embedding, mesh, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None
-    )
-    if is_tied:
-        head.weight = embedding.weight
-    elif head is not None:  # its product is taken in fused_logprobs
-        head.weight = nn.Parameter(
-            distribute_tensor(head.weight, mesh, [Shard(0)], src_data_rank=None)
-        )
-    return partial(split_again, num_parts=weights_mesh["dp_shard_cp"].size())
+class TensorParallelPolicy(Policy):
+    """Each matrix of the plan, the embedding and the head are this rank's slices."""
+
+    def split(self, mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
+        """Tied weights stay tied. Returns the dimension by which FSDP splits a parameter over the
+        other ranks of a copy."""
+        self.mesh, hf = mesh["tp"], self.hf
+        split = partial(parallelize_module, device_mesh=self.mesh, src_data_rank=None)
+        embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+        is_tied = head is not None and head.weight is embedding.weight
+        plan = {name: style() for name, key in tp_plan(hf.config).items() if (style := STYLES[key])}
+        # torch advises, once on every rank, to gather what is split twice in another way, which
+        # FSDP2 does not offer.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        # Each rank has the same unsharded weights, or none yet: nothing is sent.
+        split(hf.base_model, parallelize_plan=plan)
+        readers = [name.rpartition(".")[0] for name in plan]  # attention and MLP
+        for name, module in hf.base_model.named_modules():
+            if matches(name, readers):
+                module.register_forward_pre_hook(partial(share_input, self.mesh), with_kwargs=True)
+        split(embedding, parallelize_plan=RowwiseParallel(input_layouts=Replicate()))
+        if is_tied:
+            head.weight = embedding.weight
+        elif head is not None:  # its product is taken in fused_logprobs
+            weight = distribute_tensor(head.weight, self.mesh, [Shard(0)], src_data_rank=None)
+            head.weight = nn.Parameter(weight)
+        return partial(split_again, num_parts=mesh["dp_shard_cp"].size())
+
+    def finish_gradients(self) -> None:
+        """Adds up the gradients of unsharded weights that act on a rank's own heads alone: norms of
+        queries or keys. Called once for an optimizer step; every other gradient is complete."""
+        plan = tp_plan(self.hf.config)
+        patterns = [f"{name}.*" for name, style in plan.items() if style == PARTIAL]
+        grads = []
+        for name, parameter in self.hf.base_model.named_parameters():
+            if parameter.grad is not None and matches(name, patterns):
+                grads.append(parameter.grad.to_local())
+        if not grads:
+            return
+        total = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(total, group=self.mesh.get_group())
+        for grad, part in zip(grads, total.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
 
 
 def share_input(
@@ -150,19 +163,3 @@ def split_again(parameter: nn.Parameter, num_parts: int) -> Shard | None:
             f"{math.gcd(width, num_parts)} of them, or --tp 1"
         )
     return Shard(1)
-
-
-def sum_partial_gradients(hf: nn.Module, mesh: DeviceMesh) -> None:
-    """Adds up the gradients of unsharded weights that act on a rank's own heads alone: norms of
-    queries or keys. Called once for an optimizer step; every other gradient is complete."""
-    patterns = [f"{name}.*" for name, key in tp_plan(hf.config).items() if key == PARTIAL]
-    grads = [
-        p.grad.to_local()
-        for n, p in hf.base_model.named_parameters()
-        if p.grad is not None and matches(n, patterns)
-    ]
-    if grads:
-        total = torch.cat([g.flatten() for g in grads])
-        dist.all_reduce(total, group=mesh.get_group())
-        for grad, part in zip(grads, total.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(part.view_as(grad))

@@ -13,7 +13,7 @@ from kit import ROOT, metrics, run, words
 from rl_core.distributed import local
 from rl_core.engines.sglang_server import Server
 from rl_core.learning.learner import Learner
-from rl_core.learning.policy import PolicyModel
+from rl_core.learning.policy import Policy
 from rl_core.train import main
 
 MEMORY = {"weights", "kv_cache", "cuda_graph"}
@@ -43,7 +43,7 @@ def diary(own_server, monkeypatch):
 
     noted(Learner, "__init__", learners.append)
     noted(Learner, "on_device", lambda learner: own_server.note("learner enters"))
-    noted(PolicyModel, "forward", lambda policy: own_server.note("learner computes"))
+    noted(Policy, "forward", lambda policy: own_server.note("learner computes"))
     noted(Server, "start", starts)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: own_server.note("emptied"))
     return own_server

@@ -232,7 +232,7 @@ def test_each_update_of_a_lone_adapter_sends_that_adapter_and_no_other_weight(
         make(adapters={"policy": learner.policy.adapters["default"].to_dict()}),
         learner.policy,
     )
-    policy.sends_adapters = True
+    policy.is_served = True
     for version, value in enumerate((0.5, 0.25)):
         for name, parameter in learner.trained_parameters():
             parameter.data.fill_(value * (1 + (".lora_A." in name)))

@@ -30,7 +30,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from rl_core.data.chat import load_chat
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
-from rl_core.learning.policy import make_policy
+from rl_core.models import make_policy
 from rl_core.plugins.pairs import scored_pair
 from rl_core.plugins.reward_model import RewardModel, ScoreServer, remote_scores
 from rl_core.train import main

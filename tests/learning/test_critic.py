@@ -20,7 +20,7 @@ from rl_core.distributed import init_ranks
 from rl_core.learning.advantages import samples_of
 from rl_core.learning.learner import Learner
 from rl_core.learning.minibatches import Minibatch
-from rl_core.learning.policy import PolicyModel
+from rl_core.learning.policy import Policy
 from rl_core.models import make_critic
 from rl_core.plugins.critic import gae_advantages, value_losses, value_metrics, value_sums
 from rl_core.train import main
@@ -29,7 +29,7 @@ from rl_core.types import Completion, TrainingSample, Trajectory, Turn
 SGD = ("--optim.name", "sgd", "--optim.betas", "0,0.95", "--optim.eps", "0")
 
 
-def critic_of(learner: Learner) -> PolicyModel:
+def critic_of(learner: Learner) -> Policy:
     return part_of(learner, "Critic").learner.policy
 
 

@@ -22,10 +22,10 @@ from rl_core.distributed import init_ranks
 from rl_core.engines.slots import SlotCache, SlotModel, sample
 from rl_core.learning.attention import NAME
 from rl_core.learning.learner import Learner
-from rl_core.learning.policy import PolicyModel
-from rl_core.models import learner_with
+from rl_core.learning.policy import PackedForward, Policy
+from rl_core.models import learner_with, make_experts
+from rl_core.plugins.attention_kernels import TORCH
 from rl_core.plugins.critic import Critic
-from rl_core.plugins.experts import make_experts
 from rl_core.plugins.reference import Reference
 from rl_core.registry import pair_loss
 
@@ -70,7 +70,7 @@ class Fetched(torch.autograd.Function):
         return torch.zeros_like(grad, device="cpu")
 
 
-class OffloadedPolicy(PolicyModel):
+class OffloadedPolicy(Policy):
     """Its weights wait on the CPU, and come to the device for each forward, as --learner.offload
     always has it."""
 
@@ -86,22 +86,22 @@ class OffloadedPolicy(PolicyModel):
 
 
 class PlainForward(nn.Module):
-    def __init__(self, policy: PolicyModel):
+    def __init__(self, policy: Policy):
         super().__init__()
         self.policy = policy
 
     def forward(self, *args):
-        return PolicyModel.forward(self.policy, *args)
+        return Policy.forward(self.policy, *args)
 
 
-def meta_policy(config, is_scoring: bool, dtype: torch.dtype, offload: str) -> PolicyModel:
+def meta_policy(config, is_scoring: bool, dtype: torch.dtype, offload: str) -> Policy:
     family = AutoModelForSequenceClassification if is_scoring else AutoModelForCausalLM
     with META:
         hf = family.from_config(config, dtype=dtype, attn_implementation=NAME)
     hf.tie_weights()
     if offload != "always":
-        return PolicyModel(hf, dtype)
-    policy = OffloadedPolicy(hf, dtype)
+        return Policy(hf, dtype, torch.float32, PackedForward(TORCH))
+    policy = OffloadedPolicy(hf, dtype, torch.float32, PackedForward(TORCH))
     policy.wait_on_the_cpu()
     return policy
 
@@ -123,7 +123,7 @@ def meta_learner(
         critic = meta_policy(model, True, dtype, offload)
         parts.append(Critic(config, preset, critic, ranks, make))
     policy = meta_policy(model, preset.is_scoring, dtype, offload)
-    parts += make_experts(config, policy, ranks)
+    parts += make_experts(config, "policy", policy, ranks)
     loss = pair_loss(algorithm) if preset.is_pairs else None
     return make(config, preset, policy, ranks, parts=parts, loss=loss)
 

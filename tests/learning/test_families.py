@@ -11,7 +11,8 @@ from models_table import FAMILIES, LIMITS, ROWS, family_config, load_plain, make
 from safetensors.torch import load_file
 
 from rl_core.distributed import init_ranks
-from rl_core.learning.policy import checkpoint_weights, make_policy, named_weights
+from rl_core.learning.policy import checkpoint_weights
+from rl_core.models import make_policy
 from rl_core.plugins.row_sampling import choose_sampler
 
 FORWARDS = {
@@ -59,7 +60,7 @@ def test_a_family_computes_what_transformers_does_and_is_exported_as_it_came(nam
     policy = make_policy(str(tmp_path / "model"), torch.float32, init_ranks(60))
     # To SGLang.
     streamed = dict(
-        checkpoint_weights(make_skeleton(str(tmp_path / "model")), named_weights(policy))
+        checkpoint_weights(make_skeleton(str(tmp_path / "model")), policy.named_weights())
     )
     assert streamed.keys() == before.keys() and all(
         torch.equal(v, before[n]) for n, v in streamed.items()

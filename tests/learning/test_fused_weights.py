@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 from rl_core.config import LearnerConfig, LoraConfig
 from rl_core.distributed import Mesh, init_ranks, on_mesh
 from rl_core.learning import loading
-from rl_core.learning.policy import checkpoint_weights, export_policy, make_policy, named_weights
+from rl_core.learning.policy import checkpoint_weights, export_policy
+from rl_core.models import make_policy
 from rl_core.plugins.fused_weights import fused_later
 
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3")
@@ -37,7 +38,9 @@ def compare_loading(ranks, *models) -> dict:
             of_kind = on_mesh(ranks, Mesh(dp_replicate=2)) if kind == "hsdp 2" else ranks
             adapters = {"default": (LoraConfig(rank=2), 0)} if kind == "lora" else None
             how = LearnerConfig(offload="always") if kind == "offload" else None
-            policy = make_policy(path, torch.float32, of_kind, how, adapters, kind == "scores")
+            policy = make_policy(
+                path, torch.float32, of_kind, how, adapters, is_scoring=kind == "scores"
+            )
             whole = loading.load_hf_model(path, torch.float32, ranks.device, kind == "scores")
             found[f"{Path(path).name} {kind}"] = differences(policy, whole)
     return found
@@ -57,7 +60,7 @@ def export(ranks, model, out) -> list[str]:
         AutoTokenizer.from_pretrained(model),
     )
     export_policy(policy, tokenizer, Path(out), ranks)
-    streamed = dict(checkpoint_weights(make_skeleton(model), named_weights(policy)))
+    streamed = dict(checkpoint_weights(make_skeleton(model), policy.named_weights()))
     torch.save(streamed, f"{out}.{ranks.rank}")
     return sorted(streamed)
 

@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from rl_core.learning import logprobs as fused
 from rl_core.learning.logprobs import fused_logprobs
-from rl_core.learning.policy import PolicyModel
+from rl_core.learning.policy import PackedForward, Policy
+from rl_core.plugins.attention_kernels import TORCH
 from rl_core.types import logit_change
 
 needs_triton = pytest.mark.skipif(
@@ -453,7 +454,8 @@ def test_scores_of_bf16_factors_are_in_fp32():
     torch.nn.init.normal_(hf.score.weight)
     hidden = torch.randn(9, 64, dtype=torch.bfloat16)
     expected = hidden.double() @ hf.score.weight[0].double()
-    found, _ = PolicyModel(hf, torch.bfloat16).outputs(hidden, torch.zeros(9), 1.0)
+    policy = Policy(hf, torch.bfloat16, torch.float32, PackedForward(TORCH))
+    found, _ = policy.outputs(hidden, torch.zeros(9), 1.0)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4, check_dtype=False)
 
 

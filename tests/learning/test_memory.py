@@ -7,7 +7,6 @@ Run as a file it is one rank of a comparison.
 from __future__ import annotations
 
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 
 import kit
@@ -26,11 +25,12 @@ from transformers import (
 
 from rl_core.config import LoraConfig
 from rl_core.distributed import Mesh, Ranks, init_ranks, on_mesh
+from rl_core.host_copies import HostCopies
 from rl_core.learning import loading
 from rl_core.learning.loading import local_slices
-from rl_core.learning.policy import compile_blocks, make_policy
+from rl_core.models import compile_blocks, make_policy
 from rl_core.plugins.lora import adapter_parameters
-from rl_core.plugins.offload import activations_on_host, offload_frozen
+from rl_core.plugins.offload import activations_on_host
 
 ARCHITECTURES = ("qwen3", "llama", "qwen2")
 
@@ -134,7 +134,9 @@ def compare_loading(ranks: Ranks, *models: str) -> dict:
         )
         torch.nn.init.zeros_(scores.score.weight)
         for kind, (ranks_of_kind, adapters, is_scoring) in kinds.items():
-            policy = make_policy(path, torch.float32, ranks_of_kind, None, adapters, is_scoring)
+            policy = make_policy(
+                path, torch.float32, ranks_of_kind, None, adapters, is_scoring=is_scoring
+            )
             expected = scores if is_scoring else whole
             found[f"{Path(path).name} {kind}"] = differences(policy, expected)
             assert (
@@ -209,12 +211,13 @@ def test_a_reference_is_copied_to_the_host_once(tiny_model):
         parameter.data = parameter.data.clone()
     first = next(reference.parameters())
     before = first.clone()
-    on_device = offload_frozen(reference, torch.device("cpu"))
+    copies = HostCopies(torch.device("cpu"), is_constant=True)
+    copies.to_host(reference.held())
     assert not reference.is_on_device
-    with on_device():
+    with copies.on_device(reference.held):
         assert torch.equal(first, before)
         first.data.zero_()  # nothing changes a reference: this does not reach the host
-    with on_device():
+    with copies.on_device(reference.held):
         assert torch.equal(first, before)
 
 
@@ -248,10 +251,10 @@ def test_weights_that_an_engine_reads_in_place_stay(tiny_model):
 
 
 def test_activations_on_the_host_give_the_same_gradient(any_model):
-    learner, samples = make_learner(any_model), ragged_samples()
-    expected, _ = gradients(learner, samples)
-    learner.policy.keeps_activations = activations_on_host
-    got, _ = gradients(learner, samples)
+    samples = ragged_samples()
+    expected, _ = gradients(make_learner(any_model), samples)
+    offloaded = make_learner(any_model, "--learner.activations", "offload")
+    got, _ = gradients(offloaded, samples)
     assert all(torch.equal(g, got[n]) for n, g in expected.items())
 
 
@@ -299,14 +302,14 @@ def test_nothing_of_a_learner_is_left_on_the_gpu_while_it_waits(tiny_model):
 
 @pytest.mark.gpu
 def test_activations_on_the_host_take_less_of_the_gpu(tiny_model):
-    learner, peaks = make_learner(tiny_model), {}
-    for how in (nullcontext, activations_on_host):
-        learner.policy.keeps_activations = how
+    peaks = {}
+    for how in ("keep", "offload"):
+        learner = make_learner(tiny_model, "--learner.activations", how)
         gradients(learner, ragged_samples(64))
         torch.cuda.reset_peak_memory_stats()
         gradients(learner, ragged_samples(64))
         peaks[how] = torch.cuda.max_memory_allocated()
-    assert peaks[activations_on_host] < peaks[nullcontext]
+    assert peaks["offload"] < peaks["keep"]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from rl_core.data.chat import Chat, load_chat
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
 from rl_core.learning.learner import Learner
-from rl_core.learning.policy import make_policy
+from rl_core.models import make_policy
 from rl_core.plugins.pairs import PAIR, reply_pair, scored_pair
 from rl_core.plugins.preference import dpo_losses, rm_losses
 from rl_core.plugins.sft import sft_samples

@@ -223,7 +223,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported(
 
 def test_a_weight_that_the_exports_type_cannot_hold_is_not_exported(tiny_model, tmp_path):
     learner = make_learner(tiny_model)
-    learner.policy.export_dtype = torch.float16
+    learner.policy.checkpoint_dtype = torch.float16
     with torch.no_grad():
         next(learner.policy.parameters()).view(-1)[0] = 1e5
     with pytest.raises(RunError, match="weights are NaN or infinite"):

@@ -1,0 +1,169 @@
+"""Sequences that are cut over ranks (--cp): Ring Attention (arXiv 2310.01889).
+
+With cp ranks, sequence n is padded at its end to 2 * cp * c_n tokens and cut into 2 * cp chunks.
+Rank r holds, for each sequence in order, chunk r and then chunk 2cp-1-r: all ranks have the same
+work under a causal mask. Keys and values travel round the ring while the segments at hand are
+computed.
+
+    keys from           segments        seen by the queries
+    this rank           both chunks     both, causal: the two chunks lie in their order
+    a lower rank        first chunk     both: it ends before either begins
+    a higher rank       both chunks     the second only: it begins after either ends
+
+T local tokens, G heads of keys, D head dim, M trained tokens of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rl_core.learning.attention import AttentionPlan, Kernel, Segments
+from rl_core.learning.policy import PackedForward, Policy
+from rl_core.types import PackedBatch
+
+
+class RingForward(PackedForward):
+    """What a rank computes of a batch that `group` computes together."""
+
+    def __init__(self, kernel: Kernel, group: dist.ProcessGroup):
+        super().__init__(kernel)
+        self.group = group
+
+    def __call__(
+        self, policy: Policy, batch: PackedBatch, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        if batch.shard is None:  # each rank has all of it
+            return super().__call__(policy, batch, temperature)
+        shard, ids = batch.shard, batch.input_ids
+        plan = RingPlan(shard.cu_seqlens, self.kernel, ids.device, self.group)
+        hidden_1TD = policy.hidden_states(
+            input_ids=ids[None, shard.tokens],
+            position_ids=batch.position_ids[None, shard.tokens],
+            attention_plan=plan,
+        )
+        labels = batch.labels[shard.trained]
+        outputs = policy.outputs(hidden_1TD[0, shard.sources], labels, temperature)
+        logprobs, entropy = FromShards.apply(shard, self.group, torch.stack(outputs))
+        return logprobs, entropy
+
+    def tokens(self, batch: PackedBatch) -> Tensor:
+        return super().tokens(batch) if batch.shard is None else batch.shard.tokens
+
+
+class RingPlan(AttentionPlan):
+    """Its pieces are this rank's parts of whole sequences."""
+
+    def __init__(
+        self, cu_seqlens: Tensor, kernel: Kernel, device: torch.device, group: dist.ProcessGroup
+    ):
+        super().__init__(cu_seqlens, [-1] * (len(cu_seqlens) - 1), kernel, device)
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.longest *= self.size
+        halves = [np.array_split(piece, 2) for piece in self.pieces]
+        both = list(zip(self.pieces, halves, strict=True))
+        lower = Segments([(piece, first) for piece, (first, _) in both], device)
+        higher = Segments([(second, piece) for piece, (_, second) in both], device)
+        self.by_source = [[lower]] * self.rank + [self.segments]
+        self.by_source += [[higher]] * (self.size - 1 - self.rank)
+
+    def window_runs(self, window: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Keys are rows of the keys of all ranks, rank by rank."""
+        runs, size = [], self.size
+        for piece in self.pieces:
+            length = len(piece) // 2
+            if not length:
+                continue
+            chunk, place = divmod(np.arange(2 * size * length), length)
+            owner = np.minimum(chunk, 2 * size - 1 - chunk)
+            rows = owner * self.num_tokens + piece[0] + (chunk >= size) * length + place
+            for n, chunk in enumerate((self.rank, 2 * size - 1 - self.rank)):
+                first = chunk * length
+                keys = rows[max(0, first - window + 1) : first + length]
+                runs.append((piece[n * length : (n + 1) * length], keys))
+        return runs
+
+    def attend(self, query, key, value, scale, window=None, cap=None, sinks=None) -> Tensor:
+        is_plain = cap is sinks is None and (window is None or window >= self.longest)
+        if is_plain and self.kernel.ring:
+            return self.kernel.ring(query, key, value, self, scale)
+        return super().attend(query, key, value, scale, window, cap, sinks)
+
+    def sources(self, kv: list[Tensor], window: int | None) -> Iterator[tuple[list, list]]:
+        """Of each rank, this one first. The next travel while the caller works. With a window, the
+        keys of all ranks at once."""
+        if window is not None:
+            yield [self.gathered(x) for x in kv], self.near(window)
+            return
+        for step in range(self.size):
+            is_last = step + 1 == self.size
+            arrived = None if is_last else self.shifted(kv)
+            yield kv, self.by_source[(self.rank - step) % self.size]
+            if arrived:
+                kv = arrived()
+
+    def passed_on(self, kv_grads: list) -> Callable[[], list]:
+        """The gradient of these keys so far arrives from the rank before, which has just added its
+        own part."""
+        return super().passed_on(kv_grads) if kv_grads[0] is None else self.shifted(kv_grads)
+
+    def returned(self, kv_grads: list[Tensor], window: int | None) -> list[Tensor]:
+        if window is None:
+            return self.shifted(kv_grads)()
+        return [self.scattered(x) for x in kv_grads]
+
+    def shifted(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """One step round the ring: the tensors leave for the next rank; waits for those of the rank
+        before."""
+        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        sent = [x.contiguous() for x in tensors]
+        received = [torch.empty_like(x) for x in sent]
+        moves = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for x in sent]
+        for x in received:
+            moves.append(dist.P2POp(dist.irecv, x, group=self.group, group_peer=source))
+        works = dist.batch_isend_irecv(moves)
+
+        def wait() -> list[Tensor]:
+            while works:
+                works.pop().wait()
+            sent.clear()  # not until this is called again
+            return received
+
+        return wait
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """[cp * T, G, D]: rank by rank."""
+        out = x.new_empty(self.size * len(x), *x.shape[1:])
+        dist.all_gather(list(out.chunk(self.size)), x.contiguous(), group=self.group)
+        return out
+
+    def scattered(self, grad: Tensor) -> Tensor:
+        """[T, G, D]: this rank's part of the sum over ranks, in fp32 or fp64."""
+        grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        summed = grad.new_empty(len(grad) // self.size, *grad.shape[1:])
+        dist.reduce_scatter(summed, list(grad.chunk(self.size)), group=self.group)
+        return summed
+
+
+class FromShards(torch.autograd.Function):
+    """[n, m] values of this rank's trained tokens -> [n, M] those of the whole batch. Every rank
+    goes on to compute the same loss from all of them; a gradient goes back to this rank's tokens
+    alone, since the other ranks send theirs."""
+
+    @staticmethod
+    def forward(ctx, shard, group, values):
+        ctx.trained = shard.trained
+        padded = pad(values, (0, max(shard.counts) - values.shape[1]))
+        gathered = [torch.empty_like(padded) for _ in shard.counts]
+        dist.all_gather(gathered, padded, group=group)
+        parts = [part[:, :n] for part, n in zip(gathered, shard.counts, strict=True)]
+        return torch.cat(parts, 1)[:, shard.places]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None, grad[:, ctx.trained]
