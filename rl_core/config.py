@@ -155,9 +155,7 @@ class SamplingConfig(Section, prefix="sampling."):
 
 @dataclass(kw_only=True)
 class OptimConfig(Section, prefix="optim."):
-    name: Literal["adamw", "adamw8bit", "sgd"] = flag(
-        "adamw", "optimizer; adamw8bit is that of bitsandbytes"
-    )
+    name: str = flag("adamw", "optimizer; adamw8bit is that of bitsandbytes")
     lr: float = flag(1e-6, "peak learning rate", at_least=0)
     schedule: Literal["constant", "linear", "cosine", "wsd"] = flag(
         "constant", "learning rate after the warmup"
@@ -348,7 +346,7 @@ class Config(Section):
     chat_template_kwargs: dict[str, Any] = flag(
         dict, 'what templates read: {"enable_thinking": false}'
     )
-    engine: str = flag("auto", "inference engine: sglang or embedded; auto: sglang on a GPU")
+    engine: str = flag("auto", "inference engine; auto: sglang on a GPU")
     engine_tp: int = flag(1, "sglang: tensor parallel ranks of one engine", at_least=1)
     engine_args: str = flag("", "sglang: more flags of its server: '--quantization fp8'")
     engine_memory_frac: float = flag(

@@ -36,7 +36,7 @@ from rl_core.learning.policy import (
     shard_policy,
     without_dropout,
 )
-from rl_core.rules import check_engine, nearest
+from rl_core.rules import check_choices, check_engine
 from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.sampling.weights import load_weights
 from rl_core.types import counter_seed
@@ -51,9 +51,7 @@ def choose_engine(config: Config, num_ranks: int, is_planned: bool = False) -> C
     if config.engine == "auto":
         in_4_bits = any(config.actors[owner].lora.quantize != "none" for owner in config.sharers)
         config = replace(config, engine=registry.auto_engine(must_share=in_4_bits))
-    if config.engine not in registry.ENGINES:
-        known = nearest(config.engine, registry.ENGINES)
-        raise ValueError(f"--engine={config.engine} is no engine; {known}")
+    check_choices(config, registry.CHOICES)
     if config.is_rl:
         registry.ENGINES[config.engine]().check(config.engine_args, is_planned)
         for name, actor in config.actors.items():

@@ -372,6 +372,13 @@ def check_engine(config: Any, name: str, engine: Any) -> None:
     refuse(OF_ENGINE, c=config, name=name, a=config.actors[name], e=engine)
 
 
+def check_choices(config: Any, choices: dict[str, Iterable[str]]) -> None:
+    """Raises ValueError for a value that is no name of its flag's table."""
+    for name, value, _ in flags_in(config):
+        if name in choices and value not in choices[name]:
+            raise ValueError(f"--{name}={value} is unknown; {nearest(value, choices[name])}")
+
+
 def refuse(rules: list, prefix: str = "", **read: Any) -> None:
     for is_broken, message in rules:
         if is_broken(**read):

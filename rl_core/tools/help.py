@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import textwrap
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from rl_core.config import Config, known_flags
+from rl_core.registry import CHOICES
 from rl_core.rules import NAMED, nearest
 
 USAGE = (
@@ -44,14 +45,11 @@ def help_page(section: str = "", usage: str = USAGE) -> str:
     for name, (value, f) in known_flags().items():
         if name.rpartition(".")[0].partition(".")[0] != section:
             continue
-        choices = [
-            c
-            for part in (f.type, *get_args(f.type))
-            if get_origin(part) is Literal
-            for c in get_args(part)
-        ]
-        about = f.metadata["help"] + (f" {{{', '.join(choices)}}}" if choices else "")
-        about += "" if value in (None, False, [], {}) else f" [{value}]"
+        about = f.metadata["help"]
+        if choices := choices_of(name, f.type):
+            about += f" {{{', '.join(choices)}}}"
+        if value not in (None, False, [], {}):
+            about += f" [{value}]"
         lines += textwrap.wrap(
             about, width, initial_indent=f"  --{name:<26} ", subsequent_indent=" " * 31
         )
@@ -62,3 +60,11 @@ def help_page(section: str = "", usage: str = USAGE) -> str:
         lines += ["", "more, each with a page of its own (--help SECTION):"]
         lines += [f"  {name:<10} {f.metadata['help']}" for name, f in sections.items()]
     return "\n".join(lines)
+
+
+def choices_of(name: str, kind: Any) -> list[str]:
+    """Values of a flag, from its type or from the table that they name a row of."""
+    for part in (kind, *get_args(kind)):
+        if get_origin(part) is Literal:
+            return list(get_args(part))
+    return list(CHOICES.get(name, ()))

@@ -75,6 +75,7 @@ BELOW = {
         "plugins",
         "sandbox",
         "service",
+        "registry",
         "roof",
     },
     "command": {"ground", "shared", "registry", "roof", "tools"},

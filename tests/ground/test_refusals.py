@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from rl_core.algorithms import PRESETS, make_algorithm
 from rl_core.config import Config, known_flags, parse_config, to_yaml
 from rl_core.models import choose_engine
+from rl_core.registry import OPTIMIZERS
 from rl_core.rules import check_algorithm
-from rl_core.tools.help import print_help
+from rl_core.tools.help import help_page, print_help
 from rl_core.train import main
 
 RL = "--model {model} --env_path {dir}/letters.py --max_tokens 60 --max_prompt_tokens 40"
@@ -289,7 +290,8 @@ FLAGS = [
     (MODEL, "--algorithm rm --learner.microbatch_tokens 1000", "of 1536 tokens"),
     (MODEL, "--learner.kernels compile --tp 2", "has no --tp"),
     (MODEL, "--learner.offload always --optim.name adamw8bit", "take adamw"),
-    (MODEL, "--engine sglan", "--engine=sglan is no engine; did you mean 'sglang'?"),
+    (MODEL, "--engine sglan", "--engine=sglan is unknown; did you mean 'sglang'?"),
+    (MODEL, "--optim.name sdg", "--optim.name=sdg is unknown; did you mean 'sgd'?"),
     (MODEL, "--engine_tp 2 --engine embedded", "--engine_tp=2 needs --engine sglang"),
     # preferences and SFT
     (MODEL, f"{DPO} --preference.beta 0", "--preference.beta=0 must be greater than 0"),
@@ -506,3 +508,9 @@ def test_help_has_a_short_line_and_the_default_of_every_flag(capsys):
             and "\n" not in f.metadata["help"]
         ), name
     assert "{constant, linear, cosine, wsd} [constant]" in " ".join(shown.split())
+
+
+def test_a_row_of_a_table_is_a_choice_without_another_change(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "lion", OPTIMIZERS["sgd"])
+    choose_engine(parse_config([*MODEL, "--optim.name", "lion"]), 1)
+    assert "{adamw, sgd, adamw8bit, lion} [adamw]" in " ".join(help_page("optim").split())
