@@ -360,9 +360,11 @@ def stale_groups(trainer: Any) -> Any:
 
 
 def terminal(trainer: Any) -> Any:
+    from rl_core.plugin import Plugin
     from rl_core.plugins.terminal import Terminal
 
-    return Terminal(trainer)
+    # Other ranks say nothing.
+    return Terminal(trainer) if trainer.ranks.is_writer else Plugin(trainer)
 
 
 def trackers(trainer: Any) -> Any:

@@ -50,12 +50,11 @@ def quiet() -> None:
 
 
 class Terminal(Plugin):
-    """On the rank that writes. Where stdout is a terminal, a panel stands below the lines."""
+    """Where stdout is a terminal, a panel stands below the lines."""
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
         self.live: Live | None = None
-        self.warnings: RunWarnings | None = None
         self.metrics: dict[str, float] = {}  # of the last step
         self.time_left = TimeLeft(trainer.config.num_steps, trainer.config.eval_every)
         self.said_at = -math.inf
@@ -63,8 +62,6 @@ class Terminal(Plugin):
     def load(self, state: dict[str, Any]) -> None:
         trainer = self.trainer
         trainer.log.say(loaded(trainer))
-        if not trainer.ranks.is_writer:
-            return
         self.warnings = RunWarnings(trainer.config, trainer.out, trainer.plan.envs.values())
         if sys.stdout.isatty():
             self.live = Live(
@@ -86,51 +83,39 @@ class Terminal(Plugin):
             self.said_at = time.monotonic()
             line = progress_line(step, num_steps, metrics, self.trainer.config.trained)
             self.trainer.log.say(f"{line}  ETA {self.time_left.after(step)}")
-        if self.warnings is not None:
-            warn(step, self.warnings.step(step, metrics))
+        warn(step, self.warnings.step(step, metrics))
 
     async def after_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         self.time_left.note_evaluation(step, metrics["time/eval_s"])
 
     async def on_failures(self, step: int, reasons: dict[str, int]) -> None:
         """Tells each reason once."""
-        if self.warnings is not None:
-            warn(step, self.warnings.failures(step, reasons))
+        warn(step, self.warnings.failures(step, reasons))
 
     def panel(self) -> Group:
         """The phase, groups of the step that are done, and rewards, tokens per second and time left
         as of the step before."""
-        trainer, metrics = self.trainer, self.metrics
-        config = trainer.config
+        trainer, config = self.trainer, self.trainer.config
+        cells: list[Any] = [f"step {trainer.step}/{config.num_steps}", trainer.phase]
+        if trainer.phase == "generate" and config.is_rl:
+            # The store ended with another rank, which the run finds out itself.
+            with suppress(RuntimeError):
+                every = config.tasks_per_step
+                done = min(trainer.worker.num_ready(), every)
+                cells.append(ProgressBar(total=every, completed=done, width=24))
+                cells.append(f"{done}/{every} groups")
         progress = Table.grid(padding=(0, 2))
-        progress.add_row(
-            f"step {trainer.step}/{config.num_steps}",
-            trainer.phase,
-            *self.groups_done(),
-            f"{time.monotonic() - trainer.phase_began:.0f} s",
-        )
-        facts = results(metrics, config.trained)
+        progress.add_row(*cells, f"{time.monotonic() - trainer.phase_began:.0f} s")
+        facts = results(self.metrics, config.trained)
         for phase in ("generate", "learn"):
-            if speed := metrics.get(f"time/{phase}_tokens_per_s"):
+            if speed := self.metrics.get(f"time/{phase}_tokens_per_s"):
                 facts.append(f"{phase} {short(speed)} tokens/s")
-        if metrics:
+        if self.metrics:
             facts.append(f"ETA {self.time_left.after(trainer.step)}")
         lines = [Text("  ".join(facts))]
         for _, text in list(self.warnings.now.values()):
             lines.append(Text(f"! {text}", style="yellow", no_wrap=True, overflow="ellipsis"))
         return Group(progress, *lines)
-
-    def groups_done(self) -> list[Any]:
-        """A bar and a text, while episodes are played."""
-        trainer = self.trainer
-        if trainer.phase != "generate" or not trainer.config.is_rl:
-            return []
-        # The store ended with another rank, which the run finds out itself.
-        with suppress(RuntimeError):
-            every = trainer.config.tasks_per_step
-            done = min(trainer.worker.num_ready(), every)
-            return [ProgressBar(total=every, completed=done, width=24), f"{done}/{every} groups"]
-        return []
 
 
 def warn(step: int, texts: list[str]) -> None:

@@ -211,11 +211,14 @@ TRACKERS = {"wandb": wandb, "trackio": wandb, "tensorboard": tensorboard, "mlflo
 def check_trackers(names: str) -> None:
     """Raises ValueError for a tracker that is not known, not installed, or does not import."""
     for name in split(names):
-        try:
-            is_there = find_spec(name) if name in TRACKERS else ":" in name and resolve_name(name)
-        except Exception as error:  # of the user's module
-            raise ValueError(f"--trackers {name}: {type(error).__name__}: {error}") from error
-        if not is_there:
-            known = f"is not known; {nearest(name, TRACKERS)}; your own is MODULE:CLASS"
-            missing = "is not installed: pip install 'rl_core[trackers]'"
-            raise ValueError(f"--trackers {name} {missing if name in TRACKERS else known}")
+        if name not in TRACKERS and ":" not in name:
+            known = f"{nearest(name, TRACKERS)}; your own is MODULE:CLASS"
+            raise ValueError(f"--trackers {name} is not known; {known}")
+        if name in TRACKERS and not find_spec(name):
+            how = "pip install 'rl_core[trackers]'"
+            raise ValueError(f"--trackers {name} is not installed: {how}")
+        if ":" in name:
+            try:
+                resolve_name(name)
+            except Exception as error:  # of the user's module
+                raise ValueError(f"--trackers {name}: {type(error).__name__}: {error}") from error
