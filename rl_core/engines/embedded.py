@@ -26,7 +26,14 @@ from torch.nn.utils.rnn import pad_sequence
 from rl_core.engines.adapters import AdapterTable
 from rl_core.engines.slots import Snapshot, bytes_per_token, sample
 from rl_core.host_copies import HostCopies, device_memory
-from rl_core.sampling.engine import Engine, EngineSpec, check_request, decoded, note_version
+from rl_core.sampling.engine import (
+    Engine,
+    EngineSpec,
+    check_logprobs,
+    check_request,
+    decoded,
+    note_version,
+)
 from rl_core.sampling.weights import load_weights
 from rl_core.types import Completion, SamplingParams
 
@@ -410,11 +417,8 @@ class EmbeddedEngine(Engine):
         has_limits = any(request.has_limits for request in requests)
         sampled = sample(self._slots.logits(hidden), numbers[2:], has_limits)
         tokens, logprobs = sampled.tolist()  # The one wait for the device.
+        check_logprobs(logprobs)
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
-            if logprob != logprob:
-                raise ValueError(
-                    "the model's logits are NaN; its weights have diverged or were never loaded"
-                )
             request.ids.append(int(token))
             request.completion.token_ids.append(int(token))
             request.completion.logprobs.append(logprob)

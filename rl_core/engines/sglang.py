@@ -16,9 +16,8 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from rl_core.sampling.engine import (
     Engine,
     EngineDied,
     EngineSpec,
+    check_logprobs,
     check_request,
     decoded,
     note_version,
@@ -169,30 +169,28 @@ class SGLangEngine(Engine):
             raise
         finally:
             self._num_asked -= 1
-        if slot:
-            slot.was_aborted |= answer["meta_info"]["finish_reason"]["type"] == "abort"
+        if slot and answer["meta_info"]["finish_reason"]["type"] == "abort":
+            slot.was_aborted = True
         self._take(answer, done, params, max_tokens)
 
     def _take(
         self, answer: dict, done: Completion, params: SamplingParams, max_tokens: int
     ) -> None:
-        meta, tokens = answer["meta_info"], answer.get("output_ids") or []
+        meta = answer["meta_info"]
+        reason, tokens = meta["finish_reason"], answer.get("output_ids") or []
         if self._weights and meta.get("weight_version", self._weights.name) != self._weights.name:
             self.server.stop()
             raise self.server.died(
                 "answered with other weights than it was given: somebody restarted or updated it"
             )
         logprobs = [item[0] for item in meta.get("output_token_logprobs") or []]
-        if any(x is None or x != x for x in logprobs):
-            raise ValueError(
-                "the model's logits are NaN; its weights have diverged or were never loaded"
-            )
+        check_logprobs(logprobs)
         assert len(logprobs) == len(tokens), (len(logprobs), len(tokens))
         done.token_ids += tokens
         done.logprobs += logprobs
-        reason = meta["finish_reason"]
+        is_aborted = reason["type"] == "abort"
         # Not by a pause, which waits for all answers.
-        if reason["type"] == "abort" and self._may_run.is_set():
+        if is_aborted and self._may_run.is_set():
             raise RuntimeError(f"SGLang aborted a request: {reason.get('message') or reason}")
         is_stop_token = bool(tokens) and tokens[-1] in params.stop_token_ids
         if reason["type"] == "stop" and (isinstance(reason.get("matched"), str) or is_stop_token):
@@ -200,7 +198,7 @@ class SGLangEngine(Engine):
         # SGLang cuts a request off at its own limits too: the model's context, and its memory.
         elif reason["type"] == "length" or len(done.token_ids) >= max_tokens:
             done.finish_reason = "length"
-        elif not tokens and reason["type"] != "abort":
+        elif not tokens and not is_aborted:
             raise RuntimeError(f"SGLang gave no token: {reason}")
         # Else it was paused, or it stopped at the tokenizer's end token, which is no stop token
         # here: the request is sent again.
@@ -228,12 +226,19 @@ class SGLangEngine(Engine):
         self._weights = self.files.write(
             (f"{n:05d}.safetensors", safetensors.torch.save(part)) for n, part in buckets
         )
-        await self._unless_dead(self._renew_weights)
+        if self._is_served:
+            with contextlib.suppress(EngineDied):
+                await self._be_awake(["weights"], restarts=True)
+                await self._load_weights()
+                await self._flush()
 
-    async def _renew_weights(self) -> None:
-        await self._be_awake(["weights"], restarts=True)
-        await self._load_weights()
-        await self._flush()
+    @property
+    def _is_served(self) -> bool:
+        """False if the run's own server is dead: what it should be told waits for its next start.
+        Only those who sample, or wait for the engine to be awake, meet its death. It is not started
+        for an update: a learner may have the device, and the server would take a share of what is
+        left."""
+        return self.server.is_alive or not self.server.is_own
 
     async def _load_weights(self) -> None:
         body = {
@@ -251,20 +256,21 @@ class SGLangEngine(Engine):
         arrived = arriving_adapter(actor, weights, config, self.spec.module)
         files = adapter_files(arrived, config, self.spec.module, self.spec.dtype)
         folder = self.files.write(files, f"{actor}_")
-        await self._unless_dead(partial(self._add_adapter, folder))
+        if self._is_served:
+            with contextlib.suppress(EngineDied):
+                await self._be_awake((), restarts=True)  # Adapters have slots while it sleeps.
+                await self._load_adapter(folder)
         self._slots[actor] = AdapterSlot(version=version, folder=folder)
         if old is not None:
             self.files.remove(old.folder)
-            if (
-                not old.was_aborted
-                or numbers(importlib.metadata.version("sglang")) >= FORGETS_ABORTED
-            ):
-                unload = partial(self._ask, "unload_lora_adapter", {"lora_name": old.folder.name})
-                await self._unless_dead(unload)
+            if self._is_served and self._may_unload(old):
+                with contextlib.suppress(EngineDied):
+                    await self._ask("unload_lora_adapter", {"lora_name": old.folder.name})
 
-    async def _add_adapter(self, folder: Path) -> None:
-        await self._be_awake((), restarts=True)  # sleeping does not free the slots of adapters
-        await self._load_adapter(folder)
+    def _may_unload(self, slot: AdapterSlot) -> bool:
+        if not slot.was_aborted:
+            return True
+        return numbers(importlib.metadata.version("sglang")) >= FORGETS_ABORTED
 
     async def _load_adapter(self, folder: Path) -> None:
         await self._ask("load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)})
@@ -278,29 +284,15 @@ class SGLangEngine(Engine):
     async def sleep(self) -> None:
         """See Engine. A server that somebody else runs keeps its memory."""
         self._check_idle()
-        if self.server.is_own:
-            await self._unless_dead(self._release)
-
-    async def _release(self) -> None:
-        if self._asleep == set(MEMORY):
-            return
-        # Also waits for cancelled requests: SGLang dies of a release beside requests.
-        await self._flush()
-        async with self._changing:
-            await self._ask(
-                "release_memory_occupation", {"tags": sorted(set(MEMORY) - self._asleep)}
-            )
-            self._asleep = set(MEMORY)
-
-    async def _unless_dead(self, work: Callable[[], Awaitable[object]]) -> None:
-        """Does what a dead server does not need, or does when it is started again. So only those
-        who sample, or wait for the engine to be awake, meet its death. The run's own server is not
-        started here: a learner may have the device, and the server would take a share of what is
-        left."""
-        if self.server.is_own and not self.server.is_alive:
+        if not self.server.is_own or not self.server.is_alive or self._asleep == set(MEMORY):
             return
         with contextlib.suppress(EngineDied):
-            await work()
+            # Also waits for cancelled requests: SGLang dies of a release beside requests.
+            await self._flush()
+            async with self._changing:
+                tags = sorted(set(MEMORY) - self._asleep)
+                await self._ask("release_memory_occupation", {"tags": tags})
+                self._asleep = set(MEMORY)
 
     async def pause(self) -> None:
         """See Engine. Requests are aborted at the server. After `resume` they are sent again with
@@ -309,7 +301,8 @@ class SGLangEngine(Engine):
         # Whoever paused first may resume while others wait here; by then each request has given its
         # tokens.
         while self._num_asked and self.server.is_alive and not self._may_run.is_set():
-            await self._unless_dead(partial(self._ask, "abort_request", {"abort_all": True}))
+            with contextlib.suppress(EngineDied):
+                await self._ask("abort_request", {"abort_all": True})
             await asyncio.sleep(0.02)  # a request may have been on its way
 
     async def resume(self) -> None:
@@ -325,8 +318,8 @@ class SGLangEngine(Engine):
 
     async def take_metrics(self) -> dict[str, Metric]:
         """See Engine."""
-        found, self._num_restarts = self._num_restarts, 0
-        return {f"rollout/{self.spec.name}/engine_restarts": Sum(found)}
+        num_restarts, self._num_restarts = self._num_restarts, 0
+        return {f"rollout/{self.spec.name}/engine_restarts": Sum(num_restarts)}
 
     async def close(self) -> None:
         """Kills the server, unless somebody else runs it. Whoever waits gets EngineDied."""

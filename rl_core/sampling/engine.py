@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -148,6 +149,14 @@ def decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int], keeps_special: b
     return tokenizer.decode(
         ids, skip_special_tokens=not keeps_special, clean_up_tokenization_spaces=False
     )
+
+
+def check_logprobs(logprobs: list[float | None]) -> None:
+    """Raises ValueError if a sampled token has none."""
+    if any(value is None or math.isnan(value) for value in logprobs):
+        raise ValueError(
+            "the model's logits are NaN; its weights have diverged or were never loaded"
+        )
 
 
 def note_version(completion: Completion, version: int) -> None:
