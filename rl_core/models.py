@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from rl_core import registry
 from rl_core.algorithms import Algorithm
@@ -22,6 +23,7 @@ from rl_core.distributed import Ranks
 from rl_core.host_copies import HostCopies
 from rl_core.learning.learner import Learner, LearnerPart
 from rl_core.learning.loading import (
+    check_is_decoder,
     load_hf_model,
     load_model_config,
     load_shards,
@@ -80,7 +82,7 @@ def check_model(config: Config, name: str) -> Chat:
     """The chat template of an actor whose model is here. Raises ValueError if it cannot do what is
     asked of it."""
     actor = config.actors[name]
-    model_config = load_model_config(actor.model)
+    model_config = read_config(actor.model)
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if positions and config.max_context_tokens > positions:
         raise ValueError(
@@ -96,7 +98,7 @@ def check_model(config: Config, name: str) -> Chat:
     if actor.is_trained and actor.lora.rank:
         registry.check_lora()(actor.lora, model_config)
     critic = config.critic.model if actor.is_trained else None
-    for own in [model_config, *([load_model_config(critic)] if critic else [])]:
+    for own in [model_config, *([read_config(critic)] if critic else [])]:
         if config.tp > 1 and actor.is_trained:
             registry.check_tensor_parallel()(
                 config.tp, own, actor.lora if own is model_config else None
@@ -114,6 +116,16 @@ def check_model(config: Config, name: str) -> Chat:
     chat = load_chat(actor.model, actor.chat_template, variables, registry.tool_calls)
     check_vocabulary(chat, model_config.get_text_config().vocab_size, actor.model)
     return chat
+
+
+def read_config(path: str) -> PretrainedConfig:
+    """The model's config.json. Raises ValueError if there is none, or if it cannot be trained."""
+    try:
+        config = load_model_config(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(registry.why_no_model()(path, error)) from None
+    check_is_decoder(config, path)
+    return config
 
 
 def check_vocabulary(chat: Chat, num_rows: int, path: str) -> None:

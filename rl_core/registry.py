@@ -206,6 +206,12 @@ def adamw8bit() -> Any:
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "adamw8bit": adamw8bit}
 
 
+def why_no_model() -> Any:
+    from rl_core.plugins.model_paths import why_no_model
+
+    return why_no_model
+
+
 def check_replay() -> Any:
     from rl_core.plugins.router_replay import check_replay
 

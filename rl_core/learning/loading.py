@@ -4,10 +4,8 @@ torch's meta device, of which each rank then fills the slices that it holds."""
 from __future__ import annotations
 
 import ctypes
-import difflib
 import mmap
 import sys
-from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
@@ -32,29 +30,14 @@ SCORE_HEAD, LM_HEADS = "score.weight", {"lm_head.weight", "lm_head.bias"}
 
 
 def load_model_config(path: str) -> PretrainedConfig:
-    """The model's config.json, read before any weight. Raises ValueError for a folder without
-    one."""
-    check_model_folder(path)
-    try:
-        config = load_pretrained(AutoConfig, path)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        if Path(path).is_dir():
-            raise ValueError(f"model {path!r} cannot be loaded: {reason}") from None
-        # "org/name" may mean a folder too, of which transformers says nothing.
-        near = nearest_folder(Path(path))
-        raise ValueError(
-            f"model {path!r} is no folder here, and the hub does not give it: {reason}{near}"
-        ) from None
-    check_is_decoder(config, path)
-    return config
+    """The model's config.json, read before any weight."""
+    return load_pretrained(AutoConfig, path)
 
 
 def check_is_decoder(config: PretrainedConfig, path: str) -> None:
     """Raises ValueError for a model that cannot continue a text: an encoder, or an encoder with a
     decoder."""
-    family = config.model_type
-    kind = None
+    family, kind = config.model_type, None
     if config.is_encoder_decoder:
         kind = "an encoder-decoder"
     elif family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
@@ -64,38 +47,6 @@ def check_is_decoder(config: PretrainedConfig, path: str) -> None:
             f"model {path!r} is {kind} ({family}); take a decoder-only language model, such as "
             "Qwen3"
         )
-
-
-def check_model_folder(name: str) -> None:
-    """Raises ValueError for a path without a folder, and for folders of a run that hold no model,
-    with what to name instead."""
-    path = Path(name)  # without the ./ of the name
-    is_relative = name.startswith(("./", "../", "~")) or len(path.parts) > 2
-    if not path.exists() and (path.is_absolute() or is_relative):
-        raise ValueError(f"model {path}: no such folder{nearest_folder(path)}")
-    if (path / "config.json").exists():
-        return
-    for mark, what, hf in (
-        ("hf", "a run's folder; name the model that it exported", path / "hf"),
-        ("manifest.json", "a checkpoint; name the model of its run", path.parent.parent / "hf"),
-    ):
-        if (path / mark).exists():
-            models = sorted(str(p.parent) for p in hf.glob("*/config.json"))
-            raise ValueError(
-                f"model {path} is {what}: {' or '.join(models) or f'{hf} has none yet'}"
-            )
-    if (path / "adapter_config.json").exists():
-        merged = path.with_name(path.name.removesuffix("_adapter"))
-        raise ValueError(
-            f"model {path} is an adapter; name a whole model, such as the merged one in {merged}"
-        )
-
-
-def nearest_folder(path: Path) -> str:
-    """`; did you mean models/qwen3?`, or nothing if no folder beside it has a name like that."""
-    names = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
 def model_class(config: PretrainedConfig) -> type:
@@ -113,48 +64,45 @@ def load_hf_model(
     dtype: torch.dtype | str,
     device: torch.device | None,
     is_scoring: bool = False,
-    **how,
+    **options,
 ) -> nn.Module:
     """The unsharded model, with attention over packed batches if it can be exchanged. A
     classifier's new head is 0, so that no reply is better than another. In dtype "auto", its
     files', weights on the CPU are read when they are used. Raises ValueError if transformers cannot
     load it, and if its files lack a weight or hold others."""
-    how |= {"use_safetensors": True, "output_loading_info": True}
-    family, more = (
-        (AutoModelForSequenceClassification, {"num_labels": 1})
-        if is_scoring
-        else (model_class(load_pretrained(AutoConfig, path)), {})
-    )
+    options |= {"use_safetensors": True, "output_loading_info": True}
+    options |= {"dtype": dtype, "ignore_mismatched_sizes": True}
     try:
-        model, info = load_pretrained(
-            family, path, dtype=dtype, ignore_mismatched_sizes=True, **how, **more
-        )
+        if is_scoring:
+            options["num_labels"] = 1
+            family = AutoModelForSequenceClassification
+        else:
+            family = model_class(load_pretrained(AutoConfig, path))
+        model, info = load_pretrained(family, path, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         purpose = "score" if is_scoring else "be loaded"
         raise ValueError(f"model {path!r} cannot {purpose}: {str(error).splitlines()[0]}") from None
-    for name, shape, wanted in sorted(info["mismatched_keys"]):
-        raise ValueError(
-            f"model {path!r}: {name} is {list(shape)} in its files, its config.json asks for "
-            f"{list(wanted)}"
-        )
-    missing = set(info["missing_keys"])
-    for name in sorted(missing - {SCORE_HEAD}):
-        raise ValueError(
-            f"model {path!r}: its files lack {name}; are they of the model that its config.json "
-            "describes?"
+    problems = []
+    for name, shape, wanted in info["mismatched_keys"]:
+        shapes = f"{list(shape)} in its files, its config.json asks for {list(wanted)}"
+        problems.append(f"{name} is {shapes}")
+    for name in sorted(set(info["missing_keys"]) - {SCORE_HEAD}):
+        problems.append(
+            f"its files lack {name}; are they of the model that its config.json describes?"
         )
     for name in sorted(set(info["unexpected_keys"]) - LM_HEADS):
-        raise ValueError(
-            f"model {path!r}: its files hold {name}, which the model of its config.json has no "
-            "place for"
+        problems.append(
+            f"its files hold {name}, which the model of its config.json has no place for"
         )
-    if SCORE_HEAD in missing:
+    if problems:
+        raise ValueError(f"model {path!r}: {problems[0]}")
+    if SCORE_HEAD in info["missing_keys"]:
         nn.init.zeros_(model.score.weight)
     if is_scoring:
         model.config.architectures = [type(model).__name__]
     if model._can_set_attn_implementation():
         model.set_attn_implementation(attention.NAME)
-    return model if "device_map" in how or device is None else model.to(device)
+    return model if "device_map" in options or device is None else model.to(device)
 
 
 def on_meta(model_config: PretrainedConfig, **how) -> nn.Module:
