@@ -23,6 +23,8 @@ from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh
 from rl_core.rules import check, check_algorithm, split
 from rl_core.sampling.env import Env, load_env
 
+OnStep = Callable[[Any, dict[str, float]], None]
+
 
 @dataclass(kw_only=True)
 class Plan:
@@ -37,15 +39,15 @@ class Plan:
     chats: dict[str, Chat]  # of the actors that have a model here
     endpoints: dict[str, Any]  # actors behind a URL, with no engine here
     sft_dataset: Any  # a plugins.sft_dataset.SFTDataset; None: episodes are rolled out
-    # Called with a step and its metrics: why the run ends after it, or "".
-    on_step: Callable[[int, dict[str, float]], str] | None = None
+    # Called after each step with the trainer and the step's metrics.
+    on_step: OnStep | None = None
 
 
 def make_plan(
     config: Config,
     module: ModuleType | None = None,
     is_planned: bool = False,
-    on_step: Callable[[int, dict[str, float]], str] | None = None,
+    on_step: OnStep | None = None,
 ) -> Plan:
     """`module`: instead of --env_path's file. `is_planned`: the run is for another machine. Raises
     ValueError."""

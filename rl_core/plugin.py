@@ -30,6 +30,9 @@ class Plugin:
     async def start(self) -> None:
         """Engines have the learners' weights."""
 
+    async def before_step(self, step: int) -> None:
+        """Before all that the step is timed by."""
+
     async def before_rollout(self, step: int) -> None:
         """Engines are awake."""
 

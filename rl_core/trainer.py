@@ -68,7 +68,8 @@ class Trainer:
         self.pending: list[int] = state.get("pending", [])
         self.metrics: dict[str, Metric] = {}  # of the step under way
         self.agreed: dict[str, float] = {}  # what all ranks noted last of names with KEEP
-        self.is_ending, self.ended_by = False, ""
+        self.is_ending = self.is_interrupted = False
+        self.ended_by = ""
         self.beginning = self.describe_beginning()
 
         # Where engines share a device.
@@ -141,6 +142,7 @@ class Trainer:
         """Its metrics, the same on all ranks."""
         step = self.step
         self.metrics = {}
+        await self.call("before_step", step)
         with self.timed("step"):
             with self.timed("generate"):
                 samples = await self.sample()
@@ -251,9 +253,9 @@ class Trainer:
         for plugin in self.plugins:
             await getattr(plugin, hook)(*args)
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: str, is_interrupted: bool = False) -> None:
         """The run ends after this step. Every rank must call it."""
-        self.is_ending, self.ended_by = True, reason
+        self.is_ending, self.is_interrupted, self.ended_by = True, is_interrupted, reason
 
     @contextmanager
     def timed(self, phase: str):

@@ -34,7 +34,7 @@ class Hub(Plugin):
                 ) from error
 
     def after_run(self) -> None:
-        if not self.trainer.signal:
+        if not self.trainer.is_interrupted:
             push(self.trainer.config)
 
 

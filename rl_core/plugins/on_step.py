@@ -7,5 +7,4 @@ from rl_core.plugin import Plugin
 
 class OnStep(Plugin):
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
-        if reason := self.trainer.plan.on_step(step, metrics):
-            self.trainer.end(reason)
+        self.trainer.plan.on_step(self.trainer, metrics)

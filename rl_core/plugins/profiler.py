@@ -14,7 +14,7 @@ class Profiler(Plugin):
         super().__init__(trainer)
         self.profile: torch.profiler.profile | None = None
 
-    async def before_rollout(self, step: int) -> None:
+    async def before_step(self, step: int) -> None:
         if step + 1 == self.trainer.config.profile_step:
             self.profile = torch.profiler.profile()
             self.profile.start()

@@ -44,7 +44,8 @@ class SignalHandler(Plugin):
 
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
         if number := self.trainer.signal:
-            self.trainer.end(f"ended by {signal.Signals(number).name}")
+            name = signal.Signals(number).name
+            self.trainer.end(f"ended by {name}", is_interrupted=True)
 
     async def close(self) -> None:
         """Signals are again what they were before."""

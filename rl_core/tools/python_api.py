@@ -16,9 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.config import Config, checked, from_sections
+
+if TYPE_CHECKING:
+    from rl_core.trainer import Trainer
 
 Rows = Sequence[dict[str, Any]]  # a list, or a table of `datasets`
 OnStep = Callable[[int, dict[str, float]], Any]
@@ -65,11 +68,11 @@ def train(
     config, module = with_objects(config, env, {"train": data, "eval": eval_data})
     stop = threading.Event()
 
-    def after_step(step: int, metrics: dict[str, float]) -> str:
-        is_ended = on_step is not None and on_step(step, metrics) is False
+    def after_step(trainer: Trainer, metrics: dict[str, float]) -> None:
+        if on_step is not None and on_step(trainer.step, metrics) is False:
+            trainer.end("ended by on_step")
         if stop.is_set():
-            return "interrupted"
-        return "ended by on_step" if is_ended else ""
+            trainer.end("interrupted", is_interrupted=True)
 
     # A thread has no event loop yet, unlike the caller in a notebook.
     with ThreadPoolExecutor(1, "rl_core") as pool:
@@ -136,7 +139,7 @@ def with_rows(config: Config, module: ModuleType | None, rows: dict[str, Rows]) 
 def run_here(
     config: Config,
     module: ModuleType | None,
-    on_step: Callable[[int, dict[str, float]], str],
+    on_step: Callable[[Trainer, dict[str, float]], None],
 ) -> None:
     """The run itself."""
     from rl_core.distributed import close_ranks, init_ranks

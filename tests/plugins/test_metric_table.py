@@ -51,7 +51,7 @@ RUNS = {
 ELSEWHERE = {
     "rollout/ACTOR/engine_restarts": "engines/sglang.py",
     "learn/ACTOR/mfu": "plugins/mfu.py",
-    "memory/{generate,learn,sync,eval}_gib": "build.py",
+    "memory/{generate,learn,sync,eval}_gib": "trainer.py",
 }
 
 
