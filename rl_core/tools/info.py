@@ -38,9 +38,9 @@ def main(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
     if args.service:
-        from rl_core.types import option
+        from rl_core.tools.service import service
 
-        print(option("rl_core.tools.service:service")(args.service, args.json))
+        print(service(args.service, args.json))
         return 0
     if args.what:
         print(metrics(args.name, args.json))

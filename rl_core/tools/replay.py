@@ -90,7 +90,6 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
     from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint
     from rl_core.models import is_sharded, make_learners
     from rl_core.plugins.terminal import quiet
-    from rl_core.types import option
 
     config, other = read_flags(run, flags)
     quiet()
@@ -105,9 +104,10 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
     ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config))
     learners = make_learners(config, plan.algorithm, ranks)
     if config.learner.kernels == "liger":
-        option("rl_core.plugins.liger:apply_liger")(
-            [m.hf for own in learners.values() for m in own.models()]
-        )
+        from rl_core.plugins.liger import apply_liger
+
+        for learner in learners.values():
+            apply_liger([model.hf for model in learner.models()])
     if first:
         load_checkpoint(before[first], learners)
     differences = [0.0]

@@ -12,15 +12,16 @@ def main(argv: list[str]) -> int:
     args = read_flags(argv)
     from rl_core.data.rows import check_exists
     from rl_core.service import needing_grpc
-    from rl_core.types import option
 
     for path in args.envs:
         check_exists(Path(path).expanduser())
     with needing_grpc("rl-core serve"):
-        serve = option("rl_core.service.server:serve")
-        access = option("rl_core.service.security:Access").of(args)
+        from rl_core.service.security import Access
+        from rl_core.service.server import serve
+
+        access = Access.of(args)
         if args.http_port is not None:
-            option("rl_core.service.gateway:open_http")
+            from rl_core.service import gateway  # noqa: F401
     return asyncio.run(serve(args, access))
 
 
