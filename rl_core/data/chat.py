@@ -352,15 +352,23 @@ def unmarked(text: str) -> str:
 def text_after(rendered: str, seen: str, said: str) -> str | None:
     """What follows seen + said in rendered; None if rendered does not begin with them. Ignores
     whitespace, which templates trim, and marks."""
-    start = seen + said
+    wanted = seen + said
     if rendered.startswith(seen):
-        rendered, start = rendered[len(seen) :], said
-    if rendered.startswith(start):
-        return rendered[len(start) :]
-    unseen = "\\s" + _MARK
-    wanted = re.sub(f"[{unseen}]+", "", start)
-    visible = [m.start() for m in re.finditer(f"[^{unseen}]", rendered)]
-    if "".join(rendered[i] for i in visible[: len(wanted)]) != wanted:
-        return None
-    suffix = rendered[visible[len(wanted) - 1] + 1 if wanted else 0 :].lstrip(_MARK)
-    return suffix.lstrip() if start[-1:].isspace() else suffix
+        rendered, wanted = rendered[len(seen) :], said
+    if rendered.startswith(wanted):
+        return rendered[len(wanted) :]
+    place = 0
+    for char in wanted:
+        if is_unseen(char):
+            continue
+        while is_unseen(rendered[place : place + 1]):
+            place += 1
+        if rendered[place : place + 1] != char:
+            return None
+        place += 1
+    suffix = rendered[place:].lstrip(_MARK)
+    return suffix.lstrip() if wanted[-1:].isspace() else suffix
+
+
+def is_unseen(char: str) -> bool:
+    return char.isspace() or char == _MARK

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,23 +21,26 @@ def succeeded(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
     return [t for t in trajectories if t.status != "failed"]
 
 
+def grouped(items: Iterable[Trajectory], *names: str) -> list[list[Trajectory]]:
+    """Those with equal attributes together, in the order of the first of each group."""
+    groups: dict[tuple, list[Trajectory]] = {}
+    key_of = attrgetter(*names)
+    for item in items:
+        groups.setdefault(key_of(item), []).append(item)
+    return list(groups.values())
+
+
 def baseline_groups(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
     """Those that did not fail, by what shares a baseline: (env, group, actor, seat)."""
-    groups: dict[tuple, list[Trajectory]] = {}
-    for t in succeeded(trajectories):
-        groups.setdefault((t.env, t.group_id, t.actor, t.seat), []).append(t)
-    return list(groups.values())
+    counted = [t for t in trajectories if t.status != "failed"]
+    return grouped(counted, "env", "group_id", "actor", "seat")
 
 
 def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
     """The conversations of each episode of an (env, group, actor, seat), in the order of their
     first."""
-    episodes: dict[tuple, list[Trajectory]] = {}
-    for t in trajectories:
-        # rl-core check has several tasks in one group.
-        key = (t.env, t.task_id, t.group_id, t.index, t.actor, t.seat)
-        episodes.setdefault(key, []).append(t)
-    return list(episodes.values())
+    # rl-core check has several tasks in one group.
+    return grouped(trajectories, "env", "task_id", "group_id", "index", "actor", "seat")
 
 
 def failure_reason(error: str, task_id: str) -> str:

@@ -227,16 +227,6 @@ def lines_of_rows(file: Path) -> Sequence[int]:
     return [reader.line_num + 1 for _ in reader][:-1]
 
 
-def read_episodes(file: Path) -> Iterator[Row]:
-    """A file of a run's rollouts. Raises ValueError for another one."""
-    for number, episode in enumerate(read_json(file), 1):
-        if not {"messages", "turns", "reward", "status", "actor"} <= episode.keys():
-            raise ValueError(
-                f"row {number} of {file}: no episode of a run; it has {', '.join(episode)}"
-            )
-        yield episode
-
-
 def is_trajectory(row: Row) -> bool:
     """Whether load_rollouts made this row."""
     return "tokenizer" in row and "turns" in row

@@ -21,54 +21,64 @@ ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "obs
 def make_task(
     row: dict[str, Any], index: int, env: str, split: str, is_pair: bool = False, origin: str = ""
 ) -> Task:
-    """The task of row `index` (from 0). Its messages are in the first of PROMPT_COLUMNS that it
-    has: a list of messages, or text, which becomes one user message. Of `conversations` the replies
-    at the end are left out. A preference pair has none."""
-    if is_pair:
-        return Task(id=f"{split}/{index}", env=env, row=row, messages=[], origin=origin)
+    """The task of row `index` (from 0). A preference pair has no messages."""
+    task_id = f"{split}/{index}"
     try:
-        column = first_column(row, PROMPT_COLUMNS)
-        if column is None:
-            have = ", ".join(map(str, row)) or "no columns"
-            raise ValueError(f"needs one of the columns {', '.join(PROMPT_COLUMNS)}; has {have}")
-        messages = column_messages(row, column)
+        messages = [] if is_pair else prompt_messages(row)
     except ValueError as error:
-        raise ValueError(f"{row_place(f'{split}/{index}', origin)}: {error}") from None
-    while column == "conversations" and len(messages) > 1 and messages[-1]["role"] == "assistant":
-        messages.pop()
-    return Task(id=f"{split}/{index}", env=env, row=row, messages=messages, origin=origin)
+        raise ValueError(f"{row_place(task_id, origin)}: {error}") from None
+    return Task(id=task_id, env=env, row=row, messages=messages, origin=origin)
+
+
+def prompt_messages(row: dict[str, Any]) -> list[Message]:
+    """What stands in the first of PROMPT_COLUMNS that a row has: a list of messages, or text, which
+    becomes one user message. Of `conversations` the replies at the end are left out."""
+    column = first_column(row, PROMPT_COLUMNS)
+    if column is None:
+        have = ", ".join(map(str, row)) or "no columns"
+        raise ValueError(f"needs one of the columns {', '.join(PROMPT_COLUMNS)}; has {have}")
+    messages = column_messages(row, column)
+    if column == "conversations":
+        while len(messages) > 1 and messages[-1]["role"] == "assistant":
+            messages.pop()
+    return messages
 
 
 def first_column(row: dict[str, Any], names: Sequence[str]) -> str | None:
     """The first of these columns that holds something; else the first that is there."""
     there = [name for name in names if name in row]
-    return next((name for name in there if row[name] is not None), there[0] if there else None)
+    there.sort(key=lambda name: row[name] is None)
+    return there[0] if there else None
 
 
 def column_messages(row: dict[str, Any], column: str, role: str = "user") -> list[Message]:
     """A column's messages; text, but in `messages`, is one message of `role`. ShareGPT's {"from",
     "value"} is a message too, and `input` the rest of `instruction`. Raises ValueError if there are
     none, and as check_messages."""
-    if column in row and row[column] is None:
-        raise ValueError(f"column {column!r} is null; give text or messages, or leave the row out")
     if column not in row:
         near = nearest(column, [name for name, value in row.items() if value is not None])
         raise ValueError(
             f"it needs a column {column!r}; {near}; read another by --data.columns {column}=NAME"
         )
-    value, more = row[column], row.get("input") if column == "instruction" else None
+    value = row[column]
+    if value is None:
+        raise ValueError(f"column {column!r} is null; give text or messages, or leave the row out")
     if isinstance(value, str) and column != "messages":
-        return [{"role": role, "content": f"{value}\n\n{more}" if more else value}]
+        if column == "instruction" and row.get("input"):
+            value = f"{value}\n\n{row['input']}"
+        return [{"role": role, "content": value}]
+    if isinstance(value, dict):
+        value = [value]
+    if isinstance(value, (list, tuple)):
+        value = [as_message(message) for message in value]
     try:
-        value = [value] if isinstance(value, dict) else value
-        return check_messages(
-            [*map(as_message, value)] if isinstance(value, (list, tuple)) else value
-        )
+        return check_messages(value)
     except ValueError as error:
         raise ValueError(f"column {column!r}: {error}") from None
 
 
 def as_message(value: Any) -> Any:
+    """ShareGPT's {"from", "value"} as {"role", "content"}."""
     if isinstance(value, dict) and "from" in value:
         return {"role": ROLES.get(value["from"], value["from"]), "content": value.get("value")}
     return value
@@ -82,16 +92,18 @@ def check_messages(messages: Any) -> list[Message]:
         raise ValueError(f"{rule}, is {shorten(messages)}")
     checked = []
     for number, message in enumerate(messages, 1):
-        has_role = isinstance(message, dict) and isinstance(message.get("role"), str)
-        if not has_role or not (
-            isinstance(message.get("content"), (str, list)) or message.get("tool_calls")
-        ):
+        if not is_message(message):
             raise ValueError(f"{rule}, message {number} is {shorten(message)}")
         # Tables give every message every key; a chat template may test whether a key is there.
-        checked.append(
-            {key: value for key, value in message.items() if value is not None or key == "content"}
-        )
+        empty = {key for key, value in message.items() if value is None} - {"content"}
+        checked.append({key: message[key] for key in message if key not in empty})
     return checked
+
+
+def is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    return isinstance(value.get("content"), (str, list)) or bool(value.get("tool_calls"))
 
 
 def shorten(value: Any, width: int = 80) -> str:
@@ -105,18 +117,18 @@ class RowOrder:
 
     def __init__(self, num_rows: int, seed: int, shuffle: bool):
         self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
-        self._epoch, self._permutation = -1, None
+        self.epoch, self.permutation = -1, None
 
     def row_index(self, position: int) -> int:
         epoch, offset = divmod(position, self.num_rows)
         if not self.shuffle:
             return offset
-        if epoch != self._epoch:
+        if epoch != self.epoch:
             # RandomState's stream never changes, unlike default_rng's: a run may resume with
             # another numpy.
             random = np.random.RandomState(counter_seed(self.seed, "order", epoch))
-            self._epoch, self._permutation = epoch, random.permutation(self.num_rows)
-        return int(self._permutation[offset])
+            self.epoch, self.permutation = epoch, random.permutation(self.num_rows)
+        return int(self.permutation[offset])
 
 
 class TaskSource:
@@ -171,14 +183,3 @@ class TaskSource:
     def draw_by(self, order: Any) -> None:
         """`order.row_index(position)` says which kept row comes at a position."""
         self.order = order
-
-
-def fits(what: str, length: int, limit: int, named: str, skip_long: bool) -> bool:
-    """Whether a row is taken. Raises ValueError for one that is too long, unless such rows are left
-    out."""
-    if length > limit and not skip_long:
-        raise ValueError(
-            f"{what} of {length} tokens is longer than {named}; raise it, or leave such rows out "
-            "with --data.skip_long"
-        )
-    return length <= limit

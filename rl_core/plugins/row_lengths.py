@@ -8,7 +8,7 @@ from typing import Any
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.rows import CHECKED_ROWS, row_place
-from rl_core.data.tasks import TaskSource, fits
+from rl_core.data.tasks import TaskSource
 from rl_core.sampling.env import Env
 from rl_core.types import Task
 
@@ -42,3 +42,14 @@ def check_lengths(
     kept = [index for index in checked if is_fit(source.task_of_row(index))]
     if len(kept) < len(checked):
         source.keep(array("q", [*kept, *others]))
+
+
+def fits(what: str, length: int, limit: int, named: str, skip_long: bool) -> bool:
+    """Whether a row is taken. Raises ValueError for one that is too long, unless such rows are left
+    out."""
+    if length > limit and not skip_long:
+        raise ValueError(
+            f"{what} of {length} tokens is longer than {named}; raise it, or leave such rows out "
+            "with --data.skip_long"
+        )
+    return length <= limit

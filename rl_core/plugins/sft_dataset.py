@@ -7,8 +7,8 @@ from dataclasses import replace
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.rows import row_place
-from rl_core.data.tasks import fits
 from rl_core.plugins.pairs import reply_pair, scored_pair
+from rl_core.plugins.row_lengths import fits
 from rl_core.plugins.sft import sft_samples
 from rl_core.types import Task, TrainingSample
 

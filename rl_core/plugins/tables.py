@@ -25,7 +25,7 @@ from rl_core.data.rows import (
     encoding_rule,
     located,
     parse_rows,
-    read_episodes,
+    read_json,
     suffix_of,
 )
 from rl_core.rules import nearest
@@ -182,3 +182,13 @@ def load_rollouts(
             f"of {', '.join(best) or 'nobody: all failed'}; --actors.bob.model takes those of bob"
         )
     return rows
+
+
+def read_episodes(file: Path) -> Iterator[Row]:
+    """A file of a run's rollouts. Raises ValueError for another one."""
+    for number, episode in enumerate(read_json(file), 1):
+        if not {"messages", "turns", "reward", "status", "actor"} <= episode.keys():
+            raise ValueError(
+                f"row {number} of {file}: no episode of a run; it has {', '.join(episode)}"
+            )
+        yield episode

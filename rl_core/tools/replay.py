@@ -216,7 +216,7 @@ def read_step(
     """This rank's trajectories of a step, by file and in all. Each turn's policy_version is a
     number of its own: the learner does not read versions, so that they can tell which turn a packed
     token is of."""
-    from rl_core.data.rows import read_episodes
+    from rl_core.plugins.tables import read_episodes
     from rl_core.types import Completion, Trajectory, Turn
 
     parts: dict[Path, list[Trajectory]] = {}

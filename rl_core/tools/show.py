@@ -104,7 +104,7 @@ def reasons(options: argparse.Namespace) -> str:
 
 
 def read(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    from rl_core.data.rows import read_episodes
+    from rl_core.plugins.tables import read_episodes
 
     for file in files_of(Path(options.run), options.step, options.eval):
         for row in read_episodes(file):
