@@ -6,60 +6,24 @@ config = parse_config(["--model", "m", "--data.train", "rows.jsonl", "--env_path
 """
 
 import dataclasses
-import difflib
 import math
-import os
 import re
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from annotated_types import Ge, Le
 
 from rl_core.algorithms import ADVANTAGES, KL_ESTIMATES, OBJECTIVES, PRESETS
+from rl_core.flags import Section, answer, flag, readable, unknown, validated
 from rl_core.rules import check, flags_in, split
 
 RL = tuple(name for name, algorithm in PRESETS.items() if algorithm.is_rl)
-BRACKETS = {tuple: "[]", list: "[]", dict: "{}"}
-# What other trainers call our flags, by ours.
-PEERS = Path(__file__).parent / "peers.yaml"
 DRAWN = Literal["temperature", "top_p", "top_k", "min_p"]
 NotNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
-
-
-def flag(default: Any, help: str, *, at_least=None, above=None, at_most=None, only=()) -> Any:
-    """A field with its help line and range. A type as default makes a section, a list or a dict.
-    Setting the flag for an algorithm that is not among `only` is refused."""
-    # ge, gt and le are read by pydantic.
-    rule = {"help": help, "ge": at_least, "gt": above, "le": at_most, "only": only}
-    if isinstance(default, type):
-        return field(default_factory=default, metadata=rule)
-    return field(default=default, metadata=rule)
-
-
-class Section:
-    """Flags that begin with `prefix`. In Python an unknown name is answered as on the command
-    line."""
-
-    prefix = ""
-
-    def __init_subclass__(cls, prefix: str = ""):
-        cls.prefix = prefix
-
-    def __new__(cls, *args: Any, **given: Any) -> Any:
-        for name in given:
-            if name not in cls.__dataclass_fields__:
-                raise unknown(cls.prefix + name)
-        return object.__new__(cls)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self.__dataclass_fields__:
-            raise unknown(self.prefix + name)
-        object.__setattr__(self, name, value)
 
 
 @dataclass(kw_only=True)
@@ -406,19 +370,16 @@ class Config(Section):
     @property
     def sharers(self) -> dict[str, list[str]]:
         """Name of each actor whose model others share -> the others."""
-        owners = dict.fromkeys(actor.share for actor in self.actors.values() if actor.share)
-        return {
-            owner: [name for name, actor in self.actors.items() if actor.share == owner]
-            for owner in owners
-        }
+        sharers: dict[str, list[str]] = {}
+        for name, actor in self.actors.items():
+            if actor.share:
+                sharers.setdefault(actor.share, []).append(name)
+        return sharers
 
     @property
     def env_paths(self) -> dict[str, str]:
         """Name -> file of each environment."""
-        return {
-            os.path.splitext(os.path.basename(path.partition("?")[0]))[0]: path
-            for path in split(self.env_path)
-        }
+        return {Path(path.partition("?")[0]).stem: path for path in split(self.env_path)}
 
     def env(self, name: str) -> EnvConfig:
         return self.envs.get(name) or EnvConfig()
@@ -512,7 +473,7 @@ def given_flags(argv: list[str]) -> list[tuple[str, Any]]:
             flags[-1] = flags[-1][0], arg
         else:
             name, equals, _ = arg.partition("=")
-            hint = f"; {answer(name)}" if equals else ""
+            hint = f"; {answer(name, known_flags())}" if equals else ""
             raise ValueError(f"argument {arg!r} has no flag before it; write --name value{hint}")
     return flags
 
@@ -530,84 +491,7 @@ def add(sections: dict[str, Any], tree: dict[str, Any], prefix: str = "") -> Non
         elif value is None or isinstance(value, dict):
             add(value or {}, tree.setdefault(str(key), {}), f"{name}.")
         else:
-            raise unknown(name)
-
-
-def typed(name: str, value: Any, kind: Any) -> Any:
-    """A flag's value from YAML, or from the text of a command line. Raises ValueError if it is of
-    another type."""
-    return validated(name, readable(name, value, kind), kind)
-
-
-def readable(name: str, value: Any, kind: Any) -> Any:
-    """A flag's value as pydantic takes it."""
-    if type(None) in get_args(kind):
-        kind, _ = get_args(kind)
-    if value == "null":
-        return None
-    if isinstance(value, bool) and kind is not bool:
-        raise ValueError(f"--{name} has no value")
-    if kind is str and isinstance(value, dict):
-        value = [f"{key}={part}" for key, part in value.items()]
-    if kind is str and isinstance(value, list):
-        return ",".join(value)
-    brackets = BRACKETS.get(get_origin(kind))
-    if brackets and isinstance(value, str):
-        if not value.startswith(brackets[0]):  # 0.9,0.95 or temperature=0.6,top_p=0.95
-            value = brackets[0] + value.replace("=", ": ") + brackets[1]
-        with suppress(yaml.YAMLError):
-            return yaml.safe_load(value)
-    return value
-
-
-def validated(flag: str, value: Any, kind: Any) -> Any:
-    """The value as this type. Raises ValueError with the flag, what was given and the rule."""
-    from pydantic import ValidationError
-
-    try:
-        return adapter(kind).validate_python(value)
-    except ValidationError as errors:
-        error = errors.errors()[0]
-    names = [part for part in (flag, *error["loc"]) if isinstance(part, str)]
-    name = ".".join(names).removeprefix(".").removesuffix(".[key]")
-    if error["type"] == "unexpected_keyword_argument":
-        raise unknown(name)
-    rule = re.sub(r"^\w+ should", "must", error["msg"])
-    rule = rule.replace("Field required", "must be two values")
-    raise ValueError(f"--{name}={error['input']} {rule}")
-
-
-@cache
-def adapter(kind: Any) -> Any:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(kind)
-
-
-def unknown(name: str) -> ValueError:
-    return ValueError(f"unknown flag --{name}; {answer(name)}")
-
-
-def answer(name: str) -> str:
-    """Our flag for a name that is none of ours: another trainer's name of it, or the nearest."""
-    peers, ours = yaml.safe_load(PEERS.read_text()), {}
-    for flag, theirs in peers.items():
-        ours |= dict.fromkeys(theirs.split(), flag)
-    parts = name.replace("-", "_").lower().split(".")
-    for start in range(len(parts)):
-        word = "_".join(parts[start:])  # rollout_n before n
-        if word in ours:
-            return f"here it is {ours[word]}"
-    _, _, own = name.partition(".")
-    known = [flag.replace("NAME", own.partition(".")[0] or "NAME") for flag in known_flags()]
-    names = ours | dict(zip(known, known, strict=True))
-    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.5):
-        return f"did you mean {names[close[0]].removeprefix('--')!r}?"
-    sections = dict.fromkeys(flag.partition(".")[0] for flag in known if "." in flag)
-    return (
-        f"no flag has a similar name; sections: {', '.join(sections)}; --help SECTION lists one, "
-        "--help all"
-    )
+            raise unknown(name, flags)
 
 
 def resolve(config: Config) -> Config:

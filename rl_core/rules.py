@@ -324,7 +324,7 @@ def check(c: Any) -> None:
     only = {f.name: f.metadata["only"] for f in dataclasses.fields(c)}
     for name, value, f in flags_in(c):
         algorithms = f.metadata["only"] or only[name.partition(".")[0]]
-        if algorithms and c.algorithm not in algorithms and value != default_of(f):
+        if algorithms and c.algorithm not in algorithms and value != f.default:
             raise ValueError(
                 f"--{name}={value} has no meaning for --algorithm {c.algorithm}; leave it out"
             )
@@ -383,7 +383,3 @@ def refuse(rules: list, prefix: str = "", **read: Any) -> None:
     for is_broken, message in rules:
         if is_broken(**read):
             raise ValueError(prefix + message.format(**read))
-
-
-def default_of(f: dataclasses.Field) -> Any:
-    return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()

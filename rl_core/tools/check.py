@@ -19,8 +19,9 @@ from itertools import islice
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rl_core.config import RolloutConfig, typed
+from rl_core.config import RolloutConfig
 from rl_core.data.episodes import by_episode, episode_means, episode_rewards
+from rl_core.flags import typed
 from rl_core.rules import printable, split
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.config import Config, typed
+from rl_core.config import Config
+from rl_core.flags import typed
 from rl_core.tools.playing import FLAGS, player, read_flags, with_model
 
 if TYPE_CHECKING:

@@ -25,7 +25,8 @@ from kit import ROOT, metrics
 
 from rl_core.algorithms import PRESETS, clipped_loss
 from rl_core.cli import COMMANDS
-from rl_core.config import PEERS, from_sections, known_flags, parse_config
+from rl_core.config import from_sections, known_flags, parse_config
+from rl_core.flags import PEERS
 from rl_core.train import main as train
 
 PAGES = {file.relative_to(ROOT).as_posix(): file.read_text() for file in [

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 # Room -> its modules or packages, and the rooms below that it may import from. Within a room
 # imports must not go round.
 ROOMS = {
-    "ground": ["types", "rules", "config", "algorithms"],
+    "ground": ["types", "flags", "rules", "config", "algorithms"],
     "pure": ["data"],
     "shared": ["distributed", "host_copies", "metrics", "run_folder"],
     "sampling": ["sampling"],

@@ -1,0 +1,136 @@
+"""What a flag is: its default, range and help; its value from YAML or from the text of a command
+line; what answers a name that is none. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import field
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+
+# How a list, a pair and a table begin and end in YAML.
+BRACKETS = {tuple: "[]", list: "[]", dict: "{}"}
+# What other trainers call our flags, by ours.
+PEERS = Path(__file__).parent / "peers.yaml"
+
+
+def flag(default: Any, help: str, *, at_least=None, above=None, at_most=None, only=()) -> Any:
+    """A field with its help line and range. A type as default makes a section, a list or a dict.
+    Setting the flag for an algorithm that is not among `only` is refused."""
+    # ge, gt and le are read by pydantic.
+    rule = {"help": help, "ge": at_least, "gt": above, "le": at_most, "only": only}
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=rule)
+    return field(default=default, metadata=rule)
+
+
+class Section:
+    """Flags that begin with `prefix`. In Python an unknown name is answered as on the command
+    line."""
+
+    def __init_subclass__(cls, prefix: str = ""):
+        cls.prefix = prefix
+
+    def __new__(cls, *args: Any, **given: Any) -> Any:
+        for name in given:
+            cls.check_name(name)
+        return object.__new__(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.check_name(name)
+        object.__setattr__(self, name, value)
+
+    @classmethod
+    def check_name(cls, name: str) -> None:
+        names = cls.__dataclass_fields__
+        if name not in names:
+            raise unknown(cls.prefix + name, [cls.prefix + own for own in names])
+
+
+def typed(name: str, value: Any, kind: Any) -> Any:
+    """A flag's value from YAML, or from the text of a command line. Raises ValueError if it is of
+    another type."""
+    return validated(name, readable(name, value, kind), kind)
+
+
+def readable(name: str, value: Any, kind: Any) -> Any:
+    """A flag's value as pydantic takes it."""
+    if value == "null":
+        return None
+    if type(None) in get_args(kind):
+        kind, _ = get_args(kind)
+    if isinstance(value, bool) and kind is not bool:
+        raise ValueError(f"--{name} has no value")
+    if isinstance(value, str):
+        return from_text(value, get_origin(kind))
+    if kind is str and isinstance(value, dict):
+        value = [f"{key}={part}" for key, part in value.items()]
+    if kind is str and isinstance(value, list):
+        return ",".join(value)
+    return value
+
+
+def from_text(text: str, kind: Any) -> Any:
+    """The list, pair or table that is written as YAML or without brackets: 0.9,0.95 and
+    temperature=0.6,top_p=0.95. Text of another kind, or that is none of these, as it is."""
+    if kind not in BRACKETS:
+        return text
+    left, right = BRACKETS[kind]
+    try:
+        if text.startswith(left):
+            return yaml.safe_load(text)
+        return yaml.safe_load(left + text.replace("=", ": ") + right)
+    except yaml.YAMLError:
+        return text
+
+
+def validated(flag: str, value: Any, kind: Any) -> Any:
+    """The value as this type. Raises ValueError with the flag, what was given and the rule."""
+    from pydantic import ValidationError
+
+    try:
+        return adapter(kind).validate_python(value)
+    except ValidationError as errors:
+        error = errors.errors()[0]
+    places = [part for part in (flag, *error["loc"]) if isinstance(part, str)]
+    name = ".".join(places).removeprefix(".").removesuffix(".[key]")
+    rule = re.sub(r"^\w+ should", "must", error["msg"])
+    rule = rule.replace("Field required", "must be two values")
+    raise ValueError(f"--{name}={error['input']} {rule}")
+
+
+@cache
+def adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def unknown(name: str, flags: Iterable[str]) -> ValueError:
+    return ValueError(f"unknown flag --{name}; {answer(name, flags)}")
+
+
+def answer(name: str, flags: Iterable[str]) -> str:
+    """Our flag for a name that is none: what other trainers call so, or the nearest of `flags`."""
+    ours = {}
+    for flag, theirs in yaml.safe_load(PEERS.read_text()).items():
+        ours |= dict.fromkeys(theirs.split(), flag)
+    parts = name.replace("-", "_").lower().split(".")
+    for start in range(len(parts)):
+        word = "_".join(parts[start:])  # rollout_n before n
+        if word in ours:
+            return f"here it is {ours[word]}"
+    _, own, *_ = [*name.split("."), "NAME"]
+    names = dict(ours)
+    for flag in flags:
+        names[flag.replace("NAME", own)] = flag
+    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.5):
+        flag = names[close[0]].removeprefix("--").replace("NAME", own)
+        return f"did you mean {flag!r}?"
+    sections = dict.fromkeys(flag.partition(".")[0] for flag in flags if "." in flag)
+    return f"no flag has a similar name; sections: {', '.join(sections)}; --help SECTION lists one"
