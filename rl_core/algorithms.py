@@ -239,16 +239,6 @@ def kl_estimate(kind: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return KL_ESTIMATES[kind](logprobs - ref_logprobs)
 
 
-def kl_penalised(a: Algorithm, batch: PackedBatch) -> Tensor:
-    """[M] advantages less the KL of the sampled tokens, by the logprobs that they were sampled
-    with. In the reward: the sum from the token on, its return (REINFORCE++, arXiv:2501.03262),
-    without a baseline. In the advantage: its own alone."""
-    kl = kl_estimate(a.kl, batch.rollout_logprobs, batch.ref_logprobs)
-    if a.kl_in == "reward":
-        kl = sums_to_go(kl, batch.sequences)
-    return batch.advantages - a.kl_coef * kl
-
-
 def correction_weights(a: Algorithm, old_logprobs: Tensor, batch: PackedBatch) -> Tensor:
     """[M] for tokens that an engine sampled with other logprobs than the learner's, with c =
     exp(old - rollout). tis: min(c, high) (Yao et al. 2025, "Your Efficient RL Framework Secretly

@@ -201,6 +201,7 @@ def make_learner(
         parts.append(make_reference_part(config, algorithm, actor.model, policy, ranks))
     if algorithm.has_critic:
         parts.append(make_critic(config, algorithm, actor.model, ranks, name))
+    parts += advantage_parts(algorithm, ranks)
     parts += make_experts(config, name, policy, ranks)
     if ranks.mesh.cp > 1:
         parts.append(registry.sequence_shards()(ranks))
@@ -209,6 +210,16 @@ def make_learner(
     return make(
         config, algorithm, policy, ranks, parts=parts, loss=loss, name=name, adapter=adapter
     )
+
+
+def advantage_parts(algorithm: Algorithm, ranks: Ranks) -> list[LearnerPart]:
+    """What changes advantages once they are those of tokens, in this order."""
+    parts = []
+    if algorithm.penalises_advantages:
+        parts.append(registry.kl_penalty()(algorithm))
+    if algorithm.normalize == "batch":
+        parts.append(registry.batch_normalised()(ranks))
+    return parts
 
 
 def learner_with(config: Config) -> Callable[..., Learner]:

@@ -173,6 +173,30 @@ def reference() -> Any:
     return Reference
 
 
+def newest_intact() -> Any:
+    from rl_core.plugins.resume import newest_intact
+
+    return newest_intact
+
+
+def load_checkpoint() -> Any:
+    from rl_core.plugins.resume import load_checkpoint
+
+    return load_checkpoint
+
+
+def kl_penalty() -> Any:
+    from rl_core.plugins.reference import KLPenalty
+
+    return KLPenalty
+
+
+def batch_normalised() -> Any:
+    from rl_core.plugins.normalise import BatchNormalised
+
+    return BatchNormalised
+
+
 def sequence_shards() -> Any:
     from rl_core.plugins.sequence_shards import SequenceShards
 

@@ -18,7 +18,6 @@ from rl_core.actors import make_actors, make_lease
 from rl_core.data.episodes import baseline_groups
 from rl_core.distributed import Ranks, barrier, explain_timeouts
 from rl_core.learning.advantages import has_signal, samples_of
-from rl_core.learning.checkpoint import load_checkpoint, newest_intact
 from rl_core.metrics import Max, Mean, Metric, add_metrics
 from rl_core.plan import Plan
 from rl_core.run_folder import RunLog
@@ -52,11 +51,11 @@ class Trainer:
         self.plugins = registry.make_plugins(self)
 
         checkpoints = self.out / "checkpoints"
-        self.checkpoint = newest_intact(checkpoints, ranks) if config.resume else None
+        self.checkpoint = registry.newest_intact()(checkpoints, ranks) if config.resume else None
         self.learners = models.make_learners(config, plan.algorithm, ranks)
         state: dict[str, Any] = {"step": 0, "position": 0, "to_evaluate": True}
         if self.checkpoint:
-            state = load_checkpoint(self.checkpoint, self.learners, is_verified=True)
+            state = registry.load_checkpoint()(self.checkpoint, self.learners, is_verified=True)
         barrier(ranks)  # the folders are there
         is_evaluated_again = bool(state["to_evaluate"] and config.eval_every)
         self.log = RunLog(self.out, ranks, state["step"], is_evaluated_again)

@@ -43,7 +43,7 @@ from rl_core.learning.attention import NAME
 from rl_core.learning.learner import Learner
 from rl_core.learning.minibatches import shard_samples
 from rl_core.learning.policy import PackedForward, Policy
-from rl_core.models import learner_with
+from rl_core.models import advantage_parts, learner_with
 from rl_core.plugins.attention_kernels import find_kernel
 from rl_core.plugins.critic import Critic
 from rl_core.plugins.offload import activations_on_host
@@ -209,6 +209,7 @@ def preset_step(name: str, *flags: str, config: PretrainedConfig | None = None) 
     if algorithm.has_critic:
         critic = place(make_policy(config, is_scoring=True))
         parts.append(Critic(how, algorithm, critic, on_gpu_ranks, make))
+    parts += advantage_parts(algorithm, on_gpu_ranks)
     activations = nullcontext
     if how.learner.activations == "offload":
         activations = activations_on_host

@@ -3,41 +3,18 @@ Trajectories -> TrainingSamples. G conversations of a group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from rl_core.algorithms import ADVANTAGES, Algorithm
-from rl_core.data.episodes import NO_SPREAD, by_episode, episode_rewards, has_spread, succeeded
+from rl_core.data.episodes import NO_SPREAD, by_episode, has_spread
 from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import Ranks, all_gather_json
-from rl_core.types import PackedBatch, TrainingSample, Trajectory
+from rl_core.types import TrainingSample, Trajectory
 
 AdvantageFn = Callable[[list[float]], list[float]]
-
-
-def group_results(
-    trajectories: list[Trajectory], trained: Iterable[str], pass_reward: float, ranks: Ranks
-) -> list[tuple[str, str, float, float]]:
-    """(environment, task id, share of episodes that passed, mean reward) of each group that was
-    rolled out on any rank, in the order of the groups and alike on all: over the episodes of actors
-    that learn, but for those that failed."""
-    groups: dict[str, list[Trajectory]] = {}
-    for t in succeeded(trajectories):
-        if t.actor in trained:
-            groups.setdefault(t.group_id, []).append(t)
-    results = []
-    for group_id, group in groups.items():
-        rewards = episode_rewards(group)
-        passed = sum(reward >= pass_reward for reward in rewards)
-        means = passed / len(rewards), sum(rewards) / len(rewards)
-        results.append((group_id, group[0].env, group[0].task_id, *means))
-    return [
-        tuple(result[1:])
-        for result in sorted(r for part in all_gather_json(results, ranks) for r in part)
-    ]
 
 
 def has_signal(group: list[Trajectory], algorithm: Algorithm) -> bool:
@@ -193,17 +170,3 @@ def global_sums(sums: Tensor, ranks: Ranks) -> list[float]:
     """Sums over the ranks. They wait for the device."""
     by_rank = all_gather_json(sums.tolist(), ranks)
     return [sum(column) for column in zip(*by_rank, strict=True)]
-
-
-def normalise_over_batch(batches: list[PackedBatch], ranks: Ranks) -> None:
-    """Advantages less their mean, over their deviation, of the tokens of all ranks; 0 where all are
-    equal (REINFORCE++, arXiv:2501.03262)."""
-    sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
-    for batch in batches:
-        values = batch.advantages.double()
-        sums += torch.stack([values.sum(), values.square().sum(), torch.ones_like(values).sum()])
-    total, squares, count = global_sums(sums, ranks)
-    mean, deviation = mean_and_std(total, squares, max(count, 1))
-    scale = 1 / deviation if deviation else 0.0
-    for batch in batches:
-        batch.advantages = (batch.advantages - mean) * scale

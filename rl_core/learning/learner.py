@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from rl_core.algorithms import Algorithm, kl_estimate, kl_penalised, token_losses
+from rl_core.algorithms import Algorithm, kl_estimate, token_losses
 from rl_core.config import Config, OptimConfig
 from rl_core.data.packing import PackBudget
 from rl_core.distributed import Ranks, all_gather_json, local, unsharded
 from rl_core.host_copies import HostCopies
-from rl_core.learning.advantages import global_sums, normalise_over_batch
+from rl_core.learning.advantages import global_sums
 from rl_core.learning.minibatches import Minibatch, pair_work, shard_samples
 from rl_core.learning.policy import Policy
 from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics, count_once
@@ -113,21 +113,15 @@ class Learner:
     @torch.no_grad()
     def annotate(self, minibatches: list[Minibatch]) -> Metrics:
         """Fills in old logprobs, where a batch is used for more than one update (the first update's
-        ratio is 1 by definition), and what advantages need: the KL to the reference, the critic's
-        values, the deviation over the whole batch. Returns the parts' metrics."""
-        a = self.algorithm
+        ratio is 1 by definition), and what parts do: logprobs of the reference, the critic's
+        values, advantages of these. Returns the parts' metrics."""
         batches = [batch for minibatch in minibatches for batch in minibatch.batches]
-        if a.is_rl and self.updates_per_step > 1:
+        if self.algorithm.is_rl and self.updates_per_step > 1:
             for batch in batches:
                 batch.old_logprobs = self.forward(batch)[0]
         metrics: Metrics = {}
         for part in self.parts:
             metrics |= part.annotate(batches)
-        if a.penalises_advantages:
-            for batch in batches:
-                batch.advantages = kl_penalised(a, batch)
-        if a.normalize == "batch":
-            normalise_over_batch(batches, self.ranks)
         return metrics
 
     @torch.no_grad()
@@ -187,8 +181,7 @@ class Learner:
             self.nonfinite_in_a_row = 0
             metrics |= {"grad_norm": Mean(grad_norm), "lr": Mean(lr)}
             metrics["updates"] = count_once(self.ranks)
-        for _, parameter in self.trained_parameters():
-            parameter.grad = None
+        self.policy.zero_grad()
         if not is_finite and not is_done:
             metrics = self.skip(loss, grad_norm, step)
         return of_parts | metrics, is_done

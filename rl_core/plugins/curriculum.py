@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from rl_core.data.episodes import episode_rewards, succeeded
 from rl_core.data.tasks import TaskSource, shorten
-from rl_core.learning.advantages import group_results
+from rl_core.distributed import Ranks, all_gather_json
 from rl_core.plugin import Plugin
 from rl_core.sampling.hooks import Hook, describe_error, finite
 from rl_core.sampling.rollout import Group, in_order
-from rl_core.types import counter_seed
+from rl_core.types import Trajectory, counter_seed
 
 
 @dataclass(slots=True)
@@ -132,6 +133,28 @@ def record(
         own = [result[1:] for result in results if result[0] == env]
         rows = [(int(task.rpartition("/")[2]), *means) for task, *means in own]
         order.record(rows, starts[env])
+
+
+def group_results(
+    trajectories: list[Trajectory], trained: Iterable[str], pass_reward: float, ranks: Ranks
+) -> list[tuple[str, str, float, float]]:
+    """(environment, task id, share of episodes that passed, mean reward) of each group that was
+    rolled out on any rank, in the order of the groups and alike on all: over the episodes of actors
+    that learn, but for those that failed."""
+    groups: dict[str, list[Trajectory]] = {}
+    for t in succeeded(trajectories):
+        if t.actor in trained:
+            groups.setdefault(t.group_id, []).append(t)
+    results = []
+    for group_id, group in groups.items():
+        rewards = episode_rewards(group)
+        passed = sum(reward >= pass_reward for reward in rewards)
+        means = passed / len(rewards), sum(rewards) / len(rewards)
+        results.append((group_id, group[0].env, group[0].task_id, *means))
+    every = []
+    for part in all_gather_json(results, ranks):
+        every += part
+    return [tuple(result[1:]) for result in sorted(every)]
 
 
 def task_weight(hook: Hook, task_id: str, row: dict[str, Any], known: Progress) -> float:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
+from rl_core.algorithms import Algorithm, kl_estimate, sums_to_go
 from rl_core.learning.learner import LearnerPart
 from rl_core.learning.policy import Policy
 from rl_core.metrics import Metric
@@ -19,3 +22,25 @@ class Reference(LearnerPart):
             for batch in batches:
                 batch.ref_logprobs = self.policy(batch, self.temperature)[0]
         return {}
+
+
+class KLPenalty(LearnerPart):
+    """Subtracts the KL to the reference from advantages."""
+
+    def __init__(self, algorithm: Algorithm):
+        self.algorithm = algorithm
+
+    def annotate(self, batches: list[PackedBatch]) -> dict[str, Metric]:
+        for batch in batches:
+            batch.advantages = kl_penalised(self.algorithm, batch)
+        return {}
+
+
+def kl_penalised(a: Algorithm, batch: PackedBatch) -> Tensor:
+    """[M] advantages less the KL of the sampled tokens, by the logprobs that they were sampled
+    with. In the reward: the sum from the token on, its return (REINFORCE++, arXiv:2501.03262),
+    without a baseline. In the advantage: its own alone."""
+    kl = kl_estimate(a.kl, batch.rollout_logprobs, batch.ref_logprobs)
+    if a.kl_in == "reward":
+        kl = sums_to_go(kl, batch.sequences)
+    return batch.advantages - a.kl_coef * kl

@@ -87,8 +87,9 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
     ValueError if something that it needs was not recorded."""
     from rl_core.data.rows import write_trajectories
     from rl_core.distributed import close_ranks, init_ranks
-    from rl_core.learning.checkpoint import checkpoints_in, load_checkpoint
+    from rl_core.learning.checkpoint import checkpoints_in
     from rl_core.models import is_sharded, make_learners
+    from rl_core.plugins.resume import load_checkpoint
     from rl_core.plugins.terminal import quiet
 
     config, other = read_flags(run, flags)
@@ -324,8 +325,10 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
     """A learner of the same weights. A critic goes on; a new one begins as the policy did."""
     from rl_core import models
     from rl_core.plugins.critic import Critic
+    from rl_core.plugins.experts import Experts
     from rl_core.plugins.padded import choose_forward
     from rl_core.plugins.reference import Reference
+    from rl_core.plugins.sequence_shards import SequenceShards
 
     name, ranks, policy, actor = old.name, old.ranks, old.policy, config.actors[old.name]
     config = replace(
@@ -333,18 +336,20 @@ def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learne
     )
     make = models.learner_with(config)
     parts = {type(part): part for part in old.parts}
-    reference, new_parts = parts.pop(Reference, None), []
-    if algorithm.needs_reference and reference:
-        new_parts.append(Reference(reference.policy, config.sampling.temperature))
+    known, critic = parts.get(Reference), parts.get(Critic)
+    chosen = []
+    if algorithm.needs_reference and known:
+        chosen.append(Reference(known.policy, config.sampling.temperature))
     elif algorithm.needs_reference:
-        new_parts.append(models.make_reference_part(config, algorithm, actor.model, policy, ranks))
-    if algorithm.has_critic and Critic in parts:
-        critic = parts[Critic].learner.policy
-        new_parts.append(Critic(config, algorithm, critic, ranks, make, name))
+        chosen.append(models.make_reference_part(config, algorithm, actor.model, policy, ranks))
+    if algorithm.has_critic and critic:
+        chosen.append(Critic(config, algorithm, critic.learner.policy, ranks, make, name))
     elif algorithm.has_critic:
-        new_parts.append(models.make_critic(config, algorithm, actor.model, ranks, name))
-    new_parts += [part for kind, part in parts.items() if kind is not Critic]
-    new = make(config, algorithm, policy, ranks, parts=new_parts, name=name, adapter=old.adapter)
+        chosen.append(models.make_critic(config, algorithm, actor.model, ranks, name))
+    chosen += models.advantage_parts(algorithm, ranks)
+    # Of the model and the mesh, which stay.
+    chosen += [part for part in old.parts if isinstance(part, (Experts, SequenceShards))]
+    new = make(config, algorithm, policy, ranks, parts=chosen, name=name, adapter=old.adapter)
     for model in set(new.models()) - set(old.models()):
         choose_forward(model, ranks)
     known = {learner.name: learner.optimizer for learner in old.trained()}

@@ -23,7 +23,7 @@ from rl_core.engines.slots import SlotCache, SlotModel, sample
 from rl_core.learning.attention import NAME
 from rl_core.learning.learner import Learner
 from rl_core.learning.policy import PackedForward, Policy
-from rl_core.models import learner_with, make_experts
+from rl_core.models import advantage_parts, learner_with, make_experts
 from rl_core.plugins.attention_kernels import TORCH
 from rl_core.plugins.critic import Critic
 from rl_core.plugins.reference import Reference
@@ -123,6 +123,7 @@ def meta_learner(
         critic = meta_policy(model, True, dtype, offload)
         parts.append(Critic(config, preset, critic, ranks, make))
     policy = meta_policy(model, preset.is_scoring, dtype, offload)
+    parts += advantage_parts(preset, ranks)
     parts += make_experts(config, "policy", policy, ranks)
     loss = pair_loss(algorithm) if preset.is_pairs else None
     return make(config, preset, policy, ranks, parts=parts, loss=loss)
