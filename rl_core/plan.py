@@ -150,7 +150,7 @@ def load_envs(config: Config, module: ModuleType | None = None) -> tuple[Config,
             own = registry.served_environment()(path)
         envs[name] = load_env(path, hook_timeout_s=timeout_s, max_turns=given, module=own)
         others = [other for other in config.actors if other not in config.trained]
-        envs[name].check_actors([*config.trained, *others])
+        registry.check_actors()(envs[name], [*config.trained, *others])
     if envs:
         sections = {
             name: replace(config.env(name), max_turns=env.max_turns) for name, env in envs.items()
@@ -255,7 +255,7 @@ def load_source(
             rows, config.data.columns, path, is_strict=len(config.env_paths) < 2
         )
     if env and algorithm.is_rl:
-        env.check_columns(rows, path or "", part)
+        registry.check_columns()(env, rows, path or "", part)
     how = {
         "seed": config.seed,
         "shuffle": config.data.shuffle and is_train,

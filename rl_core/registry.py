@@ -113,6 +113,18 @@ def fixed_order_worker() -> Any:
     return FixedOrderWorker
 
 
+def check_actors() -> Any:
+    from rl_core.plugins.env_checks import check_actors
+
+    return check_actors
+
+
+def check_columns() -> Any:
+    from rl_core.plugins.env_checks import check_columns
+
+    return check_columns
+
+
 def served_environment() -> Any:
     from rl_core.service.client import load_module
 

@@ -12,26 +12,23 @@ import difflib
 import hashlib
 import importlib.util
 import inspect
-import itertools
 import math
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rl_core.data.rows import CHECKED_ROWS, check_exists, row_place
+from rl_core.data.rows import check_exists
 from rl_core.data.tasks import shorten
-from rl_core.rules import nearest
 from rl_core.sampling.actor import EpisodeActors
-from rl_core.sampling.episode import Dialogue, check_name, checked, is_list, score_group
+from rl_core.sampling.episode import Dialogue, checked, is_list, score_group
 from rl_core.sampling.hooks import Hook, describe_error, finite
 from rl_core.types import Message, RunError, Task, Trajectory
 
-MAX_TURNS = 10_000  # that are taken of a turns() that yields for ever
 # What each hook may name besides the data's columns. `state` joins SPOKEN if there is a start().
 BEFORE = frozenset({"messages", "prompt", "task"})
 SPOKEN = BEFORE | {"completion", "trajectory", "actor", "actors"}
@@ -118,75 +115,20 @@ class Env:
         """An actor's messages before the first turn."""
         return self.dialogue.opening(task, actor)
 
-    def check_columns(
-        self, rows: Sequence[dict[str, Any]], origin: str = "", split: str = "train"
-    ) -> None:
-        """Raises ValueError if a hook or a system prompt names what is neither ours nor a column of
-        every row."""
-        wanted = []
-        for hook in self.hooks.values():
-            wanted.append((f"{hook.name}()", hook.required - hook.ours, hook.ours))
-        for name, prompt in self.dialogue.system_prompts.items():
-            wanted.append((f"system_prompts[{name!r}]", prompt.columns, ()))
-        columns = getattr(rows, "column_names", None)
-        if columns is not None:  # a table's rows all have the same
-            rows = [dict.fromkeys(columns)]
-        limit = len(rows) if isinstance(rows, list) else CHECKED_ROWS
-        for index, row in enumerate(itertools.islice(rows, limit)):
-            for what, names, ours in wanted:
-                for name in sorted(names - row.keys()):
-                    hint = nearest(name, sorted({*ours, *row}))
-                    if name == "state":
-                        hint = "it needs start(task)"
-                    if origin:
-                        hint += f"; read another column by --data.columns {name}=COLUMN"
-                    place = row_place(f"{split}/{index}", origin)
-                    raise ValueError(
-                        f"{self.path}: {what} names {name!r}, which is neither one of its "
-                        f"arguments nor a column of {place}; {hint}"
-                    )
-
-    def check_actors(self, names: Sequence[str]) -> None:
-        """Raises ValueError unless these actors can play."""
-        turns = self.dialogue.turns
-        for name in self.dialogue.system_prompts:
-            check_name(self.path, name, names, "system_prompts")
-        if isinstance(turns, str):
-            parse_turns(turns, self.path, names)
-        elif turns is None and len(names) > 1 and "rollout" not in self.hooks:
-            raise ValueError(
-                f"{self.path}: there are {len(names)} actors, {', '.join(names)}, and nothing says "
-                f'whose turn it is; add turns = "{names[0]}" if hooks ask the others, as a judge, '
-                f'or turns = "{" -> ".join(names)}", or write async def rollout(task, actors)'
-            )
-
     def speakers(self, names: Sequence[str] = ()) -> list[str] | None:
         """Names of actors that may speak; without `names`, those in the file. None if only a
-        function of the file decides."""
-        turns = self.dialogue.turns
-        if "rollout" in self.hooks or isinstance(turns, Hook):
+        function of the file decides. Raises ValueError for a schedule that names others."""
+        if "rollout" in self.hooks:
             return None
-        if turns is None:
-            return list(names)
-        from rl_core.sampling.schedule import speakers_of
-
-        return speakers_of(parse_turns(turns, self.path, names))
+        turns = self.dialogue.turns
+        return list(names) if turns is None else turns.speakers(names)
 
     async def draw(self, task: Task, names: Sequence[str], seed: int) -> Task:
         """The task with the order of speakers in info["turns"], drawn once for a group. Raises
         ValueError, HookError or TimeoutError if `turns` fails."""
-        turns = self.dialogue.turns
-        if turns is None:
+        if self.dialogue.turns is None:
             return task
-        if isinstance(turns, str):
-            from rl_core.sampling.schedule import draw_turns
-
-            order = draw_turns(parse_turns(turns, self.path, names), seed)
-        else:
-            given = {"messages": task.messages, "prompt": task.messages, "task": task}
-            order = await turns(task, given | {"actors": list(names)})
-            for name in order:
-                check_name(self.path, name, names, f"turns() for task {task.id}")
+        order = await self.dialogue.turns.draw(task, names, seed)
         return replace(task, info=task.info | {"turns": order})
 
 
@@ -205,9 +147,10 @@ def load_env(
     marked = marked_rewards(module)
     check_names(module, marked, path)
     hooks = make_hooks(has, marked, path, hook_timeout_s)
-    turns = hooks.get("turns", has.get("turns"))
-    if isinstance(turns, (list, tuple)):
-        turns = " -> ".join(turns)
+    turns = make_turns(has.get("turns"), hooks, path)
+    longest = 8 if hooks.keys() & {"interact", "rollout"} else 1
+    if turns is not None:
+        longest = turns.longest
     tools, prompts = has.get("tools"), has.get("system_prompts")
     if tools or prompts:
         from rl_core.sampling.prompts import load_prompts, tool_schemas
@@ -234,7 +177,7 @@ def load_env(
         dialogue=dialogue,
         load_tasks=load and partial(rows_of, load, path=path),
         advantage_fn=advantages and partial(advantages_of, advantages, path=path),
-        max_turns=max_turns or has.get("max_turns") or longest_order(hooks, turns, path),
+        max_turns=max_turns or has.get("max_turns") or longest,
         tools=dialogue.tools,
         code=module.heard_code if is_served else partial(str, hash_of(module)),
     )
@@ -253,6 +196,10 @@ def make_hooks(
     timeout_s: float,
 ) -> dict[str, Hook]:
     functions = {name: (has[name], 1.0, False) for name in ARGUMENTS if callable(has.get(name))}
+    if "turns" in functions:
+        from rl_core.sampling.schedule import listed
+
+        functions["turns"] = (listed(has["turns"]), 1.0, False)
     hooks = {}
     for name, (function, weight, batched) in (functions | marked).items():
         ours = ARGUMENTS.get(name) or (OF_GROUP if batched else SPOKEN)
@@ -262,7 +209,7 @@ def make_hooks(
         has_deadline = name not in ("rollout", "task_weight") and "://" not in path
         hooks[name] = hook = Hook(
             name=name,
-            function=listed(function) if name == "turns" else function,
+            function=function,
             path=path,
             timeout_s=timeout_s if has_deadline else None,
             ours=ours,
@@ -281,23 +228,18 @@ def make_hooks(
     return hooks
 
 
-def longest_order(hooks: dict[str, Hook], turns: str | Hook | None, path: str) -> int:
-    """Turns of an episode whose file gives no max_turns."""
-    if isinstance(turns, str):
-        from rl_core.sampling.schedule import num_turns
+def make_turns(
+    turns: str | Sequence[str] | Callable | None, hooks: dict[str, Hook], path: str
+) -> Any:
+    """A sampling.schedule.Schedule or TurnsFunction. None: the only actor speaks."""
+    if turns is None:
+        return None
+    from rl_core.sampling.schedule import Schedule, TurnsFunction
 
-        return num_turns(parse_turns(turns, path))
-    return 8 if hooks.keys() & {"interact", "rollout", "turns"} else 1
-
-
-def parse_turns(turns: str, path: str, names: Sequence[str] = ()) -> tuple:
-    """The pieces of a file's schedule. Without `names` any name is allowed."""
-    from rl_core.sampling.schedule import parse_schedule
-
-    try:
-        return parse_schedule(turns, sorted(names))
-    except ValueError as error:
-        raise ValueError(f"{path}: turns: {error}") from None
+    if "turns" in hooks:
+        return TurnsFunction(hook=hooks["turns"])
+    text = turns if isinstance(turns, str) else " -> ".join(turns)
+    return Schedule(text=text, path=path)
 
 
 def hash_of(module: ModuleType) -> str:
@@ -377,21 +319,6 @@ def check_names(
             raise ValueError(
                 f"{path}: rollout() replaces {name!r}, which nobody would call; drop one of them"
             )
-
-
-def listed(turns: Callable) -> Callable:
-    """The user's turns() as a function that gives a list: it may yield names for ever."""
-
-    @wraps(turns)
-    def call(*args, **kwargs) -> list[str]:
-        order = turns(*args, **kwargs)
-        if isinstance(order, str) or not hasattr(order, "__iter__"):
-            raise ValueError(
-                f"turns() gave {shorten(order)}; it must yield names, or return a list of them"
-            )
-        return list(itertools.islice(order, MAX_TURNS))
-
-    return call
 
 
 def rows_of(load_tasks: Callable, split: str, path: str) -> Sequence[dict[str, Any]]:

@@ -34,7 +34,7 @@ class Dialogue:
     path: str
     hooks: dict[str, Hook]
     rewards: list[Hook]  # those that score
-    turns: str | Hook | None  # a schedule, or the function that gives an order
+    turns: Any  # a schedule.Schedule, or TurnsFunction; None: the only actor speaks
     tools: list[dict[str, Any]] | None
     system_prompts: dict[str, Any]  # actor -> SystemPrompt
     name_prefix: bool

@@ -10,17 +10,80 @@ free.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import NoReturn
 
+from rl_core.data.tasks import shorten
 from rl_core.rules import nearest
+from rl_core.sampling.episode import check_name
+from rl_core.sampling.hooks import Hook
+from rl_core.types import Task
 
-MAX_TURNS = 10_000  # of one episode, as a schedule may ask for them
+MAX_TURNS = 10_000  # of one episode, as a schedule may ask for them, or a function yield them
 TOKEN = re.compile(r"->|\.\.|\d+|[^\W\d]\w*(?:-\w+)*|\S")
 NAME = re.compile(r"[^\W\d]")
+
+
+@dataclass(kw_only=True)
+class Schedule:
+    """`turns` as a text. Raises ValueError if it does not parse."""
+
+    text: str
+    path: str  # of the user's file
+
+    def __post_init__(self) -> None:
+        self.longest = num_turns(self.parse())
+
+    def parse(self, names: Sequence[str] = ()) -> tuple[Piece, ...]:
+        try:
+            return parse_schedule(self.text, sorted(names))
+        except ValueError as error:
+            raise ValueError(f"{self.path}: turns: {error}") from None
+
+    def speakers(self, names: Sequence[str]) -> list[str]:
+        return speakers_of(self.parse(names))
+
+    async def draw(self, task: Task, names: Sequence[str], seed: int) -> list[str]:
+        return draw_turns(self.parse(names), seed)
+
+
+@dataclass(kw_only=True)
+class TurnsFunction:
+    """`turns` as a function of the file."""
+
+    hook: Hook
+    text: str = ""
+    longest: int = 8
+
+    def speakers(self, names: Sequence[str]) -> None:
+        """Only the function knows."""
+
+    async def draw(self, task: Task, names: Sequence[str], seed: int) -> list[str]:
+        given = {"messages": task.messages, "prompt": task.messages, "task": task}
+        order = await self.hook(task, given | {"actors": list(names)})
+        for name in order:
+            check_name(self.hook.path, name, names, f"turns() for task {task.id}")
+        return order
+
+
+def listed(turns: Callable) -> Callable:
+    """The user's turns() as a function that gives a list: it may yield names for ever."""
+
+    @wraps(turns)
+    def call(*args, **kwargs) -> list[str]:
+        order = turns(*args, **kwargs)
+        if isinstance(order, str) or not hasattr(order, "__iter__"):
+            raise ValueError(
+                f"turns() gave {shorten(order)}; it must yield names, or return a list of them"
+            )
+        return list(itertools.islice(order, MAX_TURNS))
+
+    return call
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -42,7 +42,7 @@ class LocalEnv:
         )
         described.tools = to_json(env.tools, f"{path}: tools") if env.tools else ""
         described.code = env.code()
-        described.turns = dialogue.turns if isinstance(dialogue.turns, str) else ""
+        described.turns = dialogue.turns.text if dialogue.turns else ""
         if has.get("system_prompts"):
             described.system_prompts = to_json(has["system_prompts"], f"{path}: system_prompts")
         if dialogue.truncated_reward is not None:

@@ -54,6 +54,7 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
     """Prints the report on one environment, and gives it as data."""
     from rl_core.data.chat import load_chat
     from rl_core.engines.scripted import plain_chat
+    from rl_core.plugins.env_checks import check_actors
     from rl_core.plugins.tool_calls import ToolCalls
     from rl_core.plugins.watchdog import run_hooks
     from rl_core.sampling.env import load_env
@@ -69,7 +70,7 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
         name for name in (*(env.speakers() or ()), *env.dialogue.system_prompts) if name != "*"
     ]
     names = split(options.actors) or list(dict.fromkeys(named)) or ["policy"]
-    env.check_actors(names)
+    check_actors(env, names)
     tasks = load_tasks(env, options)
     if options.model:
         chat = load_chat(options.model, tool_reader=ToolCalls)
@@ -157,6 +158,7 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
     """The first tasks, once every row has the columns that hooks need."""
     from rl_core.data.rows import load_rows
     from rl_core.data.tasks import TaskSource
+    from rl_core.plugins.env_checks import check_columns
     from rl_core.plugins.renamed_columns import RenamedColumns
     from rl_core.plugins.tables import load_other
 
@@ -172,7 +174,7 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
         rows = RenamedColumns(
             rows, typed("data.columns", options.columns, dict[str, str]), options.rows
         )
-    env.check_columns(rows, options.rows or "")
+    check_columns(env, rows, options.rows or "")
     source = TaskSource(
         rows, env=env.name, split="train", seed=0, shuffle=False, origin=options.rows or ""
     )

@@ -13,6 +13,7 @@ from kit import load_rows
 
 from rl_core.data.tasks import TaskSource
 from rl_core.engines.scripted import ScriptedActor, plain_chat
+from rl_core.plugins.env_checks import check_columns
 from rl_core.rewards import maths
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.env import load_env
@@ -56,7 +57,7 @@ def tasks(data_dir, request):
     found = []
     for split, count in (("train", 7473), ("test", 1319)):
         rows = load_rows(str(data_dir / f"gsm8k_{split}.jsonl.gz"))
-        load_env(ENV).check_columns(rows, split)
+        check_columns(load_env(ENV), rows, split)
         found += TaskSource(rows, env="math_answer", split=split, seed=0, shuffle=False)
         assert len(rows) == count
     return found if request.config.option.slow else found[::5]

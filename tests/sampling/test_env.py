@@ -17,6 +17,7 @@ from stage import ROW, cast, error_of, one, play, run, talk
 
 from rl_core.cli import main as rl_core
 from rl_core.data.tasks import make_task
+from rl_core.plugins.env_checks import check_actors, check_columns
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.env import load_env
 from rl_core.sampling.hooks import Hook
@@ -563,7 +564,7 @@ def test_an_argument_that_is_neither_ours_nor_a_column_of_every_row_is_refused(
     env_of, code, rows, match
 ):
     with pytest.raises(ValueError, match=match):
-        env_of(code).check_columns(rows, "a.jsonl")
+        check_columns(env_of(code), rows, "a.jsonl")
 
 
 def test_a_tables_columns_are_checked_and_state_may_be_one(env_of, tmp_path):
@@ -571,11 +572,11 @@ def test_a_tables_columns_are_checked_and_state_may_be_one(env_of, tmp_path):
 
     datasets.Dataset.from_list([ROW]).save_to_disk(str(tmp_path / "rows"))
     rows = load_rows(str(tmp_path / "rows"))
-    env_of("def reward_fn(answer, bonus=0.5): return 1").check_columns(rows, "rows")
+    check_columns(env_of("def reward_fn(answer, bonus=0.5): return 1"), rows, "rows")
     with pytest.raises(ValueError, match=r"'anser'.*did you mean 'answer'"):
-        env_of("def reward_fn(anser): return 1").check_columns(rows, "rows")
+        check_columns(env_of("def reward_fn(anser): return 1"), rows, "rows")
     env = env_of("def reward_fn(state): return state")
-    env.check_columns([ROW | {"state": 5}], "rows")
+    check_columns(env, [ROW | {"state": 5}], "rows")
     assert play(env, "a", row=ROW | {"state": 5}).reward == 5
 
 
@@ -646,7 +647,7 @@ def test_a_bad_file_is_refused(env_of, code, match):
 )
 def test_actors_that_cannot_play_are_refused(env_of, code, names, match):
     with pytest.raises(ValueError, match=match):
-        env_of(GOOD + code).check_actors(names)
+        check_actors(env_of(GOOD + code), names)
 
 
 def test_max_turns_is_the_files_or_follows_from_its_hooks(env_of):
@@ -732,7 +733,7 @@ def test_an_environment_brings_disjoint_splits_that_never_change(name):
     assert train and held_out and not train & held_out
     assert env.load_tasks("train") == load_env(str(ENVS / f"{name}.py")).load_tasks("train")
     for split in ("train", "eval"):
-        env.check_columns(env.load_tasks(split), split)
+        check_columns(env, env.load_tasks(split), split)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from rl_core.data.chat import Chat
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.tasks import make_task
 from rl_core.distributed import init_ranks
+from rl_core.plugins.env_checks import check_actors, check_columns
 from rl_core.plugins.episode_metrics import rollout_metrics
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.env import load_env
@@ -119,7 +120,7 @@ def test_system_prompts_are_templates_over_the_columns_and_replace_the_rows_own(
         system_prompts = {"bob": "You know {{ answer }}{% if hint is defined %}!{% endif %}."}
         def reward_fn(): return 1
     """)
-    env.check_columns([ROW | {"hint": "x"}], "rows")
+    check_columns(env, [ROW | {"hint": "x"}], "rows")
     row = ROW | {
         "messages": [{"role": "system", "content": "Own."}, *ROW["messages"]],
         "hint": "{{ answer }}",
@@ -550,8 +551,8 @@ def test_documented_level_2(documented):
 
 def test_documented_level_3(documented):
     env = documented("hints")
-    env.check_actors(["bob", "alice"])
-    env.check_columns([ROW], "rows")
+    check_actors(env, ["bob", "alice"])
+    check_columns(env, [ROW], "rows")
     found = run(env, cast(bob="no", alice="4"))
     assert (one(found, "bob").reward, one(found, "alice").reward) == (0.0, 1.0)
     assert talk(one(found, "bob").messages)[:2] == [
@@ -562,7 +563,7 @@ def test_documented_level_3(documented):
 
 def test_documented_race_of_a_proposer_and_solvers(documented):
     env = documented("race")
-    env.check_actors(["proposer", "solver", "judge"])
+    check_actors(env, ["proposer", "solver", "judge"])
     actors = cast(
         proposer=lambda prompt, seed: f"{seed % 2}+1",
         solver=lambda prompt, seed: str(seed % 3),
@@ -593,7 +594,7 @@ def test_documented_race_of_a_proposer_and_solvers(documented):
 
 def test_documented_game_of_one_actor_in_two_seats(documented):
     env = documented("ten")
-    env.check_actors(["policy"])
+    check_actors(env, ["policy"])
 
     def best(prompt, seed):
         total = int(re.findall(r"It is (\d+)\.", prompt)[-1])
@@ -680,7 +681,7 @@ def test_every_actors_tokens_masks_and_logprobs_equal_a_naive_simulation(env_of,
             if len(messages) % 3 == 0: return [{"role": "user", "content": "And?"}]
         def reward_fn(): return 1
     """)
-    env.check_actors(list(trio))
+    check_actors(env, list(trio))
     actors = {name: actor for name, (actor, _) in trio.items()}
     # Random models seldom end their turns: letters end them, so that some turns end without an end
     # token.

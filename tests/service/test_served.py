@@ -39,6 +39,7 @@ from kit import (
 from rl_core.cli import main as command
 from rl_core.config import RolloutConfig
 from rl_core.engines.scripted import ScriptedActor, plain_chat
+from rl_core.plugins.env_checks import check_columns
 from rl_core.sampling import env as environments
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied
@@ -494,7 +495,7 @@ def test_columns_that_a_served_hook_does_not_find_are_refused_at_start_up(servic
     with pytest.raises(
         ValueError, match=r"grpc://.*reward_fn\(\) names 'answer', which is neither"
     ):
-        load_env(service.url("count")).check_columns([{"prompt": "1"}])
+        check_columns(load_env(service.url("count")), [{"prompt": "1"}])
 
 
 @pytest.mark.parametrize(
