@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,7 +29,7 @@ from rl_core.types import Completion, Message, Turn
 _MARK = "\ufdd0"
 PROBE = "\ufdd1"
 TOKENIZER_FILE = re.compile("token|vocab|merges|spiece|tekken")
-_NOT_USER_TEXT = ("role", "type")  # templates compare these values, or put them into a token's name
+_NOT_USER_TEXT = {"role", "type"}  # templates compare these values, or put them into a token's name
 
 
 class Chat:
@@ -77,8 +78,11 @@ class Chat:
         self.special_token = re.compile(f"({'|'.join(map(self._pattern, special)) or '(?!)'})")
         # What a message may hold of a special token that the template's own text completes.
         self._all_special = "\n".join(special)
-        self._heads = tuple({s[:k] for s in special for k in range(1, len(s))})
-        self._tails = tuple({s[k:] for s in special for k in range(1, len(s))})
+        self._heads, self._tails = (), ()
+        for text in special:
+            for length in range(1, len(text)):
+                self._heads += (text[:length],)
+                self._tails += (text[length:],)
         self._newline_ids = tokenizer.encode("\n", add_special_tokens=False)
         # Every turn renders a conversation's messages again, and a group has one first prompt.
         self._mark_text = lru_cache(512)(self._mark_text)
@@ -130,7 +134,10 @@ class Chat:
         if isinstance(value, str):
             return self._mark_text(value)
         if isinstance(value, dict):
-            return {k: v if k in _NOT_USER_TEXT else self.marked(v) for k, v in value.items()}
+            marked = {key: self.marked(part) for key, part in value.items()}
+            for key in _NOT_USER_TEXT & value.keys():
+                marked[key] = value[key]
+            return marked
         if isinstance(value, (list, tuple)):
             return [self.marked(v) for v in value]
         return value
@@ -182,7 +189,8 @@ class Chat:
         they already have."""
         ids = self.encode(suffix.lstrip(), continues=True)
         for k in (2, 1):  # some templates end a turn with two tokens
-            if ids[:k] == token_ids[-k:] and set(ids[:k]) <= set(self.special_ids.values()):
+            is_special = set(ids[:k]) <= set(self.special_ids.values())
+            if is_special and ids[:k] == token_ids[-k:]:
                 return ids[k:]
         return self.encode(suffix, continues=True)
 
@@ -326,7 +334,8 @@ def load_chat(
         chat_template = Path(chat_template).read_text(encoding="utf-8")
     folder = Path(path)
     # For some families transformers makes a tokenizer without a vocabulary from nothing.
-    if folder.is_dir() and not any(TOKENIZER_FILE.search(file.name) for file in folder.iterdir()):
+    names = " ".join(os.listdir(folder)) if folder.is_dir() else "tokenizer"
+    if not TOKENIZER_FILE.search(names):
         raise ValueError(
             f"model {path} has no tokenizer, such as tokenizer.json; copy the tokenizer's files of "
             "the model that it was "

@@ -96,8 +96,10 @@ def files_of(source: str, split: str) -> list[Path]:
     name, path, split = located(source, split)
     if path.is_dir():
         return files_in(path, split)
-    names = [path] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
-    files = [Path(file) for file in names if Path(file).is_file()]
+    if path.is_file():
+        return [path]
+    matching = sorted(glob.glob(str(path), recursive=True))
+    files = [Path(name) for name in matching if os.path.isfile(name)]
     # Names on the hub may have dots (org/data-v1.2), so that only a suffix of letters tells a file.
     # What looks like a file and does not exist is never sent to the hub.
     if not files and re.search(r"^[./~]|\.[a-z]+$|/.*/|[*?]", name, re.I):
@@ -189,8 +191,9 @@ def check_exists(path: Path) -> None:
         raise ValueError(f"{path}: is a folder; name a file in it")
     if not path.parent.is_dir():
         raise ValueError(f"{path}: no such file; the folder {path.parent} does not exist")
-    close = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1, cutoff=0.6)
-    hint = f"; did you mean {close[0]!r}?" if close else f" in {path.parent.resolve()}"
+    hint = f" in {path.parent.resolve()}"
+    for close in difflib.get_close_matches(path.name, os.listdir(path.parent), n=1):
+        hint = f"; did you mean {close!r}?"
     raise ValueError(f"{path}: no such file{hint}")
 
 
@@ -286,7 +289,8 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def write_trajectories(file: Path, trajectories: list[Trajectory]) -> None:
-    beside, compressor = file.with_name(f".{file.name}.tmp"), zstandard.ZstdCompressor(level=3)
+    beside = file.with_name(f".{file.name}.tmp")
+    compressor = zstandard.ZstdCompressor(level=3)
     with open(beside, "wb") as raw, compressor.stream_writer(raw) as writer:
         for trajectory in trajectories:
             writer.write((json.dumps(trajectory, default=jsonable) + "\n").encode())

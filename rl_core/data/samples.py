@@ -19,15 +19,20 @@ def samples_from_turns(
     for turn, advantage in zip(turns, advantages, strict=True):
         if turn.is_fresh or not drafts:
             drafts.append(defaultdict(list))
-        draft, completion = drafts[-1], turn.completion
-        num_new, num = len(turn.new_ids), len(completion.token_ids)
-        assert len(completion.logprobs) == num, (len(completion.logprobs), num)
-        draft["token_ids"] += [*turn.new_ids, *completion.token_ids]
-        draft["loss_mask"] += [*[False] * num_new, *[True] * num]
-        draft["rollout_logprobs"] += [*[0.0] * num_new, *completion.logprobs]
-        draft["policy_versions"] += [*[-1] * num_new, *completion.policy_versions]
-        draft["advantages"] += [*[0.0] * num_new, *[advantage] * num]
-        draft["experts"] = completion.experts  # of the stream up to here
+        sampled = turn.completion
+        num_new, num_sampled = len(turn.new_ids), len(sampled.token_ids)
+        assert len(sampled.logprobs) == num_sampled, (len(sampled.logprobs), num_sampled)
+        columns = {
+            "token_ids": (turn.new_ids, sampled.token_ids),
+            "loss_mask": ([False] * num_new, [True] * num_sampled),
+            "rollout_logprobs": ([0.0] * num_new, sampled.logprobs),
+            "policy_versions": ([-1] * num_new, sampled.policy_versions),
+            "advantages": ([0.0] * num_new, [advantage] * num_sampled),
+        }
+        for name, (context, trained) in columns.items():
+            drafts[-1][name] += context
+            drafts[-1][name] += trained
+        drafts[-1]["experts"] = sampled.experts  # of the stream up to here
     found = []
     for draft in drafts:
         if any(draft["loss_mask"]):

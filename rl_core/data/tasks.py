@@ -56,9 +56,9 @@ def column_messages(row: dict[str, Any], column: str, role: str = "user") -> lis
     "value"} is a message too, and `input` the rest of `instruction`. Raises ValueError if there are
     none, and as check_messages."""
     if column not in row:
-        near = nearest(column, [name for name, value in row.items() if value is not None])
         raise ValueError(
-            f"it needs a column {column!r}; {near}; read another by --data.columns {column}=NAME"
+            f"it needs a column {column!r}; {nearest(column, row)}; read another by "
+            f"--data.columns {column}=NAME"
         )
     value = row[column]
     if value is None:
@@ -95,20 +95,26 @@ def check_messages(messages: Any) -> list[Message]:
         if not is_message(message):
             raise ValueError(f"{rule}, message {number} is {shorten(message)}")
         # Tables give every message every key; a chat template may test whether a key is there.
-        empty = {key for key, value in message.items() if value is None} - {"content"}
-        checked.append({key: message[key] for key in message if key not in empty})
+        kept = dict(message)
+        for key, value in message.items():
+            if value is None and key != "content":
+                del kept[key]
+        checked.append(kept)
     return checked
 
 
 def is_message(value: Any) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         return False
-    return isinstance(value.get("content"), (str, list)) or bool(value.get("tool_calls"))
+    has_content = isinstance(value.get("content"), (str, list))
+    return has_content or bool(value.get("tool_calls"))
 
 
 def shorten(value: Any, width: int = 80) -> str:
     text = repr(value)
-    return text if len(text) <= width else text[: width - 3] + "..."
+    if len(text) > width:
+        text = text[: width - 3] + "..."
+    return text
 
 
 class RowOrder:
@@ -116,7 +122,9 @@ class RowOrder:
     number."""
 
     def __init__(self, num_rows: int, seed: int, shuffle: bool):
-        self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
+        self.num_rows = num_rows
+        self.seed = seed
+        self.shuffle = shuffle
         self.epoch, self.permutation = -1, None
 
     def row_index(self, position: int) -> int:
@@ -146,8 +154,13 @@ class TaskSource:
         is_pairs: bool = False,
         origin: str = "",
     ):
-        self.rows, self.env, self.split, self.seed, self.shuffle = rows, env, split, seed, shuffle
-        self.is_pairs, self.origin = is_pairs, origin
+        self.rows = rows
+        self.env = env
+        self.split = split
+        self.seed = seed
+        self.shuffle = shuffle
+        self.is_pairs = is_pairs
+        self.origin = origin
         self.sources = [self]
         self.keep(range(len(rows)))
 

@@ -109,18 +109,22 @@ def is_trained(message: Message) -> bool:
 
 def trained_messages(messages: list[Message]) -> list[int]:
     """Indices of assistants' messages that are trained."""
-    return [i for i, m in enumerate(messages) if m.get("role") == "assistant" and is_trained(m)]
+    found = []
+    for i, message in enumerate(messages):
+        if message.get("role") == "assistant" and is_trained(message):
+            found.append(i)
+    return found
 
 
 def sft_turns(chat: Chat, messages: list[Message], tools: list | None = None) -> list[Turn]:
     """Every assistant message as if it had been sampled, its end token included. A message with
     "train": False is context. The prompt is the one that an engine would get there. If the template
     rewrites earlier turns in it, it does not extend the turn before."""
-    chosen, turns, said = trained_messages(messages), [], ""
-    stream = TokenStream(chat, messages[: chosen[0]], tools)
-    for i in chosen:
+    trained, turns, said, token_ids = trained_messages(messages), [], "", []
+    stream = TokenStream(chat, messages[: trained[0]], tools)
+    for i in trained:
         if turns:
-            stream.extend(turns[-1].completion.token_ids, said, messages[:i])
+            stream.extend(token_ids, said, messages[:i])
         said, end_id = said_text(chat, stream.rendered, messages[: i + 1], tools)
         token_ids = chat.encode(said, continues=True)
         if end_id is not None:
@@ -146,9 +150,9 @@ def said_text(
             '"content", or "train": false'
         )
     # Some generation prompts end in '<think>', with which the content begins too.
-    opening = re.search(r"<[^<>|]+>\s*\Z", prompt)
-    if opening and content.lstrip().startswith(opening[0].strip()):
-        content = content.lstrip()[len(opening[0].strip()) :].lstrip()
+    opening = re.search(r"(<[^<>|]+>)\s*\Z", prompt)
+    if opening and content.lstrip().startswith(opening[1]):
+        content = content.lstrip().removeprefix(opening[1]).lstrip()
     return chat.marked(content), chat.end_token_id
 
 
@@ -176,16 +180,20 @@ def with_observations(
     trained = trained_messages(messages)
     if len(trained) != len(turns):  # an episode whose messages are not those of its turns
         return turns, [True] * len(turns)
-    answers, ends = turns[1:], [*trained[1:], len(messages)]
+    answers = turns[1:]
     if trained[-1] + 1 < len(messages):
-        stream, last = TokenStream(chat, messages[: trained[-1]], tools), turns[-1].completion
-        stream.extend(last.token_ids, last.text or chat.decode(last.token_ids), messages)
+        last = turns[-1].completion
+        text = last.text or chat.decode(last.token_ids)
+        stream = TokenStream(chat, messages[: trained[-1]], tools)
+        stream.extend(last.token_ids, text, messages)
         answers.append(as_sampled([], stream.new_ids, stream.is_fresh))
     found, is_action = [turns[0]], [True]
+    ends = [*trained[1:], len(messages)]
     for i, turn in enumerate(answers):
         begin, until = trained[i] + 1, ends[i]
-        if begin < until and all(map(is_trained, messages[begin:until])):
-            said, ids = turns[i].completion.token_ids, turn.new_ids
+        answer, ids = messages[begin:until], turn.new_ids
+        if answer and all(map(is_trained, answer)):
+            said = turns[i].completion.token_ids
             start, end = answer_span(chat, said, turn, messages[:until], begin, tools)
             found.append(as_sampled(ids[start:end], ids[:start], turn.is_fresh))
             is_action.append(False)
@@ -201,14 +209,17 @@ def answer_span(
 ) -> tuple[int, int]:
     """(start, end) of messages[first:] in turn.new_ids, which follow the tokens `said`; empty if
     they are not found."""
-    end, stops = answer_end(chat, turn.new_ids), set(chat.stop_token_ids)
+    end = answer_end(chat, turn.new_ids)
+    stops = set(chat.stop_token_ids)
     if not turn.is_fresh:
         # A truncated turn has no end token; the template's is not part of the answer.
-        is_cut = stops.isdisjoint(said[-1:]) and not stops.isdisjoint(turn.new_ids[:1])
-        return int(is_cut), end
+        has_end = not stops.isdisjoint(said[-1:])
+        gets_end = not stops.isdisjoint(turn.new_ids[:1])
+        return int(gets_end and not has_end), end
     # The template rewrote what stands before: the answer's text begins behind the last end token
     # before its content.
-    changed = [*messages[:first], {**messages[first], "content": PROBE}, *messages[first + 1 :]]
+    changed = list(messages)
+    changed[first] = {**messages[first], "content": PROBE}
     rendered = chat.render(messages, tools, add_generation_prompt=False)
     other = chat.render(changed, tools, add_generation_prompt=False)
     seen = rendered[: shared_length(rendered, other)]
