@@ -170,8 +170,8 @@ def make_speaker(
         is_trainable=own.is_trained,
         adapter=models.adapter_of(config, name),
         lease=None if config.actors[own.share or name].engine_urls else lease,
-        older=stale_engine,
-        older_frac=config.rollout.lagged[0],
+        stale_engine=stale_engine,
+        stale_frac=config.rollout.lagged[0],
     )
 
 

@@ -51,7 +51,7 @@ class Canary(Plugin):
                 await self.check(name)
 
     async def _ask(self, actor: Any) -> list[TrainingSample]:
-        speaker, learner = replace(actor.speaker, older=None), actor.learner
+        speaker, learner = replace(actor.speaker, stale_engine=None), actor.learner
         vocabulary = learner.policy.hf.config.get_text_config().vocab_size
         num_ids = min(len(speaker.chat.tokenizer), vocabulary)
         size = min(PROMPT_TOKENS, speaker.max_context_tokens // 2)

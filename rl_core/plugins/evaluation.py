@@ -130,7 +130,7 @@ class Evaluation(Plugin):
 
 def newest(speaker: Any) -> Any:
     """The same without an engine of earlier weights."""
-    return replace(speaker, older=None) if isinstance(speaker, Actor) else speaker
+    return replace(speaker, stale_engine=None) if isinstance(speaker, Actor) else speaker
 
 
 def cut(content: Any) -> str:

@@ -49,8 +49,8 @@ class Actor:
     is_trainable: bool = True  # it has a learner
     adapter: str = ""  # LoRA adapter that it samples with
     lease: DeviceLease | None = None  # where engines share a device
-    older: Engine | None = None  # an engine with stale weights, for a part of the turns
-    older_frac: float = 0.0
+    stale_engine: Engine | None = None  # an engine with stale weights, for a part of the turns
+    stale_frac: float = 0.0
     params: SamplingParams | None = None  # of one episode, as all below
     seed: int = 0
     session: str = ""
@@ -65,7 +65,7 @@ class Actor:
 
     @property
     def engines(self) -> list[Engine]:
-        return [engine for engine in (self.engine, self.older) if engine is not None]
+        return [engine for engine in (self.engine, self.stale_engine) if engine is not None]
 
     async def generate(
         self,
@@ -78,8 +78,8 @@ class Actor:
         """One completion. Which engine gives it depends on the seed alone. `turn` names it in the
         episode."""
         engine = self.engine
-        if self.older is not None and counter_seed("lagged", seed) < self.older_frac * 2**32:
-            engine = self.older
+        if self.stale_engine is not None and counter_seed("lagged", seed) < self.stale_frac * 2**32:
+            engine = self.stale_engine
         if self.under_way is not None and self.under_way.gate is not None:
             session = ""  # no token depends on what was computed for another turn
 

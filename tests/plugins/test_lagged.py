@@ -59,7 +59,9 @@ def load_engine(folder: Path, version: int) -> EmbeddedEngine:
 def test_who_answers_hangs_on_the_calls_seed_alone(make_model):
     fresh, older = load_engine(make_model(), 7), load_engine(make_model(seed=1), 4)
     limits = {"stop_token_ids": (), "max_context_tokens": 64}
-    actor = Actor(name="bob", engine=fresh, chat=None, older=older, older_frac=0.25, **limits)
+    actor = Actor(
+        name="bob", engine=fresh, chat=None, stale_engine=older, stale_frac=0.25, **limits
+    )
 
     async def ask(seeds, actor) -> dict[int, tuple]:
         params = SamplingParams(max_tokens=2)

@@ -40,6 +40,7 @@ from rl_core.cli import main as command
 from rl_core.config import RolloutConfig
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.plugins.env_checks import check_columns
+from rl_core.plugins.tool_calls import ToolCalls
 from rl_core.sampling import env as environments
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied
@@ -334,7 +335,9 @@ def play(
     env, replies: list[str], size: int = 1, task_id: str = "train/3", actors=None, **row
 ) -> list:
     """A group of episodes with these replies, one a turn."""
-    actors = actors or {"policy": ScriptedActor(name="policy", chat=plain_chat(), replies=replies)}
+    actors = actors or {
+        "policy": ScriptedActor(name="policy", chat=plain_chat(ToolCalls), replies=replies)
+    }
 
     async def group() -> list:
         task = Task(
@@ -615,7 +618,7 @@ class Acting(ScriptedActor):
 
 def speakers(act=lambda turn: None, **more) -> dict[str, ScriptedActor]:
     """A policy and a judge; act() before each turn of the policy."""
-    how = {"chat": plain_chat(), **more}
+    how = {"chat": plain_chat(ToolCalls), **more}
     cast = {
         name: Acting(name=name, replies=[f"{name} {n}" for n in range(9)], **how)
         for name in ("policy", "judge")
