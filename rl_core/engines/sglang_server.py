@@ -33,35 +33,29 @@ DYING_POLLS = 50  # of 0.1 s, from a closed connection to the end of the process
 PR_SET_PDEATHSIG = 1
 # Flags of the server that --engine_args may not have, and ours that set them.
 OWN_FLAGS = {
-    **dict.fromkeys(("--model-path", "--model"), "--model"),
-    **dict.fromkeys(("--tp-size", "--tensor-parallel-size", "--tp"), "--engine_tp"),
-    **{
-        "--dtype": "--learner.dtype",
-        "--random-seed": "--seed",
-        "--max-running-requests": "--rollout.max_concurrent",
-    },
-    **{
-        "--mem-fraction-static": "--engine_memory_frac",
-        "--max-lora-rank": "--actors.NAME.lora.rank",
-    },
-    **{
-        "--lora-target-modules": "--actors.NAME.lora.targets",
-        "--base-gpu-id": "CUDA_VISIBLE_DEVICES",
-    },
-    **dict.fromkeys(
-        ("--host", "--port", "--api-key", "--device", "--log-level-http", "--skip-server-warmup"),
-        "",
-    ),
+    "--model-path": "--model",
+    "--model": "--model",
+    "--tp-size": "--engine_tp",
+    "--tensor-parallel-size": "--engine_tp",
+    "--tp": "--engine_tp",
+    "--dtype": "--learner.dtype",
+    "--random-seed": "--seed",
+    "--max-running-requests": "--rollout.max_concurrent",
+    "--mem-fraction-static": "--engine_memory_frac",
+    "--max-lora-rank": "--actors.NAME.lora.rank",
+    "--lora-target-modules": "--actors.NAME.lora.targets",
+    "--base-gpu-id": "CUDA_VISIBLE_DEVICES",
+    "--host": "",
+    "--port": "",
+    "--api-key": "",
+    "--device": "",
+    "--log-level-http": "",
+    "--skip-server-warmup": "",
     "--enable-fp32-lm-head": "",
-    **dict.fromkeys(
-        (
-            "--enable-memory-saver",
-            "--enable-weights-cpu-backup",
-            "--enable-lora",
-            "--max-loras-per-batch",
-        ),
-        "",
-    ),
+    "--enable-memory-saver": "",
+    "--enable-weights-cpu-backup": "",
+    "--enable-lora": "",
+    "--max-loras-per-batch": "",
 }
 # torchrun's variables would make a child join the ranks' groups. Expandable segments break SGLang's
 # memory saver.
@@ -103,37 +97,38 @@ class Server:
     else runs at spec.url."""
 
     def __init__(self, spec: EngineSpec):
-        self.spec, self.is_own, self.process, self._answered = spec, not spec.url, None, False
-        self.num_starts = 0
+        self.spec = spec
+        self.is_own = not spec.url
         self.url, self.key = spec.url.rstrip("/"), os.environ.get("SGLANG_API_KEY", "")
+        self.process: subprocess.Popen | None = None
+        self.num_starts = 0
+        self._answered = False
         if self.is_own:
             # Bound, and not listening: the child listens on this port, and nobody else gets it
             # before or after.
             self.port = socket.socket()
             self.port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.port.bind(("127.0.0.1", 0))
-            self.url, self.key = (
-                f"http://127.0.0.1:{self.port.getsockname()[1]}",
-                secrets.token_hex(16),
-            )
+            self.url = f"http://127.0.0.1:{self.port.getsockname()[1]}"
+            self.key = secrets.token_hex(16)
 
     def __str__(self) -> str:
-        return f"engine {self.spec.name}" + (f" at {self.url}" if not self.is_own else "")
+        where = "" if self.is_own else f" at {self.url}"
+        return f"engine {self.spec.name}{where}"
 
     @property
     def is_alive(self) -> bool:
-        return (
-            self.process is not None and self.process.poll() is None
-            if self.is_own
-            else self._answered
-        )
+        if self.is_own:
+            return self.process is not None and self.process.poll() is None
+        return self._answered
 
     async def start(self) -> None:
         """Returns once it answers. Raises EngineDied if it ended or does not answer in time."""
         self.num_starts += 1
         if self.is_own:
             self._launch()
-        began, told_s, limit_s = time.monotonic(), 0.0, self.spec.start_timeout_s
+        began, limit_s = time.monotonic(), self.spec.start_timeout_s
+        next_told_s = PROGRESS_S
         while not await self._answers():
             waited_s = time.monotonic() - began
             if self.is_own and not self.is_alive:
@@ -141,13 +136,10 @@ class Server:
             if waited_s > limit_s:
                 self.stop()
                 raise self.died(f"did not answer within {limit_s:g} s")
-            if waited_s > told_s + PROGRESS_S:
-                told_s = waited_s
-                print(
-                    f"{self} has not answered for {waited_s:.0f} s: {self._log_end(1)}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            if waited_s > next_told_s:
+                next_told_s = waited_s + PROGRESS_S
+                told = f"{self} has not answered for {waited_s:.0f} s: {self._log_end(1)}"
+                print(told, file=sys.stderr, flush=True)
             await asyncio.sleep(0.5)
         self._answered = True
 
@@ -170,28 +162,23 @@ class Server:
             env["SGLANG_USE_CPU_ENGINE"] = "1"
             if self.spec.tp > 1:
                 env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.spec.tp)))
-        args = [
-            *server_args(self.spec),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            self.url.rpartition(":")[2],
-        ]
-        command = [sys.executable, "-m", "rl_core.engines.sglang_server"]
-        with open(
-            os.open(self.spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w"
-        ) as log:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=env,
-                start_new_session=True,
-            )
-        self.process.stdin.write(
-            json.dumps({"parent": os.getpid(), "args": args, "key": self.key}).encode()
+        port = self.url.rpartition(":")[2]
+        order = {
+            "parent": os.getpid(),
+            "args": [*server_args(self.spec), "--host", "127.0.0.1", "--port", port],
+            "key": self.key,
+        }
+        log = os.open(self.spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rl_core.engines.sglang_server"],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=env,
+            start_new_session=True,
         )
+        os.close(log)
+        self.process.stdin.write(json.dumps(order).encode())
         self.process.stdin.close()
 
     def _log_end(self, num_lines: int) -> str:
@@ -200,13 +187,10 @@ class Server:
         return "\n".join([line[:300] for line in lines if line.strip()][-num_lines:])
 
     def died(self, what: str) -> EngineDied:
-        code, log = (
-            self.process and self.process.poll(),
-            f"the end of {self.spec.log}:\n{self._log_end(LOG_LINES)}",
-        )
-        return EngineDied(
-            f"{self} {what}" + (f" (exit status {code}); {log}" if self.process else "")
-        )
+        if self.process is None:
+            return EngineDied(f"{self} {what}")
+        log = f"the end of {self.spec.log}:\n{self._log_end(LOG_LINES)}"
+        return EngineDied(f"{self} {what} (exit status {self.process.poll()}); {log}")
 
     async def lost(self, number: int, what: str) -> EngineDied:
         """The error to raise after it gave no answer, which counts as its death. `number`: of the
