@@ -8,22 +8,19 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from rl_core import registry
 from rl_core.algorithms import Algorithm
 from rl_core.config import Config, LearnerConfig, LoraConfig
-from rl_core.data.chat import Chat, load_chat
+from rl_core.data.chat import Chat
 from rl_core.distributed import Ranks
 from rl_core.host_copies import HostCopies
 from rl_core.learning.learner import Learner, LearnerPart
 from rl_core.learning.loading import (
-    check_is_decoder,
     load_hf_model,
     load_model_config,
     load_shards,
@@ -76,72 +73,6 @@ def engine_class(config: Config, name: str) -> type[Engine]:
     if config.actors[name].servers:
         return registry.SERVED()
     return registry.ENGINES[config.engine]()
-
-
-def check_model(config: Config, name: str) -> Chat:
-    """The chat template of an actor whose model is here. Raises ValueError if it cannot do what is
-    asked of it."""
-    actor = config.actors[name]
-    model_config = read_config(actor.model)
-    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if positions and config.max_context_tokens > positions:
-        raise ValueError(
-            f"--max_prompt_tokens={config.max_prompt_tokens} and {config.turn_limit} turns of "
-            f"--max_tokens={config.max_tokens} are {config.max_context_tokens} tokens, and "
-            f"{actor.model} "
-            f"has {positions} positions (max_position_embeddings); lower them"
-        )
-    if actor.router_replay:
-        registry.check_replay()(config, name)
-    if actor.router_aux_loss_coef or actor.router_replay:
-        registry.check_experts()(config, name, model_config)
-    if actor.is_trained and actor.lora.rank:
-        registry.check_lora()(actor.lora, model_config)
-    critic = config.critic.model if actor.is_trained else None
-    for own in [model_config, *([read_config(critic)] if critic else [])]:
-        if config.tp > 1 and actor.is_trained:
-            registry.check_tensor_parallel()(
-                config.tp, own, actor.lora if own is model_config else None
-            )
-        if config.learner.kernels == "liger":
-            registry.check_liger()(own)
-        critic_vocab, vocab = (c.get_text_config().vocab_size for c in (own, model_config))
-        if critic_vocab != vocab:
-            raise ValueError(
-                f"--critic.model={critic} has a vocabulary of {critic_vocab} tokens, that of "
-                f"{name} has {vocab}: a critic "
-                "reads the actor's tokens; take a model of the same family"
-            )
-    variables = config.chat_template_kwargs | actor.chat_template_kwargs
-    chat = load_chat(actor.model, actor.chat_template, variables, registry.tool_calls)
-    check_vocabulary(chat, model_config.get_text_config().vocab_size, actor.model)
-    return chat
-
-
-def read_config(path: str) -> PretrainedConfig:
-    """The model's config.json. Raises ValueError if there is none, or if it cannot be trained."""
-    try:
-        config = load_model_config(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(registry.why_no_model()(path, error)) from None
-    check_is_decoder(config, path)
-    return config
-
-
-def check_vocabulary(chat: Chat, num_rows: int, path: str) -> None:
-    """Raises ValueError if text, the template or an end of turn can give an id that the embedding
-    has no row for."""
-    written = {*chat.prompt_ids([{"role": "user", "content": "x"}]), *chat.stop_token_ids}
-    for token, token_id in chat.tokenizer.get_vocab().items():
-        # Special tokens that are not written in a text's conversation, such as an image's, may lack
-        # a row.
-        is_used = token not in chat.special_ids or token_id in written
-        if token_id >= num_rows and is_used:
-            raise ValueError(
-                f"model {path}: its tokenizer gives {token!r} the id {token_id}, and its embedding "
-                f"has {num_rows} rows; "
-                "take the tokenizer that belongs to the model, or resize the embedding"
-            )
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -477,16 +408,3 @@ def make_module(config: Config, name: str, learner: Learner | None, ranks: Ranks
     if policy is not None and policy.is_served and policy.is_quantized:
         load_weights(module, policy.named_weights())  # what its adapters learn beside
     return module
-
-
-def make_api_actor(config: Config, name: str) -> Any:
-    actor = config.actors[name]
-    return registry.api_actor()(
-        name=name,
-        url=actor.api,
-        model=actor.model,
-        api_key_env=actor.api_key_env,
-        max_tokens=actor.max_tokens,
-        max_concurrent=config.rollout.max_concurrent,
-        request={"chat_template_kwargs": actor.chat_template_kwargs or None},
-    )

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +19,7 @@ from rl_core.data.chat import Chat
 from rl_core.data.rows import is_trajectory, load_rows
 from rl_core.data.tasks import TaskSource
 from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh
-from rl_core.rules import check, check_algorithm, split
+from rl_core.rules import check, check_algorithm
 from rl_core.sampling.env import Env, load_env
 
 OnStep = Callable[[Any, dict[str, float]], None]
@@ -34,11 +33,12 @@ class Plan:
     algorithm: Algorithm
     mesh: Mesh
     envs: dict[str, Env]  # by the name of its file
-    train: TaskSource
-    eval: dict[str, TaskSource]  # by the name of its environment, or of the held-out set
-    chats: dict[str, Chat]  # of the actors that have a model here
-    endpoints: dict[str, Any]  # actors behind a URL, with no engine here
-    sft_dataset: Any  # a plugins.sft_dataset.SFTDataset; None: episodes are rolled out
+    train: TaskSource | None = None
+    # By the name of its environment, or of the held-out set.
+    eval: dict[str, TaskSource] = field(default_factory=dict)
+    chats: dict[str, Chat] = field(default_factory=dict)  # of the actors that have a model here
+    endpoints: dict[str, Any] = field(default_factory=dict)  # actors behind a URL
+    sft_dataset: Any = None  # a plugins.sft_dataset.SFTDataset; None: episodes are rolled out
     # Called after each step with the trainer and the step's metrics.
     on_step: OnStep | None = None
 
@@ -52,55 +52,75 @@ def make_plan(
     """`module`: instead of --env_path's file. `is_planned`: the run is for another machine. Raises
     ValueError."""
     registry.quiet()()
-    out = Path(config.out)
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file; name a folder that does not exist yet")
-    if out.exists() and not config.resume and any(out.iterdir()):
-        raise ValueError(
-            f"--out {out} exists already; go on with it by --resume, or name another folder"
-        )
+    check_folder(Path(config.out), config.resume)
     if config.trackers:
         registry.check_trackers()(config.trackers)
     config, envs = load_envs(config, module)
-    algorithm = choose_algorithm(config, envs)
-    train = train_tasks(config, envs, algorithm)
-    evals = eval_sources(config, envs, algorithm) if config.eval_every else {}
-    size = int(os.environ.get("WORLD_SIZE", 1))
-    mesh = make_mesh(size, **{name: getattr(config, name) for name in MESH_FLAGS})
-    config = models.choose_engine(config, config.engine_ranks or size, is_planned)
-    chats = {
-        name: models.check_model(config, name)
-        for name, actor in config.actors.items()
-        if not actor.api
-    }
-    if algorithm.is_rl:
-        check_tools(config, envs, chats)
-    sft_dataset = (
-        None if algorithm.is_rl else registry.sft_dataset()(config, chats[config.trained[0]])
-    )
-    for source in (*train.sources, *evals.values()):
-        registry.check_lengths()(config, envs, chats, sft_dataset, source)
+    plan = plan_learning(config, envs)
+    plan.on_step = on_step
+    plan.train = train_tasks(config, envs, plan.algorithm)
+    if config.eval_every:
+        plan.eval = eval_tasks(config, envs, plan.algorithm)
+    num_samplers = config.engine_ranks or num_ranks()
+    config = plan.config = models.choose_engine(config, num_samplers, is_planned)
+    plan.chats, plan.endpoints = make_chats(config)
+    if plan.algorithm.is_rl:
+        check_tools(config, envs, plan.chats)
+    else:
+        plan.sft_dataset = registry.sft_dataset()(config, plan.chats[config.trained[0]])
+    check_lengths = registry.check_lengths()
+    for source in (*plan.train.sources, *plan.eval.values()):
+        check_lengths(config, envs, plan.chats, plan.sft_dataset, source)
     if config.num_epochs:
-        num_steps = math.ceil(config.num_epochs * len(train) / config.tasks_per_step)
-        config = replace(config, num_steps=num_steps, num_epochs=None)
-    for source in train.sources if algorithm.is_rl else ():
+        num_steps = math.ceil(config.num_epochs * len(plan.train) / config.tasks_per_step)
+        plan.config = replace(config, num_steps=num_steps, num_epochs=None)
+    for source in plan.train.sources if plan.algorithm.is_rl else ():
         if hook := envs[source.env].hooks.get("task_weight"):
             source.draw_by(registry.weighted_order()(source, hook))
-    return Plan(
-        config=config,
-        algorithm=algorithm,
-        mesh=mesh,
-        envs=envs,
-        train=train,
-        eval=evals,
-        chats=chats,
-        endpoints={
-            name: models.make_api_actor(config, name)
-            for name, actor in config.actors.items()
-            if actor.api
-        },
-        sft_dataset=sft_dataset,
-        on_step=on_step,
+    return plan
+
+
+def plan_learning(config: Config, envs: dict[str, Env]) -> Plan:
+    """What learning alone needs: no rows, no engines; of environments their advantage_fn."""
+    mesh = make_mesh(num_ranks(), **{name: getattr(config, name) for name in MESH_FLAGS})
+    algorithm = choose_algorithm(config, envs)
+    return Plan(config=config, algorithm=algorithm, mesh=mesh, envs=envs)
+
+
+def num_ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def check_folder(out: Path, is_resumed: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; name a folder that does not exist yet")
+    if out.exists() and not is_resumed and any(out.iterdir()):
+        raise ValueError(
+            f"--out {out} exists already; go on with it by --resume, or name another folder"
+        )
+
+
+def make_chats(config: Config) -> tuple[dict[str, Chat], dict[str, Any]]:
+    """(the chat of each actor that has a model here, the endpoint of each other actor)."""
+    chats, endpoints = {}, {}
+    for name, actor in config.actors.items():
+        if actor.api:
+            endpoints[name] = make_api_actor(config, name)
+        else:
+            chats[name] = registry.checked_chat()(config, name, registry.tool_calls)
+    return chats, endpoints
+
+
+def make_api_actor(config: Config, name: str) -> Any:
+    actor = config.actors[name]
+    return registry.api_actor()(
+        name=name,
+        url=actor.api,
+        model=actor.model,
+        api_key_env=actor.api_key_env,
+        max_tokens=actor.max_tokens,
+        max_concurrent=config.rollout.max_concurrent,
+        request={"chat_template_kwargs": actor.chat_template_kwargs or None},
     )
 
 
@@ -176,57 +196,38 @@ def load_envs(config: Config, module: ModuleType | None = None) -> tuple[Config,
 
 
 def train_tasks(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> TaskSource:
-    weights = {name: config.env(name).weight for name in envs or ["data"]}
-    paths = {
-        name: config.env(name).train or config.data.train
-        for name, weight in weights.items()
-        if weight
-    }
-    sources = {
-        name: load_source(config, envs.get(name), name, "train", path, algorithm)
-        for name, path in paths.items()
-    }
-    for name in (name for name, source in sources.items() if source is None):
-        flag = "--data.train" if len(weights) == 1 else f"--envs.{name}.train"
-        hint = f"; {envs[name].path} has no load_tasks" if envs else ""
-        raise ValueError(f"{flag} is missing: a file or `datasets` name{hint}")
-    found = list(sources.values())
-    return (
-        found[0]
-        if len(found) == 1
-        else registry.task_mix()(found, [weights[name] for name in sources])
-    )
+    sources, weights = [], []
+    names = list(envs or ["data"])
+    for name in names:
+        weight = config.env(name).weight
+        if not weight:
+            continue
+        path = config.env(name).train or config.data.train
+        source = load_source(config, envs.get(name), name, "train", path, algorithm)
+        if source is None:
+            flag = "--data.train" if len(names) == 1 else f"--envs.{name}.train"
+            hint = f"; {envs[name].path} has no load_tasks" if envs else ""
+            raise ValueError(f"{flag} is missing: a file or `datasets` name{hint}")
+        sources.append(source)
+        weights.append(weight)
+    if len(sources) == 1:
+        return sources[0]
+    return registry.task_mix()(sources, weights)
 
 
-def eval_sources(
-    config: Config, envs: dict[str, Env], algorithm: Algorithm
-) -> dict[str, TaskSource]:
+def eval_tasks(config: Config, envs: dict[str, Env], algorithm: Algorithm) -> dict[str, TaskSource]:
     """Held-out tasks by the name of their environment, or of their own set."""
-    found = {}
-    for name in envs or ["data"]:
-        for own, path in named_sets(config.env(name).eval or config.data.eval).items():
-            source = load_source(
-                config, envs.get(name), name, f"eval/{own}" if own else "eval", path, algorithm
-            )
-            if source is not None:
-                found[f"{name}/{own}" if own and len(envs) > 1 else own or name] = source
-    if not found:
+    sources = {}
+    for name, env, part, path in registry.held_out()(config, envs or ["data"]):
+        source = load_source(config, envs.get(env), env, part, path, algorithm)
+        if source is not None:
+            sources[name] = source
+    if not sources:
         raise ValueError(
             "--eval_every asks for evaluation, but there is no --data.eval and no load_tasks in "
             "the environment"
         )
-    return found
-
-
-def named_sets(value: str | None) -> dict[str, str | None]:
-    """Name -> sources of each held-out set in "gsm8k=a.jsonl,aime=b.jsonl,c.jsonl"; sources before
-    the first name have ""."""
-    name, found = "", {}
-    for part in split(value):
-        if given := re.fullmatch(r"([A-Za-z][\w-]*)=(.+)", part):
-            name, part = given.groups()
-        found[name] = f"{found[name]},{part}" if name in found else part
-    return found or {"": None}
+    return sources
 
 
 def load_source(
@@ -256,9 +257,12 @@ def load_source(
         )
     if env and algorithm.is_rl:
         registry.check_columns()(env, rows, path or "", part)
-    how = {
-        "seed": config.seed,
-        "shuffle": config.data.shuffle and is_train,
-        "is_pairs": algorithm.is_pairs,
-    }
-    return TaskSource(rows, env=name, split=part, origin=path or "", **how)
+    return TaskSource(
+        rows,
+        env=name,
+        split=part,
+        origin=path or "",
+        seed=config.seed,
+        shuffle=config.data.shuffle and is_train,
+        is_pairs=algorithm.is_pairs,
+    )

@@ -131,28 +131,16 @@ def served_environment() -> Any:
     return load_module
 
 
-def check_experts() -> Any:
-    from rl_core.plugins.experts import check_experts
+def checked_chat() -> Any:
+    from rl_core.plugins.model_checks import checked_chat
 
-    return check_experts
-
-
-def check_lora() -> Any:
-    from rl_core.plugins.lora import check_lora
-
-    return check_lora
+    return checked_chat
 
 
-def check_tensor_parallel() -> Any:
-    from rl_core.plugins.tensor_parallel import check_tensor_parallel
+def held_out() -> Any:
+    from rl_core.plugins.held_out import held_out
 
-    return check_tensor_parallel
-
-
-def check_liger() -> Any:
-    from rl_core.plugins.liger import check_liger
-
-    return check_liger
+    return held_out
 
 
 def choose_forward() -> Any:
@@ -240,18 +228,6 @@ def adamw8bit() -> Any:
 
 
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "adamw8bit": adamw8bit}
-
-
-def why_no_model() -> Any:
-    from rl_core.plugins.model_paths import why_no_model
-
-    return why_no_model
-
-
-def check_replay() -> Any:
-    from rl_core.plugins.router_replay import check_replay
-
-    return check_replay
 
 
 def replay() -> Any:

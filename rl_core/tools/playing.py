@@ -118,20 +118,12 @@ async def player(
     from rl_core import models
     from rl_core.actors import make_lease, make_speaker
     from rl_core.distributed import init_ranks
+    from rl_core.plan import make_chats
     from rl_core.plugins.row_lengths import check_lengths
 
-    chats = {
-        name: models.check_model(config, name)
-        for name, actor in config.actors.items()
-        if not actor.api
-    }
+    chats, endpoints = make_chats(config)
     for source in sources if chats else ():
         check_lengths(config, envs, chats, None, source)
-    endpoints = {
-        name: models.make_api_actor(config, name)
-        for name, actor in config.actors.items()
-        if actor.api
-    }
     for endpoint in endpoints.values():
         endpoint.ping()
     ranks = init_ranks(config.timeout_s)

@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -89,13 +88,14 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
     from rl_core.distributed import close_ranks, init_ranks
     from rl_core.learning.checkpoint import checkpoints_in
     from rl_core.models import is_sharded, make_learners
+    from rl_core.plan import load_envs, plan_learning
     from rl_core.plugins.resume import load_checkpoint
     from rl_core.plugins.terminal import quiet
 
     config, other = read_flags(run, flags)
     quiet()
     recorded = recorded_metrics(run)
-    plan, asked = make_plan(config), make_plan(other)
+    plan, asked = plan_learning(*load_envs(config)), plan_learning(*load_envs(other))
     before = {
         int(folder.name.removeprefix("step_")): folder
         for folder in checkpoints_in(run / "checkpoints")
@@ -188,27 +188,6 @@ def recorded_metrics(run: Path) -> dict[int, dict[str, float | None]]:
         for row in map(json.loads, file):
             found[row["step"]] |= {n: v for n, v in row.items() if n.startswith("learn/")}
     return found
-
-
-def make_plan(config: Config) -> Plan:
-    """What learning needs of it: no rows, no engines; of environments their advantage_fn."""
-    from rl_core.distributed import MESH_FLAGS, make_mesh
-    from rl_core.plan import Plan, choose_algorithm, load_envs
-
-    config, envs = load_envs(config)
-    mesh = make_mesh(
-        int(os.environ.get("WORLD_SIZE", 1)), **{name: getattr(config, name) for name in MESH_FLAGS}
-    )
-    nothing = {
-        "train": None,
-        "eval": {},
-        "chats": {},
-        "endpoints": {},
-        "sft_dataset": None,
-    }
-    return Plan(
-        config=config, algorithm=choose_algorithm(config, envs), mesh=mesh, envs=envs, **nothing
-    )
 
 
 def read_step(

@@ -20,7 +20,7 @@ import zstandard
 
 from rl_core.config import parse_config
 from rl_core.engines.api import ApiActor
-from rl_core.models import make_api_actor
+from rl_core.plan import make_api_actor
 from rl_core.sampling.hooks import Hook
 from rl_core.train import main
 from rl_core.types import SamplingParams, Task

@@ -27,7 +27,8 @@ from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.remote import ask, checksum
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.metrics import Sum
-from rl_core.models import check_model, choose_engine, make_engine
+from rl_core.models import choose_engine, make_engine
+from rl_core.plan import make_chats
 from rl_core.sampling.engine import EngineDied, EngineSpec
 from rl_core.types import Completion, SamplingParams
 
@@ -548,7 +549,7 @@ def test_an_engine_is_known_by_what_it_can_and_not_by_its_name(tiny_model, flags
         given = words("--model", tiny_model, "--env_path x.py --out x --max_tokens 16", flags)
         config = choose_engine(parse_config([*given, "--engine", name]), 1)
         learner = make_learner(tiny_model, flags, "--engine", name)
-        chat = check_model(config, "policy")
+        chat = make_chats(config)[0]["policy"]
         engine = make_engine(config, "policy", chat, learner, learner.ranks)
         assert type(engine) is registry.ENGINES[name]() and not engine._adapters.configs
         has_copy.append(engine.model is not learner.policy.hf)

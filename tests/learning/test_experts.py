@@ -23,7 +23,7 @@ from rl_core.config import parse_config
 from rl_core.learning.loading import local_slices, model_class
 from rl_core.learning.minibatches import active_parameters, pair_work
 from rl_core.learning.policy import export_policy
-from rl_core.models import check_model
+from rl_core.plan import make_chats
 from rl_core.plugins.experts import find_routers
 from rl_core.plugins.lora import adapter_parameters, adapter_weights
 from rl_core.plugins.mfu import mfu, peak_flops
@@ -240,7 +240,7 @@ def test_an_auxiliary_loss_is_refused_where_it_cannot_be(family, tiny_model, mod
         if why
         else nullcontext()
     ):
-        check_model(config, "policy")
+        make_chats(config)[0]["policy"]
 
 
 def test_a_model_without_experts_has_no_metric_of_them(tiny_model):
@@ -407,7 +407,7 @@ def test_adapters_on_experts_are_refused_where_they_cannot_be(
         config = parse_config(
             kit.words("--model", path, sizes, "--actors.policy.lora.targets", flags)
         )
-        check_model(config, "policy")
+        make_chats(config)[0]["policy"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from test_experts import COEF, SGD, assert_same, family, imitated  # noqa: F401
 from rl_core.config import parse_config
 from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import init_ranks
-from rl_core.models import check_model, make_engine
+from rl_core.models import make_engine
+from rl_core.plan import make_chats
 from rl_core.plugins.padded import choose_forward
 from rl_core.plugins.router_replay import Recorder
 from rl_core.types import SamplingParams, Turn
@@ -236,7 +237,7 @@ def test_a_run_replays_conversations(family, tmp_path, ranks):  # noqa: F811
     assert {len(row["turns"]) for row in rows} == {1, 2}
     assert "experts" not in json.dumps(rows)
     config = parse_config([*flags, "--out", str(tmp_path / "other"), "--engine", "embedded"])
-    engine = make_engine(config, "policy", check_model(config, "policy"), None, init_ranks(60))
+    engine = make_engine(config, "policy", make_chats(config)[0]["policy"], None, init_ranks(60))
     done = asyncio.run(engine.generate([5, 6, 7], SamplingParams(max_tokens=2), seed=0))
     assert done.experts.shape == (3 + len(done.token_ids) - 1, 2, 2)
 
@@ -258,7 +259,7 @@ def test_replay_is_refused_where_experts_could_be_others(family, flags, why, mon
     with pytest.raises(
         ValueError, match=f"--actors.policy.router_replay=true {why}; leave one out"
     ):
-        check_model(config, "policy")
+        make_chats(config)[0]["policy"]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,33 @@
+"""Which held-out tasks a run is evaluated on (--data.eval, load_tasks of environments)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from rl_core.config import Config
+from rl_core.rules import split
+
+
+def held_out(config: Config, envs: Iterable[str]) -> Iterator[tuple[str, str, str, str | None]]:
+    """(name of the set, its environment, its split, the rows' source or None) of each."""
+    envs = list(envs)
+    for env in envs:
+        for own, path in named_sets(config.env(env).eval or config.data.eval).items():
+            if not own:
+                yield env, env, "eval", path
+            elif len(envs) > 1:
+                yield f"{env}/{own}", env, f"eval/{own}", path
+            else:
+                yield own, env, f"eval/{own}", path
+
+
+def named_sets(value: str | None) -> dict[str, str | None]:
+    """Name -> sources of each held-out set in "gsm8k=a.jsonl,aime=b.jsonl,c.jsonl"; sources before
+    the first name have ""."""
+    name, sets = "", {}
+    for part in split(value):
+        if given := re.fullmatch(r"([A-Za-z][\w-]*)=(.+)", part):
+            name, part = given.groups()
+        sets[name] = f"{sets[name]},{part}" if name in sets else part
+    return sets or {"": None}

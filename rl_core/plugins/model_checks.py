@@ -1,0 +1,97 @@
+"""The chat of an actor's model. What the model cannot do is told before it loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from transformers import PretrainedConfig
+
+from rl_core.config import Config, LoraConfig
+from rl_core.data.chat import Chat, load_chat
+from rl_core.learning.loading import check_is_decoder, load_model_config
+
+
+def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
+    """The chat template of an actor whose model is here. Raises ValueError if the model cannot do
+    what is asked of it."""
+    actor = config.actors[name]
+    model_config = read_config(actor.model)
+    check_positions(config, actor.model, model_config)
+    if actor.router_replay:
+        from rl_core.plugins.router_replay import check_replay
+
+        check_replay(config, name)
+    if actor.router_aux_loss_coef or actor.router_replay:
+        from rl_core.plugins.experts import check_experts
+
+        check_experts(config, name, model_config)
+    if actor.is_trained and actor.lora.rank:
+        from rl_core.plugins.lora import check_lora
+
+        check_lora(actor.lora, model_config)
+    check_kernels(config, model_config, actor.lora if actor.is_trained else None)
+    num_rows = model_config.get_text_config().vocab_size
+    if actor.is_trained and config.critic.model:
+        critic = read_config(config.critic.model)
+        check_kernels(config, critic, LoraConfig())
+        num_values = critic.get_text_config().vocab_size
+        if num_values != num_rows:
+            raise ValueError(
+                f"--critic.model={config.critic.model} has a vocabulary of {num_values} tokens, "
+                f"that of {name} has {num_rows}: a critic reads the actor's tokens; take a model "
+                "of the same family"
+            )
+    variables = config.chat_template_kwargs | actor.chat_template_kwargs
+    chat = load_chat(actor.model, actor.chat_template, variables, tool_calls)
+    check_vocabulary(chat, num_rows, actor.model)
+    return chat
+
+
+def read_config(path: str) -> PretrainedConfig:
+    """The model's config.json. Raises ValueError if there is none, or if it cannot be trained."""
+    try:
+        config = load_model_config(path)
+    except (OSError, ValueError) as error:
+        from rl_core.plugins.model_paths import why_no_model
+
+        raise ValueError(why_no_model(path, error)) from None
+    check_is_decoder(config, path)
+    return config
+
+
+def check_positions(config: Config, path: str, model_config: PretrainedConfig) -> None:
+    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if positions and config.max_context_tokens > positions:
+        raise ValueError(
+            f"--max_prompt_tokens={config.max_prompt_tokens} and {config.turn_limit} turns of "
+            f"--max_tokens={config.max_tokens} are {config.max_context_tokens} tokens, and {path} "
+            f"has {positions} positions (max_position_embeddings); lower them"
+        )
+
+
+def check_kernels(config: Config, model_config: PretrainedConfig, lora: LoraConfig | None) -> None:
+    """`lora`: of a model that is trained."""
+    if config.tp > 1 and lora is not None:
+        from rl_core.plugins.tensor_parallel import check_tensor_parallel
+
+        check_tensor_parallel(config.tp, model_config, lora)
+    if config.learner.kernels == "liger":
+        from rl_core.plugins.liger import check_liger
+
+        check_liger(model_config)
+
+
+def check_vocabulary(chat: Chat, num_rows: int, path: str) -> None:
+    """Raises ValueError if text, the template or an end of turn can give an id that the embedding
+    has no row for."""
+    written = {*chat.prompt_ids([{"role": "user", "content": "x"}]), *chat.stop_token_ids}
+    for token, token_id in chat.tokenizer.get_vocab().items():
+        # Special tokens that are not written in a text's conversation, such as an image's, may lack
+        # a row.
+        is_used = token not in chat.special_ids or token_id in written
+        if token_id >= num_rows and is_used:
+            raise ValueError(
+                f"model {path}: its tokenizer gives {token!r} the id {token_id}, and its embedding "
+                f"has {num_rows} rows; take the tokenizer that belongs to the model, or resize the "
+                "embedding"
+            )
