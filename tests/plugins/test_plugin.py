@@ -1,0 +1,61 @@
+"""Hooks of plugins have the names that the trainer calls."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+
+from kit import ROOT
+
+from rl_core.plugin import Plugin
+
+OWNERS = ("self", "trainer")
+HOOKS = {name for name, _ in inspect.getmembers(Plugin, inspect.isfunction)}
+
+
+def called_hooks() -> set[str]:
+    """Names that are given to Trainer.call()."""
+    names = set()
+    for file in (ROOT / "rl_core").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            owner = ast.unparse(node.func.value) if is_call else ""
+            is_hook = (
+                is_call and node.func.attr == "call" and isinstance(node.args[0], ast.Constant)
+            )
+            if is_hook and owner.rpartition(".")[2] in OWNERS:
+                names.add(node.args[0].value)
+    return names
+
+
+def test_every_hook_that_is_called_is_one_of_a_plugin_and_keeps_its_arguments():
+    called = called_hooks()
+    assert {"before_learn", "after_step", "on_episodes"} <= called <= HOOKS
+    for file in (ROOT / "rl_core/plugins").glob("*.py"):
+        if "(Plugin)" in file.read_text():
+            importlib.import_module(f"rl_core.plugins.{file.stem}")
+    assert len(Plugin.__subclasses__()) > 10
+    for own in Plugin.__subclasses__():
+        for name in HOOKS & vars(own).keys():
+            given = list(inspect.signature(getattr(own, name)).parameters)
+            assert given == list(inspect.signature(getattr(Plugin, name)).parameters), (own, name)
+
+
+def test_no_plugin_assigns_to_what_is_not_its_own():
+    """Not `self.trainer.x = 1`, and no attribute of what the trainer holds."""
+    found = []
+    for file in (ROOT / "rl_core/plugins").glob("*.py"):
+        tree = ast.parse(file.read_text())
+        plugins = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        plugins = [node for node in plugins if any(ast.unparse(b) == "Plugin" for b in node.bases)]
+        for plugin in plugins:
+            for node in ast.walk(plugin):
+                targets = getattr(node, "targets", [getattr(node, "target", None)])
+                if not isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+                    continue
+                for target in targets:
+                    text = ast.unparse(target)
+                    if text.startswith(("trainer.", "self.trainer.", "learner.", "actor.")):
+                        found.append(f"{file.name}: {text}")
+    assert not found
