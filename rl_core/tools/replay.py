@@ -15,7 +15,7 @@ import json
 import math
 from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +33,17 @@ if TYPE_CHECKING:
     from rl_core.types import TrainingSample, Trajectory
 
 # Flags of how steps are computed, and of what is learned from the one that is asked for.
-HOW = {"dp_replicate", "cp", "tp", "attention", "timeout_s"}
-HOW |= {
-    f"learner.{name}"
-    for name in ("microbatch_tokens", "activations", "kernels", "offload", "dtype")
+HOW = {
+    "dp_replicate",
+    "cp",
+    "tp",
+    "attention",
+    "timeout_s",
+    "learner.microbatch_tokens",
+    "learner.activations",
+    "learner.kernels",
+    "learner.offload",
+    "learner.dtype",
 }
 OBJECTIVE = ("algorithm", "algo.", "optim.", "critic.", "learner.minibatches", "learner.epochs")
 CLOSE = 1e-4  # relative difference that rounding explains
@@ -73,73 +80,94 @@ def main(argv: list[str]) -> int:
     options, flags = parser.parse_known_args(argv)
     found = replay(options.run, options.step, flags, options.tokens)
     if found is not None:
-        names = Replayed.__slots__
-        print(
-            json.dumps({n: getattr(found, n) for n in names}) if options.json else table(found),
-            flush=True,
-        )
+        text = json.dumps(asdict(found)) if options.json else table(found)
+        print(text, flush=True)
     return 0
 
 
 def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> Replayed | None:
     """What the step gave when it was learned again; None on ranks that do not write. Raises
     ValueError if something that it needs was not recorded."""
-    from rl_core.data.rows import write_trajectories
     from rl_core.distributed import close_ranks, init_ranks
-    from rl_core.learning.checkpoint import checkpoints_in
-    from rl_core.models import is_sharded, make_learners
+    from rl_core.models import is_sharded
     from rl_core.plan import load_envs, plan_learning
-    from rl_core.plugins.resume import load_checkpoint
     from rl_core.plugins.terminal import quiet
 
     config, other = read_flags(run, flags)
     quiet()
     recorded = recorded_metrics(run)
     plan, asked = plan_learning(*load_envs(config)), plan_learning(*load_envs(other))
-    before = {
-        int(folder.name.removeprefix("step_")): folder
-        for folder in checkpoints_in(run / "checkpoints")
-    }
-    first = max((number for number in before if number < step), default=0)
+    first, checkpoint = checkpoint_before(run, step)
     files = {number: files_of(run, number, False) for number in (step, *range(first + 1, step))}
     ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config))
-    learners = make_learners(config, plan.algorithm, ranks)
-    if config.learner.kernels == "liger":
-        from rl_core.plugins.liger import apply_liger
-
-        for learner in learners.values():
-            apply_liger([model.hf for model in learner.models()])
-    if first:
-        load_checkpoint(before[first], learners)
+    learners = load_learners(plan, ranks, checkpoint)
     differences = [0.0]
     for number in range(first + 1, step):
         _, trajectories = read_step(files[number], ranks)
         metrics = learn(plan, learners, trajectories, number, ranks)
         differences += [difference(metrics[n], recorded[number].get(n)) for n in compared(metrics)]
     if other != config:
-        learners = {
-            name: with_objective(learner, other, asked.algorithm)
-            for name, learner in learners.items()
-        }
+        for name, learner in learners.items():
+            learners[name] = with_objective(learner, other, asked.algorithm)
     parts, trajectories = read_step(files[step], ranks)
     values: dict[int, Values] | None = {} if has_tokens else None
     metrics = learn(asked, learners, trajectories, step, ranks, values)
     if values is not None:
-        (run / "tokens").mkdir(exist_ok=True)
-        for file, own in parts.items():
-            write_trajectories(run / "tokens" / file.name, [line_of(t, values) for t in own])
+        write_tokens(run / "tokens", parts, values)
     close_ranks(ranks)
-    steps = f"step {step - 1}" if step == first + 2 else f"steps {first + 1} to {step - 1}"
-    between = f", and {steps} learned again" if step > first + 1 else ""
-    found = Replayed(
+    if not ranks.is_writer:
+        return None
+    begins = str(checkpoint or "the model with which the run began")
+    if step == first + 2:
+        begins += f", and step {step - 1} learned again"
+    elif step > first + 2:
+        begins += f", and steps {first + 1} to {step - 1} learned again"
+    return Replayed(
         step=step,
-        begins=f"{before.get(first, 'the model with which the run began')}{between}",
+        begins=begins,
         replayed=metrics,
-        recorded={n: v for n, v in recorded[step].items() if n in metrics},
+        recorded={name: value for name, value in recorded[step].items() if name in metrics},
         between=max(differences),
         is_other=other != config,
     )
-    return found if ranks.is_writer else None
+
+
+def checkpoint_before(run: Path, step: int) -> tuple[int, Path | None]:
+    """The newest one of fewer steps; (0, None) if there is none."""
+    from rl_core.learning.checkpoint import checkpoints_in
+
+    before: list[tuple[int, Path | None]] = [(0, None)]
+    for folder in checkpoints_in(run / "checkpoints"):
+        number = int(folder.name.removeprefix("step_"))
+        if number < step:
+            before.append((number, folder))
+    return max(before, key=lambda pair: pair[0])
+
+
+def load_learners(plan: Plan, ranks: Ranks, checkpoint: Path | None) -> dict[str, Learner]:
+    from rl_core.models import make_learners
+    from rl_core.plugins.resume import load_checkpoint
+
+    learners = make_learners(plan.config, plan.algorithm, ranks)
+    if plan.config.learner.kernels == "liger":
+        from rl_core.plugins.liger import apply_liger
+
+        for learner in learners.values():
+            apply_liger([model.hf for model in learner.models()])
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, learners)
+    return learners
+
+
+def write_tokens(
+    folder: Path, parts: dict[Path, list[Trajectory]], values: dict[int, Values]
+) -> None:
+    """A file beside each of rollouts/, with a line for each of its trajectories."""
+    from rl_core.data.rows import write_trajectories
+
+    folder.mkdir(exist_ok=True)
+    for file, trajectories in parts.items():
+        write_trajectories(folder / file.name, [line_of(t, values) for t in trajectories])
 
 
 def read_flags(run: Path, flags: list[str]) -> tuple[Config, Config]:
@@ -150,22 +178,17 @@ def read_flags(run: Path, flags: list[str]) -> tuple[Config, Config]:
         if name in HOW:
             how.append(f"--{name}={value}")
         elif not name.startswith(OBJECTIVE):
+            taken = ", ".join(f"--{flag}" for flag in (*OBJECTIVE, *sorted(HOW)))
             raise ValueError(
                 f"--{name} is for sampling, or for more than one step, and this step was sampled "
-                "already; replay takes "
-                f"{', '.join(f'--{own}' + '*' * own.endswith('.') for own in (*OBJECTIVE, *sorted(HOW)))}"
+                f"already; replay takes {taken.replace('.,', '.*,')}"
             )
     if not run.exists():
         from rl_core.data.rows import check_exists
 
         check_exists(run)
-    base = [
-        "--config",
-        str(run / "config.yaml"),
-        f"--out={run}",
-        "--engine_ranks=0",
-        "--resume=false",
-    ]
+    base = ["--config", str(run / "config.yaml"), f"--out={run}"]
+    base += ["--engine_ranks=0", "--resume=false"]
     parts = []
     # Another one does not know the parts that were set for the run's.
     if "algorithm" in dict(given_flags(flags)):
@@ -268,36 +291,29 @@ def token_values(learner: Learner, batches: list[Any], before: list[tuple]) -> d
     for batch, (logprobs, entropy) in zip(batches, before, strict=True):
         after = forward(learner, batch)[0]
         ratios = [math.exp(min(new - old, 80.0)) for new, old in zip(after, logprobs, strict=True)]
-        own = {
-            "turn": batch.policy_versions,
-            "logprobs": logprobs,
-            "ratios": ratios,
-            "entropy_nats": entropy,
-        }
-        own |= {name: getattr(batch, name) for name in ("advantages", "ref_logprobs", "values")}
+        own = {"turn": batch.policy_versions.tolist(), "logprobs": logprobs}
+        own |= {"ratios": ratios, "entropy_nats": entropy}
+        for name in ("advantages", "ref_logprobs", "values"):
+            if (column := getattr(batch, name)) is not None:
+                own[name] = column.tolist()
         for name, column in own.items():
-            if column is not None:
-                columns.setdefault(name, []).extend(
-                    column if isinstance(column, list) else column.tolist()
-                )
+            columns.setdefault(name, []).extend(column)
     mesh, found = learner.ranks.mesh, {}
     # The ranks between have the same.
     for part in all_gather_json(columns, learner.ranks)[:: mesh.cp * mesh.tp]:
         for turn, *row in zip(*part.values(), strict=True):
             of_turn = found.setdefault(turn, {})
             for name, value in zip(list(part)[1:], row, strict=True):
-                of_turn.setdefault(name, []).append(
-                    round(value, 6) if math.isfinite(value) else None
-                )
+                known = round(value, 6) if math.isfinite(value) else None
+                of_turn.setdefault(name, []).append(known)
     return found
 
 
 def line_of(t: Trajectory, values: dict[int, Values]) -> dict[str, Any]:
     """Of tokens/, beside the trajectory's line of rollouts/."""
     turns = [values.get(turn.completion.policy_version, {}) for turn in t.turns]
-    return {
-        name: getattr(t, name) for name in ("task_id", "group_id", "index", "actor", "seat")
-    } | {"turns": turns}
+    names = ("task_id", "group_id", "index", "actor", "seat")
+    return {name: getattr(t, name) for name in names} | {"turns": turns}
 
 
 def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learner:
@@ -352,35 +368,31 @@ def compared(metrics: dict[str, float]) -> list[str]:
 
 def difference(value: float | None, recorded: float | None) -> float:
     """Relative to what was recorded; infinite where only one of them is a number."""
-    if value is None or recorded is None or not math.isfinite(value):
-        return 0.0 if recorded is None and (value is None or not math.isfinite(value)) else math.inf
-    return abs(value - recorded) / max(abs(recorded), 1e-12) if value != recorded else 0.0
+    if value is None or not math.isfinite(value):
+        return 0.0 if recorded is None else math.inf
+    if recorded is None:
+        return math.inf
+    return abs(value - recorded) / max(abs(recorded), 1e-12)
 
 
 def table(found: Replayed) -> str:
     """A line for each metric, and what the comparison means."""
-    both = {
-        name: (found.recorded.get(name), value) for name, value in sorted(found.replayed.items())
-    }
-    rows = [["metric", "recorded", "replayed", "relative difference"]]
-    rows += [
-        [n, shown(a), shown(b), "equal" if a == b else f"{difference(b, a):.1e}"]
-        for n, (a, b) in both.items()
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"step {found.step}, from {found.begins}"]
-    lines += [
-        "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    worst = max(
-        [found.between, *(difference(b, a) for n, (a, b) in both.items() if n in compared(both))]
-    )
+    width = max(map(len, found.replayed))
+    lines.append(f"{'metric':<{width}}  {'recorded':<14}  {'replayed':<14}  relative difference")
+    worst = found.between
+    for name, value in sorted(found.replayed.items()):
+        recorded = found.recorded.get(name)
+        change = difference(value, recorded)
+        told = "equal" if value == recorded else f"{change:.1e}"
+        lines.append(f"{name:<{width}}  {shown(recorded):<14}  {shown(value):<14}  {told}")
+        if name in compared(found.replayed):
+            worst = max(worst, change)
     if not found.is_other and worst > CLOSE:
         lines.append(
             "warning: loss or gradient norm is not what was recorded: did the run go on with other "
-            "flags than those of "
-            "config.yaml, did its model, environment or this program change, or were experts "
-            "replayed?"
+            "flags than those of config.yaml, did its model, environment or this program change, "
+            "or were experts replayed?"
         )
     return "\n".join(lines)
 
