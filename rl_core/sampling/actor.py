@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 from zlib import crc32
 
 from rl_core.data.chat import Chat, TokenStream
@@ -31,8 +31,6 @@ from rl_core.types import (
 DRAWING = ("temperature", "top_p", "top_k", "min_p")
 SAMPLING = ("max_tokens", "stop", *DRAWING)  # what a call of respond() may override
 MAX_REVIVALS = 3  # times that one piece of work may lose an engine
-
-Result = TypeVar("Result")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,8 +54,9 @@ class Actor:
     session: str = ""
     max_turns: int = 0  # 0: unknown
     under_way: Any = None  # a plugins.under_way.EpisodeUnderWay, for checkpoints
-    num_replies: Counter[str] = field(default_factory=Counter)  # by what respond() was asked
-    conversations: list[Conversation] = field(default_factory=list)
+    # By what respond() was asked. A copy begins with none, and with no conversation.
+    num_replies: Counter[str] = field(init=False, default_factory=Counter)
+    conversations: list[Conversation] = field(init=False, default_factory=list)
 
     @property
     def capacity(self) -> int:
@@ -106,8 +105,7 @@ class Actor:
     ) -> Actor:
         if self.max_tokens and self.max_tokens < params.max_tokens:
             params = replace(params, max_tokens=self.max_tokens)
-        episode = {"params": params, "seed": seed, "session": session, "max_turns": max_turns}
-        return replace(self, **episode, num_replies=Counter(), conversations=[])
+        return replace(self, params=params, seed=seed, session=session, max_turns=max_turns)
 
     def converse(
         self, messages: list[Message], tools: list | None = None, label: str = "", **sampling
@@ -146,9 +144,7 @@ class Actor:
         return replies[0] if n is None else replies
 
 
-async def revived(
-    work: Callable[[], Awaitable[Result]], actors: Iterable[Any], where: str
-) -> Result:
+async def revived(work: Callable[[], Awaitable[Any]], actors: Iterable[Any], where: str) -> Any:
     """What `work` returns. Whoever samples calls this: if an engine dies meanwhile, it is started
     again, and the work is done again. Raises RunError if that does not help; it says `where`."""
     for _ in range(MAX_REVIVALS):

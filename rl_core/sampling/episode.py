@@ -45,8 +45,8 @@ class Dialogue:
         that spoke."""
         episode = Episode(self, task, actors)
         await episode.take_turns()
-        is_frozen = not any(actor.is_trainable for actor in actors.values())
-        names = [name for name in episode.trajectories if is_frozen or actors[name].is_trainable]
+        learners = [name for name, actor in actors.items() if actor.is_trainable]
+        names = [name for name in episode.trajectories if name in (learners or actors)]
         if names:
             await episode.score(names)
         return [episode.trajectories[name] for name in names]
@@ -127,7 +127,9 @@ class Episode:
 
     def add_turn(self, name: str, conversation: Conversation) -> None:
         reply = conversation.history[-1]
-        self.messages.append(reply | {"name": name} if len(self.actors) > 1 else reply)
+        if len(self.actors) > 1:
+            reply = reply | {"name": name}
+        self.messages.append(reply)
         if name not in self.conversations:
             self.conversations[name] = conversation
             self.trajectories[name] = Trajectory(

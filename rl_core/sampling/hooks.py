@@ -90,10 +90,8 @@ class Hook:
         names = self.named & values.keys()
         if self.takes_all:
             names |= values.keys() - {"actors"}
-        arguments = {name: values[name] for name in names}
-        for name in names.difference(SHARED):
-            arguments[name] = copy.deepcopy(values[name])
-        return arguments
+        shared = {name: values[name] for name in names.intersection(SHARED)}
+        return shared | {name: copy.deepcopy(values[name]) for name in names.difference(SHARED)}
 
     async def __call__(self, task: Task, given: Mapping[str, Any]) -> Any:
         """What the function returns. Of our arguments, those that are not `given` are None. Raises
