@@ -3,7 +3,6 @@ sequences in it."""
 
 from __future__ import annotations
 
-import importlib
 import zlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -43,13 +42,6 @@ def logit_change(config: Any) -> tuple[float, float | None]:
 
 class RunError(Exception):
     """The run cannot go on; the message says why and what to do. Raised on every rank alike."""
-
-
-def option(path: str) -> Any:
-    """What `path`, "module:attribute", names. Its module is imported now, so that a run pays only
-    for what it asks for."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def counter_seed(*parts: int | str) -> int:

@@ -21,7 +21,6 @@ from rl_core.service.flags import TOKEN_VARIABLE
 from rl_core.service.hub import Hub
 from rl_core.service.security import Access, Admission
 from rl_core.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS, HUB, UNUSABLE
-from rl_core.types import option
 
 # Two servers on one port would share its clients; workers that have nothing to say send pings.
 SERVER_OPTIONS = [("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)]
@@ -136,7 +135,9 @@ async def open_hub(
         stack.callback(asyncio.ensure_future(task).cancel)
     lines = [f"serving on {address.rpartition(':')[0]}:{port}"]
     if args.http_port is not None:
-        http_port = await option("rl_core.service.gateway:open_http")(hub, access, args, stack)
+        from rl_core.service.gateway import open_http
+
+        http_port = await open_http(hub, access, args, stack)
         lines.append(f"HTTP on {address.rpartition(':')[0]}:{http_port}")
     stack.callback(asyncio.ensure_future(tell_address(hub, lines, args)).cancel)
     return hub, join
