@@ -16,30 +16,6 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 
-# Keys of a model's config.json that change logits after the product with the head's weight: by
-# which power of the value they are multiplied, and what bounds them to (-value, value) by a tanh.
-LOGIT_SCALES = {
-    "logit_scale": 1,
-    "lm_head_multiplier": 1,
-    "output_multiplier": 1,
-    "logits_scaling": -1,
-    "logits_mup_width_multiplier": -1,
-    "mup_width_multiplier": -1,
-}
-LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
-
-
-def logit_change(config: Any) -> tuple[float, float | None]:
-    """(scale, cap) by a transformers configuration: logits are cap * tanh(scale * head(hidden) /
-    cap); None: without tanh."""
-    text = config.get_text_config()
-    scale = 1.0
-    for key, power in LOGIT_SCALES.items():
-        scale *= (getattr(text, key, None) or 1.0) ** power
-    caps = [getattr(text, key, None) for key in LOGIT_CAPS]
-    return scale, caps[0] or caps[1]
-
-
 class RunError(Exception):
     """The run cannot go on; the message says why and what to do. Raised on every rank alike."""
 

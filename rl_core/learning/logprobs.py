@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.functional import linear
-
-from rl_core.types import logit_change
 
 TRITON = "rl_core.plugins.triton_logprobs"
 # Of one fp32 tile. On a CPU it stays in the cache; with fewer than 512 tokens or 2048 ids products
@@ -62,6 +61,30 @@ def fused_logprobs(
     is_small = not hidden_MD.is_cuda and 4 * len(labels) * len(weight_VD) <= KEPT_BYTES
     keeps = torch.is_grad_enabled() and is_small and group is None and cap is None
     return FusedLogprobs.apply(hidden_MD, weight_VD, labels, (temperature, cap), keeps, group)
+
+
+# Keys of a model's config.json that change logits after the product with the head's weight: by
+# which power of the value they are multiplied, and what bounds them to (-value, value) by a tanh.
+LOGIT_SCALES = {
+    "logit_scale": 1,
+    "lm_head_multiplier": 1,
+    "output_multiplier": 1,
+    "logits_scaling": -1,
+    "logits_mup_width_multiplier": -1,
+    "mup_width_multiplier": -1,
+}
+LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+
+
+def logit_change(config: Any) -> tuple[float, float | None]:
+    """(scale, cap) by a transformers configuration: logits are cap * tanh(scale * head(hidden) /
+    cap); None: without tanh."""
+    text = config.get_text_config()
+    scale = 1.0
+    for key, power in LOGIT_SCALES.items():
+        scale *= (getattr(text, key, None) or 1.0) ** power
+    caps = [getattr(text, key, None) for key in LOGIT_CAPS]
+    return scale, caps[0] or caps[1]
 
 
 def logits_of(hf: nn.Module, hidden: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import rl_core.engines.embedded
 from rl_core.engines.slots import SlotModel, bytes_per_token
 from rl_core.host_copies import device_memory
+from rl_core.learning.logprobs import logit_change
 from rl_core.plugins.row_sampling import choose_sampler
-from rl_core.types import SamplingParams, logit_change
+from rl_core.types import SamplingParams
 
 VOCAB_SIZE = 104
 

@@ -18,10 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl_core.learning import logprobs as fused
-from rl_core.learning.logprobs import fused_logprobs
+from rl_core.learning.logprobs import fused_logprobs, logit_change
 from rl_core.learning.policy import PackedForward, Policy
 from rl_core.plugins.attention_kernels import TORCH
-from rl_core.types import logit_change
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton"
