@@ -16,6 +16,7 @@ import random
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -23,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rl_core.engines.adapters import AdapterTable
 from rl_core.engines.slots import Snapshot, bytes_per_token, sample
 from rl_core.host_copies import HostCopies, device_memory
 from rl_core.sampling.engine import (
@@ -97,7 +97,11 @@ class EmbeddedEngine(Engine):
         self.max_context_tokens = min(spec.max_context_tokens, positions or spec.max_context_tokens)
         self.stats = Counter()  # prefill_tokens (without padding), decode_steps, decode_tokens
         self.adapter_versions: dict[str, int] = {}
-        self._adapters = AdapterTable(model, spec.adapters)
+        self._adapters = None
+        if spec.adapters:
+            from rl_core.engines.adapters import AdapterTable
+
+            self._adapters = AdapterTable(model, spec.adapters)
         self._slots = spec.sampler(model)
         self._recorder = spec.recorder(model) if spec.recorder else None
         self._parked_room = 0  # tokens
@@ -308,7 +312,7 @@ class EmbeddedEngine(Engine):
             numbers = self._numbers(requests)
             tokens, starts = numbers[:2].long()
             longest = max(len(r.ids) for r in requests)
-            with self._adapters.of_rows([r.adapter for r in requests]):
+            with self._using_adapters(requests):
                 rows = slice(0, len(requests))
                 hidden = self._slots.forward(self._cache, rows, tokens[:, None], starts, longest)
             self._take(requests, hidden[:, 0], numbers)
@@ -393,9 +397,15 @@ class EmbeddedEngine(Engine):
         ragged = torch.tensor(sizes, device=device) if min(sizes) < max(sizes) else None
         where = torch.tensor(starts, device=device) if any(starts) else None
         rows = slice(requests[0].row, requests[-1].row + 1)
-        with self._adapters.of_rows([request.adapter for request in requests]):
+        with self._using_adapters(requests):
             hidden = self._slots.forward(self._cache, rows, tokens, where, length, ragged)
         return [hidden[i, size - 1] for i, size in enumerate(sizes)]
+
+    def _using_adapters(self, requests: list[Request]) -> AbstractContextManager[None]:
+        """Inside, the rows of a forward use each its request's adapter."""
+        if self._adapters is None:
+            return nullcontext()
+        return self._adapters.of_rows([request.adapter for request in requests])
 
     def _numbers(self, requests: list[Request]) -> Tensor:
         """[8, n] on the device: last token, its position, uniform in [0, 1), is greedy,
