@@ -149,7 +149,7 @@ class SequenceShard:
 
     tokens: Tensor  # [T / cp] int64, which tokens of the batch this rank holds
     cu_seqlens: Tensor  # [N+1] int32 on the host, where each sequence's part starts
-    sources: Tensor  # [m] int64, index into this rank's tokens
+    logit_indices: Tensor  # [m] int64, index into this rank's tokens
     trained: Tensor  # [m] int64, which of the batch's M trained tokens these predict
     counts: list[int]  # [cp] m of every rank
     # [M] int64, where each of the batch's stands among all ranks' trained tokens, rank by rank.
@@ -169,7 +169,7 @@ class PackedBatch:
     # [N] the piece that holds the prompt of this one, -1 if it begins a sequence.
     parents: list[int]
     # [M] int64, index into T of the token before, whose hidden state predicts this one.
-    sources: Tensor
+    logit_indices: Tensor
     labels: Tensor  # [M] int64, the trained tokens
     # [M] int64, which sample each is of, numbered from 0; a sample's stand together in their order.
     sequences: Tensor

@@ -242,7 +242,7 @@ def pack_samples(samples: Sequence[TrainingSample], cp: int = 1) -> PackedBatch:
 def packed(pieces: list[Piece], samples: Sequence[TrainingSample], cp: int) -> PackedBatch:
     lengths = [padded_length(len(piece.token_ids), cp) for piece in pieces]
     starts = np.cumsum([0, *lengths])
-    dtypes = PER_TOKEN | {"sources": np.int64, "sequences": np.int64}
+    dtypes = PER_TOKEN | {"logit_indices": np.int64, "sequences": np.int64}
     columns = {name: [np.zeros(0, dtype)] for name, dtype in dtypes.items()}
     input_ids, position_ids = np.zeros((2, starts[-1]), np.int64)
     order = []
@@ -253,10 +253,10 @@ def packed(pieces: list[Piece], samples: Sequence[TrainingSample], cp: int) -> P
             continue
         sample = samples[piece.sample]
         trained = trained_positions(sample)
-        sources = start + trained - piece.first - 1
+        logit_indices = start + trained - piece.first - 1
         # The last token of a shared prompt predicts the first after it.
-        sources[trained == piece.first] = starts[piece.parent + 1] - 1
-        columns["sources"].append(sources)
+        logit_indices[trained == piece.first] = starts[piece.parent + 1] - 1
+        columns["logit_indices"].append(logit_indices)
         columns["sequences"].append(np.full(len(trained), len(order)))
         for name in PER_TOKEN:
             columns[name].append(getattr(sample, name)[trained])

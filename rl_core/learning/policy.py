@@ -50,7 +50,7 @@ class PackedForward:
         hidden_1TD = policy.hidden_states(
             input_ids=ids[None], position_ids=positions[None], attention_plan=plan
         )
-        return policy.outputs(hidden_1TD[0, batch.sources], batch.labels, temperature)
+        return policy.outputs(hidden_1TD[0, batch.logit_indices], batch.labels, temperature)
 
     def tokens(self, batch: PackedBatch) -> Tensor:
         """[n] which of the batch's tokens each token of the forward is; -1: padding."""

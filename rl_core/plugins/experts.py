@@ -251,7 +251,7 @@ def token_weights(batch: PackedBatch, tokens: Tensor, repeats_prompts: bool) -> 
     pieces = sent(torch.arange(len(lengths)).repeat_interleave(lengths), device)
     # Behind the last token before a trained one is padding.
     last = torch.full((len(lengths),), -1, device=device)
-    last.scatter_reduce_(0, pieces[batch.sources], batch.sources, "amax")
+    last.scatter_reduce_(0, pieces[batch.logit_indices], batch.logit_indices, "amax")
     weights = (torch.arange(len(pieces), device=device) <= last[pieces]).float()
     if not repeats_prompts:
         num_children = Counter(batch.parents)

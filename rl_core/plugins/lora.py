@@ -39,25 +39,21 @@ def check_lora(lora: LoraConfig, model_config: PretrainedConfig) -> None:
             f"--actors.policy.lora.rank={lora.rank}: this model has no linear layers "
             "(torch.nn.Linear) for adapters"
         )
-    names = target_names(lora, layers)
-    known = sorted({name.rpartition(".")[2] for name in layers})
-    if unknown := [n for n in names if n not in known] or [EXPERTS] * (
-        has_experts(lora) and not experts
-    ):
+    targets = target_names(lora, layers)
+    known = {last_name(layer) for layer in layers}
+    unknown = [name for name in targets if name not in known]
+    if has_experts(lora) and not experts:
+        unknown.append(EXPERTS)
+    if unknown:
+        also = f", or experts: {', '.join(experts)}" if experts else ""
         raise ValueError(
             f"--actors.policy.lora.targets={lora.targets}: {unknown[0]!r} is no linear layer of a "
-            "block of this model; "
-            f"take some of {', '.join(known)}, or "
-            f"all-linear{experts and f', or experts: {experts}'}"
+            f"block of this model; take some of {', '.join(sorted(known))}, or all-linear{also}"
         )
-    sizes = [(min(m.weight.shape), n) for n, m in layers.items() if n.rpartition(".")[2] in names]
+    weights = {n: layer.weight for n, layer in layers.items() if last_name(n) in targets}
     if has_experts(lora):
-        sizes += [
-            (min(p.shape[1:]), n)
-            for n, p in model.named_parameters()
-            if n.endswith(tuple(experts.split(", ")))
-        ]
-    smallest, layer = min(sizes)
+        weights |= {n: w for n, w in model.named_parameters() if n.endswith(tuple(experts))}
+    smallest, layer = min((min(weight.shape[-2:]), name) for name, weight in weights.items())
     if lora.rank > smallest:
         raise ValueError(
             f"--actors.policy.lora.rank={lora.rank} is larger than the rank of {layer}; take at "
@@ -65,14 +61,17 @@ def check_lora(lora: LoraConfig, model_config: PretrainedConfig) -> None:
         )
 
 
-def experts_of(model: nn.Module) -> str:
+def last_name(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def experts_of(model: nn.Module) -> list[str]:
     """Names of the weights of experts in a layer."""
-    names = {
-        plain(name)
-        for name, p in backbone(model).named_parameters()
-        if EXPERTS in name and p.ndim == 3
-    }
-    return ", ".join(sorted({".".join(name.split(".")[-2:]) for name in names}))
+    names = set()
+    for name, weight in backbone(model).named_parameters():
+        if EXPERTS in name and weight.ndim == 3:
+            names.add(".".join(plain(name).split(".")[-2:]))
+    return sorted(names)
 
 
 def plain(name: str) -> str:
@@ -84,38 +83,36 @@ def is_served(path: str, lora: LoraConfig, served: frozenset[str]) -> bool:
     """Whether an engine that serves the adapters of these layers applies such an adapter beside
     the weights of the model at `path`."""
     config = load_model_config(path)
-    is_text = config.get_text_config() is config  # others have names of their own in servers
-    return (
-        is_text
-        and not has_experts(lora)
-        and lora.quantize == "none"
-        and served.issuperset(target_names(lora, linear_layers(on_meta(config))))
-    )
+    # A multimodal model's have names of their own in servers.
+    if config.get_text_config() is not config or has_experts(lora) or lora.quantize != "none":
+        return False
+    return served.issuperset(target_names(lora, linear_layers(on_meta(config))))
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Name -> layer of the language model that may have an adapter. Not the head, since logprobs
     use its plain weight; not experts, nor what has their names, which peft takes for theirs; not
     routers and gates of one number."""
-    text, left_out = backbone(model), set()
+    inside, left_out = set(backbone(model).modules()), set()
     if experts_of(model):
         left_out |= NAMED_AS_EXPERTS
     if model.config.model_type in STATE_SPACES:
-        left_out |= {"out_proj"}
-    inside = set(text.modules())
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module in inside and module.out_features > 1
-        if name.rpartition(".")[2] not in left_out and not type(module).__name__.endswith("Router")
-    }
+        left_out.add("out_proj")
+    layers = {}
+    for name, module in model.named_modules():
+        is_router = type(module).__name__.endswith("Router")
+        if module not in inside or not isinstance(module, nn.Linear) or is_router:
+            continue
+        if module.out_features > 1 and last_name(name) not in left_out:
+            layers[name] = module
+    return layers
 
 
 def target_names(lora: LoraConfig, layers: dict[str, nn.Linear]) -> list[str]:
     """Last names of the linear layers that get adapters."""
-    names = [*split(lora.targets)]
+    names = split(lora.targets)
     if "all-linear" in names:
-        names = sorted({name.rpartition(".")[2] for name in layers}) + names
+        names = [*sorted(map(last_name, layers)), *names]
     return [name for name in dict.fromkeys(names) if name not in ("all-linear", EXPERTS)]
 
 
@@ -226,7 +223,7 @@ def peft_config(lora: LoraConfig, model: nn.Module, path: str) -> peft.LoraConfi
         r=lora.rank,
         lora_alpha=lora.alpha,
         target_modules=target_names(lora, linear_layers(model)) or None,
-        target_parameters=experts_of(model).split(", ") if has_experts(lora) else None,
+        target_parameters=experts_of(model) if has_experts(lora) else None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=path,
     )
@@ -273,24 +270,25 @@ def merged_weights(
         # Peft has a layer for each weight of experts.
         while getattr(owner, "parameter_name", kind) != kind:
             owner = owner.base_layer
-        if kind == "weight" and (quant_state := getattr(layer, "quant_state", None)) is not None:
+        if kind == "weight" and getattr(layer, "quant_state", None) is not None:
             from bitsandbytes.functional import dequantize_4bit
 
-            value = dequantize_4bit(value, quant_state)
-        if kind in ("weight", getattr(owner, "parameter_name", "")) and adapter in getattr(
-            owner, "lora_A", ()
-        ):
-            a_RD, b_DR = (
-                unsharded(part[adapter].weight.detach()) for part in (owner.lora_A, owner.lora_B)
-            )
-            if value.ndim == 3:  # rows of A expert by expert; columns of B rank by rank
-                a_RD, b_DR = (
-                    a_RD.view(len(value), -1, a_RD.shape[1]),
-                    b_DR.view(len(b_DR), -1, len(value)).permute(2, 0, 1),
-                )
-            delta = owner.scaling[adapter] * (b_DR @ a_RD)
-            value = value.float() + (delta if delta.shape == value.shape else delta.mT)
+            value = dequantize_4bit(value, layer.quant_state)
+        is_adapted = kind in ("weight", getattr(owner, "parameter_name", ""))
+        if is_adapted and adapter in getattr(owner, "lora_A", ()):
+            value = value.float() + adapter_delta(owner, adapter, value.shape)
         yield f"{owner_name}.{kind}", value if dtype is None else value.to(dtype)
+
+
+def adapter_delta(layer: nn.Module, adapter: str, shape: torch.Size) -> Tensor:
+    """alpha/rank B A of a layer, in the shape of its weight. Every rank must call it."""
+    a_RD = unsharded(layer.lora_A[adapter].weight.detach())
+    b_DR = unsharded(layer.lora_B[adapter].weight.detach())
+    if len(shape) == 3:  # rows of A expert by expert; columns of B rank by rank
+        a_RD = a_RD.view(shape[0], -1, a_RD.shape[1])
+        b_DR = b_DR.view(len(b_DR), -1, shape[0]).permute(2, 0, 1)
+    delta = layer.scaling[adapter] * (b_DR @ a_RD)
+    return delta if delta.shape == shape else delta.mT
 
 
 def second_model(hf: nn.Module) -> nn.Module:

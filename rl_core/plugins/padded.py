@@ -13,19 +13,22 @@ import itertools
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from rl_core.data.packing import pack_samples
 from rl_core.distributed import Ranks
 from rl_core.learning import attention
+from rl_core.learning.minibatches import to_device
 from rl_core.learning.policy import Policy
-from rl_core.types import PackedBatch
+from rl_core.types import PackedBatch, TrainingSample
 
 PACKABLE = {"full_attention", "sliding_attention"}
-# Where a model's own attention and its head are found out: a prompt, a sequence, and two that
-# follow the prompt.
-PROBE, PARENTS = (9, 7, 6, 5), [-1, -1, 0, 0]
+# Prompt and length of the samples by which a model's own attention and its head are found out, and
+# the step between their token ids.
+PROBE = ((1, 8, 5), (9, 16, 7), (9, 15, 7))
 # What a forward that is not made for its model raises.
 ERRORS = (ValueError, TypeError, AttributeError, RuntimeError, KeyError)
 # The largest difference in fp32; the mean one in less.
@@ -144,36 +147,19 @@ def set_attention(hf: nn.Module, implementation: str) -> None:
 
 
 def probe_batch(vocab_size: int, device: torch.device) -> PackedBatch:
-    starts = list(itertools.accumulate(PROBE, initial=0))
-    _, whole, *after = (torch.arange(*ends) for ends in itertools.pairwise(starts))
-    sources = [
-        whole[:-1],
-        *(torch.cat([torch.tensor([PROBE[0] - 1]), piece[:-1]]) for piece in after),
-    ]
-    labels = torch.cat([whole[1:], *after])
-    ids = torch.arange(starts[-1]).mul(7).add(3) % vocab_size
-    first = [0, 0, PROBE[0], PROBE[0]]
-    positions = torch.cat([torch.arange(n) + at for n, at in zip(PROBE, first, strict=True)])
-    none, order = torch.zeros(len(labels)), torch.arange(3)
-    sequences = torch.repeat_interleave(order, torch.tensor([len(part) for part in sources]))
-    tensors = {
-        "input_ids": ids,
-        "position_ids": positions,
-        "sources": torch.cat(sources),
-        "labels": ids[labels],
-    }
-    tensors |= {
-        "sequences": sequences,
-        "order": order,
-        "rollout_logprobs": none,
-        "advantages": none,
-    }
-    tensors = {
-        name: value.to(device) for name, value in (tensors | {"policy_versions": sequences}).items()
-    }
-    return PackedBatch(
-        cu_seqlens=torch.tensor(starts, dtype=torch.int32), parents=PARENTS, **tensors
-    )
+    """A sequence, and two that follow a shared prompt."""
+    samples = []
+    for prompt, length, step in PROBE:
+        places, none = np.arange(length), np.zeros(length)
+        sample = TrainingSample(
+            token_ids=(places * step + 3) % vocab_size,
+            loss_mask=places >= prompt,
+            rollout_logprobs=none,
+            policy_versions=none,
+            advantages=none,
+        )
+        samples.append(sample)
+    return to_device(pack_samples(samples), device)
 
 
 def padded_rows(batch: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -189,4 +175,4 @@ def padded_rows(batch: PackedBatch) -> tuple[Tensor, Tensor]:
     for n, row in enumerate(rows):
         places[row] = n * tokens.shape[1] + torch.arange(len(row))
     device = batch.input_ids.device
-    return tokens.to(device), places.to(device)[batch.sources]
+    return tokens.to(device), places.to(device)[batch.logit_indices]

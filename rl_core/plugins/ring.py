@@ -48,7 +48,7 @@ class RingForward(PackedForward):
             attention_plan=plan,
         )
         labels = batch.labels[shard.trained]
-        outputs = policy.outputs(hidden_1TD[0, shard.sources], labels, temperature)
+        outputs = policy.outputs(hidden_1TD[0, shard.logit_indices], labels, temperature)
         logprobs, entropy = FromShards.apply(shard, self.group, torch.stack(outputs))
         return logprobs, entropy
 

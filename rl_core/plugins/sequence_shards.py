@@ -28,11 +28,11 @@ def shard_sequences(batch: PackedBatch, cp: int, rank: int) -> PackedBatch:
     owners = torch.minimum(chunk, 2 * cp - 1 - chunk)  # [T]
     tokens = (owners == rank).nonzero()[:, 0]
     here = torch.full_like(owners, -1).index_put((tokens,), torch.arange(len(tokens)))
-    by_owner = [(owners[batch.sources] == r).nonzero()[:, 0] for r in range(cp)]
+    by_owner = [(owners[batch.logit_indices] == r).nonzero()[:, 0] for r in range(cp)]
     shard = SequenceShard(
         tokens=tokens,
         cu_seqlens=batch.cu_seqlens // cp,
-        sources=here[batch.sources[by_owner[rank]]],
+        logit_indices=here[batch.logit_indices[by_owner[rank]]],
         trained=by_owner[rank],
         counts=[len(part) for part in by_owner],
         places=torch.cat(by_owner).argsort(),
