@@ -23,9 +23,7 @@ from rl_core.learning.learner import Learner, LearnerPart
 from rl_core.learning.loading import (
     load_hf_model,
     load_model_config,
-    load_shards,
     on_meta,
-    to_meta,
 )
 from rl_core.learning.policy import (
     PackedForward,
@@ -223,9 +221,7 @@ def make_policy(
         quantized = registry.quantization()(loras["default"], dtype, ranks.device)
     weights = {}
     if is_split and not quantized:
-        with registry.fused_weights()() as fused:
-            hf = load_hf_model(path, "auto", None, is_scoring)
-        weights = to_meta(hf, dtype_held) | fused
+        hf, weights = registry.load_on_meta()(path, dtype_held, is_scoring)
     else:
         hf = load_hf_model(path, dtype_held, device, is_scoring, **quantized)
     # What an engine shares stays on the device.
@@ -251,12 +247,8 @@ def make_policy(
     if is_split:
         shard_policy(policy, dtype, ranks, cpu_offload)
     if weights:
-        # Not to_empty(), which would destroy the buffers. FSDP hears of it through its own _apply.
-        held_on = torch.device("cpu") if cpu_offload else ranks.device
-        policy._apply(
-            lambda t: torch.empty_like(t, device=held_on) if t.is_meta else t.to(ranks.device)
-        )
-        load_shards(hf, weights)
+        weights_on = torch.device("cpu") if cpu_offload else ranks.device
+        registry.load_shards()(policy, weights, ranks.device, weights_on)
     for name, (_, seed) in adapters.items():
         registry.draw_adapter()(hf, seed, name)
     if learner.kernels == "compile":

@@ -266,10 +266,16 @@ def quantization() -> Any:
     return quantization
 
 
-def fused_weights() -> Any:
-    from rl_core.plugins.fused_weights import fused_later
+def load_on_meta() -> Any:
+    from rl_core.plugins.shard_loading import load_on_meta
 
-    return fused_later
+    return load_on_meta
+
+
+def load_shards() -> Any:
+    from rl_core.plugins.shard_loading import load_shards
+
+    return load_shards
 
 
 def tensor_parallel_policy() -> Any:

@@ -1,11 +1,6 @@
-"""A model from its folder, as transformers loads it. To be sharded, it becomes an empty one on
-torch's meta device, of which each rank then fills the slices that it holds."""
+"""A model from its folder, as transformers loads it."""
 
 from __future__ import annotations
-
-import ctypes
-import mmap
-import sys
 
 import torch
 from safetensors import SafetensorError
@@ -109,40 +104,6 @@ def on_meta(model_config: PretrainedConfig, **how) -> nn.Module:
     """The model's shapes alone."""
     with torch.device("meta"):
         return from_config(model_class(model_config), model_config, **how)
-
-
-def to_meta(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Name -> weight. The model's own become meta tensors of `dtype`; tied ones stay tied."""
-    weights, empty = dict(model.named_parameters()), {}
-    for module in model.modules():
-        for name, weight in module._parameters.items():
-            if weight is not None and weight not in empty:
-                empty[weight] = nn.Parameter(torch.empty_like(weight, dtype=dtype, device="meta"))
-            module._parameters[name] = empty.get(weight)
-    return weights
-
-
-@torch.no_grad()
-def load_shards(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copies the weights, adapters excepted. A rank reads only the slices that it holds."""
-    for name, parameter in model.named_parameters():
-        weight = weights.get(name.replace(".base_layer", ""))  # beside it are adapters
-        if weight is not None:
-            local, slices = local_slices(parameter)
-            local.copy_(weight[slices])
-            if isinstance(weight, Tensor):
-                forget_pages(weight)
-
-
-def forget_pages(weight: Tensor) -> None:
-    """Gives back a file's pages, which count as this process's memory once they are read
-    (Linux)."""
-    page, begin = mmap.PAGESIZE, weight.data_ptr()
-    start, end = -(-begin // page) * page, (begin + weight.nbytes) // page * page
-    if sys.platform == "linux" and start < end and not weight.untyped_storage().resizable():
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED
-        )
 
 
 def local_slices(value: Tensor) -> tuple[Tensor, tuple[slice, ...]]:

@@ -1,0 +1,132 @@
+"""A sharded model from its files: transformers maps them, the model becomes an empty one on torch's
+meta device, and each rank reads the slices that it holds.
+
+A weight that transformers makes of several, such as all experts of a layer, is made of the slices'
+parts alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+
+from rl_core.learning.loading import load_hf_model, local_slices
+from rl_core.learning.policy import Policy
+
+CONVERT = WeightConverter.convert
+
+
+def load_on_meta(
+    path: str, dtype: torch.dtype, is_scoring: bool = False
+) -> tuple[nn.Module, dict[str, Any]]:
+    """(an empty model of `dtype` on "meta", name -> weight in its files, to be indexed). Tied
+    weights stay tied."""
+    with fused_later() as fused:
+        model = load_hf_model(path, "auto", None, is_scoring)
+    weights, empty = dict(model.named_parameters()), {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and weight not in empty:
+                empty[weight] = nn.Parameter(torch.empty_like(weight, dtype=dtype, device="meta"))
+            module._parameters[name] = empty.get(weight)
+    return model, weights | fused
+
+
+@torch.no_grad()
+def load_shards(
+    policy: Policy, weights: dict[str, Any], device: torch.device, weights_on: torch.device
+) -> None:
+    """Copies the weights, adapters excepted, to `weights_on`. A rank reads only the slices that it
+    holds."""
+    # Not to_empty(), which would destroy the buffers. FSDP hears of it through its own _apply.
+    policy._apply(lambda t: torch.empty_like(t, device=weights_on) if t.is_meta else t.to(device))
+    for name, parameter in policy.hf.named_parameters():
+        weight = weights.get(name.replace(".base_layer", ""))  # beside it are adapters
+        if weight is not None:
+            local, slices = local_slices(parameter)
+            local.copy_(weight[slices])
+            if isinstance(weight, Tensor):
+                forget_pages(weight)
+
+
+def forget_pages(*weights: Tensor) -> None:
+    """Gives back the files' pages, which count as this process's memory once they are read
+    (Linux)."""
+    page = mmap.PAGESIZE
+    for weight in weights:
+        begin = weight.data_ptr()
+        start, end = -(-begin // page) * page, (begin + weight.nbytes) // page * page
+        if sys.platform == "linux" and start < end and not weight.untyped_storage().resizable():
+            address, size = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
+            ctypes.CDLL(None).madvise(address, size, mmap.MADV_DONTNEED)
+
+
+class FusedWeight:
+    """What transformers would make of weights in files. An index reads only the experts that it
+    names."""
+
+    def __init__(
+        self,
+        converter: WeightConverter,
+        parts: dict[str, list[Tensor]],
+        name: str,
+        like: Tensor,
+        options: dict,
+    ):
+        self.converter, self.parts, self.name = converter, parts, name
+        self.like, self.options = like, options
+        first, *rest = converter.operations
+        self.is_by_expert = isinstance(first, MergeModulelist) and first.dim == 0
+        self.is_by_expert &= all(isinstance(op, Concatenate) and op.dim != 0 for op in rest)
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
+        if not self.like[slices].numel():  # more ranks than experts
+            return torch.empty(self.like[slices].shape)
+        experts, rest = slice(None), slices
+        if self.is_by_expert:
+            experts, rest = slices[0], (slice(None), *slices[1:])
+        parts = {pattern: tensors[experts] for pattern, tensors in self.parts.items()}
+        weight = converted(self.converter, parts, self.name, self.options)[self.name][rest]
+        forget_pages(*itertools.chain(*parts.values()))
+        return weight
+
+
+def converted(
+    converter: WeightConverter, parts: dict[str, list[Tensor]], name: str, options: dict
+) -> dict[str, Tensor]:
+    converter.collected_tensors = {pattern: list(tensors) for pattern, tensors in parts.items()}
+    weights = {}
+    for key, value in CONVERT(converter, name, **options).items():
+        weights[key] = value[0] if isinstance(value, list) else value
+    return weights
+
+
+@contextmanager
+def fused_later() -> Iterator[dict[str, FusedWeight]]:
+    """Inside, what transformers converts while it loads stays on "meta". Gives its names with a
+    FusedWeight each."""
+    fused: dict[str, FusedWeight] = {}
+
+    def convert(converter: WeightConverter, layer_name: str, **options) -> dict[str, Tensor]:
+        parts = converter.materialize_tensors()  # from files that are mapped
+        forget_pages(*itertools.chain(*parts.values()))
+        shapes = {}
+        for pattern, tensors in parts.items():
+            shapes[pattern] = [tensor.to("meta") for tensor in tensors]
+        made = converted(converter, shapes, layer_name, options)
+        for name, like in made.items():
+            fused[name] = FusedWeight(converter, parts, name, like, options)
+        return made
+
+    with patch.object(WeightConverter, "convert", convert):
+        yield fused
