@@ -11,24 +11,34 @@ max_turns = 2
 
 
 def load_tasks(split):
-    pairs = [(a, b) for a in range(10, 100) for b in range(2, 10)]
-    random.Random(0).shuffle(pairs)
-    chosen = pairs[NUM_EVAL:] if split == "train" else pairs[:NUM_EVAL]
-    return [
-        {"messages": [{"role": "user", "content": f"{a}*{b}"}], "answer": a * b} for a, b in chosen
-    ]
+    rows = []
+    for a in range(10, 100):
+        for b in range(2, 10):
+            messages = [{"role": "user", "content": f"{a}*{b}"}]
+            rows.append({"messages": messages, "answer": a * b})
+    random.Random(0).shuffle(rows)
+    if split == "train":
+        return rows[NUM_EVAL:]
+    return rows[:NUM_EVAL]
 
 
 def calculate(text):
     parts = re.fullmatch(r"\s*([0-9]{1,9})\s*([-+*])\s*([0-9]{1,9})\s*", text)
-    return str(OPERATORS[parts[2]](int(parts[1]), int(parts[3]))) if parts else "error"
+    if not parts:
+        return "error"
+    left, sign, right = parts.groups()
+    return str(OPERATORS[sign](int(left), int(right)))
 
 
 def interact(messages):
     call = re.search(r"<call>(.*?)</call>", messages[-1]["content"], re.DOTALL)
-    return [{"role": "tool", "content": calculate(call[1])}] if call else None
+    if not call:
+        return None
+    return [{"role": "tool", "content": calculate(call[1])}]
 
 
 def reward_fn(messages, answer):
     number = re.fullmatch(r"\s*(-?[0-9]{1,20})\s*", messages[-1]["content"])
-    return float(number is not None and int(number[1]) == int(answer))
+    if not number:
+        return 0.0
+    return float(int(number[1]) == int(answer))

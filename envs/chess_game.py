@@ -29,7 +29,8 @@ except ImportError:
 
 RULES = "Chess. Reply with one legal move alone, such as Nf3 or g1f3."
 # Black is False in python-chess.
-SEATS, LEGAL, MAX_PLIES, PER_LEVEL = ("black", "white"), 0.2, 40, 150
+SEATS = ("black", "white")
+LEGAL, MAX_PLIES, PER_LEVEL = 0.2, 40, 150
 VALUES = {
     chess.PAWN: 1,
     chess.KNIGHT: 3,
@@ -44,36 +45,40 @@ max_turns = 20
 
 def position(level, rng):
     """A board that is not at its end, or None."""
-    board = chess.Board() if level == 3 else chess.Board(None)
-    for square, symbol in zip(
-        rng.sample(range(64), 4), ("KQkR", "KQk", "")[level - 1], strict=False
-    ):
-        board.set_piece_at(square, chess.Piece.from_symbol(symbol))
-    for _ in range(rng.randrange(4, 20) if level == 3 else 0):
-        board.push(rng.choice([*board.legal_moves] or [chess.Move.null()]))
+    squares = rng.sample(range(64), 4)
+    board = chess.Board()
+    if level == 3:
+        for _ in range(rng.randrange(4, 20)):
+            board.push(rng.choice([*board.legal_moves] or [chess.Move.null()]))
+    else:
+        board.clear()
+        for square, symbol in zip(squares, "KQkR" if level == 1 else "KQk", strict=False):
+            board.set_piece_at(square, chess.Piece.from_symbol(symbol))
     if not board.is_valid() or board.is_game_over():
         return None
-    return (
-        board
-        if level > 1
-        or any(board.san(m)[-1] == "#" for m in board.legal_moves if board.gives_check(m))
-        else None
-    )
+    return board if level > 1 or has_mate(board) else None
+
+
+def has_mate(board):
+    """Whether a move mates."""
+    return any(board.san(move).endswith("#") for move in board.legal_moves)
 
 
 def load_tasks(split):
     """Training: against a learner. Evaluation: against the random player."""
-    rng, rows, opponent = random.Random(0), {}, "random" if split == "eval" else "actor"
+    rng, rows = random.Random(0), {}
+    opponent = "random" if split == "eval" else "actor"
     for level in (1, 2, 3):
         while len(rows) < level * PER_LEVEL:
             if board := position(level, rng):
                 row = {"prompt": RULES, "fen": board.fen(), "level": level, "opponent": opponent}
                 rows[row["fen"]] = row
-    return [
-        row
-        for fen, row in rows.items()
-        if (zlib.crc32(fen.encode()) % 10 == 0) == (split == "eval")
-    ]
+    chosen = []
+    for fen, row in rows.items():
+        is_held_out = zlib.crc32(fen.encode()) % 10 == 0
+        if is_held_out == (split == "eval"):
+            chosen.append(row)
+    return chosen
 
 
 def move_of(text, board):
@@ -84,13 +89,15 @@ def move_of(text, board):
 
 
 def shown(board):
-    return f"{board.fen()}\nLegal: {', '.join(board.san(move) for move in board.legal_moves)}"
+    legal = ", ".join(board.san(move) for move in board.legal_moves)
+    return f"{board.fen()}\nLegal: {legal}"
 
 
 def random_move(task_id, board):
     """Hangs on task and position alone, so that a run can be repeated."""
     moves = sorted(board.legal_moves, key=chess.Move.uci)
-    return random.Random(zlib.crc32(f"{task_id}/{board.fen()}".encode())).choice(moves)
+    seed = zlib.crc32(f"{task_id}/{board.fen()}".encode())
+    return random.Random(seed).choice(moves)
 
 
 def results(board, illegal):
@@ -99,23 +106,30 @@ def results(board, illegal):
         return float(illegal == "black")
     if outcome := board.outcome(claim_draw=True):
         return 0.5 if outcome.winner is None else float(outcome.winner)
-    ahead = sum(VALUES[p.piece_type] * (1 if p.color else -1) for p in board.piece_map().values())
+    ahead = 0
+    for piece in board.piece_map().values():
+        value = VALUES[piece.piece_type]
+        ahead += value if piece.color == chess.WHITE else -value
     return 0.5 + max(-0.25, min(0.25, ahead / 40))
 
 
 async def play(task, players):
     """(board at the end, seat -> last reply, seat -> its legal moves, who moved illegally).
     `players`: None moves at random."""
-    board, replies, legal, illegal = chess.Board(task.row["fen"]), {}, dict.fromkeys(SEATS, 0), None
+    board, replies = chess.Board(task.row["fen"]), {}
+    legal, illegal = dict.fromkeys(SEATS, 0), None
     while len(board.move_stack) < MAX_PLIES and not board.outcome(claim_draw=True):
         seat = SEATS[board.turn]
         if players[seat] is None:
             board.push(random_move(task.id, board))
             continue
-        asked = "" if seat in replies else f"{task.row['prompt']} You are {seat}.\n\n"
-        replies[seat] = await (replies.get(seat) or players[seat]).respond(asked + shown(board))
-        move = None if replies[seat].truncated else move_of(replies[seat].answer, board)
-        if move is None:
+        if seat in replies:
+            reply = await replies[seat].respond(shown(board))
+        else:
+            asked = f"{task.row['prompt']} You are {seat}.\n\n{shown(board)}"
+            reply = replies[seat] = await players[seat].respond(asked)
+        move = move_of(reply.answer, board)
+        if move is None or reply.truncated:
             illegal = seat
             break
         legal[seat] += 1
@@ -130,21 +144,19 @@ async def rollout(task, actors):
         raise ValueError(
             f"chess is for one or two actors, there are {len(names)}: {', '.join(names)}"
         )
-    seat, other, suffix, found = SEATS[turn], SEATS[not turn], "", []
-    games = [{seat: actors[names[0]], other: actors[names[-1]]}]
+    seat, other = SEATS[turn], SEATS[not turn]
+    games, suffix = [{seat: actors[names[0]], other: actors[names[-1]]}], ""
     if task.row.get("opponent") == "random":
         games, suffix = [{seat: actors[name], other: None} for name in names], "_random"
+    found = []
     for players in games:
         board, replies, legal, illegal = await play(task, players)
         for place, reply in replies.items():
-            white, tried = results(board, illegal), legal[place] + (illegal == place)
-            parts = {
-                "result": white if place == "white" else 1 - white,
-                "legal": LEGAL * legal[place] / tried,
-            }
-            metrics = {
-                f"illegal{suffix}": float(illegal == place),
-                f"moves{suffix}": float(legal[place]),
-            }
+            result = results(board, illegal)
+            if place == "black":
+                result = 1 - result
+            is_illegal = float(illegal == place)
+            parts = {"result": result, "legal": LEGAL * legal[place] / (legal[place] + is_illegal)}
+            metrics = {f"illegal{suffix}": is_illegal, f"moves{suffix}": float(legal[place])}
             found.append(reply.trajectory(parts, seat=place, metrics=metrics))
     return found

@@ -23,23 +23,31 @@ sandbox = Sandbox()
 
 def load_tasks(split):
     rows = []
-    for a, b in ((a, b) for a in range(2, 10) for b in range(2, 30)):
-        asked = f"f({a % 3 + 1}) is {a * (a % 3 + 1) + b}. f is a*x+b with b from 2 to 29."
-        tests = [f"assert f({x}) == {a * x + b}" for x in (0, 1, 5, -3)]
-        rows.append({"prompt": f"{asked} ({a * 7 + b * 3} is 7*a+3*b)", "test_list": tests})
-    return [
-        row for row in rows if (zlib.crc32(row["prompt"].encode()) % 10 == 0) == (split != "train")
-    ]
+    for a in range(2, 10):
+        for b in range(2, 30):
+            x = a % 3 + 1
+            prompt = (
+                f"f({x}) is {a * x + b}. f is a*x+b with b from 2 to 29. "
+                f"({a * 7 + b * 3} is 7*a+3*b)"
+            )
+            is_held_out = zlib.crc32(prompt.encode()) % 10 == 0
+            if is_held_out == (split != "train"):
+                tests = [f"assert f({x}) == {a * x + b}" for x in (0, 1, 5, -3)]
+                rows.append({"prompt": prompt, "test_list": tests})
+    return rows
 
 
 async def run(text, row, shown):
     """What the shown tests give, or the others."""
-    setup, tests = function_tests(row, row["prompt"] if row.get("entry_point") else "")
-    half = len(tests) // 2 if len(tests) >= 4 else 0
-    chosen = (tests[:half] or tests) if shown else tests[half:]
-    code, name = code_of(text)[0], row.get("entry_point")
-    code = row["prompt"] + code if name and f"def {name}" not in code else code
-    return await sandbox.run(code, tests=chosen, setup=setup)
+    name = row.get("entry_point")
+    setup, tests = function_tests(row, row["prompt"] if name else "")
+    if len(tests) >= 4:
+        half = len(tests) // 2
+        tests = tests[:half] if shown else tests[half:]
+    code, _ = code_of(text)
+    if name and f"def {name}" not in code:
+        code = row["prompt"] + code
+    return await sandbox.run(code, tests=tests, setup=setup)
 
 
 async def interact(messages, task):
@@ -47,12 +55,11 @@ async def interact(messages, task):
     lines = [line for line in found.failures if line][:2]
     if not lines:
         return None
-    said = "\n".join(
-        [f"{sum(found.passed)} of {len(found.passed)} tests passed: {found.status}.", *lines]
-    )
-    return [{"role": "user", "content": said}]
+    told = f"{sum(found.passed)} of {len(found.passed)} tests passed: {found.status}."
+    return [{"role": "user", "content": "\n".join([told, *lines])}]
 
 
 async def reward_fn(messages, completion, task):
-    turns = sum(message["role"] == "assistant" for message in messages)
-    return (await run(completion, task.row, shown=False)).share - PENALTY * (turns - 1)
+    num_turns = sum(message["role"] == "assistant" for message in messages)
+    found = await run(completion, task.row, shown=False)
+    return found.share - PENALTY * (num_turns - 1)

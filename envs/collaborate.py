@@ -20,21 +20,26 @@ NUM_EVAL = 100
 
 
 def load_tasks(split):
-    rng = random.Random(0)
-    sums = list(dict.fromkeys(tuple(rng.randrange(1, 100) for _ in range(3)) for _ in range(2000)))
-    chosen = sums[NUM_EVAL:] if split == "train" else sums[:NUM_EVAL]
-    return [{"prompt": f"{TALK}\n\n{a}+{b}+{c}", "answer": str(a + b + c)} for a, b, c in chosen]
+    rng, rows = random.Random(0), {}
+    for _ in range(2000):
+        a, b, c = (rng.randrange(1, 100) for _ in range(3))
+        rows[a, b, c] = {"prompt": f"{TALK}\n\n{a}+{b}+{c}", "answer": str(a + b + c)}
+    rows = list(rows.values())
+    if split == "train":
+        return rows[NUM_EVAL:]
+    return rows[:NUM_EVAL]
 
 
 def turns(actors):
-    return [*actors] * (2 if 2 * len(actors) <= max_turns else 1)
+    num_rounds = 2 if 2 * len(actors) <= max_turns else 1
+    return [*actors] * num_rounds
 
 
 def interact(messages, task):
     num_spoken = sum(message["role"] == "assistant" for message in messages)
-    return (
-        [{"role": "user", "content": ANSWER}] if num_spoken == len(task.info["turns"]) - 1 else None
-    )
+    if num_spoken < len(task.info["turns"]) - 1:
+        return None
+    return [{"role": "user", "content": ANSWER}]
 
 
 def reward_fn(messages, answer):

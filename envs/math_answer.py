@@ -19,16 +19,16 @@ from rl_core.rewards import maths
 def load_tasks(split):
     """Sums of two numbers (level 1), with a product (2), with brackets (3). A hash of the sum says
     which tenth is held out."""
-    rng, forms, found = random.Random(0), ("{}+{}", "{}+{}*{}", "({}+{})*{}-{}"), {}
-    for level, form in enumerate(forms, 1):
+    rng, rows = random.Random(0), {}
+    for level, form in enumerate(("{}+{}", "{}+{}*{}", "({}+{})*{}-{}"), 1):
         for _ in range(1000):
-            asked = form.format(*(rng.randint(1, 20) for _ in range(form.count("{}"))))
-            found[asked] = {"prompt": f"What is {asked}?", "answer": eval(asked), "level": level}
-    return [
-        row
-        for asked, row in found.items()
-        if (zlib.crc32(asked.encode()) % 10 == 0) == (split != "train")
-    ]
+            numbers = [rng.randint(1, 20) for _ in range(form.count("{}"))]
+            asked = form.format(*numbers)
+            is_held_out = zlib.crc32(asked.encode()) % 10 == 0
+            if is_held_out == (split != "train"):
+                prompt = f"What is {asked}?"
+                rows[asked] = {"prompt": prompt, "answer": eval(asked), "level": level}
+    return list(rows.values())
 
 
 def reward_fn(messages, answer):

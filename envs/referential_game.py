@@ -22,20 +22,22 @@ system_prompts = {"bob": "Send {{ object }} as two digits.", "alice": "Which of 
 
 
 def load_tasks(split):
-    games = [{"prompt": "Go.", "object": seen, "candidates": shown} for seen, shown in deals()]
-    return games[NUM_EVAL:] if split == "train" else games[:NUM_EVAL]
-
-
-def deals():
-    """2,000 different (object, candidates), every object as often as the others."""
-    rng, found = random.Random(0), {}
-    while len(found) < 2000:
-        seen = OBJECTS[len(found) % len(OBJECTS)]
+    """2,000 different games, with every object as often as the others."""
+    rng, games = random.Random(0), {}
+    while len(games) < 2000:
+        seen = OBJECTS[len(games) % len(OBJECTS)]
         others = rng.sample(OBJECTS.replace(seen, ""), 2)
-        found[seen, "".join(rng.sample([seen, *others], 3))] = None
-    return found
+        shown = "".join(rng.sample([seen, *others], 3))
+        games[seen, shown] = {"prompt": "Go.", "object": seen, "candidates": shown}
+    games = list(games.values())
+    if split == "train":
+        return games[NUM_EVAL:]
+    return games[:NUM_EVAL]
 
 
 def reward_fn(messages, object):
-    sent, picked = (message["content"].strip() for message in messages[-2:])
-    return float(bool(re.fullmatch("[0-9]{2}", sent)) and picked == object)
+    sent = messages[-2]["content"].strip()
+    picked = messages[-1]["content"].strip()
+    if not re.fullmatch("[0-9]{2}", sent):
+        return 0.0
+    return float(picked == object)

@@ -7,12 +7,14 @@ NUM_EVAL = 256
 
 
 def load_tasks(split):
-    prompts = ["".join(digits) for digits in itertools.permutations("0123456789", 5)]
-    random.Random(0).shuffle(prompts)
-    chosen = prompts[NUM_EVAL:] if split == "train" else prompts[:NUM_EVAL]
-    return [
-        {"messages": [{"role": "user", "content": p}], "answer": "".join(sorted(p))} for p in chosen
-    ]
+    rows = []
+    for digits in itertools.permutations("0123456789", 5):
+        messages = [{"role": "user", "content": "".join(digits)}]
+        rows.append({"messages": messages, "answer": "".join(sorted(digits))})
+    random.Random(0).shuffle(rows)
+    if split == "train":
+        return rows[NUM_EVAL:]
+    return rows[:NUM_EVAL]
 
 
 def reward_fn(messages, answer):

@@ -11,6 +11,7 @@ Seats x and o have a baseline each. With --eval.pass_reward 0.5 the evaluation's
 the random player did not win.
 """
 
+import itertools
 import random
 import re
 import zlib
@@ -25,21 +26,16 @@ max_turns = 5  # of one seat; with --max_prompt_tokens it says how long a game's
 def load_tasks(split):
     """Training: against a learner, from every board with up to two stones. Evaluation: against the
     random player."""
-    if split == "eval":
-        seats = [SEATS[n % 2] for n in range(NUM_EVAL)]
-        return [
-            {"prompt": RULES, "opponent": "random", "opening": "", "seat": seat} for seat in seats
-        ]
-    openings = [
-        "",
-        *"123456789",
-        *(f"{a}{b}" for a in range(1, 10) for b in range(1, 10) if a != b),
-    ]
-    return [
-        {"prompt": RULES, "opponent": "actor", "opening": opening, "seat": seat}
-        for opening in openings
-        for seat in SEATS
-    ]
+    opponent, openings = "random", [""] * (NUM_EVAL // 2)
+    if split != "eval":
+        two_stones = ["".join(cells) for cells in itertools.permutations("123456789", 2)]
+        opponent, openings = "actor", ["", *"123456789", *two_stones]
+    rows = []
+    for opening in openings:
+        for seat in SEATS:
+            row = {"prompt": RULES, "opponent": opponent, "opening": opening, "seat": seat}
+            rows.append(row)
+    return rows
 
 
 def free_cells(board):
@@ -47,28 +43,33 @@ def free_cells(board):
 
 
 def winner(board):
-    return next((board[a] for a, b, c in LINES if board[a] == board[b] == board[c] != "."), None)
+    for a, b, c in LINES:
+        if board[a] == board[b] == board[c] != ".":
+            return board[a]
+    return None
 
 
 def shown(board):
     """Three rows, in which a free cell has its number: `x2o`."""
-    cells = "".join(str(n + 1) if stone == "." else stone for n, stone in enumerate(board))
-    return "\n".join(cells[n : n + 3] for n in (0, 3, 6))
+    cells = list(board)
+    for cell in free_cells(board):
+        cells[cell] = str(cell + 1)
+    return "\n".join("".join(cells[n : n + 3]) for n in (0, 3, 6))
 
 
 def move_of(text, board):
     """The cell, from 0 on, that a reply means; None if it is not the number of a free one and
     nothing else."""
     number = re.fullmatch(r"\s*([1-9])\s*", text)
-    cell = int(number[1]) - 1 if number else None
-    return cell if cell in free_cells(board) else None
+    if number and int(number[1]) - 1 in free_cells(board):
+        return int(number[1]) - 1
+    return None
 
 
 def random_move(task_id, board):
     """Hangs on task and board alone, so that a run can be repeated."""
-    return random.Random(zlib.crc32(f"{task_id}/{''.join(board)}".encode())).choice(
-        free_cells(board)
-    )
+    seed = zlib.crc32(f"{task_id}/{''.join(board)}".encode())
+    return random.Random(seed).choice(free_cells(board))
 
 
 async def play(task, players):
@@ -80,16 +81,15 @@ async def play(task, players):
     while free_cells(board) and not winner(board):
         seat = turn_of(board)
         if players[seat] is None:
-            cell = random_move(task.id, board)
+            board[random_move(task.id, board)] = seat
+            continue
+        if seat in replies:
+            reply = await replies[seat].respond(shown(board))
         else:
-            if seat in replies:
-                await replies[seat].respond(shown(board))
-            else:
-                replies[seat] = await players[seat].respond(
-                    f"{task.row['prompt']} You are {seat}.\n\n{shown(board)}"
-                )
-            cell = None if replies[seat].truncated else move_of(replies[seat].answer, board)
-        if cell is None:
+            asked = f"{task.row['prompt']} You are {seat}.\n\n{shown(board)}"
+            reply = replies[seat] = await players[seat].respond(asked)
+        cell = move_of(reply.answer, board)
+        if cell is None or reply.truncated:
             return replies, "o" if seat == "x" else "x", seat
         board[cell] = seat
     return replies, winner(board), None
@@ -115,11 +115,9 @@ async def rollout(task, actors):
     for players in games:
         replies, won, illegal = await play(task, players)
         for place, reply in replies.items():
-            result = 0.5 if won is None else float(place == won)
+            has_won = float(place == won)
+            result = 0.5 if won is None else has_won
             against = "_random" if None in players.values() else ""
-            metrics = {
-                f"won{against}": float(place == won),
-                f"illegal{against}": float(place == illegal),
-            }
+            metrics = {f"won{against}": has_won, f"illegal{against}": float(place == illegal)}
             found.append(reply.trajectory({"result": result}, seat=place, metrics=metrics))
     return found
