@@ -236,6 +236,7 @@ def make_policy(
         forward_pass,
         registry.activations_on_host() if learner.activations == "offload" else nullcontext,
         HostCopies(ranks.device, is_constant=is_frozen) if leaves_device else None,
+        registry.logprob_kernel(ranks.device),
     )
     policy.train()
     if is_frozen:

@@ -8,6 +8,7 @@ file imports an option: the roof asks here, and passes on what a run wants.
 from __future__ import annotations
 
 import importlib.util
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -201,6 +202,15 @@ def sequence_shards() -> Any:
     from rl_core.plugins.sequence_shards import SequenceShards
 
     return SequenceShards
+
+
+def logprob_kernel(device: Any) -> Any:
+    """None: torch computes logprobs."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from rl_core.plugins import triton_logprobs
+
+    return triton_logprobs
 
 
 def pair_loss(preset: str) -> Any:

@@ -23,7 +23,8 @@ from pathlib import Path
 
 import torch
 
-from rl_core.learning import logprobs as ours
+from rl_core.learning.logprobs import fused_logprobs
+from rl_core.registry import logprob_kernel
 
 SHAPES = {
     "cpu": [
@@ -53,16 +54,17 @@ def trl(hidden, weight, labels, temperature):
     return selective_log_softmax(logits, labels), entropy
 
 
-def tiles(hidden, weight, labels, temperature):
-    return ours.FusedLogprobs.apply(hidden, weight, labels, temperature, None, False)
+def fused(hidden, weight, labels, temperature):
+    kernel = logprob_kernel(hidden.device)
+    return fused_logprobs(hidden, weight, labels, temperature, kernel=kernel)
 
 
 def compiled(*args):
     return torch.compile(plain)(*args)
 
 
-SIDES = {"fused": ours.fused_logprobs, "plain": plain, "trl": trl}
-CUDA_SIDES = SIDES | {"tiles": tiles, "compiled": compiled}
+SIDES = {"fused": fused, "plain": plain, "trl": trl}
+CUDA_SIDES = SIDES | {"tiles": fused_logprobs, "compiled": compiled}
 
 
 def now_s() -> float:

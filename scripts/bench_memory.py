@@ -29,6 +29,7 @@ from bench_logprobs import MIB, TEMPERATURE, clock_s, make_inputs, plain, run_ap
 from bench_logprobs import trl as selective
 
 from rl_core.learning.logprobs import fused_logprobs
+from rl_core.registry import logprob_kernel
 
 LENGTHS, VOCABULARIES, WIDTH = [1024, 8192, 32_768], [32_000, 151_936], 128
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -43,7 +44,12 @@ def trl(hidden, weight, labels, temperature):
     return ChunkedLogProbFunction.apply(hidden, weight, None, labels, *rest)[:2]
 
 
-SIDES = {"naive": plain, "selective": selective, "trl": trl, "ours": fused_logprobs}
+def fused(hidden, weight, labels, *more):
+    kernel = logprob_kernel(hidden.device)
+    return fused_logprobs(hidden, weight, labels, *more, kernel=kernel)
+
+
+SIDES = {"naive": plain, "selective": selective, "trl": trl, "ours": fused}
 # The logits of which a side holds copies at once, and about how many in fp32; ours is bounded by a
 # GiB.
 COPIES = {"naive": (10**9, 10**9, 4), "selective": (10**9, 10**9, 4), "trl": (4096, 32_768, 9)}

@@ -2,8 +2,7 @@
 vocabulary at once.
 
 Logits live in tiles of C tokens x S vocabulary ids, and a token's softmax is put together tile by
-tile. On a GPU with Triton the kernels of plugins/triton_logprobs.py fill the tiles, elsewhere torch
-does.
+tile. Torch fills the tiles, or a kernel that is passed in.
 
 M trained tokens, D hidden, V vocabulary, C tokens and S vocabulary ids of one tile.
 """
@@ -11,9 +10,6 @@ M trained tokens, D hidden, V vocabulary, C tokens and S vocabulary ids of one t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,10 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.functional import linear
 
-TRITON = "rl_core.plugins.triton_logprobs"
 # Of one fp32 tile. On a CPU it stays in the cache; with fewer than 512 tokens or 2048 ids products
 # get slow.
-CPU_TILE_BYTES, CUDA_TILE_BYTES, TRITON_TILE_BYTES = 4 << 20, 64 << 20, 256 << 20
+CPU_TILE_BYTES, CUDA_TILE_BYTES = 4 << 20, 64 << 20
 LEAST_IDS = 2048
 SIDE_BYTES = 128 << 20  # of the hidden states, and of the weights, of one tile in fp32
 # On a CPU probabilities of up to this size are kept for the backward, not computed again.
@@ -41,13 +36,15 @@ def fused_logprobs(
     labels: Tensor,
     temperature: float = 1.0,
     cap: float | None = None,
+    kernel: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of `labels` and entropies, both [M] in nats, of softmax(z / temperature) with z =
     hidden @ weight.T, or cap * tanh(z / cap): fp64 if hidden is, else fp32. Both are
     differentiable, once, in hidden and weight. bf16 factors are multiplied as they are but their
     sums, logits included, stay in fp32; on a GPU alone, gradients of logits are rounded to bf16 for
     their products. Of a weight that is split by rows, a DTensor, each rank computes the logits of
-    its own ids; all give the same.
+    its own ids; all give the same. `kernel` computes tiles of TILE_BYTES by softmax_stats() and
+    logit_gradients() of its own; torch computes those with a cap, and of fp64.
 
     Peak extra memory is below 1 GiB at any M and V, beside the two gradients; that of a bf16 weight
     is summed in fp32 where the tokens do not fit one tile."""
@@ -58,9 +55,13 @@ def fused_logprobs(
         _, (first, _) = compute_local_shape_and_global_offset(*spread)
         group, weight_VD = weight_VD.device_mesh.get_group(), weight_VD.to_local()
         labels = torch.where(is_between(labels, first, first + len(weight_VD)), labels - first, -1)
+    if cap is not None or hidden_MD.dtype == torch.float64:
+        kernel = None
     is_small = not hidden_MD.is_cuda and 4 * len(labels) * len(weight_VD) <= KEPT_BYTES
-    keeps = torch.is_grad_enabled() and is_small and group is None and cap is None
-    return FusedLogprobs.apply(hidden_MD, weight_VD, labels, (temperature, cap), keeps, group)
+    is_plain = group is None and cap is None and kernel is None
+    keeps = is_small and is_plain and torch.is_grad_enabled()
+    how = temperature, cap, kernel, group
+    return FusedLogprobs.apply(hidden_MD, weight_VD, labels, how, keeps)
 
 
 # Keys of a model's config.json that change logits after the product with the head's weight: by
@@ -124,38 +125,31 @@ def capped_(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
-def triton_kernels(hidden_MD: Tensor) -> ModuleType | None:
-    is_usable = hidden_MD.is_cuda and hidden_MD.dtype != torch.float64 and find_spec("triton")
-    return import_module(TRITON) if is_usable else None
-
-
 class FusedLogprobs(torch.autograd.Function):
     """With z = h W^T / t and p = softmax(z): logprob = z[label] - lse(z), entropy = -sum(p log p),
     and so d logprob / dz = onehot - p and d entropy / dz = -p (log p + entropy)."""
 
     @staticmethod
-    def forward(ctx, hidden_MD, weight_VD, labels, how, keeps, group):
-        (temperature, cap), num = how, len(labels)
-        kernels = triton_kernels(hidden_MD) if cap is None else None
-        tile_bytes = (
-            TRITON_TILE_BYTES
-            if kernels
-            else CUDA_TILE_BYTES
-            if hidden_MD.is_cuda
-            else CPU_TILE_BYTES
-        )
-        tile = tile_shape(num, *weight_VD.shape, tile_bytes)
-        stats, kept = hidden_MD.new_empty(3, num, dtype=sum_dtype(hidden_MD)), []
-        for rows in slices(num, tile[0]):
+    def forward(ctx, hidden_MD, weight_VD, labels, how, keeps):
+        temperature, cap, kernel, group = how
+        tile_bytes = CUDA_TILE_BYTES if hidden_MD.is_cuda else CPU_TILE_BYTES
+        if kernel:
+            tile_bytes = kernel.TILE_BYTES
+        num_tokens, num_ids = tile_shape(len(labels), *weight_VD.shape, tile_bytes)
+        stats = hidden_MD.new_empty(3, len(labels), dtype=sum_dtype(hidden_MD))
+        kept: list[Tensor] = []
+        for rows in slices(len(labels), num_tokens):
             args = hidden_MD[rows], weight_VD, labels[rows], temperature
-            more = () if kernels else (cap, tile[1], kept if keeps else None)
-            found = (kernels.softmax_stats if kernels else softmax_stats)(*args, *more)
-            stats[:, rows] = torch.stack(found)
+            if kernel:
+                of_rows = kernel.softmax_stats(*args)
+            else:
+                of_rows = softmax_stats(*args, cap, num_ids, kept if keeps else None)
+            stats[:, rows] = torch.stack(of_rows)
         if group is not None:
             stats = stats_of_all_ids(*stats, labels >= 0, group)
-        logprobs, entropy, lse = (x.clone() for x in stats)
+        logprobs, entropy, lse = (row.clone() for row in stats)
         ctx.save_for_backward(hidden_MD, weight_VD, labels, lse, entropy, *kept)
-        ctx.how = tile, how, kernels, group
+        ctx.how = how, num_tokens, num_ids
         # None, not zeros, for the entropy's gradient where no bonus is asked.
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -164,42 +158,34 @@ class FusedLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden_MD, weight_VD, labels, lse, entropy, *kept = ctx.saved_tensors
-        (num_tokens, num_ids), (temperature, cap), kernels, group = ctx.how
-        grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
-        of_hidden, of_weight, *_ = ctx.needs_input_grad
-        grad_hidden = torch.zeros_like(hidden_MD) if of_hidden else None
-        is_summed = len(labels) > num_tokens  # over several tiles of tokens
-        grad_weight = (
-            torch.zeros_like(weight_VD, dtype=sum_dtype(weight_VD) if is_summed else None)
-            if of_weight
-            else None
-        )
+        (temperature, cap, kernel, group), num_tokens, num_ids = ctx.how
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(lse)
+        columns = labels, lse, entropy, grad_logprobs, grad_entropy
+        grad_hidden, grad_weight = torch.zeros_like(hidden_MD), None
+        if ctx.needs_input_grad[1]:
+            is_summed = len(labels) > num_tokens  # over several tiles of tokens
+            dtype = sum_dtype(weight_VD) if is_summed else weight_VD.dtype
+            grad_weight = torch.zeros_like(weight_VD, dtype=dtype)
         for tile, rows in enumerate(slices(len(labels), num_tokens)):
             h_CD = hidden_MD[rows]
-            sum_CD = torch.zeros_like(h_CD, dtype=sum_dtype(h_CD)) if of_hidden else None
-            of_rows = [
-                None if x is None else x[rows]
-                for x in (labels, lse, entropy, grad_logprobs, grad_entropy)
-            ]
+            sum_CD = torch.zeros_like(h_CD, dtype=sum_dtype(h_CD))
+            of_rows = [None if column is None else column[rows] for column in columns]
             for ids in slices(len(weight_VD), num_ids):
                 args = h_CD, weight_VD[ids], ids.start, *of_rows, temperature
-                if kernels:
-                    grad_CS = kernels.logit_gradients(*args)
+                if kernel:
+                    grad_CS = kernel.logit_gradients(*args)
                 else:
                     grad_CS = logit_gradients(*args, cap, kept[tile][:, ids] if kept else None)
-                if of_hidden:
-                    add_product(sum_CD, grad_CS, weight_VD[ids])
-                if of_weight:
+                add_product(sum_CD, grad_CS, weight_VD[ids])
+                if grad_weight is not None:
                     add_product(grad_weight[ids], grad_CS.T, h_CD)
-            if of_hidden:
-                grad_hidden[rows] = sum_CD
-        if group is not None and of_hidden:
+            grad_hidden[rows] = sum_CD
+        if group is not None:
             dist.all_reduce(grad_hidden, group=group)
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight_VD.dtype),
-            *[None] * 4,
-        )
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight_VD.dtype)
+        return grad_hidden, grad_weight, None, None, None
 
 
 def tile_shape(num_tokens: int, num_ids: int, width: int, tile_bytes: int) -> tuple[int, int]:

@@ -69,13 +69,15 @@ class Policy(nn.Module):
         forward_pass: PackedForward,
         activations: Callable[[], AbstractContextManager] = nullcontext,
         host_copies: HostCopies | None = None,
+        logprob_kernel: Any = None,
     ):
         """`activations`: makes the context in which a forward saves its tensors. `host_copies`:
-        where the weights wait outside on_device()."""
+        where the weights wait outside on_device(). `logprob_kernel`: of fused_logprobs()."""
         super().__init__()
         self.hf, self.forward_pass = hf, forward_pass
         self.checkpoint_dtype, self.compute_dtype = checkpoint_dtype, compute_dtype
         self.activations, self.host_copies = activations, host_copies
+        self.logprob_kernel = logprob_kernel
         self.adapters: dict[str, Any] = {}  # peft's configurations by name
         self.is_served = False  # its engine applies its adapters beside its weights
 
@@ -106,7 +108,7 @@ class Policy(nn.Module):
             scores = scores_of(self.hf, hidden_MD)
             return scores, torch.zeros_like(scores)
         hidden_MD, weight, temperature, cap = head_factors(self.hf, hidden_MD, temperature)
-        return fused_logprobs(hidden_MD, weight, labels, temperature, cap)
+        return fused_logprobs(hidden_MD, weight, labels, temperature, cap, self.logprob_kernel)
 
     @property
     def is_scoring(self) -> bool:

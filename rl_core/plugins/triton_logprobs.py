@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+TILE_BYTES = 256 << 20  # of one fp32 tile of the gradient
 TOKENS, IDS = 128, 128
 # Vocabulary ids of one program of the forward pass: few enough that 1,000 tokens fill a GPU, many
 # enough that each output stays small.

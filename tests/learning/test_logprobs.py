@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -62,12 +63,13 @@ def values_and_gradients(function, hidden, weight, labels, temperature, entropy_
 
 
 def assert_equal_to_all_logits(
-    inputs, temperature, entropy_coef, tolerance, gradient_tolerance=None, cap=None
+    inputs, temperature, entropy_coef, tolerance, gradient_tolerance=None, cap=None, kernel=None
 ) -> None:
     """Errors are counted in the largest number of each result."""
     hidden, weight, labels = inputs
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    got = values_and_gradients(fused_logprobs, *inputs, temperature, entropy_coef, cap)
+    ours = partial(fused_logprobs, kernel=kernel)
+    got = values_and_gradients(ours, *inputs, temperature, entropy_coef, cap)
     want = values_and_gradients(all_logits, *exact, labels, temperature, entropy_coef, cap)
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         assert a.dtype == (
@@ -256,7 +258,7 @@ def test_tiles_of_any_length_and_vocabulary_fit_into_a_gibibyte(num_tokens, num_
     for tile_bytes, num_tiles in [
         (fused.CPU_TILE_BYTES, 6),
         (fused.CUDA_TILE_BYTES, 6),
-        (fused.TRITON_TILE_BYTES, 1),
+        (256 << 20, 1),  # of plugins/triton_logprobs.py
     ]:
         tokens, ids = fused.tile_shape(num_tokens, num_ids, width, tile_bytes)
         assert tokens >= 1 and 1 <= ids <= num_ids
@@ -270,22 +272,26 @@ def test_tiles_of_any_length_and_vocabulary_fit_into_a_gibibyte(num_tokens, num_
 def compare_triton_kernels(device: str) -> None:
     """Several tiles, spans and blocks, none of them full; on a CPU in Triton's interpreter, which
     multiplies bf16 numbers as if they were integers, so that fp16 stands for them."""
-    fused.triton_kernels = lambda hidden: importlib.import_module("rl_core.plugins.triton_logprobs")
+    from rl_core.plugins import triton_logprobs as kernel
+
     low = torch.bfloat16 if device == "cuda" else torch.float16
     for tile_bytes, how in ((256 << 20, [(0.7, 0.6)]), (4 * 140 * 2100, [(1.0, 0.0), (0.7, 0.6)])):
-        fused.TRITON_TILE_BYTES = tile_bytes
+        kernel.TILE_BYTES = tile_bytes
         for temperature, entropy_coef in how:
             inputs = make_inputs(150, 4200, 72, device=device, offset=5.0)
-            assert_equal_to_all_logits(inputs, temperature, entropy_coef, 2e-6, 1e-5)
-        assert_equal_to_all_logits(make_inputs(5, 40, 24, low, device), 0.7, 0.6, 5e-6, 2**-7)
+            assert_equal_to_all_logits(inputs, temperature, entropy_coef, 2e-6, 1e-5, kernel=kernel)
+        inputs = make_inputs(5, 40, 24, low, device)
+        assert_equal_to_all_logits(inputs, 0.7, 0.6, 5e-6, 2**-7, kernel=kernel)
+    by_kernel = partial(fused_logprobs, kernel=kernel)
     for inputs in (make_inputs(0, 40, 24, device=device), make_inputs(1, 7, 24, device=device)):
-        values_and_gradients(fused_logprobs, *inputs, 0.7, 0.6)
+        values_and_gradients(by_kernel, *inputs, 0.7, 0.6)
     with torch.no_grad():
-        fused_logprobs(*make_inputs(5, 40, 24, device=device))
+        by_kernel(*make_inputs(5, 40, 24, device=device))
 
 
 def run_here(code: str, **variables: str) -> None:
-    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **variables}
+    folders = ROOT, ROOT / "tests", ROOT / "tests/learning"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders)), **variables}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
     )

@@ -279,17 +279,12 @@ def travels(folder: Path, model: str, flags: str, learner, alone: Ranks) -> dict
 def logprobs_of_a_split_vocabulary(ranks: Ranks) -> dict[str, float]:
     """How far they and their gradients are from those of a whole one: of one tile and several, by
     torch and by Triton."""
-    mesh, found, kernels = (
-        init_device_mesh("cpu", (ranks.size,)),
-        {},
-        {"torch": fused.triton_kernels},
-    )
+    mesh, found = init_device_mesh("cpu", (ranks.size,)), {}
+    kernels = {"torch": None}
     if importlib.util.find_spec("triton"):
         for name in [n for n in sys.modules if "triton" in n and "_C" not in n]:
             del sys.modules[name]  # forked ranks have them imported to be compiled, not interpreted
-        kernels["Triton"] = lambda hidden: importlib.import_module(
-            "rl_core.plugins.triton_logprobs"
-        )
+        kernels["Triton"] = importlib.import_module("rl_core.plugins.triton_logprobs")
     for kind, num_tokens, num_words in (("torch", 9, 37), ("torch", 600, 4999), ("Triton", 9, 37)):
         if kind not in kernels:
             continue
@@ -300,8 +295,8 @@ def logprobs_of_a_split_vocabulary(ranks: Ranks) -> dict[str, float]:
         for split in (False, True):
             h, w = hidden.clone().requires_grad_(), weight.clone()
             w = (distribute_tensor(w, mesh, [Shard(0)]) if split else w).requires_grad_()
-            fused.triton_kernels = kernels[kind if split else "torch"]
-            logprobs, entropy = fused.fused_logprobs(h, w, labels, 0.7)
+            kernel = kernels[kind if split else "torch"]
+            logprobs, entropy = fused.fused_logprobs(h, w, labels, 0.7, kernel=kernel)
             ((logprobs + entropy) * share).sum().backward()
             both.append(
                 {
@@ -309,7 +304,6 @@ def logprobs_of_a_split_vocabulary(ranks: Ranks) -> dict[str, float]:
                     for i, value in enumerate((logprobs, entropy, h.grad, w.grad))
                 }
             )
-        fused.triton_kernels = kernels["torch"]
         found[f"{kind} {num_tokens}"] = distance(*both)
     return found
 
