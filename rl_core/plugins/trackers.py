@@ -132,12 +132,13 @@ def follow(run: SimpleNamespace, queue: SimpleQueue) -> None:
             place = [step, kind == "eval"]
             if place <= state.get("done", [-1]):
                 continue
+            # Before it is told: a run that is killed in between must not tell it twice.
+            write_whole(path, json.dumps({"id": run.id, "done": place}))
             tracker.log(step, values)
             if rows:
                 from pandas import DataFrame
 
                 tracker.table(step, f"samples/{kind}", DataFrame(rows))
-            write_whole(path, json.dumps({"id": run.id, "done": place}))
         tracker.close(message)
     except Exception as error:
         text = " ".join(str(error).split())
