@@ -238,13 +238,7 @@ def make_policy(
         HostCopies(ranks.device, is_constant=is_frozen) if leaves_device else None,
         registry.logprob_kernel(ranks.device),
     )
-    policy.train()
-    if is_frozen:
-        policy.requires_grad_(False)
-    without_dropout(hf)
-    if learner.activations == "recompute":
-        # transformers 5.23 renamed it; both default to the non-reentrant form.
-        getattr(hf, "activation_checkpointing_enable", hf.gradient_checkpointing_enable)()
+    prepare(policy, is_frozen, recomputes=learner.activations == "recompute")
     if is_split:
         shard_policy(policy, dtype, ranks, cpu_offload)
     if weights:
@@ -255,6 +249,17 @@ def make_policy(
     if learner.kernels == "compile":
         compile_blocks(policy)
     return policy
+
+
+def prepare(policy: Policy, is_frozen: bool, recomputes: bool) -> None:
+    policy.train()
+    if is_frozen:
+        policy.requires_grad_(False)
+    without_dropout(policy.hf)
+    if recomputes:
+        # transformers 5.23 renamed it; both default to the non-reentrant form.
+        older = policy.hf.gradient_checkpointing_enable
+        getattr(policy.hf, "activation_checkpointing_enable", older)()
 
 
 def make_forward(attention: str, ranks: Ranks) -> PackedForward:

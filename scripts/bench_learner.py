@@ -32,6 +32,7 @@ from rl_core.learning.learner import Learner
 from rl_core.learning.policy import PackedForward, Policy, shard_policy
 from rl_core.plugins.attention_kernels import find_kernel
 from rl_core.plugins.ring import RingForward
+from rl_core.plugins.sequence_shards import SequenceShards
 from rl_core.types import TrainingSample
 
 PROMPT = 32
@@ -100,7 +101,8 @@ def make_learner(size: str, length: int, args: argparse.Namespace, ranks: Ranks)
     policy.train()
     if ranks.weights_mesh is not None:
         shard_policy(policy, dtype, ranks)
-    return Learner(config, make_algorithm("grpo", config.algo), policy, ranks)
+    parts = [SequenceShards(ranks)] if ranks.mesh.cp > 1 else []
+    return Learner(config, make_algorithm("grpo", config.algo), policy, ranks, parts=parts)
 
 
 def documents(length: int, num: int, vocabulary: int, seed: int) -> list[TrainingSample]:

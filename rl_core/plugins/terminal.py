@@ -151,7 +151,15 @@ def size_of(learner: Any) -> str:
     total = sum(weight.numel() for weight in learner.policy.hf.parameters())
     trained = sum(weight.numel() for _, weight in learner.trained_parameters())
     text = f"{short(total)} parameters"
-    return text if trained == total else f"{text}, {short(trained)} trained"
+    if trained != total:
+        text += f", {short(trained)} trained"
+    adapters = learner.policy.adapters.values()
+    if adapters and not any(adapter.target_parameters for adapter in adapters):
+        from rl_core.plugins.lora import experts_of
+
+        if experts := experts_of(learner.policy.hf):
+            text += f"; no adapters on {', '.join(experts)}"
+    return text
 
 
 def devices(trainer: Any) -> str:
