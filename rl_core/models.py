@@ -339,12 +339,14 @@ def make_engines(
 ) -> dict[str, Engine | None]:
     """Each actor's engine in this process. Actors that share a model have one. None: another rank's
     engine has this one's device."""
-    owners = {name: config.actors[name].share or name for name in chats}
-    names = dict.fromkeys(owners.values())
-    made = {
-        name: make_engine(config, name, chats[name], learners.get(name), ranks) for name in names
-    }
-    return {name: made[owner] for name, owner in owners.items()}
+    engines, by_owner = {}, {}
+    for name in chats:
+        owner = config.actors[name].share or name
+        if owner not in by_owner:
+            learner = learners.get(owner)
+            by_owner[owner] = make_engine(config, owner, chats[owner], learner, ranks)
+        engines[name] = by_owner[owner]
+    return engines
 
 
 def make_engine(
@@ -360,10 +362,12 @@ def make_engine(
     url = actor.servers[ranks.rank // stride] if actor.servers else ""
     # A rank has at most its share at once, of all that may be under way.
     groups = -(-config.tasks_per_step * (1 + config.max_staleness) * stride // ranks.size)
-    adapters = [n for n in [name, *config.sharers.get(name, [])] if adapter_of(config, n)]
-    loras = {
-        n: registry.peft_config()(config.actors[n].lora, module, actor.model) for n in adapters
-    }
+    num_slots = min(config.rollout.max_concurrent, groups * config.group_size)
+    adapters = {}
+    for user in (name, *config.sharers.get(name, [])):
+        if adapter_of(config, user):
+            lora = config.actors[user].lora
+            adapters[user] = registry.peft_config()(lora, module, actor.model).to_dict()
     num_awake = 1 if takes_turns(config) else max(1, num_engines(config))
     has_two = config.rollout.lagged[0] > 0 and actor.is_trained
     spec = EngineSpec(
@@ -371,14 +375,12 @@ def make_engine(
         model=actor.model,
         module=module,
         tokenizer=chat.tokenizer,
-        num_slots=1
-        if config.rollout.fixed_order
-        else min(config.rollout.max_concurrent, groups * config.group_size),
+        num_slots=1 if config.rollout.fixed_order else num_slots,
         max_context_tokens=config.max_context_tokens,
         dtype=compute_dtype(config),
         device=ranks.device,
         seed=counter_seed(config.seed, name + role, ranks.rank) % 2**31,
-        adapters={n: lora.to_dict() for n, lora in loras.items()},
+        adapters=adapters,
         sampler=registry.choose_sampler(),
         recorder=registry.recorder() if actor.router_replay else None,
         owns_weights=takes_turns(config) and not (learner and is_read(learner)),

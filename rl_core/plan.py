@@ -65,7 +65,7 @@ def make_plan(
     config = plan.config = models.choose_engine(config, num_samplers, is_planned)
     plan.chats, plan.endpoints = make_chats(config)
     if plan.algorithm.is_rl:
-        check_tools(config, envs, plan.chats)
+        registry.check_tools()(config, envs, plan.chats)
     else:
         plan.sft_dataset = registry.sft_dataset()(config, plan.chats[config.trained[0]])
     check_lengths = registry.check_lengths()
@@ -124,18 +124,6 @@ def make_api_actor(config: Config, name: str) -> Any:
     )
 
 
-def check_tools(config: Config, envs: dict[str, Env], chats: dict[str, Chat]) -> None:
-    """Raises ValueError if calls of an actor that gets an environment's tools are not read. Others,
-    such as a judge that hooks ask, get none."""
-    for env in envs.values():
-        speakers = env.speakers(list(config.actors))
-        if speakers is None:
-            speakers = config.trained  # A function of the file decides; these speak somewhere.
-        for name in speakers:
-            if name in chats and env.tools:
-                chats[name].tool_calls.check(env.tools, env.path)
-
-
 def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
     """The preset with the parts that were set, and those that advantage_fn and older weights ask
     for."""
@@ -157,41 +145,24 @@ def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
 
 def load_envs(config: Config, module: ModuleType | None = None) -> tuple[Config, dict[str, Env]]:
     """(the configuration with --max_turns filled in, environments by the names of their files). The
-    flags' limits hold, then a file's own. `module`: instead of a file. Raises ValueError if an
-    actor that should learn can speak in none that is trained in."""
-    envs = {}
+    flags' limits hold, then a file's own. `module`: instead of a file."""
+    envs, sections = {}, {}
+    timeout_s = config.rollout.hook_timeout_s
     for name, path in config.env_paths.items():
-        given, timeout_s = (
-            config.env(name).max_turns or config.max_turns,
-            config.rollout.hook_timeout_s,
-        )
+        section = config.env(name)
         own = module
         if module is None and "://" in path:
             own = registry.served_environment()(path)
-        envs[name] = load_env(path, hook_timeout_s=timeout_s, max_turns=given, module=own)
-        others = [other for other in config.actors if other not in config.trained]
-        registry.check_actors()(envs[name], [*config.trained, *others])
+        max_turns = section.max_turns or config.max_turns
+        envs[name] = load_env(path, hook_timeout_s=timeout_s, max_turns=max_turns, module=own)
+        sections[name] = replace(section, max_turns=envs[name].max_turns)
     if envs:
-        sections = {
-            name: replace(config.env(name), max_turns=env.max_turns) for name, env in envs.items()
-        }
         limit = max(env.max_turns for env in envs.values())
-        config = replace(config, max_turns=limit, envs=sections if len(envs) > 1 else config.envs)
+        config = replace(config, max_turns=limit)
+        if len(envs) > 1:
+            config = replace(config, envs=sections)
         check(config)
-    trained_in = [env for name, env in envs.items() if config.env(name).weight]
-    spoken = [env.speakers(list(config.actors)) for env in trained_in]
-    for name in config.trained if config.is_rl else []:
-        if all(names is not None and name not in names for names in spoken):
-            raise ValueError(
-                f"--actors.{name} would never speak, so that it cannot learn: `turns` of "
-                f"{', '.join(env.path for env in trained_in)} does not name it; name it there, or "
-                "give "
-                f"--actors.{name}.train false"
-            )
-    if len({env.advantage_fn is None for env in envs.values()}) > 1:
-        raise ValueError(
-            f"of {config.env_path} some define advantage_fn and some do not; let all do, or none"
-        )
+    registry.check_environments()(config, envs)
     return config, envs
 
 

@@ -114,10 +114,16 @@ def fixed_order_worker() -> Any:
     return FixedOrderWorker
 
 
-def check_actors() -> Any:
-    from rl_core.plugins.env_checks import check_actors
+def check_environments() -> Any:
+    from rl_core.plugins.env_checks import check_environments
 
-    return check_actors
+    return check_environments
+
+
+def check_tools() -> Any:
+    from rl_core.plugins.env_checks import check_tools
+
+    return check_tools
 
 
 def check_columns() -> Any:

@@ -69,7 +69,6 @@ class Trainer:
         self.agreed: dict[str, float] = {}  # what all ranks noted last of names with KEEP
         self.is_ending = self.is_interrupted = False
         self.ended_by = ""
-        self.beginning = self.describe_beginning()
 
         # Where engines share a device.
         self.lease = None if ranks.engine_ranks else make_lease(config)
@@ -80,18 +79,6 @@ class Trainer:
         for plugin in self.plugins:
             plugin.load(state)
         self.data_state = self.read_data_state()
-
-    def describe_beginning(self) -> str:
-        if not self.config.resume:
-            return f"begins at step 0, in {self.out}"
-        if self.step >= self.config.num_steps > 0:
-            return (
-                f"--resume: nothing is left to do, --num_steps={self.config.num_steps} are done; "
-                "raise it"
-            )
-        if self.checkpoint:
-            return f"--resume: goes on from step {self.step}"
-        return f"--resume: no checkpoint in {self.out}: begins at step 0"
 
     def make_worker(self) -> RolloutWorker:
         config = self.config

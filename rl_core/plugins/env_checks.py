@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from rl_core.config import Config
+from rl_core.data.chat import Chat
 from rl_core.data.rows import CHECKED_ROWS
 from rl_core.data.tasks import row_place
 from rl_core.rules import nearest
@@ -52,3 +54,37 @@ def check_actors(env: Env, names: Sequence[str]) -> None:
             f'whose turn it is; add turns = "{names[0]}" if hooks ask the others, as a judge, or '
             f'turns = "{" -> ".join(names)}", or write async def rollout(task, actors)'
         )
+
+
+def check_environments(config: Config, envs: dict[str, Env]) -> None:
+    """Raises ValueError unless the actors can play in these environments, and each that should
+    learn can speak in one that is trained in."""
+    frozen = [name for name in config.actors if name not in config.trained]
+    for env in envs.values():
+        check_actors(env, [*config.trained, *frozen])
+    trained_in = [env for name, env in envs.items() if config.env(name).weight]
+    speakers = [env.speakers(list(config.actors)) for env in trained_in]
+    for name in config.trained:
+        is_heard = any(names is None or name in names for names in speakers)
+        if config.is_rl and not is_heard:
+            raise ValueError(
+                f"--actors.{name} would never speak, so that it cannot learn: `turns` of "
+                f"{', '.join(env.path for env in trained_in)} does not name it; name it there, or "
+                f"give --actors.{name}.train false"
+            )
+    if len({env.advantage_fn is None for env in envs.values()}) > 1:
+        raise ValueError(
+            f"of {config.env_path} some define advantage_fn and some do not; let all do, or none"
+        )
+
+
+def check_tools(config: Config, envs: dict[str, Env], chats: dict[str, Chat]) -> None:
+    """Raises ValueError if calls of an actor that gets an environment's tools are not read. Others,
+    such as a judge that hooks ask, get none."""
+    for env in envs.values():
+        speakers = env.speakers(list(config.actors))
+        if speakers is None:
+            speakers = config.trained  # A function of the file decides; these speak somewhere.
+        for name in speakers:
+            if name in chats and env.tools:
+                chats[name].tool_calls.check(env.tools, env.path)

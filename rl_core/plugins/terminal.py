@@ -142,7 +142,7 @@ def loaded(trainer: Any) -> str:
     else:
         work += counted(config.tasks_per_step, "row")
 
-    lines = [", ".join(models), work, f"{devices(trainer)}; {trainer.beginning}"]
+    lines = [", ".join(models), work, f"{devices(trainer)}; {beginning(trainer)}"]
     lines += [engine.shortage for engine in trainer.engines if engine.shortage]
     return "\n".join(lines)
 
@@ -178,6 +178,17 @@ def devices(trainer: Any) -> str:
 def counted(num: int, thing: str) -> str:
     """`1 row`, `1,000 rows`."""
     return f"{num:,} {thing}" + ("" if num == 1 else "s")
+
+
+def beginning(trainer: Any) -> str:
+    config = trainer.config
+    if not config.resume:
+        return f"begins at step 0, in {trainer.out}"
+    if trainer.step >= config.num_steps > 0:
+        return f"--resume: nothing is left to do, --num_steps={config.num_steps} are done; raise it"
+    if trainer.checkpoint:
+        return f"--resume: goes on from step {trainer.step}"
+    return f"--resume: no checkpoint in {trainer.out}: begins at step 0"
 
 
 def short(n: float) -> str:

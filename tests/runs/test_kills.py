@@ -38,7 +38,7 @@ from test_runs import (
 # A phase -> the function that a run is killed at.
 PLACES = {
     "generate": "rl_core.engines.embedded:EmbeddedEngine._step",
-    "rollouts": "rl_core.trainer:write_trajectories",
+    "rollouts": "rl_core.plugins.run_files:write_trajectories",
     "learn": "rl_core.learning.learner:Learner.step",
     "sync": "rl_core.actors:ActorRuntime.sync",
     "metrics": "rl_core.run_folder:RunLog.write",
