@@ -400,6 +400,10 @@ def last_text(messages: list[Message], actor: str) -> str:
 def read_trajectory(value: Any) -> Trajectory:
     """A trajectory of JSON. Raises ServiceError unless it is one."""
     try:
-        return Trajectory(**value | {"turns": [read_turn(turn) for turn in value.get("turns", [])]})
+        ids = {name: value[name] for name in ("task_id", "env", "group_id")}
+        turns = [read_turn(turn) for turn in value.get("turns", [])]
+        return Trajectory(**value | ids | {"turns": turns})
+    except KeyError as error:
+        raise wrong(f"it is no trajectory: {error} is missing") from None
     except (TypeError, AttributeError) as error:
         raise wrong(f"it is no trajectory: {error}") from None
