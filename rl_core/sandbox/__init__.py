@@ -1,13 +1,10 @@
 """A sandbox for code that models write: docs/sandbox.md."""
 
-from importlib import import_module
-
 
 def __getattr__(name: str):
-    if name in (
-        "Sandbox",
-        "Result",
-        "Limits",
-    ):  # imported when asked for: the process that forks programs needs none of it
-        return getattr(import_module("rl_core.sandbox.sandbox"), name)
+    """Imported when asked for: the process that forks programs needs none of it."""
+    if name in ("Sandbox", "Result", "Limits"):
+        from rl_core.sandbox import sandbox
+
+        return getattr(sandbox, name)
     raise AttributeError(f"module 'rl_core.sandbox' has no attribute {name!r}")

@@ -235,14 +235,20 @@ def size_of_all(paths: Iterable[Path]) -> Size:
 
 
 def string_edges() -> list[str]:
-    """Strings that name a module of ours, which no editor follows."""
+    """Strings that name a module of ours, which no editor follows. Not those of a command, as in
+    `python -m MODULE`, and not what protoc writes."""
     found = []
     for name, path in modules().items():
+        if path.stem.endswith("_pb2"):
+            continue
+        before = None
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
                 continue
             module = node.value.partition(":")[0]
-            if module.startswith("rl_core.") and module in modules():
+            is_of_command = before == "-m"
+            before = node.value
+            if module.startswith("rl_core.") and module in modules() and not is_of_command:
                 found.append(f"{name}: {node.value}")
     return found
 
@@ -263,26 +269,26 @@ def sizes() -> dict[str, Size]:
 
 
 # Part -> (syntax nodes, nodes of the longest function, nodes a line) that a change may not exceed.
-# A change that makes something smaller lowers its row. `python tests/ground/test_house.py` prints the rows
-# as they are. The spine's goal is (24_000, 300, 5.6).
+# A change that makes something smaller lowers its row. `python tests/ground/test_house.py` prints
+# the rows as they are. The spine's goal is (24_000, 300, 5.6).
 BUDGETS = {
-    "spine": (42_700, 425, 7.1),
-    "engines": (10_850, 261, 6.9),
-    "plugins": (26_250, 366, 7.15),
-    "sandbox": (8_750, 274, 6.7),
-    "service": (19_700, 270, 6.5),
-    "tools": (17_760, 364, 6.9),
-    "scripts": (19_100, 496, 7.1),
-    "tests": (160_300, 775, 7.0),
-    "envs": (9_450, 250, 8.1),
+    "spine": (38_300, 300, 5.5),
+    "engines": (10_300, 240, 5.7),
+    "plugins": (32_000, 300, 6.1),
+    "sandbox": (8_800, 280, 5.5),
+    "service": (19_700, 270, 5.5),
+    "tools": (17_400, 330, 5.6),
+    "scripts": (20_550, 320, 5.8),
+    "tests": (161_400, 400, 5.5),
+    "envs": (9_500, 250, 6.1),
 }
 # Sums over parts, and what is counted otherwise.
 LIMITS = {
-    "rl_core without sandbox, service, tools: nodes": 79_750,  # goal: 58,000
-    "longest file of rl_core/: lines": 509,  # goal: 350
-    "spine: comprehensions per 1,000 lines": 70,  # goal: 30
-    "spine: conditional expressions per 1,000 lines": 47,  # goal: 20
-    "strings that name a module": 85,  # goal: 0
+    "rl_core without sandbox, service, tools: nodes": 80_450,  # goal: 58,000
+    "longest file of rl_core/: lines": 432,  # goal: 350
+    "spine: comprehensions per 1,000 lines": 32,  # goal: 30
+    "spine: conditional expressions per 1,000 lines": 21,  # goal: 20
+    "strings that name a module": 0,
     "flags": 121,  # each named section counts once
 }
 
@@ -322,11 +328,11 @@ def test_what_there_is_to_read_only_shrinks():
 
 
 # What a default run loads, and what its second step enters, engines aside.
-RUN_LIMITS = {
-    "modules": 62,
-    "nodes of them": 65_000,
-    "functions of a step": 300,
-    "files of a step": 36,
+RUN_LIMITS = {  # Goals: 48, 36,000, 200, 26.
+    "modules": 65,
+    "nodes of them": 55_700,
+    "functions of a step": 316,
+    "files of a step": 42,
 }
 
 

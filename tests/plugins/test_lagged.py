@@ -86,6 +86,21 @@ def test_who_answers_hangs_on_the_calls_seed_alone(make_model):
         )
 
 
+def models_of(out: Path, path: Path, num_steps: int) -> dict[int, torch.nn.Module]:
+    """Version -> the model that a run's checkpoint of it holds."""
+    start = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    models = {0: start}
+    for version in range(1, num_steps):
+        folder = out / f"checkpoints/step_{version:06d}/policy"
+        file = folder / "shard-00001-model-00001-of-00001.safetensors"
+        saved = {k[9:]: v for k, v in load_file(file).items() if k.startswith("param/hf.")}
+        model = AutoModelForCausalLM.from_config(start.config, attn_implementation="eager")
+        missing, _ = model.load_state_dict(saved, strict=False)
+        assert not set(missing) - {"lm_head.weight"}  # tied
+        models[version] = model
+    return models
+
+
 @pytest.mark.parametrize("engine", ["embedded", pytest.param("sglang", marks=needs_sglang)])
 def test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it(
     engine, talk, tiny_model, tmp_path
@@ -97,19 +112,7 @@ def test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it(
         "--num_steps"
     )
     assert main(words(talk, kept, num_steps, "--out", out)) == 0
-    start = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager")
-    models = {0: start}
-    for version in range(1, num_steps):
-        file = (
-            out
-            / f"checkpoints/step_{version:06d}/policy/shard-00001-model-00001-of-00001.safetensors"
-        )
-        saved = {k[9:]: v for k, v in load_file(file).items() if k.startswith("param/hf.")}
-        models[version] = AutoModelForCausalLM.from_config(
-            start.config, attn_implementation="eager"
-        )
-        missing, _ = models[version].load_state_dict(saved, strict=False)
-        assert not set(missing) - {"lm_head.weight"}  # tied
+    models = models_of(out, tiny_model, num_steps)
 
     def logprobs(version: int, turn: dict) -> torch.Tensor:
         prompt, sampled = turn["prompt_ids"], turn["completion"]["token_ids"]

@@ -23,6 +23,7 @@ from rl_core.plugins.episode_metrics import rollout_metrics
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.env import load_env
 from rl_core.sampling.rollout import rollout
+from rl_core.types import Trajectory
 
 ALTERNATING = (
     "{%- for message in messages -%}"
@@ -673,6 +674,36 @@ def naive_ids(name: str, chat: Chat, messages: list[dict], turns: list) -> list[
     return ids + chat.tokenizer.encode(f"{text}<|assistant|>{after_role}", add_special_tokens=False)
 
 
+def check_sample(t: Trajectory, model: torch.nn.Module) -> None:
+    """What is trained of it: sampled tokens alone, with the model's logprobs."""
+    [sample] = samples_from_turns(t.turns, 1.0)  # its stream only grew
+    prompts, said = prompts_of(t.turns), [turn.completion.token_ids for turn in t.turns]
+    assert sample.token_ids.tolist() == prompts[-1] + said[-1]
+    num_tokens = sum(len(turn.new_ids + ids) for turn, ids in zip(t.turns, said, strict=True))
+    assert num_tokens == len(sample.token_ids)
+    sampled: list[int] = []
+    for ids, new in zip(prompts, said, strict=True):
+        sampled += range(len(ids), len(ids + new))
+    assert [i for i, m in enumerate(sample.loss_mask) if m] == sampled
+    with torch.no_grad():
+        logits = model(torch.tensor([sample.token_ids])).logits[0].double().log_softmax(-1)
+    for i in sampled:
+        expected = logits[i - 1, sample.token_ids[i]].item()
+        assert abs(sample.rollout_logprobs[i] - expected) < 1e-4, (t.actor, i)
+
+
+def check_views(views: list[Trajectory]) -> None:
+    """What one actor said is what the others heard, in the same order."""
+    heard = {t.actor: [m["content"] for m in t.messages if m["role"] == "user"] for t in views}
+    for t in views:
+        said = [turn.completion.text for turn in t.turns]
+        for other in views:
+            if other is not t:
+                text = "\n\n".join(heard[other.actor])
+                positions = [text.find(content) for content in said if len(content) > 5]
+                assert -1 not in positions and positions == sorted(positions)
+
+
 def test_every_actors_tokens_masks_and_logprobs_equal_a_naive_simulation(env_of, trio):
     env = env_of("""
         turns = "bob -> alice -> carol -> (bob -> (alice/carol) -> carol)*3 -> alice"
@@ -708,32 +739,7 @@ def test_every_actors_tokens_masks_and_logprobs_equal_a_naive_simulation(env_of,
         ):
             assert prompt == naive_ids(t.actor, actor.chat, t.messages[:place], t.turns[:number])
             num_without_end += turn.completion.token_ids[-1] not in actor.stop_token_ids
-        [sample] = samples_from_turns(t.turns, 1.0)  # its stream only grew
-        prompts, said = prompts_of(t.turns), [turn.completion.token_ids for turn in t.turns]
-        assert sample.token_ids.tolist() == prompts[-1] + said[-1]
-        assert sum(len(turn.new_ids + ids) for turn, ids in zip(t.turns, said, strict=True)) == len(
-            sample.token_ids
-        )
-        sampled = {
-            i
-            for ids, new in zip(prompts, said, strict=True)
-            for i in range(len(ids), len(ids + new))
-        }
-        assert [i for i, m in enumerate(sample.loss_mask) if m] == sorted(sampled)
-        with torch.no_grad():
-            logits = model(torch.tensor([sample.token_ids])).logits[0].double().log_softmax(-1)
-        for i in sampled:
-            expected = logits[i - 1, sample.token_ids[i]].item()
-            assert abs(sample.rollout_logprobs[i] - expected) < 1e-4, (t.actor, i)
+        check_sample(t, model)
     assert num_without_end > 5
     for views in episodes.values():
-        # What one actor said is what the others heard, in the same order.
-        heard = {t.actor: [m["content"] for m in t.messages if m["role"] == "user"] for t in views}
-        for t in views:
-            for other in views:
-                if other is not t:
-                    text = "\n\n".join(heard[other.actor])
-                    positions = [
-                        text.find(s.completion.text) for s in t.turns if len(s.completion.text) > 5
-                    ]
-                    assert -1 not in positions and positions == sorted(positions)
+        check_views(views)
