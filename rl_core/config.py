@@ -7,7 +7,6 @@ config = parse_config(["--model", "m", "--data.train", "rows.jsonl", "--env_path
 
 import dataclasses
 import math
-import re
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -478,18 +477,19 @@ def given_flags(argv: list[str]) -> list[tuple[str, Any]]:
     return flags
 
 
-def add(sections: dict[str, Any], tree: dict[str, Any], prefix: str = "") -> None:
-    """Puts the flags of sections into a tree. Raises ValueError for an unknown name."""
+def add(sections: dict[str, Any], tree: dict[str, Any], prefix: str = "", parent: str = "") -> None:
+    """Puts the flags of sections into a tree. `parent`: as `prefix`, with NAME for the name of an
+    actor or an environment. Raises ValueError for an unknown name."""
     if not isinstance(sections, dict):
         raise ValueError(f"here belong keys with values, not {sections!r}")
     flags = known_flags()
     for key, value in sections.items():
         name = f"{prefix}{key}"
-        known = re.sub(r"^(actors|envs)\.[^.]+", r"\1.NAME", name)
+        known = parent + ("NAME" if parent in ("actors.", "envs.") else str(key))
         if known in flags:
             tree[str(key)] = readable(name, value, flags[known][1].type)
         elif value is None or isinstance(value, dict):
-            add(value or {}, tree.setdefault(str(key), {}), f"{name}.")
+            add(value or {}, tree.setdefault(str(key), {}), f"{name}.", f"{known}.")
         else:
             raise unknown(name, flags)
 

@@ -58,6 +58,9 @@ def typed(name: str, value: Any, kind: Any) -> Any:
     return validated(name, readable(name, value, kind), kind)
 
 
+BOOLS = {"true": True, "false": False}  # As a command line writes them in a table.
+
+
 def readable(name: str, value: Any, kind: Any) -> Any:
     """A flag's value as pydantic takes it."""
     if value == "null":
@@ -67,24 +70,30 @@ def readable(name: str, value: Any, kind: Any) -> Any:
     if isinstance(value, bool) and kind is not bool:
         raise ValueError(f"--{name} has no value")
     if isinstance(value, str):
-        return from_text(value, get_origin(kind))
+        return from_text(value, kind)
     if kind is str and isinstance(value, dict):
         value = [f"{key}={part}" for key, part in value.items()]
-    if kind is str and isinstance(value, list):
+    if kind is str and isinstance(value, list) and all(isinstance(v, str) for v in value):
         return ",".join(value)
+    if get_args(kind)[1:] == (Any,) and isinstance(value, dict):
+        return {key: BOOLS.get(str(part), part) for key, part in value.items()}
     return value
 
 
 def from_text(text: str, kind: Any) -> Any:
     """The list, pair or table that is written as YAML or without brackets: 0.9,0.95 and
     temperature=0.6,top_p=0.95. Text of another kind, or that is none of these, as it is."""
-    if kind not in BRACKETS:
+    origin = get_origin(kind)
+    if origin not in BRACKETS:
         return text
-    left, right = BRACKETS[kind]
+    left, right = BRACKETS[origin]
+    if not text.startswith(left):
+        pairs = text.replace("=", ": ") if origin is dict else text
+        text = left + pairs + right
+    # A table of texts takes `no` and `7` as they are.
+    loader = yaml.BaseLoader if get_args(kind)[1:] == (str,) else yaml.SafeLoader
     try:
-        if text.startswith(left):
-            return yaml.safe_load(text)
-        return yaml.safe_load(left + text.replace("=", ": ") + right)
+        return yaml.load(text, loader)
     except yaml.YAMLError:
         return text
 

@@ -19,7 +19,7 @@ from rl_core.data.chat import Chat
 from rl_core.data.rows import is_trajectory, load_rows
 from rl_core.data.tasks import TaskSource
 from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh
-from rl_core.rules import check, check_algorithm
+from rl_core.rules import check, check_algorithm, check_choices
 from rl_core.sampling.env import Env, load_env
 
 OnStep = Callable[[Any, dict[str, float]], None]
@@ -52,6 +52,7 @@ def make_plan(
     """`module`: instead of --env_path's file. `is_planned`: the run is for another machine. Raises
     ValueError."""
     registry.quiet()()
+    check_choices(config, registry.CHOICES)
     check_folder(Path(config.out), config.resume)
     if config.trackers:
         registry.check_trackers()(config.trackers)
@@ -213,7 +214,8 @@ def load_source(
             raise ValueError(
                 f"{path} holds a run's episodes, which are for --algorithm sft; name rows"
             )
-        if min_reward is not None and not is_trajectory(rows[0]):
+        parts = [part for part in getattr(rows, "datasets", [rows]) if len(part)]
+        if min_reward is not None and not all(is_trajectory(part[0]) for part in parts):
             raise ValueError(
                 f"--data.min_reward={min_reward} is for a run's rollouts, and {path} holds none; "
                 "drop it"

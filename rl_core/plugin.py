@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_core.metrics import Metric
     from rl_core.sampling.rollout import Group
     from rl_core.types import Trajectory
 
@@ -58,6 +59,11 @@ class Plugin:
 
     async def after_sync(self, actor: str, version: int) -> None:
         """The engine has the new weights."""
+
+    def agree(self) -> dict[str, Metric]:
+        """Noted beside every line of metrics, an evaluation's too, and not logged: what all ranks
+        then know by `trainer.agreed`."""
+        return {}
 
     async def before_log(self, step: int) -> None:
         """What is noted from here on still counts for this step."""

@@ -267,6 +267,8 @@ class Trainer:
 
     def log_metrics(self) -> dict[str, float]:
         """What all ranks noted. They agree by it when to save and to end, too."""
+        for plugin in self.plugins:
+            self.note(KEEP, plugin.agree())
         values = self.log.write(self.step, self.metrics)
         logged = {}
         for name, value in values.items():
@@ -292,10 +294,11 @@ class Trainer:
     async def close(self) -> None:
         """Ends everything that the run started."""
         async with AsyncExitStack() as stack:  # All of it, though something in it fails.
-            for plugin in self.plugins:
-                stack.push_async_callback(plugin.close)
+            # What is pushed last is closed first: plugins, so that signals are as before the run.
             for speaker in (*self.plan.endpoints.values(), *self.engines, self.worker):
                 stack.push_async_callback(speaker.close)
+            for plugin in self.plugins:
+                stack.push_async_callback(plugin.close)
 
     def after_run(self) -> None:
         """On the rank that writes, once ranks have parted: none waits for what follows."""
@@ -325,10 +328,10 @@ class EngineRank:
         await self.server.serve()
 
     async def close(self) -> None:
-        for engine in self.device.engines:
-            await engine.close()
         for plugin in self.plugins:
             await plugin.close()
+        for engine in self.device.engines:
+            await engine.close()
 
 
 async def run_to_end(rank: Trainer | EngineRank) -> None:

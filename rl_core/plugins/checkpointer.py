@@ -13,7 +13,7 @@ from typing import Any
 from rl_core.data.rows import read_object, write_whole
 from rl_core.learning.checkpoint import save_checkpoint, trained_learners
 from rl_core.learning.policy import export_policy
-from rl_core.metrics import Max
+from rl_core.metrics import Max, Metric
 from rl_core.plugin import Plugin
 from rl_core.run_folder import naming
 from rl_core.types import RunError
@@ -32,8 +32,8 @@ class Checkpointer(Plugin):
         for name, learner in trained_learners(self.trainer.learners).items():
             self.updates_before[name] = learner.num_updates
 
-    async def before_log(self, step: int) -> None:
-        self.trainer.note("keep/", {"age_s": Max(time.monotonic() - self.saved_at)})
+    def agree(self) -> dict[str, Metric]:
+        return {"age_s": Max(time.monotonic() - self.saved_at)}
 
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
         config = self.trainer.config
@@ -99,7 +99,8 @@ class Checkpointer(Plugin):
         num_steps = self.trainer.config.num_steps
         trained = trained_learners(self.trainer.learners).values()
         has_learned = any(learner.num_updates for learner in trained)
-        if trained and self.saved_step == num_steps and not has_learned:
+        is_whole = self.saved_step == num_steps and not self.trainer.signal
+        if trained and is_whole and not has_learned:
             raise RunError(
                 f"none of {num_steps} steps made an update, because no samples carried a signal: "
                 "the model is as it was; look at the rewards by rl-core show, or train longer by "

@@ -16,7 +16,7 @@ from rl_core.distributed import Ranks, all_gather_json
 from rl_core.plugin import Plugin
 from rl_core.sampling.hooks import Hook, describe_error, finite
 from rl_core.sampling.rollout import Group, in_order
-from rl_core.types import Trajectory, counter_seed
+from rl_core.types import RunError, Trajectory, counter_seed
 
 
 @dataclass(slots=True)
@@ -101,7 +101,10 @@ class Curriculum(Plugin):
     async def after_rollout(self, step: int, groups: list[Group]) -> None:
         trainer, pass_reward = self.trainer, self.trainer.config.eval.pass_reward
         results = group_results(in_order(groups), trainer.learners, pass_reward, trainer.ranks)
-        record(trainer.plan.train, results, min([*trainer.begun, trainer.position]))
+        try:
+            record(trainer.plan.train, results, min([*trainer.begun, trainer.position]))
+        except ValueError as error:
+            raise RunError(str(error)) from error
 
     def state(self) -> dict[str, Any]:
         orders = weighted_orders(self.trainer.plan.train)

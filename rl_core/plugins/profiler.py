@@ -20,6 +20,13 @@ class Profiler(Plugin):
             self.profile.start()
 
     async def before_log(self, step: int) -> None:
+        self.write(step)
+
+    async def close(self) -> None:
+        """A step that fails is written too."""
+        self.write(self.trainer.step + 1)
+
+    def write(self, step: int) -> None:
         if self.profile is not None:
             self.profile.stop()
             name = f"trace_step_{step:06d}_rank_{self.trainer.ranks.rank}.json"

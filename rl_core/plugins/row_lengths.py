@@ -37,8 +37,7 @@ def check_lengths(
         except ValueError as error:
             raise ValueError(f"{row_place(task.id, task.origin)}: {error}") from None
 
-    num_checked = len(source) if isinstance(source.rows, list) else CHECKED_ROWS
-    checked, others = source.kept[:num_checked], source.kept[num_checked:]
+    checked, others = source.kept[:CHECKED_ROWS], source.kept[CHECKED_ROWS:]
     kept = [index for index in checked if is_fit(source.task_of_row(index))]
     if len(kept) < len(checked):
         source.keep(array("q", [*kept, *others]))

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rl_core.metrics import Max
+from rl_core.metrics import Max, Metric
 from rl_core.plugin import Plugin
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -39,8 +39,8 @@ class SignalHandler(Plugin):
         if threading.current_thread() is threading.main_thread():
             self.before = {number: signal.signal(number, self._receive) for number in SIGNALS}
 
-    async def before_log(self, step: int) -> None:
-        self.trainer.note("keep/", {"signal": Max(self.received)})
+    def agree(self) -> dict[str, Metric]:
+        return {"signal": Max(self.received)}
 
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
         if number := self.trainer.signal:

@@ -3,6 +3,7 @@ a checkpoint keeps what they were answered so far."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ class StaleGroups(Plugin):
         kept = self.kept.pop(group.position, None)
         task = kept and self.task_of(kept)
         if task:
+            # The position may have been another environment's, whose turns have other limits.
+            config = self.trainer.config
+            max_tokens = config.env(task.env).max_tokens or config.max_tokens
+            group.params = replace(group.params, max_tokens=max_tokens)
             group.task = task
             under_way.restore(group, kept)
 

@@ -63,6 +63,8 @@ class Terminal(Plugin):
         trainer = self.trainer
         trainer.log.say(loaded(trainer))
         self.warnings = RunWarnings(trainer.config, trainer.out, trainer.plan.envs.values())
+
+    async def start(self) -> None:
         if sys.stdout.isatty():
             self.live = Live(
                 get_renderable=self.panel, refresh_per_second=REFRESH_PER_S, transient=True

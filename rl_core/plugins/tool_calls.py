@@ -238,9 +238,11 @@ class ToolCalls:
         """Raises ValueError if a call of one of the tools, as the chat's template writes it, is not
         read back. Asked once for the same tools. `where`: who gives them."""
         key = json.dumps(tools, default=str)
-        if key in self.checked:
-            return
-        self.checked.add(key)
+        if key not in self.checked:
+            self.check_calls(tools, where)
+            self.checked.add(key)
+
+    def check_calls(self, tools: Sequence[dict], where: str) -> None:
         user = [{"role": "user", "content": "x"}]
         prompt = self.chat.render(user, tools)
         if prompt == self.chat.render(user):

@@ -207,6 +207,7 @@ def mlflow(run: SimpleNamespace) -> SimpleNamespace:
 
 
 TRACKERS = {"wandb": wandb, "trackio": wandb, "tensorboard": tensorboard, "mlflow": mlflow}
+OF_PACKAGES = (wandb, tensorboard, mlflow)  # A row of these has its package's name.
 
 
 def check_trackers(names: str) -> None:
@@ -215,7 +216,7 @@ def check_trackers(names: str) -> None:
         if name not in TRACKERS and ":" not in name:
             known = f"{nearest(name, TRACKERS)}; your own is MODULE:CLASS"
             raise ValueError(f"--trackers {name} is not known; {known}")
-        if name in TRACKERS and not find_spec(name):
+        if TRACKERS.get(name) in OF_PACKAGES and not find_spec(name):
             how = "pip install 'rl_core[trackers]'"
             raise ValueError(f"--trackers {name} is not installed: {how}")
         if ":" in name:

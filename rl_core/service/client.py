@@ -303,6 +303,11 @@ def load_module(url: str) -> ModuleType:
             setattr(module, hook.name, reward)
         elif hook.name in PROXIES:
             setattr(module, hook.name, PROXIES[hook.name](served, hook))
+        elif hook.name != "start":
+            raise ValueError(
+                f"{served.url} has a hook {hook.name}() that is not known here; take the service's "
+                "version of rl_core"
+            )
     for value in vars(module).values():
         if callable(value):
             value.__module__ = module.__name__

@@ -10,6 +10,8 @@ import signal
 import sys
 
 from rl_core.config import parse_config
+from rl_core.registry import CHOICES
+from rl_core.rules import check_choices
 from rl_core.tools.help import TRAIN, print_help
 
 
@@ -20,7 +22,8 @@ def main(argv: list[str]) -> int:
     given, flags = parser.parse_known_args(argv)
     if print_help(flags, TRAIN):
         return 0
-    parse_config(flags)  # a mistake in a flag is told once, and before any rank starts
+    # A mistake in a flag is told once, and before any rank starts.
+    check_choices(parse_config(flags), CHOICES)
     if (num_ranks := given.nproc_per_node) is None:
         import torch
 

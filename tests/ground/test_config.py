@@ -132,3 +132,51 @@ def test_a_list_or_table_that_is_given_later_replaces_the_one_before(tmp_path):
     )
     assert (config.sampling.stop, config.eval.sampling) == (["d"], {"min_p": 0.1})
     assert read_config([]).sampling.stop == []
+
+
+def test_texts_of_tables_and_lists_are_what_was_written():
+    made = [
+        "--chat_template_kwargs.enable_thinking",
+        "false",
+        "--sampling.stop",
+        "a=b",
+        "--data.columns",
+        "answer=no",
+    ]
+    config = parse_config(["--model", "m", "--out", "o", "--env_path", "e.py", *made])
+    assert config.chat_template_kwargs == {"enable_thinking": False}
+    assert config.sampling.stop == ["a=b"] and config.data.columns == {"answer": "no"}
+
+
+def test_an_environment_with_a_dot_in_its_name_is_configured_by_yaml(tmp_path):
+    (tmp_path / "c.yaml").write_text("envs:\n  math.v2: {weight: 2}\n  plain: {weight: 3}\n")
+    config = parse_config(
+        [
+            "--model",
+            "m",
+            "--out",
+            "o",
+            "--env_path",
+            "math.v2.py,plain.py",
+            "--config",
+            str(tmp_path / "c.yaml"),
+        ]
+    )
+    assert config.envs["math.v2"].weight == 2 and config.envs["plain"].weight == 3
+
+
+def test_a_list_of_yaml_that_is_not_all_text_is_refused_by_its_flag(tmp_path):
+    (tmp_path / "c.yaml").write_text("trackers: [wandb, null]\n")
+    with pytest.raises(ValueError, match="--trackers"):
+        parse_config(
+            [
+                "--model",
+                "m",
+                "--out",
+                "o",
+                "--env_path",
+                "e.py",
+                "--config",
+                str(tmp_path / "c.yaml"),
+            ]
+        )

@@ -85,6 +85,19 @@ def test_ranks_agree_where_they_end_if_some_or_all_get_a_signal(
     assert not more.startswith("--eval") or (evaluated in then and evaluated not in ended.stdout)
 
 
+def test_a_signal_in_an_evaluation_ends_the_run_before_another_step(flags_of, tmp_path):
+    # One in each step of 16 episodes, and after it in an evaluation of 8.
+    what = "mark.touch(); os.kill(os.getpid(), 15)"
+    evaluated = words("--eval_every 1 --eval.samples 0 --out", tmp_path / "run", "--resume")
+    given = ["-m", "rl_core.train", *flags_of(what), *evaluated]
+    env = tmp_path / "env.py"
+    # 8 calls before the first step, 16 in it, and the 25th call is in the evaluation after it.
+    env.write_text(env.read_text().replace(">= 20", ">= 26"))
+    ended = run_ranks(1, *given, check=False)
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    assert steps(tmp_path / "run")[-1]["step"] == 1 and "saved step 1" in ended.stdout
+
+
 def test_ctrl_c_twice_ends_at_once(flags_of, tmp_path):
     what = "[os.kill(os.getpid(), 2) for _ in 'ab']; await asyncio.sleep(1000)"
     ended = run_ranks(
