@@ -90,10 +90,11 @@ def from_text(text: str, kind: Any) -> Any:
     if not text.startswith(left):
         pairs = text.replace("=", ": ") if origin is dict else text
         text = left + pairs + right
-    # A table of texts takes `no` and `7` as they are.
-    loader = yaml.BaseLoader if get_args(kind)[1:] == (str,) else yaml.SafeLoader
     try:
-        return yaml.load(text, loader)
+        if get_args(kind)[1:] != (str,):
+            return yaml.safe_load(text)
+        # A table of texts takes `no` and `7` as they are.
+        return {key: part or None for key, part in yaml.load(text, yaml.BaseLoader).items()}
     except yaml.YAMLError:
         return text
 
