@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,7 +96,12 @@ def compare_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
 def run_here(code: str) -> None:
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(
-            [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+            [
+                str(ROOT),
+                str(ROOT / "tests"),
+                str(Path(__file__).parent),
+                os.environ.get("PYTHONPATH", ""),
+            ]
         )
     }
     done = subprocess.run(

@@ -324,7 +324,7 @@ class CountingRanks(Ranks):
         self.num_adds += 1
         return super().add(name, n)
 
-    def was_said(self, name):
+    def has_flag(self, name):
         self.num_polls += 1
         if self.num_polls == 20:
             raise Enough
