@@ -374,7 +374,7 @@ def auto_engine(must_share: bool) -> str:
 
 ENGINES = {"embedded": embedded, "sglang": sglang}
 # Flags whose values are the names of a table.
-CHOICES = {"engine": ("auto", *ENGINES), "optim.name": OPTIMIZERS}
+CHOICES = {"engine": ENGINES, "optim.name": OPTIMIZERS}
 SERVED = sglang  # What samples at --actors.NAME.engine_urls.
 
 

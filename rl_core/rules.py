@@ -374,8 +374,8 @@ def check_engine(config: Any, name: str, engine: Any) -> None:
 
 def check_choices(config: Any, choices: dict[str, Iterable[str]]) -> None:
     """Raises ValueError for a value that is no name of its flag's table."""
-    for name, value, _ in flags_in(config):
-        if name in choices and value not in choices[name]:
+    for name, value, field in flags_in(config):
+        if name in choices and value != field.default and value not in choices[name]:
             raise ValueError(f"--{name}={value} is unknown; {nearest(value, choices[name])}")
 
 
