@@ -12,12 +12,6 @@ from importlib.util import find_spec
 from typing import Any
 
 
-def neighbours() -> Any:
-    from rl_core.plugins.watchdog import Neighbours
-
-    return Neighbours
-
-
 def end_with_launcher() -> Any:
     from rl_core.plugins.under_torchrun import end_with_launcher
 

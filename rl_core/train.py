@@ -57,11 +57,7 @@ def run_command(argv: list[str] | None) -> int:
             barrier(ranks)  # every rank has seen that the folder is free
             with locked(Path(config.out)) if ranks.is_writer else nullcontext():
                 trainer = EngineRank(plan, ranks) if ranks.is_engine else Trainer(plan, ranks)
-                advice = (
-                    "raise --rollout.hook_timeout_s; --resume goes on from the newest checkpoint"
-                )
-                limit_s = config.rollout.hook_timeout_s
-                registry.run_hooks()(run_to_end(trainer), limit_s, advice)
+                registry.run_hooks()(run_to_end(trainer), config.rollout.hook_timeout_s)
             close_ranks(ranks)
         if ranks.is_writer:
             end_on_writer(trainer)

@@ -340,11 +340,9 @@ async def run_to_end(rank: Trainer | EngineRank) -> None:
     # Rows and modules live as long as the run; looking through them again and again costs tenths of
     # a second.
     gc.freeze()
-    neighbours = registry.neighbours()(rank.ranks)
     try:
         await rank.fit()
     finally:
-        neighbours.close()
         await rank.close()
         # In a notebook the models would stay; libraries would report leaks at the end of the
         # process.

@@ -1,5 +1,5 @@
-"""What a default run loads, and which functions its second step enters, as JSON: python
-tests/one_step.py MODEL ENV OUT
+"""What a default run loads until its second step is done, and which functions that step enters, as
+JSON: python tests/one_step.py MODEL ENV OUT
 
 A process of its own, because tests import more than a run does. Engines are left out of the step:
 which of their functions run hangs on what is sampled.
@@ -24,6 +24,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.entered: set[tuple[str, int]] = set()  # (file, line of the function)
+        self.loaded: list[str] = []
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
         code = frame.f_code
@@ -35,6 +36,16 @@ class Recorder:
         hook = self if step == 1 else None
         threading.setprofile(hook)
         sys.setprofile(hook)
+        self.loaded = loaded_files()
+
+
+def loaded_files() -> list[str]:
+    files = {
+        getattr(module, "__file__", None) or ""
+        for name, module in list(sys.modules.items())
+        if name not in NOT_COUNTED
+    }
+    return sorted(file.removeprefix(OURS) for file in files if file.startswith(OURS))
 
 
 def main(model: str, env: str, out: str) -> None:
@@ -52,14 +63,8 @@ def main(model: str, env: str, out: str) -> None:
         max_prompt_tokens=24,
     )
     train(config, on_step=recorder.on_step)
-    files = {
-        getattr(module, "__file__", None) or ""
-        for name, module in sys.modules.items()
-        if name not in NOT_COUNTED
-    }
-    loaded = sorted(file.removeprefix(OURS) for file in files if file.startswith(OURS))
     entered = sorted(place for place in recorder.entered if not place[0].startswith("engines/"))
-    print(json.dumps({"loaded": loaded, "entered": entered}))
+    print(json.dumps({"loaded": recorder.loaded, "entered": entered}))
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
     else:
         chat = plain_chat(ToolCalls)
     playing = play_all(env, chat, tasks, names, options.reply)
-    found = run_hooks(playing, options.hook_timeout_s, "raise --hook_timeout_s")
+    found = run_hooks(playing, options.hook_timeout_s)
     shown = next(iter(found.values()))
     tokens = describe_tokens(
         chat, [t for t in shown if t.task_id == shown[0].task_id and t.index == 0]

@@ -14,6 +14,7 @@ from test_golden import FIT, RL, TWO
 
 from rl_core.cli import main
 from rl_core.plugins.metric_table import describe, page, rows
+from rl_core.plugins.run_warnings import MISMATCH, TRUNCATED
 
 OWN = """
 from rl_core import reward
@@ -110,6 +111,11 @@ def test_a_unit_in_a_name_is_that_of_the_row():
     found = [(row, re.search(r"_(tokens_per_s|[a-z]+?)(_max)?$", row.name)) for row in rows()]
     named = [(row, units[match[1]]) for row, match in found if match and match[1] in units]
     assert len(named) > 20 and [row.name for row, unit in named if row.unit != unit] == []
+
+
+def test_warnings_begin_where_a_value_is_no_longer_healthy():
+    assert describe("rollout/policy/truncated_frac").above == TRUNCATED
+    assert describe("learn/policy/mismatch_kl_nats").above == MISMATCH
 
 
 def test_metrics_that_pages_name_have_a_row():

@@ -9,12 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from kit import ROOT, kill_session, metrics, run_ranks, start_process, words
-from torch.distributed import TCPStore
 
-from rl_core.distributed import Ranks
-from rl_core.plugins.watchdog import Neighbours, run_hooks
+from rl_core.plugins.watchdog import run_hooks
 from rl_core.sampling.hooks import LoopClock
 
 SIZES = (
@@ -84,12 +81,11 @@ run_hooks(main())
 
 
 @pytest.mark.parametrize("name", ["slow_fn", "spinning_fn"])
-def test_a_hook_that_lets_nothing_else_run_ends_the_process_with_its_name_and_stack(tmp_path, name):
+def test_a_hook_that_lets_nothing_else_run_ends_the_process_with_its_stack(tmp_path, name):
     (tmp_path / "holding.py").write_text(HOLDING)
     done = ended(tmp_path / "holding.py", name)
-    assert (done.returncode, done.stdout) == (70, ""), done.stderr
-    assert re.search(rf'File ".*holding.py", line \d+ in {name}', done.stderr)
-    assert f"error: for 1.5 s nothing could run but {name}() of " in done.stderr.splitlines()[-1]
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert re.search(rf'Timeout .*File ".*holding.py", line \d+ in {name}', done.stderr, re.DOTALL)
 
 
 def test_hooks_that_wait_and_work_without_hooks_may_take_long(tmp_path):
@@ -104,12 +100,8 @@ def test_a_run_ends_that_a_hook_holds(command, tmp_path):
         f"{SLOW_PATTERN}\n    return 1"
     )
     done = run_ranks(1, *command(code, "--rollout.hook_timeout_s 0.5"), check=False)
-    assert done.returncode == 70 and len(metrics(tmp_path / "run")) == 1, done.stderr
-    assert "in reward_fn" in done.stderr and f"but reward_fn() of {tmp_path}/env.py" in done.stderr
-    assert (
-        "or raise --rollout.hook_timeout_s; --resume goes on from the newest checkpoint"
-        in done.stderr
-    )
+    assert done.returncode == 1 and len(metrics(tmp_path / "run")) == 1, done.stderr
+    assert re.search(rf'File "{tmp_path}/env.py", line \d+ in reward_fn', done.stderr)
 
 
 def test_a_run_that_is_done_ends_whatever_its_hooks_left_running(command, tmp_path):
@@ -152,20 +144,6 @@ def reward_fn(task):
     assert {row["rollout/policy/reward_mean"] for row in rows} == {3.0}
 
 
-def test_a_rank_that_ends_in_the_middle_with_status_0_ends_the_others(command):
-    code = """
-def reward_fn():
-    if os.environ["RANK"] == "1": ctypes.CDLL(None)._exit(0)
-    time.sleep(1000)
-"""
-    done = run_ranks(
-        2, *command(code, "--timeout_s 600 --rollout.hook_timeout_s 600"), check=False, timeout_s=60
-    )
-    assert done.returncode == 1
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "a rank of this machine has ended in the middle of the run" in line
-
-
 def test_what_runs_hooks_runs_them_with_bounded_ends():
     """asyncio.run() waits for ever for a task that ignores its cancellation."""
     runs_no_hooks = {
@@ -191,26 +169,22 @@ WRAPPED = """
 import asyncio, os, signal, threading, time, torch
 from types import SimpleNamespace
 from rl_core.distributed import Ranks
-from rl_core.plugins import watchdog
 from rl_core.plugins.signal_handler import SignalHandler
 
-watchdog.BEAT_S = watchdog.LOST_S = 0.01
 os.environ["LOCAL_WORLD_SIZE"] = "2"
 ranks = Ranks(rank=0, size=2, device=torch.device("cpu"))
-neighbours = watchdog.Neighbours(ranks)
 handler = SignalHandler(SimpleNamespace(ranks=ranks))
 asyncio.run(handler.start())
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(0.5)
-neighbours.close()
 asyncio.run(handler.close())
 print("done", flush=True)
 """
 
 
 def test_a_rank_with_a_parent_of_its_own_misses_nobody(tmp_path):
-    """As under `torchrun --no-python wrapper.sh`, whose shell has one child. It does not end, and
-    saves after a signal."""
+    """As under `torchrun --no-python wrapper.sh`, whose shell has one child. It saves after a
+    signal."""
     (tmp_path / "rank.py").write_text(WRAPPED)
     (tmp_path / "wrapper.py").write_text(
         "import subprocess, sys\nsys.exit(subprocess.run([sys.executable, "
@@ -220,18 +194,7 @@ def test_a_rank_with_a_parent_of_its_own_misses_nobody(tmp_path):
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
-def test_a_store_that_is_gone_hides_no_error_of_the_end():
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    neighbours = Neighbours(Ranks(rank=1, size=2, device=torch.device("cpu"), store=client))
-    del server
-    for _ in range(2):  # the first message to a closed socket may still be sent
-        neighbours.close()
-    with pytest.raises(RuntimeError):
-        client.set("x", "1")
-
-
-def test_what_a_hook_left_behind_does_when_it_ends_touches_no_timer_that_is_gone():
+def test_what_a_hook_left_behind_does_when_it_ends_finds_no_watchdog():
     async def main() -> LoopClock:
         return LoopClock.of_running_loop()
 

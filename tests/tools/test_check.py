@@ -269,7 +269,7 @@ def test_several_environments_are_checked_with_their_hooks_side_by_side(check, t
     assert "or raise --hook_timeout_s" in outcomes(report)["plain", "policy"][3]
 
 
-def test_check_names_its_own_flag_where_a_hook_holds_the_interpreter(tmp_path):
+def test_check_ends_where_a_hook_holds_the_interpreter(tmp_path):
     (tmp_path / "held.py").write_text(
         "import re\n"
         "def load_tasks(split): return [{'prompt': 'a', 'answer': 'b'}]\n"
@@ -289,8 +289,7 @@ def test_check_names_its_own_flag_where_a_hook_holds_the_interpreter(tmp_path):
         "0.2",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 70, done.stderr
-    assert done.stderr.splitlines()[-1].endswith("or raise --hook_timeout_s")
+    assert done.returncode == 1 and 'held.py", line 3 in reward_fn' in done.stderr
 
 
 def test_json_holds_each_environments_outcomes_and_nothing_that_hooks_print(tmp_path, capsys):
