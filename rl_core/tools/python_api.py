@@ -147,7 +147,6 @@ def run_here(
     from rl_core.plan import make_plan
     from rl_core.plugins.watchdog import run_hooks
     from rl_core.run_folder import locked
-    from rl_core.train import end_on_writer
     from rl_core.trainer import Trainer, run_to_end
 
     plan = make_plan(config, module, on_step=on_step)
@@ -158,7 +157,10 @@ def run_here(
             run_hooks(run_to_end(trainer))
     finally:
         close_ranks(ranks)
-    end_on_writer(trainer)
+    from rl_core.tools.view.report import write_at_end
+
+    write_at_end(trainer)
+    trainer.after_run()
 
 
 def read_result(config: Config) -> TrainResult:
