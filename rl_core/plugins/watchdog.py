@@ -13,8 +13,10 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 END_S = 3.0  # for what hooks left running
 HELD_MARGIN_S = 10.0  # beyond two deadlines of a hook
 BEAT_S = 1.0
+BLOCKED_S = 1.0  # An async hook that blocks the event loop for so long is named.
 
 exit_now = os._exit  # refusing_exits() replaces that name
 
@@ -35,9 +38,11 @@ def run_hooks(work: Coroutine, hook_timeout_s: float | None = None) -> Any:
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     main, watchdog = loop.create_task(work), None
+    clock = LoopClock(loop)
+    name_what_blocks(clock)
     try:
         if hook_timeout_s is not None:
-            watchdog = Watchdog(LoopClock(loop), 2 * hook_timeout_s + HELD_MARGIN_S)
+            watchdog = Watchdog(clock, 2 * hook_timeout_s + HELD_MARGIN_S)
         return loop.run_until_complete(main)
     finally:
         if not main.done():  # Ctrl-C
@@ -48,6 +53,38 @@ def run_hooks(work: Coroutine, hook_timeout_s: float | None = None) -> Any:
             watchdog.close()
         asyncio.set_event_loop(None)
         loop.close()
+
+
+def name_what_blocks(clock: LoopClock) -> None:
+    """From now on each async hook that blocks the event loop for BLOCKED_S is named on stderr,
+    once."""
+
+    def watch() -> None:
+        told: set[str] = set()
+        while not clock.loop.is_closed():
+            time.sleep(BLOCKED_S / 4)
+            inside = frames_that_block(clock)
+            if inside and (name := inside[-1].f_code.co_name) not in told:
+                told.add(name)
+                print(
+                    f"{inside[0].f_code.co_filename}:{inside[0].f_lineno}: async {name}() has "
+                    f"blocked the event loop for {BLOCKED_S:g} s, so that all episodes and "
+                    "deadlines stand still; await inside it, or write it as def, which runs in a "
+                    "thread",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    threading.Thread(target=watch, name="what blocks", daemon=True).start()
+
+
+def frames_that_block(clock: LoopClock) -> list[FrameType]:
+    """Frames of hooks' files, the innermost first, that have blocked the loop's thread for
+    BLOCKED_S."""
+    frame = sys._current_frames().get(clock.loop_thread)
+    if frame is None or clock.real() - clock.last_s < BLOCKED_S:
+        return []
+    return [f for f, _ in traceback.walk_stack(frame) if f.f_code.co_filename in clock.paths]
 
 
 async def end_tasks() -> None:
@@ -129,7 +166,7 @@ class Watchdog:
     def look(self) -> None:
         """Hooks began or ended."""
         with self.lock:
-            is_running = any(self.clock.calls.values())
+            is_running = self.clock.num_running > 0
             if is_running != self.is_set:
                 self._set(is_running)
 
@@ -143,7 +180,7 @@ class Watchdog:
     def _beat(self) -> None:
         while not self.is_closed.wait(BEAT_S):
             with self.lock:
-                if self.is_set and not self.clock.frames_that_block():
+                if self.is_set and not frames_that_block(self.clock):
                     self._set(True)
 
     def close(self) -> None:

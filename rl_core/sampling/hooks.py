@@ -9,11 +9,9 @@ import copy
 import inspect
 import math
 import numbers
-import sys
 import threading
-import time
 import traceback
-from collections import Counter
+from collections import deque
 from collections.abc import (
     Awaitable,
     Callable,
@@ -27,14 +25,12 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from types import FrameType
 from typing import Any
 
 from rl_core.data.tasks import check_messages, shorten
 from rl_core.types import Message, Task
 
 BEAT_S = 0.05  # The event loop wakes up at least so often.
-BLOCKED_S = 1.0  # An async hook that blocks the event loop for so long is named.
 # Few: hooks that compute share one interpreter lock with the engine. Those that wait can be async.
 MAX_THREADS = 16
 SHARED = ("actors", "state")  # Hooks get these themselves, and copies of all other arguments.
@@ -116,29 +112,22 @@ class Hook:
             return self.function(**self.arguments(task.row, given))
 
         clock = LoopClock.of_running_loop()
-        name = f"{self.name}() of {self.path}"
-        with clock.noting(name):
+        with clock.noting(self.path):
             if self.is_async:
-                clock.watch(self.path)
                 result, error = call(), None
             else:
                 result, error = await clock.in_thread(call, self.timeout_s)
             if not inspect.isawaitable(result):
                 return result, error
-            running = asyncio.create_task(outcome(result), name=name)
+            running = asyncio.create_task(outcome(result), name=f"{self.name}() of {self.path}")
             try:
                 # Not wait_for, which waits for ever for a coroutine that ignores its cancellation.
-                return await in_time(running, self.timeout_s)
+                await asyncio.wait({running}, timeout=self.timeout_s)
+                if not running.done():
+                    raise DeadlineError
+                return running.result()
             finally:
                 running.cancel()
-
-
-async def in_time(running: asyncio.Future[Outcome], timeout_s: float | None) -> Outcome:
-    """Raises DeadlineError."""
-    await asyncio.wait({running}, timeout=timeout_s)
-    if not running.done():
-        raise DeadlineError
-    return running.result()
 
 
 async def outcome(awaitable: Awaitable) -> Outcome:
@@ -149,41 +138,24 @@ async def outcome(awaitable: Awaitable) -> Outcome:
         return None, error
 
 
-def work(jobs: SimpleQueue) -> None:
-    """A thread's loop."""
-    while run_next(jobs):
-        pass
-
-
-def run_next(jobs: SimpleQueue) -> bool:
-    """Runs a function and tells its future. False if the thread ends."""
-    job = jobs.get()
-    if job is None:
-        return False
-    function, future = job
-    try:
-        done = function(), None
-    except BaseException as error:
-        done = None, error
-    with suppress(RuntimeError):  # The loop is closed: nobody waits.
-        future.get_loop().call_soon_threadsafe(future.set_result, done)
-    return True
-
-
 class LoopClock:
-    """The clock of an event loop and of all its deadlines. It stands still while something blocks
-    the loop's thread, such as a save: nothing that waits could continue meanwhile."""
+    """The clock of an event loop and of all its deadlines, and its threads for sync hooks. It
+    stands still while something blocks the loop's thread, such as a save: nothing that waits could
+    continue meanwhile."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
         self.real = loop.time
         self.held_s = 0.0
         self.last_s = loop.time()
-        self.slots = asyncio.Semaphore(MAX_THREADS)  # of sync hooks
-        self.idle: list[SimpleQueue] = []  # queues of threads that wait for a job
         self.loop_thread = threading.get_ident()
-        self.watched: set[str] = set()
-        self.calls: Counter[str] = Counter()  # of hooks that run
+        self.queue: SimpleQueue = SimpleQueue()  # of (function, its timeout, its future)
+        self.until_s: dict[asyncio.Future[Outcome], float] = {}  # of those that run
+        self.ended: deque[tuple[asyncio.Future[Outcome], Outcome]] = deque()
+        self.num_threads = 0
+        self.is_waking = False  # The loop will look at what has ended.
+        self.num_running = 0  # hooks
+        self.paths: set[str] = set()  # of files whose hooks were called
         self.watchdog: Any = None  # plugins/watchdog.py's, which looks when hooks begin or end
         # All that waits on this loop reads its clock, and its threads end with it.
         self.close_loop = loop.close
@@ -196,33 +168,6 @@ class LoopClock:
         loop = asyncio.get_running_loop()
         return loop.time if isinstance(loop.time, cls) else cls(loop)
 
-    async def in_thread(self, function: Callable[[], Any], timeout_s: float | None) -> Outcome:
-        """In a daemon thread: a function that hangs outlives its deadline, but blocks neither the
-        event loop nor the interpreter's exit. Raises DeadlineError once it has run for
-        timeout_s."""
-        async with self.slots:  # Waiting for a thread is not the function's time.
-            jobs = self.idle.pop() if self.idle else self._start_thread()
-            future = self.loop.create_future()
-            jobs.put((function, future))
-            try:
-                return await in_time(future, timeout_s)
-            finally:
-                if future.done():
-                    self.idle.append(jobs)
-                else:
-                    jobs.put(None)  # The thread ends once the function does.
-
-    def _start_thread(self) -> SimpleQueue:
-        jobs: SimpleQueue = SimpleQueue()
-        # A threading.Thread's start() waits for the new thread.
-        _thread.start_new_thread(work, (jobs,))
-        return jobs
-
-    def _close(self) -> None:
-        for jobs in self.idle:
-            jobs.put(None)
-        self.close_loop()
-
     def __call__(self) -> float:
         now = self.real()
         # The loop reads the clock at least every BEAT_S, unless its thread is blocked.
@@ -232,55 +177,84 @@ class LoopClock:
 
     def _beat(self) -> None:
         self.loop.call_later(BEAT_S, self._beat)
+        now = self()
+        for future, until_s in self.until_s.copy().items():
+            if now > until_s and not future.done():
+                future.set_exception(DeadlineError())
+        # Short functions are cheapest in one thread. Behind a long one they do not wait.
+        for _ in range(min(self.queue.qsize(), MAX_THREADS - self.num_threads)):
+            self._add_thread()
+
+    async def in_thread(self, function: Callable[[], Any], timeout_s: float | None) -> Outcome:
+        """In a daemon thread: a function that hangs outlives its deadline, but blocks neither the
+        event loop nor the interpreter's exit. Raises DeadlineError once it has run for
+        timeout_s."""
+        future = self.loop.create_future()
+        self.queue.put((function, timeout_s or math.inf, future))
+        if not self.num_threads:
+            self._add_thread()
+        try:
+            return await future
+        finally:
+            if self.until_s.pop(future, None):  # Its thread ends once the function does.
+                self.num_threads -= 1
+
+    def _add_thread(self) -> None:
+        self.num_threads += 1
+        # A threading.Thread's start() waits for the new thread.
+        _thread.start_new_thread(self._work, ())
+
+    def _work(self) -> None:
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Runs a function and tells its future. False if the thread ends."""
+        job = self.queue.get()
+        if job is None:
+            self.queue.put(None)  # for the other threads
+            return False
+        function, timeout_s, future = job
+        if future.cancelled():
+            return True
+        self.until_s[future] = self.real() - self.held_s + timeout_s
+        try:
+            done = function(), None
+        except BaseException as error:
+            done = None, error
+        is_waited_for = self.until_s.pop(future, None) is not None
+        self.ended.append((future, done))
+        if not self.is_waking:  # Once for all that end until the loop looks.
+            self.is_waking = True
+            with suppress(RuntimeError):  # The loop is closed.
+                self.loop.call_soon_threadsafe(self._tell)
+        return is_waited_for
+
+    def _tell(self) -> None:
+        self.is_waking = False
+        while self.ended:
+            future, done = self.ended.popleft()
+            if not future.done():
+                future.set_result(done)
+
+    def _close(self) -> None:
+        self.queue.put(None)
+        self.close_loop()
 
     @contextmanager
-    def noting(self, name: str) -> Iterator[None]:
-        """Inside, this hook runs."""
-        self._count(name, 1)
+    def noting(self, path: str) -> Iterator[None]:
+        """Inside, a hook of this file runs."""
+        self.paths.add(path)
+        self._count(1)
         try:
             yield
         finally:
-            self._count(name, -1)
+            self._count(-1)
 
-    def _count(self, name: str, n: int) -> None:
-        self.calls[name] += n
-        if self.watchdog is not None:
+    def _count(self, change: int) -> None:
+        self.num_running += change
+        if self.watchdog is not None and self.num_running <= 1:
             self.watchdog.look()
-
-    def running(self) -> list[str]:
-        """Names of the hooks that run."""
-        return sorted(name for name, num in list(self.calls.items()) if num)
-
-    def watch(self, path: str) -> None:
-        """From now on a function of this file that blocks the loop's thread for BLOCKED_S is named
-        on stderr, once."""
-        if not self.watched:
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-        self.watched.add(path)
-
-    def frames_that_block(self) -> list[FrameType]:
-        """Frames of watched files, the innermost first, that have blocked the loop's thread for
-        BLOCKED_S."""
-        frame = sys._current_frames().get(self.loop_thread)
-        if frame is None or self.real() - self.last_s < BLOCKED_S:
-            return []
-        return [f for f, _ in traceback.walk_stack(frame) if f.f_code.co_filename in self.watched]
-
-    def _watch(self) -> None:
-        told: set[str] = set()
-        while not self.loop.is_closed():
-            time.sleep(BLOCKED_S / 4)
-            inside = self.frames_that_block()
-            if inside and (name := inside[-1].f_code.co_name) not in told:
-                told.add(name)
-                print(
-                    f"{inside[0].f_code.co_filename}:{inside[0].f_lineno}: async {name}() has "
-                    f"blocked the event loop for {BLOCKED_S:g} s, so that all episodes and "
-                    "deadlines stand still; await inside it, or write it as def, which runs in a "
-                    "thread",
-                    file=sys.stderr,
-                    flush=True,
-                )
 
 
 async def wait_for_all(awaitables: Iterable[Awaitable]) -> list[Any]:

@@ -22,6 +22,8 @@ from typing import Any
 from grpc import StatusCode
 
 from rl_core import __version__
+from rl_core.plugins.watchdog import name_what_blocks
+from rl_core.sampling.hooks import LoopClock
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.containers import (
     ContainedEnv,
@@ -308,6 +310,7 @@ def memory_bytes() -> int:
 async def run(args: argparse.Namespace, access: Access) -> None:
     """Raises ValueError for files that cannot be served, and if all hubs refuse the worker."""
     name, loop = args.name or secrets.token_hex(6), asyncio.get_running_loop()
+    name_what_blocks(LoopClock.of_running_loop())
     over = loop.create_future()
     settings = {path: container_settings(path) for path in args.envs}
     images = [f"{path} says image = {found.image!r}" for path, found in settings.items() if found]

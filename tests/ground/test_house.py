@@ -62,7 +62,7 @@ BELOW = {
     "roof": {"ground", "pure", "shared", "sampling", "learning", "registry"},
     "sandbox": set(),
     # The spine reaches it by --env_path grpc://... alone.
-    "service": {"ground", "pure", "sampling"},
+    "service": {"ground", "pure", "sampling", "plugins"},
     "tools": {
         "command",
         "interface",
