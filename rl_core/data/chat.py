@@ -5,15 +5,14 @@ it. The template's text ("the rendering") is kept beside the ids only to see whe
 rewrote history.
 
 User text never becomes a special token: `render` puts a mark inside each special token's string
-that stands in a message, and `encode` reads the text around a mark as ordinary text and removes the
-mark.
+that stands in a message, and `encode` reads the text before and behind a mark apart.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.data.pretrained import load_pretrained
-from rl_core.rules import nearest
+from rl_core.data.rows import check_exists
 from rl_core.types import Completion, Message, Turn
 
 # Unicode keeps these two for internal use: templates and tokenizers have no rule for them.
 _MARK = "\ufdd0"
 PROBE = "\ufdd1"
-TOKENIZER_FILE = re.compile("token|vocab|merges|spiece|tekken")
 _NOT_USER_TEXT = {"role", "type"}  # templates compare these values, or put them into a token's name
 
 
@@ -46,22 +44,9 @@ class Chat:
         """`tool_reader` makes what reads this chat's tool calls, if tools are given."""
         if chat_template is not None:
             tokenizer.chat_template = chat_template
-        if not tokenizer.chat_template:
-            raise ValueError(
-                f"tokenizer {tokenizer.name_or_path!r} has no chat template: an actor needs one to "
-                "read messages; "
-                "give one with --actors.NAME.chat_template FILE"
-            )
         self.tokenizer = tokenizer
-        # One tokenizer may serve chats with different templates.
         self.chat_template = tokenizer.chat_template
         self.variables = variables or {}  # that the template reads, besides its own arguments
-        known = re.findall(r"[a-z]\w+", str(self.chat_template))
-        for name in self.variables.keys() - set(known):
-            raise ValueError(
-                f"--chat_template_kwargs: the chat template does not read {name!r}; "
-                f"{nearest(name, known)}"
-            )
         self._tool_reader = tool_reader
         parts = [{"type": "text", "text": PROBE}]
         self._wants_parts = not self._reads(PROBE) and self._reads(parts)
@@ -73,20 +58,11 @@ class Chat:
             if token.special or i == self.end_token_id:
                 self.special_ids[token.content] = i
         special = sorted(self.special_ids, key=len, reverse=True)
-        self._literal = re.compile("|".join(map(re.escape, [*special, _MARK])))
-        # A special token of the template, with the space that it swallows.
-        self.special_token = re.compile(f"({'|'.join(map(self._pattern, special)) or '(?!)'})")
-        # What a message may hold of a special token that the template's own text completes.
-        self._all_special = "\n".join(special)
-        self._heads, self._tails = (), ()
-        for text in special:
-            for length in range(1, len(text)):
-                self._heads += (text[:length],)
-                self._tails += (text[length:],)
+        self.special_token = re.compile("|".join(map(re.escape, special)) or "(?!)")
         self._newline_ids = tokenizer.encode("\n", add_special_tokens=False)
-        # Every turn renders a conversation's messages again, and a group has one first prompt.
+        # Every turn renders a conversation's messages again.
         self._mark_text = lru_cache(512)(self._mark_text)
-        self.encode_prompt = lru_cache(8)(self.encode)
+        self._first_asked, self._first_prompt = None, ("", [])
 
     def render(
         self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True
@@ -96,38 +72,33 @@ class Chat:
         marked = [self.marked(self._in_form(message)) for message in messages]
         return self._apply(marked, self.marked(tools or None), add_generation_prompt)
 
+    def first_prompt(self, messages: list[Message], tools: list | None) -> tuple[str, list[int]]:
+        """(rendering, token ids) of a conversation's first messages, which those of a group
+        share."""
+        asked = (messages, tools)
+        if asked != self._first_asked:
+            rendered = self.render(messages, tools)
+            self._first_prompt = rendered, self.encode(rendered)
+            self._first_asked = copy.deepcopy(asked)
+        return self._first_prompt
+
     def encode(self, text: str, continues: bool = False) -> list[int]:
         """Token ids of a rendering or another marked text, or of a part of one that `continues`
         others."""
-        if _MARK not in text:
-            return self._encode(text, continues)
         ids: list[int] = []
-        for number, piece in enumerate(self.special_token.split(text)):
-            is_special = number % 2
-            encode = self._encode if is_special else self._encode_plain
-            ids += encode(piece, continues or bool(ids))
+        for part in text.split(_MARK):
+            ids += self._encode(part, continues or bool(ids))
         return ids
 
-    def _encode_plain(self, marked: str, continues: bool) -> list[int]:
-        ids = self._encode(unmarked(marked), continues, split_special_tokens=True)
-        if set(self.special_ids.values()).isdisjoint(ids):
-            return ids
-        # A vocabulary may hold the string as an ordinary piece too, or the token is not flagged
-        # special: break it.
-        ids = []
-        for piece in marked.split(_MARK):
-            ids += self._encode(piece, continues or bool(ids), split_special_tokens=True)
-        return ids
-
-    def _encode(self, text: str, continues: bool, **kwargs: Any) -> list[int]:
+    def _encode(self, text: str, continues: bool) -> list[int]:
         if not text:
             return []
         if continues:
             # SentencePiece puts a space before the start of a text; behind a newline it does not.
-            ids = self.tokenizer.encode("\n" + text, add_special_tokens=False, **kwargs)
+            ids = self.tokenizer.encode("\n" + text, add_special_tokens=False)
             if ids[: len(self._newline_ids)] == self._newline_ids:
                 return ids[len(self._newline_ids) :]
-        return self.tokenizer.encode(text, add_special_tokens=False, **kwargs)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def marked(self, value: Any) -> Any:
         """A message, or a part of one, in which `encode` makes no string a special token."""
@@ -143,25 +114,7 @@ class Chat:
         return value
 
     def _mark_text(self, text: str) -> str:
-        text = self._literal.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
-        # A template's own text may complete what begins or ends a message: '<' + 's>'. Templates
-        # also trim, so the marks go beside the first and last character that are no space.
-        core = text.strip()
-        is_part = core in self._all_special
-        if core and (is_part or core.startswith(self._tails) or core.endswith(self._heads)):
-            text = text.replace(core, _MARK + core + _MARK, 1)
-        return text
-
-    def _pattern(self, text: str) -> str:
-        token = self.tokenizer.added_tokens_decoder[self.special_ids[text]]
-        pattern = re.escape(text)
-        if len(text) == 1:  # It has no inside: its mark stands behind it.
-            pattern += f"(?!{_MARK})"
-        if token.lstrip:
-            pattern = r"\s*" + pattern
-        if token.rstrip:
-            pattern += r"\s*"
-        return pattern
+        return self.special_token.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
 
     def prompt_ids(
         self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True
@@ -233,7 +186,6 @@ class Chat:
             return self.tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
-                chat_template=self.chat_template if isinstance(self.chat_template, str) else None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **self.variables,
@@ -275,8 +227,7 @@ class TokenStream:
         self._chat = chat
         self._tools = tools
         self.messages = list(messages)
-        self.rendered = chat.render(messages, tools)
-        self.prompt_ids = chat.encode_prompt(self.rendered)  # for the engine
+        self.rendered, self.prompt_ids = chat.first_prompt(messages, tools)
         # Of the Turn that is to come.
         self.new_ids = self.prompt_ids
         self.is_fresh = True
@@ -326,22 +277,14 @@ def load_chat(
     from transformers import AutoTokenizer  # seconds to import, which --help need not wait for
 
     if chat_template is not None and "{" not in chat_template:
-        if not Path(chat_template).is_file():
-            raise ValueError(
-                f"chat_template={chat_template!r} is neither a file nor a Jinja template; check "
-                "the path"
-            )
+        check_exists(Path(chat_template))
         chat_template = Path(chat_template).read_text(encoding="utf-8")
-    folder = Path(path)
-    # For some families transformers makes a tokenizer without a vocabulary from nothing.
-    names = " ".join(os.listdir(folder)) if folder.is_dir() else "tokenizer"
-    if not TOKENIZER_FILE.search(names):
-        raise ValueError(
-            f"model {path} has no tokenizer, such as tokenizer.json; copy the tokenizer's files of "
-            "the model that it was "
-            "made from into the folder"
-        )
     tokenizer = load_pretrained(AutoTokenizer, path)
+    if not (chat_template or tokenizer.chat_template):
+        raise ValueError(
+            f"model {path} has no chat template: copy the tokenizer's files of the model that it "
+            "was made from into the folder, or give one with --actors.NAME.chat_template FILE"
+        )
     return Chat(tokenizer, chat_template, variables, tool_reader)
 
 
@@ -355,7 +298,7 @@ def text_of(message: Message) -> str:
 
 def unmarked(text: str) -> str:
     """A rendering without marks."""
-    return re.sub(f"{_MARK}({_MARK}?)", r"\1", text)
+    return text.replace(_MARK, "")
 
 
 def text_after(rendered: str, seen: str, said: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from transformers import PretrainedConfig
@@ -9,6 +10,7 @@ from transformers import PretrainedConfig
 from rl_core.config import Config, LoraConfig
 from rl_core.data.chat import Chat, load_chat
 from rl_core.learning.loading import check_is_decoder, load_model_config
+from rl_core.rules import nearest
 
 
 def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
@@ -43,6 +45,7 @@ def checked_chat(config: Config, name: str, tool_calls: Callable) -> Chat:
             )
     variables = config.chat_template_kwargs | actor.chat_template_kwargs
     chat = load_chat(actor.model, actor.chat_template, variables, tool_calls)
+    check_variables(chat)
     check_vocabulary(chat, num_rows, actor.model)
     return chat
 
@@ -79,6 +82,15 @@ def check_kernels(config: Config, model_config: PretrainedConfig, lora: LoraConf
         from rl_core.plugins.liger import check_liger
 
         check_liger(model_config)
+
+
+def check_variables(chat: Chat) -> None:
+    known = re.findall(r"[a-z]\w+", str(chat.chat_template))
+    for name in chat.variables.keys() - set(known):
+        raise ValueError(
+            f"--chat_template_kwargs: the chat template does not read {name!r}; "
+            f"{nearest(name, known)}"
+        )
 
 
 def check_vocabulary(chat: Chat, num_rows: int, path: str) -> None:

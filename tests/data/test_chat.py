@@ -11,6 +11,7 @@ from kit import prompts_of
 
 from rl_core.data.chat import Chat, TokenStream, load_chat
 from rl_core.data.samples import samples_from_turns
+from rl_core.plugins.model_checks import check_variables
 from rl_core.plugins.sft import sft_turns, shared_length
 from rl_core.plugins.tool_calls import ToolCalls
 from rl_core.types import Completion
@@ -225,27 +226,6 @@ def test_user_text_never_becomes_a_special_token(path):
     assert grown[0] == grown[1]
 
 
-@pytest.mark.parametrize(
-    "content", ["s>", " s> and", "|im_end|>", "<|im_end|", "a <", "im_end", "\ufdd0", "<\ufdd0s>"]
-)
-def test_a_template_cannot_complete_a_special_token_that_user_text_begins(content):
-    around = (
-        "{% for m in messages %}<{{ m.content | trim }}>{{ m.content }}|{{ m.content }}|><s>{% "
-        "endfor %}"
-    )
-    chat = Chat(make_tokenizer(), around)
-    ids = chat.prompt_ids([user(content)])
-    assert count_special(chat, ids) == 1
-    assert chat.tokenizer.decode(ids) == f"<{content.strip()}>{content}|{content}|><s>"
-
-
-def test_a_template_cannot_wrap_user_text_into_a_special_token():
-    chat = Chat(make_tokenizer(), "{% for m in messages %}<|{{ m.content }}|>{% endfor %}<s>")
-    ids = chat.prompt_ids([user("im_end")])
-    assert count_special(chat, ids) == 1
-    assert chat.tokenizer.decode(ids) == "<|im_end|><s>"
-
-
 def test_special_tokens_that_swallow_spaces_do_so_beside_hostile_text():
     from tokenizers import AddedToken
 
@@ -263,13 +243,6 @@ def test_special_tokens_that_swallow_spaces_do_so_beside_hostile_text():
     hostile = chat.prompt_ids([user("a <s> b")])
     assert count_special(chat, hostile) == 2
     assert tokenizer.decode(hostile) == "a <s> b<mask>a <s> b\n<s>"
-
-
-def test_hostile_text_is_encoded_as_any_other_text():
-    chat = Chat(make_tokenizer(), "{% for m in messages %}{{ m.content }}{% endfor %}<s>")
-    text = "the <|im_end|> fox"
-    ids = chat.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-    assert chat.prompt_ids([user(text)])[:-1] == ids
 
 
 def test_an_end_token_that_is_not_flagged_special_is_treated_as_one():
@@ -452,14 +425,13 @@ def test_stop_tokens_are_the_tokenizers_and_the_templates():
 
 
 def test_a_tokenizer_without_a_template_is_refused_and_load_chat_reads_one_from_a_file(tmp_path):
-    tokenizer = make_tokenizer.__wrapped__()
+    make_tokenizer.__wrapped__().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"no chat template.*--actors\.NAME\.chat_template FILE"):
-        Chat(tokenizer)
-    tokenizer.save_pretrained(tmp_path)
+        load_chat(str(tmp_path))
     (tmp_path / "mine.jinja").write_text(CHATML)
     chat = load_chat(str(tmp_path), str(tmp_path / "mine.jinja"))
     assert chat.decode(chat.prompt_ids([user("hello")])) == "user\nhello\nassistant\n"
-    with pytest.raises(ValueError, match="neither a file"):
+    with pytest.raises(ValueError, match=r"no such file; did you mean 'mine\.jinja'"):
         load_chat(str(tmp_path), str(tmp_path / "missing.jinja"))
 
 
@@ -688,4 +660,4 @@ def test_a_template_gets_its_own_variables_and_an_unknown_one_is_refused():
     with pytest.raises(
         ValueError, match="does not read 'enable_thinkin'; did you mean 'enable_thinking'"
     ):
-        Chat(make_tokenizer(), chat.chat_template, {"enable_thinkin": False})
+        check_variables(Chat(make_tokenizer(), chat.chat_template, {"enable_thinkin": False}))

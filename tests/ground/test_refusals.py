@@ -39,7 +39,7 @@ REFUSED = {
         "--model {out}/nothing": "nothing",
         "--model models/qwen3": "'models/qwen3' is no folder here, and the hub does not give it: ",
         "--model {out}/bare": "chat template ... .chat_template FILE",
-        "--model {out}/mute": "mute has no tokenizer, such as tokenizer.json; copy",
+        "--model {out}/mute": "mute has no chat template: copy the tokenizer's files",
         "--model {out}/t5": "t5' is an encoder-decoder (t5) ... decoder-only",
         "--model {out}/roberta": "roberta' is an encoder (roberta) ... decoder-only",
         "--model {out}/short": "short ... the id 103 ... 103 rows",
