@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
-import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +24,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl_core.data.pretrained import load_pretrained
-from rl_core.data.rows import rename_into_place
-from rl_core.distributed import Ranks, all_gather_json, local, unsharded
+from rl_core.distributed import Ranks, local, unsharded
 from rl_core.host_copies import HostCopies
 from rl_core.learning.attention import AttentionPlan, Kernel
 from rl_core.learning.logprobs import fused_logprobs, head_factors, scores_of
-from rl_core.types import PackedBatch, RunError
+from rl_core.types import PackedBatch
 
 
 class PackedForward:
@@ -263,58 +260,3 @@ def checkpoint_weights(
 
 def layer_number(name: str) -> str:
     return next((part for part in name.split(".") if part.isdigit()), "")
-
-
-def export_policy(
-    policy: Policy, tokenizer: Any, folder: Path, ranks: Ranks, adapter: str = ""
-) -> None:
-    """A Hugging Face folder that from_pretrained loads, in the dtype that the model came in, the
-    adapter merged; the adapter also on its own in FOLDER_adapter. An old export stays until the new
-    one is complete. Raises RunError on all ranks, and leaves it as it was, if a weight is not
-    finite in that dtype."""
-    weights = {}
-    broken = []
-    buffers = dict(policy.hf.named_buffers())  # a mask may be infinite
-    for name, value in policy.named_weights(adapter, policy.checkpoint_dtype):
-        if ranks.rank == 0:
-            if name not in buffers and not value.isfinite().all():
-                broken.append(name)
-            weights[name] = value.to("cpu")
-    refuse_nonfinite(all_gather_json(broken, ranks)[0], f"{folder} stays as it was")
-    policy.export_adapter(adapter, folder.with_name(folder.name + "_adapter"), ranks)
-    if ranks.rank != 0:
-        return
-    config = copy.deepcopy(policy.hf.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    if policy.is_scoring:  # the classifier's forward finds a sequence's end by it
-        config.pad_token_id = tokenizer.pad_token_id
-    with torch.device("meta"):  # a plain model of this kind: not sharded, quantized or adapted
-        plain = type(policy.hf)(config).to(policy.checkpoint_dtype)
-    if not policy.is_scoring:
-        plain.generation_config = policy.hf.generation_config
-    with replaced(folder) as beside:
-        # By the names that checkpoints of it have.
-        plain.save_pretrained(beside, state_dict=weights)
-        tokenizer.save_pretrained(beside)
-
-
-def refuse_nonfinite(names: list[str], what_stays: str) -> None:
-    """Raises RunError if there are such weights."""
-    if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise RunError(
-            f"weights are NaN or infinite ({names[0]}{more}): {what_stays}; go on from the newest "
-            "checkpoint by --resume, "
-            "with a lower --optim.lr"
-        )
-
-
-@contextmanager
-def replaced(folder: Path) -> Iterator[Path]:
-    """A new folder that takes the place of `folder` once it is complete."""
-    beside = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    yield beside
-    rename_into_place(beside, folder)

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.data.rows import read_object, write_whole
-from rl_core.learning.checkpoint import save_checkpoint, trained_learners
-from rl_core.learning.policy import export_policy
 from rl_core.metrics import Max, Metric
 from rl_core.plugin import Plugin
+from rl_core.plugins.checkpoint import export_policy, save_checkpoint, trained_learners
 from rl_core.run_folder import naming
 from rl_core.types import RunError
 

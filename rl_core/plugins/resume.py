@@ -5,85 +5,63 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
 from rl_core.data.rows import read_object
 from rl_core.distributed import Ranks, all_gather_json
-from rl_core.learning.checkpoint import checkpoints_in, facts_of, saved_tensors, trained_learners
 from rl_core.learning.learner import Learner
+from rl_core.plugins.checkpoint import checkpoints_in, facts_of, saved_tensors, trained_learners
 
 
 def newest_intact(folder: Path, ranks: Ranks) -> Path | None:
     """The newest checkpoint whose files are as they were written; None where there is none at all.
     Says which are damaged. Every rank must call it. Raises ValueError if all are damaged."""
     damages = []
-    found = None
     for name in reversed(all_gather_json([path.name for path in checkpoints_in(folder)], ranks)[0]):
         damage = find_damage(folder / name, ranks)
         if not damage:
-            found = folder / name
-            break
+            for text in damages:
+                if ranks.rank == 0:
+                    print(f"warning: {text}; goes on from {name}, the one before it", flush=True)
+            return folder / name
         damages.append(damage)
-    if damages and not found:
+    if damages:
         raise ValueError(
             f"{damages[0]}; no checkpoint before it is whole: remove them, to begin at step 0"
         )
-    if ranks.rank == 0:
-        for damage in damages:
-            print(f"warning: {damage}; goes on from {found.name}, the one before it", flush=True)
-    return found
+    return None
 
 
 def find_damage(folder: Path, ranks: Ranks) -> str:
     """What is wrong with a checkpoint's files; "" if nothing is. Each rank reads a part of them.
     Every rank must call it."""
-    damages = []
+    manifest = folder / "manifest.json"
+    damage = ""
     try:
         read_object(folder / "state.json")
-        files = read_manifest(folder)
+        files = read_object(manifest)["files"]
         for name in sorted(files)[ranks.rank :: ranks.size]:
-            damages.append(difference(folder / name, files[name]))
+            # Old manifests have sizes alone.
+            if not files[name].items() <= facts_of(folder / name).items():
+                damage = (
+                    f"{folder / name} is damaged: its size or checksum is not that of {manifest}"
+                )
     except (OSError, ValueError) as error:
-        damages.append(str(error))
-    for part in all_gather_json(damages, ranks):
-        for damage in filter(None, part):
-            return damage
-    return ""
-
-
-def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    """File -> its size and checksum. Raises ValueError if it is none."""
-    file = folder / "manifest.json"
-    found = {}
-    try:
-        for name, facts in read_object(file).get("files").items():
-            found[name] = {"bytes": facts["bytes"], "xxh3_64": facts.get("xxh3_64")}
+        damage = str(error)
     except (AttributeError, KeyError, TypeError):
-        raise ValueError(f"{file} is damaged: it must name files with their sizes") from None
-    return found
-
-
-def difference(file: Path, facts: dict[str, Any]) -> str:
-    """What a file differs in from its manifest; "" if it is as it was written. Old manifests have
-    sizes alone."""
-    size = file.stat().st_size if file.is_file() else "no"
-    if size != facts["bytes"]:
-        return f"{file} is damaged: it has {size} bytes, its manifest says {facts['bytes']}"
-    if facts["xxh3_64"] and facts_of(file) != facts:
-        return f"{file} is damaged: its checksum is not that of its manifest"
-    return ""
+        damage = f"{manifest} is damaged: it must name files with their sizes"
+    return max(all_gather_json(damage, ranks))
 
 
 def load_checkpoint(folder: Path, learners: dict[str, Learner], is_verified: bool = False) -> dict:
     """Fills the learners and returns the saved state. Raises ValueError if a file is damaged,
     unless that `is_verified`, or if the checkpoint is of another model."""
     trained = trained_learners(learners)
-    if trained and not is_verified:
-        damage = find_damage(folder, next(iter(trained.values())).ranks)
-        if damage:
+    if not is_verified:
+        ranks = next(iter(trained.values())).ranks
+        if damage := find_damage(folder, ranks):
             raise ValueError(f"{damage}; go on from another checkpoint")
     state = read_object(folder / "state.json")
     known = state["optimizers"]
@@ -91,7 +69,6 @@ def load_checkpoint(folder: Path, learners: dict[str, Learner], is_verified: boo
         if name not in known:
             raise ValueError(f"{folder} has no actor {name!r}; it has {', '.join(known)}")
         load_learner(folder / name, learner, **known[name])
-        learner.num_updates = known[name]["steps"]
     return state
 
 
@@ -120,6 +97,7 @@ def load_learner(folder: Path, learner: Learner, name: str, steps: int, ranks: i
             )
     with warnings.catch_warnings(action="ignore"):
         dcp.load(wanted, storage_reader=reader)
+    learner.num_updates = steps
 
 
 def make_state(learner: Learner, steps: int) -> None:

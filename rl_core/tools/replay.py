@@ -134,7 +134,7 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
 
 def checkpoint_before(run: Path, step: int) -> tuple[int, Path | None]:
     """The newest one of fewer steps; (0, None) if there is none."""
-    from rl_core.learning.checkpoint import checkpoints_in
+    from rl_core.plugins.checkpoint import checkpoints_in
 
     before: list[tuple[int, Path | None]] = [(0, None)]
     for folder in checkpoints_in(run / "checkpoints"):

@@ -28,10 +28,10 @@ from test_engine_contract import GREEDY, logprobs_of, needs_sglang, random_promp
 from rl_core.config import LoraConfig, parse_config
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.engines.sglang_server import OWN_FLAGS, check_sglang, server_args
-from rl_core.learning.policy import export_policy
 from rl_core.metrics import Sum
 from rl_core.models import adapter_of, choose_engine
 from rl_core.plan import make_plan
+from rl_core.plugins.checkpoint import export_policy
 from rl_core.plugins.lora import adapter_weights, is_served
 from rl_core.sampling.engine import EngineDied
 from rl_core.train import main

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from kit import kill_session, start_process, words
 
-from rl_core.learning.checkpoint import checkpoints_in
+from rl_core.plugins.checkpoint import checkpoints_in
 from rl_core.run_folder import locked
 from rl_core.train import main
 

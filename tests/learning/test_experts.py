@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_core.config import parse_config
 from rl_core.learning.loading import local_slices, model_class
 from rl_core.learning.minibatches import active_parameters, pair_work
-from rl_core.learning.policy import export_policy
 from rl_core.plan import make_chats
+from rl_core.plugins.checkpoint import export_policy
 from rl_core.plugins.experts import find_routers
 from rl_core.plugins.lora import adapter_parameters, adapter_weights
 from rl_core.plugins.mfu import mfu, peak_flops

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl_core.config import parse_config, to_yaml
 from rl_core.learning.learner import Learner
 from rl_core.learning.loading import load_hf_model
-from rl_core.learning.policy import export_policy
 from rl_core.models import make_policy
+from rl_core.plugins.checkpoint import export_policy
 from rl_core.plugins.lora import adapter_parameters
 
 LORA = ["--actors.policy.lora.rank", "4", "--actors.policy.lora.alpha", "8"]

@@ -23,10 +23,9 @@ from transformers import AutoConfig, AutoTokenizer
 from rl_core.config import LoraConfig
 from rl_core.distributed import Mesh, Ranks, barrier, make_mesh, on_mesh
 from rl_core.learning import logprobs as fused
-from rl_core.learning.checkpoint import save_checkpoint
-from rl_core.learning.policy import export_policy
 from rl_core.metrics import reduce_metrics
 from rl_core.models import make_policy
+from rl_core.plugins.checkpoint import export_policy, save_checkpoint
 from rl_core.plugins.resume import load_checkpoint
 from rl_core.plugins.tensor_parallel import check_tensor_parallel
 from rl_core.types import TrainingSample

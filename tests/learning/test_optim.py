@@ -11,8 +11,8 @@ from kit import metrics, weights
 from test_learner import make_learner, ragged_samples
 
 from rl_core.config import OptimConfig
-from rl_core.learning.checkpoint import save_checkpoint
 from rl_core.learning.learner import learning_rate
+from rl_core.plugins.checkpoint import save_checkpoint
 from rl_core.plugins.resume import load_checkpoint
 from rl_core.train import main
 

@@ -1,4 +1,5 @@
-"""Saves a run: every rank writes its own shards, which any number of ranks reads.
+"""What a run saves: every rank writes its own shards, which any number of ranks reads; and each
+model as a Hugging Face folder.
 
 checkpoints/step_000010/manifest.json      written last: every file with its size and checksum
                         state.json         step, data position
@@ -8,25 +9,28 @@ checkpoints/step_000010/manifest.json      written last: every file with its siz
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rl_core.data.rows import rename_into_place
 from rl_core.distributed import Ranks, all_gather_json, barrier, local
 from rl_core.learning.learner import Learner
-from rl_core.learning.policy import refuse_nonfinite
+from rl_core.learning.policy import Policy
+from rl_core.types import RunError
 
 NAME = re.compile(r"step_[0-9]{6,}")
 # Of an optimizer's state: a count, and tables that bitsandbytes makes alike for all parameters.
@@ -41,7 +45,7 @@ def trained_learners(learners: dict[str, Learner]) -> dict[str, Learner]:
 def saved_tensors(learner: Learner) -> dict[str, Tensor]:
     """Name -> trained weight or optimizer state, as this rank holds it. State in 8 bits cannot be
     cut for another number of ranks: its names tell whose it is."""
-    if isinstance(learner.policy, FSDPModule):
+    if learner.policy.is_sharded:
         # After a forward without a backward some parameters are still gathered.
         learner.policy.reshard()
     weights = dict(learner.trained_parameters())
@@ -69,10 +73,7 @@ def save_checkpoint(
     copy of further files of rank 0. Then deletes those before the newest `keep`. Every rank must
     call it. Raises RunError on all of them, and writes nothing, if a weight is not finite."""
     trained = trained_learners(learners)
-    broken = []
-    for names in all_gather_json(broken_weights(trained), ranks):
-        broken += names
-    refuse_nonfinite(broken, f"{folder} is not written")
+    refuse_nonfinite(broken_weights(trained), f"{folder} is not written", ranks)
     beside = folder.with_name(f".{folder.name}.tmp")
     if ranks.rank == 0:
         shutil.rmtree(beside, ignore_errors=True)
@@ -102,7 +103,7 @@ def broken_weights(trained: dict[str, Learner]) -> list[str]:
     for actor, learner in trained.items():
         with learner.on_device():  # elsewhere its memory may be given back
             for name, parameter in learner.trained_parameters():
-                if not local(parameter).isfinite().all():
+                if not is_finite(local(parameter)):
                     names.append(f"{actor}: {name}")
     return names
 
@@ -152,3 +153,62 @@ def checkpoints_in(folder: Path) -> list[Path]:
         if NAME.fullmatch(manifest.parent.name):
             found.append(manifest.parent)
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def export_policy(
+    policy: Policy, tokenizer: Any, folder: Path, ranks: Ranks, adapter: str = ""
+) -> None:
+    """A Hugging Face folder that from_pretrained loads, in the dtype that the model came in, the
+    adapter merged; the adapter also on its own in FOLDER_adapter. An old export stays until the new
+    one is complete. Raises RunError on all ranks, and leaves it as it was, if a weight is not
+    finite in that dtype."""
+    weights = {}
+    broken = []
+    buffers = dict(policy.hf.named_buffers())  # a mask may be infinite
+    for name, value in policy.named_weights(adapter, policy.checkpoint_dtype):
+        if ranks.rank == 0:
+            if name not in buffers and not is_finite(value):
+                broken.append(name)
+            weights[name] = value.to("cpu")
+    refuse_nonfinite(broken, f"{folder} stays as it was", ranks)
+    policy.export_adapter(adapter, folder.with_name(folder.name + "_adapter"), ranks)
+    if ranks.rank != 0:
+        return
+    config = copy.deepcopy(policy.hf.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    if policy.is_scoring:  # the classifier's forward finds a sequence's end by it
+        config.pad_token_id = tokenizer.pad_token_id
+    with torch.device("meta"):  # a plain model of this kind: not sharded, quantized or adapted
+        plain = type(policy.hf)(config).to(policy.checkpoint_dtype)
+    if not policy.is_scoring:
+        plain.generation_config = policy.hf.generation_config
+    with replaced(folder) as beside:
+        # By the names that checkpoints of it have.
+        plain.save_pretrained(beside, state_dict=weights)
+        tokenizer.save_pretrained(beside)
+
+
+def is_finite(value: Tensor) -> bool:
+    """Whether all numbers are: in one pass, where isfinite() makes several copies."""
+    return not value.numel() or bool(torch.stack(value.aminmax()).isfinite().all())
+
+
+def refuse_nonfinite(names: list[str], what_stays: str, ranks: Ranks) -> None:
+    """Raises RunError on all ranks if one of them has such weights."""
+    for broken in all_gather_json(names, ranks):
+        if broken:
+            raise RunError(
+                f"weights are NaN or infinite ({broken[0]}): {what_stays}; go on from the newest "
+                "checkpoint by --resume, with a lower --optim.lr"
+            )
+
+
+@contextmanager
+def replaced(folder: Path) -> Iterator[Path]:
+    """A new folder that takes the place of `folder` once it is complete."""
+    beside = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    yield beside
+    rename_into_place(beside, folder)
