@@ -20,7 +20,7 @@ from pathlib import Path
 
 from playwright.sync_api import Page, expect, sync_playwright
 
-from rl_core.data.rows import write_trajectories
+from rl_core.plugins.run_files import write_trajectories
 from rl_core.types import Completion, Trajectory, Turn
 
 QUIET = (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from rl_core.data.rows import write_trajectories
+from rl_core.plugins.run_files import write_trajectories
 from rl_core.tools.view import main
 from rl_core.tools.view.data import RunFolder
 from rl_core.tools.view.server import LOCAL, Viewer

@@ -1,9 +1,8 @@
-"""Rows from JSON files; which files a source means; trajectories -> a run's rollouts."""
+"""Rows from JSON files; which files a source means; files that are complete after a crash."""
 
 from __future__ import annotations
 
 import csv
-import dataclasses
 import difflib
 import glob
 import io
@@ -12,18 +11,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import zstandard
+from typing import Any
 
 from rl_core.rules import split as comma_split
-from rl_core.types import Trajectory
-
-if TYPE_CHECKING:
-    from rl_core.data.chat import Chat
 
 Row = dict[str, Any]
 JSON = (".json", ".jsonl")
@@ -235,13 +228,6 @@ def is_trajectory(row: Row) -> bool:
     return "tokenizer" in row and "turns" in row
 
 
-def write_tokenizers(folder: Path, chats: Mapping[str, Chat]) -> None:
-    """Beside rollouts: in which tokenizer each actor's tokens are."""
-    (folder / TOKENIZERS).write_text(
-        json.dumps({name: chat.fingerprint for name, chat in chats.items()})
-    )
-
-
 def write_whole(file: Path, text: str) -> None:
     """The file is complete, or as it was before, after a crash of the machine too."""
     beside = file.with_name(f".{file.name}.tmp")
@@ -286,20 +272,3 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{file} is damaged: it must hold a JSON object")
     return found
-
-
-def write_trajectories(file: Path, trajectories: list[Trajectory]) -> None:
-    beside = file.with_name(f".{file.name}.tmp")
-    compressor = zstandard.ZstdCompressor(level=3)
-    with open(beside, "wb") as raw, compressor.stream_writer(raw) as writer:
-        for trajectory in trajectories:
-            writer.write((json.dumps(trajectory, default=jsonable) + "\n").encode())
-    os.replace(beside, file)
-
-
-def jsonable(value: Any) -> Any:
-    """A dataclass as a dictionary, without fields that are not shown (repr=False); what JSON does
-    not know, as text."""
-    if dataclasses.is_dataclass(value):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.repr}
-    return str(value)

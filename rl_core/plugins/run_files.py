@@ -4,9 +4,17 @@ rollouts/*.jsonl.zst."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from rl_core.data.rows import write_tokenizers, write_trajectories
+import zstandard
+
+from rl_core.data.chat import Chat
+from rl_core.data.rows import TOKENIZERS
 from rl_core.plugin import Plugin
 from rl_core.plugins.data_warnings import data_warnings
 from rl_core.run_folder import keep_codes, keep_config, naming
@@ -53,3 +61,27 @@ class RunFiles(Plugin):
     async def close(self) -> None:
         if self.writing is not None:
             await self.writing
+
+
+def write_tokenizers(folder: Path, chats: Mapping[str, Chat]) -> None:
+    """Beside rollouts: in which tokenizer each actor's tokens are."""
+    (folder / TOKENIZERS).write_text(
+        json.dumps({name: chat.fingerprint for name, chat in chats.items()})
+    )
+
+
+def write_trajectories(file: Path, trajectories: list[Trajectory]) -> None:
+    beside = file.with_name(f".{file.name}.tmp")
+    compressor = zstandard.ZstdCompressor(level=3)
+    with open(beside, "wb") as raw, compressor.stream_writer(raw) as writer:
+        for trajectory in trajectories:
+            writer.write((json.dumps(trajectory, default=jsonable) + "\n").encode())
+    os.replace(beside, file)
+
+
+def jsonable(value: Any) -> Any:
+    """A dataclass as a dictionary, without fields that are not shown (repr=False); what JSON does
+    not know, as text."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.repr}
+    return str(value)

@@ -14,7 +14,8 @@ from zlib import crc32
 
 from pydantic import TypeAdapter
 
-from rl_core.data.rows import read_json, write_trajectories
+from rl_core.data.rows import read_json
+from rl_core.plugins.run_files import write_trajectories
 from rl_core.sampling.rollout import Group
 from rl_core.types import Completion, Message, SamplingParams, Trajectory
 

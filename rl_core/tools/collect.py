@@ -54,8 +54,8 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
     flags."""
     from rl_core.algorithms import make_algorithm
     from rl_core.data.episodes import by_episode, episode_rewards, succeeded
-    from rl_core.data.rows import write_tokenizers, write_trajectories
     from rl_core.plan import load_envs, train_tasks
+    from rl_core.plugins.run_files import write_tokenizers, write_trajectories
     from rl_core.run_folder import keep_config, locked
 
     out = Path(config.out)

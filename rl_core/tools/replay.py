@@ -163,7 +163,7 @@ def write_tokens(
     folder: Path, parts: dict[Path, list[Trajectory]], values: dict[int, Values]
 ) -> None:
     """A file beside each of rollouts/, with a line for each of its trajectories."""
-    from rl_core.data.rows import write_trajectories
+    from rl_core.plugins.run_files import write_trajectories
 
     folder.mkdir(exist_ok=True)
     for file, trajectories in parts.items():

@@ -16,8 +16,8 @@ from test_engine_contract import needs_sglang
 from test_runs import assert_same_weights, lasting
 
 from rl_core.config import RolloutConfig
-from rl_core.data.rows import jsonable
 from rl_core.data.tasks import make_task
+from rl_core.plugins.run_files import jsonable
 from rl_core.plugins.under_way import (
     EpisodeUnderWay,
     GroupUnderWay,

@@ -20,7 +20,8 @@ from view_parts import (
     write_step,
 )
 
-from rl_core.data.rows import write_trajectories, write_whole
+from rl_core.data.rows import write_whole
+from rl_core.plugins.run_files import write_trajectories
 from rl_core.tools.view import server
 from rl_core.tools.view.data import RunFolder, matching
 from rl_core.tools.view.page import make_page

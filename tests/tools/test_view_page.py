@@ -19,7 +19,7 @@ import yaml
 from kit import LETTERS, run_ranks, wait_until, words
 from view_parts import HOSTILE, has_reader, said, trajectory, write_metrics, write_step
 
-from rl_core.data.rows import write_trajectories
+from rl_core.plugins.run_files import write_trajectories
 from rl_core.tools.view import main, server
 from rl_core.tools.view.data import RunFolder, axis_range
 from rl_core.tools.view.server import Viewer
