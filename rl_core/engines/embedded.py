@@ -5,24 +5,23 @@ Legend: n requests in a forward, S new tokens of each, V vocabulary.
 
 Row i of the KV cache belongs to the i-th active request, so a forward reads the first rows as one
 view and never gathers. A row holds the keys and values of every token before the newest one. A
-decode step sends one tensor of numbers to the device and brings one tensor of sampled tokens back;
-nothing else waits for the device.
+decode step sends two small tensors to the device and brings one tensor of sampled tokens back; nothing
+else waits for the device.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os.path
 import random
-from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from rl_core.engines.slots import Snapshot, bytes_per_token, sample
 from rl_core.host_copies import HostCopies, device_memory
@@ -58,7 +57,7 @@ class Request:
     adapter: str  # "" is none
     random_bits: Callable[[int], int]  # this request's generator; one draw per token
     future: asyncio.Future[Completion]
-    key: bytes = b""  # the same for requests with the same tokens and adapter
+    key: tuple[str | int, ...] = ()  # its adapter and its tokens when it was queued
     row: int = -1  # of the cache
     num_cached: int = 0  # ids with keys and values from the session's last turn
     hidden: Tensor | None = None  # [hidden size] of its last token when it entered
@@ -114,8 +113,6 @@ class EmbeddedEngine(Engine):
             )
         self._waiting: deque[Request] = deque()
         self._active: list[Request] = []  # the i-th has row i
-        # Cache and last hidden state of prompts that others wait with, by their keys.
-        self._prompts: dict[bytes, tuple[Snapshot, Tensor]] = {}
         self._parked: dict[str, Parked] = {}  # by session, oldest first
         self._steps_since_refill = 0
         self._is_paused = False
@@ -132,8 +129,7 @@ class EmbeddedEngine(Engine):
         weights = sum(parameter.nbytes for parameter in self.model.parameters())
         room = max(0, int((total - weights) / bytes_per_token(self._slots)))  # tokens
         row = self.max_context_tokens + 1
-        if 2 * spec.num_slots * row > room:
-            self.capacity = max(1, min(spec.num_slots, int(SLOTS_FRAC * room) // row))
+        self.capacity = max(1, min(spec.num_slots, int(SLOTS_FRAC * room) // row))
         # No more conversations are open than it was to have slots.
         self._parked_room = min(max(0, room - self.capacity * row), spec.num_slots * row)
         if self.capacity < spec.num_slots:
@@ -156,8 +152,6 @@ class EmbeddedEngine(Engine):
         """One completion; see Engine."""
         check_request(prompt_ids, params, self.max_context_tokens)
         assert not adapter or adapter in self.adapter_versions, adapter
-        if params.temperature == 0:  # The logprobs of a greedy request are those without limits.
-            params = replace(params, top_k=0, top_p=1.0, min_p=0.0)
         completion = begun or Completion(
             token_ids=[], logprobs=[], text="", finish_reason="", policy_version=self.version
         )
@@ -187,9 +181,7 @@ class EmbeddedEngine(Engine):
         """Copies each weight into the model; see Engine. It is awake afterwards."""
         await self._drain()
         await self.wake()
-        for session, parked in list(self._parked.items()):
-            if not adapter or parked.adapter == adapter:
-                del self._parked[session]
+        self._parked.clear()
         if adapter:
             self._adapters.load(adapter, weights)
             self.adapter_versions[adapter] = version
@@ -220,7 +212,8 @@ class EmbeddedEngine(Engine):
         self._is_paused = True
         await self._until_stopped()
         requests = [*self._active, *self._waiting]
-        self._forget_requests()
+        self._active.clear()
+        self._waiting.clear()
         for request in requests:
             self._queue(request)
 
@@ -233,7 +226,7 @@ class EmbeddedEngine(Engine):
         if self._task is not None:
             self._task.cancel()
         await self._until_stopped()
-        self._fail_all(None)
+        self._fail_all(asyncio.CancelledError())
 
     async def _until_stopped(self) -> None:
         if self._task is not None and not self._task.done():
@@ -252,12 +245,8 @@ class EmbeddedEngine(Engine):
         self._cache = self._slots.make_cache(self.capacity, self.max_context_tokens)
 
     def _queue(self, request: Request) -> None:
-        request.key = request.adapter.encode() + array("q", request.ids).tobytes()
+        request.key = (request.adapter, *request.ids)
         self._waiting.append(request)
-
-    def _forget_requests(self) -> None:
-        for held in (self._waiting, self._active, self._prompts):
-            held.clear()
 
     def _start_running(self) -> None:
         is_running = self._task is not None and not self._task.done()
@@ -282,15 +271,13 @@ class EmbeddedEngine(Engine):
             for _ in range(LOOP_ROUNDS if len(self._active) < self.capacity else 1):
                 await asyncio.sleep(0)
 
-    def _fail_all(self, error: BaseException | None) -> None:
-        """Raises the error in every generate() without an answer, so that none waits for ever; None
-        cancels them."""
+    def _fail_all(self, error: BaseException) -> None:
+        """Raises the error in every generate() without an answer, so that none waits for ever."""
         for request in (*self._waiting, *self._active):
-            if error is None:
-                request.future.cancel()
-            elif not request.future.done():
+            if not request.future.done():
                 request.future.set_exception(error)
-        self._forget_requests()
+        self._waiting.clear()
+        self._active.clear()
         self._drop_cache()
 
     @torch.inference_mode()
@@ -309,65 +296,54 @@ class EmbeddedEngine(Engine):
             self._admit()
         if self._active:
             requests = list(self._active)
-            numbers = self._numbers(requests)
-            tokens, starts = numbers[:2].long()
-            longest = max(len(r.ids) for r in requests)
-            with self._using_adapters(requests):
-                rows = slice(0, len(requests))
-                hidden = self._slots.forward(self._cache, rows, tokens[:, None], starts, longest)
-            self._take(requests, hidden[:, 0], numbers)
+            self._take(requests, self._forward(requests, [len(r.ids) - 1 for r in requests], 1))
             self.stats.update(decode_steps=1, decode_tokens=len(requests))
 
     def _admit(self) -> None:
         """Prefills each new prompt once, and samples every request's first token."""
         self._steps_since_refill = 0
-        admitted: list[Request] = []
-        while self._waiting and len(self._active) + len(admitted) < self.capacity:
+        # By key the request whose row has this prompt. Only what is batched can be cut to it.
+        read = self._active if self._slots.is_batched else ()
+        owners = {request.key: request for request in read}
+        leaders: list[Request] = []
+        followers: list[Request] = []
+        num_free = self.capacity - len(self._active)
+        while self._waiting and len(leaders) + len(followers) < num_free:
             request = self._waiting.popleft()
-            if not request.future.done():  # Else it was cancelled.
-                admitted.append(request)
-        leaders: dict[bytes, Request] = {}
-        for request in admitted:
-            if request.key not in self._prompts:
-                leaders.setdefault(request.key, request)
-        for request in leaders.values():
-            request.num_cached = self._num_reusable(request)
-        chunks = list(prefill_chunks(leaders.values()))
-        followers = [request for request in admitted if leaders.get(request.key) is not request]
+            if request.future.done():  # It was cancelled.
+                continue
+            if owners.setdefault(request.key, request) is request:
+                request.num_cached = self._num_reusable(request)
+                leaders.append(request)
+            else:
+                followers.append(request)
+        chunks = list(prefill_chunks(leaders))
         started = [*chain(*chunks), *followers]
         for request in started:
             request.row = len(self._active)
             self._active.append(request)
-        waiting = {request.key for request in self._waiting}
-        shared = waiting.union(request.key for request in followers)
         for chunk in chunks:
-            self._prefill(chunk, shared)
+            self._prefill(chunk)
         for request in followers:
-            kept, request.hidden = self._prompts[request.key]
-            self._cache.restore(request.row, kept, len(request.ids))
-        for key in self._prompts.keys() - waiting:
-            del self._prompts[key]
+            owner = owners[request.key]
+            prompt = self._cache.snapshot(owner.row, len(request.ids))
+            self._cache.restore(request.row, prompt, len(request.ids))
+            request.hidden = owner.hidden
         if started:
             for request in started:
                 version = self.adapter_versions.get(request.adapter, self.version)
                 note_version(request.completion, version)
-            hidden = torch.stack([request.hidden for request in started])
-            self._take(started, hidden, self._numbers(started))
+            self._take(started, torch.stack([request.hidden for request in started]))
 
     def _num_reusable(self, request: Request) -> int:
         parked = self._parked.get(request.session)
         if parked is None or parked.adapter != request.adapter:
             return 0
         # The last token is always forwarded: its hidden state gives the first logits.
-        num_reusable = 0
-        for old, new in zip(parked.ids, request.ids[:-1], strict=False):
-            if old != new:
-                break
-            num_reusable += 1
-        return num_reusable
+        return len(os.path.commonprefix([parked.ids, request.ids[:-1]]))
 
-    def _prefill(self, requests: list[Request], shared: set[bytes]) -> None:
-        """Fills the rows of requests that are active, and keeps those prompts that are shared."""
+    def _prefill(self, requests: list[Request]) -> None:
+        """Fills the rows of requests that are active."""
         for request in requests:
             parked = self._parked.pop(request.session, None)
             if request.num_cached:
@@ -376,30 +352,39 @@ class EmbeddedEngine(Engine):
         # There are several pieces only if a single prompt is longer than PREFILL_TOKENS.
         piece_tokens = PREFILL_TOKENS if self._slots.is_batched else longest
         for done in range(0, longest, piece_tokens):
-            last = self._forward_piece(requests, done, piece_tokens)
-        for request, hidden in zip(requests, last, strict=True):
-            request.hidden = hidden.clone()
-            if request.key in shared:
-                kept = self._cache.snapshot(request.row, len(request.ids))
-                self._prompts[request.key] = kept, request.hidden
+            starts = [request.num_cached + done for request in requests]
+            hidden = self._forward(requests, starts, piece_tokens)
+        for request, of_last in zip(requests, hidden, strict=True):
+            request.hidden = of_last
         self.stats.update(prefill_tokens=sum(r.num_new for r in requests))
 
-    def _forward_piece(self, requests: list[Request], done: int, num_tokens: int) -> list[Tensor]:
-        """Of each request's new tokens so many behind `done`: the hidden state of the last one."""
-        device = self.model.device
-        starts = [request.num_cached + done for request in requests]
-        pieces = []
+    def _forward(self, requests: list[Request], starts: list[int], num_tokens: int) -> Tensor:
+        """Reads each request's tokens from its start on, at most so many. [n, hidden size] of the
+        last ones. The requests have neighbouring rows."""
+        pieces, sizes = [], []
         for request, start in zip(requests, starts, strict=True):
-            pieces.append(torch.tensor(request.ids[start : start + num_tokens]))
-        sizes = [len(piece) for piece in pieces]
-        tokens = pad_sequence(pieces, batch_first=True).to(device)
-        length = max(start + size for start, size in zip(starts, sizes, strict=True))
-        ragged = torch.tensor(sizes, device=device) if min(sizes) < max(sizes) else None
-        where = torch.tensor(starts, device=device) if any(starts) else None
+            pieces.append(request.ids[start : start + num_tokens])
+            sizes.append(len(pieces[-1]))
+        longest = max(sizes)
+        padded = [piece + [0] * (longest - len(piece)) for piece in pieces]
+        numbers = self._to_device([starts, sizes, *zip(*padded, strict=True)], torch.long)
+        length = max(map(sum, zip(starts, sizes, strict=True)))
         rows = slice(requests[0].row, requests[-1].row + 1)
         with self._using_adapters(requests):
-            hidden = self._slots.forward(self._cache, rows, tokens, where, length, ragged)
-        return [hidden[i, size - 1] for i, size in enumerate(sizes)]
+            hidden = self._slots.forward(
+                self._cache,
+                rows,
+                numbers[2:].T,
+                numbers[0] if any(starts) else None,
+                length,
+                numbers[1] if min(sizes) < longest else None,
+            )
+        return hidden[torch.arange(len(requests), device=hidden.device), numbers[1] - 1]
+
+    def _to_device(self, rows: list[list[float]], dtype: torch.dtype) -> Tensor:
+        device = self.model.device
+        numbers = torch.tensor(rows, dtype=dtype, pin_memory=device.type == "cuda")
+        return numbers.to(device, non_blocking=True)
 
     def _using_adapters(self, requests: list[Request]) -> AbstractContextManager[None]:
         """Inside, the rows of a forward use each its request's adapter."""
@@ -407,25 +392,17 @@ class EmbeddedEngine(Engine):
             return nullcontext()
         return self._adapters.of_rows([request.adapter for request in requests])
 
-    def _numbers(self, requests: list[Request]) -> Tensor:
-        """[8, n] on the device: last token, its position, uniform in [0, 1), is greedy,
-        temperature, top_k, top_p, min_p."""
+    def _take(self, requests: list[Request], hidden: Tensor) -> None:
+        """Samples each request's next token. hidden: [n, hidden size]."""
         rows = []
         for request in requests:
             params = request.params
             uniform = request.random_bits(RANDOM_BITS) * 2.0**-RANDOM_BITS
-            last = (request.ids[-1], len(request.ids) - 1, uniform)
-            limits = (params.top_k, params.top_p, params.min_p)
-            rows.append((*last, params.temperature == 0, params.temperature or 1.0, *limits))
-        device = self.model.device
-        # Token ids are exact in float64.
-        numbers = torch.tensor(rows, dtype=torch.float64, pin_memory=device.type == "cuda")
-        return numbers.to(device, non_blocking=True).T
-
-    def _take(self, requests: list[Request], hidden: Tensor, numbers: Tensor) -> None:
-        """Samples each request's next token. hidden: [n, hidden size]."""
+            how = (uniform, params.temperature == 0, params.temperature or 1.0)
+            rows.append((*how, params.top_k, params.top_p, params.min_p))
+        numbers = self._to_device(rows, torch.float32).T
         has_limits = any(request.has_limits for request in requests)
-        sampled = sample(self._slots.logits(hidden), numbers[2:], has_limits)
+        sampled = sample(self._slots.logits(hidden), numbers, has_limits)
         tokens, logprobs = sampled.tolist()  # The one wait for the device.
         check_logprobs(logprobs)
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
@@ -485,17 +462,13 @@ class EmbeddedEngine(Engine):
 
 
 def prefill_chunks(requests: Iterable[Request]) -> Iterator[list[Request]]:
-    """Batches of requests with similar lengths, cached or not, of at most PREFILL_TOKENS with
-    padding."""
+    """Batches of requests with similar lengths, of at most PREFILL_TOKENS with padding."""
     chunk: list[Request] = []
-    for request in sorted(requests, key=lambda r: (r.num_cached > 0, r.num_new)):
-        if chunk:
-            is_full = request.num_new * (len(chunk) + 1) > PREFILL_TOKENS
-            is_longer = request.num_new > 2 * chunk[0].num_new + 16
-            is_other = (request.num_cached > 0) != (chunk[0].num_cached > 0)
-            if is_full or is_longer or is_other:
-                yield chunk
-                chunk = []
+    for request in sorted(requests, key=lambda r: r.num_new):
+        is_full = request.num_new * (len(chunk) + 1) > PREFILL_TOKENS
+        if chunk and (is_full or request.num_new > 2 * chunk[0].num_new + 16):
+            yield chunk
+            chunk = []
         chunk.append(request)
     if chunk:
         yield chunk
