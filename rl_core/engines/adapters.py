@@ -29,7 +29,8 @@ class AdapterTable:
 
     def __init__(self, model: nn.Module, configs: dict[str, dict[str, Any]]):
         self.model, self.configs = model, configs
-        self.numbers, self.spans = {"": 0}, {}
+        self.numbers = {"": 0}
+        self.spans: dict[str, slice] = {}  # of R
         owners: list[int] = []
         for number, (name, config) in enumerate(configs.items(), 1):
             self.numbers[name] = number
@@ -38,9 +39,7 @@ class AdapterTable:
         self.owners = torch.tensor(owners, device=model.device)  # [R] number of the adapter
         # A [R, I] and scaled, transposed B [R, O].
         self.layers: dict[str, tuple[Tensor, Tensor]] = {}
-        self.active: slice | None = None  # Of R, in the current forward.
-        # [n, 1, R] ranks of other adapters; None: all rows have the same adapter.
-        self.hidden: Tensor | None = None
+        self.others: Tensor | None = None  # [n, 1, R] ranks of other adapters in a forward
 
     @torch.no_grad()
     def load(self, name: str, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -66,23 +65,17 @@ class AdapterTable:
     @contextmanager
     def of_rows(self, names: list[str]) -> Iterator[None]:
         """Inside, row i of a forward uses the adapter names[i]."""
-        if len(set(names)) == 1:
-            self.active = self.spans.get(names[0])
-        else:
-            self.active = slice(0, len(self.owners))
-            rows = torch.tensor([[[self.numbers[name]]] for name in names])
-            self.hidden = rows.to(self.owners.device, non_blocking=True) != self.owners
+        rows = torch.tensor([[[self.numbers[name]]] for name in names])
+        self.others = rows.to(self.owners.device, non_blocking=True) != self.owners
         try:
             yield
         finally:
-            self.active = self.hidden = None
+            self.others = None
 
     def add_products(self, layer: str, module: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
         """Adds B A x to the layer's output."""
-        if self.active is None:
+        if self.others is None:
             return
-        a_RI, b_RO = (x[self.active] for x in self.layers[layer])
-        inner = F.linear(args[0], a_RI)  # [n, S, R]
-        if self.hidden is not None:
-            inner.masked_fill_(self.hidden, 0)
+        a_RI, b_RO = self.layers[layer]
+        inner = F.linear(args[0], a_RI).masked_fill_(self.others, 0)  # [n, S, R]
         out.view(-1, out.shape[-1]).addmm_(inner.view(-1, inner.shape[-1]), b_RO)

@@ -72,11 +72,10 @@ class ForwardPlan:
     rows: slice
     length: int  # L, the longest of its rows with the new tokens
     fresh: bool  # nothing is cached before these tokens
+    numbers: Tensor  # [n, 1] of the rows
     positions: Tensor  # [n, S] column that each token is written to; [1, S] if fresh
     # By sliding window, built once for all layers.
     masks: dict[int | None, Tensor] = field(default_factory=dict)
-    # [n, K, 1] where each head's keys are among those of all rows, by K.
-    heads: dict[int, Tensor] = field(default_factory=dict)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Stores [n, K, S, D] keys and values and returns views of the caches [n, K, L, D]."""
@@ -85,16 +84,8 @@ class ForwardPlan:
             if self.fresh:
                 cache[self.rows, :, : self.length] = new
             else:
-                heads = self.heads_of(cache.shape[1])
-                cache.flatten(0, 1)[heads, self.positions[:, None]] = new
+                cache[self.numbers, :, self.positions] = new.transpose(1, 2)
         return tuple(cache[self.rows, :, : self.length] for cache in caches)
-
-    def heads_of(self, num_heads: int) -> Tensor:
-        if num_heads not in self.heads:
-            first, end = self.rows.start * num_heads, self.rows.stop * num_heads
-            heads = torch.arange(first, end, device=self.positions.device)
-            self.heads[num_heads] = heads.view(-1, num_heads, 1)
-        return self.heads[num_heads]
 
     def mask(self, window: int | None) -> Tensor:
         """[n, 1, S, L] bool, True where a query sees a key."""
@@ -178,14 +169,12 @@ AttentionInterface.register(ATTENTION, slot_attention)
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
     """Inside, the model is in evaluation mode."""
-    training = [module for module in model.modules() if module.training]
+    was_training = model.training
+    model.eval()
     try:
-        for module in training:
-            module.training = False
         yield
     finally:
-        for module in training:
-            module.training = True
+        model.train(was_training)
 
 
 class SlotModel:
@@ -229,7 +218,12 @@ class SlotModel:
             positions = position_ids.masked_fill(columns >= sizes[:, None], cache.max_tokens)
             position_ids = positions.clamp(max=cache.max_tokens - 1)
         plan = ForwardPlan(
-            cache=cache, rows=rows, length=length, fresh=starts is None, positions=positions
+            cache=cache,
+            rows=rows,
+            length=length,
+            fresh=starts is None,
+            numbers=torch.arange(rows.start, rows.stop, device=tokens.device)[:, None],
+            positions=positions,
         )
         return self.decoder(
             input_ids=tokens, position_ids=position_ids, use_cache=False, slot_plan=plan

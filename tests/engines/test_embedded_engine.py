@@ -173,7 +173,7 @@ def test_one_requests_limits_leave_the_others_alone(model):
 def test_a_groups_prompt_is_prefilled_once_while_one_of_the_group_has_a_slot(model):
     prompts = [prompt for prompt in random_prompts(3, seed=5) for _ in range(8)]
     engine = embedded(model, num_slots=5)
-    params = [SamplingParams(max_tokens=40 if i % 8 == 1 else 1 + i % 5) for i in range(24)]
+    params = [SamplingParams(max_tokens=40 if i % 8 == 0 else 1 + i % 5) for i in range(24)]
     assert_logprobs(model, prompts, run(engine, prompts, params))
     assert engine.stats["prefill_tokens"] == sum(map(len, prompts[::8]))
 
@@ -315,7 +315,6 @@ def test_a_pause_changes_nothing_that_is_sampled(model):
 
 def test_the_model_is_given_back_as_it_was(model):
     model.train()
-    model.model.layers[0].eval()
     modes = [module.training for module in model.modules()]
     seen = set()
     hook = model.model.layers[1].register_forward_hook(
