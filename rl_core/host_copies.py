@@ -35,11 +35,20 @@ class HostCopies:
             self.to_host(tensors())
 
     def to_host(self, tensors: Iterable[Tensor]) -> None:
-        synchronize(self.device)  # FSDP's streams too have ended
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # FSDP's streams too have ended
         if not self.waiting:
-            for storage in self.storages(tensors):
-                self.waiting.append((storage, self.copied(storage)))
-        synchronize(self.device)
+            storages = {}
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                is_here = tensor.device.type == self.device.type and storage.nbytes() > 0
+                # A file's pages are not torch's to give back.
+                if is_here and storage.resizable():
+                    storages[storage.data_ptr()] = storage
+            for storage in storages.values():
+                pinned = self.device.type == "cuda"
+                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+                self.waiting.append((storage, host.untyped_storage().copy_(storage)))
         for storage, _ in self.waiting:
             storage.resize_(0)
         release_cached_memory()
@@ -47,26 +56,9 @@ class HostCopies:
     def to_device(self) -> None:
         for storage, host in self.waiting:
             storage.resize_(host.nbytes())
-            storage.copy_(host, non_blocking=True)
-        synchronize(self.device)
+            storage.copy_(host)
         if not self.is_constant:
             self.waiting = []
-
-    def copied(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        pinned = self.device.type == "cuda"
-        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
-        return host.untyped_storage().copy_(storage, non_blocking=True)
-
-    def storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-        """The memory of all tensors, each once. A file's pages are left out: they are not torch's
-        to give back."""
-        found = {}
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            is_here = tensor.device.type == self.device.type and storage.nbytes() > 0
-            if is_here and storage.resizable():
-                found[storage.data_ptr()] = storage
-        return list(found.values())
 
 
 def release_cached_memory() -> None:
@@ -81,8 +73,3 @@ def device_memory(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).total_memory
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return machine // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 import numpy as np
+import torch
 
 from rl_core.distributed import Ranks, all_gather_json
 
@@ -20,7 +21,7 @@ class Mean:
 
     @property
     def value(self) -> float:
-        return self.total / self.count if self.count else math.nan
+        return float(self.total / self.count) if self.count else math.nan
 
 
 @dataclass(slots=True)
@@ -71,9 +72,10 @@ def reduce_metrics(metrics: dict[str, Metric], ranks: Ranks) -> dict[str, float]
     """Name -> value over all ranks; a rank may lack names that others have."""
     sent = {}
     for name, metric in metrics.items():
-        values = [getattr(metric, f.name) for f in fields(metric)]
-        numbers = [value if isinstance(value, list) else float(value) for value in values]
-        sent[name] = [type(metric).__name__, *numbers]
+        sent[name] = [type(metric).__name__]
+        for field in fields(metric):
+            value = torch.as_tensor(getattr(metric, field.name), dtype=torch.float64)
+            sent[name].append(value.tolist())  # waits for the device where it is still there
     merged: dict[str, Metric] = {}
     for received in all_gather_json(sent, ranks):
         for name, (kind, *numbers) in received.items():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,9 @@ from rl_core.config import Config, OptimConfig
 from rl_core.data.packing import PackBudget
 from rl_core.distributed import Ranks, all_gather_json, local, unsharded
 from rl_core.host_copies import HostCopies
-from rl_core.learning.advantages import global_sums
 from rl_core.learning.minibatches import Minibatch, pair_work, shard_samples
 from rl_core.learning.policy import Policy
-from rl_core.metrics import Max, Mean, Metric, Sum, add_metrics, count_once
+from rl_core.metrics import Mean, Metric, Percentile, Sum, add_metrics, count_once, reduce_metrics
 from rl_core.types import PackedBatch, RunError, TrainingSample
 
 TAIL_NATS = 0.5  # a token beyond it counts for mismatch_tail_frac
@@ -86,7 +86,10 @@ class Learner:
         self.parts, self.loss, self.name, self.adapter = tuple(parts), loss, name, adapter
         self.temperature = config.sampling.temperature if algorithm.is_rl else 1.0
         self.optimizer = (make_optimizer or adamw)(self.trained_parameters(), config.optim)
-        self.host_copies = HostCopies(ranks.device) if leaves_device else None
+        self.state_on_device: Callable[[], AbstractContextManager] = nullcontext
+        if leaves_device:
+            copies = HostCopies(ranks.device)
+            self.state_on_device = partial(copies.on_device, self.optimizer_state)
         self.updates_per_step = config.learner.minibatches * config.learner.epochs
         mesh = ranks.mesh
         self.budget = PackBudget(
@@ -124,19 +127,6 @@ class Learner:
             metrics |= part.annotate(batches)
         return metrics
 
-    @torch.no_grad()
-    def evaluate(self, minibatches: list[Minibatch]) -> Metrics:
-        """The mean loss of samples that are not trained on; of pairs with their metrics."""
-        parts = []
-        for minibatch in minibatches:
-            for batch in minibatch.batches:
-                if self.loss:
-                    losses, metrics = self.losses(batch)
-                else:
-                    losses, metrics = -batch.advantages * self.forward(batch)[0], {}
-                parts.append(metrics | {"loss": mean_of(losses)})
-        return self.fetched(parts)[0]
-
     def step(self, minibatches: list[Minibatch], step: int) -> Metrics:
         """One optimizer step per minibatch and epoch, until one's KL to the start of the step
         exceeds the target. A minibatch that carries no signal changes nothing."""
@@ -165,14 +155,15 @@ class Learner:
             of_parts |= part.before_update(self, minibatch, step)
         if step < self.config.critic.warmup_steps:
             return of_parts | {"skipped_updates": count_once(self.ranks)}, False
-        found = self.backward(minibatch)
+        metrics = self.backward(minibatch)
         # The one place in which an update waits for the device.
-        metrics, grad_norm = self.fetched(found, self.clip_gradients())
+        grad_norm = self.clip_gradients().tolist()
         loss = metrics["loss"].total
         metrics["loss"] = Mean(loss, 1 / self.ranks.mesh.dp)
         is_done = self.exceeds_target(metrics)
-        is_finite = math.isfinite(grad_norm)
-        if is_finite and not is_done:
+        if not math.isfinite(grad_norm) and not is_done:
+            metrics = self.skip(loss, grad_norm, step)
+        elif not is_done:
             lr = learning_rate(self.config.optim, step, self.config.num_steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -182,14 +173,12 @@ class Learner:
             metrics |= {"grad_norm": Mean(grad_norm), "lr": Mean(lr)}
             metrics["updates"] = count_once(self.ranks)
         self.policy.zero_grad()
-        if not is_finite and not is_done:
-            metrics = self.skip(loss, grad_norm, step)
         return of_parts | metrics, is_done
 
-    def backward(self, minibatch: Minibatch) -> list[Metrics]:
-        """Metrics of each batch, still on the device; gradients of the minibatch's loss are in the
-        parameters."""
-        found = []
+    def backward(self, minibatch: Minibatch) -> Metrics:
+        """Metrics whose numbers are still on the device; gradients of the minibatch's loss are in
+        the parameters."""
+        found: Metrics = {}
         for number, batch in enumerate(minibatch.batches, 1):
             # Copies of the weights add up their gradients once.
             if self.ranks.mesh.dp_replicate > 1:
@@ -202,27 +191,25 @@ class Learner:
             # FSDP averages gradients over ranks; undo it, the loss is already a share of a global
             # mean.
             (total * (self.ranks.size / self.ranks.mesh.tp)).backward()
-            found.append(metrics | {"loss": Mean(loss.detach(), 0)})
-        return found + [part.metrics() for part in self.parts]
+            add_metrics(found, metrics | {"loss": Mean(loss.detach(), 0)})
+        for part in self.parts:
+            add_metrics(found, part.metrics())
+        return found
 
-    def skip(self, loss: float, grad_norm: float, step: float) -> Metrics:
+    def skip(self, loss: Tensor, grad_norm: float, step: float) -> Metrics:
         """Counts an update that was not made. Raises RunError on all ranks alike after too many in
         a row."""
         self.nonfinite_in_a_row += 1
-        count = self.nonfinite_in_a_row
-        losses = ", ".join(all_gather_json(repr(loss), self.ranks))  # of each rank
+        losses = ", ".join(all_gather_json(f"{loss:g}", self.ranks))  # of each rank
         number = round(step % 1 * self.updates_per_step)
         text = (
             f"step {int(step) + 1}, update {number} of {self.name} is not finite: gradient norm "
-            f"{grad_norm}, loss {losses}"
+            f"{grad_norm}, loss {losses}; skipped, number {self.nonfinite_in_a_row} in a row"
         )
-        if count > MAX_NONFINITE:
-            raise RunError(
-                f"{text}. It is number {count} in a row; weights and optimizer are as before the "
-                "first"
-            )
+        if self.nonfinite_in_a_row > MAX_NONFINITE:
+            raise RunError(f"{text}; weights and optimizer are as before the first")
         if self.ranks.rank == 0:
-            print(f"{text}; skipped ({count} in a row)", flush=True)
+            print(text, flush=True)
         return {"nonfinite_updates": count_once(self.ranks)}
 
     def losses(self, batch: PackedBatch) -> tuple[Tensor, Metrics]:
@@ -246,7 +233,8 @@ class Learner:
             learner = logprobs if old is None else old
             mismatch = kl_estimate("k3", learner, rollout)
             metrics["mismatch_kl_nats"] = mean_of(mismatch)
-            metrics["mismatch_kl_nats_max"] = Max(mismatch.max() if len(mismatch) else 0.0)
+            largest = [mismatch.max()] if len(mismatch) else []
+            metrics["mismatch_kl_nats_max"] = Percentile(100, largest)
             metrics["mismatch_tail_frac"] = mean_of((learner - rollout).abs() > TAIL_NATS)
         if old is not None:
             metrics["step_kl_nats"] = mean_of(kl_estimate("k3", old, logprobs))
@@ -259,10 +247,8 @@ class Learner:
         ranks."""
         if not self.algorithm.target_kl:
             return False
-        kl = metrics["step_kl_nats"]
-        sums = torch.tensor([kl.total, kl.count], dtype=torch.float64)
-        total, count = global_sums(sums, self.ranks)
-        return total > self.algorithm.target_kl * count
+        mean = reduce_metrics({"kl": metrics["step_kl_nats"]}, self.ranks)["kl"]
+        return mean > self.algorithm.target_kl
 
     def clip_gradients(self) -> Tensor:
         """The norm before it is bounded, over all ranks."""
@@ -281,26 +267,6 @@ class Learner:
                 torch._foreach_mul_([local(grad) for grad in grads], scale)
         return norm
 
-    def fetched(self, parts: list[Metrics], *more: Tensor) -> tuple:
-        """The sum of metrics whose numbers may be on the device, and further numbers, in one
-        transfer."""
-        places = []
-        for part in parts:
-            for metric in part.values():
-                name = "total" if isinstance(metric, Mean) else "value"
-                if isinstance(getattr(metric, name), Tensor):
-                    places.append((metric, name))
-        tensors = [getattr(*place) for place in places] + list(more)
-        # With --learner.offload always the gradient's norm is on the CPU.
-        together = [tensor.to(self.ranks.device, torch.float64) for tensor in tensors]
-        numbers = torch.stack(together).tolist() if together else []
-        for place, number in zip(places, numbers, strict=False):
-            setattr(*place, number)
-        metrics: Metrics = {}
-        for part in parts:
-            add_metrics(metrics, part)
-        return metrics, *numbers[len(places) :]
-
     def on_device(self) -> ExitStack:
         """A context in which the weights are on the device; outside they are CPU-offloaded, if
         --learner.offload says so. The optimizer's state is there only within step()."""
@@ -309,17 +275,9 @@ class Learner:
             stack.enter_context(learner.policy.on_device())
         return stack
 
-    def state_on_device(self) -> AbstractContextManager:
-        """A context in which the optimizer's state is on the device."""
-        if self.host_copies is None:
-            return nullcontext()
-        return self.host_copies.on_device(self.optimizer_state)
-
     def optimizer_state(self) -> Iterator[Tensor]:
         for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    yield local(value)
+            yield from map(local, filter(torch.is_tensor, state.values()))
 
     def leave_device(self) -> None:
         """CPU-offloads, if --learner.offload says so, what was made or loaded on the device."""
@@ -329,17 +287,20 @@ class Learner:
 
     def trained(self) -> list[Learner]:
         """All that learns here. A checkpoint has each by its name."""
-        return [self, *(learner for part in self.parts for learner in part.learners)]
+        learners = [self]
+        for part in self.parts:
+            learners += part.learners
+        return learners
 
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.policy.trained(self.adapter)
 
     def models(self) -> list[Policy]:
         """The models that it holds."""
-        models = [learner.policy for learner in self.trained()]
+        models = dict.fromkeys(learner.policy for learner in self.trained())
         for part in self.parts:
-            models += part.models
-        return list(dict.fromkeys(models))
+            models |= dict.fromkeys(part.models)
+        return list(models)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self.policy.named_weights(self.adapter)

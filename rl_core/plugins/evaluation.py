@@ -8,8 +8,12 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import torch
+
 from rl_core.data.episodes import succeeded
-from rl_core.metrics import Metric
+from rl_core.learning.learner import Learner, mean_of
+from rl_core.learning.minibatches import Minibatch
+from rl_core.metrics import Metric, add_metrics
 from rl_core.plugin import Plugin
 from rl_core.plugins.episode_metrics import held_out_metrics, part_metrics
 from rl_core.rules import printable
@@ -81,7 +85,7 @@ class Evaluation(Plugin):
         async with trainer.actors[name].learning() as learner:
             minibatches, _ = learner.shard(samples)
             learner.annotate(minibatches)
-            trainer.note(prefix, learner.evaluate(minibatches))
+            trainer.note(prefix, loss_of_rows(learner, minibatches))
 
     async def evaluate_tasks(
         self, step: int, source: str, tasks: list[Task], label: str, count: int
@@ -126,6 +130,20 @@ class Evaluation(Plugin):
             say(f"-- {t.task_id} {t.actor}: {reward}, {t.status} {cut(t.error)}".rstrip())
             for message in t.messages:
                 say(f"   {message['role']}: {cut(message.get('content'))}")
+
+
+@torch.no_grad()
+def loss_of_rows(learner: Learner, minibatches: list[Minibatch]) -> dict[str, Metric]:
+    """The mean loss of samples that are not trained on; of pairs with their metrics."""
+    metrics: dict[str, Metric] = {}
+    for minibatch in minibatches:
+        for batch in minibatch.batches:
+            if learner.loss:
+                losses, more = learner.losses(batch)
+            else:
+                losses, more = -batch.advantages * learner.forward(batch)[0], {}
+            add_metrics(metrics, more | {"loss": mean_of(losses)})
+    return metrics
 
 
 def newest(speaker: Any) -> Any:
