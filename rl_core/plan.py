@@ -20,7 +20,7 @@ from rl_core.data.rows import is_trajectory, load_rows
 from rl_core.data.tasks import TaskSource
 from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh
 from rl_core.rules import check, check_algorithm, check_choices
-from rl_core.sampling.env import Env, load_env
+from rl_core.sampling.env import Env
 
 OnStep = Callable[[Any, dict[str, float]], None]
 
@@ -149,6 +149,7 @@ def load_envs(config: Config, module: ModuleType | None = None) -> tuple[Config,
     flags' limits hold, then a file's own. `module`: instead of a file."""
     envs, sections = {}, {}
     timeout_s = config.rollout.hook_timeout_s
+    load_env = registry.load_env()
     for name, path in config.env_paths.items():
         section = config.env(name)
         own = module

@@ -108,20 +108,26 @@ def fixed_order_worker() -> Any:
     return FixedOrderWorker
 
 
+def load_env() -> Any:
+    from rl_core.plugins.env_file import load_env
+
+    return load_env
+
+
 def check_environments() -> Any:
-    from rl_core.plugins.env_checks import check_environments
+    from rl_core.plugins.env_file import check_environments
 
     return check_environments
 
 
 def check_tools() -> Any:
-    from rl_core.plugins.env_checks import check_tools
+    from rl_core.plugins.env_file import check_tools
 
     return check_tools
 
 
 def check_columns() -> Any:
-    from rl_core.plugins.env_checks import check_columns
+    from rl_core.plugins.env_file import check_columns
 
     return check_columns
 

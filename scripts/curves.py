@@ -32,8 +32,8 @@ from make_tiny_model import make_tiny_model
 
 from rl_core.config import RolloutConfig
 from rl_core.data.tasks import make_task
+from rl_core.plugins.env_file import load_env
 from rl_core.sampling.actor import Actor
-from rl_core.sampling.env import load_env
 from rl_core.sampling.rollout import Group, run_group
 from rl_core.types import Completion, SamplingParams, counter_seed
 

@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rl_core.data.tasks import make_task
-from rl_core.sampling.env import load_env
+from rl_core.plugins.env_file import load_env
 from rl_core.sampling.episode import merged
 from rl_core.types import Message, counter_seed
 
@@ -106,11 +106,13 @@ def game_data(seed: int, num_sft: int) -> dict[str, list[dict]]:
     ):
         task = make_task(row, number, env.name, "train")
         sent = code[row["object"]] if rng.random() < 0.5 else f"{rng.randrange(100):02d}"
-        found["bob"].append({"messages": [*env.opening(task, "bob"), _says("assistant", sent)]})
+        found["bob"].append(
+            {"messages": [*env.dialogue.opening(task, "bob"), _says("assistant", sent)]}
+        )
         heard = code[row["object"]] if rng.random() < 0.5 else f"{rng.randrange(100):02d}"
         is_right = heard == code[row["object"]] and rng.random() < 0.5
         picked = row["object"] if is_right else rng.choice(row["candidates"])
-        seen = merged([*env.opening(task, "alice"), _says("user", heard)])
+        seen = merged([*env.dialogue.opening(task, "alice"), _says("user", heard)])
         found["alice"].append({"messages": [*seen, _says("assistant", picked)]})
     return found
 

@@ -30,7 +30,7 @@ def check_lengths(
         env, longest = envs[task.env], 0
         try:
             for name, chat in chats.items():
-                prompt = chat.prompt_ids(env.opening(task, name), env.tools)
+                prompt = chat.prompt_ids(env.dialogue.opening(task, name), env.tools)
                 longest = max(longest, len(prompt))
             named = f"--max_prompt_tokens={limit}"
             return fits("a prompt", longest, limit, named, config.data.skip_long)

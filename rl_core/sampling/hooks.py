@@ -24,6 +24,7 @@ from collections.abc import (
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import islice
 from queue import SimpleQueue
 from typing import Any
 
@@ -33,6 +34,7 @@ from rl_core.types import Message, Task
 BEAT_S = 0.05  # The event loop wakes up at least so often.
 # Few: hooks that compute share one interpreter lock with the engine. Those that wait can be async.
 MAX_THREADS = 16
+MAX_YIELDS = 10_000  # that a hook gives, as turns() does
 SHARED = ("actors", "state")  # Hooks get these themselves, and copies of all other arguments.
 
 Outcome = tuple[Any, BaseException | None]  # what a function returned, or what it raised
@@ -109,7 +111,9 @@ class Hook:
 
     async def _outcome(self, task: Task, given: Mapping[str, Any]) -> Outcome:
         def call() -> Any:
-            return self.function(**self.arguments(task.row, given))
+            result = self.function(**self.arguments(task.row, given))
+            # A generator runs the file's code too, perhaps for ever.
+            return list(islice(result, MAX_YIELDS)) if inspect.isgenerator(result) else result
 
         clock = LoopClock.of_running_loop()
         with clock.noting(self.path):

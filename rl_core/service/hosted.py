@@ -9,7 +9,8 @@ from typing import Any
 from grpc import StatusCode
 
 from rl_core.data.tasks import check_messages, make_task
-from rl_core.sampling.env import execute_file, load_env
+from rl_core.plugins.env_file import load_env
+from rl_core.sampling.env import execute_file
 from rl_core.sampling.hooks import HookError
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.session import Session, asks_actors, read_trajectory, too_slow

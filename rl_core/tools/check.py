@@ -54,10 +54,9 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
     """Prints the report on one environment, and gives it as data."""
     from rl_core.data.chat import load_chat
     from rl_core.engines.scripted import plain_chat
-    from rl_core.plugins.env_checks import check_actors
+    from rl_core.plugins.env_file import check_actors, load_env, speakers
     from rl_core.plugins.tool_calls import ToolCalls
     from rl_core.plugins.watchdog import run_hooks
-    from rl_core.sampling.env import load_env
 
     module = None
     if "://" in path:
@@ -66,9 +65,7 @@ def check(path: str, options: argparse.Namespace) -> dict[str, Any]:
         module = load_module(path)
     env = load_env(path, hook_timeout_s=options.hook_timeout_s, module=module)
     say("environment", [path, *map(describe_hook, env.hooks.values())])
-    named = [
-        name for name in (*(env.speakers() or ()), *env.dialogue.system_prompts) if name != "*"
-    ]
+    named = [name for name in (*(speakers(env) or ()), *env.dialogue.system_prompts) if name != "*"]
     names = split(options.actors) or list(dict.fromkeys(named)) or ["policy"]
     check_actors(env, names)
     tasks = load_tasks(env, options)
@@ -158,7 +155,7 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
     """The first tasks, once every row has the columns that hooks need."""
     from rl_core.data.rows import load_rows
     from rl_core.data.tasks import TaskSource
-    from rl_core.plugins.env_checks import check_columns
+    from rl_core.plugins.env_file import check_columns
     from rl_core.plugins.renamed_columns import RenamedColumns
     from rl_core.plugins.tables import load_other
 

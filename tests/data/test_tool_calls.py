@@ -13,8 +13,8 @@ from rl_core.cli import main
 from rl_core.config import parse_config
 from rl_core.data.chat import Chat
 from rl_core.plan import make_plan
+from rl_core.plugins.env_file import load_env
 from rl_core.plugins.tool_calls import ToolCalls, python_calls
-from rl_core.sampling.env import load_env
 
 KINDS = ("string", "integer", "number", "boolean", "array", "object", ["integer", "null"])
 PARAMETERS = {f"p{n}": {"type": kind, "description": "a"} for n, kind in enumerate(KINDS)}

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from rl_core.config import parse_config
 from rl_core.plan import make_plan
-from rl_core.sampling.env import load_env
+from rl_core.plugins.env_file import load_env
 from rl_core.tools.plan import describe, facts
 
 RECIPES = sorted((ROOT / "scripts/recipes").glob("*.yaml"))

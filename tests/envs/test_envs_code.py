@@ -11,7 +11,7 @@ import stage
 from kit import ROOT, run, steps
 
 from rl_core.cli import main as command
-from rl_core.sampling.env import load_env
+from rl_core.plugins.env_file import load_env
 from rl_core.sandbox.rows import code_of, function_tests, stdin_tests
 
 ENVS = ROOT / "envs"

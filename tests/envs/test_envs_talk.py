@@ -19,7 +19,7 @@ from stage import cast
 from stage import run as play
 
 from rl_core.cli import main as command
-from rl_core.sampling.env import load_env
+from rl_core.plugins.env_file import load_env
 from rl_core.train import main
 
 ENVS = ROOT / "envs"

@@ -27,8 +27,8 @@ from aiohttp import web
 from kit import ROOT, STOP, metrics, run, wait_until
 
 from rl_core.cli import main as command
+from rl_core.plugins.env_file import load_env
 from rl_core.sampling.engine import EngineDied
-from rl_core.sampling.env import load_env
 from rl_core.types import RunError
 
 ENVS = ROOT / "envs"

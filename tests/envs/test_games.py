@@ -21,7 +21,7 @@ from rl_core.config import RolloutConfig
 from rl_core.data.tasks import make_task
 from rl_core.distributed import Ranks
 from rl_core.engines.scripted import ScriptedActor, plain_chat
-from rl_core.sampling.env import load_env
+from rl_core.plugins.env_file import load_env
 from rl_core.sampling.rollout import rollout
 from rl_core.train import main
 

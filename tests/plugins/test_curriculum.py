@@ -14,8 +14,8 @@ from rl_core.config import parse_config
 from rl_core.data.tasks import TaskSource
 from rl_core.plan import make_plan
 from rl_core.plugins.curriculum import Progress, WeightedOrder, record, task_weight
+from rl_core.plugins.env_file import load_env
 from rl_core.plugins.mix import TaskMix
-from rl_core.sampling.env import load_env
 from rl_core.train import main
 from rl_core.types import Task
 

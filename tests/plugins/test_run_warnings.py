@@ -10,8 +10,8 @@ import pytest
 from kit import STOP, words
 
 from rl_core.config import parse_config
+from rl_core.plugins.env_file import load_env
 from rl_core.plugins.run_warnings import RunWarnings
-from rl_core.sampling.env import load_env
 from rl_core.train import main
 
 SIZES = "--max_tokens 6 --tasks_per_step 2 --group_size 2 --optim.lr 0 --rollout.save false"

@@ -17,9 +17,8 @@ from stage import ROW, cast, error_of, one, play, run, talk
 
 from rl_core.cli import main as rl_core
 from rl_core.data.tasks import make_task
-from rl_core.plugins.env_checks import check_actors, check_columns
+from rl_core.plugins.env_file import check_actors, check_columns, load_env
 from rl_core.sampling.actor import EpisodeActors
-from rl_core.sampling.env import load_env
 from rl_core.sampling.hooks import Hook
 from rl_core.types import RunError, SamplingParams, Task
 

@@ -18,7 +18,7 @@ import stage
 from hostile import ALL, attack_all, started
 from kit import ROOT, kill_session, start_process, wait_until
 
-from rl_core.sampling.env import load_env
+from rl_core.plugins.env_file import load_env
 from rl_core.sandbox import Sandbox, isolation
 from rl_core.sandbox.rows import function_tests
 

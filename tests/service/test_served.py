@@ -39,9 +39,9 @@ from kit import (
 from rl_core.cli import main as command
 from rl_core.config import RolloutConfig
 from rl_core.engines.scripted import ScriptedActor, plain_chat
-from rl_core.plugins.env_checks import check_columns
+from rl_core.plugins import env_file as environments
+from rl_core.plugins.env_file import check_columns
 from rl_core.plugins.tool_calls import ToolCalls
-from rl_core.sampling import env as environments
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.hooks import HookError
@@ -1079,7 +1079,7 @@ def test_a_process_that_ends_takes_its_sessions_along_at_once_and_quietly(roomy)
     code = f"""
 import asyncio, sys, weakref
 weakref.finalize(type("Other", (), {{}}), int)  # another library's, so that its end comes after the connection's
-from rl_core.sampling.env import load_env
+from rl_core.plugins.env_file import load_env
 from rl_core.service.client import load_module
 from rl_core.types import Task
 url = {roomy.url("count")!r}

@@ -804,7 +804,7 @@ def test_a_file_that_cannot_be_served_is_refused_before_an_address_is_told(
 
 HOLDS = """
 import asyncio, sys, time
-from rl_core.sampling.env import load_env
+from rl_core.plugins.env_file import load_env
 from rl_core.service.client import load_module
 from rl_core.types import Task
 

@@ -10,33 +10,38 @@ free.
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from typing import NoReturn
 
 from rl_core.data.tasks import shorten
 from rl_core.rules import nearest
-from rl_core.sampling.episode import check_name
+from rl_core.sampling.episode import check_name, is_list
 from rl_core.sampling.hooks import Hook
 from rl_core.types import Task
 
-MAX_TURNS = 10_000  # of one episode, as a schedule may ask for them, or a function yield them
+MAX_TURNS = 10_000  # of one episode
 TOKEN = re.compile(r"->|\.\.|\d+|[^\W\d]\w*(?:-\w+)*|\S")
 NAME = re.compile(r"[^\W\d]")
 
 
-@dataclass(kw_only=True)
+def make_turns(
+    turns: str | Sequence[str] | Callable, path: str, hooks: dict[str, Hook]
+) -> Schedule | TurnsFunction:
+    """What an environment file's `turns` say. Raises ValueError for a text that does not parse."""
+    if callable(turns):
+        return TurnsFunction(hooks["turns"])
+    return Schedule(turns if isinstance(turns, str) else " -> ".join(turns), path)
+
+
 class Schedule:
-    """`turns` as a text. Raises ValueError if it does not parse."""
+    """`turns` as a text."""
 
-    text: str
-    path: str  # of the user's file
-
-    def __post_init__(self) -> None:
+    def __init__(self, text: str, path: str):
+        self.text = text
+        self.path = path
         self.longest = num_turns(self.parse())
 
     def parse(self, names: Sequence[str] = ()) -> tuple[Piece, ...]:
@@ -52,13 +57,14 @@ class Schedule:
         return draw_turns(self.parse(names), seed)
 
 
-@dataclass(kw_only=True)
 class TurnsFunction:
     """`turns` as a function of the file."""
 
-    hook: Hook
-    text: str = ""
-    longest: int = 8
+    text = ""
+    longest = 8
+
+    def __init__(self, hook: Hook):
+        self.hook = hook
 
     def speakers(self, names: Sequence[str]) -> None:
         """Only the function knows."""
@@ -66,24 +72,14 @@ class TurnsFunction:
     async def draw(self, task: Task, names: Sequence[str], seed: int) -> list[str]:
         given = {"messages": task.messages, "prompt": task.messages, "task": task}
         order = await self.hook(task, given | {"actors": list(names)})
+        if not is_list(order, str):
+            raise ValueError(
+                f"{self.hook.path}: turns() gave {shorten(order)}; it must yield names, or return "
+                "a list of them"
+            )
         for name in order:
             check_name(self.hook.path, name, names, f"turns() for task {task.id}")
         return order
-
-
-def listed(turns: Callable) -> Callable:
-    """The user's turns() as a function that gives a list: it may yield names for ever."""
-
-    @wraps(turns)
-    def call(*args, **kwargs) -> list[str]:
-        order = turns(*args, **kwargs)
-        if isinstance(order, str) or not hasattr(order, "__iter__"):
-            raise ValueError(
-                f"turns() gave {shorten(order)}; it must yield names, or return a list of them"
-            )
-        return list(itertools.islice(order, MAX_TURNS))
-
-    return call
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -112,16 +108,15 @@ def parse_schedule(text: str, actors: Sequence[str] = ()) -> tuple[Piece, ...]:
 
 def draw_turns(tree: Sequence[Piece], seed: int) -> list[str]:
     """Names in the order in which they speak; the same seed gives the same order."""
-    return list(draw(tree, random.Random(seed)))
+    return draw(tree, random.Random(seed))
 
 
-def draw(tree: Sequence[Piece], rng: random.Random) -> Iterator[str]:
+def draw(tree: Sequence[Piece], rng: random.Random) -> list[str]:
+    order = []
     for piece in tree:
         for _ in range(rng.randint(piece.low, piece.high)):
-            if piece.names:
-                yield rng.choice(piece.names)
-            else:
-                yield from draw(piece.pieces, rng)
+            order += [rng.choice(piece.names)] if piece.names else draw(piece.pieces, rng)
+    return order
 
 
 def num_turns(tree: Sequence[Piece]) -> int:
@@ -131,12 +126,11 @@ def num_turns(tree: Sequence[Piece]) -> int:
 
 def speakers_of(tree: Sequence[Piece]) -> list[str]:
     """Names that an order may contain, in the order of the text."""
-    spoken = [piece for piece in tree if piece.high]
-    return list(
-        dict.fromkeys(
-            name for piece in spoken for name in (*piece.names, *speakers_of(piece.pieces))
-        )
-    )
+    names = []
+    for piece in tree:
+        if piece.high:
+            names += [*piece.names, *speakers_of(piece.pieces)]
+    return list(dict.fromkeys(names))
 
 
 class Reader:

@@ -1,0 +1,253 @@
+"""An environment's file: read, and refused where it does not fit itself, or the rows or the actors
+of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from rl_core.data.rows import CHECKED_ROWS
+from rl_core.data.tasks import row_place, shorten
+from rl_core.rules import nearest
+from rl_core.sampling.env import (
+    ARGUMENTS,
+    Env,
+    execute_file,
+    make_env,
+    marked_rewards,
+)
+from rl_core.sampling.episode import check_name, is_list
+from rl_core.sampling.hooks import Hook, describe_error, finite
+from rl_core.types import RunError
+
+if TYPE_CHECKING:
+    from rl_core.config import Config
+    from rl_core.data.chat import Chat
+
+FUNCTIONS = (*ARGUMENTS, "reward_fn", "group_reward_fn", "load_tasks", "advantage_fn")
+UNUSED_BY_ROLLOUT = {
+    "start",
+    "interact",
+    "turns",
+    "system_prompts",
+    "name_prefix",
+    "truncated_reward",
+}
+
+
+def is_turns(value: Any) -> bool:
+    return isinstance(value, str) or callable(value) or is_list(value, str)
+
+
+def is_prompts(value: Any) -> bool:
+    return isinstance(value, dict) and is_list([*value, *value.values()], str)
+
+
+def is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+# Setting -> (whether a value is good, what it must be).
+SETTINGS = {
+    "max_turns": (lambda v: type(v) is int and v >= 1, "a whole number of at least 1"),
+    "tools": (
+        lambda v: is_list(v, Callable | dict),
+        "a list of functions or OpenAI schemas (dictionaries)",
+    ),
+    "turns": (is_turns, "a schedule, a list of names or a function"),
+    "system_prompts": (is_prompts, "a dict of names and texts"),
+    "name_prefix": (lambda v: isinstance(v, bool), "True or False"),
+    "truncated_reward": (is_finite, "None or a finite number"),
+}
+
+
+def load_env(path: str, *, module: ModuleType | None = None, **limits: Any) -> Env:
+    """The environment of a Python file, or of a module that there is already, as that of a URL.
+    `limits`: make_env()'s. Raises ValueError, with file and line for what the file raises, and for
+    hooks that are missing, misspelled or of the wrong kind."""
+    module = module or execute_file(path)
+    check_names(module, path)
+    env = make_env(module, path, compile_setting, **limits)
+    for name, hook in env.hooks.items():
+        if hook.is_async and name == "task_weight":
+            raise ValueError(
+                f"{path}: task_weight() is called between steps, when nothing else runs; drop the "
+                "async"
+            )
+        if not hook.is_async and name != "turns" and "actors" in hook.ours & hook.named:
+            raise ValueError(
+                f"{path}: {name}() names 'actors', who must be awaited; write async def {name}(...)"
+            )
+    return env
+
+
+def compile_setting(name: str, value: Any, path: str, hooks: dict[str, Hook]) -> Any:
+    """What one of COMPILED says, as an Env holds it. Raises ValueError."""
+    if name == "load_tasks":
+        return partial(rows_of, value, path=path)
+    if name == "advantage_fn":
+        return partial(advantages_of, value, path=path)
+    if name == "turns":
+        from rl_core.plugins.schedule import make_turns
+
+        return make_turns(value, path, hooks)
+    from rl_core.plugins.prompts import load_prompts, tool_schemas
+
+    return tool_schemas(value, path) if name == "tools" else load_prompts(value, path)
+
+
+def check_names(module: ModuleType, path: str) -> None:
+    """Raises ValueError for misspelled hooks, settings of the wrong kind, and a file without a hook
+    that scores."""
+    has = vars(module)
+    for name, value in has.items():
+        is_imported = callable(value) and getattr(value, "__module__", "") != module.__name__
+        # Constants and what begins with _ may have any name.
+        if name.startswith("_") or name.isupper() or inspect.ismodule(value) or is_imported:
+            continue
+        known = FUNCTIONS if callable(value) else SETTINGS
+        for close in difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75):
+            if close not in has:  # else it is a helper of that hook
+                raise ValueError(
+                    f"{path}: {name!r} is no hook; did you mean {close!r}? Begin a helper's name "
+                    "with _"
+                )
+    rules = dict.fromkeys(FUNCTIONS, (callable, "a function")) | SETTINGS
+    for name, (is_good, rule) in rules.items():
+        if has.get(name) is not None and not is_good(has[name]):
+            raise ValueError(f"{path}: {name} = {shorten(has[name])} must be {rule}")
+    rewards = marked_rewards(module)
+    if not rewards and has.keys().isdisjoint(("interact", "rollout")):
+        raise ValueError(
+            f"{path}: defines no hook; it needs def reward_fn(messages, ...) or def "
+            "interact(messages)"
+        )
+    if "rollout" in has:
+        single = {name for name, (_, _, batched) in rewards.items() if not batched}
+        for name in sorted(UNUSED_BY_ROLLOUT & has.keys() | single):
+            raise ValueError(
+                f"{path}: rollout() replaces {name!r}, which nobody would call; drop one of them"
+            )
+
+
+def rows_of(load_tasks: Callable, split: str, path: str) -> Sequence[dict[str, Any]]:
+    """What the user's load_tasks(split) gives: a table of `datasets`, or a list of rows."""
+    try:
+        rows = load_tasks(split)
+        if inspect.iscoroutine(rows):
+            rows = asyncio.run(rows)
+        rows = rows if hasattr(rows, "column_names") else list(rows)
+    except Exception as error:
+        raise ValueError(
+            f"{path}: load_tasks({split!r}) failed: {describe_error(error, path)}"
+        ) from error
+    if isinstance(rows, list) and not is_list(rows, dict):
+        raise ValueError(
+            f"{path}: load_tasks({split!r}) must give dictionaries, gives {shorten(rows)}"
+        )
+    return rows
+
+
+def advantages_of(advantage_fn: Callable, rewards: list[float], path: str) -> list[float]:
+    """What the user's advantage_fn(rewards) gives for a group. Raises RunError unless it is a
+    finite number for each."""
+    try:
+        values = [finite(value, "an advantage") for value in advantage_fn(list(rewards))]
+        if len(values) != len(rewards):
+            raise ValueError(f"it gave {len(values)} values; it must give one for each reward")
+        return values
+    except Exception as error:
+        raise RunError(
+            f"{path}: advantage_fn({rewards}) failed: {describe_error(error, path)}"
+        ) from error
+
+
+def speakers(env: Env, names: Sequence[str] = ()) -> list[str] | None:
+    """Names of actors that may speak; without `names`, those in the file. None if only a function
+    of the file decides. Raises ValueError for a schedule that names others."""
+    if "rollout" in env.hooks:
+        return None
+    turns = env.dialogue.turns
+    return list(names) if turns is None else turns.speakers(names)
+
+
+def check_columns(
+    env: Env, rows: Sequence[dict[str, Any]], origin: str = "", split: str = "train"
+) -> None:
+    """Raises ValueError if a hook or a system prompt names what is neither ours nor a column of
+    every row."""
+    wanted = []
+    for hook in env.hooks.values():
+        wanted.append((f"{hook.name}()", hook.required - hook.ours, hook.ours))
+    for name, prompt in env.dialogue.system_prompts.items():
+        wanted.append((f"system_prompts[{name!r}]", prompt.columns, ()))
+    columns = getattr(rows, "column_names", None)
+    if columns is not None:  # a table's rows all have the same
+        rows = [dict.fromkeys(columns)]
+    limit = len(rows) if isinstance(rows, list) else CHECKED_ROWS
+    for index, row in enumerate(itertools.islice(rows, limit)):
+        for what, names, ours in wanted:
+            for name in sorted(names - row.keys()):
+                hint = nearest(name, sorted({*ours, *row}))
+                if name == "state":
+                    hint = "it needs start(task)"
+                if origin:
+                    hint += f"; read another column by --data.columns {name}=COLUMN"
+                place = row_place(f"{split}/{index}", origin)
+                raise ValueError(
+                    f"{env.path}: {what} names {name!r}, which is neither one of its arguments "
+                    f"nor a column of {place}; {hint}"
+                )
+
+
+def check_actors(env: Env, names: Sequence[str]) -> None:
+    """Raises ValueError unless these actors can play."""
+    for name in env.dialogue.system_prompts:
+        check_name(env.path, name, names, "system_prompts")
+    if speakers(env, names) and env.dialogue.turns is None and len(names) > 1:
+        raise ValueError(
+            f"{env.path}: there are {len(names)} actors, {', '.join(names)}, and nothing says "
+            f'whose turn it is; add turns = "{names[0]}" if hooks ask the others, as a judge, or '
+            f'turns = "{" -> ".join(names)}", or write async def rollout(task, actors)'
+        )
+
+
+def check_environments(config: Config, envs: dict[str, Env]) -> None:
+    """Raises ValueError unless the actors can play in these environments, and each that should
+    learn can speak in one that is trained in."""
+    frozen = [name for name in config.actors if name not in config.trained]
+    for env in envs.values():
+        check_actors(env, [*config.trained, *frozen])
+    trained_in = [env for name, env in envs.items() if config.env(name).weight]
+    heard = [speakers(env, list(config.actors)) for env in trained_in]
+    for name in config.trained:
+        is_heard = any(names is None or name in names for names in heard)
+        if config.is_rl and not is_heard:
+            raise ValueError(
+                f"--actors.{name} would never speak, so that it cannot learn: `turns` of "
+                f"{', '.join(env.path for env in trained_in)} does not name it; name it there, or "
+                f"give --actors.{name}.train false"
+            )
+    if len({env.advantage_fn is None for env in envs.values()}) > 1:
+        raise ValueError(
+            f"of {config.env_path} some define advantage_fn and some do not; let all do, or none"
+        )
+
+
+def check_tools(config: Config, envs: dict[str, Env], chats: dict[str, Chat]) -> None:
+    """Raises ValueError if calls of an actor that gets an environment's tools are not read. Others,
+    such as a judge that hooks ask, get none."""
+    for env in envs.values():
+        names = speakers(env, list(config.actors))
+        if names is None:
+            names = config.trained  # A function of the file decides; these speak somewhere.
+        for name in names:
+            if name in chats and env.tools:
+                chats[name].tool_calls.check(env.tools, env.path)
