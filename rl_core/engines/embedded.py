@@ -5,20 +5,20 @@ Legend: n requests in a forward, S new tokens of each, V vocabulary.
 
 Row i of the KV cache belongs to the i-th active request, so a forward reads the first rows as one
 view and never gathers. A row holds the keys and values of every token before the newest one. A
-decode step sends two small tensors to the device and brings one tensor of sampled tokens back; nothing
-else waits for the device.
+decode step sends two small tensors to the device and brings one tensor of sampled tokens back;
+nothing else waits for the device.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os.path
+import operator
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 
 import torch
 from torch import Tensor
@@ -340,7 +340,8 @@ class EmbeddedEngine(Engine):
         if parked is None or parked.adapter != request.adapter:
             return 0
         # The last token is always forwarded: its hidden state gives the first logits.
-        return len(os.path.commonprefix([parked.ids, request.ids[:-1]]))
+        same = map(operator.eq, parked.ids, request.ids[:-1])
+        return len(list(takewhile(bool, same)))
 
     def _prefill(self, requests: list[Request]) -> None:
         """Fills the rows of requests that are active."""

@@ -2,8 +2,7 @@
 to the learners.
 
 Requests are JSON: POST /ACTOR/VERB. Weights do not pass through HTTP. The first learner broadcasts
-them in buckets, by a process group of itself and all ranks that sample. Each bucket has a checksum
-of its bits. Nothing is pickled.
+them in buckets, by a process group of itself and all ranks that sample. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import os
 import secrets
 import socket
 import time
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -36,7 +34,7 @@ from rl_core.sampling.engine import DeviceLease, Engine, EngineDied
 from rl_core.types import Completion, RunError, SamplingParams
 
 BUCKET_BYTES = 512 << 20
-WORDS = 64  # of 8 bytes, that a checksum folds into one on the device
+LOOPBACK = "127.0.0.1"
 # How a server's error reaches the learner.
 ERRORS = {503: EngineDied, 500: RunError, 400: ValueError}
 
@@ -44,15 +42,18 @@ ERRORS = {503: EngineDied, 500: RunError, 400: ValueError}
 async def ask(
     url: str, body: Any = None, token: str = "", timeout_s: float | None = None
 ) -> tuple[int, bytes]:
-    """(status, content) of a POST of JSON; of a GET without a body. Raises aiohttp.ClientError or
-    TimeoutError if there is no answer. Cancelling it closes the connection."""
+    """(status, content) of a POST of JSON; of a GET without a body. Raises EngineDied if there is
+    no answer in time. Cancelling it closes the connection."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     method = "GET" if body is None else "POST"
     # One session per request: a session belongs to one event loop, and a run has several.
     connection = aiohttp.ClientSession(timeout=timeout, headers=headers)
-    async with connection as session, session.request(method, url, json=body) as answer:
-        return answer.status, await answer.read()
+    try:
+        async with connection as session, session.request(method, url, json=body) as answer:
+            return answer.status, await answer.read()
+    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+        raise EngineDied(f"{url} does not answer ({type(error).__name__}: {error})") from None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,7 +61,6 @@ class WeightChannel:
     """Weights from the first learner to all ranks that sample."""
 
     group: dist.ProcessGroup | None  # rank 0 is the first learner; None on the other learners
-    number: int  # of this rank among those that sample
     device: torch.device  # of the buckets
 
     def send(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
@@ -74,32 +74,20 @@ class WeightChannel:
             return
         for bucket in in_buckets((name, value.to(dtype)) for name, value in weights):
             shapes = [[name, list(value.shape)] for name, value in bucket.items()]
-            flat = torch.cat([value.reshape(-1) for value in bucket.values()]).to(self.device)
-            self._broadcast_json([str(dtype).removeprefix("torch."), shapes, checksum(flat)])
-            self._broadcast(flat)
+            self._broadcast_json([str(dtype).removeprefix("torch."), shapes])
+            flat = torch.cat([value.reshape(-1) for value in bucket.values()])
+            self._broadcast(flat.to(self.device))
         self._broadcast_json([])
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """What the first learner sends. Raises RunError at the end if a bucket's checksum
-        differs."""
-        number, error = 0, ""
+        """What the first learner sends."""
         while facts := self._broadcast_json(None):
-            dtype, shapes, sent = facts
+            dtype, shapes = facts
             sizes = [math.prod(shape) for _, shape in shapes]
             flat = torch.empty(sum(sizes), dtype=getattr(torch, dtype), device=self.device)
-            found = checksum(self._broadcast(flat))
-            if found != sent and not error:
-                error = (
-                    f"engine rank {self.number} received other weights than were sent to it: "
-                    f"bucket {number}, from {shapes[0][0]} to {shapes[-1][0]}, has checksum "
-                    f"{found:08x} instead of {sent:08x}; check its network and memory, and go on "
-                    "with --resume"
-                )
+            self._broadcast(flat)
             for (name, shape), part in zip(shapes, flat.split(sizes), strict=True):
                 yield name, part.view(shape)
-            number += 1
-        if error:
-            raise RunError(error)
 
     def _broadcast_json(self, value: Any) -> Any:
         """The first learner's value; others give None."""
@@ -122,7 +110,7 @@ def make_weight_channel(ranks: Ranks, timeout_s: float) -> WeightChannel:
             group = dist.ProcessGroupNCCL(store, place, size, dist.ProcessGroupNCCL.Options())
         else:
             group = dist.ProcessGroupGloo(store, place, size, timedelta(seconds=timeout_s))
-    return WeightChannel(group=group, number=ranks.rank, device=ranks.device)
+    return WeightChannel(group=group, device=ranks.device)
 
 
 class EngineServer:
@@ -153,7 +141,9 @@ class EngineServer:
         app.router.add_post("/{actor}/{verb}", self.handle)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await runner.setup()
-        host, bound = own_address()
+        host = own_address()
+        # On all interfaces where other nodes ask.
+        bound = host if host == LOOPBACK else None
         await web.TCPSite(runner, bound, 0, backlog=4096).start()
         url = f"http://{host}:{runner.addresses[0][1]}"
         capacity = {name: engine.capacity if engine else 0 for name, engine in self.engines.items()}
@@ -191,9 +181,7 @@ class EngineServer:
     ) -> dict:
         for session in ended:
             engine.end_session(session)
-        for name in ("stop", "stop_token_ids"):
-            params[name] = tuple(params[name])
-        completion = completion_from(begun) if begun else None
+        completion = Completion(**begun) if begun else None
         if completion:
             self.begun[key] = completion
         self.count_idle()
@@ -257,41 +245,34 @@ class EngineServer:
         self.stopped.set()
 
 
-def own_address() -> tuple[str, str]:
-    """(name by which other ranks reach this node, address to listen on): loopback if all ranks are
-    on one node."""
+def own_address() -> str:
+    """By which other ranks reach this node: loopback if all ranks are on one node."""
     if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
-        return "127.0.0.1", "127.0.0.1"
+        return LOOPBACK
     first = os.environ["MASTER_ADDR"]
-    family, kind, *_, address = socket.getaddrinfo(
-        first, int(os.environ["MASTER_PORT"]), type=socket.SOCK_DGRAM
-    )[0]
+    port = int(os.environ["MASTER_PORT"])
+    family, kind, *_, address = socket.getaddrinfo(first, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:  # UDP sends nothing when it connects
         probe.connect(address)
         found = probe.getsockname()[0]
     # Node 0, which others reach by the name that torchrun gave them.
     if found.startswith("127.") or found == "::1":
-        return first, ""
-    return f"[{found}]" if ":" in found else found, found
+        return first
+    return f"[{found}]" if ":" in found else found
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Server:
-    """One rank that samples, as a learner sees it."""
+    """An actor's engine on one rank that samples, as a learner sees it."""
 
-    url: str
+    url: str  # up to the verb
     token: str
     capacity: int
     num_open: int = 0
     ended: list[str] = field(default_factory=list)  # sessions; sent with the next request
 
     async def ask(self, verb: str, timeout_s: float | None = None, **body) -> Any:
-        try:
-            status, content = await ask(f"{self.url}/{verb}", body, self.token, timeout_s)
-        except asyncio.TimeoutError:
-            raise RunError(f"{self.url} did not answer {verb} within {timeout_s:g} s") from None
-        except aiohttp.ClientError as error:
-            raise EngineDied(f"the engine at {self.url} does not answer: {error}") from None
+        status, content = await ask(f"{self.url}/{verb}", body, self.token, timeout_s)
         answer = json.loads(content)
         if status != 200:
             raise ERRORS.get(status, RunError)(answer)
@@ -305,7 +286,6 @@ class RemoteEngine(Engine):
 
     is_elsewhere = True
 
-    name: str
     servers: list[Server]
     channel: WeightChannel
     dtype: torch.dtype  # in which weights are sent
@@ -342,7 +322,7 @@ class RemoteEngine(Engine):
         server.num_open += 1
         try:
             answer = await server.ask(
-                f"{self.name}/generate",
+                "generate",
                 prompt_ids=list(prompt_ids),
                 params=dataclasses.asdict(params),
                 seed=seed,
@@ -355,20 +335,17 @@ class RemoteEngine(Engine):
         finally:
             self.begun.pop(key, None)
             server.num_open -= 1
-        return completion_from(answer)
+        return Completion(**answer)
 
     async def catch_up(self) -> None:
         """See Engine. Each server tells what it has sampled so far."""
-        keys = list(self.begun)
-        if not keys:
+        if not self.begun:
             return
-        asked = [server.ask(f"{self.name}/catch_up", keys=keys) for server in self.sampling]
+        asked = [server.ask("catch_up", keys=list(self.begun)) for server in self.sampling]
         for answer in await asyncio.gather(*asked):
-            for key, value in answer.items():
-                if key in self.begun:
-                    completion = completion_from(value)
-                    for name in Completion.__slots__:
-                        setattr(self.begun[key], name, getattr(completion, name))
+            for key in answer.keys() & self.begun.keys():
+                for name, value in answer[key].items():
+                    setattr(self.begun[key], name, value)
 
     def end_session(self, session: str) -> None:
         if server := self.places.pop(session, None):
@@ -387,14 +364,14 @@ class RemoteEngine(Engine):
 
     async def wake(self) -> None:
         """Starts engines again that died."""
-        await asyncio.gather(*(server.ask(f"{self.name}/wake") for server in self.sampling))
+        await asyncio.gather(*(server.ask("wake") for server in self.sampling))
 
     async def take_metrics(self) -> dict[str, Metric]:
         """See Engine. The first learner asks for all."""
         metrics: dict[str, Metric] = {}
         if self.channel.group is not None:
             for server in self.sampling:
-                answer = await server.ask(f"{self.name}/take_metrics")
+                answer = await server.ask("take_metrics")
                 found = {name: KINDS[kind](*parts) for name, (kind, *parts) in answer.items()}
                 add_metrics(metrics, found)
         return metrics
@@ -406,13 +383,8 @@ class RemoteEngine(Engine):
     async def _tell_all(self, verb: str, **body) -> None:
         """The first learner sends it for all."""
         if self.channel.group is not None:
-            path = f"{self.name}/{verb}"
-            asked = [server.ask(path, timeout_s=self.timeout_s, **body) for server in self.servers]
+            asked = [server.ask(verb, timeout_s=self.timeout_s, **body) for server in self.servers]
             await asyncio.gather(*asked)
-
-
-def completion_from(row: dict[str, Any]) -> Completion:
-    return Completion(**row | {"newer_versions": [tuple(pair) for pair in row["newer_versions"]]})
 
 
 def connect(
@@ -426,11 +398,10 @@ def connect(
     for name in names:
         servers = []
         for fact in facts:
-            capacity = fact["capacity"][name]
-            servers.append(Server(url=fact["url"], token=fact["token"], capacity=capacity))
+            url, capacity = f"{fact['url']}/{name}", fact["capacity"][name]
+            servers.append(Server(url=url, token=fact["token"], capacity=capacity))
         total = sum(server.capacity for server in servers)
         engines[name] = RemoteEngine(
-            name=name,
             servers=servers,
             channel=channel,
             dtype=dtype,
@@ -451,12 +422,3 @@ def in_buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tens
         size += value.nbytes
     if bucket:
         yield bucket
-
-
-def checksum(flat: Tensor) -> int:
-    """CRC-32 of a tensor's bits, of which each WORDS words are one by exclusive or: the same on
-    every device. A changed bit changes it, and so do parts that change places."""
-    data = flat.reshape(-1).view(torch.uint8)
-    end = len(data) // (8 * WORDS) * 8 * WORDS
-    folded = torch.hash_tensor(data[:end].view(torch.int64).view(-1, WORDS), 1)
-    return zlib.crc32(torch.cat([folded.view(torch.uint8), data[end:]]).cpu().numpy())

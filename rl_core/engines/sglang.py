@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import json
 import os
 import shutil
@@ -21,13 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from rl_core.engines.remote import ask, in_buckets
-from rl_core.engines.sglang_server import Server, check_sglang, numbers
+from rl_core.engines.sglang_server import Server, check_sglang
 from rl_core.host_copies import release_cached_memory
 from rl_core.learning.policy import checkpoint_weights
 from rl_core.metrics import Metric, Sum
@@ -43,8 +41,6 @@ from rl_core.sampling.engine import (
 from rl_core.sampling.weights import adapter_targets, arriving_adapter, arriving_at, on_host
 from rl_core.types import Completion, SamplingParams
 
-# Older versions wait for ever for an adapter's requests that were aborted in their queue.
-FORGETS_ABORTED = (0, 5, 22)
 ANSWER_TIMEOUT_S = 600.0  # of every request but sampling, which has the episode's deadline
 MEMORY = ("weights", "kv_cache", "cuda_graph")
 # SGLang computes each of these as one layer and loads no adapter for a part of it: the other parts
@@ -59,7 +55,6 @@ class AdapterSlot:
     version: int
     # Its name is unique to this version: SGLang keeps the old adapter if a name comes again.
     folder: Path
-    was_aborted: bool = False  # a request for it
 
 
 class SGLangEngine(Engine):
@@ -164,13 +159,9 @@ class SGLangEngine(Engine):
         except asyncio.CancelledError:
             self._aborts.add(task := asyncio.create_task(self._abort(rid)))
             task.add_done_callback(self._aborts.discard)
-            if slot:
-                slot.was_aborted = True
             raise
         finally:
             self._num_asked -= 1
-        if slot and answer["meta_info"]["finish_reason"]["type"] == "abort":
-            slot.was_aborted = True
         self._take(answer, done, params, max_tokens)
 
     def _take(
@@ -260,17 +251,11 @@ class SGLangEngine(Engine):
             with contextlib.suppress(EngineDied):
                 await self._be_awake((), restarts=True)  # Adapters have slots while it sleeps.
                 await self._load_adapter(folder)
+                if old is not None:
+                    await self._ask("unload_lora_adapter", {"lora_name": old.folder.name})
         self._slots[actor] = AdapterSlot(version=version, folder=folder)
         if old is not None:
             self.files.remove(old.folder)
-            if self._is_served and self._may_unload(old):
-                with contextlib.suppress(EngineDied):
-                    await self._ask("unload_lora_adapter", {"lora_name": old.folder.name})
-
-    def _may_unload(self, slot: AdapterSlot) -> bool:
-        if not slot.was_aborted:
-            return True
-        return numbers(importlib.metadata.version("sglang")) >= FORGETS_ABORTED
 
     async def _load_adapter(self, folder: Path) -> None:
         await self._ask("load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)})
@@ -353,14 +338,8 @@ class SGLangEngine(Engine):
             status, content = await ask(
                 f"{self.server.url}/{path}", body, self.server.key, timeout_s
             )
-        except asyncio.TimeoutError:
-            raise await self.server.lost(
-                number, f"did not answer /{path} within {timeout_s:g} s"
-            ) from None
-        except aiohttp.ClientError as error:
-            raise await self.server.lost(
-                number, f"does not answer ({type(error).__name__}: {error})"
-            ) from None
+        except EngineDied as error:
+            raise await self.server.lost(number, str(error)) from None
         found = json.loads(content) if content.startswith(b"{") else {}
         # SGLang reports some refusals with status 200.
         if status != 200 or found.get("success") is False:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -21,15 +21,13 @@ import subprocess
 import sys
 import time
 
-import aiohttp
-
 from rl_core.engines.remote import ask
 from rl_core.sampling.engine import EngineDied, EngineSpec
 
-OLDEST = (0, 5, 17)
-PROGRESS_S = 30.0
+POLL_S = 0.5
+POLLS_PER_NOTE = 60  # of a server that does not answer yet
 LOG_LINES = 12  # quoted when a server dies
-DYING_POLLS = 50  # of 0.1 s, from a closed connection to the end of the process
+DYING_S = 1.0  # from a closed connection to the end of the process
 PR_SET_PDEATHSIG = 1
 # Flags of the server that --engine_args may not have, and ours that set them.
 OWN_FLAGS = {
@@ -66,30 +64,18 @@ NOT_FOR_CHILDREN = re.compile(
 
 
 def check_sglang(args: str = "", may_lack: bool = False) -> None:
-    """Raises ValueError if rl_core itself sets one of the server's flags, and if SGLang is too old
-    or, unless it may lack, not installed. Imports nothing."""
+    """Raises ValueError if rl_core itself sets one of the server's flags, and, unless it may lack,
+    if SGLang is not installed. Imports nothing."""
     for name in (arg.partition("=")[0].replace("_", "-") for arg in shlex.split(args)):
         if name in OWN_FLAGS:
             instead = f"give {OWN_FLAGS[name]}" if OWN_FLAGS[name] else "leave it out"
             raise ValueError(
                 f"--engine_args={args}: rl_core itself sets {name} of SGLang's server; {instead}"
             )
-    try:
-        version = importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        if may_lack:
-            return
+    if importlib.util.find_spec("sglang") is None and not may_lack:
         raise ValueError(
             "--engine=sglang needs sglang, which is not installed: pip install 'rl_core[sglang]'"
-        ) from None
-    if numbers(version) < OLDEST:
-        raise ValueError(
-            f"--engine=sglang needs sglang >= {'.'.join(map(str, OLDEST))}, {version} is installed"
         )
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 class Server:
@@ -127,26 +113,24 @@ class Server:
         self.num_starts += 1
         if self.is_own:
             self._launch()
-        began, limit_s = time.monotonic(), self.spec.start_timeout_s
-        next_told_s = PROGRESS_S
+        began, num_polls = time.monotonic(), 0
         while not await self._answers():
             waited_s = time.monotonic() - began
             if self.is_own and not self.is_alive:
                 raise self.died("did not start")
-            if waited_s > limit_s:
+            if waited_s > self.spec.start_timeout_s:
                 self.stop()
-                raise self.died(f"did not answer within {limit_s:g} s")
-            if waited_s > next_told_s:
-                next_told_s = waited_s + PROGRESS_S
-                told = f"{self} has not answered for {waited_s:.0f} s: {self._log_end(1)}"
-                print(told, file=sys.stderr, flush=True)
-            await asyncio.sleep(0.5)
+                raise self.died(f"did not answer within {self.spec.start_timeout_s:g} s")
+            num_polls += 1
+            if num_polls % POLLS_PER_NOTE == 0:
+                print(f"{self} has not answered for {waited_s:.0f} s", file=sys.stderr, flush=True)
+            await asyncio.sleep(POLL_S)
         self._answered = True
 
     async def _answers(self) -> bool:
         try:
             status, _ = await ask(f"{self.url}/model_info", None, self.key, 10)
-        except (aiohttp.ClientError, asyncio.TimeoutError):
+        except EngineDied:
             return False
         if status in (401, 403):
             self.stop()
@@ -181,28 +165,23 @@ class Server:
         self.process.stdin.write(json.dumps(order).encode())
         self.process.stdin.close()
 
-    def _log_end(self, num_lines: int) -> str:
-        log = self.spec.log.read_bytes() if self.process else b""
-        lines = log[-20_000:].decode(errors="replace").splitlines()
-        return "\n".join([line[:300] for line in lines if line.strip()][-num_lines:])
-
     def died(self, what: str) -> EngineDied:
         if self.process is None:
             return EngineDied(f"{self} {what}")
-        log = f"the end of {self.spec.log}:\n{self._log_end(LOG_LINES)}"
-        return EngineDied(f"{self} {what} (exit status {self.process.poll()}); {log}")
+        log = self.spec.log.read_bytes()[-20_000:].decode(errors="replace")
+        lines = [line[:300] for line in log.splitlines() if line.strip()]
+        end = "\n".join(lines[-LOG_LINES:])
+        status = f"exit status {self.process.poll()}"
+        return EngineDied(f"{self} {what} ({status}); the end of {self.spec.log}:\n{end}")
 
     async def lost(self, number: int, what: str) -> EngineDied:
         """The error to raise after it gave no answer, which counts as its death. `number`: of the
         start before the request; a later one is another server."""
-        for _ in range(DYING_POLLS):
-            if not self.is_own or not self.is_alive or self.num_starts != number:
-                break
-            await asyncio.sleep(0.1)  # its process is about to end, with an exit status to tell
-        if self.num_starts != number:
-            return EngineDied(f"{self} {what} and was started again meanwhile")
-        error = self.died(what if self.is_alive or not self.is_own else "has died")
-        self.stop()
+        if self.is_own:
+            await asyncio.sleep(DYING_S)  # for its exit status
+        error = self.died(what)
+        if self.num_starts == number:
+            self.stop()
         return error
 
     def stop(self) -> None:

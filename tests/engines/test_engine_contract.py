@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import copy
+import hashlib
 import importlib.util
 import json
 import os
@@ -24,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl_core import registry
 from rl_core.config import parse_config
 from rl_core.engines.embedded import EmbeddedEngine
-from rl_core.engines.remote import ask, checksum
+from rl_core.engines.remote import ask
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.metrics import Sum
 from rl_core.models import choose_engine, make_engine
@@ -71,6 +72,10 @@ def make_embedded(folder: Path, adapters: dict | None = None) -> EmbeddedEngine:
     return embedded(
         load(folder), max_context_tokens=CONTEXT, tokenizer=tokenizer, adapters=adapters or {}
     )
+
+
+def hash_of(value) -> str:
+    return hashlib.sha256(value.detach().contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
 @torch.no_grad()
@@ -142,7 +147,7 @@ class Subject:
     def held(self) -> dict[str, int | str]:
         """A checksum of each tensor that the engine has, by its own names."""
         if self.kind == "embedded":
-            return {name: checksum(value.detach()) for name, value in self.engine.named_weights()}
+            return {name: hash_of(value) for name, value in self.engine.named_weights()}
         [rank] = self.run(self.engine._ask("weights_checker", {"action": "checksum"}))["ranks"]
         return rank["checksums"]
 

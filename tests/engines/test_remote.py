@@ -10,14 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from test_canary import flags_of
 from test_engine_contract import GREEDY, LONG, load, make_embedded
 
 from rl_core.engines import remote
 from rl_core.engines.remote import (
     EngineServer,
     ask,
-    checksum,
     connect,
     in_buckets,
     make_weight_channel,
@@ -180,9 +178,9 @@ def test_errors_arrive_as_they_were(served):
 
     async def run():
         [refused] = await all_of([engine.generate([1] * 10_000, GREEDY, seed=0)])
-        [wrong] = await all_of([engine.servers[0].ask("policy/nonsense")])
+        [wrong] = await all_of([engine.servers[0].ask("nonsense")])
         assert isinstance(wrong, RunError) and "do_nonsense" in str(wrong)
-        engine.servers[0].url = engine.servers[1].url = "http://127.0.0.1:9"
+        engine.servers[0].url = engine.servers[1].url = "http://127.0.0.1:9/policy"
         [gone] = await all_of([engine.generate([1], GREEDY, seed=0)])
         return refused, gone
 
@@ -191,13 +189,15 @@ def test_errors_arrive_as_they_were(served):
     for server, url in zip(engine.servers, urls, strict=True):
         server.url = url
     assert isinstance(refused, ValueError) and "a prompt of 10000 tokens" in str(refused)
-    assert isinstance(gone, EngineDied) and "http://127.0.0.1:9 does not answer" in str(gone)
+    assert isinstance(
+        gone, EngineDied
+    ) and "http://127.0.0.1:9/policy/generate does not answer" in str(gone)
 
 
 def test_a_stranger_gets_no_answer(served):
     engine, _ = served
     for token in ("", "guess"):
-        status, content = asyncio.run(ask(f"{engine.servers[0].url}/policy/stop", {}, token, 60))
+        status, content = asyncio.run(ask(f"{engine.servers[0].url}/stop", {}, token, 60))
         assert (status, content) == (401, b"")
 
 
@@ -234,31 +234,6 @@ def test_every_weight_arrives_in_the_dtype_of_compute(ranks, monkeypatch, dtype)
         assert all(torch.equal(found[name], value.to(dtype)) for name, value in weights.items())
 
 
-def test_a_bucket_that_changed_ends_a_run_with_one_error(tiny_model, torchrun, tmp_path):
-    (tmp_path / "broken.py").write_text(
-        "import os, sys\n"
-        "from rl_core.engines.remote import WeightChannel\n"
-        "from rl_core.train import main\n"
-        "broadcast = WeightChannel._broadcast\n"
-        "def receive(self, tensor):\n"
-        "    tensor = broadcast(self, tensor)\n"
-        "    if tensor.is_floating_point() and os.environ['RANK'] == '1':\n"
-        "        tensor[-1] = -tensor[-1]\n"
-        "    return tensor\n"
-        "WeightChannel._broadcast = receive\n"
-        "sys.exit(main(sys.argv[1:]))\n"
-    )
-    run = [*flags_of(tiny_model, tmp_path / "run"), "--engine_ranks", "1"]
-    done = torchrun(2, tmp_path / "broken.py", *run, check=False, timeout_s=90)
-    assert done.returncode and not (tmp_path / "run/metrics.jsonl").exists()
-    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert (
-        len(said) == 1
-        and "engine rank 0 received other weights than were sent to it: bucket 0, from model."
-        in said[0]
-    )
-
-
 def test_buckets_hold_as_much_as_they_may_and_a_larger_tensor_is_alone(monkeypatch):
     monkeypatch.setattr(remote, "BUCKET_BYTES", 100)
     sizes = {"a": 40, "b": 60, "c": 1, "d": 300, "e": 100, "f": 1}
@@ -270,24 +245,3 @@ def test_buckets_hold_as_much_as_they_may_and_a_larger_tensor_is_alone(monkeypat
         ["e"],
         ["f"],
     ]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-@pytest.mark.parametrize("size", [1, 2, 3, 6, 50])
-def test_a_checksum_sees_each_element_and_its_place(monkeypatch, dtype, size):
-    monkeypatch.setattr(remote, "WORDS", 1)  # of two numbers in fp32
-    flat = torch.arange(1, size + 1).to(dtype)
-    assert checksum(flat) == checksum(flat.clone())
-    others = [flat.clone() for _ in range(2 * size)]
-    for i in range(size):
-        others[i][i] = 0
-        others[size + i][[i, (i + 1) % size]] = flat[[(i + 1) % size, i]]
-    sums = [checksum(other) for other in others[: size if size == 1 else None]]
-    assert checksum(flat) not in sums and len({checksum(flat), checksum(-flat)}) == 2
-    assert len(set(sums)) == len(sums) or size == 2  # whose two swaps are one
-
-
-@pytest.mark.gpu
-def test_a_checksum_is_the_same_on_a_gpu():
-    for flat in (torch.randn(10_000_003), torch.randn(1_001).bfloat16()):
-        assert checksum(flat) == checksum(flat.cuda())
