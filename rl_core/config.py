@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 
 from rl_core.algorithms import ADVANTAGES, KL_ESTIMATES, OBJECTIVES, PRESETS
 from rl_core.flags import Section, answer, flag, readable, unknown, validated
@@ -21,16 +21,19 @@ from rl_core.rules import check, flags_in, split
 
 RL = tuple(name for name, algorithm in PRESETS.items() if algorithm.is_rl)
 DRAWN = Literal["temperature", "top_p", "top_k", "min_p"]
+Count = Annotated[int, Ge(0)]
+AtLeast1 = Annotated[int, Ge(1)]
+Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 
 
 @dataclass(kw_only=True)
 class LoraConfig(Section, prefix="actors.NAME.lora."):
-    rank: int = flag(
-        0, "LoRA: rank of the adapters beside a frozen model; 0 trains the whole model", at_least=0
+    rank: Count = flag(
+        0, "LoRA: rank of the adapters beside a frozen model; 0 trains the whole model"
     )
-    alpha: float = flag(32.0, "LoRA: the adapters' product is scaled by alpha / rank", above=0)
+    alpha: Positive = flag(32.0, "LoRA: the adapters' product is scaled by alpha / rank")
     targets: str = flag(
         "all-linear", "LoRA: modules with an adapter, by last name: q_proj,v_proj; experts too"
     )
@@ -52,12 +55,12 @@ class ActorConfig(Section, prefix="actors.NAME."):
     engine_urls: str | None = flag(
         None, "SGLang servers that run already: http://a:30000,http://b:30000"
     )
-    max_tokens: int | None = flag(
-        None, "max new tokens of one of its turns; default: --max_tokens", at_least=1
+    max_tokens: AtLeast1 | None = flag(
+        None, "max new tokens of one of its turns; default: --max_tokens"
     )
-    lr: float | None = flag(None, "its peak learning rate; default: --optim.lr", at_least=0)
-    router_aux_loss_coef: float = flag(
-        0.0, "mixture of experts: load balancing loss, 0.001 is usual", at_least=0
+    lr: NotNegative | None = flag(None, "its peak learning rate; default: --optim.lr")
+    router_aux_loss_coef: NotNegative = flag(
+        0.0, "mixture of experts: load balancing loss, 0.001 is usual"
     )
     router_replay: bool = flag(
         False, "mixture of experts: the learner routes as the engine did (R3)", only=RL
@@ -83,14 +86,12 @@ class ActorConfig(Section, prefix="actors.NAME."):
 
 @dataclass(kw_only=True)
 class EnvConfig(Section, prefix="envs.NAME."):
-    weight: float = flag(1.0, "its share of a step's tasks; 0: it is only evaluated", at_least=0)
+    weight: NotNegative = flag(1.0, "its share of a step's tasks; 0: it is only evaluated")
     train: str | None = flag(None, "its training rows; default: its load_tasks")
     eval: str | None = flag(None, "its held-out rows, several sets too; default: its load_tasks")
-    max_tokens: int | None = flag(
-        None, "max new tokens of a turn here; default: --max_tokens", at_least=1
-    )
-    max_turns: int | None = flag(
-        None, "turns of an episode here; default: the file's max_turns, 1 or 8", at_least=1
+    max_tokens: AtLeast1 | None = flag(None, "max new tokens of a turn here; default: --max_tokens")
+    max_turns: AtLeast1 | None = flag(
+        None, "turns of an episode here; default: the file's max_turns, 1 or 8"
     )
 
 
@@ -112,27 +113,23 @@ class DataConfig(Section, prefix="data."):
 
 @dataclass(kw_only=True)
 class SamplingConfig(Section, prefix="sampling."):
-    temperature: float = flag(1.0, "of training samples, and of the learner's logprobs", above=0)
+    temperature: Positive = flag(1.0, "of training samples, and of the learner's logprobs")
     stop: list[str] = flag(list, "strings that end a turn; they stay in the text")
 
 
 @dataclass(kw_only=True)
 class OptimConfig(Section, prefix="optim."):
     name: str = flag("adamw", "optimizer; adamw8bit is that of bitsandbytes")
-    lr: float = flag(1e-6, "peak learning rate", at_least=0)
+    lr: NotNegative = flag(1e-6, "peak learning rate")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = flag(
         "constant", "learning rate after the warmup"
     )
-    warmup_steps: int = flag(0, "steps over which the learning rate rises from 0", at_least=0)
-    min_lr_frac: float = flag(
-        0.0, "where linear, cosine and wsd end, as a fraction of lr", at_least=0, at_most=1
-    )
+    warmup_steps: Count = flag(0, "steps over which the learning rate rises from 0")
+    min_lr_frac: Fraction = flag(0.0, "where linear, cosine and wsd end, as a fraction of lr")
     betas: tuple[Fraction, Fraction] = flag((0.9, 0.95), "AdamW; the first is SGD's momentum")
-    eps: float = flag(1e-8, "AdamW's epsilon", at_least=0)
-    weight_decay: float = flag(
-        0.0, "weight decay of matrices; biases and norms have none", at_least=0
-    )
-    max_grad_norm: float = flag(1.0, "clip the gradient to this norm; 0 is off", at_least=0)
+    eps: NotNegative = flag(1e-8, "AdamW's epsilon")
+    weight_decay: NotNegative = flag(0.0, "weight decay of matrices; biases and norms have none")
+    max_grad_norm: NotNegative = flag(1.0, "clip the gradient to this norm; 0 is off")
 
 
 @dataclass(kw_only=True)
@@ -148,11 +145,9 @@ class AlgoConfig(Section, prefix="algo."):
     objective: Literal[tuple(OBJECTIVES)] | None = flag(
         None, "importance ratio: clip (PPO), GSPO or CISPO"
     )
-    clip_low: float | None = flag(
-        None, "PPO clip range: lower bound 1 - clip_low", at_least=0, at_most=1
-    )
-    clip_high: float | None = flag(None, "PPO clip range: upper bound 1 + clip_high", at_least=0)
-    dual_clip: float | None = flag(None, "dual clip of negative advantages; 0 is off", at_least=0)
+    clip_low: Fraction | None = flag(None, "PPO clip range: lower bound 1 - clip_low")
+    clip_high: NotNegative | None = flag(None, "PPO clip range: upper bound 1 + clip_high")
+    dual_clip: NotNegative | None = flag(None, "dual clip of negative advantages; 0 is off")
     aggregation: Literal["token", "sequence", "constant"] | None = flag(
         None, "loss: token mean, sequence mean, or constant length", only=(*RL, "sft")
     )
@@ -160,8 +155,8 @@ class AlgoConfig(Section, prefix="algo."):
         None, "estimator of the KL to the reference model"
     )
     kl_in: Literal["reward", "loss", "advantage"] | None = flag(None, "where the KL penalty goes")
-    kl_coef: float | None = flag(
-        None, "weight of the KL penalty (beta); 0: no reference model", at_least=0
+    kl_coef: NotNegative | None = flag(
+        None, "weight of the KL penalty (beta); 0: no reference model"
     )
     entropy_coef: float | None = flag(None, "weight of the entropy bonus; 0 is off")
     correction: Literal["none", "tis", "mask", "sequence_mask"] | None = flag(
@@ -173,16 +168,10 @@ class AlgoConfig(Section, prefix="algo."):
     overlong: Literal["none", "mask", "soft"] | None = flag(
         None, "truncated: mask, or DAPO's penalty"
     )
-    overlong_buffer: int | None = flag(
-        None, "last tokens with soft penalty; 0: a fifth", at_least=0
-    )
-    refill_rounds: int | None = flag(
-        None, "dynamic sampling: refill zero-signal groups", at_least=0
-    )
-    turn_discount: float | None = flag(
-        None, "advantage per turn, with this discount", at_least=0, at_most=1
-    )
-    target_kl: float | None = flag(None, "early stop of a step above this KL; 0 is off", at_least=0)
+    overlong_buffer: Count | None = flag(None, "last tokens with soft penalty; 0: a fifth")
+    refill_rounds: Count | None = flag(None, "dynamic sampling: refill zero-signal groups")
+    turn_discount: Fraction | None = flag(None, "advantage per turn, with this discount")
+    target_kl: NotNegative | None = flag(None, "early stop of a step above this KL; 0 is off")
 
 
 @dataclass(kw_only=True)
@@ -190,22 +179,20 @@ class CriticConfig(Section, prefix="critic."):
     model: str | None = flag(
         None, "value model to start from, a reward model too; default: the actor's"
     )
-    lr: float = flag(1e-5, "its peak learning rate; --optim has the rest", at_least=0)
-    warmup_steps: int = flag(0, "steps in which only the critic learns", at_least=0)
-    value_clip: float = flag(0.2, "clip range of values; 0 is off", at_least=0)
-    gamma: float = flag(1.0, "discount of rewards per token", at_least=0, at_most=1)
-    gae_lambda: float = flag(
-        0.95, "GAE's lambda: 0 trusts the critic, 1 the rewards", at_least=0, at_most=1
-    )
+    lr: NotNegative = flag(1e-5, "its peak learning rate; --optim has the rest")
+    warmup_steps: Count = flag(0, "steps in which only the critic learns")
+    value_clip: NotNegative = flag(0.2, "clip range of values; 0 is off")
+    gamma: Fraction = flag(1.0, "discount of rewards per token")
+    gae_lambda: Fraction = flag(0.95, "GAE's lambda: 0 trusts the critic, 1 the rewards")
 
 
 @dataclass(kw_only=True)
 class PreferenceConfig(Section, prefix="preference."):
-    beta: float = flag(0.1, "DPO: strength of the KL to the reference", above=0)
+    beta: Positive = flag(0.1, "DPO: strength of the KL to the reference")
     loss: Literal["sigmoid", "sigmoid_norm", "ipo", "ipo_norm", "hinge"] = flag(
         "sigmoid", "DPO: loss of a pair's margin; norm: length-normalized, mean of token logprobs"
     )
-    label_smoothing: float = flag(0.0, "DPO: fraction of swapped pairs", at_least=0, at_most=0.5)
+    label_smoothing: Annotated[float, Ge(0), Le(0.5)] = flag(0.0, "DPO: fraction of swapped pairs")
 
 
 @dataclass(kw_only=True)
@@ -217,13 +204,9 @@ class SftConfig(Section, prefix="sft."):
 
 @dataclass(kw_only=True)
 class LearnerConfig(Section, prefix="learner."):
-    minibatches: int = flag(
-        1, "optimizer steps of one step, each on its share of the tasks", at_least=1
-    )
-    epochs: int = flag(1, "passes over the episodes of a step", at_least=1)
-    microbatch_tokens: int = flag(
-        8192, "tokens of one forward and backward on a rank, packed", at_least=1
-    )
+    minibatches: AtLeast1 = flag(1, "optimizer steps of one step, each on its share of the tasks")
+    epochs: AtLeast1 = flag(1, "passes over the episodes of a step")
+    microbatch_tokens: AtLeast1 = flag(8192, "tokens of one forward and backward on a rank, packed")
     activations: Literal["keep", "recompute", "offload"] = flag(
         "keep", "recompute: gradient checkpointing"
     )
@@ -238,19 +221,17 @@ class LearnerConfig(Section, prefix="learner."):
 
 @dataclass(kw_only=True)
 class RolloutConfig(Section, prefix="rollout."):
-    max_concurrent: int = flag(
-        256, "concurrent episodes, requests to an api and engine slots of one rank", at_least=1
+    max_concurrent: AtLeast1 = flag(
+        256, "concurrent episodes, requests to an api and engine slots of one rank"
     )
-    hook_timeout_s: float = flag(60.0, "timeout of one call of a hook (reward, interact)", above=0)
-    episode_timeout_s: float = flag(600.0, "timeout of one episode", above=0)
+    hook_timeout_s: Positive = flag(60.0, "timeout of one call of a hook (reward, interact)")
+    episode_timeout_s: Positive = flag(600.0, "timeout of one episode")
     engines_awake: Literal["auto", "all", "one"] = flag(
         "auto", "colocate: all, or one while others sleep"
     )
-    max_failed_fraction: float = flag(
+    max_failed_fraction: Fraction = flag(
         0.1,
         "the run stops when more of its last 200 rows (at least 50) fail, or a whole step",
-        at_least=0,
-        at_most=1,
     )
     save: bool = flag(True, "write every trajectory to rollouts/")
     fixed_order: bool = flag(False, "tests: asynchronous runs that repeat bit for bit; slow")
@@ -261,8 +242,8 @@ class RolloutConfig(Section, prefix="rollout."):
 
 @dataclass(kw_only=True)
 class EvalConfig(Section, prefix="eval."):
-    num_tasks: int = flag(0, "held-out tasks that are evaluated; 0: all", at_least=0)
-    samples: int = flag(4, "k of avg@k and pass@k; 0: greedy alone", at_least=0)
+    num_tasks: Count = flag(0, "held-out tasks that are evaluated; 0: all")
+    samples: Count = flag(4, "k of avg@k and pass@k; 0: greedy alone")
     sampling: dict[DRAWN, float] = flag(
         dict, "of the k samples, such as temperature=0.6,top_p=0.95,top_k=20"
     )
@@ -279,25 +260,19 @@ class Config(Section):
         None, "Python file with reward_fn and other hooks; several: a.py,b.py"
     )
     out: str | None = flag(None, "output folder of the run; new, unless --resume")
-    tasks_per_step: int = flag(16, "tasks (sft, dpo, rm: rows) of one step", at_least=1)
-    group_size: int = flag(8, "episodes (generations) of each task", at_least=1)
-    num_steps: int | None = flag(None, "steps of the whole run; default: 100", at_least=0)
-    num_epochs: float | None = flag(
-        None, "instead of num_steps: passes over the training rows", above=0
+    tasks_per_step: AtLeast1 = flag(16, "tasks (sft, dpo, rm: rows) of one step")
+    group_size: AtLeast1 = flag(8, "episodes (generations) of each task")
+    num_steps: Count = flag(100, "steps of the whole run")
+    num_epochs: Positive | None = flag(None, "instead of num_steps: passes over the training rows")
+    max_tokens: AtLeast1 = flag(256, "max new tokens of one turn")
+    max_prompt_tokens: AtLeast1 = flag(512, "max tokens of the first prompt")
+    max_turns: AtLeast1 | None = flag(
+        None, "turns of an episode; default: the environment's max_turns, 1 or 8"
     )
-    max_tokens: int = flag(256, "max new tokens of one turn", at_least=1)
-    max_prompt_tokens: int = flag(512, "max tokens of the first prompt", at_least=1)
-    max_turns: int | None = flag(
-        None, "turns of an episode; default: the environment's max_turns, 1 or 8", at_least=1
-    )
-    eval_every: int = flag(
-        0, "evaluate every so many steps, at the start and the end; 0: never", at_least=0
-    )
-    save_every: int = flag(
-        0, "checkpoint every so many steps; 0: by the clock and at the end", at_least=0
-    )
-    save_minutes: float = flag(30.0, "checkpoint when the last one is so old; 0: off", at_least=0)
-    keep_checkpoints: int = flag(2, "newest checkpoints that are kept; 0: all", at_least=0)
+    eval_every: Count = flag(0, "evaluate every so many steps, at the start and the end; 0: never")
+    save_every: Count = flag(0, "checkpoint every so many steps; 0: by the clock and at the end")
+    save_minutes: NotNegative = flag(30.0, "checkpoint when the last one is so old; 0: off")
+    keep_checkpoints: Count = flag(2, "newest checkpoints that are kept; 0: all")
     keep_best: str | None = flag(
         None, "export the best by this metric of an evaluation: greedy_score"
     )
@@ -310,37 +285,35 @@ class Config(Section):
         dict, 'what templates read: {"enable_thinking": false}'
     )
     engine: str = flag("auto", "inference engine; auto: sglang on a GPU")
-    engine_tp: int = flag(1, "sglang: tensor parallel ranks of one engine", at_least=1)
+    engine_tp: AtLeast1 = flag(1, "sglang: tensor parallel ranks of one engine")
     engine_args: str = flag("", "sglang: more flags of its server: '--quantization fp8'")
-    engine_memory_frac: float = flag(
-        0.6, "fraction of GPU memory for weights and KV cache of engines", above=0, at_most=0.99
+    engine_memory_frac: Annotated[float, Gt(0), Le(0.99)] = flag(
+        0.6, "fraction of GPU memory for weights and KV cache of engines"
     )
-    engine_ranks: int = flag(0, "asynchronous: last ranks that only sample", at_least=0, only=RL)
-    max_staleness: int = flag(
-        0, "asynchronous: versions by which samples may be off-policy", at_least=0, only=RL
+    engine_ranks: Count = flag(0, "asynchronous: last ranks that only sample", only=RL)
+    max_staleness: Count = flag(
+        0, "asynchronous: versions by which samples may be off-policy", only=RL
     )
     attention: Literal["auto", "torch", "flash_attn", "ring_flash_attn"] = flag(
         "auto", "varlen attention kernel; auto: flash_attn if it imports, else torch's"
     )
-    dp_replicate: int = flag(
-        1, "HSDP: copies of the weights, each sharded (FSDP) over the other ranks", at_least=1
+    dp_replicate: AtLeast1 = flag(
+        1, "HSDP: copies of the weights, each sharded (FSDP) over the other ranks"
     )
-    cp: int = flag(
-        1, "context parallel: ranks that split each sequence (ring attention)", at_least=1
-    )
-    tp: int = flag(1, "tensor parallel: ranks that split each matrix", at_least=1)
+    cp: AtLeast1 = flag(1, "context parallel: ranks that split each sequence (ring attention)")
+    tp: AtLeast1 = flag(1, "tensor parallel: ranks that split each matrix")
     trackers: str | None = flag(
         None, "experiment trackers: wandb, tensorboard, trackio, mlflow; several: wandb,mlflow"
     )
     run_name: str | None = flag(
         None, "project/group/name in trackers; default: the last folders of --out"
     )
-    log_samples: int = flag(0, "print so many episodes of each evaluation", at_least=0)
-    profile_step: int = flag(0, "write torch.profiler's trace of this step; 0: none", at_least=0)
-    canary_tolerance: float | None = flag(
-        None, "largest logprob mismatch of engine and learner; 0: off", at_least=0
+    log_samples: Count = flag(0, "print so many episodes of each evaluation")
+    profile_step: Count = flag(0, "write torch.profiler's trace of this step; 0: none")
+    canary_tolerance: NotNegative | None = flag(
+        None, "largest logprob mismatch of engine and learner; 0: off"
     )
-    timeout_s: float = flag(600.0, "seconds that a rank waits for the others", above=0)
+    timeout_s: Positive = flag(600.0, "seconds that a rank waits for the others")
     actors: dict[str, ActorConfig] = flag(dict, "who speaks: --actors.NAME.model PATH")
     envs: dict[str, EnvConfig] = flag(
         dict, "each of several environments, by its file's name: --envs.NAME.weight 2"
@@ -366,14 +339,9 @@ class Config(Section):
         """Names of the actors that learn."""
         return [name for name, actor in self.actors.items() if actor.is_trained]
 
-    @property
-    def sharers(self) -> dict[str, list[str]]:
-        """Name of each actor whose model others share -> the others."""
-        sharers: dict[str, list[str]] = {}
-        for name, actor in self.actors.items():
-            if actor.share:
-                sharers.setdefault(actor.share, []).append(name)
-        return sharers
+    def sharers(self, name: str) -> list[str]:
+        """Names of the actors that share this one's model."""
+        return [other for other, actor in self.actors.items() if actor.share == name]
 
     @property
     def env_paths(self) -> dict[str, str]:
@@ -382,11 +350,6 @@ class Config(Section):
 
     def env(self, name: str) -> EnvConfig:
         return self.envs.get(name) or EnvConfig()
-
-    @property
-    def has_servers(self) -> bool:
-        """An actor's engine is one that runs already."""
-        return any(actor.engine_urls for actor in self.actors.values())
 
     @property
     def turn_limit(self) -> int:
@@ -420,11 +383,27 @@ def parse_config(argv: list[str]) -> Config:
 
 
 def checked(config: Config) -> Config:
-    """The same, with what is given in short in its place. Raises ValueError with the value, the
-    rule and the fix."""
-    config = resolve(config)
+    """The same with what is given in short in its place: --model is the actor policy's, and an
+    actor that shares a model takes the owner's, and its LoRA where it has none. Raises
+    ValueError with the value, the rule and the fix."""
+    actors = dict(config.actors)
+    if config.model is not None:
+        actors["policy"] = replace(actors.get("policy", ActorConfig()), model=config.model)
+    for name, actor in actors.items():
+        if owner := actors.get(actor.share):
+            actors[name] = sharing(actor, owner)
+    config = replace(config, actors=actors)
     check(config)
     return config
+
+
+def sharing(actor: ActorConfig, owner: ActorConfig) -> ActorConfig:
+    lora = actor.lora
+    if actor.is_trained and lora == LoraConfig():
+        lora = replace(owner.lora)
+    elif actor.is_trained and lora.quantize == "none":
+        lora = replace(lora, quantize=owner.lora.quantize)
+    return replace(actor, model=actor.model or owner.model, lora=lora)
 
 
 def read_config(argv: list[str]) -> Config:
@@ -444,12 +423,10 @@ def read_file(path: str) -> dict[str, Any]:
     """The sections of a YAML file. Raises ValueError, with its name, for all that is wrong in
     them."""
     try:
-        with open(path) as file:
-            sections = yaml.safe_load(file)
+        sections = yaml.safe_load(Path(path).read_text())
         from_sections(sections)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        text = getattr(error, "strerror", None) or error
-        raise ValueError(f"--config {path}: {text}") from None
+        raise ValueError(f"--config {path}: {error}") from None
     return sections
 
 
@@ -465,15 +442,14 @@ def given_flags(argv: list[str]) -> list[tuple[str, Any]]:
     """(name, value) of each flag; the value is True where none follows."""
     flags: list[tuple[str, Any]] = []
     for arg in argv:
-        if arg.startswith("--") and flags[-1:] != [("engine_args", True)]:  # whose value has flags
-            name, equals, value = arg[2:].partition("=")
-            flags.append((name, value if equals else True))
+        name, equals, value = arg.partition("=")
+        if name.startswith("--") and " " not in name:  # "--quantization fp8" is a value
+            flags.append((name[2:], value if equals else True))
         elif flags and flags[-1][1] is True:
             flags[-1] = flags[-1][0], arg
         else:
-            name, equals, _ = arg.partition("=")
-            hint = f"; {answer(name, known_flags())}" if equals else ""
-            raise ValueError(f"argument {arg!r} has no flag before it; write --name value{hint}")
+            near = answer(name, known_flags())
+            raise ValueError(f"argument {arg!r} has no flag before it; write --name value; {near}")
     return flags
 
 
@@ -485,37 +461,13 @@ def add(sections: dict[str, Any], tree: dict[str, Any], prefix: str = "", parent
     flags = known_flags()
     for key, value in sections.items():
         name = f"{prefix}{key}"
-        known = parent + ("NAME" if parent in ("actors.", "envs.") else str(key))
+        known = f"{parent}NAME" if parent in ("actors.", "envs.") else f"{parent}{key}"
         if known in flags:
             tree[str(key)] = readable(name, value, flags[known][1].type)
         elif value is None or isinstance(value, dict):
             add(value or {}, tree.setdefault(str(key), {}), f"{name}.", f"{known}.")
         else:
             raise unknown(name, flags)
-
-
-def resolve(config: Config) -> Config:
-    """The same with what is given in short in its place: --model is the actor policy's, and an
-    actor that shares a model takes the owner's, and its LoRA where it has none."""
-    actors = dict(config.actors)
-    if config.model is not None:
-        actors["policy"] = replace(actors.get("policy", ActorConfig()), model=config.model)
-    for name, actor in actors.items():
-        if owner := actors.get(actor.share):
-            actors[name] = sharing(actor, owner)
-    num_steps = config.num_steps
-    if num_steps is None and config.num_epochs is None:
-        num_steps = 100
-    return replace(config, actors=actors, num_steps=num_steps)
-
-
-def sharing(actor: ActorConfig, owner: ActorConfig) -> ActorConfig:
-    lora = actor.lora
-    if actor.is_trained and lora == LoraConfig():
-        lora = replace(owner.lora)
-    elif actor.is_trained and lora.quantize == "none":
-        lora = replace(lora, quantize=owner.lora.quantize)
-    return replace(actor, model=actor.model or owner.model, lora=lora)
 
 
 def to_yaml(config: Config) -> str:

@@ -19,14 +19,13 @@ BRACKETS = {tuple: "[]", list: "[]", dict: "{}"}
 PEERS = Path(__file__).parent / "peers.yaml"
 
 
-def flag(default: Any, help: str, *, at_least=None, above=None, at_most=None, only=()) -> Any:
-    """A field with its help line and range. A type as default makes a section, a list or a dict.
-    Setting the flag for an algorithm that is not among `only` is refused."""
-    # ge, gt and le are read by pydantic.
-    rule = {"help": help, "ge": at_least, "gt": above, "le": at_most, "only": only}
+def flag(default: Any, help: str, only: tuple[str, ...] = ()) -> Any:
+    """A field with its help line. A type as default makes a section, a list or a dict. Setting the
+    flag for an algorithm that is not among `only` is refused."""
+    metadata = {"help": help, "only": only}
     if isinstance(default, type):
-        return field(default_factory=default, metadata=rule)
-    return field(default=default, metadata=rule)
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 class Section:
@@ -135,12 +134,10 @@ def answer(name: str, flags: Iterable[str]) -> str:
         word = "_".join(parts[start:])  # rollout_n before n
         if word in ours:
             return f"here it is {ours[word]}"
-    _, own, *_ = [*name.split("."), "NAME"]
-    names = dict(ours)
-    for flag in flags:
-        names[flag.replace("NAME", own)] = flag
+    own = name.split(".")[1] if "." in name else "NAME"
+    flags = [flag.replace("NAME", own) for flag in flags]
+    names = ours | dict(zip(flags, flags, strict=True))
     if close := difflib.get_close_matches(name, names, n=1, cutoff=0.5):
-        flag = names[close[0]].removeprefix("--").replace("NAME", own)
-        return f"did you mean {flag!r}?"
+        return f"did you mean {names[close[0]].removeprefix('--')!r}?"
     sections = dict.fromkeys(flag.partition(".")[0] for flag in flags if "." in flag)
     return f"no flag has a similar name; sections: {', '.join(sections)}; --help SECTION lists one"

@@ -33,7 +33,6 @@ from rl_core.learning.policy import (
     shard_policy,
     without_dropout,
 )
-from rl_core.rules import check_choices, check_engine
 from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.sampling.weights import load_weights
 from rl_core.types import counter_seed
@@ -46,14 +45,15 @@ def choose_engine(config: Config, num_ranks: int, is_planned: bool = False) -> C
     """--engine auto becomes what it stands for here. Raises ValueError if that cannot be done, here
     or, if it is only planned, anywhere."""
     if config.engine == "auto":
-        in_4_bits = any(config.actors[owner].lora.quantize != "none" for owner in config.sharers)
+        actors = config.actors
+        owners = [actors[actor.share] for actor in actors.values() if actor.share in actors]
+        in_4_bits = any(owner.lora.quantize != "none" for owner in owners)
         config = replace(config, engine=registry.auto_engine(must_share=in_4_bits))
-    check_choices(config, registry.CHOICES)
+    registry.check_options(config)
     if config.is_rl:
-        registry.ENGINES[config.engine]().check(config.engine_args, is_planned)
         for name, actor in config.actors.items():
             if not actor.api:
-                check_engine(config, name, engine_class(config, name))
+                engine_class(config, name).check(config, name, is_planned)
     servers = {
         f"--actors.{name}.engine_urls": len(actor.servers) for name, actor in config.actors.items()
     }
@@ -112,7 +112,7 @@ def make_learner(
         config = replace(config, optim=replace(config.optim, lr=actor.lr))
     if policy is None:
         names = {name: "default"} if actor.lora.rank else {}
-        names |= {n: f"of_{n}" for n in config.sharers.get(name, []) if config.actors[n].is_trained}
+        names |= {n: f"of_{n}" for n in config.sharers(name) if config.actors[n].is_trained}
         adapters = {names[n]: (config.actors[n].lora, counter_seed(config.seed, n)) for n in names}
         policy = make_policy(
             actor.model,
@@ -326,7 +326,7 @@ def adapter_of(config: Config, name: str) -> str:
     actor = config.actors[name]
     if not actor.is_trained:
         return ""
-    is_beside = actor.share or name in config.sharers
+    is_beside = actor.share or config.sharers(name)
     # Servers that run already were not told to serve adapters.
     if actor.lora.rank and not is_beside and not actor.servers:
         layers = engine_class(config, name).serves_lora
@@ -364,7 +364,7 @@ def make_engine(
     groups = -(-config.tasks_per_step * (1 + config.max_staleness) * stride // ranks.size)
     num_slots = min(config.rollout.max_concurrent, groups * config.group_size)
     adapters = {}
-    for user in (name, *config.sharers.get(name, [])):
+    for user in (name, *config.sharers(name)):
         if adapter_of(config, user):
             lora = config.actors[user].lora
             adapters[user] = registry.peft_config()(lora, module, actor.model).to_dict()

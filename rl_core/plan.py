@@ -14,12 +14,12 @@ from typing import Any
 
 from rl_core import models, registry
 from rl_core.algorithms import Algorithm, make_algorithm
-from rl_core.config import Config
+from rl_core.config import Config, CriticConfig
 from rl_core.data.chat import Chat
 from rl_core.data.rows import is_trajectory, load_rows
 from rl_core.data.tasks import TaskSource
 from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh
-from rl_core.rules import check, check_algorithm, check_choices
+from rl_core.rules import check
 from rl_core.sampling.env import Env
 
 OnStep = Callable[[Any, dict[str, float]], None]
@@ -52,7 +52,8 @@ def make_plan(
     """`module`: instead of --env_path's file. `is_planned`: the run is for another machine. Raises
     ValueError."""
     registry.quiet()()
-    check_choices(config, registry.CHOICES)
+    num_samplers = config.engine_ranks or num_ranks()
+    config = models.choose_engine(config, num_samplers, is_planned)
     check_folder(Path(config.out), config.resume)
     if config.trackers:
         registry.check_trackers()(config.trackers)
@@ -62,8 +63,7 @@ def make_plan(
     plan.train = train_tasks(config, envs, plan.algorithm)
     if config.eval_every:
         plan.eval = eval_tasks(config, envs, plan.algorithm)
-    num_samplers = config.engine_ranks or num_ranks()
-    config = plan.config = models.choose_engine(config, num_samplers, is_planned)
+    config = plan.config
     plan.chats, plan.endpoints = make_chats(config)
     if plan.algorithm.is_rl:
         registry.check_tools()(config, envs, plan.chats)
@@ -137,7 +137,9 @@ def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
         and not algorithm.has_critic
     ):
         algorithm = replace(algorithm, advantage="custom")
-    check_algorithm(algorithm, config, has_advantage_fn)
+    is_default = algorithm == Algorithm() and config.critic == CriticConfig()
+    if algorithm.is_rl and (not is_default or config.group_size < 2):
+        registry.check_algorithm()(config, algorithm, has_advantage_fn)
     if (config.max_staleness or config.rollout.lagged[0]) and config.algo.correction is None:
         # Weights each token by how likely the newer policy makes it.
         algorithm = replace(algorithm, correction="tis")

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any
+
+from rl_core.config import ActorConfig, Config
+from rl_core.rules import nearest, require
 
 
 def end_with_launcher() -> Any:
@@ -376,6 +380,33 @@ ENGINES = {"embedded": embedded, "sglang": sglang}
 # Flags whose values are the names of a table.
 CHOICES = {"engine": ENGINES, "optim.name": OPTIMIZERS}
 SERVED = sglang  # What samples at --actors.NAME.engine_urls.
+
+
+def check_options(config: Config) -> None:
+    """Raises ValueError for a name that no option has, and for flags of an option that contradict
+    each other."""
+    for flag, table in CHOICES.items():
+        value = attrgetter(flag)(config)
+        if value not in (*table, "auto"):
+            raise ValueError(f"--{flag}={value} is unknown; {nearest(value, table)}")
+    if config.optim.name == "adamw8bit":
+        require("bitsandbytes", "--optim.name=adamw8bit", "bnb")
+    if config.learner.kernels == "liger":
+        require("liger_kernel", "--learner.kernels=liger", "liger")
+    if config.actors != {"policy": ActorConfig(model=config.model)}:
+        from rl_core.plugins.actor_rules import check_actors
+
+        check_actors(config)
+    if config.envs or "," in (config.env_path or ""):
+        from rl_core.plugins.mix import check_flags
+
+        check_flags(config)
+
+
+def check_algorithm() -> Any:
+    from rl_core.plugins.algorithm_rules import check_algorithm
+
+    return check_algorithm
 
 
 # Plugins, in the order in which they are called.

@@ -23,6 +23,7 @@ from itertools import chain, takewhile
 import torch
 from torch import Tensor
 
+from rl_core.config import Config
 from rl_core.engines.slots import Snapshot, bytes_per_token, sample
 from rl_core.host_copies import HostCopies, device_memory
 from rl_core.sampling.engine import (
@@ -87,7 +88,13 @@ class EmbeddedEngine(Engine):
     own it starts asleep, and CPU-offloads them while it sleeps."""
 
     shares_weights = True
-    records_experts = True
+
+    @staticmethod
+    def check(config: Config, name: str, may_lack: bool) -> None:
+        if config.engine_tp > 1:
+            raise ValueError(f"--engine_tp={config.engine_tp} needs --engine sglang")
+        if config.engine_args:
+            raise ValueError(f"--engine_args={config.engine_args} needs --engine sglang")
 
     def __init__(self, spec: EngineSpec) -> None:
         model = self.model = spec.module

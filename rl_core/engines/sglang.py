@@ -24,11 +24,13 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from rl_core.config import Config
 from rl_core.engines.remote import ask, in_buckets
 from rl_core.engines.sglang_server import Server, check_sglang
 from rl_core.host_copies import release_cached_memory
 from rl_core.learning.policy import checkpoint_weights
 from rl_core.metrics import Metric, Sum
+from rl_core.rules import refuse
 from rl_core.sampling.engine import (
     Engine,
     EngineDied,
@@ -57,6 +59,24 @@ class AdapterSlot:
     folder: Path
 
 
+# (is it broken?, message). c: the configuration; a: the actor.
+OF_SGLANG = [
+    (
+        lambda c, a: c.rollout.fixed_order,
+        ": --rollout.fixed_order=true needs --engine embedded",
+    ),
+    (
+        lambda c, a: a.share and c.actors[a.share].lora.quantize != "none",
+        ".share={a.share}: only an embedded engine reads a shared model in 4 bits; take --engine "
+        "embedded",
+    ),
+    (
+        lambda c, a: a.router_replay,
+        ".router_replay=true needs --engine embedded, which tells the experts of each token",
+    ),
+]
+
+
 class SGLangEngine(Engine):
     """See Engine. It starts its server at the first call. Seeds are the server's: the same seed
     gives other tokens. It finds shared prefixes itself, and drops the oldest."""
@@ -67,7 +87,12 @@ class SGLangEngine(Engine):
     serves_lora = frozenset(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     )
-    check = staticmethod(check_sglang)
+
+    @staticmethod
+    def check(config: Config, name: str, may_lack: bool) -> None:
+        actor = config.actors[name]
+        check_sglang(config.engine_args, may_lack or bool(actor.servers))
+        refuse(OF_SGLANG, f"--actors.{name}", c=config, a=actor)
 
     def __init__(self, spec: EngineSpec):
         """spec.module has the names and shapes of the weights; it may be on "meta"."""

@@ -35,7 +35,7 @@ def check_replay(config: Config, name: str) -> None:
         ),  # older tokens get the experts of newer weights
         (config.engine_ranks, f"--engine_ranks={config.engine_ranks}"),
         (config.rollout.lagged[0], "--rollout.lagged"),
-        (actor.share or name in config.sharers, "share"),
+        (actor.share or config.sharers(name), "share"),
     ):
         if is_given:
             raise ValueError(f"--actors.{name}.router_replay=true has no {flag}; leave one out")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from rl_core.config import Config
     from rl_core.metrics import Metric
 
 
@@ -36,8 +37,6 @@ class Engine:
     wants_shapes: ClassVar[bool] = False
     # True: it runs in processes of its own, or on other machines.
     is_elsewhere: ClassVar[bool] = False
-    # True: its completions may have the experts of each token.
-    records_experts: ClassVar[bool] = False
     # Last names of the linear layers whose adapters it applies beside its weights at no cost. Where
     # several actors share a model, each engine applies the adapters of all linear layers.
     serves_lora: ClassVar[frozenset[str]] = frozenset()
@@ -47,9 +46,9 @@ class Engine:
     shortage: str = ""  # why it has less memory than it was to have
 
     @staticmethod
-    def check(args: str, may_lack: bool) -> None:
-        """Raises ValueError if it cannot run with --engine_args, or if it is not installed and may
-        not lack."""
+    def check(config: Config, name: str, may_lack: bool) -> None:
+        """Raises ValueError if it cannot sample for the actor of this name, or if it is not
+        installed and may not lack."""
 
     async def generate(
         self,

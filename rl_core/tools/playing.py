@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_core.config import RL, Config, LoraConfig, parse_config
-from rl_core.rules import URL
+from rl_core.plugins.actor_rules import URL
 
 if TYPE_CHECKING:
     from rl_core.data.tasks import TaskSource

@@ -10,8 +10,7 @@ import signal
 import sys
 
 from rl_core.config import parse_config
-from rl_core.registry import CHOICES
-from rl_core.rules import check_choices
+from rl_core.registry import check_options
 from rl_core.tools.help import TRAIN, print_help
 
 
@@ -23,7 +22,7 @@ def main(argv: list[str]) -> int:
     if print_help(flags, TRAIN):
         return 0
     # A mistake in a flag is told once, and before any rank starts.
-    check_choices(parse_config(flags), CHOICES)
+    check_options(parse_config(flags))
     if (num_ranks := given.nproc_per_node) is None:
         import torch
 

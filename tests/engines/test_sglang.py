@@ -512,7 +512,7 @@ def test_the_servers_own_flags_reach_it_and_those_that_are_ours_are_refused(tiny
     base = ["--model", "m", "--env_path", "x.py", "--out", "x"]
     assert parse_config([*base, "--engine_args", given, "--num_steps", "3"]).engine_args == given
     with pytest.raises(ValueError, match="--engine_args=--x needs --engine sglang"):
-        choose_engine(parse_config([*base, "--engine", "embedded", "--engine_args", "--x"]), 1)
+        choose_engine(parse_config([*base, "--engine", "embedded", "--engine_args=--x"]), 1)
     for flag, ours in {
         "--tp-size 2": "--engine_tp",
         "--mem_fraction_static=0.5": "--engine_memory_frac",

@@ -58,7 +58,7 @@ BELOW = {
         "sandbox",
     },
     # The one file that names options, by imports inside functions.
-    "registry": {"interface", "learning", "engines", "plugins", "service", "tools"},
+    "registry": {"ground", "interface", "learning", "engines", "plugins", "service", "tools"},
     "roof": {"ground", "pure", "shared", "sampling", "learning", "registry"},
     "sandbox": set(),
     # The spine reaches it by --env_path grpc://... alone.

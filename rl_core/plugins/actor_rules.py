@@ -1,0 +1,108 @@
+"""What flags of actors contradict each other: adapters, shared models, endpoints, servers that run
+already."""
+
+from __future__ import annotations
+
+import re
+
+from rl_core.config import Config
+from rl_core.rules import nearest, refuse, require, split
+
+URL = r"https?://[^/\s]+/?"
+# (is it broken?, message). c: the configuration; a: the actor.
+OF_ACTOR = [
+    (
+        lambda c, name, a: not re.fullmatch(r"[A-Za-z][\w-]*", name),
+        ": a name is a letter, then letters, digits, '_' and '-'",
+    ),
+    (
+        lambda c, name, a: (a.max_tokens or 0) > c.max_tokens,
+        ".max_tokens={a.max_tokens} must be at most --max_tokens={c.max_tokens}",
+    ),
+    (
+        lambda c, name, a: not a.model,
+        ".model is missing: a folder or hub name, or the endpoint's model",
+    ),
+    (
+        lambda c, name, a: a.api and a.train,
+        ".api={a.api} and train=true: an endpoint cannot learn; drop one of them",
+    ),
+    (
+        lambda c, name, a: (a.lora.rank or a.lr) and not a.is_trained,
+        ": lora.rank and lr are of an actor that learns; leave them out",
+    ),
+    (
+        lambda c, name, a: not a.lora.rank and a.lora != type(a.lora)(),
+        ".lora.rank is missing beside other flags of adapters; give --actors.{name}.lora.rank 16",
+    ),
+    (
+        lambda c, name, a: a.lora.rank and c.algorithm == "rm",
+        ".lora.rank: --algorithm rm trains the whole model; leave it out",
+    ),
+    (
+        lambda c, name, a: (
+            a.lora.quantize != "none"
+            and (c.learner.kernels == "compile" or c.learner.offload == "always")
+        ),
+        ".lora.quantize={a.lora.quantize} has no --learner.kernels=compile and no "
+        "--learner.offload=always; leave one out",
+    ),
+    (
+        lambda c, name, a: a.servers and not (c.is_rl and a.is_trained),
+        ".engine_urls is for an actor that learns by RL; a frozen one is an endpoint: "
+        "--actors.{name}.api URL/v1",
+    ),
+    (
+        lambda c, name, a: (
+            len(set(a.servers)) < len(a.servers)
+            or not all(re.fullmatch(URL, url) for url in a.servers)
+        ),
+        ".engine_urls={a.engine_urls} must be different addresses, such as http://127.0.0.1:30000",
+    ),
+]
+# a: an actor that shares the model of o.
+OF_SHARER = [
+    (
+        lambda c, name, a, o: o.share or not o.is_trained or not o.lora.rank,
+        ".share={a.share}: what is shared is a frozen model beside adapters; give "
+        "--actors.{a.share}.lora.rank 16",
+    ),
+    (
+        lambda c, name, a, o: "experts" in split(f"{a.lora.targets},{o.lora.targets}"),
+        ".share={a.share}: engines apply no adapters on experts of several actors; leave experts "
+        "out of lora.targets",
+    ),
+    (
+        lambda c, name, a, o: (
+            a.api
+            or a.engine_urls
+            or o.engine_urls
+            or a.model != o.model
+            or (a.is_trained and a.lora.quantize != o.lora.quantize)
+        ),
+        ".share={a.share} takes the model and engine of {a.share}; leave out model, lora.quantize, "
+        "api and engine_urls",
+    ),
+    (
+        lambda c, name, a, o: o.lora.quantize != "none" and c.engine_ranks,
+        ".share={a.share}: only an engine of the learner's ranks reads a shared model in 4 bits; "
+        "leave out --engine_ranks",
+    ),
+]
+
+
+def check_actors(config: Config) -> None:
+    """Raises ValueError with what was given, the rule and the fix."""
+    for name, actor in config.actors.items():
+        prefix = f"--actors.{name}"
+        if actor.share:
+            others = {other: part for other, part in config.actors.items() if other != name}
+            if actor.share not in others:
+                near = nearest(actor.share, others)
+                raise ValueError(f"{prefix}.share={actor.share} is no other actor; {near}")
+            refuse(OF_SHARER, prefix, c=config, name=name, a=actor, o=others[actor.share])
+        refuse(OF_ACTOR, prefix, c=config, name=name, a=actor)
+        if actor.lora.quantize == "nf4":
+            require("bitsandbytes", "lora.quantize=nf4", "bnb")
+        if actor.api:
+            require("openai", "--actors.NAME.api", "api")

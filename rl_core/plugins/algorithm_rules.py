@@ -1,0 +1,82 @@
+"""What parts of an algorithm contradict each other, or would do nothing."""
+
+from __future__ import annotations
+
+from rl_core.algorithms import ADVANTAGES, Algorithm
+from rl_core.config import Config
+from rl_core.rules import refuse
+
+# (is it broken?, message). c: the configuration; a: the preset with the parts that were
+# given; f: whether advantage_fn is defined.
+OF_ALGORITHM = [
+    (
+        lambda c, a, f: f and a.has_critic and c.algo.advantage is None,
+        "{c.env_path} defines advantage_fn, which --algorithm {c.algorithm} would not call: its "
+        "advantages come from a critic; set --algo.advantage gae to keep the critic, or take "
+        "--algorithm grpo",
+    ),
+    (
+        lambda c, a, f: a.advantage == "custom" and not f,
+        "--algo.advantage=custom needs def advantage_fn(rewards) in {c.env_path}; define it",
+    ),
+    (
+        lambda c, a, f: (
+            c.group_size < 2 and (ADVANTAGES[a.advantage].needs_group or a.refill_rounds)
+        ),
+        "--group_size={c.group_size}: a baseline and refill_rounds compare episodes of a group; "
+        "take at least 2, or --algo.advantage none or gae",
+    ),
+    (
+        lambda c, a, f: c.critic != type(c.critic)() and not a.has_critic,
+        "--critic.* has no meaning for the advantage {a.advantage}; leave it out, or take "
+        "--algorithm ppo",
+    ),
+    (
+        lambda c, a, f: (
+            a.has_critic
+            and (
+                a.objective == "gspo"
+                or a.refill_rounds
+                or a.normalize == "env"
+                or a.turn_discount is not None
+            )
+        ),
+        "--algo.advantage=gae: a critic learns from every token; leave out objective gspo, "
+        "refill_rounds, normalize env and turn_discount",
+    ),
+    (
+        lambda c, a, f: a.objective == "cispo" and a.dual_clip,
+        "--algo.objective=cispo has no --algo.dual_clip; take objective clip",
+    ),
+    (
+        lambda c, a, f: 0 < a.dual_clip <= 1,
+        "--algo.dual_clip={a.dual_clip} must be above 1; 0 is off, 3 is usual",
+    ),
+    (
+        lambda c, a, f: (c.algo.kl or c.algo.kl_in) and not a.kl_coef,
+        "--algo.kl and kl_in need --algo.kl_coef above 0",
+    ),
+    (
+        lambda c, a, f: a.correction_range[0] >= a.correction_range[1],
+        "--algo.correction_range={a.correction_range} must be two bounds, the lower first; 0.5,2 "
+        "is usual",
+    ),
+    (
+        lambda c, a, f: c.algo.correction_range and a.correction == "none",
+        "--algo.correction_range needs --algo.correction",
+    ),
+    (
+        lambda c, a, f: a.overlong_buffer and a.overlong != "soft",
+        "--algo.overlong_buffer needs --algo.overlong soft",
+    ),
+    (
+        lambda c, a, f: a.target_kl and c.learner.minibatches * c.learner.epochs == 1,
+        "--algo.target_kl={a.target_kl} skips later updates of a step: raise "
+        "--learner.minibatches or --learner.epochs",
+    ),
+]
+
+
+def check_algorithm(config: Config, algorithm: Algorithm, has_advantage_fn: bool) -> None:
+    """Raises ValueError with what was given, the rule and the fix."""
+    refuse(OF_ALGORITHM, c=config, a=algorithm, f=has_advantage_fn)
