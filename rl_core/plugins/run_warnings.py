@@ -10,24 +10,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, pstdev
-from typing import TYPE_CHECKING
+from statistics import fmean
 
 from rl_core.algorithms import ADVANTAGES, make_algorithm
 from rl_core.config import Config
 from rl_core.data.rows import write_whole
 
-if TYPE_CHECKING:
-    from rl_core.sampling.env import Env
-
-SHORT, LONG = 5, 20  # steps over which a value is judged, and a tendency
+SHORT, LONG = 5, 20  # steps over which a value is judged
 AGAIN = 10  # steps without it before a warning is told again
 COLLAPSE = 0.1  # of its start that is left of the entropy
-DOMINATES = 0.98  # of the reward
 MOST = 0.5  # of the episodes of the first step
 # As `above` in metric_table.yaml, which takes long to read.
 TRUNCATED, MISMATCH = 0.2, 0.01
@@ -36,14 +30,12 @@ OFF_POLICY = 10.0  # times the bound of the mismatch, where older weights sample
 FAILED = "failed episodes"  # the kind of what failures() tells
 MAX_REASONS = 50  # of one run; the viewer and rl-core show have all
 
-Row = dict[str, float]
-
 
 # Whether a rule holds: `values` of its metric `name` in the last steps, all of them finite.
 
 
 def is_most_of_first_step(values: list[float], run: RunWarnings, name: str) -> bool:
-    return len(run.first) == 1 and values[0] > MOST
+    return len(run.history[name]) == 1 and values[0] > MOST
 
 
 def is_often_truncated(values: list[float], run: RunWarnings, name: str) -> bool:
@@ -56,29 +48,14 @@ def is_without_signal(values: list[float], run: RunWarnings, name: str) -> bool:
 
 def is_constant(values: list[float], run: RunWarnings, name: str) -> bool:
     # What one seat of a game wins the other loses: their mean is constant.
-    signal = name.replace("reward_mean", "zero_signal_frac")
-    low, high = run.ranges[name]
-    return low == high and run.last[-1].get(signal, 1.0) == 1.0
+    signal = run.history.get(name.replace("reward_mean", "zero_signal_frac"), [1.0])
+    return len(set(run.history[name])) == 1 and signal[-1] == 1.0
 
 
 def is_constant_part(values: list[float], run: RunWarnings, name: str) -> bool:
-    low, high = run.ranges[name]
-    return low == high and len(run.parts_beside(name)) > 1
-
-
-def is_nearly_all(values: list[float], run: RunWarnings, name: str) -> bool:
-    parts = {name: values}
-    for part in run.parts_beside(name):
-        low, high = run.ranges[part]
-        # A penalty that is 0 is learned. A part that never moved has a warning of its own.
-        if low < high > 0 and len(run.values(part, LONG)) == LONG:
-            parts[part] = run.values(part, LONG)
-    return len(parts) > 1 and min(share(parts, name, fmean), share(parts, name, pstdev)) > DOMINATES
-
-
-def share(parts: dict[str, list[float]], name: str, measure: Callable) -> float:
-    sizes = {part: abs(measure(values)) for part, values in parts.items()}
-    return sizes[name] / (sum(sizes.values()) or 1.0)
+    actor, _, _ = name.partition("reward/")
+    parts = [other for other in run.history if other.startswith(f"{actor}reward/")]
+    return len(set(run.history[name])) == 1 and len(parts) > 1
 
 
 def is_off_policy(values: list[float], run: RunWarnings, name: str) -> bool:
@@ -87,15 +64,15 @@ def is_off_policy(values: list[float], run: RunWarnings, name: str) -> bool:
 
 
 def is_collapsed(values: list[float], run: RunWarnings, name: str) -> bool:
-    reward = re.sub("learn/(.+)/entropy_nats", r"rollout/\1/reward_mean", name)
-    begins = [row for row in run.first if name in row and reward in row]
-    rewards = run.values(reward, SHORT)
-    if len(begins) < SHORT or len(rewards) < SHORT:
+    rewards = run.history.get(
+        re.sub("learn/(.+)/entropy_nats", r"rollout/\1/reward_mean", name), []
+    )
+    if len(rewards) < SHORT:
         return False
-    start, goal = fmean(row[reward] for row in begins), run.config.eval.pass_reward
+    start, goal = fmean(rewards[:SHORT]), run.config.eval.pass_reward
     # A policy that has learned the task is sure of what it says too.
-    is_learned = fmean(rewards) - start >= (goal - start) / 2
-    return fmean(values) < COLLAPSE * fmean(row[name] for row in begins) and not is_learned
+    is_learned = fmean(rewards[-SHORT:]) - start >= (goal - start) / 2
+    return fmean(values) < COLLAPSE * fmean(run.history[name][:SHORT]) and not is_learned
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +95,9 @@ RULES = (
         1,
         is_most_of_first_step,
         "is {value:.2f} in the first step: most turns are cut off in their middle. After such a "
-        "turn {unanswered}rewards are of what there is by then; try a larger --max_tokens, or "
-        "truncated_reward in the environment, and read what is said (rl-core show)",
+        "turn nothing answers, and rewards are of what there is by then; try a larger "
+        "--max_tokens, or truncated_reward in the environment, and read what is said (rl-core "
+        "show)",
     ),
     Rule(
         "truncated",
@@ -148,15 +126,6 @@ RULES = (
     ),
     Rule("constant reward", "rollout/[^/]+/reward/.+", LONG, is_constant_part, CONSTANT),
     Rule(
-        "one part",
-        "rollout/[^/]+/reward/.+",
-        LONG,
-        is_nearly_all,
-        f"is nearly all of the reward over {LONG} steps, and of its changes: other parts teach "
-        "almost nothing; if that is not meant, bring the parts to one scale (@reward(weight=...)), "
-        "or make the others easier to earn",
-    ),
-    Rule(
         "mismatch",
         "learn/[^/]+/mismatch_kl_nats",
         3,
@@ -175,21 +144,21 @@ RULES = (
         "--algo.entropy_coef 0.001, or a checkpoint from before",
     ),
 )
+WATCHED = re.compile("|".join(rule.metric for rule in RULES))
 
 
 class RunWarnings:
     """Of the run in the folder `out`, after the steps that its metrics.jsonl has."""
 
-    def __init__(self, config: Config, out: Path, envs: Collection[Env] = ()):
-        self.config, self.file, self.unanswered = config, out / "warnings.jsonl", unanswered(envs)
+    def __init__(self, config: Config, out: Path):
+        self.config, self.file = config, out / "warnings.jsonl"
         algorithm = make_algorithm(config.algorithm, config.algo)
         # Others learn from groups of equal rewards too: from the batch, a critic, or the turns' own
         # rewards.
         compares = ADVANTAGES[algorithm.advantage].needs_group
         self.compares_groups = compares and algorithm.turn_discount is None
-        self.first: list[Row] = []  # the first SHORT steps
-        self.last: deque[Row] = deque(maxlen=LONG)
-        self.ranges: dict[str, tuple[float, float]] = {}  # metric -> lowest, highest of all steps
+        # Metric -> its finite values of all steps, of those that a rule reads.
+        self.history: dict[str, list[float]] = {}
         # (kind, metric) -> the last step at which the warning held, its text.
         self.now: dict[tuple[str, str], tuple[int, str]] = {}
         last_step = -1
@@ -202,16 +171,7 @@ class RunWarnings:
             write_whole(self.file, "".join(json.dumps(line) + "\n" for line in lines))
         self.reasons = {line["reason"] for line in lines if line["kind"] == FAILED}
 
-    def values(self, name: str, num: int) -> list[float]:
-        """Of those of the last `num` steps that have it."""
-        return [row[name] for row in list(self.last)[-num:] if name in row]
-
-    def parts_beside(self, name: str) -> list[str]:
-        """All parts of the reward that this metric is one of."""
-        prefix = name[: name.index("reward/") + len("reward/")]
-        return [part for part in self.ranges if part.startswith(prefix)]
-
-    def step(self, step: int, values: Row) -> list[str]:
+    def step(self, step: int, values: dict[str, float]) -> list[str]:
         """The warnings that begin with this step. `values`: its metrics."""
         return self.keep(step, self.look(step, values))
 
@@ -222,7 +182,7 @@ class RunWarnings:
         for reason, num in reasons.items():
             if reason not in self.reasons and len(self.reasons) < MAX_REASONS:
                 self.reasons.add(reason)
-                text = f"{num} episode{'s' if num > 1 else ''} failed: {reason}"
+                text = f"{num} episodes failed: {reason}"
                 lines.append({"kind": FAILED, "metric": "failed", "text": text, "reason": reason})
         return self.keep(step, lines)
 
@@ -234,37 +194,23 @@ class RunWarnings:
 
     def look(self, step: int, values: dict[str, float | None]) -> list[dict[str, str]]:
         """What begins to go wrong with this step."""
-        row = {n: v for n, v in values.items() if v is not None and math.isfinite(v)}
-        self.last.append(row)
-        if len(self.first) < SHORT:
-            self.first.append(row)
-        for name, value in row.items():
-            low, high = self.ranges.get(name, (value, value))
-            self.ranges[name] = min(low, value), max(high, value)
+        watched = []
+        for name, value in values.items():
+            if WATCHED.fullmatch(name) and value is not None and math.isfinite(value):
+                self.history.setdefault(name, []).append(value)
+                watched.append(name)
         began = []
         for rule in RULES:
-            for name in filter(re.compile(rule.metric).fullmatch, row):
-                last = self.values(name, rule.num_steps)
+            for name in filter(re.compile(rule.metric).fullmatch, watched):
+                last = self.history[name][-rule.num_steps :]
                 if len(last) < rule.num_steps or not rule.holds(last, self, name):
                     continue
-                told = rule.text.format(value=fmean(last), unanswered=self.unanswered)
-                text = f"{name} {told}"
+                text = f"{name} {rule.text.format(value=fmean(last))}"
                 if (rule.kind, name) not in self.now:
                     began.append({"kind": rule.kind, "metric": name, "text": text})
                 self.now[rule.kind, name] = step, text
         self.now = {key: told for key, told in self.now.items() if step - told[0] < AGAIN}
         return began
-
-
-def unanswered(envs: Collection[Env]) -> str:
-    """What these environments leave out after a turn that was cut off: `interact() is not called,
-    and `."""
-    text = ""
-    if any("interact" in env.hooks for env in envs):
-        text += "interact() is not called, "
-    if any(env.tools for env in envs):
-        text += "no tool answers, "
-    return text and f"{text}and "
 
 
 def read_lines(file: Path) -> list[dict]:

@@ -8,10 +8,10 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
-from statistics import median
 from typing import Any
 
 import huggingface_hub
@@ -19,8 +19,6 @@ import torch
 import transformers
 from rich.console import Group
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from rl_core.plugin import Plugin
@@ -28,7 +26,7 @@ from rl_core.plugins.run_warnings import RunWarnings
 from rl_core.rules import printable
 
 REFRESH_PER_S = 4
-LAST_STEPS = 20  # whose median says how long a step takes
+LAST_STEPS = 20  # whose mean says how long a step takes
 # What a step's line tells of each actor.
 OF_ACTOR = {
     "reward": "rollout/{}/reward_mean",
@@ -56,15 +54,17 @@ class Terminal(Plugin):
         super().__init__(trainer)
         self.live: Live | None = None
         self.metrics: dict[str, float] = {}  # of the last step
-        self.time_left = TimeLeft(trainer.config.num_steps, trainer.config.eval_every)
         self.said_at = -math.inf
+        # When the last steps ended.
+        self.ended_at: deque[float] = deque(maxlen=LAST_STEPS + 1)
 
     def load(self, state: dict[str, Any]) -> None:
         trainer = self.trainer
         trainer.log.say(loaded(trainer))
-        self.warnings = RunWarnings(trainer.config, trainer.out, trainer.plan.envs.values())
+        self.warnings = RunWarnings(trainer.config, trainer.out)
 
     async def start(self) -> None:
+        self.ended_at.append(time.monotonic())
         if sys.stdout.isatty():
             self.live = Live(
                 get_renderable=self.panel, refresh_per_second=REFRESH_PER_S, transient=True
@@ -78,46 +78,47 @@ class Terminal(Plugin):
 
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
         """A line, at most one a second, and what is off in this step."""
-        num_steps = self.trainer.config.num_steps
+        config, now = self.trainer.config, time.monotonic()
         self.metrics = metrics
-        self.time_left.step_times.append(metrics["time/step_s"])
-        if time.monotonic() > self.said_at + 1 or step == num_steps:
-            self.said_at = time.monotonic()
-            line = progress_line(step, num_steps, metrics, self.trainer.config.trained)
-            self.trainer.log.say(f"{line}  ETA {self.time_left.after(step)}")
+        self.ended_at.append(now)
+        if now > self.said_at + 1 or step == config.num_steps:
+            self.said_at = now
+            line = progress_line(step, config.num_steps, metrics, config.trained)
+            left = time_left(self.ended_at, config.num_steps - step)
+            self.trainer.log.say(f"{line}  ETA {left}")
         warn(step, self.warnings.step(step, metrics))
-
-    async def after_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        self.time_left.note_evaluation(step, metrics["time/eval_s"])
 
     async def on_failures(self, step: int, reasons: dict[str, int]) -> None:
         """Tells each reason once."""
         warn(step, self.warnings.failures(step, reasons))
 
     def panel(self) -> Group:
-        """The phase, groups of the step that are done, and rewards, tokens per second and time left
-        as of the step before."""
+        """The phase, groups of the step that are done; rewards, tokens per second and time left as
+        of the step before; warnings."""
         trainer, config = self.trainer, self.trainer.config
-        cells: list[Any] = [f"step {trainer.step}/{config.num_steps}", trainer.phase]
+        doing = [f"step {trainer.step}/{config.num_steps}", trainer.phase]
         if trainer.phase == "generate" and config.is_rl:
             # The store ended with another rank, which the run finds out itself.
             with suppress(RuntimeError):
-                every = config.tasks_per_step
-                done = min(trainer.worker.num_ready(), every)
-                cells.append(ProgressBar(total=every, completed=done, width=24))
-                cells.append(f"{done}/{every} groups")
-        progress = Table.grid(padding=(0, 2))
-        progress.add_row(*cells, f"{time.monotonic() - trainer.phase_began:.0f} s")
+                done = min(trainer.worker.num_ready(), config.tasks_per_step)
+                doing.append(f"{done}/{config.tasks_per_step} groups")
+        doing.append(f"{time.monotonic() - trainer.phase_began:.0f} s")
         facts = results(self.metrics, config.trained)
         for phase in ("generate", "learn"):
             if speed := self.metrics.get(f"time/{phase}_tokens_per_s"):
                 facts.append(f"{phase} {short(speed)} tokens/s")
         if self.metrics:
-            facts.append(f"ETA {self.time_left.after(trainer.step)}")
-        lines = [Text("  ".join(facts))]
+            facts.append(f"ETA {time_left(self.ended_at, config.num_steps - trainer.step)}")
+        lines = [Text("  ".join(doing)), Text("  ".join(facts))]
         for _, text in list(self.warnings.now.values()):
             lines.append(Text(f"! {text}", style="yellow", no_wrap=True, overflow="ellipsis"))
-        return Group(progress, *lines)
+        return Group(*lines)
+
+
+def time_left(ended_at: Sequence[float], num_steps: int) -> timedelta:
+    """Of so many steps, with the evaluations and saves that the last ones had."""
+    per_step = (ended_at[-1] - ended_at[0]) / (len(ended_at) - 1)
+    return timedelta(seconds=int(per_step * num_steps))
 
 
 def warn(step: int, texts: list[str]) -> None:
@@ -133,18 +134,15 @@ def loaded(trainer: Any) -> str:
         learner = trainer.learners.get(name)
         about = size_of(learner) if learner is not None else actor.api or "frozen"
         models.append(f"{name}: {actor.model} ({about})")
-
-    work = f"{config.algorithm}: {counted(sum(len(s) for s in plan.train.sources), 'row')}"
+    work = f"{config.algorithm}: {sum(len(source) for source in plan.train.sources):,} rows"
     if plan.eval:
         work += f", {sum(len(source) for source in plan.eval.values()):,} held out"
-    work += f"; {counted(config.num_steps, 'step')} of "
-    if config.is_rl:
-        work += counted(config.tasks_per_step, "task")
-        work += f" x {counted(config.group_size, 'episode')}"
-    else:
-        work += counted(config.tasks_per_step, "row")
-
-    lines = [", ".join(models), work, f"{devices(trainer)}; {beginning(trainer)}"]
+    work += f"; {config.num_steps:,} steps of {config.tasks_per_step:,} "
+    work += f"tasks x {config.group_size:,} episodes" if config.is_rl else "rows"
+    place = f"begins at step 0, in {trainer.out}"
+    if trainer.checkpoint:
+        place = f"--resume: goes on from step {trainer.step} of {config.num_steps}"
+    lines = [", ".join(models), work, f"{devices(trainer)}; {place}"]
     lines += [engine.shortage for engine in trainer.engines if engine.shortage]
     return "\n".join(lines)
 
@@ -177,22 +175,6 @@ def devices(trainer: Any) -> str:
     return text
 
 
-def counted(num: int, thing: str) -> str:
-    """`1 row`, `1,000 rows`."""
-    return f"{num:,} {thing}" + ("" if num == 1 else "s")
-
-
-def beginning(trainer: Any) -> str:
-    config = trainer.config
-    if not config.resume:
-        return f"begins at step 0, in {trainer.out}"
-    if trainer.step >= config.num_steps > 0:
-        return f"--resume: nothing is left to do, --num_steps={config.num_steps} are done; raise it"
-    if trainer.checkpoint:
-        return f"--resume: goes on from step {trainer.step}"
-    return f"--resume: no checkpoint in {trainer.out}: begins at step 0"
-
-
 def short(n: float) -> str:
     """1.23B"""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -201,42 +183,13 @@ def short(n: float) -> str:
     return f"{n:.3g}"
 
 
-class TimeLeft:
-    """Of the steps and evaluations that come, by the median of those that were. Start-up and saving
-    do not count."""
-
-    def __init__(self, num_steps: int, eval_every: int):
-        self.num_steps = num_steps
-        self.step_times: deque[float] = deque(maxlen=LAST_STEPS)
-        self.eval_times: list[float] = []
-        self.evaluated_step = -1
-        # Steps that an evaluation follows: every so many, and the last.
-        self.due: set[int] = set()
-        if eval_every:
-            self.due = {*range(eval_every, num_steps, eval_every), num_steps}
-
-    def note_evaluation(self, step: int, seconds: float) -> None:
-        self.evaluated_step = step
-        self.eval_times.append(seconds)
-
-    def after(self, step: int) -> timedelta:
-        """When this step is done, and maybe its evaluation."""
-        seconds = median(self.step_times) * (self.num_steps - step)
-        if self.eval_times:
-            coming = [due for due in self.due if max(step, self.evaluated_step + 1) <= due]
-            seconds += median(self.eval_times) * len(coming)
-        return timedelta(seconds=int(seconds))
-
-
 def progress_line(step: int, num_steps: int, metrics: dict[str, float], actors: list[str]) -> str:
     """step 12/200  reward 0.412  tokens 24.1  loss 0.0123  1.4 s (generate 0.9, learn 0.5)"""
-    is_rl = any(name.startswith("rollout/") for name in metrics)
     phases = []
     for phase in ("generate", "learn", "sync"):
         seconds = metrics.get(f"time/{phase}_s", 0.0)
-        label = phase if is_rl else phase.replace("generate", "read rows")
         if seconds >= 0.005:
-            phases.append(f"{label} {seconds:.2f}")
+            phases.append(f"{phase} {seconds:.2f}")
     taken = f"{metrics['time/step_s']:.2f} s ({', '.join(phases)})"
     place = f"step {step:>{len(str(num_steps))}}/{num_steps}"
     return "  ".join([place, *results(metrics, actors), taken])

@@ -17,7 +17,7 @@ from kit import wait_until, words
 
 from rl_core.plugins.evaluation import cut
 from rl_core.plugins.run_end import before_and_after
-from rl_core.plugins.terminal import TimeLeft, progress_line
+from rl_core.plugins.terminal import progress_line, time_left
 from rl_core.train import main
 
 
@@ -61,7 +61,7 @@ def test_a_run_begins_with_what_was_loaded_and_libraries_are_quiet(
         and "k parameters, " in model
         and model.endswith("k trained)")
     )
-    assert work == "grpo: 8 rows; 1 step of 2 tasks x 2 episodes"
+    assert work == "grpo: 8 rows; 1 steps of 2 tasks x 2 episodes"
     assert place == f"1 x CPU, embedded engine; begins at step 0, in {tmp_path / 'run'}"
     assert (
         "Loading weights" not in errors
@@ -126,9 +126,6 @@ def test_the_progress_line_names_actors_and_counts_their_failures():
     times = {"time/generate_s": 0.5, "time/learn_s": 1.5, "time/sync_s": 0.001}
     line = progress_line(3, 9, values | times, ["bob"])
     assert line.endswith("2.00 s (generate 0.50, learn 1.50)")
-    rows = {"learn/bob/loss": 0.1, "time/step_s": 2.0, **times}
-    line = progress_line(3, 9, rows, ["bob"])
-    assert line == "step 3/9  loss 0.1  2.00 s (read rows 0.50, learn 1.50)"
     nothing = {
         "rollout/alice/reward_mean": math.nan,
         "rollout/alice/length_mean": math.nan,
@@ -179,18 +176,9 @@ def test_episodes_of_an_evaluation_are_printed_short(flags_of, capsys):
     assert cut("\x1b[2J 7\n7") == r"\x1b[2J 7 7"
 
 
-def test_the_time_left_is_that_of_usual_steps_and_of_the_evaluations_that_come():
-    left = TimeLeft(num_steps=10, eval_every=4)
-    for seconds in (99.0, 100.0, 1000.0):
-        left.note_evaluation(0, seconds)
-    left.step_times += [60.0, 2.0, 2.0]
-    # The evaluations are after steps 4, 8 and 10.
-    assert left.after(3) == timedelta(seconds=7 * 2 + 3 * 100)
-    assert left.after(4) == timedelta(seconds=6 * 2 + 3 * 100)
-    left.note_evaluation(4, 100.0)
-    assert left.after(4) == timedelta(seconds=6 * 2 + 2 * 100)
-    assert left.after(10) == timedelta(seconds=100)
-    assert (TimeLeft(8, 4).due, TimeLeft(3, 4).due, TimeLeft(8, 0).due) == ({4, 8}, {3}, set())
+def test_the_time_left_is_that_of_the_last_steps_with_what_lay_between_them():
+    assert time_left([10.0, 12.0, 14.0, 19.0], 7) == timedelta(seconds=21)
+    assert time_left([10.0, 12.0], 0) == timedelta(0)
 
 
 def test_a_run_ends_with_its_time_its_scores_before_and_after_and_how_to_look_at_it(
