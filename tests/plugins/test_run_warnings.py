@@ -10,7 +10,6 @@ import pytest
 from kit import STOP, words
 
 from rl_core.config import parse_config
-from rl_core.plugins.env_file import load_env
 from rl_core.plugins.run_warnings import RunWarnings
 from rl_core.train import main
 
