@@ -209,9 +209,11 @@ class Conversation:
         self.session = session
         self.tools = tools
         self.params = replace(speaker.params, **sampling) if sampling else speaker.params
+        self.turn_params = self.params
         self.overridden = [name for name in DRAWING if name in sampling]
         self.history = list(messages)
         self.turns = []
+        self.marks: list[tuple[int, TokenStream | None]] = []  # after each reply
         self.text = ""  # of the actor's last turn; "" if the context was full
         if tools and speaker.chat:
             speaker.chat.tool_calls.check(tools, f"actor {speaker.name}")
@@ -249,11 +251,14 @@ class Conversation:
             return math.inf
         return self.speaker.max_context_tokens - len(self.stream.prompt_ids)
 
-    async def respond(self, messages: str | Sequence[Message] = ()) -> Conversation:
+    async def respond(
+        self, messages: str | Sequence[Message] = (), **limits: Any
+    ) -> Conversation:
         """This conversation, continued by the actor's next turn after `messages` from others. If
         the context is full, its text is "" and it is truncated. Raises ValueError if the first
-        prompt fills the context."""
+        prompt fills the context. `limits`: max_tokens and stop of this turn."""
         self._check_idle()
+        self.turn_params = replace(self.params, **limits) if limits else self.params
         messages = as_messages(messages) if messages else []
         self.is_busy = True  # for good if this raises: tokens and messages may differ
         if self.num_replies:
@@ -282,10 +287,11 @@ class Conversation:
         self.text = completion.text
         self.truncated = completion.finish_reason == "length"
         self.num_replies += 1
+        self.marks.append((len(self.history), copy.copy(self.stream)))
 
     async def _chat(self, seed: int, turn: str) -> tuple[Message, Completion]:
         engine, under_way = self.speaker.engine, self.speaker.under_way
-        asked = (self.history, self.tools, self.params)
+        asked = (self.history, self.tools, self.turn_params)
         if under_way is None:
             return await engine.chat(*asked, seed)
         return await under_way.chat(turn, asked, lambda: engine.chat(*asked, seed))
@@ -298,8 +304,8 @@ class Conversation:
                 f"{actor.max_context_tokens}; raise --max_prompt_tokens"
             )
         params = replace(
-            self.params,
-            max_tokens=min(self.room, self.params.max_tokens),
+            self.turn_params,
+            max_tokens=min(self.room, self.turn_params.max_tokens),
             stop_token_ids=actor.stop_token_ids,
         )
         # Nothing is kept for a turn that will not come.
@@ -321,6 +327,7 @@ class Conversation:
         fork = copy.copy(self)
         fork.history = list(self.history)
         fork.turns = list(self.turns)
+        fork.marks = list(self.marks)
         fork.stream = copy.copy(self.stream)
         fork.metrics = dict(self.metrics)
         fork.session = f"{self.session}.{self.num_forks}"
@@ -328,6 +335,30 @@ class Conversation:
         self.num_forks += 1
         self.speaker.conversations.append(fork)
         return fork
+
+    def at(self, num_replies: int) -> Conversation:
+        """A branch of the conversation as it stood after so many replies, with the same tokens up
+        to there. The conversation may be under way meanwhile."""
+        num_messages, stream = self.marks[num_replies - 1]
+        branch = copy.copy(self)
+        branch.history = self.history[:num_messages]
+        branch.turns = self.turns[:num_replies]
+        branch.marks = self.marks[:num_replies]
+        branch.stream = copy.copy(stream)
+        branch.metrics = dict(self.metrics)
+        last = branch.history[-1]
+        branch.calls = last if last.get("tool_calls") else None
+        branch.text = last.get("content") or ""
+        if branch.turns:
+            branch.text = branch.turns[-1].completion.text
+            branch.truncated = branch.turns[-1].completion.finish_reason == "length"
+        branch.num_replies = num_replies
+        branch.session = f"{self.session}.{self.num_forks}"
+        branch.num_forks = 0
+        branch.is_busy = False
+        self.num_forks += 1
+        self.speaker.conversations.append(branch)
+        return branch
 
     def trajectory(
         self,

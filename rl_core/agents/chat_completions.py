@@ -1,0 +1,169 @@
+"""OpenAI's /v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rl_core.agents.requests import (
+    Call,
+    Refusal,
+    Reply,
+    Request,
+    limit_of,
+    overridden_in,
+    read_arguments,
+    stops_of,
+    text_of_parts,
+    wanted,
+)
+from rl_core.types import Message
+
+PATH = "/v1/chat/completions"
+FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}
+
+
+def read(body: dict[str, Any]) -> Request:
+    """Raises Refusal for what this engine cannot do."""
+    overridden = overridden_in(body)
+    form = wanted(body, "response_format", dict, {}).get("type", "text")
+    if form != "text":
+        raise Refusal(f"response_format {form!r} is not supported; ask for it in the messages")
+    choice = body.get("tool_choice") or "auto"
+    if choice not in ("auto", "none"):
+        overridden.append("tool_choice")
+    messages = wanted(body, "messages", list, [])
+    if not messages:
+        raise Refusal("messages is empty")
+    return Request(
+        model=wanted(body, "model", str, ""),
+        messages=[read_message(message) for message in messages],
+        tools=read_tools(wanted(body, "tools", list, [])),
+        reads_calls=choice != "none",
+        max_tokens=limit_of(body, "max_tokens", "max_completion_tokens"),
+        stop=stops_of(body, "stop"),
+        num_replies=limit_of(body, "n") or 1,
+        is_streamed=wanted(body, "stream", bool, False),
+        wants_logprobs=wanted(body, "logprobs", bool, False),
+        wants_usage=bool(wanted(body, "stream_options", dict, {}).get("include_usage")),
+        seed=body.get("seed"),
+        overridden=overridden,
+    )
+
+
+def read_tools(tools: list[Any]) -> list[dict[str, Any]] | None:
+    found = []
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Refusal(f"tools: {str(tool)[:80]} is no function with a name")
+        kept = {key: value for key, value in function.items() if key != "strict"}
+        found.append({"type": "function", "function": kept})
+    return found or None
+
+
+def read_message(message: Any) -> Message:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise Refusal(f"messages: {str(message)[:80]} is no message with a role")
+    role = "system" if message["role"] == "developer" else message["role"]
+    if role not in ("system", "user", "assistant", "tool"):
+        raise Refusal(f"messages: role {role!r} is not supported")
+    found: Message = {"role": role, "content": text_of_parts(message.get("content"), role)}
+    if message.get("tool_calls"):
+        calls = []
+        for call in message["tool_calls"]:
+            try:
+                name, arguments = call["function"]["name"], call["function"]["arguments"]
+            except (TypeError, KeyError):
+                raise Refusal(f"tool_calls: {str(call)[:80]} is no call of a function") from None
+            function = {"name": name, "arguments": read_arguments(arguments)}
+            calls.append({"id": call.get("id", ""), "type": "function", "function": function})
+        found["tool_calls"] = calls
+    for key in ("tool_call_id", "name"):
+        if isinstance(message.get(key), str) and role == "tool":
+            found[key] = message[key]
+    return found
+
+
+def write(replies: Sequence[Reply], request: Request) -> dict[str, Any]:
+    """The response's body."""
+    choices = []
+    for index, reply in enumerate(replies):
+        message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
+        if reply.thoughts:
+            message["reasoning_content"] = reply.thoughts
+        if reply.calls:
+            message["content"] = reply.text or None
+            message["tool_calls"] = [written_call(call) for call in reply.calls]
+        choice = {"index": index, "message": message, "finish_reason": FINISH[reply.finish_reason]}
+        choices.append(choice | {"logprobs": logprobs_of(reply, request)})
+    head = header(replies[0], request, "chat.completion")
+    return head | {"choices": choices, "usage": usage(replies)}
+
+
+def stream(replies: Sequence[Reply], request: Request) -> Iterator[str]:
+    """Server-sent events."""
+    head = header(replies[0], request, "chat.completion.chunk")
+
+    def chunk(index: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> str:
+        choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": None}
+        return event(head | {"choices": [choice | more]})
+
+    for index, reply in enumerate(replies):
+        yield chunk(index, {"role": "assistant", "content": ""})
+        if reply.thoughts:
+            yield chunk(index, {"reasoning_content": reply.thoughts})
+        if reply.text:
+            yield chunk(index, {"content": reply.text}, logprobs=logprobs_of(reply, request))
+        for number, call in enumerate(reply.calls):
+            yield chunk(index, {"tool_calls": [{"index": number} | written_call(call)]})
+        yield chunk(index, {}, FINISH[reply.finish_reason])
+    if request.wants_usage:
+        yield event(head | {"choices": [], "usage": usage(replies)})
+    yield "data: [DONE]\n\n"
+
+
+def event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body)}\n\n"
+
+
+def header(reply: Reply, request: Request, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{reply.id}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": request.model,
+    }
+
+
+def written_call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def logprobs_of(reply: Reply, request: Request) -> dict[str, Any] | None:
+    if not request.wants_logprobs:
+        return None
+    content = []
+    for text, logprob in reply.logprobs:
+        one = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        content.append(one | {"top_logprobs": []})
+    return {"content": content, "refusal": None}
+
+
+def usage(replies: Sequence[Reply]) -> dict[str, int]:
+    num_prompt = replies[0].num_prompt_tokens
+    num_sampled = sum(reply.num_tokens for reply in replies)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+    }
+
+
+def write_error(refusal: Refusal) -> dict[str, Any]:
+    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
+    error = {"message": refusal.message, "type": kind, "param": None, "code": refusal.code}
+    return {"error": error}

@@ -1,0 +1,268 @@
+"""An HTTP endpoint at which a program that exists already talks to the actors of an episode.
+
+One server per process; each episode has a random key. The program's requests become turns of the
+run's own actors, so its tokens, seeds and records are those of any other episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from aiohttp import web
+
+from rl_core.agents import chat_completions, messages, responses
+from rl_core.agents.requests import Refusal, Reply, Request
+from rl_core.agents.tree import Tree
+from rl_core.sampling.actor import Actor
+from rl_core.sampling.engine import EngineDied
+from rl_core.types import Message, Trajectory
+
+DIALECTS = (chat_completions, responses, messages)
+MAX_BODY_BYTES = 64 << 20
+# Between comments in a stream: clients and proxies give up connections on which nothing comes.
+KEEP_ALIVE_S = 10.0
+RETRY_HEADERS = ("x-stainless-retry-count", "x-retry-count")
+
+
+@dataclass(eq=False)
+class Endpoint:
+    """Where one episode's program finds its actors. The model's name in a request says which actor
+    is meant; any other name means the first."""
+
+    address: str  # such as http://127.0.0.1:34567
+    api_key: str
+    trees: dict[str, Tree]  # actor -> what it was asked
+    # What a request of /v1/responses continues by `previous_response_id`.
+    stored: dict[str, list[Message]] = field(default_factory=dict)
+    failure: EngineDied | None = None
+
+    @property
+    def base_url(self) -> str:
+        """As OpenAI's clients want it."""
+        return f"{self.address}/v1"
+
+    @property
+    def anthropic_url(self) -> str:
+        """As Anthropic's clients want it."""
+        return self.address
+
+    @property
+    def model(self) -> str:
+        """The first actor's name."""
+        return next(iter(self.trees))
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Variables by which official clients find the endpoint."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_BASE": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "OPENAI_MODEL": self.model,
+            "ANTHROPIC_BASE_URL": self.anthropic_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "ANTHROPIC_MODEL": self.model,
+        }
+
+    @property
+    def is_truncated(self) -> bool:
+        """A request did not fit into the context, or into the episode's turns."""
+        return any(tree.is_truncated for tree in self.trees.values())
+
+    def trajectories(self, reward: float | dict[str, float], actor: str = "") -> list[Trajectory]:
+        """One for each branch of what the actor was asked, by default the first; each sampled token
+        is in the loss once."""
+        tree = self.trees[actor or self.model]
+        found = tree.trajectories(reward)
+        for trajectory in found:
+            if tree.is_truncated:
+                trajectory.status = "truncated"
+            trajectory.metrics |= self.metrics(tree, len(found))
+        return found
+
+    def metrics(self, tree: Tree, num_branches: int) -> dict[str, float]:
+        return {
+            "agent_requests": float(tree.num_turns),
+            "agent_retries": float(tree.num_retries),
+            "agent_branches": float(num_branches),
+            "agent_overridden": float(sum(tree.overridden.values())),
+        }
+
+    async def answer(self, request: Request) -> list[Reply]:
+        """Raises Refusal."""
+        if self.failure is not None:
+            raise Refusal("the engine died; the episode begins again", status=503)
+        tree = self.trees.get(request.model) or self.trees[self.model]
+        try:
+            return await tree.answer(request)
+        except EngineDied as error:
+            self.failure = error
+            raise Refusal("the engine died; the episode begins again", status=503) from error
+
+    def num_tokens(self, request: Request) -> int:
+        """Tokens of the request's prompt. Raises Refusal."""
+        tree = self.trees.get(request.model) or self.trees[self.model]
+        if tree.actor.chat is None:
+            raise Refusal("the tokens of this model are not known here")
+        try:
+            return len(tree.actor.chat.prompt_ids(request.messages, request.tools))
+        except ValueError as error:
+            raise Refusal(str(error)) from error
+
+
+class EndpointServer:
+    """The server of one process. `told` gets each name that the trainer decides, and the number of
+    the first episode's requests that set it, once."""
+
+    def __init__(self, host: str = "127.0.0.1"):
+        self.host = host
+        self.port = 0
+        self.endpoints: dict[str, Endpoint] = {}  # by key
+        self.overridden: Counter[str] = Counter()  # requests that set what the trainer decides
+        self.runner: web.AppRunner | None = None
+        self.starting = asyncio.Lock()
+
+    async def open(self, actors: Mapping[str, Actor], max_turns: int = 0) -> Endpoint:
+        """An endpoint with a key of its own for an episode's actors."""
+        async with self.starting:
+            if self.runner is None:
+                await self.start()
+        key = f"sk-{secrets.token_urlsafe(24)}"
+        trees = {name: Tree(actor, max_turns) for name, actor in actors.items()}
+        self.endpoints[key] = Endpoint(f"http://{self.host}:{self.port}", key, trees)
+        return self.endpoints[key]
+
+    def shut(self, endpoint: Endpoint) -> None:
+        """Its key is no longer valid. Turns that are under way end unseen."""
+        del self.endpoints[endpoint.api_key]
+        for tree in endpoint.trees.values():
+            self.overridden.update(tree.overridden)
+            tree.cancel()
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        for dialect in DIALECTS:
+            app.router.add_post(dialect.PATH, self.handler(dialect))
+        app.router.add_post(f"{messages.PATH}/count_tokens", self.count_tokens)
+        app.router.add_get("/v1/models", self.models)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        listener = socket.create_server((self.host, 0), backlog=1024)
+        await web.SockSite(runner, listener).start()
+        self.port = listener.getsockname()[1]
+        self.runner = runner
+
+    async def close(self) -> None:
+        if self.runner is not None:
+            await self.runner.cleanup()
+            self.runner = None
+
+    def endpoint_of(self, request: web.Request) -> Endpoint:
+        """Whose key the request has. Raises Refusal."""
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        given = request.headers.get("x-api-key") or (key if scheme.lower() == "bearer" else "")
+        for known, endpoint in self.endpoints.items():
+            if hmac.compare_digest(known.encode(), given.strip().encode()):
+                return endpoint
+        raise Refusal("the API key is of no episode that runs", status=401, code="invalid_api_key")
+
+    def handler(self, dialect: ModuleType) -> Any:
+        async def handle(http: web.Request) -> web.StreamResponse:
+            try:
+                endpoint = self.endpoint_of(http)
+                request = dialect.read(await body_of(http))
+                retries = [http.headers.get(name, "0") for name in RETRY_HEADERS]
+                request.is_retry = any(count not in ("", "0") for count in retries)
+                if dialect is responses:
+                    await self.put_before(endpoint, http, request)
+                if request.is_streamed:
+                    return await self.send_stream(http, dialect, endpoint, request)
+                replies = await endpoint.answer(request)
+            except Refusal as refusal:
+                return web.json_response(dialect.write_error(refusal), status=refusal.status)
+            self.store(endpoint, request, replies)
+            return web.json_response(dialect.write(replies, request))
+
+        return handle
+
+    async def put_before(self, endpoint: Endpoint, http: web.Request, request: Request) -> None:
+        """The messages that `previous_response_id` stands for. Raises Refusal."""
+        previous = (await body_of(http)).get("previous_response_id")
+        if previous is None:
+            return
+        if previous not in endpoint.stored:
+            raise Refusal(f"previous_response_id: {previous!r} is no response of this episode")
+        request.messages = [*endpoint.stored[previous], *request.messages]
+
+    def store(self, endpoint: Endpoint, request: Request, replies: list[Reply]) -> None:
+        for reply in replies:
+            history = [*request.messages, reply.message]
+            endpoint.stored[responses.response_id(reply)] = history
+
+    async def send_stream(
+        self, http: web.Request, dialect: ModuleType, endpoint: Endpoint, request: Request
+    ) -> web.StreamResponse:
+        """The reply as server-sent events, once it is there: engines give whole turns."""
+        answer = asyncio.ensure_future(endpoint.answer(request))
+        # A request that is refused at once is answered by a plain error, as clients expect it.
+        await asyncio.wait({answer}, timeout=0.05)
+        if answer.done():
+            answer.result()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        while not answer.done():
+            done, _ = await asyncio.wait({answer}, timeout=KEEP_ALIVE_S)
+            if not done:
+                await response.write(b": keep-alive\n\n")
+        try:
+            replies = answer.result()
+        except Refusal as refusal:
+            error = json.dumps(dialect.write_error(refusal))
+            await response.write(f"event: error\ndata: {error}\n\n".encode())
+            return response
+        self.store(endpoint, request, replies)
+        for event in dialect.stream(replies, request):
+            await response.write(event.encode())
+        return response
+
+    async def count_tokens(self, http: web.Request) -> web.Response:
+        try:
+            endpoint = self.endpoint_of(http)
+            number = endpoint.num_tokens(messages.read(await body_of(http)))
+        except Refusal as refusal:
+            return web.json_response(messages.write_error(refusal), status=refusal.status)
+        return web.json_response({"input_tokens": number})
+
+    async def models(self, http: web.Request) -> web.Response:
+        try:
+            names = list(self.endpoint_of(http).trees)
+        except Refusal as refusal:
+            error = chat_completions.write_error(refusal)
+            return web.json_response(error, status=refusal.status)
+        models = []
+        for name in names:
+            models.append({"id": name, "object": "model", "created": 0, "owned_by": "rl_core"})
+        return web.json_response({"object": "list", "data": models})
+
+
+async def body_of(http: web.Request) -> dict[str, Any]:
+    """The request's JSON. Raises Refusal."""
+    try:
+        body = json.loads(await http.read())
+    except web.HTTPRequestEntityTooLarge:
+        limit = f"{MAX_BODY_BYTES >> 20} MiB"
+        raise Refusal(f"the body is larger than {limit}", status=413) from None
+    except (ValueError, RecursionError):
+        raise Refusal("the body is no JSON") from None
+    if not isinstance(body, dict):
+        raise Refusal("the body must be a JSON object")
+    return body

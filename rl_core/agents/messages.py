@@ -1,0 +1,145 @@
+"""Anthropic's /v1/messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rl_core.agents.requests import (
+    Refusal,
+    Reply,
+    Request,
+    limit_of,
+    overridden_in,
+    stops_of,
+    text_of_parts,
+    wanted,
+)
+from rl_core.types import Message
+
+PATH = "/v1/messages"
+FINISH = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use"}
+
+
+def read(body: dict[str, Any]) -> Request:
+    """Raises Refusal for what this engine cannot do."""
+    overridden = overridden_in(body)
+    choice = wanted(body, "tool_choice", dict, {}).get("type", "auto")
+    if choice not in ("auto", "none"):
+        overridden.append("tool_choice")
+    messages: list[Message] = []
+    system = text_of_parts(body.get("system"), "system")
+    if system:
+        messages.append({"role": "system", "content": system})
+    for message in wanted(body, "messages", list, []):
+        messages += read_message(message)
+    if not messages:
+        raise Refusal("messages is empty")
+    tools = []
+    for tool in wanted(body, "tools", list, []):
+        if not isinstance(tool, dict) or "input_schema" not in tool:
+            # The model knows no tools that a server runs, such as a web search.
+            overridden.append("tools")
+            continue
+        function = {"name": tool.get("name"), "description": tool.get("description", "")}
+        function["parameters"] = tool["input_schema"]
+        tools.append({"type": "function", "function": function})
+    return Request(
+        model=wanted(body, "model", str, ""),
+        messages=messages,
+        tools=tools or None,
+        reads_calls=choice != "none",
+        max_tokens=limit_of(body, "max_tokens"),
+        stop=stops_of(body, "stop_sequences"),
+        is_streamed=wanted(body, "stream", bool, False),
+        overridden=overridden,
+    )
+
+
+def read_message(message: Any) -> list[Message]:
+    """A message's blocks as messages: results of tools each one, then the text."""
+    if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
+        raise Refusal(f"messages: {str(message)[:80]} is no message of user or assistant")
+    role, content = message["role"], message.get("content")
+    if not isinstance(content, list):
+        return [{"role": role, "content": text_of_parts(content, role)}]
+    found: list[Message] = []
+    texts, calls = [], []
+    for block in content:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+            calls.append({"id": block.get("id", ""), "type": "function", "function": function})
+        elif kind == "tool_result":
+            said = text_of_parts(block.get("content"), kind)
+            call_id = block.get("tool_use_id", "")
+            found.append({"role": "tool", "content": said, "tool_call_id": call_id})
+        elif kind not in ("thinking", "redacted_thinking"):
+            texts.append(text_of_parts([block], role))
+    if texts or calls or not found:
+        said = {"role": role, "content": "".join(texts)}
+        found.append(said | {"tool_calls": calls} if calls else said)
+    return found
+
+
+def write(replies: Sequence[Reply], request: Request) -> dict[str, Any]:
+    """The response's body."""
+    (reply,) = replies
+    return {
+        "id": f"msg_{reply.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": request.model,
+        "content": blocks(reply),
+        "stop_reason": "stop_sequence" if reply.stop else FINISH[reply.finish_reason],
+        "stop_sequence": reply.stop or None,
+        "usage": {"input_tokens": reply.num_prompt_tokens, "output_tokens": reply.num_tokens},
+    }
+
+
+def blocks(reply: Reply) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    if reply.thoughts:
+        found.append({"type": "thinking", "thinking": reply.thoughts, "signature": ""})
+    if reply.text or not reply.calls:
+        found.append({"type": "text", "text": reply.text})
+    for call in reply.calls:
+        one = {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
+        found.append(one)
+    return found
+
+
+def stream(replies: Sequence[Reply], request: Request) -> Iterator[str]:
+    """Server-sent events."""
+    for body in events(write(replies, request)):
+        yield f"event: {body['type']}\ndata: {json.dumps(body)}\n\n"
+
+
+def events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    usage = whole["usage"]
+    opened = whole | {"content": [], "stop_reason": None, "stop_sequence": None}
+    yield {"type": "message_start", "message": opened | {"usage": usage | {"output_tokens": 0}}}
+    for index, block in enumerate(whole["content"]):
+        place = {"index": index}
+        if block["type"] == "text":
+            start = {"type": "text", "text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
+        elif block["type"] == "thinking":
+            start = block | {"thinking": ""}
+            delta = {"type": "thinking_delta", "thinking": block["thinking"]}
+        else:
+            start = block | {"input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield {"type": "content_block_start", "content_block": start} | place
+        yield {"type": "content_block_delta", "delta": delta} | place
+        yield {"type": "content_block_stop"} | place
+    ended = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
+    counted = {"output_tokens": usage["output_tokens"]}
+    yield {"type": "message_delta", "delta": ended, "usage": counted}
+    yield {"type": "message_stop"}
+
+
+def write_error(refusal: Refusal) -> dict[str, Any]:
+    kind = "invalid_request_error" if refusal.status < 500 else "api_error"
+    return {"type": "error", "error": {"type": kind, "message": refusal.message}}

@@ -1,0 +1,199 @@
+"""OpenAI's /v1/responses."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rl_core.agents.chat_completions import write_error
+from rl_core.agents.requests import (
+    Refusal,
+    Reply,
+    Request,
+    limit_of,
+    overridden_in,
+    read_arguments,
+    text_of_parts,
+    wanted,
+)
+from rl_core.types import Message
+
+PATH = "/v1/responses"
+__all__ = ["PATH", "read", "stream", "write", "write_error"]
+
+
+def read(body: dict[str, Any]) -> Request:
+    """Raises Refusal for what this engine cannot do. `previous_response_id` is not read here: it
+    stands for messages that the endpoint puts before these."""
+    overridden = overridden_in(body)
+    form = wanted(wanted(body, "text", dict, {}), "format", dict, {}).get("type", "text")
+    if form != "text":
+        raise Refusal(f"text.format {form!r} is not supported; ask for it in the input")
+    choice = body.get("tool_choice") or "auto"
+    if choice not in ("auto", "none"):
+        overridden.append("tool_choice")
+    tools = []
+    for tool in wanted(body, "tools", list, []):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            # The model knows no tools that a server runs, such as a web search.
+            overridden.append("tools")
+            continue
+        kept = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key)}
+        tools.append({"type": "function", "function": kept})
+    messages = read_items(body.get("input"))
+    instructions = wanted(body, "instructions", str)
+    if instructions:
+        messages.insert(0, {"role": "system", "content": instructions})
+    if not messages:
+        raise Refusal("input is empty")
+    return Request(
+        model=wanted(body, "model", str, ""),
+        messages=messages,
+        tools=tools or None,
+        reads_calls=choice != "none",
+        max_tokens=limit_of(body, "max_output_tokens"),
+        is_streamed=wanted(body, "stream", bool, False),
+        overridden=overridden,
+    )
+
+
+def read_items(items: Any) -> list[Message]:
+    """Input items as messages. A text and the calls that follow it are one message, as the model
+    said them."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    if not isinstance(items, list):
+        raise Refusal("input must be a text or a list of items")
+    messages: list[Message] = []
+    for item in items:
+        if not isinstance(item, dict):
+            raise Refusal(f"input: {str(item)[:80]!r} is no item")
+        kind = item.get("type", "message")
+        if kind == "message":
+            role = "system" if item.get("role") == "developer" else item.get("role")
+            if role not in ("system", "user", "assistant"):
+                raise Refusal(f"input: role {role!r} is not supported")
+            content = text_of_parts(item.get("content"), role)
+            messages.append({"role": role, "content": content})
+        elif kind == "function_call":
+            function = {
+                "name": str(item.get("name")),
+                "arguments": read_arguments(item.get("arguments")),
+            }
+            call = {"id": item.get("call_id", ""), "type": "function", "function": function}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            content = text_of_parts(item.get("output"), kind)
+            call_id = item.get("call_id", "")
+            messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
+        elif kind != "reasoning":
+            raise Refusal(f"input: an item of type {kind!r} is not supported")
+    return messages
+
+
+def write(replies: Sequence[Reply], request: Request) -> dict[str, Any]:
+    """The response's body."""
+    (reply,) = replies
+    is_cut = reply.finish_reason == "length"
+    return header(reply, request) | {
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "output": output(reply),
+        "usage": {
+            "input_tokens": reply.num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": reply.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": reply.num_prompt_tokens + reply.num_tokens,
+        },
+    }
+
+
+def header(reply: Reply, request: Request) -> dict[str, Any]:
+    return {
+        "id": response_id(reply),
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": request.model,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "metadata": {},
+        "output": [],
+        "parallel_tool_calls": True,
+        "status": "in_progress",
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": None,
+        "usage": None,
+    }
+
+
+def response_id(reply: Reply) -> str:
+    return f"resp_{reply.id}"
+
+
+def output(reply: Reply) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    if reply.thoughts:
+        content = [{"type": "reasoning_text", "text": reply.thoughts}]
+        item = {"type": "reasoning", "id": f"rs_{reply.id}", "summary": [], "content": content}
+        items.append(item)
+    status = "incomplete" if reply.finish_reason == "length" else "completed"
+    if reply.text or not reply.calls:
+        item = {"type": "message", "id": f"msg_{reply.id}", "role": "assistant", "status": status}
+        items.append(item | {"content": [text_part(reply.text)]})
+    for number, call in enumerate(reply.calls):
+        item = {"type": "function_call", "id": f"fc_{reply.id}-{number}", "call_id": call.id}
+        item |= {"name": call.name, "arguments": json.dumps(call.arguments)}
+        items.append(item | {"status": "completed"})
+    return items
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def stream(replies: Sequence[Reply], request: Request) -> Iterator[str]:
+    """Server-sent events, numbered."""
+    whole = write(replies, request)
+    for number, (kind, fields) in enumerate(events(replies[0], request, whole)):
+        body = {"type": kind, "sequence_number": number} | fields
+        yield f"event: {kind}\ndata: {json.dumps(body)}\n\n"
+
+
+def events(
+    reply: Reply, request: Request, whole: dict[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    begun = {"response": header(reply, request)}
+    yield "response.created", begun
+    yield "response.in_progress", begun
+    for index, item in enumerate(whole["output"]):
+        place = {"output_index": index, "item_id": item["id"]}
+        opened = item | {"status": "in_progress"}
+        if item["type"] == "function_call":
+            opened["arguments"] = ""
+        else:
+            opened["content"] = []
+        yield "response.output_item.added", {"output_index": index, "item": opened}
+        if item["type"] == "message":
+            yield from text_events(place | {"content_index": 0}, item["content"][0]["text"])
+        elif item["type"] == "function_call":
+            arguments = item["arguments"]
+            done = {"arguments": arguments, "name": item["name"]}
+            yield "response.function_call_arguments.delta", place | {"delta": arguments}
+            yield "response.function_call_arguments.done", place | done
+        yield "response.output_item.done", {"output_index": index, "item": item}
+    yield f"response.{whole['status']}", {"response": whole}
+
+
+def text_events(place: dict[str, Any], text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "response.content_part.added", place | {"part": text_part("")}
+    yield "response.output_text.delta", place | {"delta": text, "logprobs": []}
+    yield "response.output_text.done", place | {"text": text, "logprobs": []}
+    yield "response.content_part.done", place | {"part": text_part(text)}

@@ -1,0 +1,248 @@
+"""The requests of one episode to one actor, as a tree of turns.
+
+A program sends its whole history with each request. The request continues the turn with the longest
+equal history, whatever the program changed when it echoed the turns. What was sampled stays as it
+was sampled. A history that was rewritten (compacted, another attempt, a sub-agent) is a branch: it
+shares the tokens up to where the two part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from rl_core.agents.requests import Call, Refusal, Reply, Request
+from rl_core.sampling.actor import Actor, Conversation, without_thoughts
+from rl_core.sampling.hooks import wait_for_all
+from rl_core.types import Message, Trajectory, Turn
+
+Key = tuple  # of a message: equal for a message and its echo
+
+
+@dataclass(eq=False)
+class Node:
+    """An actor's turn, and the history that it ends."""
+
+    conversation: Conversation
+    num_replies: int  # of the conversation, with this one
+    reply: Reply
+    keys: list[Key]  # of the messages up to here
+    num_children: int = 0
+
+    def continued(self) -> Conversation:
+        """The conversation as it stood after this turn. The first request that continues it goes on
+        in place; each other is a branch."""
+        self.num_children += 1
+        talk = self.conversation
+        if talk.num_replies == self.num_replies and not talk.is_busy:
+            return talk
+        return talk.at(self.num_replies)
+
+
+@dataclass(eq=False)
+class Tree:
+    """The turns of one actor in one episode."""
+
+    actor: Actor
+    max_turns: int = 0  # that it answers; 0: as many as are asked
+    nodes: list[Node] = field(default_factory=list)
+    # Replies by request: a retry gets the same.
+    answered: dict[str, asyncio.Future[list[Node]]] = field(default_factory=dict)
+    num_turns: int = 0
+    num_retries: int = 0
+    overridden: Counter[str] = field(default_factory=Counter)  # requests that set it, by name
+    is_truncated: bool = False  # a request did not fit into the context, or into max_turns
+
+    async def answer(self, request: Request) -> list[Reply]:
+        """The actor's replies. The same request gets the same replies again; if the first is still
+        under way, only where the client calls it a retry. Raises Refusal."""
+        self.overridden.update(request.overridden)
+        key = request_key(request)
+        nodes = self.answered.get(key)
+        if nodes is not None and is_repeated(nodes, request):
+            self.num_retries += 1
+        else:
+            nodes = self.answered[key] = asyncio.ensure_future(self.play(request))
+        # Shielded: the turn is kept if the client goes away.
+        return [node.reply for node in await asyncio.shield(nodes)]
+
+    async def play(self, request: Request) -> list[Node]:
+        self.count_turns(request.num_replies)
+        keys = [key_of(message) for message in request.messages]
+        parent, num_known = self.longest(keys, tools_key(request.tools))
+        work = []
+        for _ in range(request.num_replies):
+            talk = self.actor_talk(parent, request)
+            new = request.messages[num_known:] if parent else []
+            work.append(self.speak(talk, new, request, keys))
+        try:
+            nodes = await wait_for_all(work)
+        except Exception:
+            if parent:
+                parent.num_children -= request.num_replies
+            raise
+        self.nodes += nodes
+        return nodes
+
+    def count_turns(self, num_replies: int) -> None:
+        if self.max_turns and self.num_turns + num_replies > self.max_turns:
+            self.is_truncated = True
+            raise Refusal(
+                f"the episode has had its {self.max_turns} turns; raise max_turns in the "
+                "environment's file, or --rollout.max_turns",
+                code="max_turns_exceeded",
+            )
+        self.num_turns += num_replies
+
+    def longest(self, keys: list[Key], tools: str) -> tuple[Node | None, int]:
+        """The turn whose history is the longest beginning of these messages, and how many of the
+        messages that is."""
+        asked = without_silence(keys)
+        found: Node | None = None
+        length = 0
+        for node in self.nodes:
+            known = without_silence(node.keys)
+            continues = len(known) < len(asked) and asked[: len(known)] == known
+            if continues and len(known) > length and tools_key(node.conversation.tools) == tools:
+                found, length = node, len(known)
+        num_known = 0
+        while length:
+            length -= bool(keys[num_known])
+            num_known += 1
+        return found, num_known
+
+    def actor_talk(self, parent: Node | None, request: Request) -> Conversation:
+        if parent is not None:
+            return parent.continued()
+        try:
+            return self.actor.converse(request.messages, request.tools)
+        except ValueError as error:
+            raise Refusal(str(error)) from error
+
+    async def speak(
+        self, talk: Conversation, new: Sequence[Message], request: Request, keys: list[Key]
+    ) -> Node:
+        """The actor's turn after `new`. Raises Refusal if it has no room, or if the chat template
+        refuses the messages."""
+        limits: dict[str, Any] = {}
+        if request.max_tokens is not None:
+            limits["max_tokens"] = min(request.max_tokens, talk.params.max_tokens)
+        if request.stop:
+            limits["stop"] = request.stop
+        num_replies = talk.num_replies
+        try:
+            await talk.respond(new, **limits)
+        except ValueError as error:
+            self.is_truncated = self.is_truncated or talk.room < 1
+            raise Refusal(str(error), code=code_of(talk)) from error
+        if talk.num_replies == num_replies:
+            self.is_truncated = True
+            raise Refusal(
+                f"the conversation fills the context of {self.actor.max_context_tokens} tokens",
+                code=code_of(talk),
+            )
+        reply = reply_of(talk, request)
+        said = Node(talk, talk.num_replies, reply, [*keys, key_of(reply.message)])
+        return said
+
+    def cancel(self) -> None:
+        """Ends the turns that are under way."""
+        for nodes in self.answered.values():
+            nodes.cancel()
+
+    def trajectories(self, reward: float | dict[str, float]) -> list[Trajectory]:
+        """One for the last turn of each branch, all with this reward."""
+        found = []
+        for node in self.nodes:
+            if not node.num_children:
+                talk = node.conversation.at(node.num_replies)
+                found.append(talk.trajectory(reward))
+        return found
+
+
+def is_repeated(nodes: asyncio.Future[list[Node]], request: Request) -> bool:
+    """Whether a request like one before, whose replies are `nodes`, gets these."""
+    if not nodes.done():
+        return request.is_retry  # else it is another attempt beside the first
+    return not nodes.cancelled() and nodes.exception() is None
+
+
+def tools_key(tools: list[dict[str, Any]] | None) -> str:
+    return json.dumps(tools or None, sort_keys=True)
+
+
+def code_of(talk: Conversation) -> str:
+    return "context_length_exceeded" if talk.room < 1 else "invalid_request_error"
+
+
+def request_key(request: Request) -> str:
+    """Equal for a request and its retry."""
+    asked = replace(request, is_retry=False)
+    values = {each.name: getattr(asked, each.name) for each in fields(asked)}
+    return json.dumps(values, sort_keys=True, default=str)
+
+
+def key_of(message: Message) -> Key:
+    """What a message says, without what clients change when they echo it: arguments printed anew,
+    thoughts dropped, ids, spaces at both ends. () if it says nothing."""
+    role, content = message["role"], message.get("content") or ""
+    if role == "assistant":
+        content = without_thoughts(content)
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = call["function"]
+        calls.append((function["name"], json.dumps(function["arguments"], sort_keys=True)))
+    content = content.strip()
+    if not content and not calls and role != "tool":
+        return ()
+    return role, content, tuple(calls)
+
+
+def without_silence(keys: Sequence[Key]) -> list[Key]:
+    """Keys of the messages that say something."""
+    return [key for key in keys if key]
+
+
+def reply_of(talk: Conversation, request: Request) -> Reply:
+    """The conversation's last turn, as a program reads it."""
+    message = talk.history[-1]
+    calls = message.get("tool_calls") or [] if request.reads_calls else []
+    text = message.get("content") or "" if calls else talk.text
+    thoughts, ended, answer = text.rpartition("</think>")
+    if ended:
+        text = answer.lstrip("\n")
+        thoughts = thoughts.strip().removeprefix("<think>").strip()
+    # Clients do not expect what ended the text; its tokens stay in the conversation.
+    stop = next((stop for stop in request.stop if text.endswith(stop)), "")
+    finish_reason = "length" if talk.truncated else "stop"
+    reply = Reply(
+        id=f"{talk.session}.{talk.num_replies}".replace("/", "-"),
+        text=text.removesuffix(stop),
+        thoughts=thoughts,
+        calls=[Call(id=call["id"], **call["function"]) for call in calls],
+        finish_reason="calls" if calls else finish_reason,
+        stop=stop,
+    )
+    if talk.turns:
+        completion = talk.turns[-1].completion
+        reply.num_prompt_tokens = num_prompt_tokens(talk.turns)
+        reply.num_tokens = len(completion.token_ids)
+        chat = talk.speaker.chat
+        if request.wants_logprobs and chat is not None:
+            texts = [chat.tokenizer.decode([token]) for token in completion.token_ids]
+            reply.logprobs = list(zip(texts, completion.logprobs, strict=True))
+    return reply
+
+
+def num_prompt_tokens(turns: Sequence[Turn]) -> int:
+    """What the actor read for the last of these turns."""
+    length = 0
+    for turn in turns:
+        if turn.is_fresh:
+            length = 0
+        length += len(turn.new_ids) + len(turn.completion.token_ids)
+    return length - len(turns[-1].completion.token_ids)
