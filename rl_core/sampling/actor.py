@@ -251,9 +251,7 @@ class Conversation:
             return math.inf
         return self.speaker.max_context_tokens - len(self.stream.prompt_ids)
 
-    async def respond(
-        self, messages: str | Sequence[Message] = (), **limits: Any
-    ) -> Conversation:
+    async def respond(self, messages: str | Sequence[Message] = (), **limits: Any) -> Conversation:
         """This conversation, continued by the actor's next turn after `messages` from others. If
         the context is full, its text is "" and it is truncated. Raises ValueError if the first
         prompt fills the context. `limits`: max_tokens and stop of this turn."""

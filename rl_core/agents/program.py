@@ -1,0 +1,139 @@
+"""Runs an agent's command as a process group of its own: nothing of it outlives its episode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.rules import nearest
+
+# Of this process's variables, what a program gets: no keys, tokens and addresses of the run.
+KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "SSL_CERT_FILE")
+MAX_OUTPUT_BYTES = 1 << 20  # of each of stdout and stderr; the middle of more is left out
+TASK_FILE = "task.json"
+
+
+@dataclass(kw_only=True, slots=True)
+class CommandResult:
+    """How a command ended, as rewards get it by `result`."""
+
+    exit_code: int  # minus the signal's number if one ended it
+    stdout: str
+    stderr: str
+    workspace: str  # the folder it ran in, which is removed after the rewards
+
+    @property
+    def text(self) -> str:
+        return self.stdout.strip()
+
+
+class Output:
+    """The beginning and the end of what a program wrote."""
+
+    def __init__(self, max_bytes: int = MAX_OUTPUT_BYTES):
+        self.half = max_bytes // 2
+        self.head, self.tail = b"", b""
+        self.num_bytes = 0
+
+    def add(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+        room = self.half - len(self.head)
+        self.head += data[:room]
+        self.tail = (self.tail + data[room:])[-self.half :]
+
+    def text(self) -> str:
+        left_out = self.num_bytes - len(self.head) - len(self.tail)
+        middle = f"\n[{left_out} bytes left out]\n".encode() if left_out else b""
+        return (self.head + middle + self.tail).decode(errors="replace")
+
+
+def filled(command: Sequence[str], row: Mapping[str, Any], path: str) -> list[str]:
+    """The command with each {column} replaced by the row's value; {{ and }} are braces. Raises
+    ValueError for a column that the row lacks."""
+
+    def value(match: re.Match) -> str:
+        if match[0] in ("{{", "}}"):
+            return match[0][0]
+        name = match[1]
+        if name not in row:
+            raise ValueError(
+                f"{path}: agent: {match[0]}: the row has no such column; "
+                f"{nearest(name, sorted(row))}"
+            )
+        found = row[name]
+        return found if isinstance(found, str) else json.dumps(found)
+
+    return [re.sub(r"\{\{|\}\}|\{(\w+)\}", value, part) for part in command]
+
+
+async def run_command(
+    command: Sequence[str], row: Mapping[str, Any], environ: Mapping[str, str]
+) -> CommandResult:
+    """Runs the command in a new folder that holds the row as task.json. Raises FileNotFoundError
+    if there is no such program. Cancelled, it ends the program first."""
+    workspace = Path(tempfile.mkdtemp(prefix="rl_core_agent_"))
+    (workspace / TASK_FILE).write_text(json.dumps(row, default=str), encoding="utf-8")
+    kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+    own = {"HOME": str(workspace), "TMPDIR": str(workspace)}
+    own["RL_CORE_TASK"] = str(workspace / TASK_FILE)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            cwd=workspace,
+            env=kept | own | dict(environ),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError:
+        remove(str(workspace))
+        raise
+    stdout, stderr = Output(), Output()
+    reads = [pump(process.stdout, stdout), pump(process.stderr, stderr)]
+    reading = asyncio.gather(*reads)
+    try:
+        code = await process.wait()
+        # What still holds the pipes is a process that the program left behind.
+        end_all(process.pid, workspace)
+        await reading
+    except BaseException:
+        remove(str(workspace))
+        raise
+    finally:
+        reading.cancel()
+        end_all(process.pid, workspace)
+    return CommandResult(
+        exit_code=code, stdout=stdout.text(), stderr=stderr.text(), workspace=str(workspace)
+    )
+
+
+async def pump(stream: asyncio.StreamReader, output: Output) -> None:
+    while data := await stream.read(1 << 16):
+        output.add(data)
+
+
+def end_all(pid: int, workspace: Path) -> None:
+    """Kills the program's process group, and on Linux every process that was started with this
+    workspace as its home, in whatever group or session it hides."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    mark = f"RL_CORE_TASK={workspace}/".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark in (folder / "environ").read_bytes():
+                os.kill(int(folder.name), signal.SIGKILL)
+
+
+def remove(workspace: str) -> None:
+    shutil.rmtree(workspace, ignore_errors=True)

@@ -1,0 +1,528 @@
+"""The endpoint for programs, by the official clients, with written replies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from rl_core import registry
+from rl_core.agents.endpoint import MAX_BODY_BYTES, EndpointServer
+from rl_core.agents.tree import key_of
+from rl_core.engines.scripted import ScriptedActor, plain_chat
+from rl_core.sampling.actor import EpisodeActors
+from rl_core.sampling.engine import EngineDied
+from rl_core.types import SamplingParams
+
+CHAT = plain_chat(registry.tool_calls)
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}</tool_call>'
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "array"}},
+}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
+HI = [{"role": "user", "content": "hi"}]
+OPEN = []  # clients of the test that runs
+
+
+@asynccontextmanager
+async def endpoint(*replies, max_turns=0, **actor):
+    """An episode's endpoint, and its tree."""
+    made = ScriptedActor(name="policy", chat=CHAT, replies=replies, **actor)
+    actors = EpisodeActors({"policy": made}, SamplingParams(max_tokens=200), 1, "s")
+    server = EndpointServer()
+    llm = await server.open(actors, max_turns)
+    try:
+        yield llm, llm.trees["policy"]
+    finally:
+        while OPEN:
+            await OPEN.pop().close()
+        server.shut(llm)
+        await server.close()
+
+
+def openai_client(llm):
+    OPEN.append(openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, max_retries=0))
+    return OPEN[-1]
+
+
+def anthropic_client(llm):
+    OPEN.append(
+        anthropic.AsyncAnthropic(base_url=llm.anthropic_url, api_key=llm.api_key, max_retries=0)
+    )
+    return OPEN[-1]
+
+
+async def chat(client, messages, **more):
+    reply = await client.chat.completions.create(model="any", messages=messages, **more)
+    return reply.choices[0].message
+
+
+def stream_of(trajectory):
+    """All token ids, as the learner gets them."""
+    ids = []
+    for number, turn in enumerate(trajectory.turns):
+        assert turn.is_fresh == (number == 0)
+        ids += [*turn.new_ids, *turn.completion.token_ids]
+    return ids
+
+
+def text_of(trajectory):
+    return CHAT.tokenizer.decode(stream_of(trajectory))
+
+
+def wait_for_requests(engine, number):
+    """From now on the engine answers once so many requests are under way."""
+    generate, all_there, waiting = engine.generate, asyncio.Event(), []
+
+    async def answer(*args, **kwargs):
+        waiting.append(args)
+        if len(waiting) == number:
+            all_there.set()
+        await all_there.wait()
+        return await generate(*args, **kwargs)
+
+    engine.generate = answer
+
+
+def test_a_program_that_appends_gives_one_stream_of_the_sampled_tokens():
+    async def play():
+        async with endpoint("<think>hm</think> One ", "Two", "Three") as (llm, _):
+            client, messages = openai_client(llm), list(HI)
+            for said in ("a", "b"):
+                reply = await chat(client, messages)
+                messages += [reply.model_dump(exclude_none=True), {"role": "user", "content": said}]
+            await chat(client, messages)
+            return llm.trajectories(0.5)
+
+    (trajectory,) = asyncio.run(play())
+    assert text_of(trajectory) == (
+        "<|start|>user\nhi<|end|>\n<|start|>assistant\n<think>hm</think> One <|end|>\n"
+        "<|start|>user\na<|end|>\n<|start|>assistant\nTwo<|end|>\n"
+        "<|start|>user\nb<|end|>\n<|start|>assistant\nThree<|end|>"
+    )
+    assert trajectory.reward == 0.5 and trajectory.metrics["agent_branches"] == 1
+
+
+ECHOES = {
+    "as it was": {},
+    "as parts": {"content": [{"type": "text", "text": "thinking is done "}]},
+    "with spaces": {"content": "\n thinking is done"},
+    "with a name": {"name": "bot"},
+    "other ids": {"refusal": None, "audio": None},
+}
+
+
+@pytest.mark.parametrize("change", ECHOES)
+def test_what_clients_change_in_an_echo_makes_no_branch(change):
+    async def play():
+        async with endpoint("<think>so</think>thinking is done ", "next") as (llm, _):
+            client = openai_client(llm)
+            reply = await chat(client, HI)
+            echo = {"role": "assistant", "content": reply.content} | ECHOES[change]
+            silent = {"role": "assistant", "content": ""}
+            more = [{"role": "user", "content": "more"}]
+            await chat(client, [*HI, echo, silent, *more])
+            return llm.trajectories(1.0)
+
+    (trajectory,) = asyncio.run(play())
+    assert len(trajectory.turns) == 2
+    assert "<think>so</think>thinking is done <|end|>" in text_of(trajectory)
+
+
+def test_arguments_of_calls_that_are_printed_anew_make_no_branch():
+    async def play():
+        async with endpoint(CALL, "3") as (llm, _):
+            client = openai_client(llm)
+            reply = await chat(client, HI, tools=TOOLS)
+            (call,) = reply.tool_calls
+            assert json.loads(call.function.arguments) == {"a": 1, "b": [2, "x"]}
+            echo = reply.model_dump()
+            echo["tool_calls"][0]["function"]["arguments"] = '{"b":[2,"x"],\n"a":1}'
+            result = {"role": "tool", "content": "3", "tool_call_id": call.id}
+            last = await chat(client, [*HI, echo, result], tools=TOOLS)
+            assert last.content == "3"
+            return llm.trajectories(1.0)
+
+    (trajectory,) = asyncio.run(play())
+    assert [turn.is_fresh for turn in trajectory.turns] == [True, False]
+    assert CALL in text_of(trajectory)
+
+
+def test_a_rewritten_history_is_a_branch_that_shares_the_tokens_before():
+    async def play():
+        async with endpoint("one", "two", "three") as (llm, _):
+            client = openai_client(llm)
+            first = [*HI, {"role": "assistant", "content": (await chat(client, HI)).content}]
+            left = [*first, {"role": "user", "content": "left"}]
+            await chat(client, left)
+            right = [*first, {"role": "user", "content": "right"}]
+            await chat(client, right)
+            return llm.trajectories(1.0)
+
+    left, right = asyncio.run(play())
+    assert left.turns[0] is right.turns[0]
+    assert text_of(left).endswith("left<|end|>\n<|start|>assistant\ntwo<|end|>")
+    assert text_of(right).endswith("right<|end|>\n<|start|>assistant\nthree<|end|>")
+
+
+def test_two_requests_that_continue_one_turn_at_once_are_two_branches():
+    async def play():
+        async with endpoint("one", "two", "three") as (llm, tree):
+            client = openai_client(llm)
+            first = [*HI, {"role": "assistant", "content": (await chat(client, HI)).content}]
+            wait_for_requests(tree.actor.engine, 3)
+            asked = [[*first, {"role": "user", "content": text}] for text in ("x", "y", "x")]
+            said = await asyncio.gather(*(chat(client, messages) for messages in asked))
+            return [message.content for message in said], llm.trajectories(1.0)
+
+    said, branches = asyncio.run(play())
+    assert sorted(said) == ["three", "three", "two"]
+    assert len(branches) == 3
+    assert len({id(branch.turns[0]) for branch in branches}) == 1
+    assert all(len(branch.turns) == 2 for branch in branches)
+
+
+def test_n_replies_are_branches():
+    async def play():
+        async with endpoint("one", "two") as (llm, _):
+            reply = await openai_client(llm).chat.completions.create(
+                model="m", messages=HI, n=2, seed=3
+            )
+            assert [choice.index for choice in reply.choices] == [0, 1]
+            return sorted(c.message.content for c in reply.choices), llm.trajectories(1.0)
+
+    said, branches = asyncio.run(play())
+    assert said == ["one", "two"]
+    assert len(branches) == 2
+
+
+def test_the_same_request_again_gets_the_same_reply_and_is_no_branch():
+    async def play():
+        async with endpoint("one", "two", "three") as (llm, tree):
+            client = openai_client(llm)
+            said = [(await chat(client, HI)).content for _ in range(3)]
+            other = (await chat(client, HI, seed=1)).content
+            return said, other, tree.num_retries, len(llm.trajectories(1.0))
+
+    assert asyncio.run(play()) == (["one"] * 3, "two", 2, 2)
+
+
+def test_a_retry_while_the_first_request_is_under_way_is_no_branch():
+    async def play():
+        async with endpoint("one", "two") as (llm, tree):
+            release = asyncio.Event()
+            generate = tree.actor.engine.generate
+
+            async def slow(*args, **kwargs):
+                await release.wait()
+                return await generate(*args, **kwargs)
+
+            tree.actor.engine.generate = slow
+            headers = {"Authorization": f"Bearer {llm.api_key}"}
+            body = {"messages": HI}
+            url = f"{llm.base_url}/chat/completions"
+            async with httpx.AsyncClient(headers=headers) as client:
+                with pytest.raises(httpx.ReadTimeout):
+                    await client.post(url, json=body, timeout=0.3)
+                again = client.post(url, json=body, headers={"x-stainless-retry-count": "1"})
+                again = asyncio.ensure_future(again)
+                await asyncio.sleep(0.1)
+                release.set()
+                reply = (await again).json()
+            return reply["choices"][0]["message"]["content"], len(llm.trajectories(1.0))
+
+    assert asyncio.run(play()) == ("one", 1)
+
+
+def test_another_list_of_tools_begins_anew():
+    async def play():
+        async with endpoint("one", "two") as (llm, _):
+            client = openai_client(llm)
+            reply = await chat(client, HI)
+            more = [*HI, reply.model_dump(), {"role": "user", "content": "more"}]
+            await chat(client, more, tools=TOOLS)
+            return llm.trajectories(1.0)
+
+    assert [len(branch.turns) for branch in asyncio.run(play())] == [1, 1]
+
+
+def test_a_stop_string_is_sampled_but_not_shown():
+    async def play():
+        async with endpoint("thought STOP rest", "two") as (llm, _):
+            client = openai_client(llm)
+            reply = await chat(client, HI, stop=["STOP"])
+            more = [*HI, reply.model_dump(), {"role": "user", "content": "more"}]
+            await chat(client, more, stop=["STOP"])
+            return reply.content, llm.trajectories(1.0)
+
+    shown, (trajectory,) = asyncio.run(play())
+    assert shown == "thought "
+    assert "thought STOP" in text_of(trajectory) and "rest" not in text_of(trajectory)
+
+
+def test_max_tokens_of_a_request_cuts_its_reply():
+    async def play():
+        async with endpoint("a long reply") as (llm, _):
+            reply = await openai_client(llm).chat.completions.create(
+                model="m", messages=HI, max_completion_tokens=3, logprobs=True
+            )
+            return reply, llm.trajectories(1.0)
+
+    reply, (trajectory,) = asyncio.run(play())
+    choice = reply.choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("a l", "length")
+    assert [token.token for token in choice.logprobs.content] == ["a", " ", "l"]
+    assert reply.usage.completion_tokens == 3
+    assert reply.usage.prompt_tokens == len(trajectory.turns[0].new_ids)
+    assert trajectory.status == "truncated"
+
+
+def test_what_the_trainer_decides_is_counted():
+    async def play():
+        async with endpoint("one", "two") as (llm, _):
+            client = openai_client(llm)
+            await chat(client, HI, temperature=0.1, top_p=0.5)
+            await chat(client, HI, tool_choice="required", tools=TOOLS)
+            return llm.trajectories(1.0)
+
+    assert asyncio.run(play())[0].metrics["agent_overridden"] == 3
+
+
+async def chat_stream(llm):
+    async with openai_client(llm).chat.completions.stream(
+        model="m", messages=HI, tools=TOOLS, stream_options={"include_usage": True}
+    ) as events:
+        async for _ in events:
+            pass
+        final = await events.get_final_completion()
+    message = final.choices[0].message
+    calls = [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls]
+    return message.content, calls, final.choices[0].finish_reason, final.usage.completion_tokens
+
+
+async def responses_stream(llm):
+    tool = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}
+    async with openai_client(llm).responses.stream(model="m", input="hi", tools=[tool]) as events:
+        async for _ in events:
+            pass
+        final = await events.get_final_response()
+    calls = [(c.name, json.loads(c.arguments)) for c in final.output if c.type == "function_call"]
+    return final.output_text, calls, final.status, final.usage.output_tokens
+
+
+async def messages_stream(llm):
+    tool = {"name": "add", "input_schema": PARAMETERS}
+    async with anthropic_client(llm).messages.stream(
+        model="m", messages=HI, tools=[tool], max_tokens=200
+    ) as events:
+        async for _ in events:
+            pass
+        final = await events.get_final_message()
+    text = "".join(block.text for block in final.content if block.type == "text")
+    calls = [(block.name, block.input) for block in final.content if block.type == "tool_use"]
+    return text, calls, final.stop_reason, final.usage.output_tokens
+
+
+async def chat_plain(llm):
+    reply = await openai_client(llm).chat.completions.create(model="m", messages=HI, tools=TOOLS)
+    message = reply.choices[0].message
+    calls = [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls]
+    return message.content, calls, reply.choices[0].finish_reason, reply.usage.completion_tokens
+
+
+async def responses_plain(llm):
+    tool = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}
+    reply = await openai_client(llm).responses.create(model="m", input="hi", tools=[tool])
+    calls = [(c.name, json.loads(c.arguments)) for c in reply.output if c.type == "function_call"]
+    return reply.output_text, calls, reply.status, reply.usage.output_tokens
+
+
+async def messages_plain(llm):
+    tool = {"name": "add", "input_schema": PARAMETERS}
+    reply = await anthropic_client(llm).messages.create(
+        model="m", messages=HI, tools=[tool], max_tokens=200
+    )
+    text = "".join(block.text for block in reply.content if block.type == "text")
+    calls = [(block.name, block.input) for block in reply.content if block.type == "tool_use"]
+    return text, calls, reply.stop_reason, reply.usage.output_tokens
+
+
+DIALECTS = {
+    "chat": (chat_plain, chat_stream, "tool_calls"),
+    "responses": (responses_plain, responses_stream, "completed"),
+    "messages": (messages_plain, messages_stream, "tool_use"),
+}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_the_official_client_reads_text_and_several_calls(dialect, is_streamed):
+    said = f"Adding. {CALL}{CALL.replace('1', '7')}"
+
+    async def play():
+        async with endpoint(said) as (llm, _):
+            return await DIALECTS[dialect][is_streamed](llm)
+
+    text, calls, finish, num_tokens = asyncio.run(play())
+    assert text == "Adding."
+    assert calls == [("add", {"a": 1, "b": [2, "x"]}), ("add", {"a": 7, "b": [2, "x"]})]
+    assert finish == DIALECTS[dialect][2]
+    assert num_tokens == len(CHAT.encode(said)) + 1  # the end token
+
+
+def test_a_conversation_by_responses_continues_by_items_and_by_id():
+    async def play():
+        async with endpoint(f"I add {CALL}", "three", "bye") as (llm, _):
+            client = openai_client(llm)
+            tool = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}
+            asked = {"model": "m", "tools": [tool], "instructions": "Be short."}
+            items = [{"role": "user", "content": "1 + 2"}]
+            first = await client.responses.create(input=items, **asked)
+            items += [item.model_dump(exclude_none=True) for item in first.output]
+            call_id = first.output[-1].call_id
+            items.append({"type": "function_call_output", "call_id": call_id, "output": "3"})
+            second = await client.responses.create(input=items, **asked)
+            del asked["instructions"]  # they stand before what the id stands for
+            third = await client.responses.create(
+                input="thanks", previous_response_id=second.id, **asked
+            )
+            with pytest.raises(openai.BadRequestError, match="no response of this episode"):
+                await client.responses.create(input="x", previous_response_id="resp_1", **asked)
+            return third.output_text, llm.trajectories(1.0)
+
+    said, (trajectory,) = asyncio.run(play())
+    assert said == "bye"
+    assert len(trajectory.turns) == 3
+    assert len(stream_of(trajectory)) == sum(
+        len(turn.new_ids) + len(turn.completion.token_ids) for turn in trajectory.turns
+    )
+
+
+def test_a_conversation_by_messages_continues_by_blocks():
+    async def play():
+        async with endpoint(f"<think>so</think>I add {CALL}", "three") as (llm, _):
+            client = anthropic_client(llm)
+            asked = {"model": "m", "max_tokens": 200, "system": [{"type": "text", "text": "Hm."}]}
+            asked["tools"] = [{"name": "add", "input_schema": PARAMETERS}]
+            first = await client.messages.create(messages=HI, **asked)
+            blocks = [block.model_dump(exclude_none=True) for block in first.content]
+            result = {"type": "tool_result", "tool_use_id": blocks[-1]["id"]}
+            result["content"] = [{"type": "text", "text": "3"}]
+            more = [*HI, {"role": "assistant", "content": blocks}]
+            more.append({"role": "user", "content": [result]})
+            counted = await client.messages.count_tokens(
+                model="m", messages=HI, system="Hm.", tools=asked["tools"]
+            )
+            second = await client.messages.create(messages=more, **asked)
+            return counted.input_tokens, second.content[0].text, llm.trajectories(1.0)
+
+    counted, said, (trajectory,) = asyncio.run(play())
+    assert said == "three" and len(trajectory.turns) == 2
+    assert counted == len(trajectory.turns[0].new_ids)
+
+
+def test_what_cannot_be_had_is_refused_in_the_dialects_words():
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aa"}}
+    block = {"type": "image", "source": {"type": "url", "url": "http://x"}}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+
+    async def play():
+        async with endpoint("one") as (llm, _):
+            client, other = openai_client(llm), anthropic_client(llm)
+            with pytest.raises(openai.BadRequestError, match="text alone"):
+                await chat(client, [{"role": "user", "content": [image]}])
+            with pytest.raises(openai.BadRequestError, match="json_schema"):
+                await chat(client, HI, response_format=schema)
+            with pytest.raises(anthropic.BadRequestError, match="text alone"):
+                await other.messages.create(
+                    model="m", max_tokens=9, messages=[{"role": "user", "content": [block]}]
+                )
+            with pytest.raises(openai.BadRequestError, match="at least 1"):
+                await chat(client, HI, max_tokens=0)
+            wrong = openai_client(llm).with_options(api_key="sk-other")
+            with pytest.raises(openai.AuthenticationError, match="no episode"):
+                await chat(wrong, HI)
+            return llm.trees["policy"].nodes
+
+    assert asyncio.run(play()) == []
+
+
+def test_bodies_are_bounded_and_must_be_json():
+    async def play():
+        async with endpoint("one") as (llm, _), httpx.AsyncClient() as client:
+            headers = {"Authorization": f"Bearer {llm.api_key}"}
+            found = []
+            for body in (b"x" * (MAX_BODY_BYTES + 1), b"{", b"[]", b"[" * 100_000):
+                url = f"{llm.base_url}/chat/completions"
+                reply = await client.post(url, content=body, headers=headers)
+                found.append((reply.status_code, "message" in reply.json()["error"]))
+            return found
+
+    assert asyncio.run(play()) == [(413, True), (400, True), (400, True), (400, True)]
+
+
+def test_a_full_context_is_told_and_makes_the_episode_truncated():
+    async def play():
+        async with endpoint("one", "two", max_context_tokens=60) as (llm, tree):
+            client = openai_client(llm)
+            reply = await chat(client, HI)
+            more = [*HI, reply.model_dump(), {"role": "user", "content": "m" * 30}]
+            with pytest.raises(openai.BadRequestError) as error:
+                await chat(client, more)
+            assert error.value.code == "context_length_exceeded"
+            assert tree.is_truncated
+            return llm.trajectories(1.0)
+
+    (trajectory,) = asyncio.run(play())
+    assert trajectory.status == "truncated" and len(trajectory.turns) == 1
+
+
+def test_turns_beyond_max_turns_are_refused():
+    async def play():
+        async with endpoint("one", "two", max_turns=1) as (llm, _):
+            await chat(openai_client(llm), HI)
+            with pytest.raises(openai.BadRequestError, match="1 turns"):
+                await chat(openai_client(llm), [{"role": "user", "content": "ho"}])
+            return llm.trajectories(1.0)
+
+    assert asyncio.run(play())[0].status == "truncated"
+
+
+def test_an_engine_that_dies_fails_the_request_and_is_kept_for_the_run():
+    async def play():
+        async with endpoint("one") as (llm, tree):
+
+            async def die(*args, **kwargs):
+                raise EngineDied("gone")
+
+            tree.actor.engine.generate = die
+            with pytest.raises(openai.InternalServerError, match="begins again"):
+                await chat(openai_client(llm), HI)
+            return llm.failure
+
+    assert str(asyncio.run(play())) == "gone"
+
+
+def test_episodes_do_not_see_each_other():
+    async def play():
+        async with endpoint("one") as (llm, _), endpoint("two") as (other, tree):
+            stranger = openai_client(llm).with_options(api_key=other.api_key)
+            with pytest.raises(openai.AuthenticationError):
+                await chat(stranger, HI)
+            assert [m.id async for m in openai_client(llm).models.list()] == ["policy"]
+            return tree.nodes
+
+    assert asyncio.run(play()) == []
+
+
+def test_a_message_and_its_echo_have_one_key_and_others_have_not():
+    said = {"role": "assistant", "content": "<think>a</think>b"}
+    assert key_of(said) == key_of({"role": "assistant", "content": " b\n"})
+    assert key_of(said) != key_of({"role": "user", "content": "b"})
+    assert key_of({"role": "user", "content": "a b"}) != key_of({"role": "user", "content": "ab"})
