@@ -9,8 +9,8 @@ import re
 import shutil
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from rl_core.rules import nearest
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "SSL_CERT_FILE")
 MAX_OUTPUT_BYTES = 1 << 20  # of each of stdout and stderr; the middle of more is left out
 TASK_FILE = "task.json"
+# For what a program wrote before it ended; a process that hid itself may hold the pipe for ever.
+PIPE_TIMEOUT_S = 2.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,36 +88,48 @@ async def run_command(
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     own = {"HOME": str(workspace), "TMPDIR": str(workspace)}
     own["RL_CORE_TASK"] = str(workspace / TASK_FILE)
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            cwd=workspace,
-            env=kept | own | dict(environ),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-    except OSError:
-        remove(str(workspace))
-        raise
     stdout, stderr = Output(), Output()
-    reads = [pump(process.stdout, stdout), pump(process.stderr, stderr)]
-    reading = asyncio.gather(*reads)
     try:
-        code = await process.wait()
-        # What still holds the pipes is a process that the program left behind.
-        end_all(process.pid, workspace)
-        await reading
+        async with reading(stdout) as out, reading(stderr) as err:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                cwd=workspace,
+                env=kept | own | dict(environ),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+            try:
+                code = await process.wait()
+            finally:
+                # Before the pipes are read to their end: what still holds them was left behind.
+                end_all(process.pid, workspace)
     except BaseException:
         remove(str(workspace))
         raise
-    finally:
-        reading.cancel()
-        end_all(process.pid, workspace)
     return CommandResult(
         exit_code=code, stdout=stdout.text(), stderr=stderr.text(), workspace=str(workspace)
     )
+
+
+@asynccontextmanager
+async def reading(output: Output) -> AsyncIterator[int]:
+    """The writing end of a pipe for a program; at the end `output` has all that was written.
+    A pipe of asyncio's own would make its wait() wait for whoever else holds the pipe."""
+    read_end, write_end = os.pipe()
+    stream = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    file = os.fdopen(read_end, "rb", buffering=0)
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), file)
+    pumping = asyncio.ensure_future(pump(stream, output))
+    try:
+        yield write_end
+    finally:
+        os.close(write_end)
+        await asyncio.wait({pumping}, timeout=PIPE_TIMEOUT_S)
+        pumping.cancel()
+        transport.close()
 
 
 async def pump(stream: asyncio.StreamReader, output: Output) -> None:

@@ -1,0 +1,124 @@
+"""An agent's command: what it gets, how it ends, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_core.agents.program import MAX_OUTPUT_BYTES, Output, filled, run_command
+from tests.kit import wait_until
+
+ROW = {"question": "1 + 2?", "answer": 3}
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def run(command, environ=None):
+    return asyncio.run(run_command(command, ROW, environ or {}))
+
+
+def test_a_command_gets_its_columns_the_row_and_the_endpoint():
+    command = filled(["say", "{question}", "{answer} {{x}}"], ROW, "f.py")
+    assert command == ["say", "1 + 2?", "3 {x}"]
+    code = (
+        "import json, os; row = json.load(open(os.environ['RL_CORE_TASK'])); print(row['answer'])"
+    )
+    result = run(python(f"{code}; print(os.environ['OPENAI_BASE_URL'])"), {"OPENAI_BASE_URL": "u"})
+    assert (result.exit_code, result.stdout) == (0, "3\nu\n")
+    assert json.loads((Path(result.workspace) / "task.json").read_text()) == ROW
+
+
+def test_a_column_that_the_row_lacks_is_named():
+    with pytest.raises(ValueError, match=r"f.py: agent: \{questoin\}.*did you mean 'question'"):
+        filled(["say", "{questoin}"], ROW, "f.py")
+
+
+def test_a_command_sees_no_secret_of_the_run(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    result = run(python("import os; print(sorted(os.environ), os.getcwd(), os.environ['HOME'])"))
+    assert "WANDB_API_KEY" not in result.stdout
+    assert result.stdout.strip().endswith(f"{result.workspace} {result.workspace}")
+
+
+def test_exit_code_and_errors_are_kept():
+    result = run(python("import sys; sys.stderr.write('no'); sys.exit(7)"))
+    assert (result.exit_code, result.stderr) == (7, "no")
+    assert run(python("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")).exit_code == -15
+
+
+def test_a_program_that_is_missing_is_told():
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        run(["no-such-program"])
+
+
+def test_output_keeps_its_beginning_and_end():
+    result = run(python("print('begin' + 'x' * 5_000_000 + 'end')"))
+    assert result.stdout.startswith("beginx") and result.stdout.endswith("xend\n")
+    assert len(result.stdout) < MAX_OUTPUT_BYTES + 100
+    assert f"[{5_000_000 + 9 - MAX_OUTPUT_BYTES} bytes left out]" in result.stdout
+
+
+@pytest.mark.parametrize("sizes", [[4], [3, 3], [1] * 11, [20], [7, 5]])
+def test_output_is_the_same_however_it_comes(sizes):
+    text = bytes(range(97, 97 + sum(sizes)))
+    output, place = Output(max_bytes=10), 0
+    for size in sizes:
+        output.add(text[place : place + size])
+        place += size
+    if len(text) <= 10:
+        assert output.text() == text.decode()
+    else:
+        left_out = f"\n[{len(text) - 10} bytes left out]\n"
+        assert output.text() == text[:5].decode() + left_out + text[-5:].decode()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "(sleep) Z" not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+# A daemon: a grandchild in a session of its own, which holds none of its parent's pipes.
+DAEMON = """
+import os, subprocess, sys
+flags = dict(start_new_session=True, stdin=-3, stdout=-3, stderr=-3)
+print(subprocess.Popen(["sleep", "1000"], **flags).pid, flush=True)
+"""
+
+
+def test_what_a_command_leaves_behind_is_ended():
+    result = run(python(DAEMON))
+    wait_until(lambda: not is_running(int(result.stdout)), "the daemon's end")
+
+
+def test_a_child_that_holds_the_pipe_is_not_waited_for():
+    result = run(python("import subprocess; print(subprocess.Popen(['sleep', '1000']).pid)"))
+    assert not is_running(int(result.stdout))
+
+
+def test_a_command_that_is_cancelled_ends_with_all_its_children(tmp_path):
+    told = tmp_path / "pid"
+    code = DAEMON.replace("print(", "print(os.getpid(), ").replace(
+        "flush=True", f"file=open({str(told)!r}, 'w'), flush=True"
+    )
+
+    async def play():
+        command = python(f"{code}\nimport time; time.sleep(999)")
+        work = asyncio.ensure_future(run_command(command, ROW, {}))
+        await asyncio.to_thread(
+            wait_until, lambda: told.exists() and told.read_text().strip(), "the pids"
+        )
+        work.cancel()
+        await asyncio.wait({work})
+        return work.cancelled()
+
+    assert asyncio.run(play())
+    pids = [int(pid) for pid in told.read_text().split()]
+    wait_until(lambda: not any(is_running(pid) for pid in pids), "the end of all")
