@@ -76,6 +76,8 @@ class Turn:
     # The token stream begins here: the first turn, or the chat template rewrote history.
     is_fresh: bool
     completion: Completion
+    # Unique in the run. Branches of a conversation share turns, which are trained once.
+    name: str = ""
 
     def __deepcopy__(self, memo: dict) -> Turn:
         """For a hook, which may change it. Faster than a copy of each token."""

@@ -261,9 +261,9 @@ class TokenStream:
             self.prompt_ids = [*self.prompt_ids, *token_ids, *self.new_ids]
         return not self.is_fresh
 
-    def turn(self, completion: Completion) -> Turn:
+    def turn(self, completion: Completion, name: str = "") -> Turn:
         """The turn in which the actor answers the prompt."""
-        return Turn(new_ids=self.new_ids, is_fresh=self.is_fresh, completion=completion)
+        return Turn(new_ids=self.new_ids, is_fresh=self.is_fresh, completion=completion, name=name)
 
 
 def load_chat(

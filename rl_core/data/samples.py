@@ -9,10 +9,15 @@ from rl_core.types import TrainingSample, Turn
 
 
 def samples_from_turns(
-    turns: Sequence[Turn], advantages: float | Sequence[float], group_id: str = ""
+    turns: Sequence[Turn],
+    advantages: float | Sequence[float],
+    group_id: str = "",
+    trained: set[str] | None = None,
 ) -> list[TrainingSample]:
     """One sample for each fresh turn and those that extend it. `advantages` is one number, or one
-    for each turn. A sample needs a sampled token."""
+    for each turn. A sample needs a sampled token. `trained` grows by the names of these turns:
+    those that it had are context, for branches of a conversation share turns."""
+    trained = set() if trained is None else trained
     if isinstance(advantages, (int, float)):
         advantages = [advantages] * len(turns)
     drafts: list[dict[str, list]] = []
@@ -22,16 +27,22 @@ def samples_from_turns(
         sampled = turn.completion
         num_new, num_sampled = len(turn.new_ids), len(sampled.token_ids)
         assert len(sampled.logprobs) == num_sampled, (len(sampled.logprobs), num_sampled)
-        columns = {
-            "token_ids": (turn.new_ids, sampled.token_ids),
-            "loss_mask": ([False] * num_new, [True] * num_sampled),
-            "rollout_logprobs": ([0.0] * num_new, sampled.logprobs),
-            "policy_versions": ([-1] * num_new, sampled.policy_versions),
-            "advantages": ([0.0] * num_new, [advantage] * num_sampled),
+        context = {
+            "loss_mask": False,
+            "rollout_logprobs": 0.0,
+            "policy_versions": -1,
+            "advantages": 0.0,
         }
-        for name, (context, trained) in columns.items():
-            drafts[-1][name] += context
-            drafts[-1][name] += trained
+        columns = {name: [value] * (num_new + num_sampled) for name, value in context.items()}
+        if not turn.name or turn.name not in trained:
+            columns["loss_mask"][num_new:] = [True] * num_sampled
+            columns["rollout_logprobs"][num_new:] = sampled.logprobs
+            columns["policy_versions"][num_new:] = sampled.policy_versions
+            columns["advantages"][num_new:] = [advantage] * num_sampled
+            trained.add(turn.name)
+        drafts[-1]["token_ids"] += [*turn.new_ids, *sampled.token_ids]
+        for name, values in columns.items():
+            drafts[-1][name] += values
         drafts[-1]["experts"] = sampled.experts  # of the stream up to here
     found = []
     for draft in drafts:

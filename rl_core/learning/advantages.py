@@ -49,9 +49,10 @@ def samples_of(
                 kept.append((t, values))
     scales = env_scales(kept, ranks) if algorithm.normalize == "env" else {}
     samples = []
+    trained: set[str] = set()
     for t, values in kept:
         scale = scales.get(t.env, 1.0)
-        samples += samples_from_turns(t.turns, [a / scale for a in values], t.group_id)
+        samples += samples_from_turns(t.turns, [a / scale for a in values], t.group_id, trained)
     return samples
 
 

@@ -280,7 +280,7 @@ class Conversation:
         else:
             completion = await self._sample(seed, turn)
             reply = self._read(completion)
-            self.turns.append(self.stream.turn(completion))
+            self.turns.append(self.stream.turn(completion, turn))
         self.history.append(reply)
         self.text = completion.text
         self.truncated = completion.finish_reason == "length"
