@@ -172,6 +172,7 @@ def make_speaker(
         lease=None if config.actors[own.share or name].engine_urls else lease,
         stale_engine=stale_engine,
         stale_frac=config.rollout.lagged[0],
+        open_endpoint=registry.open_endpoint,
     )
 
 

@@ -136,6 +136,12 @@ def check_columns() -> Any:
     return check_columns
 
 
+def open_endpoint(actor: Any) -> Any:
+    from rl_core.agents.rollout import open_endpoint
+
+    return open_endpoint(actor)
+
+
 def served_environment() -> Any:
     from rl_core.service.client import load_module
 

@@ -5,43 +5,48 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from inspect import Parameter, Signature
 from typing import Any
 
 from rl_core.agents.endpoint import Endpoint, EndpointServer
 from rl_core.agents.program import CommandResult, filled, remove, run_command
-from rl_core.sampling.actor import EpisodeActors
+from rl_core.sampling.actor import Actor, EpisodeActors
+from rl_core.sampling.env import ARGUMENTS
 from rl_core.sampling.hooks import Hook, HookError, add_parts, finite_parts, wait_for_all
 from rl_core.types import Task, Trajectory
 
 
-@dataclass(kw_only=True)
-class Endpoints:
-    """The endpoint server of this process's event loop."""
+@asynccontextmanager
+async def open_endpoint(actor: Actor) -> AsyncIterator[Endpoint]:
+    """An endpoint for one actor of an episode, with a server of its own."""
+    server = EndpointServer()
+    try:
+        async with serving(server, {actor.name: actor}, actor.max_turns) as llm:
+            yield llm
+    finally:
+        await server.close()
 
-    server: EndpointServer | None = None
-    loop: asyncio.AbstractEventLoop | None = None
 
-    @asynccontextmanager
-    async def open(self, actors: EpisodeActors, max_turns: int = 0) -> AsyncIterator[Endpoint]:
-        """An endpoint for the time inside. Raises EngineDied, after it, if an engine died."""
-        loop = asyncio.get_running_loop()
-        if self.loop is not loop:
-            self.server, self.loop = EndpointServer(), loop
-        endpoint = await self.server.open(actors, max_turns)
-        try:
-            yield endpoint
-        except Exception:
-            # The program's error follows from the engine's.
-            if endpoint.failure is not None:
-                raise endpoint.failure from None
-            raise
-        finally:
-            self.server.shut(endpoint)
-        if endpoint.failure is not None:
-            raise endpoint.failure
+@asynccontextmanager
+async def serving(
+    server: EndpointServer, actors: Mapping[str, Actor], max_turns: int
+) -> AsyncIterator[Endpoint]:
+    """An episode's endpoint. Raises EngineDied, instead of what the program made of it, if an
+    engine died."""
+    llm = await server.open(actors, max_turns)
+    try:
+        yield llm
+    except Exception:
+        if llm.failure is not None:
+            raise llm.failure from None
+        raise
+    finally:
+        server.shut(llm)
+    if llm.failure is not None:
+        raise llm.failure
 
 
 @dataclass(kw_only=True)
@@ -51,12 +56,15 @@ class AgentRollout:
     path: str
     agent: Hook | Sequence[str]  # a function, or a command
     rewards: list[Hook]
-    endpoints: Endpoints = field(default_factory=Endpoints)
+    server: EndpointServer | None = None
+    loop: asyncio.AbstractEventLoop | None = None  # in which it listens
 
     async def rollout(self, task: Task, actors: EpisodeActors) -> list[Trajectory]:
         """The trajectories of each trainable actor that was asked; if none is trainable, of each
         actor that was asked. Raises ValueError if none was."""
-        async with self.endpoints.open(actors, actors.max_turns) as llm:
+        if self.loop is not asyncio.get_running_loop():
+            self.server, self.loop = EndpointServer(), asyncio.get_running_loop()
+        async with serving(self.server, actors, actors.max_turns) as llm:
             result = None
             try:
                 result = await self.run(task, llm)
@@ -91,8 +99,7 @@ class AgentRollout:
         found = {name: llm.trajectories(0.0, name) for name in names}
         calls = []
         for hook in self.rewards:
-            if not hook.batched:
-                calls += [(hook, name) for name in (names if hook.is_per_actor else names[:1])]
+            calls += [(hook, name) for name in (names if hook.is_per_actor else names[:1])]
         values = await wait_for_all(
             [self.call(hook, task, actors, found[name], result) for hook, name in calls]
         )
@@ -129,3 +136,33 @@ def ended(result: Any) -> str:
         return ""
     wrote = (result.stderr or result.stdout).strip()[-300:]
     return f"; it ended with exit code {result.exit_code}: {wrote}"
+
+
+def agent_hooks(path: str, agent: Hook | Sequence[str], hooks: dict[str, Hook]) -> dict[str, Hook]:
+    """The hooks of a file whose agent plays: a rollout() that calls the agent and its rewards, and
+    what scores whole groups. Columns that these need are the rollout's."""
+    rewards = [h for h in hooks.values() if not h.batched and h.name not in ARGUMENTS]
+    played = AgentRollout(path=path, agent=agent, rewards=rewards)
+
+    async def rollout(task: Task, actors: EpisodeActors, **columns: Any) -> list[Trajectory]:
+        return await played.rollout(task, actors)
+
+    called = [*rewards, *([agent] if isinstance(agent, Hook) else [])]
+    columns: dict[str, Any] = {}
+    for hook in called:
+        for name in sorted(hook.named - hook.ours):
+            is_needed = name in hook.required
+            columns[name] = Parameter.empty if is_needed else columns.get(name)
+    parameters = [Parameter(name, Parameter.KEYWORD_ONLY) for name in ("task", "actors")]
+    for name, default in columns.items():
+        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default))
+    rollout.__signature__ = Signature(parameters)
+    own = Hook(
+        name="rollout",
+        function=rollout,
+        path=path,
+        timeout_s=None,
+        ours=frozenset({"task", "actors"}),
+    )
+    kept = {name: hook for name, hook in hooks.items() if hook not in rewards}
+    return kept | {"rollout": own}

@@ -41,6 +41,12 @@ UNUSED_BY_ROLLOUT = {
     "truncated_reward",
 }
 
+UNUSED_BY_AGENT = UNUSED_BY_ROLLOUT | {"rollout", "tools"}
+
+
+def is_agent(value: Any) -> bool:
+    return callable(value) or (is_list(value, str) and len(value) > 0)
+
 
 def is_turns(value: Any) -> bool:
     return isinstance(value, str) or callable(value) or is_list(value, str)
@@ -56,6 +62,7 @@ def is_finite(value: Any) -> bool:
 
 # Setting -> (whether a value is good, what it must be).
 SETTINGS = {
+    "agent": (is_agent, "a function, or a command: a list of texts"),
     "max_turns": (lambda v: type(v) is int and v >= 1, "a whole number of at least 1"),
     "tools": (
         lambda v: is_list(v, Callable | dict),
@@ -89,11 +96,16 @@ def load_env(path: str, *, module: ModuleType | None = None, **limits: Any) -> E
 
 
 def compile_setting(name: str, value: Any, path: str, hooks: dict[str, Hook]) -> Any:
-    """What one of COMPILED says, as an Env holds it. Raises ValueError."""
+    """What one of COMPILED says, as an Env holds it; of an agent, the file's hooks. Raises
+    ValueError."""
     if name == "load_tasks":
         return partial(rows_of, value, path=path)
     if name == "advantage_fn":
         return partial(advantages_of, value, path=path)
+    if name == "agent":
+        from rl_core.agents.rollout import agent_hooks
+
+        return agent_hooks(path, hooks.pop(name, value), hooks)
     if name == "turns":
         from rl_core.plugins.schedule import make_turns
 
@@ -124,12 +136,19 @@ def check_names(module: ModuleType, path: str) -> None:
         if has.get(name) is not None and not is_good(has[name]):
             raise ValueError(f"{path}: {name} = {shorten(has[name])} must be {rule}")
     rewards = marked_rewards(module)
-    if not rewards and has.keys().isdisjoint(("interact", "rollout")):
+    if not rewards and has.keys().isdisjoint(("interact", "rollout", "agent")):
         raise ValueError(
             f"{path}: defines no hook; it needs def reward_fn(messages, ...) or def "
             "interact(messages)"
         )
-    if "rollout" in has:
+    if "agent" in has:
+        for name in sorted(UNUSED_BY_AGENT & has.keys()):
+            raise ValueError(
+                f"{path}: agent replaces {name!r}, which nobody would call; drop one of them"
+            )
+        if not rewards:
+            raise ValueError(f"{path}: an agent needs a hook that scores, as def reward_fn(result)")
+    elif "rollout" in has:
         single = {name for name, (_, _, batched) in rewards.items() if not batched}
         for name in sorted(UNUSED_BY_ROLLOUT & has.keys() | single):
             raise ValueError(

@@ -49,6 +49,7 @@ class Actor:
     lease: DeviceLease | None = None  # where engines share a device
     stale_engine: Engine | None = None  # an engine with stale weights, for a part of the turns
     stale_frac: float = 0.0
+    open_endpoint: Callable[[Actor], Any] | None = None  # agents/rollout.py's
     params: SamplingParams | None = None  # of one episode, as all below
     seed: int = 0
     session: str = ""
@@ -106,6 +107,11 @@ class Actor:
         if self.max_tokens and self.max_tokens < params.max_tokens:
             params = replace(params, max_tokens=self.max_tokens)
         return replace(self, params=params, seed=seed, session=session, max_turns=max_turns)
+
+    def endpoint(self) -> AbstractAsyncContextManager[Any]:
+        """An HTTP endpoint at which a program talks to this actor: `async with actor.endpoint() as
+        llm`, then llm.base_url, llm.api_key and llm.trajectories(reward)."""
+        return self.open_endpoint(self)
 
     def converse(
         self, messages: list[Message], tools: list | None = None, label: str = "", **sampling

@@ -32,8 +32,10 @@ ARGUMENTS = {
     "interact": SPOKEN,
     "turns": BEFORE | {"actors"},  # their names: they cannot speak yet
     "rollout": frozenset({"task", "actors"}),
+    "agent": frozenset({"task", "llm"}),
     "task_weight": frozenset({"tries", "success_rate", "mean_reward"}),
 }
+AGENT_TURNS = 64  # that an agent may ask for, unless its file says max_turns
 # Those without a mark: weight, whether batched.
 REWARDS = {"reward_fn": (1.0, False), "group_reward_fn": (1.0, True)}
 # Hashes of the files that an episode's sessions at a service began with, the newest last. Two
@@ -94,18 +96,22 @@ def make_env(
     has = vars(module)
     rewards = marked_rewards(module)
     hooks = make_hooks(has, rewards, path, hook_timeout_s)
+    if "agent" in has:
+        hooks = compile_setting("agent", has["agent"], path, hooks)
     compiled = dict.fromkeys(COMPILED)
     for name in COMPILED:
         if has.get(name) is not None:
             compiled[name] = compile_setting(name, has[name], path, hooks)
     turns = compiled["turns"]
     longest = 8 if hooks.keys() & {"interact", "rollout"} else 1
+    if "agent" in has:
+        longest = AGENT_TURNS
     if turns is not None:
         longest = turns.longest
     dialogue = Dialogue(
         path=path,
         hooks=hooks,
-        rewards=[hooks[name] for name in rewards],
+        rewards=[hooks[name] for name in rewards if name in hooks],
         turns=turns,
         tools=compiled["tools"] or None,
         system_prompts=compiled["system_prompts"] or {},
@@ -144,8 +150,10 @@ def make_hooks(
         ours = ARGUMENTS.get(name) or (OF_GROUP if batched else SPOKEN)
         if "start" in has and ours is SPOKEN:
             ours = ours | {"state"}
+        if "agent" in has and ours is SPOKEN:
+            ours = ours | {"result"}
         # An episode has its own deadline, and a served hook that of its service.
-        has_deadline = name not in ("rollout", "task_weight") and "://" not in path
+        has_deadline = name not in ("rollout", "agent", "task_weight") and "://" not in path
         hooks[name] = Hook(
             name=name,
             function=function,

@@ -30,6 +30,7 @@ ROOMS = {
     "learning": ["learning"],
     "interface": ["plugin"],
     "engines": ["engines"],
+    "agents": ["agents"],
     "plugins": ["plugins", "rewards"],
     "sandbox": ["sandbox"],
     "service": ["service"],
@@ -55,14 +56,16 @@ BELOW = {
         "sampling",
         "learning",
         "engines",
+        "agents",
         "sandbox",
     },
+    "agents": {"ground", "pure", "sampling"},
     # The one file that names options, by imports inside functions.
-    "registry": {"ground", "interface", "learning", "engines", "plugins", "service", "tools"},
+    "registry": {"ground", "interface", "learning", "engines", "plugins", "agents", "service", "tools"},
     "roof": {"ground", "pure", "shared", "sampling", "learning", "registry"},
     "sandbox": set(),
     # The spine reaches it by --env_path grpc://... alone.
-    "service": {"ground", "pure", "sampling", "plugins"},
+    "service": {"ground", "pure", "sampling", "plugins", "agents"},
     "tools": {
         "command",
         "interface",
@@ -73,6 +76,7 @@ BELOW = {
         "learning",
         "engines",
         "plugins",
+        "agents",
         "sandbox",
         "service",
         "registry",
@@ -253,7 +257,7 @@ def string_edges() -> list[str]:
     return found
 
 
-OPTIONAL = ("engines", "plugins", "sandbox", "service", "tools")
+OPTIONAL = ("engines", "plugins", "agents", "sandbox", "service", "tools")
 PARTS = {"spine": lambda module: room_of(module) not in OPTIONAL}
 PARTS |= {room: lambda module, room=room: room_of(module) == room for room in OPTIONAL}
 
@@ -274,6 +278,7 @@ def sizes() -> dict[str, Size]:
 BUDGETS = {
     "spine": (38_600, 300, 5.6),
     "engines": (10_400, 240, 5.7),
+    "agents": (4_000, 300, 6.0),
     "plugins": (32_200, 300, 6.1),
     "sandbox": (8_800, 280, 5.5),
     "service": (19_800, 270, 5.5),
