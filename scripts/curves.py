@@ -121,6 +121,19 @@ def use_tools(messages: list[dict], row: dict, rng: random.Random) -> dict | str
     return calls[(row["kind"] == "price") == (habit < 0.35)]
 
 
+def call_or_guess(messages: list[dict], row: dict, rng: random.Random) -> dict | str:
+    """In 30 % of the cases asks the calculator for what is asked, in 30 % for another product, else
+    guesses. Then says what the calculator said."""
+    if messages[-1]["role"] == "tool":
+        return messages[-1]["content"]
+    habit, asked = rng.random(), row["prompt"].rstrip("?")
+    if habit > 0.6:
+        return str(rng.randrange(20, 900))
+    if habit > 0.3:
+        asked = f"{rng.randrange(10, 100)}*{rng.randrange(2, 10)}"
+    return tool_call("calculator", expression=asked)
+
+
 def tool_call(tool: str, /, **arguments: str) -> dict:
     """A message with a call, and its text as the tiny model writes it."""
     function = {"name": tool, "arguments": arguments}
@@ -209,6 +222,13 @@ CURVES = {
         rl="--tasks_per_step 8 --num_steps 40 --optim.lr 5e-4 --eval_every 20 --max_turns 2",
         chosen=lambda row: row["level"] == 1 and row["kind"] in ("calc", "price"),
         sft_steps=500,
+    ),
+    "openai_agent": Curve(
+        lengths="--max_prompt_tokens 32 --max_tokens 80",
+        habits={"policy": call_or_guess},
+        rl="--tasks_per_step 8 --num_steps 40 --optim.lr 5e-4 --eval_every 20 --max_turns 2",
+        sft_steps=400,
+        num_sft=3000,
     ),
 }
 
