@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.agents.program import MAX_OUTPUT_BYTES, Output, filled, run_command
-from tests.kit import wait_until
+from kit import wait_until
 
 ROW = {"question": "1 + 2?", "answer": 3}
 
