@@ -35,7 +35,12 @@ BEAT_S = 0.05  # The event loop wakes up at least so often.
 # Few: hooks that compute share one interpreter lock with the engine. Those that wait can be async.
 MAX_THREADS = 16
 MAX_YIELDS = 10_000  # that a hook gives, as turns() does
-SHARED = ("actors", "state", "llm", "result")  # Hooks get these themselves, and copies of all other arguments.
+SHARED = (
+    "actors",
+    "state",
+    "llm",
+    "result",
+)  # Hooks get these themselves, and copies of all other arguments.
 
 Outcome = tuple[Any, BaseException | None]  # what a function returned, or what it raised
 

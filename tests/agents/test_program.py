@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from kit import wait_until
 
 from rl_core.agents.program import MAX_OUTPUT_BYTES, Output, filled, run_command
-from kit import wait_until
 
 ROW = {"question": "1 + 2?", "answer": 3}
 

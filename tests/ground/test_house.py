@@ -61,7 +61,16 @@ BELOW = {
     },
     "agents": {"ground", "pure", "sampling"},
     # The one file that names options, by imports inside functions.
-    "registry": {"ground", "interface", "learning", "engines", "plugins", "agents", "service", "tools"},
+    "registry": {
+        "ground",
+        "interface",
+        "learning",
+        "engines",
+        "plugins",
+        "agents",
+        "service",
+        "tools",
+    },
     "roof": {"ground", "pure", "shared", "sampling", "learning", "registry"},
     "sandbox": set(),
     # The spine reaches it by --env_path grpc://... alone.
@@ -278,7 +287,7 @@ def sizes() -> dict[str, Size]:
 BUDGETS = {
     "spine": (38_600, 300, 5.6),
     "engines": (10_400, 240, 5.7),
-    "agents": (4_000, 300, 6.0),
+    "agents": (6_800, 300, 6.0),
     "plugins": (32_200, 300, 6.1),
     "sandbox": (8_800, 280, 5.5),
     "service": (19_800, 270, 5.5),
