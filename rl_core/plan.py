@@ -212,7 +212,7 @@ def load_source(
     if path:
         min_reward = config.data.min_reward if is_train else None
         load_other = partial(registry.load_other, min_reward=min_reward, actor=config.trained[0])
-        rows = load_rows(path, "train" if is_train else "test", load_other)
+        rows, files = load_rows(path, "train" if is_train else "test", load_other)
         if is_trajectory(rows[0]) and config.algorithm != "sft":
             raise ValueError(
                 f"{path} holds a run's episodes, which are for --algorithm sft; name rows"
@@ -224,7 +224,7 @@ def load_source(
                 "drop it"
             )
     elif env and env.load_tasks:
-        rows = env.load_tasks(part)
+        rows, files = env.load_tasks(part), ()
     else:
         return None
     if path and config.data.columns:
@@ -232,12 +232,12 @@ def load_source(
             rows, config.data.columns, path, is_strict=len(config.env_paths) < 2
         )
     if env and algorithm.is_rl:
-        registry.check_columns()(env, rows, path or "", part)
+        registry.check_columns()(env, rows, files, part)
     return TaskSource(
         rows,
         env=name,
         split=part,
-        origin=path or "",
+        files=files,
         seed=config.seed,
         shuffle=config.data.shuffle and is_train,
         is_pairs=algorithm.is_pairs,

@@ -32,7 +32,7 @@ class Task:
     env: str  # name of the environment it belongs to
     row: dict[str, Any]  # every column of the data set
     messages: list[Message]  # the conversation before anybody speaks
-    origin: str = ""  # --data.train or another flag that named its rows; "": load_tasks()
+    place: str = ""  # where its row stands, for errors: `row 7 of rows.jsonl`
     info: dict[str, Any] = field(default_factory=dict)
 
 

@@ -464,7 +464,7 @@ def load_rows(source: str, split: str = "train", **rollouts: Any) -> Sequence[di
     from rl_core.data import rows
     from rl_core.plugins.tables import load_other
 
-    return rows.load_rows(source, split, functools.partial(load_other, **rollouts))
+    return rows.load_rows(source, split, functools.partial(load_other, **rollouts))[0]
 
 
 def wait_until(happened: Callable[[], Any], what: str, timeout_s: float = 60) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import difflib
 import glob
-import io
-import itertools
 import json
 import os
 import re
@@ -27,72 +24,61 @@ CHECKED_ROWS = 20_000
 # Of a .jsonl file; rows of a larger one stay on disk, as those of tables do.
 IN_MEMORY_BYTES = 64 << 20
 ROLLOUTS = ".jsonl.zst"  # one trajectory a line
-# Beside a run's rollouts: actor -> fingerprint of the tokenizer that they are in.
-TOKENIZERS = "tokenizers.json"
 
 
 def load_rows(
-    source: str, split: str, load_other: Callable[[str, list[Path], str], Sequence[Row]]
-) -> Sequence[Row]:
-    """The rows of one or several sources, with commas between them, one source after the other. A
-    source is a file, a glob, a folder of files or one made by `save_to_disk`, or
-    "org/name[:config]" on the hub; "@validation" behind it names a split.
+    source: str, split: str, load_other: Callable[..., list[tuple[str, Sequence[Row]]]]
+) -> tuple[Sequence[Row], list[tuple[str, int]]]:
+    """(rows, name and number of rows of each file) of one or several sources, with commas between
+    them, one source after the other. A source is a file, a glob, a folder of files or one made by
+    `save_to_disk`, or "org/name[:config]" on the hub; "@validation" behind it names a split.
 
-    `split` chooses where none is named; a file is one split. load_other(source, files, split) reads
-    what is no JSON, or too large for memory; no files: a name, or a folder that `datasets` saved.
-    Raises ValueError, with file and line, for what is missing, cut short, empty or no object.
+    `split` chooses where none is named; a file is one split. load_other(name, files, split) gives
+    the name and the rows of each part that is no JSON, or too large for memory; no files: a name on
+    the hub, or a folder that `datasets` saved. Raises ValueError, with file and line, for what is
+    missing, cut short, empty or no object.
     """
+    from torch.utils.data import ConcatDataset
+
     parts = []
     for name in comma_split(source):
-        files = files_of(name, split)
-        found = [] if files else [load_other(name, files, split)]
-        for is_json, group in itertools.groupby(files, is_small_json):
-            if is_json:
-                found += [list(read_json(file)) for file in group]
-            else:
-                found.append(load_other(name, list(group), split))
-        if not any(map(len, found)):
+        named, _, last = name.rpartition("@")
+        own_split = split
+        if named and "/" not in last and not Path(name).expanduser().exists():
+            name, own_split = named, last
+        files = files_of(name, own_split)
+        if files and all(map(is_small_json, files)):
+            found = [(str(file), list(read_json(file))) for file in files]
+        else:
+            found = load_other(name, files, own_split)
+        if not any(len(rows) for _, rows in found):
             raise ValueError(f"{name}: the data set is empty; it must have at least one row")
         parts += found
-    return chained(parts)
+    rows = parts[0][1] if len(parts) == 1 else ConcatDataset([rows for _, rows in parts])
+    return rows, [(name, len(rows)) for name, rows in parts]
 
 
 def is_small_json(path: Path) -> bool:
     """Whether a file's rows are read into memory. Only a .jsonl file can stay on disk."""
-    suffix = suffix_of(path)
     is_large = path.suffix == ".jsonl" and path.stat().st_size > IN_MEMORY_BYTES
-    return suffix in JSON and not is_large
-
-
-def chained(parts: list[Sequence[Row]]) -> Sequence[Row]:
-    from torch.utils.data import ConcatDataset
-
-    return parts[0] if len(parts) == 1 else ConcatDataset(parts)
+    return suffix_of(path) in JSON and not is_large
 
 
 def suffix_of(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).suffix.lower()
 
 
-def located(source: str, split: str) -> tuple[str, Path, str]:
-    """(name, its path, split) of a source; "@validation" at its end names the split."""
-    name, _, last = source.rpartition("@")
-    if name and "/" not in last and not Path(source).expanduser().exists():
-        source, split = name, last
-    return source, Path(source).expanduser(), split
-
-
-def files_of(source: str, split: str) -> list[Path]:
+def files_of(name: str, split: str) -> list[Path]:
     """A file itself, those that a glob matches, or a folder's files of this split. None if the
     source is a folder that `datasets` saved, or a name on the hub. Raises ValueError for a file
     that does not exist, and if the folder has none of this split."""
-    name, path, split = located(source, split)
+    path = Path(name).expanduser()
     if path.is_dir():
         return files_in(path, split)
     if path.is_file():
         return [path]
     matching = sorted(glob.glob(str(path), recursive=True))
-    files = [Path(name) for name in matching if os.path.isfile(name)]
+    files = [Path(match) for match in matching if os.path.isfile(match)]
     # Names on the hub may have dots (org/data-v1.2), so that only a suffix of letters tells a file.
     # What looks like a file and does not exist is never sent to the hub.
     if not files and re.search(r"^[./~]|\.[a-z]+$|/.*/|[*?]", name, re.I):
@@ -123,8 +109,17 @@ def files_in(folder: Path, split: str) -> list[Path]:
 
 
 def read_json(path: Path) -> Iterator[Row]:
-    """The objects of a .json file, an array or one alone, or of another file's lines."""
-    data = read_bytes(path)
+    """The objects of a .json file, an array or one alone, or of another file's lines. Raises
+    ValueError if the file is cut short."""
+    if path.suffix in (".gz", ".zst"):
+        import pyarrow
+
+        try:
+            data = pyarrow.input_stream(str(path)).read()
+        except OSError as error:
+            raise ValueError(f"{path}: it is damaged or cut short: {error}") from None
+    else:
+        data = path.read_bytes()
     if suffix_of(path) == ".json":
         yield from parse_rows(data, str(path), is_array=True)
         return
@@ -136,15 +131,14 @@ def read_json(path: Path) -> Iterator[Row]:
 
 def parse_rows(text: bytes, place: str, is_array: bool = False) -> list[Row]:
     try:
-        found = json.loads(text.decode("utf-8-sig"))
+        rows = json.loads(text.decode("utf-8-sig"))
     except ValueError as error:
-        if isinstance(error, UnicodeDecodeError) or b"\0" in text:  # which no JSON holds
-            fault = encoding_rule(text)
-        else:
-            hint = ", or one object a line? Then name it .jsonl" if is_array else "?"
-            fault = f"not JSON: {error}. Is it cut short{hint}"
-        raise ValueError(f"{place}: {fault}") from None
-    rows = found if is_array and isinstance(found, list) else [found]
+        raise ValueError(
+            f"{place}: not JSON in UTF-8: {error}. Is it cut short? One object a line belongs into "
+            "a .jsonl file"
+        ) from None
+    if not is_array or not isinstance(rows, list):
+        rows = [rows]
     for row in rows:
         if not isinstance(row, dict):
             raise ValueError(
@@ -153,27 +147,14 @@ def parse_rows(text: bytes, place: str, is_array: bool = False) -> list[Row]:
     return rows
 
 
-def encoding_rule(data: bytes) -> str:
-    """What is told of bytes that are no UTF-8. Every second byte of English in UTF-16 is 0."""
-    name, code = "not UTF-8, maybe Latin-1", "LATIN1"
-    if b"\0" in data or data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        name = code = "UTF-16"
-    return f"it is {name}; rows must be UTF-8: iconv -f {code} -t UTF-8 FILE > NEW_FILE"
-
-
-def read_bytes(path: Path) -> bytes:
-    """The unpacked content of a file. Raises ValueError if it is cut short."""
-    check_exists(path)
-    if path.suffix not in (".gz", ".zst"):
-        return path.read_bytes()
-    import pyarrow
-
-    try:
-        return pyarrow.input_stream(str(path)).read()
-    except OSError as error:
-        raise ValueError(
-            f"{path}: not {path.suffix[1:]}, or the file is cut short: {error}"
-        ) from None
+def row_place(index: int, files: Sequence[tuple[str, int]], split: str) -> str:
+    """`row N of FILE`, for errors. `files`: as of load_rows; none: load_tasks()."""
+    number = index + 1
+    for name, num_rows in files:
+        if number <= num_rows:
+            return f"row {number} of {name}"
+        number -= num_rows
+    return f"row {number} of load_tasks({split!r})"
 
 
 def check_exists(path: Path) -> None:
@@ -188,39 +169,6 @@ def check_exists(path: Path) -> None:
     for close in difflib.get_close_matches(path.name, os.listdir(path.parent), n=1):
         hint = f"; did you mean {close!r}?"
     raise ValueError(f"{path}: no such file{hint}")
-
-
-def row_place(task_id: str, origin: str) -> str:
-    """`row N of FILE` of the task "train/17", for errors. N is the line where a file has lines,
-    else the row's number from 1. `origin`: the files or names that were given for the rows; "":
-    load_tasks()."""
-    part, _, index = task_id.rpartition("/")
-    split, left = "train" if part == "train" else "test", int(index)
-    # A file that changed meanwhile must not hide what is wrong with the row.
-    with suppress(OSError, ValueError):
-        for source in comma_split(origin):
-            for file in files_of(source, split) or [Path(source)]:
-                lines = lines_of_rows(file)
-                if left < len(lines):
-                    return f"row {lines[left]} of {file}"
-                left -= len(lines)
-    return f"row {int(index) + 1} of {origin or f'load_tasks({part!r})'}"
-
-
-def lines_of_rows(file: Path) -> Sequence[int]:
-    """The line in which each row begins; their numbers from 1 in a .json file. Raises ValueError
-    for other files without lines."""
-    suffix = suffix_of(file)
-    if suffix == ".json":
-        return range(1, len(list(read_json(file))) + 1)
-    if suffix not in (".jsonl", *SEPARATORS):
-        raise ValueError(f"{file} has no lines")
-    lines = io.StringIO(read_bytes(file).decode(errors="replace"), newline="\n")
-    if suffix == ".jsonl":
-        return [number for number, line in enumerate(lines, 1) if line.strip()]
-    # A row begins behind the one before, the first behind the names of the columns.
-    reader = csv.reader(lines, delimiter=SEPARATORS[suffix])
-    return [reader.line_num + 1 for _ in reader][:-1]
 
 
 def is_trajectory(row: Row) -> bool:

@@ -19,15 +19,15 @@ ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "obs
 
 
 def make_task(
-    row: dict[str, Any], index: int, env: str, split: str, is_pair: bool = False, origin: str = ""
+    row: dict[str, Any], index: int, env: str, split: str, is_pair: bool = False, place: str = ""
 ) -> Task:
     """The task of row `index` (from 0). A preference pair has no messages."""
-    task_id = f"{split}/{index}"
+    place = place or row_place(index, (), split)
     try:
         messages = [] if is_pair else prompt_messages(row)
     except ValueError as error:
-        raise ValueError(f"{row_place(task_id, origin)}: {error}") from None
-    return Task(id=task_id, env=env, row=row, messages=messages, origin=origin)
+        raise ValueError(f"{place}: {error}") from None
+    return Task(id=f"{split}/{index}", env=env, row=row, messages=messages, place=place)
 
 
 def prompt_messages(row: dict[str, Any]) -> list[Message]:
@@ -47,8 +47,8 @@ def prompt_messages(row: dict[str, Any]) -> list[Message]:
 def first_column(row: dict[str, Any], names: Sequence[str]) -> str | None:
     """The first of these columns that holds something; else the first that is there."""
     there = [name for name in names if name in row]
-    there.sort(key=lambda name: row[name] is None)
-    return there[0] if there else None
+    filled = [name for name in there if row[name] is not None]
+    return next(iter(filled + there), None)
 
 
 def column_messages(row: dict[str, Any], column: str, role: str = "user") -> list[Message]:
@@ -61,15 +61,11 @@ def column_messages(row: dict[str, Any], column: str, role: str = "user") -> lis
             f"--data.columns {column}=NAME"
         )
     value = row[column]
-    if value is None:
-        raise ValueError(f"column {column!r} is null; give text or messages, or leave the row out")
     if isinstance(value, str) and column != "messages":
         if column == "instruction" and row.get("input"):
             value = f"{value}\n\n{row['input']}"
         return [{"role": role, "content": value}]
-    if isinstance(value, dict):
-        value = [value]
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         value = [as_message(message) for message in value]
     try:
         return check_messages(value)
@@ -95,11 +91,8 @@ def check_messages(messages: Any) -> list[Message]:
         if not is_message(message):
             raise ValueError(f"{rule}, message {number} is {shorten(message)}")
         # Tables give every message every key; a chat template may test whether a key is there.
-        kept = dict(message)
-        for key, value in message.items():
-            if value is None and key != "content":
-                del kept[key]
-        checked.append(kept)
+        copy = {k: value for k, value in message.items() if value is not None or k == "content"}
+        checked.append(copy)
     return checked
 
 
@@ -152,15 +145,16 @@ class TaskSource:
         seed: int,
         shuffle: bool,
         is_pairs: bool = False,
-        origin: str = "",
+        files: Sequence[tuple[str, int]] = (),
     ):
+        """`files`: as of load_rows; none: the rows of load_tasks()."""
         self.rows = rows
         self.env = env
         self.split = split
         self.seed = seed
         self.shuffle = shuffle
         self.is_pairs = is_pairs
-        self.origin = origin
+        self.files = files
         self.sources = [self]
         self.keep(range(len(rows)))
 
@@ -177,7 +171,8 @@ class TaskSource:
         return self.task_of_row(self.kept[self.order.row_index(position)])
 
     def task_of_row(self, index: int) -> Task:
-        return make_task(self.rows[index], index, self.env, self.split, self.is_pairs, self.origin)
+        place = row_place(index, self.files, self.split)
+        return make_task(self.rows[index], index, self.env, self.split, self.is_pairs, place)
 
     def drawn_before(self, position: int) -> list[int]:
         """Number of tasks of each source before a position."""

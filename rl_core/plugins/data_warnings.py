@@ -7,7 +7,6 @@ from itertools import islice
 
 from rl_core.algorithms import Algorithm
 from rl_core.config import Config
-from rl_core.data.rows import row_place
 from rl_core.data.tasks import TaskSource
 
 NUM_ROWS = 200  # the first of each source, which are looked at
@@ -36,7 +35,7 @@ def data_warnings(
             yield (
                 f"{len(odd)} of the first {len(tasks)} prompts of {source.env} end with an "
                 "assistant's turn, or have no user "
-                f"message, such as {row_place(odd[0].id, odd[0].origin)}"
+                f"message, such as {odd[0].place}"
             )
 
 

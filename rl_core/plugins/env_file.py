@@ -13,8 +13,8 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rl_core.data.rows import CHECKED_ROWS
-from rl_core.data.tasks import row_place, shorten
+from rl_core.data.rows import CHECKED_ROWS, row_place
+from rl_core.data.tasks import shorten
 from rl_core.rules import nearest
 from rl_core.sampling.env import (
     ARGUMENTS,
@@ -198,7 +198,10 @@ def speakers(env: Env, names: Sequence[str] = ()) -> list[str] | None:
 
 
 def check_columns(
-    env: Env, rows: Sequence[dict[str, Any]], origin: str = "", split: str = "train"
+    env: Env,
+    rows: Sequence[dict[str, Any]],
+    files: Sequence[tuple[str, int]] = (),
+    split: str = "train",
 ) -> None:
     """Raises ValueError if a hook or a system prompt names what is neither ours nor a column of
     every row."""
@@ -217,9 +220,9 @@ def check_columns(
                 hint = nearest(name, sorted({*ours, *row}))
                 if name == "state":
                     hint = "it needs start(task)"
-                if origin:
+                if files:
                     hint += f"; read another column by --data.columns {name}=COLUMN"
-                place = row_place(f"{split}/{index}", origin)
+                place = row_place(index, files, split)
                 raise ValueError(
                     f"{env.path}: {what} names {name!r}, which is neither one of its arguments "
                     f"nor a column of {place}; {hint}"

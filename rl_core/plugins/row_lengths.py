@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat
-from rl_core.data.rows import CHECKED_ROWS, row_place
+from rl_core.data.rows import CHECKED_ROWS
 from rl_core.data.tasks import TaskSource
 from rl_core.sampling.env import Env
 from rl_core.types import Task
@@ -35,7 +35,7 @@ def check_lengths(
             named = f"--max_prompt_tokens={limit}"
             return fits("a prompt", longest, limit, named, config.data.skip_long)
         except ValueError as error:
-            raise ValueError(f"{row_place(task.id, task.origin)}: {error}") from None
+            raise ValueError(f"{task.place}: {error}") from None
 
     checked, others = source.kept[:CHECKED_ROWS], source.kept[CHECKED_ROWS:]
     kept = [index for index in checked if is_fit(source.task_of_row(index))]

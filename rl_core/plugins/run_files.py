@@ -14,9 +14,9 @@ from typing import Any
 import zstandard
 
 from rl_core.data.chat import Chat
-from rl_core.data.rows import TOKENIZERS
 from rl_core.plugin import Plugin
 from rl_core.plugins.data_warnings import data_warnings
+from rl_core.plugins.tables import TOKENIZERS
 from rl_core.run_folder import keep_codes, keep_config, naming
 from rl_core.types import Trajectory
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat
-from rl_core.data.rows import row_place
 from rl_core.plugins.pairs import reply_pair, scored_pair
 from rl_core.plugins.row_lengths import fits
 from rl_core.plugins.sft import sft_samples
@@ -33,7 +32,7 @@ class SFTDataset:
             try:
                 samples = self._tokenize(task)
             except ValueError as error:
-                raise ValueError(f"{row_place(task.id, task.origin)}: {error}") from None
+                raise ValueError(f"{task.place}: {error}") from None
             self.num_tokens += sum(len(sample.token_ids) for sample in samples)
             if self.num_tokens <= CACHED_TOKENS:
                 self.known[task.id] = samples

@@ -19,39 +19,40 @@ from rl_core.data.rows import (
     ROLLOUTS,
     SEPARATORS,
     TABLES,
-    TOKENIZERS,
     Row,
-    chained,
-    encoding_rule,
-    located,
     parse_rows,
     read_json,
     suffix_of,
 )
 from rl_core.rules import nearest
 
+# Beside a run's rollouts: actor -> fingerprint of the tokenizer that they are in.
+TOKENIZERS = "tokenizers.json"
+
 
 def load_other(
-    source: str,
+    name: str,
     files: list[Path],
     split: str,
     min_reward: float | None = None,
     actor: str | None = None,
-) -> Sequence[Row]:
-    """The rows of a source's files; without files, of a folder that `save_to_disk` made, or of a
-    name on the hub. A run's rollouts give an actor's episodes that did not fail and have at least
-    min_reward."""
+) -> list[tuple[str, Sequence[Row]]]:
+    """(name, rows) of each part of a source: of its files, or of a folder that `save_to_disk` made,
+    or of a name on the hub. A run's rollouts give an actor's episodes that did not fail and have at
+    least min_reward."""
     if not files:
-        return load_named(source, split)
+        return [(name, load_named(name, split))]
     if files[0].name.endswith(ROLLOUTS):
-        return load_rollouts(files, source, min_reward, actor)
-    parts = []
+        return [(name, load_rollouts(files, name, min_reward, actor))]
+    parts: list[tuple[str, Sequence[Row]]] = []
     for suffix, group in itertools.groupby(files, suffix_of):
-        if suffix == ".jsonl":
-            parts += map(JsonLines, group)
-        else:
-            parts.append(load_table(list(group), suffix))
-    return chained(parts)
+        if suffix not in JSON:
+            parts.append((name, load_table(list(group), suffix)))
+            continue
+        for file in group:
+            rows = JsonLines(file) if file.suffix == ".jsonl" else list(read_json(file))
+            parts.append((str(file), rows))
+    return parts
 
 
 class JsonLines(Sequence):
@@ -83,15 +84,15 @@ class JsonLines(Sequence):
         return row
 
 
-def load_named(source: str, split: str) -> Sequence[Row]:
+def load_named(name: str, split: str) -> Sequence[Row]:
     """The split of a folder that `save_to_disk` made, or of "org/name[:config]" on the hub."""
     import datasets  # takes a second
 
-    name, path, split = located(source, split)
+    path = Path(name).expanduser()
     if not path.is_dir():
-        name, _, config = name.partition(":")
-        with one_line_errors(f"{source} is no file here, and the hub"):
-            return datasets.load_dataset(name, config or None, split=split)
+        source, _, config = name.partition(":")
+        with one_line_errors(f"{name} is no file here, and the hub"):
+            return datasets.load_dataset(source, config or None, split=split)
     with one_line_errors(str(path)):
         rows = datasets.load_from_disk(str(path))
     if not isinstance(rows, dict):
@@ -137,10 +138,8 @@ def one_line_errors(source: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = error.__cause__ or error
-        text = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
-        if isinstance(cause, UnicodeDecodeError):
-            text = encoding_rule(cause.object)
-        raise ValueError(f"{source}: {text}") from None
+        text = " ".join(str(cause).split())
+        raise ValueError(f"{source}: {type(cause).__name__}: {text}") from None
 
 
 def load_rollouts(

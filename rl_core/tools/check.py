@@ -164,17 +164,15 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
             f"{env.path} has no load_tasks(split): name its rows with --data.train rows.jsonl"
         )
     if options.rows:
-        rows = load_rows(options.rows, "train", load_other)
+        rows, files = load_rows(options.rows, "train", load_other)
     else:
-        rows = env.load_tasks("train")
+        rows, files = env.load_tasks("train"), ()
     if options.rows and options.columns:
         rows = RenamedColumns(
             rows, typed("data.columns", options.columns, dict[str, str]), options.rows
         )
-    check_columns(env, rows, options.rows or "")
-    source = TaskSource(
-        rows, env=env.name, split="train", seed=0, shuffle=False, origin=options.rows or ""
-    )
+    check_columns(env, rows, files)
+    source = TaskSource(rows, env=env.name, split="train", seed=0, shuffle=False, files=files)
     tasks = list(islice(source, max(1, options.num_tasks)))
     named = options.rows or "load_tasks('train')"
     say(

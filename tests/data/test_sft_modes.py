@@ -360,8 +360,8 @@ def test_what_rollouts_cannot_be(rollouts, tiny_model, tmp_path, capsys):
     file = next(rollouts.glob("step_000001*"))
     cut, rows = tmp_path / "cut.jsonl.zst", tmp_path / "rows.jsonl"
     for content, error in (
-        (file.read_bytes()[:-20], "zst: not zst, or the file is cut short: Truncated"),
-        (b"no zstd at all", "zst: not zst"),
+        (file.read_bytes()[:-20], "zst: it is damaged or cut short: Truncated"),
+        (b"no zstd at all", "zst: it is damaged"),
         (
             zstandard.compress(b'{"messages": []}\n'),
             "row 1 of .*zst: no episode of a run; it has messages",

@@ -49,7 +49,7 @@ from rl_core.plugins.tables import load_other
 load_rows = partial(rows.load_rows, load_other=load_other)
 
 asked = {"train": ("org/name", "train"), "test": ("org/name", "test"), "validation": ("org/name@validation", "train")}
-print(json.dumps({name: [row["prompt"] for row in load_rows(*how)] for name, how in asked.items()}))
+print(json.dumps({name: [row["prompt"] for row in load_rows(*how)[0]] for name, how in asked.items()}))
 """
 
 

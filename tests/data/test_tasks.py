@@ -8,11 +8,12 @@ import tracemalloc
 import pytest
 from kit import load_rows
 
+from rl_core.data import rows as rows_of
 from rl_core.data.rows import row_place
 from rl_core.data.tasks import RowOrder, TaskSource, make_task
 from rl_core.plugins.mix import TaskMix
 from rl_core.plugins.renamed_columns import RenamedColumns
-from rl_core.plugins.tables import JsonLines
+from rl_core.plugins.tables import JsonLines, load_other
 
 ROWS = [{"prompt": f"say {i}", "answer": f"x{i}"} for i in range(5)]
 JSONL = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -179,7 +180,7 @@ NO_TABLE = b"a,b\n1,2,3,4\n" * 3 + b'"'
         (
             "x.jsonl",
             JSONL + b'{"prompt": "say',
-            r"row 6 of .*x.jsonl: not JSON: Unterminated string.* cut short\?",
+            r"row 6 of .*x.jsonl: not JSON in UTF-8: Unterminated string.* cut short\?",
         ),
         (
             "x.jsonl",
@@ -190,33 +191,45 @@ NO_TABLE = b"a,b\n1,2,3,4\n" * 3 + b'"'
         (
             "x.jsonl",
             b'{"a": 1}\n{"a": "\xff"}\n',
-            "row 2 of .*: it is not UTF-8, maybe Latin-1; .* iconv -f LATIN1 -t UTF-8",
+            "row 2 of .*: not JSON in UTF-8: 'utf-8' codec can't decode byte 0xff",
         ),
         (
             "x.jsonl",
             '{"a": "é"}'.encode("utf-16"),
-            "row 1 of .*: it is UTF-16; rows must be UTF-8: iconv -f UTF-16",
+            "row 1 of .*: not JSON in UTF-8: 'utf-8' codec can't decode byte 0xff",
         ),
         (
             "x.jsonl",
             '{"a": 1}'.encode("utf-16-le"),
-            "row 1 of .*: it is UTF-16; rows must be UTF-8",
+            "row 1 of .*: not JSON in UTF-8: ",
         ),
         (
             "x.csv",
             "prompt,answer\né,1\n".encode("latin-1"),
-            "x.csv: it is not UTF-8, maybe Latin-1",
+            "x.csv: UnicodeDecodeError: 'utf-8' codec can't decode byte",
         ),
-        ("x.csv", "prompt,answer\né,1\n".encode("utf-16"), "x.csv: it is UTF-16"),
-        ("x.jsonl", b'{"a": 1}\n{"a": 1,}\n', r"row 2 of .*: not JSON: .* line 1 column 9"),
+        (
+            "x.csv",
+            "prompt,answer\né,1\n".encode("utf-16"),
+            "x.csv: UnicodeDecodeError: 'utf-8' codec can't",
+        ),
+        (
+            "x.jsonl",
+            b'{"a": 1}\n{"a": 1,}\n',
+            r"row 2 of .*: not JSON in UTF-8: .* line 1 column 9",
+        ),
         ("x.jsonl", b"", r": the data set is empty"),
         ("x.jsonl", b"\n\n", r": the data set is empty"),
-        ("x.json", b'[{"a": 1},\n {"a": ', r": not JSON: .* line 2 column \d+.* cut short"),
+        (
+            "x.json",
+            b'[{"a": 1},\n {"a": ',
+            r": not JSON in UTF-8: .* line 2 column \d+.* cut short",
+        ),
         ("x.json", b'[{"a": 1}, 7]', r": a row must be a JSON object, this is 7"),
         ("x.json", b"7", r": a row must be a JSON object, this is 7"),
-        ("x.json", b'{"a": 1}\n{"a": 2}\n', r"one object a line\? Then name it \.jsonl"),
+        ("x.json", b'{"a": 1}\n{"a": 2}\n', r"One object a line belongs into a \.jsonl file"),
         ("x.json", b"[]", r": the data set is empty"),
-        ("x.jsonl.gz", gzip.compress(JSONL, mtime=0)[:-12], ": not gz, or the file is cut short"),
+        ("x.jsonl.gz", gzip.compress(JSONL, mtime=0)[:-12], ": it is damaged or cut short"),
         ("x.txt", b"x", r": format '\.txt' is not known; use \.json, \.jsonl, \.csv"),
         *((name, NO_TABLE, r": [^\n]*$") for name in ("x.parquet", "x.arrow", "x.csv")),
     ],
@@ -233,32 +246,31 @@ def test_a_file_that_holds_no_rows_is_refused_in_one_line_with_its_name(
     assert str(tmp_path / name) in str(error.value)
 
 
-# Files in the order in which they are given -> where the rows stand that all of them have.
-PLACES = {
-    "blank.jsonl": ('{"prompt": "1"}\n\n{"prompt": "2"}\n', [1, 3]),
-    "array.json": ('[{"prompt": "1"},\n{"prompt":\n"2"}]', [1, 2]),
-    "names.csv": ('prompt,answer\n"one\ntwo",1\nthree,2\n', [2, 4]),
-    "more.jsonl.gz": ('\n{"prompt": "1"}\n', [2]),
+# Files in the order in which they are given -> number of their rows.
+FILES = {
+    "blank.jsonl": ('{"prompt": "1"}\n\n{"prompt": "2"}\n', 2),
+    "array.json": ('[{"prompt": "1"},\n{"prompt":\n"2"}]', 2),
+    "names.csv": ('prompt,answer\n"one\ntwo",1\nthree,2\n', 2),
+    "more.jsonl.gz": ('\n{"prompt": "1"}\n', 1),
 }
 
 
-def test_errors_name_the_line_of_a_row_or_its_number_and_its_file(tmp_path):
-    given = []
-    for name, (text, _) in PLACES.items():
-        (tmp_path / name).write_bytes(
-            gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
-        )
+def test_errors_name_the_number_of_a_row_and_its_file(tmp_path):
+    given, want = [], []
+    for name, (text, num_rows) in FILES.items():
+        data = text.encode()
+        (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
         given.append(str(tmp_path / name))
-    want = [
-        f"row {line} of {tmp_path / name}" for name, (_, lines) in PLACES.items() for line in lines
-    ]
-    origin = ",".join(given)
-    rows = load_rows(origin)
-    assert [row_place(f"eval/{n}", origin) for n in range(len(rows))] == want
-    with pytest.raises(ValueError, match=f"^{want[3]}: needs one of the columns"):
-        make_task({}, 3, "e", "train", origin=origin)
-    assert row_place("train/6", "gone.jsonl") == "row 7 of gone.jsonl"
-    assert row_place("eval/gsm8k/6", "") == "row 7 of load_tasks('eval/gsm8k')"
+        want += [f"row {number + 1} of {tmp_path / name}" for number in range(num_rows)]
+    rows, files = rows_of.load_rows(",".join(given), "train", load_other)
+    assert [row_place(n, files, "train") for n in range(len(rows))] == want
+    source = TaskSource(rows, env="e", split="train", seed=0, shuffle=False, files=files)
+    assert [task.place for task in source] == want
+    rows = [{"prompt": "1"}, {}]
+    source = TaskSource(rows, env="e", split="train", seed=0, shuffle=False, files=[("x", 2)])
+    with pytest.raises(ValueError, match=r"^row 2 of x: needs one of the columns"):
+        list(source)
+    assert row_place(6, (), "eval/gsm8k") == "row 7 of load_tasks('eval/gsm8k')"
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 0])
@@ -295,10 +307,12 @@ def test_rows_of_a_large_file_stay_on_disk_and_a_bad_one_is_named_when_it_is_dra
         "say 999",
         "say 999",
     ]
-    with pytest.raises(ValueError, match=r"row 502 of .*x\.jsonl: not JSON"):
+    with pytest.raises(ValueError, match=r"row 502 of .*x\.jsonl: not JSON in UTF-8"):
         rows[500]
     (tmp_path / "x.jsonl").write_text("\n".join(lines)[:-9])
-    with pytest.raises(ValueError, match=r"row 1002 of .*x\.jsonl: not JSON: .* Is it cut short"):
+    with pytest.raises(
+        ValueError, match=r"row 1002 of .*x\.jsonl: not JSON in UTF-8: .* Is it cut short"
+    ):
         load_rows(str(tmp_path / "x.jsonl"))
 
 

@@ -56,7 +56,7 @@ def tasks(data_dir, request):
     found = []
     for split, count in (("train", 7473), ("test", 1319)):
         rows = load_rows(str(data_dir / f"gsm8k_{split}.jsonl.gz"))
-        check_columns(load_env(ENV), rows, split)
+        check_columns(load_env(ENV), rows, split=split)
         found += TaskSource(rows, env="math_answer", split=split, seed=0, shuffle=False)
         assert len(rows) == count
     return found if request.config.option.slow else found[::5]

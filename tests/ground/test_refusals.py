@@ -92,7 +92,7 @@ BAD_FILES = {
     "a prompt of null": (
         SCORES,
         '{"prompt": null, "answer": "1"}',
-        "row 1 of ... column 'prompt' is null; give text",
+        "row 1 of ... column 'prompt': must be a list of ... is None",
     ),
     "a row without the column": (SCORES, ROW + ROW.replace("answer", "other"), "answer ... row 2"),
     "no hook": (SCORES.replace("_", ""), ROW, "rewardfn ... reward_fn"),

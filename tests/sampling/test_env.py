@@ -563,7 +563,7 @@ def test_an_argument_that_is_neither_ours_nor_a_column_of_every_row_is_refused(
     env_of, code, rows, match
 ):
     with pytest.raises(ValueError, match=match):
-        check_columns(env_of(code), rows, "a.jsonl")
+        check_columns(env_of(code), rows, [("a.jsonl", 3)])
 
 
 def test_a_tables_columns_are_checked_and_state_may_be_one(env_of, tmp_path):
@@ -571,11 +571,11 @@ def test_a_tables_columns_are_checked_and_state_may_be_one(env_of, tmp_path):
 
     datasets.Dataset.from_list([ROW]).save_to_disk(str(tmp_path / "rows"))
     rows = load_rows(str(tmp_path / "rows"))
-    check_columns(env_of("def reward_fn(answer, bonus=0.5): return 1"), rows, "rows")
+    check_columns(env_of("def reward_fn(answer, bonus=0.5): return 1"), rows, [("rows", 1)])
     with pytest.raises(ValueError, match=r"'anser'.*did you mean 'answer'"):
-        check_columns(env_of("def reward_fn(anser): return 1"), rows, "rows")
+        check_columns(env_of("def reward_fn(anser): return 1"), rows, [("rows", 1)])
     env = env_of("def reward_fn(state): return state")
-    check_columns(env, [ROW | {"state": 5}], "rows")
+    check_columns(env, [ROW | {"state": 5}])
     assert play(env, "a", row=ROW | {"state": 5}).reward == 5
 
 
@@ -732,7 +732,7 @@ def test_an_environment_brings_disjoint_splits_that_never_change(name):
     assert train and held_out and not train & held_out
     assert env.load_tasks("train") == load_env(str(ENVS / f"{name}.py")).load_tasks("train")
     for split in ("train", "eval"):
-        check_columns(env, env.load_tasks(split), split)
+        check_columns(env, env.load_tasks(split), split=split)
 
 
 @pytest.mark.parametrize(

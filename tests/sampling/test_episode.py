@@ -120,7 +120,7 @@ def test_system_prompts_are_templates_over_the_columns_and_replace_the_rows_own(
         system_prompts = {"bob": "You know {{ answer }}{% if hint is defined %}!{% endif %}."}
         def reward_fn(): return 1
     """)
-    check_columns(env, [ROW | {"hint": "x"}], "rows")
+    check_columns(env, [ROW | {"hint": "x"}])
     row = ROW | {
         "messages": [{"role": "system", "content": "Own."}, *ROW["messages"]],
         "hint": "{{ answer }}",
@@ -552,7 +552,7 @@ def test_documented_level_2(documented):
 def test_documented_level_3(documented):
     env = documented("hints")
     check_actors(env, ["bob", "alice"])
-    check_columns(env, [ROW], "rows")
+    check_columns(env, [ROW])
     found = run(env, cast(bob="no", alice="4"))
     assert (one(found, "bob").reward, one(found, "alice").reward) == (0.0, 1.0)
     assert talk(one(found, "bob").messages)[:2] == [
