@@ -206,20 +206,6 @@ def sequence_mean(values: Tensor, batch: PackedBatch) -> Tensor:
     return sequence_sums(values, batch) / sequence_sums(values.new_ones(len(values)), batch)
 
 
-def sums_to_go(values: Tensor, sequences: Tensor, decay: float = 1.0) -> Tensor:
-    """[M] for each token the sum of its sequence's values from it on, the one l trained tokens
-    later times decay^l. Without a gradient."""
-    sums = values.detach().double().clone()
-    reach = 1
-    while reach < len(sums):
-        # Sums over `reach` tokens become sums over twice as many: log2 passes over all sequences at
-        # once.
-        is_same = sequences[reach:] == sequences[:-reach]
-        sums[:-reach] += decay**reach * sums[reach:].where(is_same, 0.0)
-        reach *= 2
-    return sums.to(values.dtype)
-
-
 def loss_denominator(kind: str, num_tokens: int, num_sequences: int, max_tokens: int) -> int:
     """Of all samples of a minibatch on all ranks. token: their trained tokens (global mean).
     sequence: their number (mean of means). constant: their number times the tokens one may have

@@ -214,6 +214,12 @@ def batch_normalised() -> Any:
     return BatchNormalised
 
 
+def env_scales() -> Any:
+    from rl_core.plugins.normalise import env_scales
+
+    return env_scales
+
+
 def sequence_shards() -> Any:
     from rl_core.plugins.sequence_shards import SequenceShards
 

@@ -355,10 +355,13 @@ def training_samples(
     """This rank's samples of these episodes, of each actor that learns. Every rank must call it."""
     samples = {}
     advantage_fns = {name: env.advantage_fn for name, env in plan.envs.items()}
+    scales_of = None
+    if plan.algorithm.normalize == "env":
+        scales_of = partial(registry.env_scales(), ranks=ranks)
     for name in plan.config.trained:
         groups = baseline_groups([t for t in trajectories if t.actor == name])
         if plan.algorithm.refill_rounds:
             groups = [g for g in groups if has_signal(g, plan.algorithm)]
         longest = plan.config.actors[name].max_tokens or plan.config.max_tokens
-        samples[name] = samples_of(groups, plan.algorithm, longest, ranks, advantage_fns)
+        samples[name] = samples_of(groups, plan.algorithm, longest, advantage_fns, scales_of)
     return samples

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch import nn
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
@@ -15,7 +13,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     PretrainedConfig,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from rl_core.data.pretrained import from_config, load_pretrained
 from rl_core.learning import attention
@@ -27,21 +24,6 @@ SCORE_HEAD, LM_HEADS = "score.weight", {"lm_head.weight", "lm_head.bias"}
 def load_model_config(path: str) -> PretrainedConfig:
     """The model's config.json, read before any weight."""
     return load_pretrained(AutoConfig, path)
-
-
-def check_is_decoder(config: PretrainedConfig, path: str) -> None:
-    """Raises ValueError for a model that cannot continue a text: an encoder, or an encoder with a
-    decoder."""
-    family, kind = config.model_type, None
-    if config.is_encoder_decoder:
-        kind = "an encoder-decoder"
-    elif family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
-        kind = "an encoder"
-    if kind:
-        raise ValueError(
-            f"model {path!r} is {kind} ({family}); take a decoder-only language model, such as "
-            "Qwen3"
-        )
 
 
 def model_class(config: PretrainedConfig) -> type:
@@ -69,26 +51,24 @@ def load_hf_model(
     options |= {"dtype": dtype, "ignore_mismatched_sizes": True}
     try:
         if is_scoring:
-            options["num_labels"] = 1
             family = AutoModelForSequenceClassification
+            options["num_labels"] = 1
         else:
-            family = model_class(load_pretrained(AutoConfig, path))
+            family = model_class(load_model_config(path))
         model, info = load_pretrained(family, path, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        purpose = "score" if is_scoring else "be loaded"
-        raise ValueError(f"model {path!r} cannot {purpose}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"model {path!r} cannot be loaded: {str(error).splitlines()[0]}") from None
     problems = []
     for name, shape, wanted in info["mismatched_keys"]:
-        shapes = f"{list(shape)} in its files, its config.json asks for {list(wanted)}"
-        problems.append(f"{name} is {shapes}")
+        problems.append(
+            f"{name} is {list(shape)} in its files, its config.json asks for {list(wanted)}"
+        )
     for name in sorted(set(info["missing_keys"]) - {SCORE_HEAD}):
         problems.append(
             f"its files lack {name}; are they of the model that its config.json describes?"
         )
     for name in sorted(set(info["unexpected_keys"]) - LM_HEADS):
-        problems.append(
-            f"its files hold {name}, which the model of its config.json has no place for"
-        )
+        problems.append(f"its files hold {name}, for which its config.json has no place")
     if problems:
         raise ValueError(f"model {path!r}: {problems[0]}")
     if SCORE_HEAD in info["missing_keys"]:
@@ -104,14 +84,3 @@ def on_meta(model_config: PretrainedConfig, **how) -> nn.Module:
     """The model's shapes alone."""
     with torch.device("meta"):
         return from_config(model_class(model_config), model_config, **how)
-
-
-def local_slices(value: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """This rank's part of a parameter, and which part of the unsharded one it is."""
-    value = value.detach()
-    if not isinstance(value, DTensor):
-        return value, tuple(slice(0, n) for n in value.shape)
-    shape, start = compute_local_shape_and_global_offset(
-        value.shape, value.device_mesh, value.placements
-    )
-    return value.to_local(), tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))

@@ -26,7 +26,7 @@ from rl_core.data.packing import (
 from rl_core.distributed import Ranks, all_gather_json, exchange
 from rl_core.learning.policy import backbone
 from rl_core.metrics import Mean, Metric, Sum, add_metrics
-from rl_core.types import PackedBatch, SequenceShard, TrainingSample
+from rl_core.types import PackedBatch, TrainingSample
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,33 +61,32 @@ def shard_samples(
         for number, entries in enumerate(plan.bins):
             trainers |= dict.fromkeys(entries, number % budget.num_ranks)
     received = move_samples(samples, trainers, ranks)
+    share = budget.num_ranks / ranks.size  # of what the ranks compute together
     minibatches, metrics = [], {}
-    longest = config.max_tokens * config.turn_limit
     for plan in plans:
-        batches, num_tokens = [], 0
+        longest = config.max_tokens * config.turn_limit
+        minibatch = Minibatch(
+            denominator=loss_denominator(
+                algorithm.aggregation, plan.num_tokens, plan.num_sequences, longest
+            ),
+            num_tokens=plan.num_tokens,
+        )
+        minibatches.append(minibatch)
+        # Bins run in step across the ranks.
+        fullest = max(plan.bin_work, default=0) * len(plan.bin_work)
+        add_metrics(metrics, {"pack/fill_frac": Mean(sum(plan.bin_work), fullest)})
         for entries in plan.bins[ranks.dp_rank :: budget.num_ranks]:
             mine = [received[entry] for entry in entries]
-            num_tokens += sum(entry.length for entry in entries)
             batch = pack_samples(mine, budget.cp)
             for part in parts:
                 batch = part.packed(batch, mine)
-            batches.append(to_device(batch, ranks.device))
-        sizes = plan.num_tokens, plan.num_sequences, longest
-        denominator = loss_denominator(algorithm.aggregation, *sizes)
-        minibatches.append(
-            Minibatch(denominator=denominator, num_tokens=plan.num_tokens, batches=batches)
-        )
-        # Bins run in step across the ranks.
-        fullest = max(plan.bin_work, default=0) * len(plan.bin_work)
-        share = budget.num_ranks / ranks.size  # of what the ranks compute together
-        computed = sum(batch.input_ids.numel() for batch in batches)
-        packing = {
-            "fill_frac": Mean(sum(plan.bin_work), fullest),
-            "microbatches": Sum(len(batches) * share),
-            "tokens": Sum(num_tokens * share),
-            "computed_tokens": Sum(computed * share),
-        }
-        add_metrics(metrics, packing, prefix="pack/")
+            minibatch.batches.append(to_device(batch, ranks.device))
+            packing = {
+                "microbatches": Sum(share),
+                "tokens": Sum(sum(entry.length for entry in entries) * share),
+                "computed_tokens": Sum(len(batch.input_ids) * share),
+            }
+            add_metrics(metrics, packing, prefix="pack/")
     return minibatches, metrics
 
 
@@ -125,8 +124,9 @@ def pair_work(hf: nn.Module) -> float:
     if not heads:
         return 0.0
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    with_attention = [kind for kind in kinds if kind.endswith(("attention", "hybrid"))]
-    num_layers = len(with_attention) - kinds.count("linear_attention")
+    num_layers = 0
+    for kind in kinds:
+        num_layers += kind.endswith(("attention", "hybrid")) and kind != "linear_attention"
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     return 2 * heads * head_dim * num_layers / active_parameters(hf)
 
@@ -136,38 +136,26 @@ def active_parameters(hf: nn.Module) -> float:
     layer's experts the share that its router chooses."""
     text = backbone(hf)
     head = hf.score if hasattr(hf, "score") else hf.get_output_embeddings()
-    parameters = {*text.parameters()}
+    names = {parameter: name for name, parameter in text.named_parameters()}
     if head is not None:
-        parameters |= {*head.parameters()}  # a tied weight once
-    idle = sum(idle_weights(block) for block in text.modules())
-    return sum(map(num_weights, parameters)) - idle
+        names |= dict.fromkeys(head.parameters(), "head")  # a tied weight once
+    top_k = getattr(text.config, "num_experts_per_tok", None)
+    active = 0.0
+    for parameter, name in names.items():
+        size = parameter.numel()
+        if parameter.dtype == torch.uint8:
+            size *= 2  # QLoRA's 4 bits, two in a byte
+        if ".experts." in name and top_k:
+            size *= top_k / len(parameter)
+        active += size
+    return active
 
 
-def idle_weights(block: nn.Module) -> float:
-    """Weights of the experts of a block that a token does not go to."""
-    experts = getattr(block, "experts", None)
-    if not isinstance(experts, nn.Module):
-        return 0.0
-    for router in block.children():
-        if router is not experts and hasattr(router, "top_k") and hasattr(router, "num_experts"):
-            held = sum(map(num_weights, experts.parameters()))
-            return held * (1 - router.top_k / router.num_experts)
-    return 0.0
-
-
-def num_weights(parameter: Tensor) -> int:
-    in_one = 2 if parameter.dtype == torch.uint8 else 1  # QLoRA's 4 bits, two in a byte
-    return parameter.numel() * in_one
-
-
-def to_device(
-    batch: PackedBatch | SequenceShard, device: torch.device
-) -> PackedBatch | SequenceShard:
-    """The batch with its tensors on the device, but for cu_seqlens."""
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch, or a shard of it, with its tensors on the device, but for cu_seqlens."""
+    moved = {}
     for column in dataclasses.fields(batch):
         value = getattr(batch, column.name)
-        if isinstance(value, SequenceShard):
-            to_device(value, device)
-        elif isinstance(value, Tensor) and column.name != "cu_seqlens":
-            setattr(batch, column.name, value.to(device))
-    return batch
+        if isinstance(value, Tensor) and column.name != "cu_seqlens":
+            moved[column.name] = value.to(device)
+    return dataclasses.replace(batch, **moved)

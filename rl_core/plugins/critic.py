@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rl_core.algorithms import Algorithm, kl_estimate, sums_to_go
+from rl_core.algorithms import Algorithm, kl_estimate
 from rl_core.config import Config
 from rl_core.distributed import Ranks
-from rl_core.learning.advantages import global_sums, mean_and_std
-from rl_core.learning.learner import Learner, LearnerPart
+from rl_core.learning.learner import Learner, LearnerPart, mean_of
 from rl_core.learning.minibatches import Minibatch
 from rl_core.learning.policy import Policy
-from rl_core.metrics import Mean, Metric
+from rl_core.metrics import Mean, Metric, add_metrics, reduce_metrics
+from rl_core.plugins.normalise import deviation
+from rl_core.plugins.reference import sums_to_go
 from rl_core.types import PackedBatch
 
 # Of the learner that trains the critic.
@@ -53,8 +54,7 @@ class Critic(LearnerPart):
 
     def annotate(self, batches: list[PackedBatch]) -> dict[str, Metric]:
         """Turns the batches' rewards into advantages by GAE."""
-        ranks = self.learner.ranks
-        sums = torch.zeros(5, dtype=torch.float64, device=ranks.device)
+        sums: dict[str, Metric] = {}
         for batch in batches:
             rewards = token_rewards(self.algorithm, batch)
             batch.values = self.learner.forward(batch)[0]
@@ -63,8 +63,8 @@ class Critic(LearnerPart):
                 rewards, batch.values, sequences, gamma, self.config.gae_lambda
             )
             batch.returns = batch.advantages + batch.values
-            sums += value_sums(batch.values, sums_to_go(rewards, sequences, gamma))
-        return value_metrics(global_sums(sums, ranks))
+            add_metrics(sums, value_sums(batch.values, sums_to_go(rewards, sequences, gamma)))
+        return value_metrics(reduce_metrics(sums, self.learner.ranks))
 
     def before_update(
         self, learner: Learner, minibatch: Minibatch, step: float
@@ -107,7 +107,7 @@ def losses_of_values(
     config: Config, batch: PackedBatch, values: Tensor
 ) -> tuple[Tensor, dict[str, Metric]]:
     losses, is_clipped = value_losses(values, batch.values, batch.returns, config.critic.value_clip)
-    return losses, {"clip_frac": Mean(is_clipped.sum(), losses.numel())}
+    return losses, {"clip_frac": mean_of(is_clipped)}
 
 
 def value_losses(
@@ -123,21 +123,21 @@ def value_losses(
     return torch.maximum(losses, bounded), bounded > losses
 
 
-def value_sums(values: Tensor, rewards_to_go: Tensor) -> Tensor:
-    """[5] sums over tokens for value_metrics(); they add up over batches and ranks."""
+def value_sums(values: Tensor, rewards_to_go: Tensor) -> dict[str, Metric]:
+    """For value_metrics(); they add up over batches and ranks."""
     goal, error = rewards_to_go.double(), (rewards_to_go - values).double()
-    return torch.stack(
-        [x.sum() for x in (torch.ones_like(goal), goal, goal.square(), error, error.square())]
-    )
+    numbers = {"goal": goal, "goal_square": goal.square()}
+    numbers |= {"error": error, "error_square": error.square()}
+    return {name: mean_of(value) for name, value in numbers.items()}
 
 
-def value_metrics(sums: list[float]) -> dict[str, Metric]:
+def value_metrics(means: dict[str, float]) -> dict[str, Metric]:
     """Mean value, and the explained variance 1 - Var(G - V) / Var(G): 0 for a constant V, 1 for a
     perfect one. G is the discounted sum of rewards from the token on; lambda-returns contain V
     itself. Missing if G is constant."""
-    count, goal, goal_squares, error, error_squares = sums
-    metrics: dict[str, Metric] = {"critic_value_mean": Mean(goal - error, count)}
-    if count and (deviation := mean_and_std(goal, goal_squares, count)[1]):
-        of_error = mean_and_std(error, error_squares, count)[1]
-        metrics["critic_explained_variance"] = Mean(1 - (of_error / deviation) ** 2)
+    goal, error = means["goal"], means["error"]
+    metrics: dict[str, Metric] = {"critic_value_mean": Mean(goal - error)}
+    if of_goal := deviation(goal, means["goal_square"]):
+        of_error = deviation(error, means["error_square"])
+        metrics["critic_explained_variance"] = Mean(1 - (of_error / of_goal) ** 2)
     return metrics

@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable
 
 from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from rl_core.config import Config, LoraConfig
 from rl_core.data.chat import Chat, load_chat
-from rl_core.learning.loading import check_is_decoder, load_model_config
+from rl_core.learning.loading import load_model_config
 from rl_core.rules import nearest
 
 
@@ -60,6 +61,21 @@ def read_config(path: str) -> PretrainedConfig:
         raise ValueError(why_no_model(path, error)) from None
     check_is_decoder(config, path)
     return config
+
+
+def check_is_decoder(config: PretrainedConfig, path: str) -> None:
+    """Raises ValueError for a model that cannot continue a text: an encoder, or an encoder with a
+    decoder."""
+    family, kind = config.model_type, None
+    if config.is_encoder_decoder:
+        kind = "an encoder-decoder"
+    elif family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        kind = "an encoder"
+    if kind:
+        raise ValueError(
+            f"model {path!r} is {kind} ({family}); take a decoder-only language model, such as "
+            "Qwen3"
+        )
 
 
 def check_positions(config: Config, path: str, model_config: PretrainedConfig) -> None:

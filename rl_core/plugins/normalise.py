@@ -1,13 +1,13 @@
-"""--algo.normalize batch: advantages of all tokens of a step, with mean 0 and deviation 1."""
+"""--algo.normalize: advantages of all tokens of a step with mean 0 and deviation 1 (batch), or
+divided by the deviation of their environment (env)."""
 
 from __future__ import annotations
 
-import torch
-
+from rl_core.data.episodes import NO_SPREAD
 from rl_core.distributed import Ranks
-from rl_core.learning.advantages import global_sums, mean_and_std
-from rl_core.learning.learner import LearnerPart
-from rl_core.metrics import Metric
+from rl_core.learning.advantages import Judged
+from rl_core.learning.learner import LearnerPart, mean_of
+from rl_core.metrics import Mean, Metric, add_metrics, reduce_metrics
 from rl_core.types import PackedBatch
 
 
@@ -19,14 +19,37 @@ class BatchNormalised(LearnerPart):
         self.ranks = ranks
 
     def annotate(self, batches: list[PackedBatch]) -> dict[str, Metric]:
-        sums = torch.zeros(3, dtype=torch.float64, device=self.ranks.device)
+        sums: dict[str, Metric] = {}
         for batch in batches:
             values = batch.advantages.double()
-            powers = torch.ones_like(values), values, values.square()
-            sums += torch.stack([power.sum() for power in powers])
-        count, total, squares = global_sums(sums, self.ranks)
-        mean, deviation = mean_and_std(total, squares, max(count, 1))
-        scale = 1 / deviation if deviation else 0.0
+            add_metrics(sums, {"mean": mean_of(values), "square": mean_of(values.square())})
+        means = reduce_metrics(sums, self.ranks)
+        scale = deviation(**means)
         for batch in batches:
-            batch.advantages = (batch.advantages - mean) * scale
+            centred = batch.advantages - means["mean"]
+            batch.advantages = centred / scale if scale else centred * 0.0
         return {}
+
+
+def env_scales(judged: Judged, ranks: Ranks) -> dict[str, float]:
+    """Environment -> what divides its advantages: their standard deviation over all its sampled
+    tokens of the step on all ranks, those of groups without signal included; 1 where all are
+    equal."""
+    means: dict[str, Metric] = {}
+    squares: dict[str, Metric] = {}
+    for t, values in judged:
+        for turn, a in zip(t.turns, values, strict=True):
+            n = len(turn.completion.token_ids)
+            add_metrics(means, {t.env: Mean(n * a, n)})
+            add_metrics(squares, {t.env: Mean(n * a**2, n)})
+    square_of = reduce_metrics(squares, ranks)
+    scales = {}
+    for env, mean in reduce_metrics(means, ranks).items():
+        scales[env] = deviation(mean, square_of[env]) or 1.0
+    return scales
+
+
+def deviation(mean: float, square: float) -> float:
+    """Of a population with this mean, also of its squares; exactly 0 if it is rounding."""
+    found = max(square - mean**2, 0.0) ** 0.5
+    return found if found > NO_SPREAD * max(abs(mean), 1.0) else 0.0

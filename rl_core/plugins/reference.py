@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rl_core.algorithms import Algorithm, kl_estimate, sums_to_go
+from rl_core.algorithms import Algorithm, kl_estimate
 from rl_core.learning.learner import LearnerPart
 from rl_core.learning.policy import Policy
 from rl_core.metrics import Metric
@@ -44,3 +44,17 @@ def kl_penalised(a: Algorithm, batch: PackedBatch) -> Tensor:
     if a.kl_in == "reward":
         kl = sums_to_go(kl, batch.sequences)
     return batch.advantages - a.kl_coef * kl
+
+
+def sums_to_go(values: Tensor, sequences: Tensor, decay: float = 1.0) -> Tensor:
+    """[M] for each token the sum of its sequence's values from it on, the one l trained tokens
+    later times decay^l. Without a gradient."""
+    sums = values.detach().double().clone()
+    reach = 1
+    while reach < len(sums):
+        # Sums over `reach` tokens become sums over twice as many: log2 passes over all sequences at
+        # once.
+        is_same = sequences[reach:] == sequences[:-reach]
+        sums[:-reach] += decay**reach * sums[reach:].where(is_same, 0.0)
+        reach *= 2
+    return sums.to(values.dtype)

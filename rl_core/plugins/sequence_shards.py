@@ -9,15 +9,17 @@ import torch
 
 from rl_core.distributed import Ranks
 from rl_core.learning.learner import LearnerPart
+from rl_core.learning.minibatches import to_device
 from rl_core.types import PackedBatch, SequenceShard, TrainingSample
 
 
 class SequenceShards(LearnerPart):
     def __init__(self, ranks: Ranks):
-        self.cp, self.rank = ranks.mesh.cp, ranks.cp_rank
+        self.ranks = ranks
 
     def packed(self, batch: PackedBatch, samples: Sequence[TrainingSample]) -> PackedBatch:
-        return shard_sequences(batch, self.cp, self.rank)
+        sharded = shard_sequences(batch, self.ranks.mesh.cp, self.ranks.cp_rank)
+        return dataclasses.replace(sharded, shard=to_device(sharded.shard, self.ranks.device))
 
 
 def shard_sequences(batch: PackedBatch, cp: int, rank: int) -> PackedBatch:

@@ -18,9 +18,11 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-from rl_core.learning.loading import load_hf_model, local_slices
+from rl_core.learning.loading import load_hf_model
 from rl_core.learning.policy import Policy
 
 CONVERT = WeightConverter.convert
@@ -57,6 +59,17 @@ def load_shards(
             local.copy_(weight[slices])
             if isinstance(weight, Tensor):
                 forget_pages(weight)
+
+
+def local_slices(value: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """This rank's part of a parameter, and which part of the unsharded one it is."""
+    value = value.detach()
+    if not isinstance(value, DTensor):
+        return value, tuple(slice(0, n) for n in value.shape)
+    shape, start = compute_local_shape_and_global_offset(
+        value.shape, value.device_mesh, value.placements
+    )
+    return value.to_local(), tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
 
 
 def forget_pages(*weights: Tensor) -> None:

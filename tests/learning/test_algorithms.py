@@ -15,9 +15,8 @@ from kit import SORT, metrics, part_of, trajectories, words
 from test_critic import naive_gae, plain_values, with_critic
 from test_learner import assert_same, make_learner, ragged_samples
 
-from rl_core.algorithms import PRESETS, kl_estimate, sequence_mean, sums_to_go, token_losses
+from rl_core.algorithms import PRESETS, kl_estimate, sequence_mean, token_losses
 from rl_core.data.episodes import baseline_groups
-from rl_core.distributed import init_ranks
 from rl_core.learning.advantages import (
     group_advantages,
     has_signal,
@@ -27,6 +26,7 @@ from rl_core.learning.advantages import (
     turn_returns,
 )
 from rl_core.learning.learner import Learner
+from rl_core.plugins.reference import sums_to_go
 from rl_core.train import main
 from rl_core.types import Completion, TrainingSample, Trajectory, Turn
 
@@ -434,8 +434,9 @@ def test_the_overlong_penalty_is_dapos():
     longest, buffer = 20, 5
     for length in range(1, 21):
         want = 0.0 if length <= 15 else (15 - length) / 5
-        assert overlong_penalty(length, longest, buffer) == want
-    assert [overlong_penalty(n, 20, 0) for n in (16, 18, 20)] == [0.0, -0.5, -1.0]
+        assert overlong_penalty(episode(0.0, length), longest, buffer) == want
+    fifth = [overlong_penalty(episode(0.0, n), 20, 0) for n in (16, 18, 20)]
+    assert fifth == [0.0, -0.5, -1.0]
 
 
 def episode(reward: float, length: int, status="ok") -> Trajectory:
@@ -458,10 +459,7 @@ def test_the_overlong_penalty_is_of_an_episodes_longest_turn():
             for i, n in enumerate(lengths)
         ]
         row = dataclasses.replace(PRESETS["dr_grpo"], overlong="soft", overlong_buffer=4)
-        return [
-            max(s.advantages, key=abs)
-            for s in samples_of([[long, episode(0.0, 1)]], row, 10, init_ranks(60))
-        ]
+        return [max(s.advantages, key=abs) for s in samples_of([[long, episode(0.0, 1)]], row, 10)]
 
     assert advantages(6, 6) == advantages(5) == pytest.approx([0.5, -0.5])
     assert advantages(2, 9) == pytest.approx([0.125, -0.125])
@@ -477,7 +475,7 @@ def test_overlong_episodes_are_penalised_or_left_out_but_count_in_the_baseline()
 
     def advantages(overlong):
         row = dataclasses.replace(PRESETS["dr_grpo"], overlong=overlong)
-        return [max(s.advantages, key=abs) for s in samples_of([group], row, 10, init_ranks(60))]
+        return [max(s.advantages, key=abs) for s in samples_of([group], row, 10)]
 
     assert advantages("none") == pytest.approx([0.5, -0.5, 0.0])
     assert advantages("mask") == pytest.approx([0.5, -0.5])

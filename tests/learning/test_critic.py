@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -21,8 +22,10 @@ from rl_core.learning.advantages import samples_of
 from rl_core.learning.learner import Learner
 from rl_core.learning.minibatches import Minibatch
 from rl_core.learning.policy import Policy
+from rl_core.metrics import add_metrics, reduce_metrics
 from rl_core.models import make_critic
 from rl_core.plugins.critic import gae_advantages, value_losses, value_metrics, value_sums
+from rl_core.plugins.normalise import env_scales
 from rl_core.train import main
 from rl_core.types import Completion, TrainingSample, Trajectory, Turn
 
@@ -135,18 +138,21 @@ def test_the_value_loss_is_ppo2s(clip):
 def test_explained_variance_is_one_less_the_share_of_what_is_left():
     torch.manual_seed(0)
     goal, values = torch.randn(200), torch.randn(200)
-    halves = [value_sums(values[part], goal[part]) for part in (slice(0, 30), slice(30, None))]
-    found = value_metrics(sum(halves).tolist())
+    halves = {}
+    for part in (slice(0, 30), slice(30, None)):
+        add_metrics(halves, value_sums(values[part], goal[part]))
+    found = value_metrics(reduce_metrics(halves, init_ranks(60)))
     want = 1 - (goal - values).var() / goal.var()
     assert found["critic_explained_variance"].value == pytest.approx(want.item(), rel=1e-5)
     assert found["critic_value_mean"].value == pytest.approx(values.mean().item(), abs=1e-6)
     for same, expected in ((goal, 1.0), (torch.full((200,), 3.0), 0.0)):
-        found = value_metrics(value_sums(same, goal).tolist())["critic_explained_variance"]
+        means = reduce_metrics(value_sums(same, goal), init_ranks(60))
+        found = value_metrics(means)["critic_explained_variance"]
         assert found.value == pytest.approx(expected, abs=1e-5)
-    assert "critic_explained_variance" not in value_metrics(
-        value_sums(values, torch.ones(200)).tolist()
-    )
-    assert "critic_explained_variance" not in value_metrics([0.0] * 5)
+    for size in (200, 0):
+        constant = value_sums(values[:size], torch.ones(size))
+        means = reduce_metrics(constant, init_ranks(60))
+        assert "critic_explained_variance" not in value_metrics(means)
 
 
 def test_with_a_critic_that_knows_nothing_the_first_gradient_is_that_of_reinforce(tiny_model):
@@ -291,8 +297,8 @@ def groups_of_two_envs() -> list[list[Trajectory]]:
 def test_each_environments_advantages_are_divided_by_their_own_deviation(advantage):
     row = dataclasses.replace(PRESETS["grpo"], advantage=advantage)
     groups, ranks = groups_of_two_envs(), init_ranks(60)
-    plain = samples_of(groups, row, 10, ranks)
-    scaled = samples_of(groups, dataclasses.replace(row, normalize="env"), 10, ranks)
+    plain = samples_of(groups, row, 10)
+    scaled = samples_of(groups, row, 10, scales_of=partial(env_scales, ranks=ranks))
     env_of = [t.env for g in groups for t in g]
     for env in ("small", "large", "flat"):
         pairs = [(p, s) for p, s, e in zip(plain, scaled, env_of, strict=True) if e == env]

@@ -27,10 +27,10 @@ from rl_core.config import LoraConfig
 from rl_core.distributed import Mesh, Ranks, init_ranks, on_mesh
 from rl_core.host_copies import HostCopies
 from rl_core.learning import loading
-from rl_core.learning.loading import local_slices
 from rl_core.models import compile_blocks, make_policy
 from rl_core.plugins.lora import adapter_parameters
 from rl_core.plugins.offload import activations_on_host
+from rl_core.plugins.shard_loading import local_slices
 
 ARCHITECTURES = ("qwen3", "llama", "qwen2")
 
