@@ -30,7 +30,6 @@ from rl_core.learning.policy import (
     Policy,
     backbone,
     blocks_of,
-    shard_policy,
     without_dropout,
 )
 from rl_core.sampling.engine import Engine, EngineSpec
@@ -240,7 +239,7 @@ def make_policy(
     )
     prepare(policy, is_frozen, recomputes=learner.activations == "recompute")
     if is_split:
-        shard_policy(policy, dtype, ranks, cpu_offload)
+        registry.shard_policy()(policy, dtype, ranks, cpu_offload)
     if weights:
         weights_on = torch.device("cpu") if cpu_offload else ranks.device
         registry.load_shards()(policy, weights, ranks.device, weights_on)

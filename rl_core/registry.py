@@ -304,6 +304,12 @@ def load_on_meta() -> Any:
     return load_on_meta
 
 
+def shard_policy() -> Any:
+    from rl_core.plugins.shard_loading import shard_policy
+
+    return shard_policy
+
+
 def load_shards() -> Any:
     from rl_core.plugins.shard_loading import load_shards
 

@@ -38,8 +38,9 @@ from rl_core.data.pretrained import load_pretrained
 from rl_core.distributed import Ranks, close_ranks, init_ranks
 from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.slots import SlotModel
-from rl_core.learning.policy import Policy, shard_policy
+from rl_core.learning.policy import Policy
 from rl_core.models import make_policy
+from rl_core.plugins.shard_loading import shard_policy
 from rl_core.sampling.engine import Engine, EngineSpec
 from rl_core.types import SamplingParams
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -23,12 +24,13 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 
 from rl_core.config import Config
 from rl_core.engines.remote import ask, in_buckets
 from rl_core.engines.sglang_server import Server, check_sglang
 from rl_core.host_copies import release_cached_memory
-from rl_core.learning.policy import checkpoint_weights
 from rl_core.metrics import Metric, Sum
 from rl_core.rules import refuse
 from rl_core.sampling.engine import (
@@ -445,3 +447,20 @@ class Files:
         for folder in Path(self.home.name).glob("*"):
             self.remove(folder)
         self.home.cleanup()
+
+
+def checkpoint_weights(
+    hf: nn.Module, named: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights under the names that published checkpoints of this model have, such as one tensor
+    for each expert. Weights of one layer must come together, as named_weights() gives them."""
+    conversions = get_model_conversion_mapping(hf, add_legacy=False)
+    if not conversions and not getattr(hf, "_weight_conversions", None):
+        yield from named
+        return
+    for _, layer in itertools.groupby(named, lambda item: layer_number(item[0])):
+        yield from revert_weight_conversion(hf, dict(layer)).items()
+
+
+def layer_number(name: str) -> str:
+    return next((part for part in name.split(".") if part.isdigit()), "")

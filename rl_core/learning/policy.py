@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,16 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, GenerationConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import revert_weight_conversion
 
 from rl_core.data.pretrained import load_pretrained
 from rl_core.distributed import Ranks, local, unsharded
@@ -213,25 +203,6 @@ def without_dropout(hf: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def shard_policy(
-    policy: Policy, dtype: torch.dtype, ranks: Ranks, cpu_offload: bool = False
-) -> None:
-    """Each block and the rest split over the ranks of a copy of the weights (FSDP2; HSDP with
-    several copies), after what the policy splits itself; compute in `dtype`, sums of gradients in
-    fp32."""
-    placement = policy.split(ranks.weights_mesh)
-    dims = ("dp_replicate", "dp_shard_cp") if ranks.mesh.dp_replicate > 1 else ("dp_shard_cp",)
-    offload = OffloadPolicy()
-    if cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
-    kwargs = {"mesh": ranks.weights_mesh[dims], "offload_policy": offload}
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for block in blocks_of(policy.hf):
-        fully_shard(block, mp_policy=precision, **kwargs)
-    root = dataclasses.replace(precision, output_dtype=torch.float32)
-    fully_shard(policy, mp_policy=root, shard_placement_fn=placement, **kwargs)
-
-
 def end_token_ids(path: str) -> list[int]:
     """Tokens that a model's generation_config.json, or else its config.json, names as ends of a
     turn; some have several."""
@@ -243,20 +214,3 @@ def end_token_ids(path: str) -> list[int]:
     if ids is None:
         return []
     return ids if isinstance(ids, list) else [ids]
-
-
-def checkpoint_weights(
-    hf: nn.Module, named: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names that published checkpoints of this model have, such as one tensor
-    for each expert. Weights of one layer must come together, as named_weights() gives them."""
-    conversions = get_model_conversion_mapping(hf, add_legacy=False)
-    if not conversions and not getattr(hf, "_weight_conversions", None):
-        yield from named
-        return
-    for _, layer in itertools.groupby(named, lambda item: layer_number(item[0])):
-        yield from revert_weight_conversion(hf, dict(layer)).items()
-
-
-def layer_number(name: str) -> str:
-    return next((part for part in name.split(".") if part.isdigit()), "")

@@ -1,5 +1,5 @@
-"""A sharded model from its files: transformers maps them, the model becomes an empty one on torch's
-meta device, and each rank reads the slices that it holds.
+"""A model that is split over ranks, and its weights from files: transformers maps them, the model
+becomes an empty one on torch's meta device, and each rank reads the slices that it holds.
 
 A weight that transformers makes of several, such as all experts of a layer, is made of the slices'
 parts alone.
@@ -8,6 +8,7 @@ parts alone.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 import mmap
 import sys
@@ -18,14 +19,40 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
+from rl_core.distributed import Ranks
 from rl_core.learning.loading import load_hf_model
-from rl_core.learning.policy import Policy
+from rl_core.learning.policy import Policy, blocks_of
 
 CONVERT = WeightConverter.convert
+
+
+def shard_policy(
+    policy: Policy, dtype: torch.dtype, ranks: Ranks, cpu_offload: bool = False
+) -> None:
+    """Each block and the rest split over the ranks of a copy of the weights (FSDP2; HSDP with
+    several copies), after what the policy splits itself; compute in `dtype`, sums of gradients in
+    fp32."""
+    placement = policy.split(ranks.weights_mesh)
+    dims = ("dp_replicate", "dp_shard_cp") if ranks.mesh.dp_replicate > 1 else ("dp_shard_cp",)
+    offload = OffloadPolicy()
+    if cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
+    kwargs = {"mesh": ranks.weights_mesh[dims], "offload_policy": offload}
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in blocks_of(policy.hf):
+        fully_shard(block, mp_policy=precision, **kwargs)
+    root = dataclasses.replace(precision, output_dtype=torch.float32)
+    fully_shard(policy, mp_policy=root, shard_placement_fn=placement, **kwargs)
 
 
 def load_on_meta(

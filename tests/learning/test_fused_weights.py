@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 
 from rl_core.config import LearnerConfig, LoraConfig
 from rl_core.distributed import Mesh, init_ranks, on_mesh
+from rl_core.engines.sglang import checkpoint_weights
 from rl_core.learning import loading
-from rl_core.learning.policy import checkpoint_weights
 from rl_core.models import make_policy
 from rl_core.plugins.checkpoint import export_policy
 from rl_core.plugins.shard_loading import fused_later

@@ -1,4 +1,4 @@
-"""Engines that do not sample with their learner's weights stop the run, which names the tensors."""
+"""Engines that do not sample with their learner's weights stop the run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_engine_of_each_of_two_ranks_agrees_with_the_sharded_learner(
     assert 0 < max(largest(tmp_path / "run")) < 1e-4
 
 
-def test_a_tensor_of_the_engine_that_is_not_the_learners_is_named(
+def test_a_tensor_of_the_engine_that_is_not_the_learners_stops_the_run(
     tiny_model, tmp_path, monkeypatch, capsys
 ):
     load = embedded.load_weights
@@ -74,10 +74,7 @@ def test_a_tensor_of_the_engine_that_is_not_the_learners_is_named(
     monkeypatch.setattr(embedded, "load_weights", load_all_but_a_part)
     assert main(flags_of(tiny_model, tmp_path / "run", *COPY)) == 1
     said = capsys.readouterr().err
-    assert (
-        f"allows 0.001; on rank 0 these tensors differ most: {BROKEN} (by up to 1)\n" in said
-        and not metrics_of(tmp_path / "run")
-    )
+    assert "allows 0.001\n" in said and not metrics_of(tmp_path / "run")
     assert main(flags_of(tiny_model, tmp_path / "off", *COPY, "--canary_tolerance", "0")) == 0
     assert "learn/policy/canary_max_diff" not in metrics(tmp_path / "off")[0]
 
@@ -96,7 +93,7 @@ def test_an_engine_that_computes_otherwise_with_the_learners_own_weights_is_foun
     monkeypatch.setattr(slots, "sample_tokens", sample_too_likely)
     assert main(flags_of(tiny_model, tmp_path / "run")) == 1
     said = capsys.readouterr().err
-    assert "no tensor that can be read here differs" in said
+    assert "does not sample with its learner's weights" in said
     assert not metrics_of(tmp_path / "run")
 
 
@@ -123,7 +120,7 @@ def test_an_update_that_did_not_arrive_is_found_the_last_one_too(
     monkeypatch.setattr(EmbeddedEngine, "update", lose_the_first_of_the_run)
     assert main(flags_of(tiny_model, tmp_path / "run", *COPY, "--num_steps", steps)) == 1
     said = capsys.readouterr().err
-    assert "these tensors differ most" in said and "_proj.weight" in said
+    assert "does not sample with its learner's weights" in said
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1]
 
 
@@ -151,7 +148,7 @@ def run_broken(torchrun, num_ranks: int, folder: Path, flags: list[str], **how):
 
 def test_one_of_two_ranks_with_other_weights_stops_both(tiny_model, torchrun, tmp_path):
     done = run_broken(torchrun, 2, tmp_path, flags_of(tiny_model, tmp_path / "run"), rank=1, call=1)
-    assert f"on rank 1 these tensors differ most: {BROKEN} (by up to 1)" in done.stderr
+    assert "does not sample with its learner's weights" in done.stderr
     assert "rank 0 ended with 1" in done.stdout and "rank 1 ended with 1" in done.stdout
 
 
