@@ -10,13 +10,12 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from rl_core.algorithms import Algorithm, kl_estimate, token_losses
 from rl_core.config import Config, OptimConfig
 from rl_core.data.packing import PackBudget
-from rl_core.distributed import Ranks, all_gather_json, local, unsharded
+from rl_core.distributed import Ranks, all_gather_json, local
 from rl_core.host_copies import HostCopies
 from rl_core.learning.minibatches import Minibatch, pair_work, shard_samples
 from rl_core.learning.policy import Policy
@@ -252,19 +251,12 @@ class Learner:
 
     def clip_gradients(self) -> Tensor:
         """The norm before it is bounded, over all ranks."""
-        self.policy.finish_gradients()
-        # Torch takes the norm of tensors on one mesh.
-        by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-        for _, parameter in self.trained_parameters():
-            if parameter.grad is not None:
-                mesh = getattr(parameter.grad, "device_mesh", None)
-                by_mesh.setdefault(mesh, []).append(parameter.grad)
-        norms = [unsharded(nn.utils.get_total_norm(grads)) for grads in by_mesh.values()]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        found = [parameter.grad for _, parameter in self.trained_parameters()]
+        grads = [grad for grad in found if grad is not None]
+        norm = self.policy.gradient_norm(grads)
         if limit := self.config.optim.max_grad_norm:
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-            for grads in by_mesh.values():
-                torch._foreach_mul_([local(grad) for grad in grads], scale)
+            torch._foreach_mul_([local(grad) for grad in grads], scale)
         return norm
 
     def on_device(self) -> ExitStack:

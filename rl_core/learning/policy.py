@@ -138,8 +138,9 @@ class Policy(nn.Module):
     def split(self, mesh: DeviceMesh) -> Callable | None:
         """Splits matrices before FSDP does; FSDP's shard_placement_fn for what is left."""
 
-    def finish_gradients(self) -> None:
-        """Completes gradients that are partial sums, before they are clipped."""
+    def gradient_norm(self, grads: list[Tensor]) -> Tensor:
+        """Over all ranks, of gradients that are complete when it returns."""
+        return unsharded(nn.utils.get_total_norm(grads))
 
     def unsharded_weights(
         self, adapter: str, dtype: torch.dtype | None

@@ -32,8 +32,7 @@ STATE_SPACES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 
 
 def check_lora(lora: LoraConfig, model_config: PretrainedConfig) -> None:
-    """Raises ValueError if the model has no such layers or a rank is larger than a layer, before
-    any weight is read."""
+    """Raises ValueError if the model has no such layers, before any weight is read."""
     model = on_meta(model_config)
     layers, experts = linear_layers(model), experts_of(model)
     if not layers:
@@ -51,15 +50,6 @@ def check_lora(lora: LoraConfig, model_config: PretrainedConfig) -> None:
         raise ValueError(
             f"--actors.policy.lora.targets={lora.targets}: {unknown[0]!r} is no linear layer of a "
             f"block of this model; take some of {', '.join(sorted(known))}, or all-linear{also}"
-        )
-    weights = {n: layer.weight for n, layer in layers.items() if last_name(n) in targets}
-    if has_experts(lora):
-        weights |= {n: w for n, w in model.named_parameters() if n.endswith(tuple(experts))}
-    smallest, layer = min((min(weight.shape[-2:]), name) for name, weight in weights.items())
-    if lora.rank > smallest:
-        raise ValueError(
-            f"--actors.policy.lora.rank={lora.rank} is larger than the rank of {layer}; take at "
-            f"most {smallest}"
         )
 
 

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -114,6 +114,15 @@ class TensorParallelPolicy(Policy):
             weight = distribute_tensor(head.weight, self.mesh, [Shard(0)], src_data_rank=None)
             head.weight = nn.Parameter(weight)
         return partial(split_again, num_parts=mesh["dp_shard_cp"].size())
+
+    def gradient_norm(self, grads: list[Tensor]) -> Tensor:
+        self.finish_gradients()
+        # Torch takes the norm of tensors on one mesh.
+        by_mesh: dict[DeviceMesh, list[Tensor]] = {}
+        for grad in grads:
+            by_mesh.setdefault(grad.device_mesh, []).append(grad)
+        norms = [super(TensorParallelPolicy, self).gradient_norm(g) for g in by_mesh.values()]
+        return torch.linalg.vector_norm(torch.stack(norms))
 
     def finish_gradients(self) -> None:
         """Adds up the gradients of unsharded weights that act on a rank's own heads alone: norms of

@@ -387,11 +387,6 @@ def test_a_run_says_whether_adapters_leave_out_experts(family, tmp_path, capfd, 
         ),
         (
             "qwen3_moe",
-            "experts --actors.policy.lora.rank 33",
-            "larger than the rank of .*experts.down_proj; take at most 32",
-        ),
-        (
-            "qwen3_moe",
             "experts --actors.b.share policy",
             "no adapters on experts of several actors",
         ),
