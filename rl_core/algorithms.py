@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import numpy as np
+    from numpy import ndarray as Array
     from torch import Tensor
 
     from rl_core.types import PackedBatch
@@ -82,45 +82,37 @@ class Advantage:
 
     # (rewards, weights, episodes), all [G] -> advantages [G]. The conversations of one episode have
     # its number, from 0, and weigh 1 together. None: the environment's advantage_fn.
-    of: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None
+    of: Callable[[Array, Array, Array], Array] | None
     # It compares episodes: a group of one is refused, and equal rewards give exactly 0.
     needs_group: bool
 
 
-def own_reward(rewards: np.ndarray, weights: np.ndarray, episodes: np.ndarray) -> np.ndarray:
+def own_reward(rewards: Array, weights: Array, episodes: Array) -> Array:
     """[G] R"""
     return rewards
 
 
-def group_mean(rewards: np.ndarray, weights: np.ndarray, episodes: np.ndarray) -> np.ndarray:
+def group_mean(rewards: Array, weights: Array, episodes: Array) -> Array:
     """[G] R - mean(R)"""
     return rewards - (weights * rewards).sum() / weights.sum()
 
 
-def group_norm(
-    rewards: np.ndarray, weights: np.ndarray, episodes: np.ndarray, degrees_lost: int = 0
-) -> np.ndarray:
+def group_norm(rewards: Array, weights: Array, episodes: Array, degrees_lost: int = 0) -> Array:
     """[G] (R - mean(R)) / standard deviation of the population."""
     centred = group_mean(rewards, weights, episodes)
     variance = weights @ centred**2 / (weights.sum() - degrees_lost)
     return centred / variance**0.5
 
 
-def group_norm_unbiased(
-    rewards: np.ndarray, weights: np.ndarray, episodes: np.ndarray
-) -> np.ndarray:
+def group_norm_unbiased(rewards: Array, weights: Array, episodes: Array) -> Array:
     """[G] (R - mean(R)) / standard deviation of the sample."""
     return group_norm(rewards, weights, episodes, degrees_lost=1)
 
 
-def rloo(rewards: np.ndarray, weights: np.ndarray, episodes: np.ndarray) -> np.ndarray:
+def rloo(rewards: Array, weights: Array, episodes: Array) -> Array:
     """[G] R - mean of the other episodes' R (Kool et al. 2019; arXiv:2402.14740)."""
-    import numpy as np
-
-    of_episode = np.bincount(episodes, weights * rewards)
-    weight_of_episode = np.bincount(episodes, weights)
-    others = of_episode.sum() - of_episode
-    return rewards - (others / (weights.sum() - weight_of_episode))[episodes]
+    is_other = episodes[:, None] != episodes  # [G, G]
+    return rewards - is_other @ (weights * rewards) / (is_other @ weights)
 
 
 ADVANTAGES = {

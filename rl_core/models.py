@@ -151,10 +151,8 @@ def advantage_parts(algorithm: Algorithm, ranks: Ranks) -> list[LearnerPart]:
 
 
 def learner_with(config: Config) -> Callable[..., Learner]:
-    """Learner() with the optimizer, and the offload of its state, that the flags name."""
-    optimizer = registry.OPTIMIZERS[config.optim.name]()
-    leaves_device = config.learner.offload == "phase"
-    return partial(Learner, make_optimizer=optimizer, leaves_device=leaves_device)
+    """Learner() with the optimizer that the flags name."""
+    return partial(Learner, make_optimizer=registry.OPTIMIZERS[config.optim.name]())
 
 
 def make_experts(config: Config, name: str, policy: Policy, ranks: Ranks) -> list[LearnerPart]:

@@ -75,18 +75,16 @@ class Learner:
         parts: Iterable[LearnerPart] = (),
         loss: Loss | None = None,
         make_optimizer: Callable[[Named, OptimConfig], Optimizer] | None = None,
-        leaves_device: bool = False,
         name: str = "policy",
         adapter: str = "",
     ):
-        """`loss`: instead of the algorithm's own. `leaves_device`: the optimizer's state does,
-        outside step(). `adapter`: that it trains, if any."""
+        """`loss`: instead of the algorithm's own. `adapter`: that it trains, if any."""
         self.config, self.algorithm, self.policy, self.ranks = config, algorithm, policy, ranks
         self.parts, self.loss, self.name, self.adapter = tuple(parts), loss, name, adapter
         self.temperature = config.sampling.temperature if algorithm.is_rl else 1.0
         self.optimizer = (make_optimizer or adamw)(self.trained_parameters(), config.optim)
         self.state_on_device: Callable[[], AbstractContextManager] = nullcontext
-        if leaves_device:
+        if config.learner.offload == "phase":
             copies = HostCopies(ranks.device)
             self.state_on_device = partial(copies.on_device, self.optimizer_state)
         self.updates_per_step = config.learner.minibatches * config.learner.epochs

@@ -32,7 +32,6 @@ from rl_core.data.pretrained import load_pretrained
 from rl_core.data.tasks import check_messages
 from rl_core.types import Message
 
-LOCAL = {"localhost", "127.0.0.1", "::1"}
 MAX_PAUSE_S = 5.0  # between two attempts at a server
 
 
@@ -53,9 +52,9 @@ class RewardModel:
         import torch  # takes seconds to import, which --help does not wait for
 
         if device is None:
-            device = (
-                f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-            )
+            device = "cpu"
+            if torch.cuda.is_available():
+                device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         self.path, self.device, self.batch_tokens = path, torch.device(device), batch_tokens
         self.model = load_classifier(path, self.device)
         self.chat = load_chat(path, chat_template)
@@ -84,19 +83,22 @@ class RewardModel:
 
     def score_ids(self, conversations: Sequence[list[int]]) -> list[float]:
         """As score(), of token ids. Conversations of similar length share a forward."""
-        scores, waiting = {}, sorted(range(len(conversations)), key=lambda i: len(conversations[i]))
+        scores = [math.nan] * len(conversations)
+        waiting = sorted(range(len(conversations)), key=lambda i: len(conversations[i]))
         with self.lock:
             while waiting:
                 # The longest, and as many below it as fit once they are padded to it.
                 num = max(1, self.batch_tokens // len(conversations[waiting[-1]]))
                 batch, waiting = waiting[-num:], waiting[:-num]
-                scores |= zip(batch, self.forward([conversations[i] for i in batch]), strict=True)
-        if bad := [score for score in scores.values() if not math.isfinite(score)]:
+                found = self.forward([conversations[i] for i in batch])
+                for i, score in zip(batch, found, strict=True):
+                    scores[i] = score
+        if not all(map(math.isfinite, scores)):
             raise ValueError(
-                f"{self.path} gave a score of {bad[0]}: its weights are broken, or overflow in "
-                "this dtype"
+                f"{self.path} gave a score that is NaN or infinite: its weights are broken, or "
+                "overflow in this dtype"
             )
-        return [scores[i] for i in range(len(conversations))]
+        return scores
 
     def forward(self, conversations: list[list[int]]) -> list[float]:
         import torch
@@ -110,12 +112,9 @@ class RewardModel:
         # The classifier's own forward finds the end by a padding token, in which a conversation may
         # end.
         with torch.inference_mode():
-            hidden = self.model.base_model(
-                input_ids=input_ids, attention_mask=mask, use_cache=False
-            ).last_hidden_state
-            return scores_of(
-                self.model, hidden[torch.arange(len(rows), device=self.device), last]
-            ).tolist()
+            found = self.model.base_model(input_ids=input_ids, attention_mask=mask, use_cache=False)
+            hidden = found.last_hidden_state[torch.arange(len(rows), device=self.device), last]
+            return scores_of(self.model, hidden).tolist()
 
 
 def load_classifier(path: str, device: Any) -> Any:
@@ -130,13 +129,15 @@ def load_classifier(path: str, device: Any) -> Any:
         model, found = load_pretrained(AutoModelForSequenceClassification, path, dtype=dtype, **how)
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"model {path!r} cannot score: {str(error).splitlines()[0]}") from None
-    missing = sorted(found["missing_keys"])
-    if missing or model.config.num_labels != 1 or not hasattr(model, "score"):
-        why = f"it lacks {missing[0]}" if missing else f"it has {model.config.num_labels} labels"
+    why = [f"it lacks {name}" for name in sorted(found["missing_keys"])]
+    if model.config.num_labels != 1:
+        why.append(f"it has {model.config.num_labels} labels")
+    if not hasattr(model, "score"):
+        why.append("its head is no linear score")
+    if why:
         raise ValueError(
-            f"model {path!r} is no trained reward model, {why}: give a sequence classifier with "
-            "one label, such as "
-            "the folder hf/policy of a run with --algorithm rm"
+            f"model {path!r} is no trained reward model, {why[0]}: give a sequence classifier with "
+            "one label, such as the folder hf/policy of a run with --algorithm rm"
         )
     model.score.float()
     return model.to(device).eval()
@@ -176,24 +177,13 @@ async def remote_scores(
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
 
-def page_check(host: str) -> Callable:
-    """Refuses what pages in a browser ask, of any site: they would have the model of whoever runs
-    the server work for them. A page whose name is made to resolve to this machine has another Host
-    than a loopback address."""
-    is_local = host in LOCAL
-
-    @web.middleware
-    async def check(request: web.Request, handler: Callable) -> web.StreamResponse:
-        if "Origin" in request.headers:
-            return web.json_response({"error": "pages in a browser may not ask"}, status=403)
-        if is_local and request.url.host not in LOCAL:
-            error = (
-                f"Host {request.host} is not {host}; listen on all interfaces with --host 0.0.0.0"
-            )
-            return web.json_response({"error": error}, status=403)
-        return await handler(request)
-
-    return check
+@web.middleware
+async def refuse_pages(request: web.Request, handler: Callable) -> web.StreamResponse:
+    """Pages in a browser, which tells where they are from, would have the model of whoever runs the
+    server work for them."""
+    if "Origin" in request.headers:
+        return web.json_response({"error": "pages in a browser may not ask"}, status=403)
+    return await handler(request)
 
 
 class ScoreServer:
@@ -240,28 +230,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m rl_core.plugins.reward_model", allow_abbrev=False
     )
-    parser.add_argument(
-        "--model", required=True, help="folder or hub name of a reward model: runs/rm/hf/policy"
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all interfaces"
-    )
-    parser.add_argument("--port", type=int, default=8001, help="[8001]")
-    parser.add_argument(
-        "--device", help="such as cuda:1 or cpu; default: the first GPU if there is one"
-    )
-    parser.add_argument(
-        "--batch_tokens",
-        type=int,
-        default=16384,
-        help="tokens of one forward, with padding [16384]",
-    )
-    parser.add_argument(
-        "--max_request_mib", type=float, default=16, help="a larger request is refused [16]"
-    )
+    add = parser.add_argument
+    add("--model", required=True, help="folder or hub name of a reward model: runs/rm/hf/policy")
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all interfaces")
+    add("--port", type=int, default=8001, help="[8001]")
+    add("--device", help="such as cuda:1 or cpu; default: the first GPU if there is one")
+    add("--batch_tokens", type=int, default=16384, help="tokens of one forward [16384]")
+    add("--max_request_mib", type=float, default=16, help="a larger request is refused [16]")
     args = parser.parse_args(argv)
     size = int(args.max_request_mib * 2**20)
-    app = web.Application(client_max_size=size, middlewares=[page_check(args.host)])
+    app = web.Application(client_max_size=size, middlewares=[refuse_pages])
     ready = f"scores of {args.model} at http://{args.host}:{args.port}"
     try:
         server = ScoreServer(RewardModel(args.model, args.device, batch_tokens=args.batch_tokens))

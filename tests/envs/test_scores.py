@@ -226,13 +226,10 @@ def test_a_bad_request_is_told_what_is_wrong_and_does_not_harm_the_server(
     assert ask(server, {"messages": TALKS[0]})[0] == 200
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("Origin", "https://a.page"), ("Origin", "null"), ("Host", "a.page"), ("Host", "a.page:8001")],
-)
-def test_pages_in_a_browser_get_no_scores(name, value, server):
+@pytest.mark.parametrize("value", ["https://a.page", "null"])
+def test_pages_in_a_browser_get_no_scores(value, server):
     # Which a page may send without asking first.
-    headers = {name: value, "Content-Type": "text/plain"}
+    headers = {"Origin": value, "Content-Type": "text/plain"}
     connection = http.client.HTTPConnection(server.removeprefix("http://"), timeout=30)
     for method, path in (("POST", "/classify"), ("GET", "/health")):
         connection.request(method, path, json.dumps({"messages": TALKS}), headers)
