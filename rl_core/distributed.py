@@ -216,20 +216,6 @@ def barrier(ranks: Ranks) -> None:
         dist.all_reduce(torch.zeros(1))  # on the CPU, where no device is waited for
 
 
-def exchange(
-    outgoing: list[torch.Tensor], incoming_sizes: list[int], ranks: Ranks
-) -> list[torch.Tensor]:
-    """What every rank sent to this one. outgoing[r]: 1-D tensor on the host for rank r, of one
-    dtype on all; incoming_sizes[r]: how many numbers rank r sends here."""
-    if ranks.size == 1:
-        return outgoing
-    incoming = torch.empty(sum(incoming_sizes), dtype=outgoing[0].dtype)
-    dist.all_to_all_single(
-        incoming, torch.cat(outgoing), incoming_sizes, [len(part) for part in outgoing]
-    )
-    return list(incoming.split(incoming_sizes))
-
-
 def local(value: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor that is split over ranks; any other as it is."""
     return value.to_local() if isinstance(value, DTensor) else value

@@ -226,7 +226,7 @@ def preset_step(name: str, *flags: str, config: PretrainedConfig | None = None) 
         learner.annotate(minibatches)
     with Update(learner) as update:
         metrics = learner.step(minibatches, 0)
-    assert update.reads == sum(
+    assert update.reads <= sum(
         m.value for name, m in metrics.items() if name.endswith("updates")
     ), "waits too often"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_core.algorithms import Algorithm, loss_denominator
@@ -23,7 +24,7 @@ from rl_core.data.packing import (
     sample_of,
     trimmed,
 )
-from rl_core.distributed import Ranks, all_gather_json, exchange
+from rl_core.distributed import Ranks, all_gather_json
 from rl_core.learning.policy import backbone
 from rl_core.metrics import Mean, Metric, Sum, add_metrics
 from rl_core.types import PackedBatch, TrainingSample
@@ -97,22 +98,24 @@ def move_samples(
     each."""
     if ranks.size == 1:
         return {entry: samples[entry.index] for entry in trainers}
-    outgoing = [[np.zeros(0, np.uint8)] for _ in range(ranks.size)]
-    incoming: list[list[Entry]] = [[] for _ in range(ranks.size)]
-    for entry, dp_rank in trainers.items():
-        if dp_rank == ranks.dp_rank:
-            incoming[entry.rank].append(entry)
-        if entry.rank == ranks.rank:
-            for rank in range(ranks.size):
-                if ranks.dp_rank_of(rank) == dp_rank:
-                    outgoing[rank].append(bytes_of(samples[entry.index]))
-    sent = [torch.from_numpy(np.concatenate(parts)) for parts in outgoing]
-    sizes = [[entry.num_bytes for entry in entries] for entries in incoming]
+    incoming = [entry for entry, dp_rank in trainers.items() if dp_rank == ranks.dp_rank]
+    incoming.sort(key=lambda entry: entry.rank)
+    outgoing = [np.zeros(0, np.uint8)]
+    num_out, num_in = [0] * ranks.size, [0] * ranks.size  # bytes
+    for entry in incoming:
+        num_in[entry.rank] += entry.num_bytes
+    for rank in range(ranks.size):
+        for entry, dp_rank in trainers.items():
+            if entry.rank == ranks.rank and dp_rank == ranks.dp_rank_of(rank):
+                outgoing.append(bytes_of(samples[entry.index]))
+                num_out[rank] += entry.num_bytes
+    sent = torch.from_numpy(np.concatenate(outgoing))
+    arrived = torch.empty(sum(num_in), dtype=torch.uint8)
+    dist.all_to_all_single(arrived, sent, num_in, num_out)
     received = {}
-    parts = exchange(sent, [sum(part) for part in sizes], ranks)
-    for entries, part, lengths in zip(incoming, parts, sizes, strict=True):
-        for entry, piece in zip(entries, part.split(lengths), strict=True):
-            received[entry] = sample_of(piece.numpy(), entry.length)
+    pieces = arrived.split([entry.num_bytes for entry in incoming])
+    for entry, piece in zip(incoming, pieces, strict=True):
+        received[entry] = sample_of(piece.numpy(), entry.length)
     return received
 
 

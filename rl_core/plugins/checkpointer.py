@@ -135,8 +135,8 @@ class BestKeeper(Plugin):
 
     def is_best(self, metrics: dict[str, float]) -> bool:
         """By the mean over environments. Raises RunError if the evaluation lacks the metric."""
-        known = {name: value for name, value in metrics.items() if name.startswith("eval/")}
-        values = [value for name, value in known.items() if name.endswith(f"/{self.metric}")]
+        known = [name for name in metrics if name.startswith("eval/")]
+        values = [metrics[name] for name in known if name.endswith(f"/{self.metric}")]
         if not values:
             names = sorted({name.rpartition("/")[2] for name in known})
             raise RunError(

@@ -175,9 +175,7 @@ class AdapterPolicy(Policy):
 
     def trained(self, adapter: str = "") -> Iterator[tuple[str, nn.Parameter]]:
         """One adapter, named as if there were no other."""
-        for name, parameter in super().trained():
-            if f".{adapter}." in name:
-                yield name.replace(f".{adapter}.", ".default."), parameter
+        return adapter_parameters(self, adapter)
 
     def unsharded_weights(
         self, adapter: str, dtype: torch.dtype | None
