@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from rl_core.algorithms import Algorithm, kl_estimate, token_losses
 from rl_core.config import Config, OptimConfig
 from rl_core.data.packing import PackBudget
-from rl_core.distributed import Ranks, all_gather_json, local
+from rl_core.distributed import Ranks, local
 from rl_core.host_copies import HostCopies
 from rl_core.learning.minibatches import Minibatch, pair_work, shard_samples
 from rl_core.learning.policy import Policy
@@ -155,11 +155,9 @@ class Learner:
         metrics = self.backward(minibatch)
         # The one place in which an update waits for the device.
         grad_norm = self.clip_gradients().tolist()
-        loss = metrics["loss"].total
-        metrics["loss"] = Mean(loss, 1 / self.ranks.mesh.dp)
         is_done = self.exceeds_target(metrics)
         if not math.isfinite(grad_norm) and not is_done:
-            metrics = self.skip(loss, grad_norm, step)
+            metrics = self.skip(metrics, grad_norm, step)
         elif not is_done:
             lr = learning_rate(self.config.optim, step, self.config.num_steps)
             for group in self.optimizer.param_groups:
@@ -176,6 +174,7 @@ class Learner:
         """Metrics whose numbers are still on the device; gradients of the minibatch's loss are in
         the parameters."""
         found: Metrics = {}
+        count = 1 / len(minibatch.batches) / self.ranks.mesh.dp
         for number, batch in enumerate(minibatch.batches, 1):
             # Copies of the weights add up their gradients once.
             if self.ranks.mesh.dp_replicate > 1:
@@ -188,20 +187,20 @@ class Learner:
             # FSDP averages gradients over ranks; undo it, the loss is already a share of a global
             # mean.
             (total * (self.ranks.size / self.ranks.mesh.tp)).backward()
-            add_metrics(found, metrics | {"loss": Mean(loss.detach(), 0)})
+            add_metrics(found, metrics | {"loss": Mean(loss.detach(), count)})
         for part in self.parts:
             add_metrics(found, part.metrics())
         return found
 
-    def skip(self, loss: Tensor, grad_norm: float, step: float) -> Metrics:
+    def skip(self, metrics: Metrics, grad_norm: float, step: float) -> Metrics:
         """Counts an update that was not made. Raises RunError on all ranks alike after too many in
         a row."""
         self.nonfinite_in_a_row += 1
-        losses = ", ".join(all_gather_json(f"{loss:g}", self.ranks))  # of each rank
+        loss = reduce_metrics({"loss": metrics["loss"]}, self.ranks)["loss"]
         number = round(step % 1 * self.updates_per_step)
         text = (
             f"step {int(step) + 1}, update {number} of {self.name} is not finite: gradient norm "
-            f"{grad_norm}, loss {losses}; skipped, number {self.nonfinite_in_a_row} in a row"
+            f"{grad_norm}, loss {loss}; skipped, number {self.nonfinite_in_a_row} in a row"
         )
         if self.nonfinite_in_a_row > MAX_NONFINITE:
             raise RunError(f"{text}; weights and optimizer are as before the first")
