@@ -32,14 +32,9 @@ if TYPE_CHECKING:
     from rl_core.data.chat import Chat
 
 FUNCTIONS = (*ARGUMENTS, "reward_fn", "group_reward_fn", "load_tasks", "advantage_fn")
-UNUSED_BY_ROLLOUT = {
-    "start",
-    "interact",
-    "turns",
-    "system_prompts",
-    "name_prefix",
-    "truncated_reward",
-}
+# A file's own rollout() plays without them.
+OF_DIALOGUE = ARGUMENTS.keys() - {"rollout", "task_weight"}
+OF_DIALOGUE |= {"system_prompts", "name_prefix", "truncated_reward"}
 
 UNUSED_BY_AGENT = UNUSED_BY_ROLLOUT | {"rollout", "tools"}
 
@@ -150,7 +145,7 @@ def check_names(module: ModuleType, path: str) -> None:
             raise ValueError(f"{path}: an agent needs a hook that scores, as def reward_fn(result)")
     elif "rollout" in has:
         single = {name for name, (_, _, batched) in rewards.items() if not batched}
-        for name in sorted(UNUSED_BY_ROLLOUT & has.keys() | single):
+        for name in sorted(OF_DIALOGUE & has.keys() | single):
             raise ValueError(
                 f"{path}: rollout() replaces {name!r}, which nobody would call; drop one of them"
             )

@@ -39,7 +39,8 @@ class RemoteConversation(Conversation):
         self.history += said
         self.num_told = len(self.history)
         self.text = spoken.text if spoken.HasField("text") else self.last_text if said else ""
-        self.truncated, self.num_replies = spoken.truncated, self.num_replies + len(said)
+        self.truncated = spoken.truncated
+        self.num_replies = self.num_replies + len(said)
         self.metrics |= spoken.metrics
         self.turns += [turn] if turn else []
 
@@ -98,7 +99,8 @@ class Asks:
 
     async def ask(self, conversation: int, messages: list[Message]) -> Said:
         """What the client says. Raises what the actor raised there."""
-        call, future = CALL.get(None), asyncio.get_running_loop().create_future()
+        call = CALL.get(None)
+        future = asyncio.get_running_loop().create_future()
         if call is None or call.task.done():
             raise RuntimeError("actors are asked while a hook runs, and this one's has returned")
         self.num_asks += 1
@@ -153,7 +155,8 @@ class Call:
     """Hooks that run, and what the client shall hear next: what they ask, or the result."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], asks: Asks):
-        self.asks, self.loop = asks, asyncio.get_running_loop()
+        self.asks = asks
+        self.loop = asyncio.get_running_loop()
         self.unsent: list[pb.Ask] = []
         self.listener: asyncio.Future[None] | None = None  # of the request that waits for news
         self.num_waiting, self.waited_s, self.since_s = (
@@ -202,16 +205,15 @@ class Call:
         if mine is not self.listener or not self.unsent:
             return None
         asked = pb.Asked(openings=self.asks.openings, asks=self.unsent)
-        self.asks.openings, self.unsent = [], []
+        self.asks.openings = []
+        self.unsent = []
         return asked
 
     async def in_time(self, hook: Hook, task: Task, given: dict[str, Any]) -> Any:
         """What a hook returns. Raises as Hook does; the deadline counts its own time alone, not
         that of actors."""
-        running, began_s = (
-            asyncio.ensure_future(replace(hook, timeout_s=None)(task, given)),
-            self._own_s(),
-        )
+        running = asyncio.ensure_future(replace(hook, timeout_s=None)(task, given))
+        began_s = self._own_s()
         try:
             while not running.done():
                 left_s = (
@@ -237,7 +239,8 @@ def read_spoken(spoken: pb.Spoken) -> Said:
     """Raises ServiceError unless it is an error, or what an actor says."""
     if spoken.error:
         return spoken, [], None
-    said, turn = from_json(spoken.messages, list, "answers: messages"), None
+    said = from_json(spoken.messages, list, "answers: messages")
+    turn = None
     try:
         said = check_messages(said) if said else []
     except ValueError as error:

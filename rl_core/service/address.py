@@ -17,7 +17,8 @@ HOST_PORT = re.compile(r"([^:\[\]]+|\[[^\[\]]+\]):(\d+)")
 def read_url(url: str, flag: str, form: str) -> tuple[SplitResult, dict[str, str]]:
     """Its parts, and its settings. Raises ValueError unless it is a service's; the text holds no
     setting's value."""
-    parts, plain_url = urlsplit(url), url.partition("?")[0]
+    parts = urlsplit(url)
+    plain_url = url.partition("?")[0]
     settings = dict(parse_qsl(parts.query))
     if "@" in parts.netloc:
         raise ValueError(

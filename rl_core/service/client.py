@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from rl_core.sampling.actor import EpisodeActors
-from rl_core.sampling.env import OF_GROUP, SESSION_CODES
+from rl_core.sampling.env import ARGUMENTS, OF_GROUP, SESSION_CODES, SPOKEN
 from rl_core.service import needing_grpc
 from rl_core.types import Task, Trajectory
 
@@ -85,16 +85,15 @@ class Session:
     """The trainer's side of an episode: the `state` that hooks share."""
 
     def __init__(self, served: Served, start: pb.StartRequest, actors: EpisodeActors | None = None):
-        self.served, self.start, self.speakers = (
-            served,
-            start,
-            Speakers(actors, served.is_replaying),
-        )
+        self.served = served
+        self.start = start
+        self.speakers = Speakers(actors, served.is_replaying)
         self.start.cast = self.speakers.described() if actors else ""
         self.name, self.number = "", 0  # no name: it begins with the next request
         self.messages: list[dict] = []  # that the server has heard
-        self.past: list[tuple[pb.Said, pb.InteractReply]] = []  # for a replay
-        self.num_lost, self.lock = 0, asyncio.Lock()
+        self.past: list[tuple[pb.RunRequest, str]] = []  # and what it gave, for a replay
+        self.num_lost = 0
+        self.lock = asyncio.Lock()
         # What the end needs, when this object is gone.
         self.kept = {"session": "", "status": pb.CANCELLED}
         self.end = weakref.finalize(
@@ -103,25 +102,24 @@ class Session:
 
     async def begin(self, hook: str) -> None:
         """A new session, in which all is said again that was said. Raises ServiceError."""
-        served, task_id = self.served, self.start.task_id
+        served = self.served
+        task_id = self.start.task_id
         self.start.key = secrets.token_hex(8)
         reply = await served.ask(hook, task_id, start=self.start)
         served.hear_code(reply.code)
         if reply.code:
             SESSION_CODES.get([]).append(reply.code)
         served.connection.end(**self.kept)
-        lost, self.kept["session"] = self.kept["session"], reply.session
+        lost = self.kept["session"]
+        self.kept["session"] = reply.session
         served.connection.hold(reply.session, reply.idle_s)
-        name, self.number = reply.session, 0
+        name = reply.session
+        self.number = 0
         self.speakers.begin()
         reply = await self.result(hook, name, 0, reply)
-        for turn, (said, before) in enumerate(self.past, 1):
-            now = await self.numbered(hook, name, pb.InteractRequest(said=said))
-            if (now.messages, now.reward, now.done) != (
-                before.messages,
-                before.reward,
-                before.done,
-            ):
+        for turn, (past, before) in enumerate(self.past, 1):
+            request = pb.RunRequest(hook=past.hook, said=past.said)
+            if (await self.numbered(hook, name, request)).value != before:
                 message = (
                     f"session {lost} was lost, and its replay differs: turn {turn} was answered "
                     "otherwise"
@@ -144,9 +142,10 @@ class Session:
                         await self.begin(hook.name)
                 # From here to the sending nothing else runs: requests are sent in the order of
                 # their numbers.
-                asked, request = self.name, make()
+                asked = self.name
+                request = make()
                 result = await self.numbered(hook.name, asked, request)
-                if self.num_lost and not isinstance(request, pb.ScoreRequest):
+                if self.num_lost and not hook.is_reward:
                     self.speakers.check_replay()
                 return result, request
             except ServiceError as error:
@@ -157,7 +156,18 @@ class Session:
                     )
                     raise
                 if asked == self.name:
-                    self.name, self.num_lost = "", self.num_lost + 1
+                    self.name = ""
+                    self.num_lost = self.num_lost + 1
+
+    async def call(self, hook: pb.Hook, given: dict[str, Any]) -> Any:
+        """What a hook of this session returns."""
+        reply, request = await self.ask(
+            hook, lambda: pb.RunRequest(hook=hook.name, said=self.said(hook, given))
+        )
+        if self.served.is_replaying and not hook.is_reward:
+            self.past.append((request, reply.value))
+        self.kept["status"] = pb.COMPLETED
+        return from_json(reply.value, object, "a value")
 
     def may_replay(self, error: BaseException, session: str) -> bool:
         """Whether a new session may take the place of one that is lost; of each loss, the first
@@ -178,7 +188,9 @@ class Session:
         # Another hook's request heard it first: numbers are of the new one.
         if session != self.kept["session"]:
             raise ServiceError(StatusCode.DATA_LOSS, f"session {session} was lost")
-        request.session, request.number, self.number = session, self.number + 1, self.number + 1
+        request.session = session
+        request.number = self.number + 1
+        self.number = self.number + 1
         return await self.served.ask(hook, self.start.task_id, **{VERB_OF[type(request)]: request})
 
     async def result(self, hook: str, session: str, call: int, reply: Any) -> Any:
@@ -186,7 +198,9 @@ class Session:
         it."""
         if not reply.HasField("asked"):
             return reply
-        running, listening, speakers = set(), None, self.speakers
+        running = set()
+        listening = None
+        speakers = self.speakers
 
         def answer() -> asyncio.Task:
             done = {task for task in running if task.done()}
@@ -207,7 +221,8 @@ class Session:
                     listening = answer()
                 await asyncio.wait({listening, *running}, return_when=asyncio.FIRST_COMPLETED)
                 # Once an actor has spoken, a new request listens, and the one before ends.
-                older, listening = listening, None if listening.done() else answer()
+                older = listening
+                listening = None if listening.done() else answer()
                 reply = await older
                 if (news := reply.WhichOneof("news")) not in (None, "asked"):
                     if listening:
@@ -225,7 +240,8 @@ class Session:
 
     def said(self, hook: pb.Hook, given: dict[str, Any]) -> pb.Said:
         """What the server has not heard."""
-        messages, keep = given["messages"], 0
+        messages = given["messages"]
+        keep = 0
         for known, now in zip(self.messages, messages, strict=False):
             if known != now:
                 break
@@ -251,7 +267,8 @@ def connect(
 def parse(url: str) -> Served:
     """What a URL names. Raises ValueError, or OSError for a file that is not there."""
     parts, settings = read_url(url, "--env_path", "HOST:PORT/NAME")
-    plain_url, name = url.partition("?")[0], parts.path.strip("/")
+    plain_url = url.partition("?")[0]
+    name = parts.path.strip("/")
     if not name:
         raise ValueError(
             f"{plain_url} must be grpc://HOST:PORT/NAME: which environment of the service?"
@@ -293,25 +310,37 @@ def load_module(url: str) -> ModuleType:
             served, hooks.get("start"), any(map(asks_actors, described.hooks))
         )
     for hook in described.hooks:
-        if hook.is_reward:
-            reward = (group_hook if hook.batched else reward_hook)(served, hook)
-            # The service multiplies by a weight, but for a group's.
-            reward.reward_mark = (
-                hook.weight if hook.batched else float(hook.weight != 0),
-                hook.batched,
-            )
-            setattr(module, hook.name, reward)
-        elif hook.name in PROXIES:
-            setattr(module, hook.name, PROXIES[hook.name](served, hook))
-        elif hook.name != "start":
-            raise ValueError(
-                f"{served.url} has a hook {hook.name}() that is not known here; take the service's "
-                "version of rl_core"
-            )
+        if hook.name != "start":
+            function = make_proxy(served, hook)
+            if hook.is_reward:
+                function.reward_mark = (hook.weight, hook.batched)
+            setattr(module, hook.name, function)
     for value in vars(module).values():
         if callable(value):
             value.__module__ = module.__name__
     return module
+
+
+def make_proxy(served: Served, hook: pb.Hook) -> Callable:
+    """A function that has the service call this hook."""
+    if hook.batched:
+        return group_hook(served, hook)
+    if hook.is_reward or ARGUMENTS.get(hook.name, frozenset()) >= SPOKEN:
+        return session_hook(served, hook)
+    if hook.name == "rollout":
+        return rollout_hook(served, hook)
+    if hook.name == "load_tasks":
+        return tasks_hook(served)
+    if hook.name == "advantage_fn":
+        hook = pb.Hook(name=hook.name, required=["rewards"])
+        call = plain_hook(served, hook)
+        return lambda rewards: call(rewards=rewards)
+    if hook.name in ARGUMENTS:
+        return plain_hook(served, hook)
+    raise ValueError(
+        f"{served.url} has a hook {hook.name}() that is not known here; take the service's version "
+        "of rl_core"
+    )
 
 
 def signed(function: Callable, hook: pb.Hook, *more: str) -> Callable:
@@ -325,7 +354,8 @@ def signed(function: Callable, hook: pb.Hook, *more: str) -> Callable:
     ]
     if hook.takes_all:
         parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
-    function.__signature__, function.__name__ = inspect.Signature(parameters), hook.name
+    function.__signature__ = inspect.Signature(parameters)
+    function.__name__ = hook.name
     return function
 
 
@@ -361,35 +391,12 @@ def start_hook(served: Served, hook: pb.Hook | None, asks: bool) -> Callable:
     return signed(start, hook or pb.Hook(name="start"), "task", "actor", *["actors"] * asks)
 
 
-def interact_hook(served: Served, hook: pb.Hook) -> Callable:
-    async def interact(state: Session, **given: Any) -> dict[str, Any]:
-        reply, request = await state.ask(
-            hook, lambda: pb.InteractRequest(said=state.said(hook, given))
-        )
-        messages = from_json(reply.messages, list, "messages")
-        state.messages = [*state.messages, *messages]
-        if served.is_replaying:
-            state.past.append((request.said, reply))
-        if reply.done:
-            state.kept["status"] = pb.COMPLETED
-        return {
-            "messages": messages,
-            "reward": reply.reward if reply.HasField("reward") else None,
-            "done": reply.done,
-        }
+def session_hook(served: Served, hook: pb.Hook) -> Callable:
+    async def call(state: Session, **given: Any) -> Any:
+        return await state.call(hook, given)
 
-    return signed(interact, hook, "state", "messages", "completion", "actor")
-
-
-def reward_hook(served: Served, hook: pb.Hook) -> Callable:
-    async def score(state: Session, **given: Any) -> dict[str, float]:
-        reply, _ = await state.ask(
-            hook, lambda: pb.ScoreRequest(said=state.said(hook, given), hooks=[hook.name])
-        )
-        state.kept["status"] = pb.COMPLETED
-        return dict(reply.scores[0].parts or reply.scores[0].metrics)
-
-    return signed(score, hook, "state", "messages", "completion")
+    said = ("messages", "completion") if hook.is_reward else ("messages", "completion", "actor")
+    return signed(call, hook, "state", *said)
 
 
 def rollout_hook(served: Served, hook: pb.Hook) -> Callable:
@@ -423,7 +430,7 @@ def group_hook(served: Served, hook: pb.Hook) -> Callable:
     return signed(score, hook, "task", "trajectories")
 
 
-def tasks_hook(served: Served, hook: pb.Hook) -> Callable:
+def tasks_hook(served: Served) -> Callable:
     def load_tasks(split: str) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
         while True:
@@ -436,31 +443,18 @@ def tasks_hook(served: Served, hook: pb.Hook) -> Callable:
     return load_tasks
 
 
-def turns_hook(served: Served, hook: pb.Hook) -> Callable:
-    def turns(task: Task, actors: list[str], **_: Any) -> list[str]:
-        return call(served, "turns", task=plain_task(task), actors=actors)
+def plain_hook(served: Served, hook: pb.Hook) -> Callable:
+    """Of a function that belongs to no session and is not async."""
 
-    return signed(turns, hook, "task", "actors")
+    def call(**given: Any) -> Any:
+        if "task" in given:
+            given["task"] = plain_task(given["task"])
+        request = pb.CallRequest(
+            env=served.name, hook=hook.name, given=to_json(given, f"what {hook.name}() is given")
+        )
+        return from_json(served.ask_now(hook.name, call=request).value, object, "a value")
 
-
-def weight_hook(served: Served, hook: pb.Hook) -> Callable:
-    def task_weight(tries: int, success_rate: float, mean_reward: float, **row: Any) -> float:
-        known = {"tries": tries, "success_rate": success_rate, "mean_reward": mean_reward}
-        return call(served, "task_weight", task={"row": row}, **known)
-
-    return signed(task_weight, hook, "tries", "success_rate", "mean_reward")
-
-
-def advantages_hook(served: Served, hook: pb.Hook) -> Callable:
-    return lambda rewards: call(served, "advantage_fn", rewards=rewards)
-
-
-def call(served: Served, hook: str, **given: Any) -> Any:
-    """What a function gives that belongs to no session and is not async."""
-    request = pb.CallRequest(
-        env=served.name, hook=hook, given=to_json(given, f"what {hook}() is given")
-    )
-    return from_json(served.ask_now(hook, call=request).value, object, "a value")
+    return signed(call, hook, *ARGUMENTS.get(hook.name, frozenset()) & {"task"})
 
 
 def plain(trajectory: Trajectory) -> dict[str, Any]:
@@ -472,13 +466,3 @@ def plain(trajectory: Trajectory) -> dict[str, Any]:
 
 def plain_task(task: Task) -> dict[str, Any]:
     return {"id": task.id, "row": task.row, "messages": task.messages, "info": task.info}
-
-
-PROXIES = {
-    "rollout": rollout_hook,
-    "interact": interact_hook,
-    "load_tasks": tasks_hook,
-    "advantage_fn": advantages_hook,
-    "turns": turns_hook,
-    "task_weight": weight_hook,
-}

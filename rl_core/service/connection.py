@@ -80,16 +80,21 @@ class Connection:
     def __init__(self, address: str, access: Access, reconnect_s: float | None):
         """reconnect_s: how long the service may be away; None: RECONNECT_S, or NOWHERE_S if it
         cannot be there."""
-        self.address, self.access, self.may_be_nowhere = address, access, reconnect_s is None
+        self.address = address
+        self.access = access
+        self.may_be_nowhere = reconnect_s is None
         self.reconnect_s = RECONNECT_S if reconnect_s is None else reconnect_s
-        (self.loop, self.pid), self.ids = service_loop(), itertools.count(1)
+        (self.loop, self.pid) = service_loop()
+        self.ids = itertools.count(1)
         # The loop's thread alone uses these.
         # In the order in which they were sent.
         self.pending: dict[int, tuple[pb.Request, Future]] = {}
         # Those to renew: name -> seconds after which it would expire.
         self.sessions: dict[str, float] = {}
         # Since when no stream has answered.
-        self.outbox, self.trouble, self.down_s = Outbox(), "", None
+        self.outbox = Outbox()
+        self.trouble = ""
+        self.down_s = None
         self.running: asyncio.Task | None = None
         self.loop.call_soon_threadsafe(self._begin)
         atexit.register(self.close)
@@ -98,7 +103,8 @@ class Connection:
 
     def send(self, timeout_s: float = 0.0, **verb: Any) -> Future:
         """A future of the verb's reply. It raises ServiceError."""
-        request, future = pb.Request(id=next(self.ids), timeout_s=timeout_s, **verb), Future()
+        request = pb.Request(id=next(self.ids), timeout_s=timeout_s, **verb)
+        future = Future()
         if (size := request.ByteSize()) > MAX_REQUEST:
             message = (
                 f"a request of {size / 2**20:.1f} MiB; at most {MAX_REQUEST >> 20} can be sent"
@@ -117,11 +123,9 @@ class Connection:
     async def ask(self, timeout_s: float, **verb: Any) -> Any:
         """The verb's reply, within the server's timeout and the time to connect again. Sent again
         where there is no room yet. Raises ServiceError."""
-        loop, limit_s, wait_s = (
-            asyncio.get_running_loop(),
-            timeout_s + self.reconnect_s + MARGIN_S,
-            BACKOFF_S[0],
-        )
+        loop = asyncio.get_running_loop()
+        limit_s = timeout_s + self.reconnect_s + MARGIN_S
+        wait_s = BACKOFF_S[0]
         until_s = loop.time() + limit_s
         while True:
             sent = asyncio.wrap_future(self.send(timeout_s, **verb))
@@ -186,14 +190,16 @@ class Connection:
 
     async def _run(self) -> None:
         """One stream after the other."""
-        wait_s, ticking = BACKOFF_S[0], asyncio.ensure_future(self._tick())
+        wait_s = BACKOFF_S[0]
+        ticking = asyncio.ensure_future(self._tick())
         try:
             async with self.access.channel_aio(self.address, CHANNEL_OPTIONS) as channel:
                 while True:
                     self.down_s = self.down_s or self.loop.time()
                     code, self.trouble = await self._stream(channel)
                     if self.down_s is None:  # it had answered
-                        self.down_s, wait_s = self.loop.time(), BACKOFF_S[0]
+                        self.down_s = self.loop.time()
+                        wait_s = BACKOFF_S[0]
                     limit_s = self._limit_s()
                     left_s = self.down_s + limit_s - self.loop.time()
                     if code in HOPELESS:
@@ -240,7 +246,9 @@ class Connection:
         writing = asyncio.ensure_future(self._write(stream, self.outbox))
         try:
             while (batch := await stream.read()) is not grpc.aio.EOF:
-                self.down_s, self.trouble, self.may_be_nowhere = None, "", False
+                self.down_s = None
+                self.trouble = ""
+                self.may_be_nowhere = False
                 for reply in batch.replies:
                     self._settle(reply)
             return grpc.StatusCode.UNAVAILABLE, "the server ended the stream"
@@ -260,7 +268,8 @@ class Connection:
     async def _tick(self) -> None:
         """Sessions do not expire while engines work or learners learn. A service that is away is
         named once."""
-        renewed_s, told_s = self.loop.time(), None
+        renewed_s = self.loop.time()
+        told_s = None
         while True:
             await asyncio.sleep(TICK_S)
             due_s = renewed_s + min(self.sessions.values(), default=0.0) / 3
@@ -295,7 +304,8 @@ class Connection:
                 self.sessions.pop(session, None)
 
     def _settle(self, reply: pb.Reply) -> None:
-        (_, future), verb = self.pending.pop(reply.id, (None, None)), reply.WhichOneof("verb")
+        (_, future) = self.pending.pop(reply.id, (None, None))
+        verb = reply.WhichOneof("verb")
         if future is None or not future.set_running_or_notify_cancel():
             if reply.HasField("start"):  # nobody waits for it any more
                 self.sessions[reply.start.session] = reply.start.idle_s
@@ -309,7 +319,9 @@ class Connection:
 
     def _fail(self, error: ServiceError) -> None:
         """All that waits."""
-        failed, self.pending, self.outbox = self.pending, {}, Outbox()
+        failed = self.pending
+        self.pending = {}
+        self.outbox = Outbox()
         for _, future in failed.values():
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)

@@ -13,6 +13,8 @@ import sys
 import threading
 from typing import BinaryIO
 
+from rl_core.plugins.watchdog import name_what_blocks
+from rl_core.sampling.hooks import LoopClock
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.hosted import LocalEnv
 from rl_core.service.worker import Worker
@@ -26,6 +28,7 @@ def frame(message: pb.Request | pb.Reply) -> bytes:
 async def serve(worker: Worker, requests: BinaryIO, replies: BinaryIO) -> None:
     """For ever: the process ends with its stdin, even while a hook hangs."""
     loop = asyncio.get_running_loop()
+    name_what_blocks(LoopClock.of_running_loop())
 
     async def answer(request: pb.Request) -> None:
         reply = await worker.answer(request)
@@ -55,7 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--hook_timeout_s", type=float, default=60.0)
     args = parser.parse_args(argv)
     # Copies of these two are not inherited; who prints, or reads, gets stderr and nothing.
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:

@@ -219,19 +219,21 @@ class Box:
         process: asyncio.subprocess.Process,
         died: Callable[[str], None],
     ):
-        self.runtime, self.name, self.process, self.died = runtime, name, process, died
+        self.runtime = runtime
+        self.name = name
+        self.process = process
+        self.died = died
         self.waiting: dict[int, asyncio.Future] = {}
-        self.next_id, self.end = 0, ""
+        self.next_id = 0
+        self.end = ""
         self.removal: asyncio.Task | None = None
         self.reader = asyncio.ensure_future(self._read())
 
     async def ask(self, timeout_s: float, **verb: Any) -> Any:
         """The verb's reply. Raises ServiceError."""
         self.next_id += 1
-        request, future = (
-            pb.Request(id=self.next_id, **verb),
-            asyncio.get_running_loop().create_future(),
-        )
+        request = pb.Request(id=self.next_id, **verb)
+        future = asyncio.get_running_loop().create_future()
         if self.end:
             raise ServiceError(StatusCode.UNKNOWN, self.end)
         self.waiting[request.id] = future
@@ -295,18 +297,23 @@ class ContainedSession:
     """A session in a container of its own, with what a worker needs of a Session."""
 
     def __init__(self, name: str, env: ContainedEnv, request: pb.StartRequest):
-        self.name, self.env, self.request = name, env, request
-        self.status, self.reason = pb.RUNNING, ""
+        self.name = name
+        self.env = env
+        self.request = request
+        self.status = pb.RUNNING
+        self.reason = ""
         self.box: Box | None = None
         # Its name in the container; the last number that was answered.
-        self.inner, self.number = "", 0
+        self.inner = ""
+        self.number = 0
 
     async def start(self) -> pb.StartReply:
         """Raises ServiceError if there is no container, or the file's start() fails in it."""
         self.box = await self.env.open_box(self.fail)
         request = pb.StartRequest()
         request.CopyFrom(self.request)
-        request.key, self.request = "", None
+        request.key = ""
+        self.request = None
         reply = await self.ask(OPEN_S, start=request)
         self.inner = reply.session
         return reply
@@ -320,7 +327,8 @@ class ContainedSession:
         number = request.number or self.number + 1
         if number > self.number:  # else it came again, or it is one of several scores
             self.number = number
-            self.env.interactions += verb in ("interact", "run")
+            is_score = verb == "score" or getattr(request, "hook", "") in self.env.scores
+            self.env.interactions += verb != "answer" and not is_score
         if verb == "answer":
             result = getattr(reply, reply.WhichOneof("news") or "asked")
         status = getattr(result, "status", pb.RUNNING)
@@ -363,10 +371,17 @@ class ContainedEnv:
         hook_timeout_s: float,
         idle_s: float,
     ):
-        self.name, self.path = Path(path).stem, path
-        self.settings, self.runtime, self.hook_timeout_s = settings, runtime, hook_timeout_s
-        self.capacity, self.idle_s, self.patience_s = settings.capacity, idle_s, hook_timeout_s
-        self.described, self.interactions = pb.Environment(), 0
+        self.name = Path(path).stem
+        self.path = path
+        self.settings = settings
+        self.runtime = runtime
+        self.hook_timeout_s = hook_timeout_s
+        self.capacity = settings.capacity
+        self.idle_s = idle_s
+        self.patience_s = hook_timeout_s
+        self.described = pb.Environment()
+        self.interactions = 0
+        self.scores: set[str] = set()  # rewards of an episode
         self.common: Box | None = None
         self.lock = asyncio.Lock()
 
@@ -381,6 +396,8 @@ class ContainedEnv:
         except ServiceError as error:
             raise ValueError(f"{path}: {settings.image}: {error}; why is written above") from None
         env.described.idle_s = env.idle_s
+        hooks = env.described.hooks
+        env.scores = {hook.name for hook in hooks if hook.is_reward and not hook.batched}
         # Hooks in the container have deadlines of their own.
         env.patience_s = 2 * env.hook_timeout_s + 30.0
         return env

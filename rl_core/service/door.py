@@ -27,7 +27,9 @@ class Refusals:
     happened."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self.clock, self.told_s, self.num_untold = clock, {}, Counter()
+        self.clock = clock
+        self.told_s = {}
+        self.num_untold = Counter()
 
     def tell(self, kind: str) -> None:
         self.num_untold[kind] += 1

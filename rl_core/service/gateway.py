@@ -52,11 +52,13 @@ async def open_http(
     hub: Hub, access: Access, args: argparse.Namespace, stack: AsyncExitStack
 ) -> int:
     """The port."""
-    context, metrics = None, Metrics(hub)
+    context = None
+    metrics = Metrics(hub)
     if access.cert:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(args.tls_cert, args.tls_key)
-    refusals, loop = Refusals(), asyncio.get_running_loop()
+    refusals = Refusals()
+    loop = asyncio.get_running_loop()
     door = Door(refusals)
     loop.set_exception_handler(refusals.handle)
     stack.callback(loop.set_exception_handler, None)
@@ -173,7 +175,8 @@ class Metrics:
     """What a hub knows, when Prometheus asks."""
 
     def __init__(self, hub: Hub):
-        self.hub, self.registry = hub, CollectorRegistry()
+        self.hub = hub
+        self.registry = CollectorRegistry()
         about = "Seconds from a request's arrival to its reply, time in the queue included"
         self.seconds = Histogram(
             "rl_core_request_seconds", about, ["verb"], buckets=BUCKETS, registry=self.registry
@@ -188,7 +191,10 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         beats = [link.beat for link in self.hub.links.values()]
         yield GaugeMetricFamily("rl_core_workers", "Workers that are here", value=len(beats))
-        open_now, capacity, interactions, ended = Counter(), Counter(), Counter(), Counter()
+        open_now = Counter()
+        capacity = Counter()
+        interactions = Counter()
+        ended = Counter()
         for load in (load for beat in beats for load in beat.loads):
             open_now[load.env] += load.sessions
             capacity[load.env] += load.capacity

@@ -10,16 +10,15 @@ from grpc import StatusCode
 
 from rl_core.data.tasks import check_messages, make_task
 from rl_core.plugins.env_file import load_env
-from rl_core.sampling.env import execute_file
+from rl_core.sampling.env import SPOKEN, execute_file
 from rl_core.sampling.hooks import HookError
 from rl_core.service import environments_pb2 as pb
-from rl_core.service.session import Session, asks_actors, read_trajectory, too_slow
+from rl_core.service.session import Session, is_whole, read_trajectory, too_slow
 from rl_core.service.wire import ServiceError, from_json, to_json, wrong
 from rl_core.types import RunError, Task
 
 SPLITS = ("train", "eval")
 ROWS, ROW_BYTES = 1_000, 4 << 20  # of one reply with tasks
-STATELESS = ("turns", "task_weight")
 
 
 class LocalEnv:
@@ -27,8 +26,10 @@ class LocalEnv:
 
     def __init__(self, path: str, *, hook_timeout_s: float, idle_s: float):
         module = execute_file(path)
-        self.env, has = load_env(path, hook_timeout_s=hook_timeout_s, module=module), vars(module)
-        self.name, self.path = self.env.name, path
+        self.env = load_env(path, hook_timeout_s=hook_timeout_s, module=module)
+        has = vars(module)
+        self.name = self.env.name
+        self.path = path
         self.capacity = check_capacity(path, has.get("capacity"))
         self.rows: dict[str, asyncio.Task] = {}  # split -> its rows
         self.interactions = 0
@@ -36,7 +37,8 @@ class LocalEnv:
         self.described.idle_s = idle_s
 
     def describe(self, has: dict[str, Any]) -> pb.Environment:
-        env, path = self.env, self.path
+        env = self.env
+        path = self.path
         dialogue = env.dialogue
         described = pb.Environment(
             name=env.name, max_turns=env.max_turns, name_prefix=dialogue.name_prefix
@@ -79,7 +81,8 @@ class LocalEnv:
             try:
                 if not request.messages:
                     task = make_task(row, 0, self.name, "row")
-                    task.id, task.info = request.task_id or task.id, info
+                    task.id = request.task_id or task.id
+                    task.info = info
                     return task
                 messages = check_messages(from_json(request.messages, list, "messages"))
                 return Task(
@@ -115,7 +118,8 @@ class LocalEnv:
             raise ServiceError(StatusCode.UNKNOWN, str(error)) from None
 
     async def tasks(self, request: pb.TasksRequest) -> pb.TasksReply:
-        rows, size = await self.rows_of(request.split), 0
+        rows = await self.rows_of(request.split)
+        size = 0
         reply = pb.TasksReply(total=len(rows))
         for index in range(
             request.first, min(request.first + min(request.count or ROWS, ROWS), len(rows))
@@ -131,19 +135,19 @@ class LocalEnv:
 
     async def call(self, request: pb.CallRequest) -> pb.CallReply:
         """A function that belongs to no session."""
-        given, what = (
-            from_json(request.given, dict, "given"),
-            f"{self.path}: what {request.hook}() returned",
-        )
+        given = from_json(request.given, dict, "given")
+        what = f"{self.path}: what {request.hook}() returned"
         try:
             if request.hook == "advantage_fn" and self.env.advantage_fn:
                 value = await asyncio.to_thread(self.env.advantage_fn, from_list(given, "rewards"))
                 return pb.CallReply(value=to_json(value, what))
             hook = self.env.hooks.get(request.hook)
-            if hook is None or asks_actors(hook) or not (hook.batched or hook.name in STATELESS):
+            # Others get a session's state, or actors.
+            if hook is None or is_whole(hook) or hook.ours >= SPOKEN or hook.name == "start":
                 raise wrong(f"{self.name} has no {request.hook[:80]!r} that belongs to no session")
             try:
                 fields = {"id": "", "row": {}, "messages": []} | given.get("task", {})
+                fields["row"] |= given
                 task = Task(env=self.name, **fields)
             except TypeError as error:
                 raise wrong(f"given: task is none: {error}") from None

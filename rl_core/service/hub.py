@@ -71,7 +71,9 @@ class Hub:
         """Answers a request of a stream. The common case, a session whose worker is here, costs no
         task."""
         client.num_open += 1
-        id, verb, began_s = request.id, request.WhichOneof("verb"), time.perf_counter()
+        id = request.id
+        verb = request.WhichOneof("verb")
+        began_s = time.perf_counter()
         link = self.links.get(getattr(request, verb).session[:12]) if verb in OF_SESSION else None
 
         async def answer(again: bool) -> None:
@@ -106,11 +108,9 @@ class Hub:
 
     async def answer(self, request: pb.Request, again: bool = False) -> pb.Reply:
         """The reply to any request; errors are replies too. again: a worker may have it already."""
-        timeout_s, verb, began_s = (
-            limit(request.timeout_s),
-            request.WhichOneof("verb"),
-            time.perf_counter(),
-        )
+        timeout_s = limit(request.timeout_s)
+        verb = request.WhichOneof("verb")
+        began_s = time.perf_counter()
         try:
             if verb is None:
                 raise wrong("the request has no verb")
@@ -208,7 +208,8 @@ class Hub:
         for link in self.links.values():
             worker = reply.workers.add()
             worker.CopyFrom(link.beat)
-            worker.name, worker.silent_s = link.name, now - link.heard_s
+            worker.name = link.name
+            worker.silent_s = now - link.heard_s
         for env in self.envs:
             reply.queued[env] = len(self.starts.queues.get(env, ()))
         return reply

@@ -23,14 +23,17 @@ class WorkerLink:
     """A worker that has dialled in."""
 
     def __init__(self, hello: pb.Hello, beat: pb.Worker):
-        self.name, self.heard_s = hello.worker, time.monotonic()
+        self.name = hello.worker
+        self.heard_s = time.monotonic()
         self.waiting: dict[int, tuple[str, Done]] = {}
-        self.outbox, self.last_id = Outbox(), 0
+        self.outbox = Outbox()
+        self.last_id = 0
         self.closed = False
         self.hear(beat)
 
     def hear(self, beat: pb.Worker) -> None:
-        self.beat, self.loads = beat, {load.env: load for load in beat.loads}
+        self.beat = beat
+        self.loads = {load.env: load for load in beat.loads}
         self.started: Counter[str] = Counter()  # environment -> sessions that were sent since
 
     def room(self, env: str) -> int:
@@ -80,7 +83,8 @@ class WorkerLink:
         self.closed = True
         self.outbox.messages.clear()
         self.outbox.filled.set()
-        waiting, self.waiting = self.waiting, {}
+        waiting = self.waiting
+        self.waiting = {}
         for _, done in waiting.values():
             done(None)
 
@@ -89,8 +93,11 @@ class ClientStream:
     """What one client has asked, and what it has not read yet."""
 
     def __init__(self):
-        self.outbox, self.num_open, self.has_said_all = Outbox(), 0, False
-        self.is_over, self.error = False, None
+        self.outbox = Outbox()
+        self.num_open = 0
+        self.has_said_all = False
+        self.is_over = False
+        self.error = None
         self.tasks: set[asyncio.Task] = set()
 
     def put(self, reply: pb.Reply) -> None:
@@ -104,7 +111,8 @@ class ClientStream:
     def close(self, error: ServiceError | None = None) -> None:
         """Nothing more is written but the error."""
         self.error = self.error or error
-        self.is_over, self.outbox.num_bytes = True, 0
+        self.is_over = True
+        self.outbox.num_bytes = 0
         self.outbox.messages.clear()
         for task in self.tasks:
             task.cancel()

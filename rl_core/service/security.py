@@ -71,7 +71,8 @@ class Admission(grpc.aio.ServerInterceptor):
     memory."""
 
     def __init__(self, access: Access, services: tuple[str, ...]):
-        self.access, self.methods = access, tuple(f"/{service}/" for service in services)
+        self.access = access
+        self.methods = tuple(f"/{service}/" for service in services)
 
     async def intercept_service(self, continuation, details):
         if not details.method.startswith(self.methods) or self.access.admits(

@@ -31,7 +31,8 @@ NEW_TOKEN = "python -c 'import secrets; print(secrets.token_urlsafe())'"
 async def serve(args: argparse.Namespace, access: Access) -> int:
     """Until SIGTERM or SIGINT, and until the sessions that run have ended or --drain_s is over.
     Raises ValueError for what cannot be served."""
-    stop, now = asyncio.Event(), asyncio.Event()
+    stop = asyncio.Event()
+    now = asyncio.Event()
     for sign in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(
             sign, lambda: (now if stop.is_set() else stop).set()
@@ -166,9 +167,12 @@ async def keep_worker(
 ) -> None:
     """One worker process, and the next one when it dies. Raises ValueError if it can never
     start."""
-    name, wait_s = "", 0.5
+    name = ""
+    wait_s = 0.5
     while not stop.is_set():
-        dead, name, began_s = name, secrets.token_hex(6), time.monotonic()
+        dead = name
+        name = secrets.token_hex(6)
+        began_s = time.monotonic()
         command = [
             sys.executable,
             "-m",

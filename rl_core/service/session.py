@@ -11,7 +11,7 @@ from typing import Any
 from grpc import StatusCode
 
 from rl_core.data.tasks import check_messages
-from rl_core.sampling.env import OF_GROUP, Env
+from rl_core.sampling.env import OF_GROUP, SPOKEN, Env
 from rl_core.sampling.episode import checked
 from rl_core.sampling.hooks import (
     Hook,
@@ -28,7 +28,8 @@ from rl_core.types import Message, Task, Trajectory
 
 # Replies that are kept for requests that come again: a client that interacts has heard all before,
 # but for one in flight.
-KEPT, KEPT_SCORES = 2, 64
+KEPT = 2
+KEPT_SCORES = 64
 ENDED = frozenset(
     {pb.COMPLETED, pb.CANCELLED, pb.LIMIT, pb.AGENT_ERROR, pb.ENVIRONMENT_ERROR, pb.EXPIRED}
 )
@@ -44,8 +45,14 @@ class Session:
     ):
         """`count` is called once for each interaction. Raises ServiceError if it has no actors, and
         hooks ask them."""
-        self.name, self.env, self.task, self.count = name, env, task, count
-        self.actors, self.max_turns = list(request.actors), request.max_turns or env.max_turns
+        self.name = name
+        self.env = env
+        self.task = task
+        self.count = count
+        self.actors = list(request.actors)
+        self.max_turns = request.max_turns or env.max_turns
+        # Rewards of an episode, by name.
+        self.scores = {hook.name: hook for hook in env.rewards if not hook.batched}
         self.asks = Asks(request.cast) if request.cast else None
         self.cast = self.asks and self.asks.cast
         self.calls: dict[int, Call] = {}  # number of the request -> its hooks, which may ask actors
@@ -56,9 +63,11 @@ class Session:
         self.has_start = "start" in env.hooks and not request.no_start
         self.messages = list(task.messages)
         self.state: Any = None
-        self.status, self.reason = pb.RUNNING, ""
+        self.status = pb.RUNNING
+        self.reason = ""
         self.num_turns, self.turn_rewards = 0, {}  # actor -> what interact gave
-        self.number, self.is_interacting = 0, False
+        self.number = 0
+        self.is_interacting = False
         # Number -> (hash of the request, reply or error)
         self.replies: dict[int, tuple[int, asyncio.Future]] = {}
 
@@ -127,20 +136,19 @@ class Session:
             else:
                 work = self.begin(number, self.prepare(request), VERB_OF[type(request)])
             future = asyncio.get_running_loop().create_future()
-            self.number, self.replies[number] = number, (fingerprint, future)
+            self.number = number
+            self.replies[number] = (fingerprint, future)
             result = await self.settle(work, future)
         if isinstance(result, ServiceError):
             raise result
         return result
 
     def check_order(self, number: int, request: Numbered) -> None:
-        is_alone, futures = (
-            not isinstance(request, pb.ScoreRequest),
-            [future for _, future in self.replies.values()],
-        )
-        is_answering = not all(
-            future.done() for future in [*futures, *(call.task for call in self.calls.values())]
-        )
+        answering = [future for _, future in self.replies.values()]
+        answering += [call.task for call in self.calls.values()]
+        is_busy = self.is_interacting
+        if not self.is_score(request):
+            is_busy = is_busy or not all(future.done() for future in answering)
         if number <= self.number:
             message = (
                 f"number {number} was answered long ago: session {self.name} is at {self.number}"
@@ -149,13 +157,17 @@ class Session:
             message = (
                 f"number {number} is out of order: session {self.name} expects {self.number + 1}"
             )
-        elif not isinstance(request, pb.AnswerRequest) and (
-            self.is_interacting or (is_alone and is_answering)
-        ):
+        elif is_busy and not isinstance(request, pb.AnswerRequest):
             message = f"request {self.number} of {self.name} is still being answered"
         else:
             return
         raise ServiceError(StatusCode.FAILED_PRECONDITION, message)
+
+    def is_score(self, request: Numbered) -> bool:
+        """Whether others of its kind may run beside it."""
+        if isinstance(request, pb.RunRequest):
+            return request.hook in self.scores
+        return isinstance(request, pb.ScoreRequest)
 
     def hear(self, request: pb.AnswerRequest) -> Coroutine[Any, Any, Any]:
         """What a hook does with the answers that it waited for."""
@@ -176,32 +188,43 @@ class Session:
         self, request: pb.InteractRequest | pb.ScoreRequest | pb.RunRequest
     ) -> Coroutine[Any, Any, Any]:
         """What answers the request, once all that it says has been checked and heard."""
-        if isinstance(request, pb.RunRequest):
-            self.must_be(frozenset({pb.RUNNING}))
-            return self.alone(self.play(*self.read_run(request)))
+        is_score = self.is_score(request)
+        self.must_be(MAY_SCORE if is_score else frozenset({pb.RUNNING}))
+        hooks = self.hooks_of(request)
+        if isinstance(request, pb.RunRequest) and is_whole(hooks[0]):
+            return self.alone(self.play(hooks[0], self.read_given(request)))
         new, trajectory = self.read_said(request.said)
-        if isinstance(request, pb.InteractRequest):
-            self.must_be(frozenset({pb.RUNNING}))
+        if isinstance(request, pb.RunRequest):
+            work = self.call(hooks[0], request.said, trajectory)
+        elif is_score:
+            work = self.score(request, hooks, trajectory)
+        else:
             if not new or new[-1]["role"] != "assistant":
                 raise wrong("an interaction must end in the assistant's message")
-            work = self.alone(self.interact(request.said, trajectory))
-        else:
-            self.must_be(MAY_SCORE)
-            hooks = {hook.name: hook for hook in self.env.rewards if not hook.batched}
-            for name in request.hooks:
-                if name not in hooks:
-                    raise wrong(
-                        f"{self.env.name} has no reward {name!r}; it has "
-                        f"{', '.join(hooks) or 'none'}"
-                    )
+            work = self.interact(request.said, trajectory)
+        if is_score:
             self.forget(KEPT_SCORES - 1)
-            work = self.score(
-                request, [hooks[name] for name in request.hooks] or [*hooks.values()], trajectory
-            )
+        else:
+            work = self.alone(work)
         if request.said.HasField("keep"):
             del self.messages[request.said.keep :]
         self.messages += new
         return work
+
+    def hooks_of(self, request: Any) -> list[Hook]:
+        """The hooks that a request names. Raises ServiceError."""
+        if isinstance(request, pb.InteractRequest):
+            return []
+        if isinstance(request, pb.RunRequest):
+            hook = self.env.hooks.get(request.hook)
+            if hook is None or not (is_whole(hook) or hook.ours >= SPOKEN):
+                raise wrong(f"{self.env.name} has no {request.hook[:80]!r} of a session")
+            return [hook]
+        for name in request.hooks:
+            if name not in self.scores:
+                known = ", ".join(self.scores) or "none"
+                raise wrong(f"{self.env.name} has no reward {name!r}; it has {known}")
+        return [self.scores[name] for name in request.hooks or self.scores]
 
     async def settle(self, work: Coroutine[Any, Any, Any], future: asyncio.Future) -> Any:
         """What it gives or raises, for this request and for those that come again."""
@@ -218,25 +241,30 @@ class Session:
             future.set_result(result)
         return result
 
-    def read_run(self, request: pb.RunRequest) -> tuple[Hook, dict[str, Any]]:
-        """The hook that is asked for, and what it is given. Raises ServiceError."""
-        given, hook = (
-            from_json(request.given or "{}", dict, "given"),
-            self.env.hooks.get(request.hook),
-        )
-        if hook is None or not (hook.name == "rollout" or (hook.batched and asks_actors(hook))):
-            raise wrong(
-                f"{self.env.name} has no {request.hook[:80]!r} that is the whole of a session"
-            )
+    def read_given(self, request: pb.RunRequest) -> dict[str, Any]:
+        """What a hook that is the whole of its session is given. Raises ServiceError."""
+        given = from_json(request.given or "{}", dict, "given")
         if not isinstance(found := given.get("trajectories", []), list):
             raise wrong("given: trajectories must be a list")
         ours = {"task": self.task, "prompt": self.task.messages, "actors": self.cast}
         ours["trajectories"] = [read_trajectory(t) for t in found]
-        return hook, dict.fromkeys(OF_GROUP) | given | ours
+        return dict.fromkeys(OF_GROUP) | given | ours
+
+    async def call(self, hook: Hook, said: pb.Said, trajectory: Trajectory | None) -> pb.RunReply:
+        """What a hook returned."""
+        if hook.name not in self.scores:
+            self.count()
+        value = await self.run(hook, self.given(said, said.actor, trajectory))
+        try:
+            text = to_json(value, f"{self.env.path}: what {hook.name}() returned")
+        except ServiceError as error:
+            raise self.fail(str(error)) from None
+        return pb.RunReply(value=text, status=self.status)
 
     async def play(self, hook: Hook, given: dict[str, Any]) -> pb.RunReply:
         self.count()
-        value, what = await self.run(hook, given), f"{self.env.path}: what {hook.name}() returned"
+        value = await self.run(hook, given)
+        what = f"{self.env.path}: what {hook.name}() returned"
         try:
             if hook.name == "rollout":
                 value = [self.asks.packed(t) for t in checked(value, self.env.path, self.cast)]
@@ -249,7 +277,8 @@ class Session:
     async def interact(self, said: pb.Said, trajectory: Trajectory | None) -> pb.InteractReply:
         self.num_turns += 1
         self.count()
-        hook, ends = self.env.hooks.get("interact"), self.env.dialogue.turns is None
+        hook = self.env.hooks.get("interact")
+        ends = self.env.dialogue.turns is None
         reply = pb.InteractReply(messages="[]", done=ends)
         if hook:
             answer = await self.run(hook, self.given(said, said.actor, trajectory))
@@ -360,7 +389,8 @@ class Session:
         if self.status == pb.RUNNING or (
             status == pb.ENVIRONMENT_ERROR and self.status in MAY_SCORE
         ):
-            self.status, self.reason = status, reason
+            self.status = status
+            self.reason = reason
 
     def must_be(self, wanted: frozenset) -> None:
         if self.status not in wanted:
@@ -369,6 +399,11 @@ class Session:
     def close(self) -> None:
         for call in self.calls.values():
             call.task.cancel()
+
+
+def is_whole(hook: Hook) -> bool:
+    """Whether it is the whole of its session."""
+    return hook.name == "rollout" or (hook.batched and asks_actors(hook))
 
 
 def asks_actors(hook: Hook) -> bool:

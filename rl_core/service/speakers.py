@@ -32,7 +32,8 @@ class Voice:
 
 class Speakers:
     def __init__(self, actors: Mapping[str, Actor] | None, is_replaying: bool):
-        self.actors, self.is_replaying = actors, is_replaying
+        self.actors = actors
+        self.is_replaying = is_replaying
         self.known: list[tuple[Any, Voice]] = []  # by what each was opened with
         self.begin()
 
@@ -49,7 +50,8 @@ class Speakers:
         return to_json(told, "the actors")
 
     def open(self, opening: pb.Opening) -> None:
-        parent, number = self.voices.get(opening.fork_of), opening.conversation
+        parent = self.voices.get(opening.fork_of)
+        number = opening.conversation
         opening.conversation = opening.fork_of = 0
         key = (
             opening.SerializeToString(deterministic=True),
@@ -88,7 +90,8 @@ class Speakers:
         """The actor's next turn, or why there is none. Raises EngineDied, which hooks do not hear:
         the group is done again."""
         voice = self.voices[ask.conversation]
-        number, voice.num_heard = voice.num_heard, voice.num_heard + 1
+        number = voice.num_heard
+        voice.num_heard = voice.num_heard + 1
         if number < len(voice.said):
             messages, spoken, turn = voice.said[number]
             if messages != ask.messages:
@@ -108,11 +111,13 @@ class Speakers:
         try:
             if isinstance(conversation, Exception):
                 raise conversation
-            num_replies, num_turns = conversation.num_replies, len(conversation.turns)
+            num_replies = conversation.num_replies
+            num_turns = len(conversation.turns)
             await conversation.respond(from_json(messages, list, "messages"))
             said = conversation.history[-1:] if conversation.num_replies > num_replies else []
             spoken = pb.Spoken(messages=to_json(said, "the reply"), text=conversation.text)
-            spoken.truncated, turn = conversation.truncated, None
+            spoken.truncated = conversation.truncated
+            turn = None
             spoken.metrics.update(conversation.metrics)
             if len(conversation.turns) > num_turns:
                 turn = conversation.turns[-1]

@@ -25,19 +25,20 @@ class Starts:
     ):
         """link_of(worker) waits for one that may come back, and raises ServiceError for one that is
         gone."""
-        self.links, self.max_queue, self.link_of, self.draining = links, max_queue, link_of, False
+        self.links = links
+        self.max_queue = max_queue
+        self.link_of = link_of
+        self.draining = False
         self.queues: dict[str, OrderedDict[asyncio.Future, None]] = {}
         self.worker_of: OrderedDict[tuple[str, str], str] = OrderedDict()  # (environment, key)
 
     async def start(self, request: pb.Request) -> pb.Reply:
         """In the order of arrival. The same key goes to the same worker, which knows the
         session."""
-        env, key, is_first, num_lost = (
-            request.start.env,
-            (request.start.env, request.start.key),
-            False,
-            0,
-        )
+        env = request.start.env
+        key = (request.start.env, request.start.key)
+        is_first = False
+        num_lost = 0
         while num_lost < 2:  # what ends every worker that begins it is not tried on all of them
             if self.draining:
                 raise is_draining()
@@ -55,7 +56,8 @@ class Starts:
             if reply is not None:  # it filled up meanwhile
                 self.worker_of.pop(key, None)
                 link.started[env] += max(0, link.room(env))  # no room until its next heartbeat
-            is_first, num_lost = True, num_lost + (reply is None)
+            is_first = True
+            num_lost = num_lost + (reply is None)
         raise ServiceError(
             StatusCode.DATA_LOSS, f"{num_lost} workers went away while they started this session"
         )

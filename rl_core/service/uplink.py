@@ -40,16 +40,17 @@ class Uplink:
             *CHANNEL_OPTIONS,
             *([("grpc.ssl_target_name_override", host)] if host else []),
         ]
-        self.worker, self.address, self.access, self.refused, self.parent = (
-            worker,
-            address,
-            access,
-            refused,
-            parent,
-        )
-        self.loop, self.heartbeat_s, self.has_changed = asyncio.get_running_loop(), 2.0, False
+        self.worker = worker
+        self.address = address
+        self.access = access
+        self.refused = refused
+        self.parent = parent
+        self.loop = asyncio.get_running_loop()
+        self.heartbeat_s = 2.0
+        self.has_changed = False
         self.out: queue.SimpleQueue[pb.Reply | None] = queue.SimpleQueue()
-        self.is_over, self.is_refused = threading.Event(), False
+        self.is_over = threading.Event()
+        self.is_refused = False
         threading.Thread(target=self._run, name=f"hub {address}", daemon=True).start()
 
     def change(self) -> None:
@@ -60,9 +61,12 @@ class Uplink:
 
     def _run(self) -> None:
         """Serves the hub through broken connections."""
-        wait_s, told = 0.1, ""
+        wait_s = 0.1
+        told = ""
         while not self.is_over.is_set():
-            began_s, self.out, over = time.monotonic(), queue.SimpleQueue(), threading.Event()
+            began_s = time.monotonic()
+            self.out = queue.SimpleQueue()
+            over = threading.Event()
             try:
                 with self.access.channel(self.address, self.options) as channel:
                     self._serve(channel, self.out, over)
@@ -123,7 +127,8 @@ class Uplink:
             message = pb.FromWorker(replies=batch)
             now = time.monotonic()
             if now >= beat_s + (SOON_S if self.has_changed else self.heartbeat_s / 2):
-                self.has_changed, beat_s = False, now
+                self.has_changed = False
+                beat_s = now
                 message.heartbeat.CopyFrom(self.worker.heartbeat())
                 self._check_parent()
             if batch or message.HasField("heartbeat"):
@@ -141,7 +146,8 @@ class Uplink:
 
 def take(out: queue.SimpleQueue, timeout_s: float) -> list[pb.Reply]:
     """What there is, once there is something, or the time has passed."""
-    batch, size = [], 0
+    batch = []
+    size = 0
     try:
         item = out.get(timeout=max(timeout_s, 0.0))
         while True:

@@ -15,7 +15,8 @@ from google.protobuf.message import DecodeError, Message
 from rl_core.service import environments_pb2 as pb
 
 Parsed = TypeVar("Parsed", bound=Message)
-ENVIRONMENTS, HUB = "rl_core.v1.Environments", "rl_core.v1.Hub"
+ENVIRONMENTS = "rl_core.v1.Environments"
+HUB = "rl_core.v1.Hub"
 VERBS = tuple(field.name for field in pb.Request.DESCRIPTOR.oneofs_by_name["verb"].fields)
 REQUESTS = {verb: getattr(pb, f"{verb.title()}Request") for verb in VERBS}
 VERB_OF = {kind: verb for verb, kind in REQUESTS.items()}
@@ -43,7 +44,8 @@ class ServiceError(Exception):
 
     def __init__(self, code: grpc.StatusCode, message: str):
         super().__init__(message)
-        self.code, self.message = code, message
+        self.code = code
+        self.message = message
         self.told_by_service = message  # what describe_error() shows
 
 
@@ -132,7 +134,8 @@ class Outbox:
     def __init__(self):
         self.messages: deque[tuple[Any, int]] = deque()
         self.num_bytes = 0
-        self.filled, self.emptied = asyncio.Event(), asyncio.Event()
+        self.filled = asyncio.Event()
+        self.emptied = asyncio.Event()
 
     def put(self, message: Any) -> None:
         size = message.ByteSize()
@@ -142,7 +145,8 @@ class Outbox:
 
     def take(self) -> list[Any]:
         """The next batch, which one message of the stream can hold. Empty if nothing waits."""
-        batch, total = [], 0
+        batch = []
+        total = 0
         while self.messages and total < BATCH:
             message, size = self.messages.popleft()
             batch.append(message)

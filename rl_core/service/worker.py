@@ -69,7 +69,8 @@ class Worker:
         idle_s: float,
         name: str = "",
     ):
-        self.name, self.replaces = name or secrets.token_hex(6), ""
+        self.name = name or secrets.token_hex(6)
+        self.replaces = ""
         self.idle_s = idle_s
         self.envs: dict[str, LocalEnv | ContainedEnv] = {}
         for env in envs:
@@ -122,7 +123,8 @@ class Worker:
         return await self.env_of(request.env).call(request)
 
     async def start(self, request: pb.StartRequest) -> pb.StartReply:
-        env, key = self.env_of(request.env), (request.env, request.key) if request.key else None
+        env = self.env_of(request.env)
+        key = (request.env, request.key) if request.key else None
         if request.again:
             if key in self.by_key or key in self.gone:
                 return pb.StartReply()
@@ -146,7 +148,8 @@ class Worker:
             raise ServiceError(
                 StatusCode.RESOURCE_EXHAUSTED, f"worker {self.name} has no room for {env.name}"
             )
-        name, loop = f"{self.name}.{secrets.token_hex(8)}", asyncio.get_running_loop()
+        name = f"{self.name}.{secrets.token_hex(8)}"
+        loop = asyncio.get_running_loop()
         held = Held(
             session=None,
             env=env.name,
@@ -160,7 +163,9 @@ class Worker:
         try:
             held.session = await env.session(name, request)
             result = await held.session.start()
-            result.session, result.idle_s, held.used_s = name, self.idle_s, time.monotonic()
+            result.session = name
+            result.idle_s = self.idle_s
+            held.used_s = time.monotonic()
             self.held[name] = held
         except Exception as error:
             known = isinstance(error, ServiceError)
@@ -181,7 +186,8 @@ class Worker:
         return held
 
     async def in_session(self, request: Numbered) -> Any:
-        held, task = self.held_of(request.session), asyncio.current_task()
+        held = self.held_of(request.session)
+        task = asyncio.current_task()
         held.used_s = time.monotonic()
         held.running.add(task)
         try:
@@ -197,7 +203,8 @@ class Worker:
                 self.close(held)
 
     async def renew(self, request: pb.RenewRequest) -> pb.RenewReply:
-        gone, now = [], time.monotonic()
+        gone = []
+        now = time.monotonic()
         for name in request.sessions:
             held = self.held.get(name)
             if held is None or held.has_failed:
@@ -258,6 +265,7 @@ class Worker:
     async def sweep(self) -> None:
         """Closes idle sessions and those whose container ended. Returns once a draining worker has
         none left."""
+        name_what_blocks(LoopClock.of_running_loop())
         while not (self.draining and not self.num_held.total()):
             await asyncio.sleep(min(SWEEP_S, self.idle_s / 4))
             now = time.monotonic()
@@ -309,12 +317,13 @@ def memory_bytes() -> int:
 
 async def run(args: argparse.Namespace, access: Access) -> None:
     """Raises ValueError for files that cannot be served, and if all hubs refuse the worker."""
-    name, loop = args.name or secrets.token_hex(6), asyncio.get_running_loop()
-    name_what_blocks(LoopClock.of_running_loop())
+    name = args.name or secrets.token_hex(6)
+    loop = asyncio.get_running_loop()
     over = loop.create_future()
     settings = {path: container_settings(path) for path in args.envs}
     images = [f"{path} says image = {found.image!r}" for path, found in settings.items() if found]
-    runtime, envs = find_runtime(name, images[0]) if images else None, []
+    runtime = find_runtime(name, images[0]) if images else None
+    envs = []
     try:
         for path, container in settings.items():
             limits = {"hook_timeout_s": args.hook_timeout_s, "idle_s": args.idle_s}

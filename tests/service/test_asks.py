@@ -337,7 +337,7 @@ def test_start_rewards_and_group_rewards_ask_too(worker_of):  # noqa: F811
             "wrong", call=pb.CallRequest(env="game", hook="group_reward_fn", given=given)
         )
         assert not (await client.start({"answer": "y"}, no_start=True)).HasField("asked")
-        for hook in ("one", "start", "nobody"):
+        for hook in ("start", "nobody"):
             await client.run(hook, "wrong")
         await client.run("group_reward_fn", "wrong", given='{"trajectories": 3}')
         asked = (await client.run("group_reward_fn", given=given)).asked

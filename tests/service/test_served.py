@@ -44,7 +44,7 @@ from rl_core.plugins.env_file import check_columns
 from rl_core.plugins.tool_calls import ToolCalls
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied
-from rl_core.sampling.hooks import HookError
+from rl_core.sampling.hooks import HookError, read_answer
 from rl_core.sampling.rollout import Group, run_group
 from rl_core.service import client, connection
 from rl_core.service import environments_pb2 as pb
@@ -563,16 +563,16 @@ class Playing:
         hook, given = self.env.hooks["interact"], {"messages": self.messages, "state": self.state}
         given["completion"] = completion or text
         answer = await hook(self.task, dict.fromkeys(hook.ours) | given)
-        self.messages += answer["messages"]
-        return answer["messages"][0]["content"] if answer["messages"] else ""
+        messages, _, _ = read_answer(answer, self.env.path, ends=True)
+        self.messages += messages
+        return messages[0]["content"] if messages else ""
 
     async def score(self) -> float:
         hook, given = (
             self.env.hooks["reward_fn"],
             {"messages": self.messages, "completion": "", "state": self.state},
         )
-        [value] = (await hook(self.task, dict.fromkeys(hook.ours) | given)).values()
-        return value
+        return await hook(self.task, dict.fromkeys(hook.ours) | given)
 
     def kill_worker(self, service: Service) -> None:
         [pid] = [

@@ -148,6 +148,28 @@ def test_a_client_without_numbers_plays_an_episode_to_its_end(worker_of):
     assert worker.ended["game", pb.COMPLETED] == 1
 
 
+def test_a_hook_by_its_name_gives_what_it_returned(worker_of):
+    async def script(client):
+        async def run(hook, code="ok", **said):
+            said = pb.Said(**said)
+            reply = await client.ask(
+                code, run=pb.RunRequest(session=client.session, hook=hook, said=said)
+            )
+            return reply if code != "ok" else (json.loads(reply.value), reply.status)
+
+        answer, status = await run("interact", messages=ASSISTANT % "a")
+        assert answer["messages"] == [{"role": "user", "content": "a 1"}]
+        assert (answer["reward"], answer["done"], status) == (0.25, False, pb.RUNNING)
+        await run("interact", keep=1, messages=ASSISTANT % "end")
+        assert await run("reward_fn") == ({"right": 1.0, "n": 2}, pb.RUNNING)
+        assert "has no 'nobody' of a session" in await run("nobody", "wrong")
+        assert await client.cancel(pb.COMPLETED) == pb.COMPLETED
+
+    worker = worker_of()
+    play(worker, script)
+    assert worker.envs["game"].interactions == 2
+
+
 def test_the_last_turn_is_a_limit_which_the_client_may_move(worker_of):
     async def script(client):
         for _ in range(5):
